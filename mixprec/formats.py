@@ -1,0 +1,63 @@
+"""The low-precision number formats: what each can hold, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    `max` is the largest finite value, `smallest_normal` and `smallest_subnormal` the smallest
+    positive ones, `eps` the spacing of the values just above 1. Sources: IEEE 754-2019 (FP16);
+    OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2).
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    eps: float
+    has_inf: bool
+
+    @property
+    def saturates(self) -> bool:
+        """Whether a cast of a finite value that is too large gives `max` (FP8) or Inf (16 bits)."""
+        return self.bits == 8
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 8, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, False)
+E5M2 = Format("e5m2", torch.float8_e5m2, 8, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, True)
+FP16 = Format("fp16", torch.float16, 16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, True)
+BF16 = Format("bf16", torch.bfloat16, 16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7, True)
+
+FORMATS: tuple[Format, ...] = (E4M3, E5M2, FP16, BF16)
+_BY_WORD: dict[object, Format] = {word: f for f in FORMATS for word in (f, f.name, f.dtype)}
+_BY_WORD |= {
+    "float8_e4m3fn": E4M3,
+    "float8_e5m2": E5M2,
+    "float16": FP16,
+    "half": FP16,
+    "bfloat16": BF16,
+}
+
+
+def parse(fmt: Format | str | torch.dtype, *, who: str = "parse") -> Format:
+    """Return the Format that `fmt` names: a Format, a name such as "e4m3", or a torch dtype.
+
+    Raises ValueError, listing what is valid, for anything else.
+    """
+    key = fmt.lower() if isinstance(fmt, str) else fmt
+    try:
+        return _BY_WORD[key]
+    except (KeyError, TypeError):
+        names = ", ".join(f"{f.name} ({f.dtype})" for f in FORMATS)
+        raise ValueError(f"{who}: fmt must be one of {names}, got {fmt!r}") from None

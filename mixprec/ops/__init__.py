@@ -1,0 +1,27 @@
+"""The ops: each with one definition, one reference, and variants that must agree with it."""
+
+from ._backends import use_backend
+from .adamw import adamw_
+from .amax import amax
+from .dequantize import dequantize
+from .gemm import gemm, gemm_accumulate_
+from .grad_stats import grad_stats_
+from .quantize import quantize
+from .scale import clip_coef, inv_scale, scale_from_amax_, update_scale_
+from .unscale import unscale_
+
+__all__ = [
+    "adamw_",
+    "amax",
+    "clip_coef",
+    "dequantize",
+    "gemm",
+    "gemm_accumulate_",
+    "grad_stats_",
+    "inv_scale",
+    "quantize",
+    "scale_from_amax_",
+    "unscale_",
+    "update_scale_",
+    "use_backend",
+]

@@ -1,0 +1,37 @@
+"""amax: the largest magnitude in a tensor, which decides its scale."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _backends, _checks, _library
+
+
+def amax_reference(x: torch.Tensor) -> torch.Tensor:
+    """max |x| in FP32; NaN if any element is NaN, else Inf if any is; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.float().abs().amax()
+
+
+def _fake(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _check(x: torch.Tensor) -> None:
+    _checks.is_tensor("amax", "x", x)
+    _checks.has_dtype("amax", "x", x, _checks.FLOATS)
+
+
+_library.define("amax", "(Tensor x) -> Tensor", check=_check, reference=amax_reference, fake=_fake)
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return max |x| as an fp32 scalar tensor [] on x's device, without a host sync.
+
+    x: any shape and strides, fp32, bf16 or fp16. NaN if any element is NaN, else Inf if any is
+    infinite; 0 for an empty tensor. Raises TypeError or ValueError for other inputs.
+    """
+    _checks.is_tensor("amax", "x", x)
+    _checks.needs_no_grad("amax", "call it on x.detach()", x)
+    return _backends.call("amax", x.device.type, x)

@@ -1,0 +1,258 @@
+"""The scalar arithmetic of scales: from amax to scale, the loss scale's update, clipping."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .. import formats
+from . import _backends, _checks, _library
+
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+_EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
+
+
+def scale_from_amax(
+    amax: torch.Tensor,
+    fmt_max: float,
+    margin: int,
+    power_of_two: bool,
+    previous: torch.Tensor | float,
+) -> torch.Tensor:
+    """scale = fmt_max / amax * 2^-margin, elementwise in FP32: one rounding, in the division.
+
+    Rounded down to a power of two if asked, clamped to [2^-126, 2^126] so that its inverse is
+    normal. Where amax is 0, Inf or NaN the scale is `previous`.
+    """
+    scale = torch.full_like(amax, fmt_max) / amax * 2.0**-margin
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    usable = torch.isfinite(amax) & (amax > 0)
+    return torch.where(usable, scale.clamp(MIN_SCALE, MAX_SCALE), previous)
+
+
+def scale_from_amax_reference_(
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    power_of_two: bool,
+) -> None:
+    fmt_max = formats.parse(dtype).max
+    scale.copy_(scale_from_amax(amax, fmt_max, margin, power_of_two, scale))
+    scale_inv.copy_(1.0 / scale)
+
+
+def _check_scale_from_amax(
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    power_of_two: bool,
+) -> None:
+    op = "scale_from_amax_"
+    formats.parse(dtype, who=op)
+    for name, t in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
+        _checks.is_tensor(op, name, t)
+        _checks.has_dtype(op, name, t, (torch.float32,))
+        _checks.has_shape(op, name, t, scale.shape, "scale's shape")
+        _checks.on_device(op, name, t, scale.device, "scale")
+        if t is not amax:
+            _checks.is_writable(op, name, t)
+    if not isinstance(margin, int) or not -64 <= margin <= 64:
+        raise ValueError(f"{op}: margin must be an int between -64 and 64, got {margin!r}")
+
+
+_library.define(
+    "scale_from_amax_",
+    "(Tensor(a!) scale, Tensor(b!) scale_inv, Tensor amax, ScalarType dtype, int margin, "
+    "bool power_of_two) -> ()",
+    check=_check_scale_from_amax,
+    reference=scale_from_amax_reference_,
+)
+
+
+def scale_from_amax_(
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+    fmt: formats.Format | str | torch.dtype,
+    *,
+    margin: int = 0,
+    power_of_two: bool = True,
+) -> None:
+    """Set scale = fmt.max / amax * 2^-margin and scale_inv = 1 / scale, for many tensors at once.
+
+    scale, scale_inv, amax: fp32, one shape, any number of elements. Where amax is 0 or not
+    finite, scale keeps its value. power_of_two rounds the scale down to a power of two. The
+    result lies in [2^-126, 2^126].
+    """
+    op = "scale_from_amax_"
+    dtype = formats.parse(fmt, who=op).dtype
+    _checks.is_tensor(op, "scale", scale)
+    device = scale.device.type
+    _backends.call(op, device, scale, scale_inv, amax, dtype, margin, power_of_two)
+    _checks.mutated(scale, scale_inv)
+
+
+def inv_scale_reference(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, computed in FP64 and rounded to FP32."""
+    return scale.double().reciprocal().float()
+
+
+def _check_inv_scale(scale: torch.Tensor) -> None:
+    _checks.is_scalar("inv_scale", "scale", scale, torch.float32)
+
+
+_library.define(
+    "inv_scale",
+    "(Tensor scale) -> Tensor",
+    check=_check_inv_scale,
+    reference=inv_scale_reference,
+    fake=torch.empty_like,
+)
+
+
+def inv_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale (fp32, one element), computed in FP64 and rounded once to FP32."""
+    _checks.is_tensor("inv_scale", "scale", scale)
+    return _backends.call("inv_scale", scale.device.type, scale)
+
+
+def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / (sqrt(sum_sq) + 1e-6)) in FP64, rounded to FP32."""
+    return (max_norm / (sum_sq.sqrt() + 1e-6)).clamp(max=1.0).float()
+
+
+def _fake_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return torch.empty_like(sum_sq, dtype=torch.float32)
+
+
+def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
+    _checks.is_scalar("clip_coef", "sum_sq", sum_sq, torch.float64)
+    if not max_norm > 0:
+        raise ValueError(f"clip_coef: max_norm must be positive, got {max_norm}")
+
+
+_library.define(
+    "clip_coef",
+    "(Tensor sum_sq, float max_norm) -> Tensor",
+    check=_check_clip_coef,
+    reference=clip_coef_reference,
+    fake=_fake_clip_coef,
+)
+
+
+def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return the factor that brings gradients of squared norm `sum_sq` down to `max_norm`.
+
+    clip = min(1, max_norm / (sqrt(sum_sq) + 1e-6)), as torch.nn.utils.clip_grad_norm_ computes
+    it. sum_sq: fp64, one element, from `grad_stats_`. Returns fp32 on the same device; NaN if
+    sum_sq is NaN. ValueError if max_norm is not positive.
+    """
+    _checks.is_tensor("clip_coef", "sum_sq", sum_sq)
+    return _backends.call("clip_coef", sum_sq.device.type, sum_sq, float(max_norm))
+
+
+def update_scale_reference_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+) -> None:
+    found = found_inf.reshape(()) != 0
+    left = torch.where(found, hysteresis_tracker - 1, hysteresis_tracker)
+    tracker = torch.where(found, 0, growth_tracker + 1)
+    grows = ~found & (tracker >= growth_interval)
+    backs_off = found & (left <= 0)
+    # min_scale and max_scale bound what a step does; a scale set outside them by hand stays.
+    lower = torch.minimum(scale, torch.clamp(scale * backoff_factor, min=min_scale))
+    higher = torch.clamp(scale * growth_factor, max=max_scale)
+    higher = torch.where(torch.isfinite(higher), torch.maximum(scale, higher), scale)
+    scale.copy_(torch.where(backs_off, lower, torch.where(grows, higher, scale)))
+    growth_tracker.copy_(torch.where(grows, 0, tracker))
+    hysteresis_tracker.copy_(torch.where(grows, hysteresis, left.clamp(min=0)))
+
+
+def _check_update_scale(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+) -> None:
+    op = "update_scale_"
+    for name, t, dtype in (
+        ("scale", scale, torch.float32),
+        ("growth_tracker", growth_tracker, torch.int32),
+        ("hysteresis_tracker", hysteresis_tracker, torch.int32),
+        ("found_inf", found_inf, torch.float32),
+    ):
+        _checks.is_scalar(op, name, t, dtype)
+        _checks.on_device(op, name, t, scale.device, "scale")
+
+
+_library.define(
+    "update_scale_",
+    "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, "
+    "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
+    "float min_scale, float max_scale, int hysteresis) -> ()",
+    check=_check_update_scale,
+    reference=update_scale_reference_,
+)
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-24,
+    max_scale: float | None = None,
+    hysteresis: int = 1,
+) -> None:
+    """Advance the dynamic loss scale by one step, on the device.
+
+    found_inf != 0: growth_tracker = 0, hysteresis_tracker -= 1 (not below 0); once that is 0,
+    scale = max(scale * backoff_factor, min_scale). found_inf == 0: growth_tracker += 1; when it
+    reaches growth_interval, scale = min(scale * growth_factor, max_scale) unless that is
+    infinite, growth_tracker = 0, hysteresis_tracker = hysteresis.
+
+    scale, found_inf: fp32, one element; the trackers: int32, one element. Sources: dynamic loss
+    scaling of Mixed Precision Training (Micikevicius et al., 2018); hysteresis as in Megatron-LM.
+    """
+    op = "update_scale_"
+    _checks.is_tensor(op, "scale", scale)
+    _backends.call(
+        op,
+        scale.device.type,
+        scale,
+        growth_tracker,
+        hysteresis_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale,
+        math.inf if max_scale is None else max_scale,
+        hysteresis,
+    )
+    _checks.mutated(scale, growth_tracker, hysteresis_tracker)

@@ -1,0 +1,65 @@
+"""unscale_: divide the loss scale out of gradients, and find Inf and NaN, in one pass.
+
+The plainest op of the library: read it first to learn how one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import _backends, _checks, _library
+
+GRADS = (*_checks.FLOATS, torch.float64)
+
+
+# 1. The reference: what the op means, in plain torch, on any device.
+def unscale_reference_(
+    grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+) -> None:
+    for grad in grads:
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        unscaled = (wide * inv_scale.reshape(()).to(wide.dtype)).to(grad.dtype)
+        bad = ~(torch.isfinite(grad).all() & torch.isfinite(unscaled).all())
+        grad.copy_(unscaled)
+        found_inf.masked_fill_(bad, 1.0)
+
+
+# 2. What the arguments must be, run by the fake kernel, the reference, and when a kernel refuses.
+def _check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    op = "unscale_"
+    _checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
+    _checks.is_scalar(op, "found_inf", found_inf, torch.float32)
+    _checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
+    for i, grad in enumerate(_checks.is_list(op, "grads", grads)):
+        _checks.has_dtype(op, f"grads[{i}]", grad, GRADS)
+        _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
+        _checks.is_writable(op, f"grads[{i}]", grad)
+
+
+# 3. The schema, shared by all variants; the C++ kernel is csrc/cpu/unscale.cpp.
+_library.define(
+    "unscale_",
+    "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
+    check=_check,
+    reference=unscale_reference_,
+)
+
+
+# 4. The public function: choose a variant, run it.
+def unscale_(
+    grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+) -> None:
+    """g <- g * inv_scale for each gradient, in place; found_inf <- 1.0 where one is not finite.
+
+    grads: list of tensors of any shapes, fp32, bf16, fp16 (FP32 arithmetic, one rounding to the
+    gradient's dtype) or fp64 (FP64). inv_scale: fp32, one element, 1 / loss scale. found_inf:
+    fp32, one element; set to 1.0 if a value is Inf or NaN before or after the multiplication,
+    else left as it is (the caller clears it). No host sync. TypeError or ValueError names a bad
+    argument, before anything is written.
+    """
+    _checks.is_tensor("unscale_", "found_inf", found_inf)
+    _checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)
+    _backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf)
+    _checks.mutated(*grads, found_inf)
