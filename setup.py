@@ -41,15 +41,17 @@ def default_jobs() -> int:
 
 
 def cpu_extension() -> Extension:
-    """mixprec._C: the pybind11 module and the CPU ops, on libtorch's stable ABI (torch >= 2.11)."""
+    """mixprec._C: the pybind11 module and the CPU ops, on libtorch's stable ABI (loads on torch >= 2.11)."""
     flags = [
         "-std=c++20",
         "-O3",
+        "-g0",
         "-fvisibility=hidden",
         "-ffp-contract=off",  # every rounding is where the source says
         "-fno-trapping-math",
         "-fno-math-errno",
-        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+        f'-DMIXPREC_BUILT_WITH_TORCH="{torch.__version__}"',
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
         *[word for path in [*PYBIND11_INCLUDE, *include_paths()] for word in ("-isystem", path)],
     ]
     if os.environ.get("MIXPREC_WERROR") == "1":

@@ -1,0 +1,114 @@
+// Argument checks of the C++ ops, and what they need to know of a tensor. They run before any memory
+// is touched; the messages name the argument (mixprec/ops/*.py says the rest).
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace mixprec {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Dtype dtype_of(ScalarType type, const char* what) {
+  switch (type) {
+    case ScalarType::Float:
+      return Dtype::f32;
+    case ScalarType::BFloat16:
+      return Dtype::bf16;
+    case ScalarType::Half:
+      return Dtype::f16;
+    case ScalarType::Float8_e4m3fn:
+      return Dtype::e4m3;
+    case ScalarType::Float8_e5m2:
+      return Dtype::e5m2;
+    case ScalarType::Double:
+      return Dtype::f64;
+    default:
+      STD_TORCH_CHECK(false, what, " has a dtype that this op does not take");
+  }
+}
+
+inline Dtype dtype_of(const Tensor& t, const char* what) { return dtype_of(t.scalar_type(), what); }
+
+inline bool is_float(Dtype d) { return d == Dtype::f32 || d == Dtype::bf16 || d == Dtype::f16; }
+inline bool is_fp8(Dtype d) { return d == Dtype::e4m3 || d == Dtype::e5m2; }
+
+inline bool on_cpu(const Tensor& t) { return t.device().type() == torch::headeronly::DeviceType::CPU; }
+
+// One element of `type` on the CPU.
+inline void check_scalar(const Tensor& t, ScalarType type, const char* what) {
+  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && on_cpu(t), what,
+                  " must hold one element of the right dtype on the CPU");
+}
+
+inline float read_scalar(const std::optional<Tensor>& t, float otherwise, const char* what) {
+  if (!t.has_value()) return otherwise;
+  check_scalar(*t, ScalarType::Float, what);
+  return *static_cast<const float*>(t->const_data_ptr());
+}
+
+inline bool same_shape(const Tensor& a, const Tensor& b) {
+  auto x = a.sizes(), y = b.sizes();
+  if (x.size() != y.size()) return false;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (x[i] != y[i]) return false;
+  }
+  return true;
+}
+
+// No two elements share memory through a stride of 0.
+inline bool is_writable(const Tensor& t) {
+  if (t.is_contiguous()) return true;
+  auto sizes = t.sizes(), strides = t.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (strides[i] == 0 && sizes[i] > 1) return false;
+  }
+  return true;
+}
+
+// The elements fill a range of memory without gaps, in whatever order of dimensions.
+inline bool is_dense(const Tensor& t) {
+  if (t.is_contiguous()) return true;
+  auto sizes = t.sizes(), strides = t.strides();
+  int64_t expected = 1;
+  for (size_t done = 0; done < sizes.size(); ++done) {
+    bool found = false;
+    for (size_t i = 0; i < sizes.size() && !found; ++i) {
+      if (sizes[i] != 1 && strides[i] == expected) {
+        expected *= sizes[i];
+        found = true;
+      }
+    }
+    if (!found) break;
+  }
+  return expected == t.numel();
+}
+
+inline bool same_strides(const Tensor& a, const Tensor& b) {
+  if (a.is_contiguous() && b.is_contiguous()) return true;
+  auto sizes = a.sizes(), x = a.strides(), y = b.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] != 1 && x[i] != y[i]) return false;
+  }
+  return true;
+}
+
+inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  return torch::stable::empty(sizes, type, std::nullopt,
+                              torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
+inline Tensor empty_scalar(float value) {
+  Tensor t = empty({}, ScalarType::Float);
+  *static_cast<float*>(t.mutable_data_ptr()) = value;
+  return t;
+}
+
+}  // namespace mixprec

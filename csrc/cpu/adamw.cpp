@@ -1,0 +1,140 @@
+// adamw_: the optimizer's update.
+#include <cmath>
+
+#include "cpu/loops.h"
+#include "cpu/parallel.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+struct Settings {
+  double lr, beta1, beta2, eps, weight_decay, inv_scale, clip;
+};
+
+template <class Real>
+AdamWScalars<Real> scalars(const Settings& s, int64_t step) {
+  double bc1 = 1.0 - power(s.beta1, step), bc2 = 1.0 - power(s.beta2, step);
+  auto real = [](double x) { return static_cast<Real>(x); };
+  return {real(s.inv_scale),   real(s.clip), real(s.lr * s.weight_decay),
+          real(1.0 - s.beta1), real(s.beta2), real(1.0 - s.beta2),
+          real(s.eps),         real(s.lr / bc1), real(1.0 / std::sqrt(bc2))};
+}
+
+// Gives every list tensors whose memory can be walked as one flat range in the same order as
+// params[i]; where that needs a copy, the written ones go back when this object ends.
+class FlatLists {
+ public:
+  explicit FlatLists(std::vector<TensorList*> written) : written_(std::move(written)) {}
+  void flatten(size_t i, TensorList& grads) {
+    const Tensor& param = (*written_[0])[i];
+    bool flat = is_dense(param) && same_strides(param, grads[i]);
+    for (const TensorList* list : written_) flat = flat && same_strides(param, (*list)[i]);
+    if (flat) return;
+    grads[i] = torch::stable::contiguous(grads[i]);
+    for (TensorList* list : written_) {
+      Tensor original = (*list)[i];
+      (*list)[i] = torch::stable::contiguous(original);
+      if ((*list)[i].get() != original.get()) copies_.emplace_back(original, (*list)[i]);
+    }
+  }
+  void write_back() {
+    for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
+  }
+
+ private:
+  std::vector<TensorList*> written_;
+  std::vector<std::pair<Tensor, Tensor>> copies_;
+};
+
+void check_lists(const TensorList& params, const TensorList& grads,
+                 const std::vector<const TensorList*>& state, const TensorList& steps) {
+  STD_TORCH_CHECK(grads.size() == params.size() && steps.size() == params.size(),
+                  "adamw_: grads and steps must have one tensor per param");
+  for (const TensorList* list : state) {
+    STD_TORCH_CHECK(list->size() == params.size(),
+                    "adamw_: exp_avgs, exp_avg_sqs and masters must have one tensor per param");
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    Dtype p = dtype_of(params[i], "adamw_: a param"), g = dtype_of(grads[i], "adamw_: a grad");
+    STD_TORCH_CHECK(!is_fp8(p) && on_cpu(params[i]) && is_writable(params[i]),
+                    "adamw_: a param must be floating point on the CPU, writable");
+    STD_TORCH_CHECK((p == Dtype::f64 ? g == Dtype::f64 : is_float(g)) && on_cpu(grads[i]) &&
+                        same_shape(params[i], grads[i]),
+                    "adamw_: a grad must have its param's shape, be on the CPU and be fp32, bf16 "
+                    "or fp16 (fp64 for an fp64 param)");
+    ScalarType real = p == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
+    for (const TensorList* list : state) {
+      const Tensor& t = (*list)[i];
+      STD_TORCH_CHECK(t.scalar_type() == real && on_cpu(t) && is_writable(t) &&
+                          same_shape(params[i], t),
+                      "adamw_: state and masters must be fp32 (fp64 for an fp64 param), of their "
+                      "param's shape, on the CPU, writable");
+    }
+    check_scalar(steps[i], ScalarType::Float, "adamw_: a step");
+  }
+}
+
+}  // namespace
+
+void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
+            TensorList masters, TensorList steps, double lr, double beta1, double beta2, double eps,
+            double weight_decay, bool maximize, MaybeTensor inv_scale, MaybeTensor clip,
+            MaybeTensor found_inf) {
+  std::vector<TensorList*> state{&exp_avgs, &exp_avg_sqs};
+  if (!masters.empty()) state.push_back(&masters);
+  check_lists(params, grads, {state.begin(), state.end()}, steps);
+  Settings settings{lr, beta1, beta2, eps, weight_decay,
+                    read_scalar(inv_scale, 1.0f, "adamw_: inv_scale"),
+                    read_scalar(clip, 1.0f, "adamw_: clip")};
+  if (maximize) settings.clip = -settings.clip;
+  if (read_scalar(found_inf, 0.0f, "adamw_: found_inf") != 0.0f) return;
+
+  std::vector<TensorList*> written{&params};
+  written.insert(written.end(), state.begin(), state.end());
+  FlatLists lists(written);
+  size_t count = params.size();
+  std::vector<AdamWArrays> arrays(count);
+  std::vector<Dtype> param_dtype(count), grad_dtype(count);
+  // Neighbours usually share their step: form its constants once.
+  std::vector<int32_t> constants_of(count);
+  std::vector<AdamWScalars<float>> narrow;
+  std::vector<AdamWScalars<double>> wide;
+  float last_step = -1.0f;
+  for (size_t i = 0; i < count; ++i) {
+    lists.flatten(i, grads);
+    param_dtype[i] = dtype_of(params[i], "adamw_: a param");
+    grad_dtype[i] = dtype_of(grads[i], "adamw_: a grad");
+    arrays[i] = {params[i].mutable_data_ptr(), grads[i].const_data_ptr(),
+                 exp_avgs[i].mutable_data_ptr(), exp_avg_sqs[i].mutable_data_ptr(),
+                 masters.empty() ? nullptr : masters[i].mutable_data_ptr()};
+    float* step = static_cast<float*>(steps[i].mutable_data_ptr());
+    *step += 1.0f;
+    if (*step != last_step) {
+      narrow.push_back(scalars<float>(settings, static_cast<int64_t>(*step)));
+      wide.push_back(scalars<double>(settings, static_cast<int64_t>(*step)));
+      last_step = *step;
+    }
+    constants_of[i] = static_cast<int32_t>(narrow.size()) - 1;
+  }
+  for_pieces(cut(params), [&](int64_t, const Piece& p) {
+    Dtype pd = param_dtype[p.tensor], gd = grad_dtype[p.tensor];
+    Dtype real = pd == Dtype::f64 ? Dtype::f64 : Dtype::f32;
+    const AdamWArrays& all = arrays[p.tensor];
+    AdamWArrays part{at(all.param, pd, p.begin), at(all.grad, gd, p.begin),
+                     at(all.exp_avg, real, p.begin), at(all.exp_avg_sq, real, p.begin),
+                     all.master == nullptr ? nullptr : at(all.master, real, p.begin)};
+    int32_t c = constants_of[p.tensor];
+    if (pd == Dtype::f64) {
+      loops().adamw_f64(part, p.end - p.begin, wide[c]);
+    } else {
+      loops().adamw(pd, gd, part, p.end - p.begin, narrow[c]);
+    }
+  });
+  lists.write_back();
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) { m.impl("adamw_", TORCH_BOX(&mixprec::cpu::adamw_)); }

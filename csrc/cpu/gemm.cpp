@@ -1,0 +1,230 @@
+// gemm and gemm_accumulate_: pack both operands into panels of fp32 words or bf16 pairs, multiply
+// panels into an fp32 tile that stays in the second cache, scale and round each row once.
+#include <cstdlib>
+#include <memory>
+
+#include "cpu/loops.h"
+#include "cpu/parallel.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+struct Matrix {  // element (i, k) at data[i * stride_i + k * stride_k]; k runs along K
+  Dtype dtype;
+  const void* data;
+  int64_t rows, stride_i, stride_k;
+};
+
+// Scratch memory that is kept between calls: fresh pages cost more than packing into them.
+class Scratch {
+ public:
+  void* get(int64_t bytes) {
+    if (bytes > capacity_) {
+      memory_.reset(std::aligned_alloc(4096, static_cast<size_t>((bytes + 4095) / 4096 * 4096)));
+      STD_TORCH_CHECK(memory_ != nullptr, "gemm: out of memory for ", bytes, " bytes of scratch");
+      capacity_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  int64_t capacity_ = 0;
+};
+
+constexpr int64_t kPackedBytes = 32 << 20;  // of each operand at a time; bounds the scratch memory
+constexpr int64_t kWordsPerPass = 256;      // of K between two visits to the fp32 tile
+constexpr int64_t kTileRows = 112, kTileCols = 256;  // of the fp32 tile: 112 KB
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Packs rows [first, first + count) of x into panels of `width`.
+void pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x, int64_t first,
+                 int64_t count, int64_t k, int64_t words, uint32_t* out) {
+  int64_t grain = std::max<int64_t>(1, kPiece / (width * std::max<int64_t>(1, k)));
+  torch::stable::parallel_for(0, ceil_div(count, width), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      int64_t row = p * width;
+      pack(x.dtype, at(x.data, x.dtype, (first + row) * x.stride_i), x.stride_i, x.stride_k,
+           std::min(width, count - row), k, out + row * words);
+    }
+  });
+}
+
+// How many threads along M and along N: the split whose largest share of panels is smallest.
+struct Split {
+  int64_t m = 1, n = 1;
+};
+
+Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const GemmKernel& kernel) {
+  Split best;
+  double best_cost = 1e300;
+  for (int64_t m = 1; m <= std::min(threads, panels_m); ++m) {
+    int64_t n = std::min(threads / m, panels_n);
+    double rows = static_cast<double>(ceil_div(panels_m, m) * kernel.mr);
+    double cols = static_cast<double>(ceil_div(panels_n, n) * kernel.nr);
+    double cost = rows * cols + 8.0 * (rows + cols);  // the work, and a little for what is read
+    if (cost < best_cost) best_cost = cost, best = {m, n};
+  }
+  return best;
+}
+
+// store(row of the block, first column, n, fp32 accumulators) is called once for each piece of a
+// row of the block's result, when its sum over K is complete.
+template <class Store>
+void multiply_block(const GemmKernel& kernel, const uint32_t* a, const uint32_t* b, int64_t m,
+                    int64_t n, int64_t words, const Store& store) {
+  int64_t panels_m = ceil_div(m, kernel.mr), panels_n = ceil_div(n, kernel.nr);
+  double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(words);
+  int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
+  Split split = split_threads(panels_m, panels_n, threads, kernel);
+  int64_t step_m = kTileRows / kernel.mr, step_n = kTileCols / kernel.nr;
+  torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t first, int64_t last) {
+    static thread_local Scratch scratch;
+    float* tile = static_cast<float*>(scratch.get(kTileRows * kTileCols * 4));
+    for (int64_t share = first; share < last; ++share) {
+      int64_t sm = share / split.n, sn = share % split.n;
+      int64_t m_begin = panels_m * sm / split.m, m_end = panels_m * (sm + 1) / split.m;
+      int64_t n_begin = panels_n * sn / split.n, n_end = panels_n * (sn + 1) / split.n;
+      for (int64_t pn = n_begin; pn < n_end; pn += step_n) {
+        int64_t count_n = std::min(step_n, n_end - pn);
+        for (int64_t pm = m_begin; pm < m_end; pm += step_m) {
+          int64_t count_m = std::min(step_m, m_end - pm);
+          // At least one pass, so that K = 0 leaves zeros.
+          for (int64_t w = 0; w == 0 || w < words; w += kWordsPerPass) {
+            int64_t pass = std::min(kWordsPerPass, words - w);
+            for (int64_t j = 0; j < count_n; ++j) {
+              for (int64_t i = 0; i < count_m; ++i) {
+                kernel.micro(pass, a + ((pm + i) * words + w) * kernel.mr,
+                             b + ((pn + j) * words + w) * kernel.nr,
+                             tile + i * kernel.mr * kTileCols + j * kernel.nr, kTileCols, w > 0);
+              }
+            }
+          }
+          int64_t row = pm * kernel.mr, col = pn * kernel.nr;
+          int64_t rows = std::min(count_m * kernel.mr, m - row);
+          int64_t cols = std::min(count_n * kernel.nr, n - col);
+          for (int64_t r = 0; r < rows; ++r) store(row + r, col, cols, tile + r * kTileCols);
+        }
+      }
+    }
+  });
+}
+
+// All of a [M, K] times b [K, N]; b is given with its columns as rows.
+template <class Store>
+void multiply(const Matrix& a, const Matrix& b, int64_t k, const Store& store) {
+  bool exact_in_bf16 = a.dtype != Dtype::f16;
+  const GemmKernel& kernel = exact_in_bf16 ? loops().gemm_bf16 : loops().gemm_f32;
+  int64_t words = ceil_div(k, kernel.k_per_word);
+  int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, words);
+  int64_t block_m = std::min(ceil_div(a.rows, kernel.mr), std::max<int64_t>(1, fit / kernel.mr)) * kernel.mr;
+  int64_t block_n = std::min(ceil_div(b.rows, kernel.nr), std::max<int64_t>(1, fit / kernel.nr)) * kernel.nr;
+  static thread_local Scratch scratch_a, scratch_b;
+  auto* packed_a = static_cast<uint32_t*>(scratch_a.get(block_m * words * 4 + 64));
+  auto* packed_b = static_cast<uint32_t*>(scratch_b.get(block_n * words * 4 + 64));
+  for (int64_t n0 = 0; n0 < b.rows; n0 += block_n) {
+    int64_t n = std::min(block_n, b.rows - n0);
+    pack_panels(kernel.pack_b, kernel.nr, b, n0, n, k, words, packed_b);
+    for (int64_t m0 = 0; m0 < a.rows; m0 += block_m) {
+      int64_t m = std::min(block_m, a.rows - m0);
+      if (n0 == 0 || block_m < a.rows) {
+        pack_panels(kernel.pack_a, kernel.mr, a, m0, m, k, words, packed_a);
+      }
+      multiply_block(kernel, packed_a, packed_b, m, n, words,
+                     [&](int64_t row, int64_t col, int64_t count, const float* acc) {
+                       store(m0 + row, n0 + col, count, acc);
+                     });
+    }
+  }
+}
+
+void check_operands(const Tensor& a, const Tensor& b, const char* op) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.sizes()[1] == b.sizes()[0], op,
+                  ": a must be [M, K] and b [K, N]");
+  STD_TORCH_CHECK(on_cpu(a) && on_cpu(b), op, ": a and b must be on the CPU");
+  Dtype x = dtype_of(a, op), y = dtype_of(b, op);
+  STD_TORCH_CHECK((is_fp8(x) && is_fp8(y)) || (x == y && (x == Dtype::f16 || x == Dtype::bf16)), op,
+                  ": a and b must both be fp16, both bf16, or fp8");
+}
+
+Matrix rows_of(const Tensor& a) {
+  return {dtype_of(a, "gemm"), a.const_data_ptr(), a.sizes()[0], a.strides()[0], a.strides()[1]};
+}
+
+Matrix columns_of(const Tensor& b) {
+  return {dtype_of(b, "gemm"), b.const_data_ptr(), b.sizes()[1], b.strides()[1], b.strides()[0]};
+}
+
+std::vector<float> bias_as_fp32(const Tensor& bias) {
+  Dtype dtype = dtype_of(bias, "gemm: bias");
+  int64_t n = bias.numel(), stride = n > 0 ? bias.strides()[0] : 1;
+  std::vector<float> wide(n);
+  with_float(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    const T* x = static_cast<const T*>(bias.const_data_ptr());
+    for (int64_t i = 0; i < n; ++i) wide[i] = decode(x[i * stride]);
+  });
+  return wide;
+}
+
+}  // namespace
+
+Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
+            ScalarType out_type, bool /*fast_accum: a CPU has no shorter accumulator*/) {
+  check_operands(a, b, "gemm");
+  Dtype out_dtype = dtype_of(out_type, "gemm: out_dtype");
+  STD_TORCH_CHECK(is_float(out_dtype), "gemm: out_dtype must be fp32, bf16 or fp16");
+  int64_t m = a.sizes()[0], n = b.sizes()[1];
+  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm: a_scale_inv"),
+                    read_scalar(b_scale_inv, 1.0f, "gemm: b_scale_inv"), nullptr};
+  std::vector<float> wide_bias;
+  if (bias.has_value()) {
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->numel() == n && on_cpu(*bias) &&
+                        is_float(dtype_of(*bias, "gemm: bias")),
+                    "gemm: bias must be [N], fp32, bf16 or fp16, on the CPU");
+    wide_bias = bias_as_fp32(*bias);
+    epilogue.bias = wide_bias.data();
+  }
+  Tensor out = empty({m, n}, out_type);
+  if (m == 0 || n == 0) return out;
+  void* data = out.mutable_data_ptr();
+  multiply(rows_of(a), columns_of(b), a.sizes()[1],
+           [&](int64_t row, int64_t col, int64_t count, const float* acc) {
+             Epilogue here = epilogue;
+             if (here.bias != nullptr) here.bias += col;
+             loops().store_row(out_dtype, acc, here, at(data, out_dtype, row * n + col), count);
+           });
+  return out;
+}
+
+void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
+                      MaybeTensor b_scale_inv) {
+  check_operands(a, b, "gemm_accumulate_");
+  STD_TORCH_CHECK(acc.dim() == 2 && acc.sizes()[0] == a.sizes()[0] &&
+                      acc.sizes()[1] == b.sizes()[1] && acc.scalar_type() == ScalarType::Float &&
+                      on_cpu(acc) && is_writable(acc),
+                  "gemm_accumulate_: acc must be [M, N], fp32, on the CPU, writable");
+  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm_accumulate_: a_scale_inv"),
+                    read_scalar(b_scale_inv, 1.0f, "gemm_accumulate_: b_scale_inv"), nullptr};
+  if (acc.numel() == 0 || a.sizes()[1] == 0) return;
+  float* data = static_cast<float*>(acc.mutable_data_ptr());
+  int64_t stride_m = acc.strides()[0], stride_n = acc.strides()[1];
+  multiply(rows_of(a), columns_of(b), a.sizes()[1],
+           [&](int64_t row, int64_t col, int64_t count, const float* sums) {
+             loops().accumulate_row(sums, epilogue, data + row * stride_m + col * stride_n,
+                                    stride_n, count);
+           });
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("gemm", TORCH_BOX(&mixprec::cpu::gemm));
+  m.impl("gemm_accumulate_", TORCH_BOX(&mixprec::cpu::gemm_accumulate_));
+}

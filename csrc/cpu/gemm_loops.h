@@ -1,0 +1,144 @@
+// Loops of gemm: packing, the store of a row, and the fp32 micro-kernel. Included once per
+// instruction set, which defines Vec (a vector of floats), fma(a, b, c), and the tile MR x NV.
+
+template <class T>
+uint32_t word(T x) {  // one fp32
+  return float_bits(decode(x));
+}
+
+template <class T>
+uint32_t word(T low, T high) {  // a pair of bf16; exact for bf16, E4M3 and E5M2
+  return (float_bits(decode(low)) >> 16) | (float_bits(decode(high)) & 0xFFFF0000u);
+}
+
+// A panel whose rows lie next to each other in memory (stride_i = 1): copy while decoding.
+template <int pair, int width, class T>
+void pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
+  for (int64_t w = 0; w < words; ++w, out += width) {
+    const T* __restrict row = src + w * pair * stride_k;
+    if constexpr (pair == 1) {
+      for (int i = 0; i < width; ++i) out[i] = word(row[i]);
+    } else {
+      const T* __restrict next = row + stride_k;
+      for (int i = 0; i < width; ++i) out[i] = word(row[i], next[i]);
+    }
+  }
+}
+
+// A panel whose k lie next to each other (stride_k = 1): decode 16 words of each row, then
+// transpose the block, which fits in the first cache.
+template <int pair, int width, class T>
+void pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
+  constexpr int block = 16;
+  uint32_t tile[width][block];
+  for (int64_t w = 0; w < words; w += block) {
+    for (int i = 0; i < width; ++i) {
+      const T* __restrict row = src + i * stride_i + w * pair;
+      for (int j = 0; j < block; ++j) {
+        if constexpr (pair == 1) {
+          tile[i][j] = word(row[j]);
+        } else {
+          tile[i][j] = word(row[2 * j], row[2 * j + 1]);
+        }
+      }
+    }
+    for (int j = 0; j < block; ++j, out += width) {
+      for (int i = 0; i < width; ++i) out[i] = tile[i][j];
+    }
+  }
+}
+
+// Any strides, any remainder, zeros outside.
+template <int pair, int width, class T>
+void pack_general(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+                  uint32_t* __restrict out) {
+  T zero{};
+  for (int64_t first = 0; first < k; first += pair, out += width) {
+    for (int64_t i = 0; i < width; ++i) {
+      const T* x = src + i * stride_i + first * stride_k;
+      if constexpr (pair == 1) {
+        out[i] = i < rows ? word(*x) : 0u;
+      } else {
+        out[i] = i < rows ? word(*x, first + 1 < k ? x[stride_k] : zero) : 0u;
+      }
+    }
+  }
+}
+
+template <int pair, int width, class T>
+void pack_panel(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+                uint32_t* out) {
+  int64_t done = 0;  // of k
+  if (rows == width && stride_i == 1) {
+    done = k / pair * pair;
+    pack_adjacent<pair, width>(src, stride_k, done / pair, out);
+  } else if (rows == width && stride_k == 1) {
+    done = k / (16 * pair) * (16 * pair);
+    pack_transposed<pair, width>(src, stride_i, done / pair, out);
+  }
+  pack_general<pair, width>(src + done * stride_k, stride_i, stride_k, rows, k - done,
+                            out + done / pair * width);
+}
+
+template <int pair, int width>
+void pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+          uint32_t* out) {
+  with_low(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    pack_panel<pair, width>(static_cast<const T*>(src), stride_i, stride_k, rows, k, out);
+  });
+}
+
+template <int mr, int nv>
+void micro_f32(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
+               bool accumulate) {
+  constexpr int lanes = sizeof(Vec) / sizeof(float);
+  Vec acc[mr][nv];
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) {
+      acc[i][j] = accumulate ? load(c + i * ldc + j * lanes) : Vec{};
+    }
+  }
+  const float* fa = reinterpret_cast<const float*>(a);
+  const float* fb = reinterpret_cast<const float*>(b);
+  for (int64_t w = 0; w < words; ++w, fa += mr, fb += nv * lanes) {
+    Vec row[nv];
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) row[j] = load(fb + j * lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < mr; ++i) {
+      Vec x = broadcast(fa[i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < nv; ++j) acc[i][j] = fma(x, row[j], acc[i][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) store(c + i * ldc + j * lanes, acc[i][j]);
+  }
+}
+
+void store_row(Dtype out_dtype, const float* acc, const Epilogue& e, void* out, int64_t n) {
+  with_float(out_dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    T* __restrict result = static_cast<T*>(out);
+    float a_scale_inv = e.a_scale_inv, b_scale_inv = e.b_scale_inv;
+    if (e.bias != nullptr) {
+      const float* __restrict bias = e.bias;
+      for (int64_t i = 0; i < n; ++i) {
+        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv + bias[i]);
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv);
+      }
+    }
+  });
+}
+
+void accumulate_row(const float* acc, const Epilogue& e, float* out, int64_t stride, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i * stride] += acc[i] * e.a_scale_inv * e.b_scale_inv;
+}

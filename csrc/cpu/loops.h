@@ -1,0 +1,74 @@
+// The hot loops of the CPU ops, one table of them per instruction set. Each loop runs on one thread
+// over contiguous memory; the ops in this folder cut the work into pieces and choose the table.
+#pragma once
+
+#include <cstdint>
+
+#include "dispatch.h"
+#include "math/adamw.h"
+
+namespace mixprec::cpu {
+
+// A GEMM micro-kernel and its packed layout. Operands are packed into panels of 4-byte words: one
+// fp32 or a pair of bf16 (k, k + 1). A panel of `width` rows (of a) or columns (of b) is
+// [words of k][width].
+struct GemmKernel {
+  int64_t mr, nr;  // panel widths of a and b
+  int64_t k_per_word;
+  // out[word][width] <- element (i, k) at src[i * stride_i + k * stride_k], zeros beyond rows, k.
+  void (*pack_a)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
+                 int64_t k, uint32_t* out);
+  void (*pack_b)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
+                 int64_t k, uint32_t* out);
+  // c[mr][nr] (row stride ldc) = or += a_panel * b_panel over `words`.
+  void (*micro)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
+                bool accumulate);
+};
+
+struct Epilogue {
+  float a_scale_inv = 1.0f, b_scale_inv = 1.0f;
+  const float* bias = nullptr;  // [n], or null
+};
+
+struct AdamWArrays {
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* master;  // null: param itself is the truth
+};
+
+struct Loops {
+  const char* isa;
+  // max |x| as fp32 bits without the sign: NaN > Inf > finite.
+  uint32_t (*amax)(Dtype x_dtype, const void* x, int64_t n);
+  // q <- cast(x * scale); returns the amax of x as above.
+  uint32_t (*quantize)(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
+                       int64_t n);
+  // The same for `rows` x `cols` of x (row stride cols in x and q), also into q_t (row stride
+  // ld_t), q_t pointing at column `first row` of the transpose.
+  uint32_t (*quantize_transpose)(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
+                                 void* q_t, int64_t rows, int64_t cols, int64_t ld_t);
+  void (*dequantize)(Dtype q_dtype, Dtype out_dtype, const void* q, float scale_inv, void* out,
+                     int64_t n);
+  // g <- g * inv_scale; true if a value is not finite before or after.
+  bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n);
+  // The sum of (g * inv_scale)^2 in fp64, in an order that depends on n alone.
+  bool (*grad_stats)(Dtype, const void* g, float inv_scale, int64_t n, double* sum_sq);
+  void (*adamw)(Dtype param, Dtype grad, const AdamWArrays&, int64_t n,
+                const AdamWScalars<float>&);
+  void (*adamw_f64)(const AdamWArrays&, int64_t n, const AdamWScalars<double>&);
+  // One row of a GEMM's result from its fp32 accumulators, n contiguous elements.
+  void (*store_row)(Dtype out_dtype, const float* acc, const Epilogue&, void* out, int64_t n);
+  // out[i * stride] += acc[i] * scales
+  void (*accumulate_row)(const float* acc, const Epilogue&, float* out, int64_t stride, int64_t n);
+  GemmKernel gemm_f32;   // any operand format, decoded to fp32
+  GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; same as gemm_f32 if not there
+};
+
+// The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.
+const Loops& loops();
+// The levels this processor can run, lowest first, separated by spaces.
+const char* isa_available();
+
+}  // namespace mixprec::cpu

@@ -1,0 +1,40 @@
+// The loops for AVX2 with FMA and F16C. Nothing of std is used in here: an inline function of the
+// standard library compiled for AVX2 could be the copy that the rest of the program links to.
+#include "loops.h"
+#include "math/scale.h"
+#include "math/unscale.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#pragma GCC target("avx2,fma,f16c,bmi2")
+
+namespace mixprec::cpu::avx2 {
+namespace {
+
+typedef __m256 Vec;
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+constexpr int MR = 6, NV = 2, NR = 16;
+
+#include "gemm_loops.h"
+#include "quantize_loops.h"
+#include "step_loops.h"
+
+}  // namespace
+
+extern const Loops table;
+constinit const Loops table = {
+    "avx2",     amax,
+    quantize,   quantize_transpose,
+    dequantize, unscale,
+    grad_stats, adamw,
+    adamw_f64,  store_row,
+    accumulate_row,
+    {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>},
+    {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>},
+};
+
+}  // namespace mixprec::cpu::avx2
+#endif

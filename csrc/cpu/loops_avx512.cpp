@@ -1,0 +1,82 @@
+// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm needs. As in
+// loops_avx2.cpp, nothing of std is used in here.
+#include "loops.h"
+#include "math/scale.h"
+#include "math/unscale.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2,prefer-vector-width=512")
+
+namespace mixprec::cpu::avx512 {
+namespace {
+
+typedef __m512 Vec;
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+constexpr int MR = 14, NV = 2, NR = 32;
+
+#include "gemm_loops.h"
+#include "quantize_loops.h"
+#include "step_loops.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+
+// As micro_f32, over pairs of bf16: acc += a0 * b0 + a1 * b1 in fp32.
+template <int mr, int nv>
+void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
+                bool accumulate) {
+  __m512 acc[mr][nv];
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) {
+      acc[i][j] = accumulate ? _mm512_loadu_ps(c + i * ldc + j * 16) : _mm512_setzero_ps();
+    }
+  }
+  for (int64_t w = 0; w < words; ++w, a += mr, b += nv * 16) {
+    __m512bh row[nv];
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) row[j] = (__m512bh)_mm512_loadu_si512(b + j * 16);
+#pragma GCC unroll 16
+    for (int i = 0; i < mr; ++i) {
+      __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(a[i]));
+#pragma GCC unroll 4
+      for (int j = 0; j < nv; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x, row[j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < mr; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < nv; ++j) _mm512_storeu_ps(c + i * ldc + j * 16, acc[i][j]);
+  }
+}
+
+#pragma GCC pop_options
+
+constexpr Loops with_gemm_bf16(const char* isa, GemmKernel gemm_bf16) {
+  return {
+      isa,        amax,
+      quantize,   quantize_transpose,
+      dequantize, unscale,
+      grad_stats, adamw,
+      adamw_f64,  store_row,
+      accumulate_row,
+      {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>},
+      gemm_bf16,
+  };
+}
+
+}  // namespace
+
+extern const Loops table, table_bf16;
+constinit const Loops table =
+    with_gemm_bf16("avx512", {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>});
+constinit const Loops table_bf16 =
+    with_gemm_bf16("avx512_bf16", {MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<MR, NV>});
+
+}  // namespace mixprec::cpu::avx512
+#endif

@@ -1,0 +1,38 @@
+// The loops for any processor, in portable C++.
+#include "loops.h"
+#include "math/scale.h"
+#include "math/unscale.h"
+
+namespace mixprec::cpu::base {
+namespace {
+
+typedef float Vec __attribute__((vector_size(16)));
+inline Vec load(const float* p) {
+  Vec v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v); }
+inline Vec broadcast(float x) { return Vec{x, x, x, x}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+constexpr int MR = 4, NV = 2, NR = 8;
+
+#include "gemm_loops.h"
+#include "quantize_loops.h"
+#include "step_loops.h"
+
+}  // namespace
+
+extern const Loops table;
+constinit const Loops table = {
+    "base",     amax,
+    quantize,   quantize_transpose,
+    dequantize, unscale,
+    grad_stats, adamw,
+    adamw_f64,  store_row,
+    accumulate_row,
+    {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>},
+    {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>},
+};
+
+}  // namespace mixprec::cpu::base

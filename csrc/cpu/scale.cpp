@@ -1,0 +1,85 @@
+// scale_from_amax_, inv_scale, clip_coef, update_scale_: a few scalars each, on one thread.
+#include "math/scale.h"
+
+#include <cmath>
+
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+template <class T>
+T& scalar(const Tensor& t) {
+  return *static_cast<T*>(t.mutable_data_ptr());
+}
+
+}  // namespace
+
+void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType type, int64_t margin,
+                      bool power_of_two) {
+  float fmt_max = format_max(dtype_of(type, "scale_from_amax_: dtype"));
+  STD_TORCH_CHECK(fmt_max > 0.0f, "scale_from_amax_: dtype must be fp8, fp16 or bf16");
+  STD_TORCH_CHECK(margin >= -64 && margin <= 64, "scale_from_amax_: margin must be in [-64, 64]");
+  for (const Tensor* t : {&scale, &scale_inv, &amax}) {
+    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && on_cpu(*t) && same_shape(*t, scale) &&
+                        (t == &amax || is_writable(*t)),
+                    "scale_from_amax_: scale, scale_inv and amax must be fp32 of one shape");
+  }
+  Tensor old = torch::stable::contiguous(scale), in = torch::stable::contiguous(amax);
+  Tensor s = empty(scale.sizes(), ScalarType::Float), inv = empty(scale.sizes(), ScalarType::Float);
+  const float* previous = static_cast<const float*>(old.const_data_ptr());
+  const float* a = static_cast<const float*>(in.const_data_ptr());
+  float* out = static_cast<float*>(s.mutable_data_ptr());
+  float* out_inv = static_cast<float*>(inv.mutable_data_ptr());
+  float shift = std::ldexp(1.0f, static_cast<int>(-margin));
+  for (int64_t i = 0; i < s.numel(); ++i) {
+    out[i] = scale_from_amax(a[i], fmt_max, shift, power_of_two, previous[i]);
+    out_inv[i] = 1.0f / out[i];
+  }
+  torch::stable::copy_(scale, s);
+  torch::stable::copy_(scale_inv, inv);
+}
+
+Tensor inv_scale(Tensor scale) {
+  check_scalar(scale, ScalarType::Float, "inv_scale: scale");
+  Tensor result = empty(scale.sizes(), ScalarType::Float);
+  scalar<float>(result) = static_cast<float>(1.0 / static_cast<double>(scalar<float>(scale)));
+  return result;
+}
+
+Tensor clip_coef(Tensor sum_sq, double max_norm) {
+  check_scalar(sum_sq, ScalarType::Double, "clip_coef: sum_sq");
+  STD_TORCH_CHECK(max_norm > 0, "clip_coef: max_norm must be positive");
+  double clip = max_norm / (std::sqrt(scalar<double>(sum_sq)) + 1e-6);
+  Tensor result = empty(sum_sq.sizes(), ScalarType::Float);
+  scalar<float>(result) = static_cast<float>(clip > 1.0 ? 1.0 : clip);
+  return result;
+}
+
+void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor found_inf,
+                   double growth_factor, double backoff_factor, int64_t growth_interval,
+                   double min_scale, double max_scale, int64_t hysteresis) {
+  check_scalar(scale, ScalarType::Float, "update_scale_: scale");
+  check_scalar(growth_tracker, ScalarType::Int, "update_scale_: growth_tracker");
+  check_scalar(hysteresis_tracker, ScalarType::Int, "update_scale_: hysteresis_tracker");
+  check_scalar(found_inf, ScalarType::Float, "update_scale_: found_inf");
+  LossScaleRule rule{static_cast<float>(growth_factor), static_cast<float>(backoff_factor),
+                     growth_interval, static_cast<float>(min_scale), static_cast<float>(max_scale),
+                     static_cast<int32_t>(hysteresis)};
+  LossScale now = update_loss_scale({scalar<float>(scale), scalar<int32_t>(growth_tracker),
+                                     scalar<int32_t>(hysteresis_tracker)},
+                                    scalar<float>(found_inf) != 0.0f, rule);
+  scalar<float>(scale) = now.scale;
+  scalar<int32_t>(growth_tracker) = now.growth_tracker;
+  scalar<int32_t>(hysteresis_tracker) = now.hysteresis_tracker;
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("scale_from_amax_", TORCH_BOX(&mixprec::cpu::scale_from_amax_));
+  m.impl("inv_scale", TORCH_BOX(&mixprec::cpu::inv_scale));
+  m.impl("clip_coef", TORCH_BOX(&mixprec::cpu::clip_coef));
+  m.impl("update_scale_", TORCH_BOX(&mixprec::cpu::update_scale_));
+}

@@ -1,0 +1,56 @@
+// From a dtype known at run time to a C++ type: generic lambdas, no macros.
+#pragma once
+
+#include "math/convert.h"
+
+namespace mixprec {
+
+enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64 };
+
+constexpr int64_t element_size(Dtype d) {
+  return d == Dtype::f64 ? 8 : d == Dtype::f32 ? 4 : d == Dtype::e4m3 || d == Dtype::e5m2 ? 1 : 2;
+}
+
+// The largest finite value of a low-precision format; 0 for fp32 and fp64.
+constexpr float format_max(Dtype d) {
+  return d == Dtype::e4m3   ? 448.0f
+         : d == Dtype::e5m2 ? 57344.0f
+         : d == Dtype::f16  ? 65504.0f
+         : d == Dtype::bf16 ? 0x1.FEp127f
+                            : 0.0f;
+}
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// f(Type<T>{}) for the fp32, bf16 or fp16 that d names.
+template <class F>
+MIXPREC_HD void with_float(Dtype d, F&& f) {
+  switch (d) {
+    case Dtype::f32:
+      return f(Type<float>{});
+    case Dtype::bf16:
+      return f(Type<Bf16>{});
+    default:
+      return f(Type<Fp16>{});
+  }
+}
+
+// f(Type<T>{}) for the fp8 or 16-bit format that d names.
+template <class F>
+MIXPREC_HD void with_low(Dtype d, F&& f) {
+  switch (d) {
+    case Dtype::e4m3:
+      return f(Type<E4m3>{});
+    case Dtype::e5m2:
+      return f(Type<E5m2>{});
+    case Dtype::bf16:
+      return f(Type<Bf16>{});
+    default:
+      return f(Type<Fp16>{});
+  }
+}
+
+}  // namespace mixprec

@@ -1,0 +1,127 @@
+// The casts between fp32 and fp16, bf16, E4M3, E5M2, in integer arithmetic without branches, so that
+// every compiler vectorises them and every processor gives the same bits.
+//
+// Encoding rounds to nearest, ties to even. A normal result: add half a unit of the last kept bit
+// (a whole unit less for an even one), then shift. A subnormal result: adding a power of two whose
+// unit in the last place is the format's smallest subnormal makes the FPU do the rounding.
+#pragma once
+
+#include "hd.h"
+
+namespace mixprec {
+
+struct Fp16 {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+struct E4m3 {
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
+};
+
+// Rounds |x| to a float format with `mantissa` bits and exponent bias `bias`; returns its code
+// without the sign, unbounded above.
+template <int mantissa, int bias>
+MIXPREC_HD uint32_t round_magnitude(uint32_t u) {
+  constexpr int shift = 23 - mantissa;
+  constexpr uint32_t rebias = static_cast<uint32_t>(127 - bias) << 23;
+  constexpr uint32_t min_normal = static_cast<uint32_t>(128 - bias) << 23;
+  constexpr uint32_t magic = static_cast<uint32_t>(128 - bias - mantissa + 23) << 23;
+  uint32_t half = (1u << (shift - 1)) - 1u + ((u >> shift) & 1u);
+  uint32_t normal = (u + half - rebias) >> shift;
+  uint32_t subnormal = float_bits(bits_float(u) + bits_float(magic)) - magic;
+  return u < min_normal ? subnormal : normal;
+}
+
+// q = saturate(y) for E4M3 and E5M2, where y = x * scale. Finiteness is that of x: a finite x
+// saturates even where y is infinite. A NaN that scaling made (0 * Inf, by a broken scale) stays.
+template <int mantissa, int bias, uint32_t max, uint32_t inf, uint32_t nan>
+MIXPREC_HD uint8_t encode_fp8(uint32_t x, uint32_t y) {
+  uint32_t magnitude_x = x & 0x7FFFFFFFu, magnitude_y = y & 0x7FFFFFFFu;
+  uint32_t code = round_magnitude<mantissa, bias>(magnitude_y);
+  // Rounding can carry past 2^32 only for NaN patterns, which are replaced below.
+  code = (magnitude_y >= 0x7F800000u || code > max) ? max : code;
+  code = magnitude_x == 0x7F800000u ? inf : code;
+  code = (magnitude_x > 0x7F800000u || magnitude_y > 0x7F800000u) ? nan : code;
+  return static_cast<uint8_t>(code | ((x >> 24) & 0x80u));
+}
+
+// cast<T>(x, scale) = T(x * scale): one fp32 multiplication, one rounding.
+template <class T>
+struct Convert;
+
+template <>
+struct Convert<E4m3> {
+  static MIXPREC_HD E4m3 encode(float x, float scale) {
+    return {encode_fp8<3, 7, 0x7E, 0x7F, 0x7F>(float_bits(x), float_bits(x * scale))};
+  }
+  static MIXPREC_HD float decode(E4m3 q) {
+    uint32_t magnitude = q.bits & 0x7Fu, sign = static_cast<uint32_t>(q.bits & 0x80u) << 24;
+    uint32_t normal = (magnitude << 20) + (120u << 23);
+    uint32_t subnormal = float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
+    uint32_t u = magnitude < 8u ? subnormal : normal;
+    u = magnitude == 0x7Fu ? 0x7FC00000u : u;
+    return bits_float(u | sign);
+  }
+};
+
+template <>
+struct Convert<Fp16> {
+  static MIXPREC_HD Fp16 encode(float x) {
+    uint32_t u = float_bits(x) & 0x7FFFFFFFu, sign = (float_bits(x) >> 16) & 0x8000u;
+    uint32_t code = round_magnitude<10, 15>(u);
+    code = code > 0x7C00u ? 0x7C00u : code;
+    code = u > 0x7F800000u ? 0x7E00u : code;
+    return {static_cast<uint16_t>(code | sign)};
+  }
+  static MIXPREC_HD Fp16 encode(float x, float scale) { return encode(x * scale); }
+  static MIXPREC_HD float decode(Fp16 h) {
+    uint32_t magnitude = h.bits & 0x7FFFu, sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
+    uint32_t normal = (magnitude << 13) + (112u << 23);
+    uint32_t subnormal = float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+    uint32_t u = magnitude < 0x400u ? subnormal : normal;
+    u = magnitude >= 0x7C00u ? (magnitude << 13) | 0x7F800000u : u;
+    return bits_float(u | sign);
+  }
+};
+
+template <>
+struct Convert<E5m2> {
+  static MIXPREC_HD E5m2 encode(float x, float scale) {
+    return {encode_fp8<2, 15, 0x7B, 0x7C, 0x7F>(float_bits(x), float_bits(x * scale))};
+  }
+  // E5M2 is fp16 without its low byte.
+  static MIXPREC_HD float decode(E5m2 q) {
+    return Convert<Fp16>::decode({static_cast<uint16_t>(q.bits << 8)});
+  }
+};
+
+template <>
+struct Convert<Bf16> {
+  static MIXPREC_HD Bf16 encode(float x) {
+    uint32_t u = float_bits(x);
+    uint32_t code = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+    code = (u & 0x7FFFFFFFu) > 0x7F800000u ? ((u >> 16) & 0x8000u) | 0x7FC0u : code;
+    return {static_cast<uint16_t>(code)};
+  }
+  static MIXPREC_HD Bf16 encode(float x, float scale) { return encode(x * scale); }
+  static MIXPREC_HD float decode(Bf16 b) { return bits_float(static_cast<uint32_t>(b.bits) << 16); }
+};
+
+template <>
+struct Convert<float> {
+  static MIXPREC_HD float encode(float x) { return x; }
+  static MIXPREC_HD float encode(float x, float scale) { return x * scale; }
+  static MIXPREC_HD float decode(float x) { return x; }
+};
+
+template <class T>
+MIXPREC_HD float decode(T x) {
+  return Convert<T>::decode(x);
+}
+
+}  // namespace mixprec

@@ -1,0 +1,54 @@
+// From amax to a scale, and the loss scale's rule. One scalar each; sources in mixprec/ops/scale.py.
+#pragma once
+
+#include "hd.h"
+
+namespace mixprec {
+
+// fmt_max / amax * 2^-margin in one rounding, clamped to [2^-126, 2^126] so that its inverse is
+// normal; `previous` where amax is 0, Inf or NaN.
+MIXPREC_HD float scale_from_amax(float amax, float fmt_max, float two_to_minus_margin,
+                                 bool power_of_two, float previous) {
+  if (!(amax > 0.0f) || is_nonfinite(amax)) return previous;
+  float scale = fmt_max / amax * two_to_minus_margin;
+  // Masking the mantissa rounds down; a logarithm would give Inf at the top of the range.
+  if (power_of_two) scale = bits_float(float_bits(scale) & 0x7F800000u);
+  scale = scale < 0x1p-126f ? 0x1p-126f : scale;
+  return scale > 0x1p126f ? 0x1p126f : scale;
+}
+
+struct LossScale {
+  float scale;
+  int32_t growth_tracker;
+  int32_t hysteresis_tracker;
+};
+
+struct LossScaleRule {
+  float growth_factor;
+  float backoff_factor;
+  int64_t growth_interval;
+  float min_scale;
+  float max_scale;
+  int32_t hysteresis;
+};
+
+MIXPREC_HD LossScale update_loss_scale(LossScale s, bool found_inf, const LossScaleRule& rule) {
+  if (found_inf) {
+    s.growth_tracker = 0;
+    s.hysteresis_tracker = s.hysteresis_tracker > 1 ? s.hysteresis_tracker - 1 : 0;
+    if (s.hysteresis_tracker == 0) {
+      float lower = s.scale * rule.backoff_factor;
+      lower = lower < rule.min_scale ? rule.min_scale : lower;
+      s.scale = lower < s.scale ? lower : s.scale;
+    }
+  } else if (++s.growth_tracker >= rule.growth_interval) {
+    float higher = s.scale * rule.growth_factor;
+    higher = higher > rule.max_scale ? rule.max_scale : higher;
+    if (!is_nonfinite(higher) && higher > s.scale) s.scale = higher;
+    s.growth_tracker = 0;
+    s.hysteresis_tracker = rule.hysteresis;
+  }
+  return s;
+}
+
+}  // namespace mixprec

@@ -1,0 +1,61 @@
+// The signature of every C++ op: the table of contents of csrc/. The schemas they implement, the
+// references and the documentation are in mixprec/ops/, one file per op, the same names.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+
+namespace mixprec::cpu {
+
+using TensorList = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+
+// x: any shape, fp32/bf16/fp16 -> fp32 []
+Tensor amax(Tensor x);
+
+// x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv [], amax []
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType dtype, MaybeTensor scale,
+                                                    bool transpose, bool power_of_two_scale);
+
+// data: any shape; scale_inv: fp32, one element -> data's shape
+Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType dtype);
+
+// a [M, K], b [K, N], scales one element, bias [N] -> [M, N]
+Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
+            ScalarType out_dtype, bool fast_accum);
+
+// acc [M, N] fp32 += a [M, K] @ b [K, N]
+void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
+                      MaybeTensor b_scale_inv);
+
+// grads: any shapes; inv_scale, found_inf: fp32, one element
+void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf);
+
+// as above; sum_sq: fp64, one element
+void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq);
+
+// lists of one length, params[i]'s shape each; masters may be empty; steps: fp32, one element each
+void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
+            TensorList masters, TensorList steps, double lr, double beta1, double beta2, double eps,
+            double weight_decay, bool maximize, MaybeTensor inv_scale, MaybeTensor clip,
+            MaybeTensor found_inf);
+
+// scale, scale_inv, amax: fp32, one shape
+void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dtype, int64_t margin,
+                      bool power_of_two);
+
+// scale: fp32, one element -> the same shape
+Tensor inv_scale(Tensor scale);
+
+// sum_sq: fp64, one element -> fp32, the same shape
+Tensor clip_coef(Tensor sum_sq, double max_norm);
+
+// one element each: scale and found_inf fp32, the trackers int32
+void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor found_inf,
+                   double growth_factor, double backoff_factor, int64_t growth_interval,
+                   double min_scale, double max_scale, int64_t hysteresis);
+
+}  // namespace mixprec::cpu
