@@ -1,5 +1,7 @@
 """mixprec: mixed-precision training for PyTorch, from its own kernels."""
 
+from . import functional, nn
+from .convert import cast_parameters, convert, convert_to_float8_training
 from .formats import BF16, E4M3, E5M2, FP16, Format
 from .ops import (
     amax,
@@ -11,6 +13,7 @@ from .ops import (
     use_backend,
 )
 from .quantized import Quantized
+from .recipes import Recipe
 
 __all__ = [
     "BF16",
@@ -19,10 +22,16 @@ __all__ = [
     "FP16",
     "Format",
     "Quantized",
+    "Recipe",
     "amax",
+    "cast_parameters",
+    "convert",
+    "convert_to_float8_training",
     "dequantize",
+    "functional",
     "gemm",
     "gemm_accumulate_",
+    "nn",
     "quantize",
     "unscale_",
     "use_backend",

@@ -22,11 +22,62 @@ AdamWScalars<Real> scalars(const Settings& s, int64_t step) {
           real(s.eps),         real(s.lr / bc1), real(1.0 / std::sqrt(bc2))};
 }
 
-// Gives every list tensors whose memory can be walked as one flat range in the same order as
-// params[i]; where that needs a copy, the written ones go back when this object ends.
-class FlatLists {
+// What the checks learn of params[i] and the tensors beside it. With a thousand small tensors each
+// question asked twice would show.
+struct Row {
+  Dtype param, grad;
+  bool contiguous;  // all of them, so that no memory order needs matching
+};
+
+bool matches(const Tensor& t, ScalarType type, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  auto own = t.sizes();
+  bool same = own.size() == sizes.size();
+  for (size_t d = 0; same && d < sizes.size(); ++d) same = own[d] == sizes[d];
+  return same && t.scalar_type() == type && on_cpu(t);
+}
+
+std::vector<Row> check_lists(const TensorList& params, const TensorList& grads,
+                             const std::vector<TensorList*>& state, const TensorList& steps) {
+  STD_TORCH_CHECK(grads.size() == params.size() && steps.size() == params.size(),
+                  "adamw_: grads and steps must have one tensor per param");
+  for (const TensorList* list : state) {
+    STD_TORCH_CHECK(list->size() == params.size(),
+                    "adamw_: exp_avgs, exp_avg_sqs and masters must have one tensor per param");
+  }
+  std::vector<Row> rows(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Tensor &param = params[i], &grad = grads[i];
+    Dtype p = dtype_of(param, "adamw_: a param"), g = dtype_of(grad, "adamw_: a grad");
+    auto sizes = param.sizes();
+    bool contiguous = param.is_contiguous();
+    STD_TORCH_CHECK(!is_fp8(p) && on_cpu(param) && (contiguous || is_writable(param)),
+                    "adamw_: a param must be floating point on the CPU, writable");
+    STD_TORCH_CHECK((p == Dtype::f64 ? g == Dtype::f64 : is_float(g)) &&
+                        matches(grad, grad.scalar_type(), sizes),
+                    "adamw_: a grad must have its param's shape, be on the CPU and be fp32, bf16 "
+                    "or fp16 (fp64 for an fp64 param)");
+    contiguous = contiguous && grad.is_contiguous();
+    ScalarType real = p == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
+    for (const TensorList* list : state) {
+      const Tensor& t = (*list)[i];
+      bool t_contiguous = t.is_contiguous();
+      STD_TORCH_CHECK(matches(t, real, sizes) && (t_contiguous || is_writable(t)),
+                      "adamw_: state and masters must be fp32 (fp64 for an fp64 param), of their "
+                      "param's shape, on the CPU, writable");
+      contiguous = contiguous && t_contiguous;
+    }
+    check_scalar(steps[i], ScalarType::Float, "adamw_: a step");
+    rows[i] = {p, g, contiguous};
+  }
+  return rows;
+}
+
+// Gives every list a tensor whose memory can be walked as one flat range in the order of params[i];
+// where that needs a copy, the written ones are copied back at the end.
+class Flattened {
  public:
-  explicit FlatLists(std::vector<TensorList*> written) : written_(std::move(written)) {}
+  explicit Flattened(std::vector<TensorList*> written) : written_(std::move(written)) {}
+
   void flatten(size_t i, TensorList& grads) {
     const Tensor& param = (*written_[0])[i];
     bool flat = is_dense(param) && same_strides(param, grads[i]);
@@ -35,10 +86,12 @@ class FlatLists {
     grads[i] = torch::stable::contiguous(grads[i]);
     for (TensorList* list : written_) {
       Tensor original = (*list)[i];
+      if (original.is_contiguous()) continue;
       (*list)[i] = torch::stable::contiguous(original);
-      if ((*list)[i].get() != original.get()) copies_.emplace_back(original, (*list)[i]);
+      copies_.emplace_back(original, (*list)[i]);
     }
   }
+
   void write_back() {
     for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
   }
@@ -48,34 +101,6 @@ class FlatLists {
   std::vector<std::pair<Tensor, Tensor>> copies_;
 };
 
-void check_lists(const TensorList& params, const TensorList& grads,
-                 const std::vector<const TensorList*>& state, const TensorList& steps) {
-  STD_TORCH_CHECK(grads.size() == params.size() && steps.size() == params.size(),
-                  "adamw_: grads and steps must have one tensor per param");
-  for (const TensorList* list : state) {
-    STD_TORCH_CHECK(list->size() == params.size(),
-                    "adamw_: exp_avgs, exp_avg_sqs and masters must have one tensor per param");
-  }
-  for (size_t i = 0; i < params.size(); ++i) {
-    Dtype p = dtype_of(params[i], "adamw_: a param"), g = dtype_of(grads[i], "adamw_: a grad");
-    STD_TORCH_CHECK(!is_fp8(p) && on_cpu(params[i]) && is_writable(params[i]),
-                    "adamw_: a param must be floating point on the CPU, writable");
-    STD_TORCH_CHECK((p == Dtype::f64 ? g == Dtype::f64 : is_float(g)) && on_cpu(grads[i]) &&
-                        same_shape(params[i], grads[i]),
-                    "adamw_: a grad must have its param's shape, be on the CPU and be fp32, bf16 "
-                    "or fp16 (fp64 for an fp64 param)");
-    ScalarType real = p == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
-    for (const TensorList* list : state) {
-      const Tensor& t = (*list)[i];
-      STD_TORCH_CHECK(t.scalar_type() == real && on_cpu(t) && is_writable(t) &&
-                          same_shape(params[i], t),
-                      "adamw_: state and masters must be fp32 (fp64 for an fp64 param), of their "
-                      "param's shape, on the CPU, writable");
-    }
-    check_scalar(steps[i], ScalarType::Float, "adamw_: a step");
-  }
-}
-
 }  // namespace
 
 void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
@@ -84,7 +109,7 @@ void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList
             MaybeTensor found_inf) {
   std::vector<TensorList*> state{&exp_avgs, &exp_avg_sqs};
   if (!masters.empty()) state.push_back(&masters);
-  check_lists(params, grads, {state.begin(), state.end()}, steps);
+  std::vector<Row> rows = check_lists(params, grads, state, steps);
   Settings settings{lr, beta1, beta2, eps, weight_decay,
                     read_scalar(inv_scale, 1.0f, "adamw_: inv_scale"),
                     read_scalar(clip, 1.0f, "adamw_: clip")};
@@ -93,19 +118,16 @@ void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList
 
   std::vector<TensorList*> written{&params};
   written.insert(written.end(), state.begin(), state.end());
-  FlatLists lists(written);
+  Flattened lists(written);
   size_t count = params.size();
   std::vector<AdamWArrays> arrays(count);
-  std::vector<Dtype> param_dtype(count), grad_dtype(count);
   // Neighbours usually share their step: form its constants once.
   std::vector<int32_t> constants_of(count);
   std::vector<AdamWScalars<float>> narrow;
   std::vector<AdamWScalars<double>> wide;
   float last_step = -1.0f;
   for (size_t i = 0; i < count; ++i) {
-    lists.flatten(i, grads);
-    param_dtype[i] = dtype_of(params[i], "adamw_: a param");
-    grad_dtype[i] = dtype_of(grads[i], "adamw_: a grad");
+    if (!rows[i].contiguous) lists.flatten(i, grads);
     arrays[i] = {params[i].mutable_data_ptr(), grads[i].const_data_ptr(),
                  exp_avgs[i].mutable_data_ptr(), exp_avg_sqs[i].mutable_data_ptr(),
                  masters.empty() ? nullptr : masters[i].mutable_data_ptr()};
@@ -119,7 +141,7 @@ void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList
     constants_of[i] = static_cast<int32_t>(narrow.size()) - 1;
   }
   for_pieces(cut(params), [&](int64_t, const Piece& p) {
-    Dtype pd = param_dtype[p.tensor], gd = grad_dtype[p.tensor];
+    Dtype pd = rows[p.tensor].param, gd = rows[p.tensor].grad;
     Dtype real = pd == Dtype::f64 ? Dtype::f64 : Dtype::f32;
     const AdamWArrays& all = arrays[p.tensor];
     AdamWArrays part{at(all.param, pd, p.begin), at(all.grad, gd, p.begin),

@@ -25,25 +25,56 @@ void pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __re
   }
 }
 
+// The 16 words of one row of a block, decoded element by element so that it vectorises.
+template <int pair, class T>
+inline void decode_words(const T* __restrict row, uint32_t* __restrict words) {
+  if constexpr (pair == 1) {
+    for (int j = 0; j < 16; ++j) words[j] = word(row[j]);
+  } else {
+    uint16_t halves[32];
+    for (int j = 0; j < 32; ++j) {
+      halves[j] = static_cast<uint16_t>(float_bits(decode(row[j])) >> 16);
+    }
+    __builtin_memcpy(words, halves, sizeof halves);
+  }
+}
+
+typedef uint32_t Words4 __attribute__((vector_size(16)));
+
+// out[j * ld_out + i] = in[i * 16 + j] for 4 x 4 words.
+inline void transpose_4x4(const uint32_t* in, uint32_t* out, int64_t ld_out) {
+  Words4 a[4], b[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(&a[i], in + i * 16, 16);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    b[2 * i] = __builtin_shuffle(a[i], a[i + 2], Words4{0, 4, 1, 5});
+    b[2 * i + 1] = __builtin_shuffle(a[i], a[i + 2], Words4{2, 6, 3, 7});
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    a[2 * i] = __builtin_shuffle(b[i], b[i + 2], Words4{0, 4, 1, 5});
+    a[2 * i + 1] = __builtin_shuffle(b[i], b[i + 2], Words4{2, 6, 3, 7});
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * ld_out, &a[i], 16);
+}
+
 // A panel whose k lie next to each other (stride_k = 1): decode 16 words of each row, then
 // transpose the block, which fits in the first cache.
 template <int pair, int width, class T>
 void pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
-  constexpr int block = 16;
+  constexpr int block = 16, quads = width / 4 * 4;
   uint32_t tile[width][block];
-  for (int64_t w = 0; w < words; w += block) {
-    for (int i = 0; i < width; ++i) {
-      const T* __restrict row = src + i * stride_i + w * pair;
-      for (int j = 0; j < block; ++j) {
-        if constexpr (pair == 1) {
-          tile[i][j] = word(row[j]);
-        } else {
-          tile[i][j] = word(row[2 * j], row[2 * j + 1]);
-        }
+  for (int64_t w = 0; w < words; w += block, out += block * width) {
+    for (int i = 0; i < width; ++i) decode_words<pair>(src + i * stride_i + w * pair, tile[i]);
+    for (int j = 0; j < block; j += 4) {
+      for (int i = 0; i < quads; i += 4) {
+        transpose_4x4(&tile[i][j], out + j * width + i, width);
       }
     }
-    for (int j = 0; j < block; ++j, out += width) {
-      for (int i = 0; i < width; ++i) out[i] = tile[i][j];
+    for (int j = 0; j < block; ++j) {
+      for (int i = quads; i < width; ++i) out[j * width + i] = tile[i][j];
     }
   }
 }

@@ -66,7 +66,9 @@ def define(
 
     def checked_reference(*args: Any) -> Any:
         check(*args)
-        return reference(*args)
+        # The dtypes are the op's own business: torch.autocast must not change a reference's.
+        with torch.autocast(_device_type(args), enabled=False):
+            return reference(*args)
 
     OPS[name] = check
     reference_name = variant_name(name, "reference")
@@ -74,6 +76,16 @@ def define(
         LIBRARY.define(op + signature, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"mixprec::{op}", checked_fake, lib=LIBRARY)
     LIBRARY.impl(reference_name, checked_reference, "CompositeExplicitAutograd")
+
+
+def _device_type(args: tuple[Any, ...]) -> str:
+    """The device type of the first tensor among the arguments of an op."""
+    for arg in args:
+        if isinstance(arg, (list, tuple)) and arg:
+            arg = arg[0]
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type
+    return "cpu"
 
 
 def op_handle(name: str) -> Callable[..., Any]:
