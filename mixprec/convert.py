@@ -1,0 +1,133 @@
+"""convert: an existing model's nn.Linear layers to low precision; cast_parameters: its weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .nn import Linear
+from .recipes import Recipe
+
+logger = logging.getLogger("mixprec")
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+_CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_module(op: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | str = "fp8",
+    module_filter_fn: ModuleFilter | None = None,
+) -> nn.Module:
+    """Replace every nn.Linear in `model`, in place, by a mixprec.nn.Linear; return the model.
+
+    recipe: "bf16", "fp16", "fp8" or a Recipe. module_filter_fn(module, fqn) -> bool: convert only
+    where it says True; fqn is the module's path in the model ("" for the root). If the model
+    itself is an nn.Linear, its replacement is returned.
+
+    Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
+    weights stay tied, and models on the meta device stay there. Hooks, training mode and other
+    attributes move along. A module that occurs at several places is asked about once, under its
+    first path, and stays one module. Layers that are a mixprec.nn.Linear already get the new
+    recipe. Subclasses of nn.Linear are left alone: they may compute something else (the output
+    projection of nn.MultiheadAttention is one, and is never called as a module). Where a module
+    reads its linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval
+    mode without gradients, it computes as before. One INFO line on the logger "mixprec" says how
+    many layers were converted. TypeError if `model` is no module;
+    ValueError for an unknown recipe or a layer with its own forward, before anything is changed.
+    """
+    _is_module("convert", model)
+    recipe = Recipe.parse(recipe)
+    linears = {
+        fqn: module for fqn, module in model.named_modules() if type(module) in (nn.Linear, Linear)
+    }
+    chosen = {
+        fqn: module
+        for fqn, module in linears.items()
+        if module_filter_fn is None or module_filter_fn(module, fqn)
+    }
+    replacement: dict[nn.Module, nn.Module] = {
+        module: Linear.from_linear(module, recipe, name=fqn)
+        for fqn, module in chosen.items()
+        if type(module) is nn.Linear
+    }
+    for fqn, module in chosen.items():
+        if isinstance(module, Linear):
+            module.recipe, module.name = recipe, fqn
+    for parent in list(model.modules()):
+        # _modules, not named_children(): that one leaves out a child's second name.
+        for child_name, child in list(parent._modules.items()):
+            if child in replacement:
+                setattr(parent, child_name, replacement[child])
+    logger.info("convert: %d of %d linear layers set to %s", len(chosen), len(linears), recipe)
+    return replacement.get(model, model)
+
+
+def convert_to_float8_training(
+    model: nn.Module,
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+    config: Recipe | str = "fp8",
+) -> nn.Module:
+    """`convert` under the name and argument order that users of torchao know.
+
+    config: a recipe name or Recipe, not a torchao config: ValueError says what is valid.
+    """
+    return convert(model, config, module_filter_fn)
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floating-point parameters of `model` to `dtype`, in place; return the model.
+
+    dtype: bf16, fp16 or fp32. The parameters of normalization layers (`mixprec.convert.NORMS` and
+    their subclasses) become or stay FP32: they are few, and their updates are small next to their
+    values. Buffers are left as they are, so running statistics keep their precision. Parameters
+    keep their identity: optimizers, ties and requires_grad are unaffected; existing gradients are
+    cast along. ValueError for another dtype, TypeError if `model` is no module.
+
+    A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
+    computes in FP32 inside). On CUDA, torch's layer_norm refuses that mix with a RuntimeError:
+    run the model under torch.autocast there. Norm classes of your own are not recognised: they
+    are cast, unless you derive them from one in NORMS.
+    """
+    _is_module("cast_parameters", model)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(
+            f"cast_parameters: dtype must be bfloat16, float16 or float32, got {dtype}"
+        )
+    of_norms = {
+        param
+        for module in model.modules()
+        if isinstance(module, NORMS)
+        for param in module.parameters(recurse=False)
+    }
+    for param in model.parameters():
+        target = torch.float32 if param in of_norms else dtype
+        if param.dtype == target or param.dtype not in _CASTABLE:
+            continue
+        grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
+        param.data = param.data.to(target)
+        if grad is not None:
+            param.grad = grad.to(target)
+    return model

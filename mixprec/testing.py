@@ -1,0 +1,135 @@
+"""How results are judged: a derived tolerance for GEMM, a comparison that explains itself, SQNR."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# An FP32 sum of K products, in any order, is off by at most about K units of roundoff (2^-24)
+# relative to the sum of |products|. Two more roundings undo the scales of the operands, which
+# doubling covers down to K = 1.
+ACCUMULATION = 2.0
+FP32_ROUNDOFF = 2.0**-24
+# FP8 tensor cores add the products of one instruction in a shorter accumulator.
+FP8_TENSOR_CORE_ROUNDOFF = 2.0**-12
+
+
+def tolerance(
+    expected: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fp8_tensor_core: bool = False,
+) -> torch.Tensor:
+    """The largest error, elementwise, that a correct FP32-accumulating GEMM may have. FP64 [M, N].
+
+        eps(out) * |expected| + c * K * 2^-24 * (|a| @ |b|)        with c = ACCUMULATION
+
+    expected: [M, N], a @ b (+ bias) in FP64. a: [M, K], b: [K, N]: the values that the operands
+    stand for, scales undone. out_dtype: what the result was rounded to; below its smallest normal
+    number the spacing is constant and takes the place of eps * |expected|. fp8_tensor_core adds
+    2^-12 * (|a| @ |b|). The bound is the standard one for sums of products: Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.5.
+    """
+    k = a.shape[-1]
+    out = torch.finfo(out_dtype)
+    magnitude = a.double().abs() @ b.double().abs()
+    roundoff = ACCUMULATION * k * FP32_ROUNDOFF
+    if fp8_tensor_core:
+        roundoff += FP8_TENSOR_CORE_ROUNDOFF
+    rounding = (out.eps * expected.double().abs()).clamp(min=out.smallest_normal * out.eps)
+    return rounding + roundoff * magnitude
+
+
+def assert_close(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: float | torch.Tensor,
+    *,
+    rms: float | None = None,
+    show: int = 5,
+) -> None:
+    """Raise AssertionError, showing the worst elements, unless |actual - expected| <= bound.
+
+    actual, expected: one shape, any dtypes, compared in FP64. bound: a number, or a tensor that
+    broadcasts to that shape (from `tolerance`). First NaN must be where expected has NaN, and
+    Inf, with its sign, where expected rounded to actual's dtype has Inf; the rest is compared
+    then. rms: if given, also require rms(actual - expected) <= rms * rms(expected), which sees a
+    small error that is everywhere. show: how many elements to print.
+    """
+    if actual.shape != expected.shape:
+        raise AssertionError(
+            f"shapes differ: actual {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        )
+    rounded = expected.to(actual.dtype).double()
+    got, want = actual.double(), expected.double()
+    limit = torch.as_tensor(bound, dtype=torch.float64, device=got.device).expand(got.shape)
+    for kind, here, there in (
+        ("NaN", got.isnan(), want.isnan()),
+        ("+Inf", got.isposinf(), rounded.isposinf()),
+        ("-Inf", got.isneginf(), rounded.isneginf()),
+    ):
+        wrong = here != there
+        if wrong.any():
+            raise AssertionError(
+                f"{kind} at different places: {int(wrong.sum())} of {wrong.numel()} elements\n"
+                + _rows(wrong.double(), got, want, limit, show)
+            )
+    finite = got.isfinite() & want.isfinite()
+    error = torch.where(finite, (got - want).abs(), 0.0)
+    too_far = finite & ~(error <= limit)  # also where the bound itself is NaN
+    excess = torch.where(error > 0, error / limit, 0.0)
+    summary = _summary(error, excess, torch.where(finite, want, 0.0))
+    if too_far.any():
+        raise AssertionError(
+            f"{int(too_far.sum())} of {error.numel()} elements exceed the bound; {summary}\n"
+            + _rows(excess, got, want, limit, show)
+        )
+    if rms is not None and error.norm() > rms * torch.where(finite, want, 0.0).norm():
+        raise AssertionError(
+            f"the rms error exceeds {rms:.3g}; {summary}\n" + _rows(excess, got, want, limit, show)
+        )
+
+
+def _summary(error: torch.Tensor, excess: torch.Tensor, want: torch.Tensor) -> str:
+    if error.numel() == 0:
+        return "no elements"
+    relative = error.norm() / want.norm()
+    return (
+        f"max error {error.max():.4g} ({excess.max():.3g} x its bound), "
+        f"rms error {error.square().mean().sqrt():.4g} ({relative:.3g} of rms(expected))"
+    )
+
+
+def _rows(
+    badness: torch.Tensor, got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor, show: int
+) -> str:
+    """One line for each of the `show` worst elements, by `badness`."""
+    lines = []
+    for flat in badness.flatten().topk(min(show, badness.numel())).indices.tolist():
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), badness.shape))
+        lines.append(
+            f"  {list(where)}: actual {got[where].item():.9g}, expected {want[where].item():.9g}, "
+            f"error {(got[where] - want[where]).abs().item():.4g}, bound {limit[where].item():.4g}"
+        )
+    return "\n".join(lines)
+
+
+def sqnr(ref: torch.Tensor, x: torch.Tensor) -> float:
+    """Signal to quantization noise, 20 * log10(||ref|| / ||ref - x||) in dB, computed in FP64.
+
+    ref and x: one shape, any dtypes. inf where they are equal; nan if either is not finite.
+    ValueError if the shapes differ.
+    """
+    if ref.shape != x.shape:
+        raise ValueError(
+            f"sqnr: ref and x must have one shape, got {tuple(ref.shape)} and {tuple(x.shape)}"
+        )
+    signal, noise = ref.double().norm().item(), (ref.double() - x.double()).norm().item()
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal > 0 else -math.inf

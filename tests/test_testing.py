@@ -1,0 +1,155 @@
+"""The judges judged: tolerance, assert_close, sqnr."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import WIDE, name, normal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec.testing import ACCUMULATION, assert_close, sqnr, tolerance
+
+
+def in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, one product after the other into an FP32 accumulator: the worst usual order."""
+    acc = torch.zeros(a.shape[0], b.shape[1])
+    for k in range(a.shape[1]):
+        acc += a[:, k : k + 1].float() * b[k : k + 1].float()
+    return acc
+
+
+def in_fp16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The same with an accumulator of 11 bits, which is wrong."""
+    acc = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float16)
+    for k in range(a.shape[1]):
+        acc += (a[:, k : k + 1].float() * b[k : k + 1].float()).half()
+    return acc.float()
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "one-signed"])
+@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
+@pytest.mark.parametrize("k", [1, 2, 17, 1024])
+def test_fp32_accumulation_passes_and_16_bit_accumulation_fails(
+    k: int, out_dtype: torch.dtype, draw: object
+) -> None:
+    a, b = draw(16, k).bfloat16(), draw(k, 16).bfloat16()
+    exact = a.double() @ b.double()
+    bound = tolerance(exact, a, b, out_dtype)
+    assert (bound.dtype, bound.shape) == (torch.float64, (16, 16))
+    assert_close(in_order(a, b).to(out_dtype), exact, bound)
+    if out_dtype == torch.float32 and k > 1:
+        with pytest.raises(AssertionError, match="exceed the bound"):
+            assert_close(in_fp16(a, b), exact, bound)
+
+
+def test_one_unit_too_many_in_the_output_fails() -> None:
+    a, b = normal((8, 4), torch.bfloat16), normal((4, 8), torch.bfloat16, seed=1)
+    exact = a.double() @ b.double()
+    for out_dtype in WIDE:
+        c = exact.to(out_dtype)
+        bound = tolerance(exact, a, b, out_dtype)
+        assert_close(c, exact, bound)
+        off = c.clone()
+        off[3, 5] = exact[3, 5] * (1 + 3 * torch.finfo(out_dtype).eps) + 8e-6
+        with pytest.raises(AssertionError, match=r"1 of 64 elements.*\n  \[3, 5\]: actual"):
+            assert_close(off, exact, bound)
+
+
+def test_tolerance_terms() -> None:
+    a = torch.tensor([[1.0, -1.0]])
+    b = torch.tensor([[1.0], [1.0]])
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    # Cancellation: only the accumulation term and the smallest spacing of the output are left.
+    smallest = 2.0**-126 * 2.0**-23
+    assert tolerance(zero, a, b, torch.float32).item() == ACCUMULATION * 2 * 2**-24 * 2 + smallest
+    more = tolerance(zero, a, b, torch.float32, fp8_tensor_core=True)
+    assert more.item() == pytest.approx(2 * 2.0**-12, rel=1e-2)
+    # K = 0: only the rounding of the bias.
+    bias = torch.full((1, 1), 3.0, dtype=torch.float64)
+    got = tolerance(bias, torch.zeros(1, 0), torch.zeros(0, 1), torch.float16)
+    assert got.item() == 3 * 2.0**-10
+    # An fp16 subnormal is half a spacing away at most.
+    tiny = torch.full((1, 1), 1.4 * 2.0**-24, dtype=torch.float64)
+    assert tolerance(tiny, torch.zeros(1, 0), torch.zeros(0, 1), torch.float16).item() == 2.0**-24
+    assert tolerance(torch.zeros(0, 3), torch.zeros(0, 2), torch.zeros(2, 3), torch.bfloat16).shape
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "match"),
+    [
+        ([1.0, math.nan], [1.0, 2.0], r"NaN at different places: 1 of 2 elements\n  \[1\]:"),
+        ([1.0, 2.0], [math.nan, 2.0], r"NaN at different places: 1 of 2"),
+        ([math.inf, 2.0], [1.0, 2.0], r"\+Inf at different places"),
+        ([math.inf, 2.0], [-math.inf, 2.0], r"\+Inf at different places"),
+        ([3e38, 2.0], [-math.inf, 2.0], "-Inf at different places"),
+        ([1.0, 2.5], [1.0, 2.0], r"1 of 2 elements exceed the bound; max error 0.5 \(5 x its"),
+        ([1.0], [1.0, 2.0], r"shapes differ: actual \(1,\), expected \(2,\)"),
+    ],
+)
+def test_differences_are_found_and_explained(
+    actual: list[float], expected: list[float], match: str
+) -> None:
+    with pytest.raises(AssertionError, match=match):
+        assert_close(torch.tensor(actual), torch.tensor(expected), 0.1)
+
+
+def test_non_finite_values_in_the_same_places_are_close() -> None:
+    values = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
+    assert_close(values, values.double(), 0.0)
+    with pytest.raises(AssertionError, match="1 of 4 elements exceed"):
+        assert_close(values, torch.tensor([math.inf, -math.inf, math.nan, 2.0]), 0.5)
+    # What fp16 cannot hold must have become Inf, although FP64 holds it.
+    assert_close(torch.tensor([math.inf]).half(), torch.tensor([1e5]).double(), 1.0)
+    with pytest.raises(AssertionError, match=r"\+Inf at different places"):
+        assert_close(torch.tensor([65504.0]).half(), torch.tensor([1e5]).double(), 1e6)
+
+
+def test_a_nan_bound_accepts_nothing() -> None:
+    with pytest.raises(AssertionError, match="exceed the bound"):
+        assert_close(torch.ones(2), torch.ones(2), torch.tensor([math.nan, 0.0]))
+
+
+def test_rms_sees_a_small_error_that_is_everywhere() -> None:
+    """Truncation stays within one unit, like rounding, but is twice as far off on average."""
+    exact = 1 + torch.rand(10_000, dtype=torch.float64)
+    bound = 2.0**-7 * exact
+    truncated = (exact.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    assert_close(exact.bfloat16(), exact, bound, rms=0.3 * 2.0**-7)
+    assert_close(truncated, exact, bound)
+    with pytest.raises(AssertionError, match=r"the rms error exceeds 0.00234; max error"):
+        assert_close(truncated, exact, bound, rms=0.3 * 2.0**-7)
+
+
+def test_the_worst_elements_are_printed_first() -> None:
+    actual = torch.zeros(4, 5)
+    actual[2, 3], actual[0, 1], actual[3, 0] = 3.0, -5.0, 1.0
+    with pytest.raises(AssertionError) as caught:
+        assert_close(actual, torch.zeros(4, 5), 0.5, show=2)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert "[0, 1]: actual -5, expected 0, error 5, bound 0.5" in lines[1]
+    assert "[2, 3]" in lines[2]
+
+
+def test_empty_tensors_are_close() -> None:
+    assert_close(torch.zeros(0, 3), torch.zeros(0, 3), 0.0, rms=0.0)
+
+
+@given(st.floats(0.5, 2.0), st.integers(-20, 20))
+def test_sqnr_of_a_known_error_at_any_size(relative: float, exponent: int) -> None:
+    ref = normal((64,), torch.float64) * 2.0**exponent
+    assert sqnr(ref, ref * (1 + relative / 100)) == pytest.approx(40 - 20 * math.log10(relative))
+
+
+def test_sqnr_edges() -> None:
+    x = normal((8,), torch.float32)
+    assert sqnr(x, x) == math.inf
+    assert sqnr(x, torch.zeros(8)) == pytest.approx(0)
+    assert sqnr(torch.zeros(8), x) == -math.inf
+    assert math.isnan(sqnr(x, torch.full((8,), math.nan)))
+    assert not sqnr(x, torch.full((8,), math.inf)) >= 18  # an overflow passes no bar
+    with pytest.raises(ValueError, match=r"sqnr: ref and x must have one shape, got \(8,\)"):
+        sqnr(x, x[:4])
