@@ -3,6 +3,10 @@
 #include "math/scale.h"
 #include "math/unscale.h"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace mixprec::cpu::base {
 namespace {
 

@@ -38,15 +38,13 @@ MIXPREC_HD uint32_t round_magnitude(uint32_t u) {
 }
 
 // q = saturate(y) for E4M3 and E5M2, where y = x * scale. Finiteness is that of x: a finite x
-// saturates even where y is infinite. A NaN that scaling made (0 * Inf, by a broken scale) stays.
-template <int mantissa, int bias, uint32_t max, uint32_t inf, uint32_t nan>
+// saturates even where y is infinite. A NaN in y is one in x, or one that a broken scale made.
+template <int mantissa, int bias, uint32_t max_bits, uint32_t inf, uint32_t nan>
 MIXPREC_HD uint8_t encode_fp8(uint32_t x, uint32_t y) {
   uint32_t magnitude_x = x & 0x7FFFFFFFu, magnitude_y = y & 0x7FFFFFFFu;
-  uint32_t code = round_magnitude<mantissa, bias>(magnitude_y);
-  // Rounding can carry past 2^32 only for NaN patterns, which are replaced below.
-  code = (magnitude_y >= 0x7F800000u || code > max) ? max : code;
+  uint32_t code = round_magnitude<mantissa, bias>(magnitude_y < max_bits ? magnitude_y : max_bits);
   code = magnitude_x == 0x7F800000u ? inf : code;
-  code = (magnitude_x > 0x7F800000u || magnitude_y > 0x7F800000u) ? nan : code;
+  code = magnitude_y > 0x7F800000u ? nan : code;
   return static_cast<uint8_t>(code | ((x >> 24) & 0x80u));
 }
 
@@ -57,7 +55,7 @@ struct Convert;
 template <>
 struct Convert<E4m3> {
   static MIXPREC_HD E4m3 encode(float x, float scale) {
-    return {encode_fp8<3, 7, 0x7E, 0x7F, 0x7F>(float_bits(x), float_bits(x * scale))};
+    return {encode_fp8<3, 7, 0x43E00000u, 0x7F, 0x7F>(float_bits(x), float_bits(x * scale))};
   }
   static MIXPREC_HD float decode(E4m3 q) {
     uint32_t magnitude = q.bits & 0x7Fu, sign = static_cast<uint32_t>(q.bits & 0x80u) << 24;
@@ -92,7 +90,7 @@ struct Convert<Fp16> {
 template <>
 struct Convert<E5m2> {
   static MIXPREC_HD E5m2 encode(float x, float scale) {
-    return {encode_fp8<2, 15, 0x7B, 0x7C, 0x7F>(float_bits(x), float_bits(x * scale))};
+    return {encode_fp8<2, 15, 0x47600000u, 0x7C, 0x7F>(float_bits(x), float_bits(x * scale))};
   }
   // E5M2 is fp16 without its low byte.
   static MIXPREC_HD float decode(E5m2 q) {
