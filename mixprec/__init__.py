@@ -1,8 +1,10 @@
 """mixprec: mixed-precision training for PyTorch, from its own kernels."""
 
-from . import functional, nn
+from . import functional, nn, optim
+from .compare import compare
 from .convert import cast_parameters, convert, convert_to_float8_training
 from .formats import BF16, E4M3, E5M2, FP16, Format
+from .grad_scaler import GradScaler
 from .ops import (
     amax,
     dequantize,
@@ -14,6 +16,7 @@ from .ops import (
 )
 from .quantized import Quantized
 from .recipes import Recipe
+from .report import Report
 
 __all__ = [
     "BF16",
@@ -21,10 +24,13 @@ __all__ = [
     "E5M2",
     "FP16",
     "Format",
+    "GradScaler",
     "Quantized",
     "Recipe",
+    "Report",
     "amax",
     "cast_parameters",
+    "compare",
     "convert",
     "convert_to_float8_training",
     "dequantize",
@@ -32,6 +38,7 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "nn",
+    "optim",
     "quantize",
     "unscale_",
     "use_backend",

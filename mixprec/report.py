@@ -1,0 +1,216 @@
+"""What compare() found: one row per recipe, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ._atomic import replace_file
+
+KINDS = ("forward", "grad_input", "grad_weight")
+
+
+@dataclass
+class Row:
+    """One training run. Losses are as the model returned them; None is "not measured".
+
+    status: "complete", or why and where the run ended. seconds and units (tokens, samples, ...)
+    are per step, of the training step alone. Bytes: parameters, gradients and optimizer state
+    (FP32 masters included) after a step; saved: what autograd kept for the first backward pass,
+    each storage once and parameters not counted. gemms[module, kind, formats] counts calls;
+    expected[kind] is the recipe's formats. data: one CRC-32 per step of the batches so far.
+    """
+
+    recipe: str
+    status: str = "not started"
+    validation_loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    saved_bytes: int | None = None
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
+    gemms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    expected: dict[str, str] = field(default_factory=dict)
+    data: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """Training steps that were run to their end, skipped ones included."""
+        return len(self.seconds)
+
+    @property
+    def speed(self) -> float | None:
+        """The median over the steps of units per second: a pause of the machine does not count."""
+        if not self.seconds:
+            return None
+        return statistics.median(u / s for u, s in zip(self.units, self.seconds, strict=True))
+
+    def gemm_counts(self, module: str | None = None) -> dict[str, dict[str, int]]:
+        """{kind: {formats: calls}} of one module, or summed over all of them."""
+        counts: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        for (name, kind, formats), n in self.gemms.items():
+            if module in (None, name):
+                counts[kind][formats] = counts[kind].get(formats, 0) + n
+        return counts
+
+
+@dataclass
+class Report:
+    """The rows of a comparison in the order they were run; `str(report)` is the table.
+
+    The table shows losses times loss_factor under loss_name (1 / ln 2 turns nats into bits).
+    options and environment say what was run and on what; interrupted, that Ctrl-C ended it.
+    """
+
+    unit: str = "samples"
+    loss_name: str = "loss"
+    loss_factor: float = 1.0
+    interrupted: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def __getitem__(self, recipe: str) -> Row:
+        """The row of that recipe; KeyError, naming the rows there are, if none."""
+        for row in self.rows:
+            if row.recipe == recipe:
+                return row
+        raise KeyError(f"no row {recipe!r}; there are {', '.join(r.recipe for r in self.rows)}")
+
+    def difference(self, row: Row) -> float | None:
+        """Validation loss relative to the fp32 row's: 0.01 is one per cent worse."""
+        base = next((r.validation_loss for r in self.rows if r.recipe == "fp32"), None)
+        if not base or row.validation_loss is None:
+            return None
+        return row.validation_loss / base - 1
+
+    def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
+        """One sentence for each recipe, module and GEMM kind that did not run as the recipe says.
+
+        Right is: called in every step, and always with the recipe's operand formats.
+        """
+        names = list(modules)
+        wrong = []
+        for row in self.rows:
+            for name in names:
+                for kind, got in row.gemm_counts(name).items():
+                    if set(got) != {row.expected[kind]} or sum(got.values()) < row.steps:
+                        seen = ", ".join(f"{n} x ({f})" for f, n in got.items()) or "nothing"
+                        wrong.append(
+                            f"{row.recipe}: {kind} of {name} should have run as "
+                            f"{row.expected[kind]} in each of {row.steps} steps, but ran {seen}"
+                        )
+        return wrong
+
+    def table(self) -> list[list[str]]:
+        """The header and the rows of the table, as text."""
+        header = ["recipe", self.loss_name, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
+        header += ["optimizer", "saved", "skipped", "loss scale", "steps", "status"]
+        return [header, *([*self._cells(row)] for row in self.rows)]
+
+    def _cells(self, row: Row) -> Iterable[str]:
+        loss, difference = row.validation_loss, self.difference(row)
+        yield row.recipe
+        yield "-" if loss is None else f"{loss * self.loss_factor:.4f}"
+        yield "-" if difference is None else f"{difference:+.2%}"
+        yield "-" if row.speed is None else f"{row.speed:,.0f}"
+        sizes = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes)
+        yield from ("-" if n is None else _readable(n) for n in sizes)
+        yield "-" if row.skipped_steps is None else str(row.skipped_steps)
+        yield "-" if row.loss_scale is None else f"{row.loss_scale:g}"
+        yield str(row.steps)
+        yield row.status
+
+    def __str__(self) -> str:
+        table = self.table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        last = len(widths) - 1
+        lines = [
+            "  ".join(
+                cell.ljust(w) if i in (0, last) else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+            ).rstrip()
+            for cells in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:]])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain lists, dicts, numbers and strings; NaN and Inf as None."""
+        result = {
+            "unit": self.unit,
+            "loss_name": self.loss_name,
+            "loss_factor": self.loss_factor,
+            "interrupted": self.interrupted,
+            "options": self.options,
+            "environment": self.environment,
+            "rows": [self._row_dict(row) for row in self.rows],
+        }
+        return _finite(result)
+
+    def _row_dict(self, row: Row) -> dict[str, Any]:
+        modules = sorted({name for name, _, _ in row.gemms})
+        loss = row.validation_loss
+        return {
+            "recipe": row.recipe,
+            "status": row.status,
+            "steps": row.steps,
+            "validation_loss": loss,
+            f"validation {self.loss_name}": None if loss is None else loss * self.loss_factor,
+            "difference_to_fp32": self.difference(row),
+            f"{self.unit}_per_second": row.speed,
+            "parameter_bytes": row.parameter_bytes,
+            "gradient_bytes": row.gradient_bytes,
+            "optimizer_bytes": row.optimizer_bytes,
+            "saved_for_backward_bytes": row.saved_bytes,
+            "skipped_steps": row.skipped_steps,
+            "final_loss_scale": row.loss_scale,
+            "gemms": row.gemm_counts(),
+            "gemms_by_module": {name: row.gemm_counts(name) for name in modules},
+            "data_crc32": row.data[-1] if row.data else None,
+            "train_losses": row.losses,
+            "step_seconds": row.seconds,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to_dict() to `path` as JSON: the whole file or, with an OSError, nothing."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the training losses, and their difference to fp32, to an image file.
+
+        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without
+        matplotlib; written whole or not at all, as `save` does.
+        """
+        from ._plot import draw
+
+        figure = draw(self)
+        suffix = Path(path).suffix.removeprefix(".") or "png"
+        replace_file(path, lambda temporary: figure.savefig(temporary, format=suffix, dpi=130))
+
+
+def _readable(n: int) -> str:
+    return f"{n / 1e6:.2f} MB" if n < 1e8 else f"{n / 1e9:.2f} GB"
+
+
+def _finite(value: Any) -> Any:
+    """`value` with NaN and Inf, which JSON does not have, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
