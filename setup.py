@@ -41,7 +41,7 @@ def default_jobs() -> int:
 
 
 def cpu_extension() -> Extension:
-    """mixprec._C: the pybind11 module and the CPU ops, on libtorch's stable ABI (loads on torch >= 2.11)."""
+    """mixprec._C: the pybind11 module and the CPU ops, on libtorch's stable ABI (torch >= 2.11)."""
     flags = [
         "-std=c++20",
         "-O3",

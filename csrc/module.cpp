@@ -27,8 +27,9 @@ std::map<std::string, std::string> build_info() {
 PYBIND11_MODULE(_C, m) {
   mixprec::cpu::loops();  // an unusable MIXPREC_ISA is an ImportError, not a crash in a thread
   m.doc() = "The compiled half of mixprec: CPU kernels (registered as torch ops) and build facts.";
-  m.def("isa", [] { return std::string(mixprec::cpu::loops().isa); },
-        "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
+  m.def(
+      "isa", [] { return std::string(mixprec::cpu::loops().isa); },
+      "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
   m.def("isa_available", &isa_available, "The levels that this processor can run, lowest first.");
   m.def("build_info", &build_info, "The compiler and the torch that this library was built with.");
 }

@@ -37,7 +37,9 @@ class Format:
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 8, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, False)
 E5M2 = Format("e5m2", torch.float8_e5m2, 8, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, True)
 FP16 = Format("fp16", torch.float16, 16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, True)
-BF16 = Format("bf16", torch.bfloat16, 16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7, True)
+BF16 = Format(
+    "bf16", torch.bfloat16, 16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7, True
+)
 
 FORMATS: tuple[Format, ...] = (E4M3, E5M2, FP16, BF16)
 _BY_WORD: dict[object, Format] = {word: f for f in FORMATS for word in (f, f.name, f.dtype)}

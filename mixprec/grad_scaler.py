@@ -121,7 +121,9 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         flags, unscaled = state["found_inf_per_device"], state["stage"] is OptState.UNSCALED
         if flags:  # whoever reduced them over ranks may have made a sum of 2 of them
-            flags = state["found_inf_per_device"] = {scale.device: self._any(flags.values())}
+            flags = state["found_inf_per_device"] = {
+                scale.device: _any(flags.values(), scale.device)
+            }
         if not getattr(optimizer, "_raises_found_inf", False):
             return super().step(optimizer, *args, **kwargs)
         if not unscaled and _has_gradient(optimizer):
@@ -158,7 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
-        found_inf = self._any(flags)
+        found_inf = _any(flags, scale.device)
         assert self._hysteresis_tracker is not None, "made with the scale"
         assert self._skipped is not None, "made with the scale"
         ops.update_scale_(
@@ -175,15 +177,6 @@ class GradScaler(torch.amp.GradScaler):
         )
         self._skipped += found_inf != 0
         self._per_optimizer_states.clear()
-
-    @staticmethod
-    def _any(flags: Iterable[torch.Tensor]) -> torch.Tensor:
-        """One flag, 0.0 or 1.0, on the first one's device: whether any is not 0."""
-        first, *others = (flag.reshape(()) for flag in flags)
-        if others:
-            there = (flag.to(first.device, non_blocking=True) for flag in others)
-            return torch.stack([first, *there]).any().float()
-        return (first != 0).float()
 
     # torch's unscale_() and step() call the next two; both return found_inf flags by device.
     def _unscale_grads_(
@@ -209,7 +202,8 @@ class GradScaler(torch.amp.GradScaler):
             for device, grads in per_device.items():
                 flags.append(found_inf.to(device, copy=True))
                 ops.unscale_(grads, inv_scale.to(device, non_blocking=True), flags[-1])
-        return {flags[0].device: self._any(flags)} if flags else {}
+        home = found_inf.device
+        return {home: _any(flags, home)} if flags else {}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         """For torch's fused optimizers: look at the gradients as they will be unscaled.
@@ -222,7 +216,7 @@ class GradScaler(torch.amp.GradScaler):
             flags.append(torch.zeros((), device=device))
             sum_sq = torch.empty((), dtype=torch.float64, device=device)
             ops.grad_stats_(grads, inv_scale.to(device, non_blocking=True), flags[-1], sum_sq)
-        found = {scale.device: self._any(flags).to(scale.device)} if flags else {}
+        found = {scale.device: _any(flags, scale.device)} if flags else {}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
@@ -292,6 +286,12 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_skipped"] = own["skipped"]
             state["_hysteresis_tracker"] = state["_skipped"] = None
         return state
+
+
+def _any(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """One flag on `device`, 0.0 or 1.0: whether any is not 0 (Inf and NaN are not)."""
+    here = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
+    return (here[0] != 0 if len(here) == 1 else torch.stack(here).any()).float()
 
 
 def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:

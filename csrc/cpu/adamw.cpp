@@ -17,8 +17,8 @@ template <class Real>
 AdamWScalars<Real> scalars(const Settings& s, int64_t step) {
   double bc1 = 1.0 - power(s.beta1, step), bc2 = 1.0 - power(s.beta2, step);
   auto real = [](double x) { return static_cast<Real>(x); };
-  return {real(s.inv_scale),   real(s.clip), real(s.lr * s.weight_decay),
-          real(1.0 - s.beta1), real(s.beta2), real(1.0 - s.beta2),
+  return {real(s.inv_scale),   real(s.clip),     real(s.lr * s.weight_decay),
+          real(1.0 - s.beta1), real(s.beta2),    real(1.0 - s.beta2),
           real(s.eps),         real(s.lr / bc1), real(1.0 / std::sqrt(bc2))};
 }
 
@@ -110,7 +110,11 @@ void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList
   std::vector<TensorList*> state{&exp_avgs, &exp_avg_sqs};
   if (!masters.empty()) state.push_back(&masters);
   std::vector<Row> rows = check_lists(params, grads, state, steps);
-  Settings settings{lr, beta1, beta2, eps, weight_decay,
+  Settings settings{lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    weight_decay,
                     read_scalar(inv_scale, 1.0f, "adamw_: inv_scale"),
                     read_scalar(clip, 1.0f, "adamw_: clip")};
   if (maximize) settings.clip = -settings.clip;

@@ -123,8 +123,10 @@ void multiply(const Matrix& a, const Matrix& b, int64_t k, const Store& store) {
   const GemmKernel& kernel = exact_in_bf16 ? loops().gemm_bf16 : loops().gemm_f32;
   int64_t words = ceil_div(k, kernel.k_per_word);
   int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, words);
-  int64_t block_m = std::min(ceil_div(a.rows, kernel.mr), std::max<int64_t>(1, fit / kernel.mr)) * kernel.mr;
-  int64_t block_n = std::min(ceil_div(b.rows, kernel.nr), std::max<int64_t>(1, fit / kernel.nr)) * kernel.nr;
+  int64_t block_m =
+      std::min(ceil_div(a.rows, kernel.mr), std::max<int64_t>(1, fit / kernel.mr)) * kernel.mr;
+  int64_t block_n =
+      std::min(ceil_div(b.rows, kernel.nr), std::max<int64_t>(1, fit / kernel.nr)) * kernel.nr;
   static thread_local Scratch scratch_a, scratch_b;
   auto* packed_a = static_cast<uint32_t*>(scratch_a.get(block_m * words * 4 + 64));
   auto* packed_b = static_cast<uint32_t*>(scratch_b.get(block_n * words * 4 + 64));

@@ -55,8 +55,7 @@ struct Loops {
   bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n);
   // The sum of (g * inv_scale)^2 in fp64, in an order that depends on n alone.
   bool (*grad_stats)(Dtype, const void* g, float inv_scale, int64_t n, double* sum_sq);
-  void (*adamw)(Dtype param, Dtype grad, const AdamWArrays&, int64_t n,
-                const AdamWScalars<float>&);
+  void (*adamw)(Dtype param, Dtype grad, const AdamWArrays&, int64_t n, const AdamWScalars<float>&);
   void (*adamw_f64)(const AdamWArrays&, int64_t n, const AdamWScalars<double>&);
   // One row of a GEMM's result from its fp32 accumulators, n contiguous elements.
   void (*store_row)(Dtype out_dtype, const float* acc, const Epilogue&, void* out, int64_t n);

@@ -57,26 +57,32 @@ void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, i
 
 #pragma GCC pop_options
 
-constexpr Loops with_gemm_bf16(const char* isa, GemmKernel gemm_bf16) {
+constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
+constexpr GemmKernel gemm_bf16{MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<MR, NV>};
+
+constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
   return {
-      isa,        amax,
-      quantize,   quantize_transpose,
-      dequantize, unscale,
-      grad_stats, adamw,
-      adamw_f64,  store_row,
-      accumulate_row,
-      {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>},
-      gemm_bf16,
+      .isa = isa,
+      .amax = amax,
+      .quantize = quantize,
+      .quantize_transpose = quantize_transpose,
+      .dequantize = dequantize,
+      .unscale = unscale,
+      .grad_stats = grad_stats,
+      .adamw = adamw,
+      .adamw_f64 = adamw_f64,
+      .store_row = store_row,
+      .accumulate_row = accumulate_row,
+      .gemm_f32 = gemm_f32,
+      .gemm_bf16 = for_bf16,
   };
 }
 
 }  // namespace
 
 extern const Loops table, table_bf16;
-constinit const Loops table =
-    with_gemm_bf16("avx512", {MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>});
-constinit const Loops table_bf16 =
-    with_gemm_bf16("avx512_bf16", {MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<MR, NV>});
+constinit const Loops table = make_table("avx512", gemm_f32);
+constinit const Loops table_bf16 = make_table("avx512_bf16", gemm_bf16);
 
 }  // namespace mixprec::cpu::avx512
 #endif

@@ -46,13 +46,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType type, M
                                                     bool transpose, bool power_of_two_scale) {
   Dtype from = check_input(x, "quantize: x");
   Dtype to = dtype_of(type, "quantize: dtype");
-  STD_TORCH_CHECK(to != Dtype::f32 && to != Dtype::f64, "quantize: dtype must be fp8, fp16 or bf16");
-  STD_TORCH_CHECK(!transpose || x.dim() >= 2, "quantize: transpose needs x of 2 or more dimensions");
+  STD_TORCH_CHECK(to != Dtype::f32 && to != Dtype::f64,
+                  "quantize: dtype must be fp8, fp16 or bf16");
+  STD_TORCH_CHECK(!transpose || x.dim() >= 2,
+                  "quantize: transpose needs x of 2 or more dimensions");
   float s = read_scalar(scale, 1.0f, "quantize: scale");
 
   x = row_major(x);
   if (!scale.has_value() && is_fp8(to)) {
-    s = scale_from_amax(bits_float(amax_bits(x, from)), format_max(to), 1.0f, power_of_two_scale, 1.0f);
+    s = scale_from_amax(bits_float(amax_bits(x, from)), format_max(to), 1.0f, power_of_two_scale,
+                        1.0f);
   }
   Tensor data = empty(x.sizes(), type);
   const void* src = x.const_data_ptr();
@@ -66,14 +69,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType type, M
     void* dst_t = data_t.mutable_data_ptr();
     constexpr int64_t band = 64;  // rows at a time: a full cache line of each row of the transpose
     int64_t grain = cols == 0 ? 1 : std::max<int64_t>(1, kPiece / (band * cols));
-    torch::stable::parallel_for(0, (rows + band - 1) / band, grain, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        int64_t row = i * band, n = std::min(band, rows - row);
-        raise_to(largest, loops().quantize_transpose(
-                              from, to, at(src, from, row * cols), s, at(dst, to, row * cols),
-                              at(dst_t, to, row), n, cols, rows));
-      }
-    });
+    torch::stable::parallel_for(
+        0, (rows + band - 1) / band, grain, [&](int64_t first, int64_t last) {
+          for (int64_t i = first; i < last; ++i) {
+            int64_t row = i * band, n = std::min(band, rows - row);
+            raise_to(largest, loops().quantize_transpose(from, to, at(src, from, row * cols), s,
+                                                         at(dst, to, row * cols),
+                                                         at(dst_t, to, row), n, cols, rows));
+          }
+        });
   } else {
     for_pieces(x.numel(), [&](int64_t begin, int64_t end) {
       raise_to(largest, loops().quantize(from, to, at(src, from, begin), s, at(dst, to, begin),

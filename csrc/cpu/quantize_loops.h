@@ -53,8 +53,8 @@ inline void transpose_16x16(const uint8_t* in, int64_t ld, uint8_t* out, int64_t
   for (int round = 0; round < 4; ++round) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-      b[2 * i] = __builtin_shuffle(
-          a[i], a[i + 8], Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+      b[2 * i] = __builtin_shuffle(a[i], a[i + 8],
+                                   Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
       b[2 * i + 1] = __builtin_shuffle(
           a[i], a[i + 8], Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
     }
@@ -79,7 +79,8 @@ void transpose_tile(const Q* in, int64_t ld, Q* out, int64_t ld_t, int64_t rows,
     }
   }
   for (int64_t c = 0; c < cols; ++c) {
-    for (int64_t r = c < full_cols ? full_rows : 0; r < rows; ++r) out[c * ld_t + r] = in[r * ld + c];
+    for (int64_t r = c < full_cols ? full_rows : 0; r < rows; ++r)
+      out[c * ld_t + r] = in[r * ld + c];
   }
 }
 
@@ -147,9 +148,11 @@ uint32_t quantize_transpose_rows(const X* x, float scale, Q* q, Q* q_t, int64_t 
   for (int64_t c = 0; c < cols; c += kTile) {
     int64_t n = cols - c < kTile ? cols - c : kTile;
     if (n == kTile && rows == kTile) {
-      quantize_tile<true>(x + c, scale, q + c, q_t + c * ld_t, rows, n, cols, ld_t, stream, largest);
+      quantize_tile<true>(x + c, scale, q + c, q_t + c * ld_t, rows, n, cols, ld_t, stream,
+                          largest);
     } else {
-      quantize_tile<false>(x + c, scale, q + c, q_t + c * ld_t, rows, n, cols, ld_t, stream, largest);
+      quantize_tile<false>(x + c, scale, q + c, q_t + c * ld_t, rows, n, cols, ld_t, stream,
+                           largest);
     }
   }
   if (stream) end_stream();

@@ -64,12 +64,15 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
   check_scalar(growth_tracker, ScalarType::Int, "update_scale_: growth_tracker");
   check_scalar(hysteresis_tracker, ScalarType::Int, "update_scale_: hysteresis_tracker");
   check_scalar(found_inf, ScalarType::Float, "update_scale_: found_inf");
-  LossScaleRule rule{static_cast<float>(growth_factor), static_cast<float>(backoff_factor),
-                     growth_interval, static_cast<float>(min_scale), static_cast<float>(max_scale),
+  LossScaleRule rule{growth_factor,
+                     backoff_factor,
+                     growth_interval,
+                     static_cast<float>(min_scale),
+                     static_cast<float>(max_scale),
                      static_cast<int32_t>(hysteresis)};
-  LossScale now = update_loss_scale({scalar<float>(scale), scalar<int32_t>(growth_tracker),
-                                     scalar<int32_t>(hysteresis_tracker)},
-                                    scalar<float>(found_inf) != 0.0f, rule);
+  LossScale now = update_loss_scale(
+      {scalar<float>(scale), scalar<int32_t>(growth_tracker), scalar<int32_t>(hysteresis_tracker)},
+      scalar<float>(found_inf) != 0.0f, rule);
   scalar<float>(scale) = now.scale;
   scalar<int32_t>(growth_tracker) = now.growth_tracker;
   scalar<int32_t>(hysteresis_tracker) = now.hysteresis_tracker;

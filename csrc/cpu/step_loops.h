@@ -41,8 +41,8 @@ bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, 
   }
   for (int64_t l = 0; i < n; ++i, ++l) {
     Real value = Unscale<T>::apply(g[i], inv_scale);
-    bad[l] |= static_cast<uint32_t>(Unscale<T>::bad(g[i])) |
-              static_cast<uint32_t>(is_nonfinite(value));
+    bad[l] |=
+        static_cast<uint32_t>(Unscale<T>::bad(g[i])) | static_cast<uint32_t>(is_nonfinite(value));
     sums[l] += static_cast<double>(value) * static_cast<double>(value);
   }
   uint32_t any = 0;

@@ -15,7 +15,9 @@ Dtype check_grad(const Tensor& grad, const char* what) {
   return dtype;
 }
 
-void raise_flag(const Tensor& found_inf) { *static_cast<float*>(found_inf.mutable_data_ptr()) = 1.0f; }
+void raise_flag(const Tensor& found_inf) {
+  *static_cast<float*>(found_inf.mutable_data_ptr()) = 1.0f;
+}
 
 }  // namespace
 

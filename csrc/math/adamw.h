@@ -9,13 +9,13 @@ namespace mixprec {
 template <class Real>
 struct AdamWScalars {
   Real inv_scale;
-  Real clip;  // negated to maximize
+  Real clip;   // negated to maximize
   Real decay;  // lr * weight_decay
   Real one_minus_beta1;
   Real beta2;
   Real one_minus_beta2;
   Real eps;
-  Real step_size;  // lr / (1 - beta1^step)
+  Real step_size;     // lr / (1 - beta1^step)
   Real inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^step)
 };
 

@@ -1,5 +1,5 @@
-// The casts between fp32 and fp16, bf16, E4M3, E5M2, in integer arithmetic without branches, so that
-// every compiler vectorises them and every processor gives the same bits.
+// The casts between fp32 and fp16, bf16, E4M3, E5M2, in integer arithmetic without branches, so
+// that every compiler vectorises them and every processor gives the same bits.
 //
 // Encoding rounds to nearest, ties to even. A normal result: add half a unit of the last kept bit
 // (a whole unit less for an even one), then shift. A subnormal result: adding a power of two whose

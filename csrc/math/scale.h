@@ -1,4 +1,5 @@
-// From amax to a scale, and the loss scale's rule. One scalar each; sources in mixprec/ops/scale.py.
+// From amax to a scale, and the loss scale's rule. One scalar each; sources in
+// mixprec/ops/scale.py.
 #pragma once
 
 #include "hd.h"
@@ -24,8 +25,8 @@ struct LossScale {
 };
 
 struct LossScaleRule {
-  float growth_factor;
-  float backoff_factor;
+  double growth_factor;  // the products are formed in fp64 and rounded once, as torch does
+  double backoff_factor;
   int64_t growth_interval;
   float min_scale;
   float max_scale;
@@ -37,12 +38,12 @@ MIXPREC_HD LossScale update_loss_scale(LossScale s, bool found_inf, const LossSc
     s.growth_tracker = 0;
     s.hysteresis_tracker = s.hysteresis_tracker > 1 ? s.hysteresis_tracker - 1 : 0;
     if (s.hysteresis_tracker == 0) {
-      float lower = s.scale * rule.backoff_factor;
+      float lower = static_cast<float>(s.scale * rule.backoff_factor);
       lower = lower < rule.min_scale ? rule.min_scale : lower;
       s.scale = lower < s.scale ? lower : s.scale;
     }
   } else if (++s.growth_tracker >= rule.growth_interval) {
-    float higher = s.scale * rule.growth_factor;
+    float higher = static_cast<float>(s.scale * rule.growth_factor);
     higher = higher > rule.max_scale ? rule.max_scale : higher;
     if (!is_nonfinite(higher) && higher > s.scale) s.scale = higher;
     s.growth_tracker = 0;

@@ -40,7 +40,7 @@ def order(device_type: str) -> tuple[str, ...]:
 
 
 def chosen_backend(name: str, device_type: str) -> str:
-    """The first backend in order that has no objection; RuntimeError listing all reasons if none."""
+    """The first backend in order without an objection; RuntimeError listing them if none."""
     reasons = []
     for backend in order(device_type):
         reason = why_not(name, backend, device_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -19,14 +20,19 @@ def is_tensor(op: str, name: str, x: object) -> None:
         raise ValueError(f"{op}: {name} must be a dense tensor, got layout {x.layout}")
 
 
-def is_list(op: str, name: str, tensors: object) -> list[torch.Tensor]:
-    """`tensors` as a list, after checking that it is a sequence and not a single tensor."""
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+def is_sequence(op: str, name: str, tensors: object) -> None:
+    """A list or tuple, which a single tensor is not (torch would take its rows)."""
+    if not isinstance(tensors, (list, tuple)):
         got = type(tensors).__name__
         raise TypeError(f"{op}: {name} must be a list of tensors, got {got}")
+
+
+def is_list(op: str, name: str, tensors: Sequence[object]) -> Sequence[torch.Tensor]:
+    """`tensors`, after checking that it is a list or tuple of dense tensors."""
+    is_sequence(op, name, tensors)
     for i, t in enumerate(tensors):
         is_tensor(op, f"{name}[{i}]", t)
-    return list(tensors)
+    return tensors  # type: ignore[return-value]
 
 
 def has_dtype(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -59,17 +65,19 @@ def is_scalar(op: str, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
 
 def is_writable(op: str, name: str, x: torch.Tensor) -> None:
     """No two elements of x share memory (an expanded tensor cannot be written in place)."""
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if stride == 0 and size > 1:
+    extent = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= extent and x.numel() > 0:
             raise ValueError(
                 f"{op}: {name} is written in place, so its elements must not share memory, "
                 f"got shape {tuple(x.shape)}, strides {x.stride()}"
             )
+        extent += (size - 1) * stride
 
 
-def needs_no_grad(op: str, hint: str, *tensors: torch.Tensor | None) -> None:
+def needs_no_grad(op: str, hint: str, *tensors: object) -> None:
     """Raw ops have no derivative: refuse inputs that ask for one, naming what to use instead."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
         raise RuntimeError(f"{op}: this op has no derivative and an input requires grad; {hint}")
 
 
@@ -85,12 +93,16 @@ def positive_scale(
     if isinstance(scale, torch.Tensor):
         is_scalar(op, name, scale, torch.float32)
         on_device(op, name, scale, device, "the input")
+        needs_no_grad(op, f"detach {name}", scale)
         if device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor:
             return scale
         value = scale.item()
-    else:
-        value = float(scale)
+    elif isinstance(scale, (int, float)):
+        value = ctypes.c_float(scale).value  # as FP32 holds it: 1e-60 is 0
         scale = torch.tensor(value, dtype=torch.float32, device=device)
+    else:
+        got = type(scale).__name__
+        raise TypeError(f"{op}: {name} must be a number or a tensor, got {got}")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{op}: {name} must be positive and finite, got {value}")
     return scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from . import _backends, _checks, _library
 from .unscale import GRADS
 
-_STEP_BITS = 24  # step is an fp32 count, exact below 2^24
+_LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters", "steps")
+_STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
 
 def _bias_corrections(steps: torch.Tensor, beta: float) -> torch.Tensor:
@@ -25,8 +27,13 @@ def _bias_corrections(steps: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def _sqrt(v: torch.Tensor) -> torch.Tensor:
-    # torch's CPU sqrt is one unit off on some fp32 inputs; through FP64 it rounds correctly.
-    return v.double().sqrt().to(v.dtype)
+    """The correctly rounded square root. torch's on the CPU is one unit off for some inputs: for
+    FP32 it is taken in FP64, where that unit is rounded away; for FP64 by the math library."""
+    if v.dtype == torch.float32:
+        return v.double().sqrt().float()
+    if v.device.type == "cpu":
+        return v.clone().apply_(lambda x: math.sqrt(x) if x >= 0 else math.nan)
+    return v.sqrt()
 
 
 def adamw_reference_(
@@ -54,11 +61,10 @@ def adamw_reference_(
     counts = torch.where(skip, counts, counts + 1)
     for step, count in zip(steps, counts, strict=True):
         step.copy_(count.reshape(step.shape))
-    step_sizes = lr / _bias_corrections(counts, beta1)
-    inv_sqrt_bc2 = 1.0 / _bias_corrections(counts, beta2).sqrt()
-    for i, (param, grad, m, v) in enumerate(
-        zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
-    ):
+    bc1 = _bias_corrections(counts, beta1)
+    step_sizes = torch.full_like(bc1, lr) / bc1  # number / tensor would round twice
+    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(counts, beta2))
+    for i, (param, grad, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         truth = masters[i] if masters else param
         real = torch.float64 if truth.dtype == torch.float64 else torch.float32
         g = grad.to(real)
@@ -174,15 +180,18 @@ def adamw_(
 
     params: fp32, bf16, fp16 or fp64, any shapes. grads: one per param, its shape, fp32, bf16 or
     fp16 (fp64 for fp64 params). exp_avgs, exp_avg_sqs: fp32 (fp64 for fp64 params) of the
-    param's shape. masters: one fp32 tensor per param, or an empty list. steps: one fp32 element per param. inv_scale, clip, found_inf: fp32,
-    one element. FP32 arithmetic (FP64 for fp64 params) in exactly this order, so all backends
-    give the same bits. Source: Decoupled Weight Decay Regularization (Loshchilov, Hutter, 2019).
+    param's shape. masters: one fp32 tensor per param, or an empty list. steps: one fp32 element
+    per param. inv_scale, clip, found_inf: fp32, one element. FP32 arithmetic (FP64 for fp64
+    params) in exactly this order, so all backends give the same bits.
+    Source: Decoupled Weight Decay Regularization (Loshchilov, Hutter, 2019).
     """
+    lists = (params, grads, exp_avgs, exp_avg_sqs, masters, steps)
+    for name, tensors in zip(_LISTS, lists, strict=True):
+        _checks.is_sequence("adamw_", name, tensors)
     if not params:
         return
     _checks.is_tensor("adamw_", "params[0]", params[0])
     _checks.needs_no_grad("adamw_", "call it under torch.no_grad()", *params)
-    lists = (params, grads, exp_avgs, exp_avg_sqs, masters, steps)
     numbers = (lr, beta1, beta2, eps, weight_decay, maximize)
     device = params[0].device.type
     _backends.call("adamw_", device, *lists, *numbers, inv_scale, clip, found_inf)

@@ -7,7 +7,6 @@ import torch
 from ..quantized import Quantized
 from . import _backends, _checks, _library
 
-
 LOW = (*_checks.FP8, torch.float16, torch.bfloat16)
 
 
@@ -24,6 +23,7 @@ def _fake(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> to
 
 def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
     op = "dequantize"
+    _checks.is_tensor(op, "data", data)
     _checks.has_dtype(op, "data", data, LOW)
     _checks.is_scalar(op, "scale_inv", scale_inv, torch.float32)
     _checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
@@ -48,4 +48,6 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     if not isinstance(q, Quantized):
         got = type(q).__name__
         raise TypeError(f"dequantize: q must be a Quantized (from mixprec.quantize), got {got}")
+    _checks.is_tensor("dequantize", "q.data", q.data)
+    _checks.needs_no_grad("dequantize", "detach q", q.data, q.scale_inv)
     return _backends.call("dequantize", q.data.device.type, q.data, q.scale_inv, dtype)

@@ -68,6 +68,8 @@ def grad_stats_(
     The products are FP32 (FP64 for fp64 gradients), the squares and their sum FP64 in a fixed
     order: two runs give the same bits, and finite gradients of any size do not overflow it.
     """
+    _checks.is_sequence("grad_stats_", "grads", grads)
     _checks.is_tensor("grad_stats_", "found_inf", found_inf)
+    _checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
     _backends.call("grad_stats_", found_inf.device.type, grads, inv_scale, found_inf, sum_sq)
     _checks.mutated(found_inf, sum_sq)

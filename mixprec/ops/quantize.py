@@ -1,4 +1,4 @@
-"""quantize: a tensor to FP8, FP16 or BF16 with its scale, its amax and, on request, its transpose."""
+"""quantize: a tensor to FP8, FP16 or BF16, with its scale, amax and, if asked, transpose."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def inv_scale(scale: torch.Tensor) -> torch.Tensor:
 
 def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     """min(1, max_norm / (sqrt(sum_sq) + 1e-6)) in FP64, rounded to FP32."""
-    return (max_norm / (sum_sq.sqrt() + 1e-6)).clamp(max=1.0).float()
+    limit = torch.full_like(sum_sq, max_norm)  # number / tensor would round twice
+    return (limit / (sum_sq.sqrt() + 1e-6)).clamp(max=1.0).float()
 
 
 def _fake_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -175,8 +176,8 @@ def update_scale_reference_(
     grows = ~found & (tracker >= growth_interval)
     backs_off = found & (left <= 0)
     # min_scale and max_scale bound what a step does; a scale set outside them by hand stays.
-    lower = torch.minimum(scale, torch.clamp(scale * backoff_factor, min=min_scale))
-    higher = torch.clamp(scale * growth_factor, max=max_scale)
+    lower = torch.minimum(scale, (scale.double() * backoff_factor).float().clamp(min=min_scale))
+    higher = (scale.double() * growth_factor).float().clamp(max=max_scale)
     higher = torch.where(torch.isfinite(higher), torch.maximum(scale, higher), scale)
     scale.copy_(torch.where(backs_off, lower, torch.where(grows, higher, scale)))
     growth_tracker.copy_(torch.where(grows, 0, tracker))

@@ -59,6 +59,7 @@ def unscale_(
     else left as it is (the caller clears it). No host sync. TypeError or ValueError names a bad
     argument, before anything is written.
     """
+    _checks.is_sequence("unscale_", "grads", grads)
     _checks.is_tensor("unscale_", "found_inf", found_inf)
     _checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)
     _backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf)

@@ -1,0 +1,168 @@
+# The commands a person types; `make help` lists them. Two ways to run each of them:
+#   make test                          in .venv, which is created here with all it needs
+#   make test PYTHON=/path/to/python   in that environment, which is only read: mixprec is built
+#                                      beside it, under build/, and found through PYTHONPATH
+
+PYTHON ?=
+# What .venv is made of: the interpreter, and torch as pip should be asked for it.
+PYTHON3 ?= python3
+TORCH ?= torch==2.13.0
+# FULL=1: the longer demo. TESTS, ARGS: which tests, and more arguments for the program that runs.
+FULL ?=
+TESTS ?= tests
+ARGS ?=
+
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+PY_SOURCES := $(shell find mixprec bench -name '*.py')
+BUILD_FILES := setup.py pyproject.toml
+BUILD_TOOLS := "setuptools>=77" wheel pybind11 ninja
+PIP = "$(PY)" -m pip install -q --disable-pip-version-check
+
+# Sees what only the system's package manager can bring; names all of it in one line.
+define CHECK_SYSTEM
+python=$$1; cxx=$$2; venv=$$3; need=
+if ! command -v "$$python" >/dev/null; then
+  need=" python3 python3-venv python3-dev"
+elif ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+  echo "mixprec needs Python 3.10 or newer, $$python is $$("$$python" -V 2>&1):" \
+    "sudo apt-get install python3.12 python3.12-venv python3.12-dev," \
+    "then add PYTHON3=python3.12 to the make command" >&2
+  exit 1
+else
+  [ -z "$$venv" ] || "$$python" -c 'import ensurepip, venv' 2>/dev/null || need=" python3-venv"
+  "$$python" -c 'import os, sys, sysconfig as s
+sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' || need="$$need python3-dev"
+fi
+command -v "$$cxx" >/dev/null || need="$$need g++"
+[ -z "$$need" ] || { echo "missing:$$need. Run: sudo apt-get install$$need" >&2; exit 1; }
+endef
+export CHECK_SYSTEM
+
+# Sees which of the packages named by its arguments an environment lacks; names them in one line.
+define CHECK_PACKAGES
+import importlib.metadata, importlib.util, sys
+lack = [n.replace("_", "-") for n in sys.argv[1:] if importlib.util.find_spec(n) is None]
+if "setuptools" not in lack and int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
+    lack.append("'setuptools>=77'")
+if lack:
+    packages = " ".join(lack)
+    sys.exit(f"missing in this environment: {packages}. Run: {sys.executable} -m pip install {packages}")
+endef
+export CHECK_PACKAGES
+
+# Tells builds for different interpreters and torches apart. (One line: make 4.3 gives exported
+# variables to recipes, but not to $(shell).)
+PRINT_KEY := import hashlib, importlib.metadata as m, sys; \
+  print(hashlib.sha256(repr((sys.executable, sys.version, m.version("torch"))).encode()).hexdigest()[:12])
+
+define PRINT_LINT_TOOLS
+import importlib.metadata
+extra = '; extra == "lint"'
+print(*(r.removesuffix(extra) for r in importlib.metadata.requires("mixprec") if r.endswith(extra)))
+endef
+export PRINT_LINT_TOOLS
+
+ifeq ($(strip $(PYTHON)),)
+PY := $(CURDIR)/.venv/bin/python
+KEY := venv
+READY := .venv/.built
+LINT_READY := .venv/.lint
+NEEDS =
+WITH := PATH="$(CURDIR)/.venv/bin:$$PATH"
+else
+# An absolute path, because commands run in other folders; symbolic links stay, they make a venv.
+PY := $(shell p=$$(command -v '$(PYTHON)') && case $$p in (/*) echo "$$p";; (*) echo "$$PWD/$$p";; esac)
+ifeq ($(PY),)
+$(error PYTHON=$(PYTHON) is not a program)
+endif
+KEY := $(or $(shell "$(PY)" -c '$(PRINT_KEY)' 2>/dev/null),none)
+READY := build/ext/$(KEY)/.built
+LINT_READY :=
+NEEDS = @"$(PY)" -c "$$CHECK_PACKAGES" pip setuptools torch $(1)
+# The environment is not written to, not even byte code.
+WITH := PYTHONDONTWRITEBYTECODE=1 PATH="$(dir $(PY)):$$PATH" \
+  PYTHONPATH="$(CURDIR)/build/ext/$(KEY)/site$${PYTHONPATH:+:$$PYTHONPATH}"
+endif
+
+# Python looks for modules in the current folder first, and the one here named mixprec holds no
+# compiled ops: programs start in an empty folder. (PYTHONSAFEPATH would do, from Python 3.11 on.)
+RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
+
+.PHONY: help demo test lint bench clean needs-build needs-test needs-demo needs-lint
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo    train one GPT in fp32, bf16, fp16 and fp8; results in demo/ (FULL=1: longer)'
+	@echo 'make test    run the tests (TESTS=tests/test_gemm.py ARGS=-x for some of them)'
+	@echo 'make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors'
+	@echo 'make bench   measure every op against its rivals on this CPU; results in build/bench/'
+	@echo 'make clean   remove .venv, build/ and everything compiled'
+	@echo
+	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
+	@echo 'without writing to it. TORCH="torch==2.13.0 --index-url URL" chooses the torch of .venv.'
+
+demo: needs-demo $(READY)
+	@$(WITH) "$(PY)" examples/train_gpt.py --out demo $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
+
+test: needs-test $(READY)
+	@$(RUN) -m pytest -c ../../pyproject.toml --rootdir ../.. $(ARGS) $(addprefix ../../,$(TESTS))
+
+lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
+	@$(WITH) "$(PY)" -m ruff check .
+	@$(WITH) "$(PY)" -m ruff format --check .
+	@$(WITH) "$(PY)" -m mypy
+	@$(WITH) "$(PY)" -c 'from clang_format import *; clang_format()' --dry-run -Werror $(CXX_SOURCES)
+
+bench: needs-build $(READY)
+	@$(RUN) -m mixprec.bench run --device cpu \
+	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info mixprec/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find mixprec bench tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+needs-build:
+	$(call NEEDS)
+needs-test:
+	$(call NEEDS,pytest hypothesis numpy rich matplotlib)
+needs-demo:
+	$(call NEEDS,rich matplotlib)
+needs-lint:
+	$(call NEEDS,ruff mypy clang_format)
+
+# One stamp per request for torch: another TORCH= installs it over the last one and rebuilds.
+TORCH_READY := .venv/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+$(TORCH_READY):
+	@sh -c "$$CHECK_SYSTEM" check "$(PYTHON3)" "$(firstword $(CXX))" venv
+	"$(PYTHON3)" -m venv .venv
+	$(PIP) $(TORCH)
+	$(PIP) $(BUILD_TOOLS)
+	@rm -f .venv/.torch-*
+	@touch $@
+
+# A changed C++ source alone is compiled in place, without what it left unchanged.
+.venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
+	$(if $(filter-out $(CXX_SOURCES),$?),\
+	  $(WITH) $(PIP) --no-build-isolation -e ".[test]",\
+	  $(WITH) "$(PY)" setup.py -q build_ext --inplace --build-temp build/inplace)
+	@touch $@
+
+.venv/.lint: .venv/.built
+	$(PIP) $$("$(PY)" -c "$$PRINT_LINT_TOOLS")
+	@touch $@
+
+# setuptools keeps its intermediate files under build_base; Python files that are gone from the
+# source must not come back out of it.
+build/ext/$(KEY)/.built: $(BUILD_FILES) $(CXX_SOURCES) $(PY_SOURCES)
+	@sh -c "$$CHECK_SYSTEM" check "$(PY)" "$(firstword $(CXX))" ""
+	@mkdir -p $(@D)
+	@[ ! -d $(@D)/base ] || find $(@D)/base -name '*.py' -delete
+	@printf '[build]\nbuild_base = build/ext/$(KEY)/base\n' >$(@D)/build.cfg
+	$(WITH) DIST_EXTRA_CONFIG=$(@D)/build.cfg $(PIP) \
+	  --no-deps --no-build-isolation --upgrade --target $(@D)/site .
+	@touch $@
+
+build/werror/$(KEY)/.built: $(READY) setup.py $(CXX_SOURCES)
+	MIXPREC_WERROR=1 $(WITH) "$(PY)" setup.py -q build_ext \
+	  --build-temp $(@D)/temp --build-lib $(@D)/lib
+	@touch $@

@@ -1,0 +1,106 @@
+"""Result files: written whole or not at all, read with suspicion, compared row by row."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "mixprec.bench/1"
+# What must agree for two files to be comparable: times of another machine say nothing.
+SAME = ("processor", "threads", "isa", "gpu")
+
+
+class ResultError(Exception):
+    """A result file that cannot be read, is damaged, or does not fit the other one."""
+
+
+def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write a result file, through a temporary file in the same folder. OSError if that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"schema": SCHEMA, "environment": environment, "rows": rows}, indent=1)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a result file. ResultError, naming the file, if it is not a whole one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ResultError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResultError(f"{path}: cannot be read ({error})") from None
+    except json.JSONDecodeError as error:
+        raise ResultError(f"{path}: is damaged, not JSON ({error})") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise ResultError(f"{path}: is no result of mixprec.bench ({SCHEMA}), found {found!r}")
+    try:
+        for row in content["rows"]:
+            row["name"], row["status"], row["target"]["value"]
+            if row["status"] == "ok":
+                float(row["median"]["ours"]), float(row["figure"]), bool(row["met"])
+        dict(content["environment"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResultError(f"{path}: is damaged ({type(error).__name__}: {error})") from None
+    return content
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one row changed: new time / old time, each relative to `against` where there is one.
+
+    A rival that was timed in turns with ours takes out how busy the machine was.
+    """
+
+    name: str
+    ratio: float
+    against: str | None
+    broken: str | None = None  # why the new file has no time for a row that the old one timed
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], *, any_machine: bool = False) -> list[Change]:
+    """The changes of all rows that `old` timed and `new` contains, in new's order.
+
+    ResultError if they come from different machines or settings (unless any_machine), or share
+    no row.
+    """
+    if not any_machine:
+        for key in SAME:
+            before, after = old["environment"].get(key), new["environment"].get(key)
+            if before != after:
+                raise ResultError(
+                    f"the files do not match: {key} is {before!r} in OLD and {after!r} in NEW "
+                    "(--any-machine compares them all the same)"
+                )
+    timed = {row["name"]: row for row in old["rows"] if row["status"] == "ok"}
+    changes = []
+    for row in new["rows"]:
+        if row["name"] not in timed:
+            continue
+        if row["status"] != "ok":
+            changes.append(Change(row["name"], 1.0, None, f"{row['status']}: {row['reason']}"))
+            continue
+        before, after = timed[row["name"]]["median"], row["median"]
+        shared = [name for name in after if name != "ours" and name in before]
+        against = min(shared, key=lambda name: after[name], default=None)
+        ratio = after["ours"] / before["ours"]
+        if against is not None:
+            ratio *= before[against] / after[against]
+        changes.append(Change(row["name"], ratio, against))
+    if not changes:
+        raise ResultError("the files do not match: no row of OLD was measured again in NEW")
+    return changes

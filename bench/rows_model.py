@@ -1,0 +1,150 @@
+"""Whole layers, forward and backward: what a training run feels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import mixprec
+
+from . import verify
+from .registry import Case, NotMeasured, row, times_faster, times_the_time
+
+ROWS, WIDTH, HIDDEN = 512, 1024, 4096
+# The accuracy that an fp8 layer must keep; the gradient of the first layer has been through the
+# casts of both, twice the noise: 3 dB.
+OUTPUT_DB, GRADIENT_DB = 18.0, (14.0, 17.0)
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, WIDTH, bias=False)
+    )
+
+
+def _data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [512, 1024], which needs a gradient as inside a network, and the gradient of y."""
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(ROWS, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return x.requires_grad_(), grad
+
+
+def _pass(model: nn.Module, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """Forward and backward of `model`; the gradients replace those of the call before."""
+    x, grad = _data(dtype)
+
+    def run() -> torch.Tensor:
+        x.grad = None
+        for p in model.parameters():
+            p.grad = None
+        y = model(x)
+        y.backward(grad)
+        return y.detach()
+
+    return run
+
+
+def _check_mlp(model: nn.Module) -> str | None:
+    """Output and weight gradients of the bf16 model against fp32."""
+    exact = _mlp()
+    y, expected = _pass(model, torch.bfloat16)(), _pass(exact, torch.float32)()
+    grads = zip(model.parameters(), exact.parameters(), strict=True)
+    return verify.first(
+        verify.sqnr_at_least(OUTPUT_DB, "y", y, expected),
+        *(
+            verify.sqnr_at_least(GRADIENT_DB[i], f"grad_weight of layer {i}", p.grad, q.grad)
+            for i, (p, q) in enumerate(grads)
+        ),
+    )
+
+
+def _mlp_case(rivals: dict[str, nn.Module]) -> Case:
+    """The MLP in bf16 with fp8 products, against other models of the same weights."""
+    model = mixprec.convert(_mlp().bfloat16(), "fp8")
+    return Case(
+        _pass(model, torch.bfloat16),
+        {name: _pass(rival, torch.bfloat16) for name, rival in rivals.items()},
+        lambda: _check_mlp(model),
+        flops=2 * 3 * 2.0 * ROWS * WIDTH * HIDDEN,
+    )
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    """y = q(x) q(w)^T by torch ops: scale by amax, cast, decode, multiply in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        qx, qw = _cast(x, torch.float8_e4m3fn), _cast(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(*qx, *qw)
+        return _emulated_mm(qx, (qw[0].t(), qw[1]), x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, x_scale, weight, w_scale = ctx.saved_tensors
+        q = _cast(grad, torch.float8_e5m2)
+        grad_x = _emulated_mm(q, (weight, w_scale), grad.dtype)
+        return grad_x, _emulated_mm((q[0].t(), q[1]), (x, x_scale), grad.dtype)
+
+
+Scaled = tuple[torch.Tensor, torch.Tensor]
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> Scaled:
+    largest = torch.finfo(dtype).max
+    scale = largest / x.abs().amax().double().clamp(min=1e-12).float()
+    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale
+
+
+def _emulated_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    return ((a[0].float() @ b[0].float()) / (a[1] * b[1])).to(dtype)
+
+
+class _Emulated(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _EmulatedLinear.apply(x, self.weight)
+
+
+def _plain_torch() -> nn.Module:
+    model = _mlp()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.__class__ = _Emulated
+    return model.bfloat16()
+
+
+def _torchao() -> nn.Module | None:
+    """The MLP under torchao's float8 training in its emulation mode, or None without torchao."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return None
+    return convert_to_float8_training(_mlp().bfloat16(), config=Float8LinearConfig(emulate=True))
+
+
+@row(
+    "mlp/fp8/torchao",
+    "512 x 1024 -> 4096 -> 1024, fp8, forward + backward, against torchao's emulation",
+    times_faster(3.0),
+)
+def _mlp_torchao() -> Case:
+    model = _torchao()
+    if model is None:
+        raise NotMeasured("torchao is not installed (pip install torchao); see mlp/fp8/emulated")
+    return _mlp_case({"torchao float8, emulated": model})
+
+
+@row(
+    "mlp/fp8/emulated",
+    "the same against the emulation that torchao does, written in plain torch",
+    times_faster(3.0),
+)
+def _mlp_emulated() -> Case:
+    return _mlp_case({"torch fp8 emulation": _plain_torch()})
+
+
+@row("mlp/fp8/bf16", "the same against plain bf16", times_the_time(1.6))
+def _mlp_bf16() -> Case:
+    return _mlp_case({"torch bf16": _mlp().bfloat16()})

@@ -1,0 +1,66 @@
+"""Values before speed: each function returns None when they are right, else what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mixprec import testing
+
+
+def _close(
+    name: str, got: torch.Tensor, expected: torch.Tensor, bound: float | torch.Tensor
+) -> str | None:
+    if got.shape == expected.shape and bool(((got - expected).abs() <= bound).all()):
+        return None  # the plain case, without the thorough look for Inf and NaN below
+    try:
+        testing.assert_close(got, expected, bound, show=1)
+    except AssertionError as error:
+        return f"{name}: {' '.join(str(error).split())}"
+    return None
+
+
+def gemm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """c [M, N] against a [M, K] @ b [K, N] in FP64, within FP32 accumulation and one rounding."""
+    exact = a.double() @ b.double()
+    tensor_core = a.device.type == "cuda" and a.dtype.itemsize == 1
+    bound = testing.tolerance(exact, a, b, c.dtype, fp8_tensor_core=tensor_core)
+    return _close("c", c, exact, bound)
+
+
+def equal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """The same values in the same dtype; any NaN is equal to any other."""
+    if got.dtype != expected.dtype:
+        return f"{name} is {got.dtype}, not {expected.dtype}"
+    return _close(name, got.float(), expected.float(), 0.0)
+
+
+def close(
+    names: str,
+    got: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    *,
+    rtol: float,
+    atol: float,
+) -> str | None:
+    """Lists of tensors, element by element within atol + rtol * |expected|."""
+    if len(got) != len(expected):
+        return f"{len(got)} {names}, not {len(expected)}"
+    return first(
+        *(
+            _close(f"{names}[{i}]", x.detach(), y.detach(), atol + rtol * y.detach().abs())
+            for i, (x, y) in enumerate(zip(got, expected, strict=True))
+        )
+    )
+
+
+def sqnr_at_least(bar: float, name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """The signal-to-noise ratio of `got` is `bar` dB or more."""
+    decibels = testing.sqnr(expected, got)
+    return None if decibels >= bar else f"{name} has an SQNR of {decibels:.1f} dB, below {bar:g} dB"
+
+
+def first(*findings: str | None) -> str | None:
+    """The first thing that is wrong, or None."""
+    return next((f for f in findings if f is not None), None)

@@ -1,0 +1,187 @@
+"""self_test: one op on small inputs, the variant in use against its reference.
+
+Every comparison is exact: the GEMM inputs are small integers, whose sums FP32 holds, and the
+rules of the other ops fix every rounding. Tensors are compared as Python numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .ops import _backends, _library
+
+Arguments = list[Any]
+SHAPE = (37, 29)  # odd: no multiple of any vector length
+LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
+AWKWARD = (0.0, -0.0, 448.0, -464.0, 6.5e4, 1e-8, math.inf, -math.inf, math.nan)
+
+
+def _random(device: str, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _integers(device: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shape[0])
+    return torch.randint(-4, 5, shape, generator=generator).float().to(device, dtype)
+
+
+def _scalar(device: str, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _awkward(device: str) -> torch.Tensor:
+    return torch.tensor(AWKWARD, device=device).repeat(7)
+
+
+def _quantize(device: str) -> Iterator[Arguments]:
+    for dtype in LOW:
+        yield [_random(device), dtype, None, True, True]
+        yield [_random(device).bfloat16(), dtype, None, False, False]
+        yield [_awkward(device), dtype, _scalar(device, 1.0), False, True]
+
+
+def _dequantize(device: str) -> Iterator[Arguments]:
+    codes = torch.arange(256, device=device).to(torch.uint8)
+    for dtype in LOW:
+        data = codes.view(dtype) if dtype.itemsize == 1 else _random(device).to(dtype)
+        yield [data, _scalar(device, 0.25), torch.float32]
+
+
+def _amax(device: str) -> Iterator[Arguments]:
+    yield [_random(device)]
+    yield [_random(device).half()]
+    yield [_awkward(device)]
+
+
+def _operands(device: str) -> Iterator[Arguments]:
+    half, quarter = _scalar(device, 0.5), _scalar(device, 0.25)
+    for a_dtype, b_dtype in [(d, d) for d in LOW] + [LOW[:2]]:
+        a, b = _integers(device, (19, 70), a_dtype), _integers(device, (70, 23), b_dtype)
+        yield [a, b, half, quarter]
+
+
+def _gemm(device: str) -> Iterator[Arguments]:
+    bias = torch.arange(23.0, device=device)
+    for operands in _operands(device):
+        yield [*operands, bias, torch.float32, False]
+        yield [*operands, None, torch.bfloat16, False]
+
+
+def _gemm_accumulate(device: str) -> Iterator[Arguments]:
+    for operands in _operands(device):
+        yield [_integers(device, (19, 23), torch.float32), *operands]
+
+
+def _grads(device: str) -> list[torch.Tensor]:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [_random(device, seed, (seed + 31,)).to(d) for seed, d in enumerate(dtypes)]
+
+
+def _unscale(device: str) -> Iterator[Arguments]:
+    inv_scale = _scalar(device, 2.0**-3)
+    yield [_grads(device), inv_scale, _scalar(device, 0.0)]
+    yield [[*_grads(device), _awkward(device)], inv_scale, _scalar(device, 0.0)]
+
+
+def _grad_stats(device: str) -> Iterator[Arguments]:
+    # powers of two: their squares add up exactly in any order
+    exact = [torch.full((n,), 2.0 ** (n % 5), device=device) for n in (1, 37, 1000)]
+    for grads in (exact, [*exact, _scalar(device, math.inf)]):
+        zeros = _scalar(device, 0.0), _scalar(device, 0.0, torch.float64)
+        yield [grads, _scalar(device, 0.5), *zeros]
+
+
+def _adamw(device: str) -> Iterator[Arguments]:
+    numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, False)
+    for found_inf in (0.0, 1.0):
+        masters = [_random(device, 1), _random(device, 2, (5,))]
+        params, grads = [m.bfloat16() for m in masters], [m.bfloat16() for m in masters]
+        m, v = ([torch.full_like(x, value) for x in masters] for value in (0.1, 0.2))
+        steps = [_scalar(device, 3.0), _scalar(device, 0.0)]
+        flags = _scalar(device, 0.5), _scalar(device, 0.25), _scalar(device, found_inf)
+        yield [params, grads, m, v, masters, steps, *numbers, *flags]
+
+
+def _scale_from_amax(device: str) -> Iterator[Arguments]:
+    amax = torch.tensor([0.0, 1e-40, 1.0, 3.0, 448.0, math.inf, math.nan], device=device)
+    for power_of_two in (True, False):
+        scale, scale_inv = torch.full_like(amax, 2.0), torch.full_like(amax, 0.5)
+        yield [scale, scale_inv, amax, torch.float8_e4m3fn, 0, power_of_two]
+
+
+def _inv_scale(device: str) -> Iterator[Arguments]:
+    yield [_scalar(device, 3.0)]
+
+
+def _clip_coef(device: str) -> Iterator[Arguments]:
+    yield [_scalar(device, 7.0, torch.float64), 1.0]
+
+
+def _update_scale(device: str) -> Iterator[Arguments]:
+    for found_inf in (0.0, 1.0):
+        trackers = _scalar(device, 1, torch.int32), _scalar(device, 1, torch.int32)
+        state = _scalar(device, 2.0**16), *trackers, _scalar(device, found_inf)
+        yield [*state, 2.0, 0.5, 2, 2.0**-24, math.inf, 1]
+
+
+INPUTS: dict[str, Callable[[str], Iterator[Arguments]]] = {
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "amax": _amax,
+    "gemm": _gemm,
+    "gemm_accumulate_": _gemm_accumulate,
+    "unscale_": _unscale,
+    "grad_stats_": _grad_stats,
+    "adamw_": _adamw,
+    "scale_from_amax_": _scale_from_amax,
+    "inv_scale": _inv_scale,
+    "clip_coef": _clip_coef,
+    "update_scale_": _update_scale,
+}
+
+
+def _numbers(values: Any) -> Iterator[float]:
+    """Every element of every tensor in nested sequences, as Python numbers."""
+    if isinstance(values, torch.Tensor):
+        yield from values.detach().double().flatten().tolist()
+    elif isinstance(values, Sequence) and not isinstance(values, str):
+        for value in values:
+            yield from _numbers(value)
+
+
+def _difference(x: float, y: float) -> float:
+    """|x - y|; 0 for equal infinities, two NaN and equal zeros of one sign; inf where one is not
+    finite and the other is something else, or zeros differ in sign."""
+    if math.isnan(x) and math.isnan(y):
+        return 0.0
+    if x == y:
+        return 0.0 if math.copysign(1, x) == math.copysign(1, y) else math.inf
+    return abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf
+
+
+def self_test(name: str, device: str) -> dict[str, Any]:
+    """Run op `name` on `device` and compare results and mutated arguments with its reference's.
+
+    Returns ok, worst (the largest absolute difference; ok means that it is 0) and reason (why it
+    failed without a comparison, or None).
+    """
+    if name not in INPUTS:
+        return {"ok": False, "worst": math.inf, "reason": "no self-test was written for it"}
+    reference = _library.op_handle(_library.variant_name(name, "reference"))
+    worst = 0.0
+    try:
+        for arguments, same in zip(INPUTS[name](device), INPUTS[name](device), strict=True):
+            got = [*_numbers(_backends.call(name, device, *arguments)), *_numbers(arguments)]
+            expected = [*_numbers(reference(*same)), *_numbers(same)]
+            if len(got) != len(expected):
+                reason = f"{len(got)} numbers came out, not {len(expected)}"
+                return {"ok": False, "worst": math.inf, "reason": reason}
+            worst = max([worst, *map(_difference, got, expected)])
+    except Exception as error:  # whatever is broken, the report has to come out
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return {"ok": False, "worst": math.inf, "reason": reason}
+    return {"ok": worst == 0.0, "worst": worst, "reason": None}

@@ -1,0 +1,405 @@
+"""adamw_: operation by operation, bit for bit, against an FP32 step written in NumPy."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import LARGE, SHAPES, WIDE, WRITABLE, Layout, contiguous, name, normal, random_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec.ops import adamw_, clip_coef, grad_stats_
+
+HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
+OTHER = {"lr": 0.37, "beta1": 0.0, "beta2": 0.5, "eps": 1e-3, "weight_decay": 0.0}
+
+
+@dataclass
+class Lists:
+    """The arguments of one call, and what they must hold after it."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    exp_avgs: list[torch.Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    masters: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+
+    def add(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype | None = None,
+        *,
+        master: bool = False,
+        step: int = 0,
+        layouts: tuple[Layout, ...] = (contiguous,) * 5,
+        seed: int = 0,
+    ) -> None:
+        real = torch.float64 if dtype == torch.float64 else torch.float32
+        truth = normal(shape, real, seed)
+        self.params.append(layouts[0](truth.to(dtype)))
+        self.grads.append(layouts[1](normal(shape, grad_dtype or dtype, seed + 1)))
+        self.exp_avgs.append(layouts[2](normal(shape, real, seed + 2) * (step > 0)))
+        self.exp_avg_sqs.append(layouts[3](normal(shape, real, seed + 3).square() * (step > 0)))
+        if master:
+            self.masters.append(layouts[4](truth))
+        self.steps.append(torch.tensor(float(step)))
+
+    def all(self) -> list[torch.Tensor]:
+        return [
+            *self.params,
+            *self.grads,
+            *self.exp_avgs,
+            *self.exp_avg_sqs,
+            *self.masters,
+            *self.steps,
+        ]
+
+    def clone(self) -> Lists:
+        # torch.clone keeps the strides of dense tensors, which is all that is needed here
+        return Lists(*[[t.clone() for t in getattr(self, f)] for f in self.__dataclass_fields__])
+
+    def call(self, *, inv_scale: float | None = None, clip: float | None = None,
+             found_inf: float | None = None, **hyper: float) -> None:  # fmt: skip
+        def scalar(x: float | None) -> torch.Tensor | None:
+            return None if x is None else torch.tensor(x, dtype=torch.float32)
+
+        adamw_(
+            self.params,
+            self.grads,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.masters,
+            self.steps,
+            **(HYPER | hyper),
+            inv_scale=scalar(inv_scale),
+            clip=scalar(clip),
+            found_inf=scalar(found_inf),
+        )
+
+
+def check(lists: Lists, **settings: float) -> None:
+    """One call, and every bit of params, moments, masters and steps against NumPy."""
+    want = []
+    hyper = HYPER | {k: v for k, v in settings.items() if k != "found_inf"}
+    for i, param in enumerate(lists.params):
+        truth = lists.masters[i] if lists.masters else param
+        real = np.float64 if param.dtype == torch.float64 else np.float32
+        arrays = (truth, lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
+        step = int(lists.steps[i].item()) + 1
+        want.append(ind.adamw(*(ind.values(t) for t in arrays), step, real=real, **hyper))
+    steps = [s.item() for s in lists.steps]
+    grads = [ind.bits(g).copy() for g in lists.grads]
+    lists.call(**settings)
+    for i, (param, (p, m, v)) in enumerate(zip(lists.params, want, strict=True)):
+        ind.assert_bits(param, ind.narrow(p, param.dtype), f"params[{i}]")
+        real = lists.exp_avgs[i].dtype
+        ind.assert_bits(lists.exp_avgs[i], ind.narrow(m, real), f"exp_avgs[{i}]")
+        ind.assert_bits(lists.exp_avg_sqs[i], ind.narrow(v, real), f"exp_avg_sqs[{i}]")
+        if lists.masters:
+            ind.assert_bits(lists.masters[i], ind.narrow(p, real), f"masters[{i}]")
+        assert lists.steps[i].item() == steps[i] + 1
+        assert np.array_equal(ind.bits(lists.grads[i]), grads[i]), "adamw_ wrote to a gradient"
+
+
+KINDS = [(p, g, m) for p in WIDE for g in WIDE for m in (False, True)]
+KINDS.append((torch.float64, torch.float64, False))
+
+
+@pytest.mark.parametrize(("param", "grad", "master"), KINDS, ids=str)
+def test_every_dtype_mix(backend: str, param: torch.dtype, grad: torch.dtype, master: bool) -> None:
+    lists = Lists()
+    for i, shape in enumerate(SHAPES):  # the empty ones among them
+        lists.add(shape, param, grad, master=master, step=i % 5, seed=10 * i)
+    for settings in ({}, {"inv_scale": 2.0**-9, "clip": 0.7}, OTHER | {"maximize": True}):
+        check(lists, **settings)
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=name)
+@pytest.mark.parametrize("dtype", [*WIDE, torch.float64], ids=name)
+def test_layouts_each_tensor_with_its_own(backend: str, dtype: torch.dtype, layout: Layout) -> None:
+    lists = Lists()
+    at = WRITABLE.index(layout)
+    layouts = tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
+    master = dtype in (torch.bfloat16, torch.float16)
+    for i, shape in enumerate(SHAPES):
+        lists.add(shape, dtype, master=master, layouts=layouts, seed=10 * i)
+        lists.add(shape, dtype, master=master, layouts=(layout,) * 5, seed=10 * i + 5)
+    check(lists)
+    check(lists, inv_scale=0.3)
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("dtype", [*WIDE, torch.float64], ids=name)
+def test_large(two_threads: None, dtype: torch.dtype, master: bool) -> None:
+    lists = Lists()
+    transpose = WRITABLE[1]
+    for i, shape in enumerate(LARGE):
+        real = master and dtype != torch.float64
+        mixed = (contiguous, transpose, contiguous, transpose, contiguous)
+        lists.add(shape, dtype, master=real, step=3, seed=i, layouts=mixed)
+        lists.add(shape, dtype, master=real, step=3, seed=i + 50)
+    again = lists.clone()
+    check(lists, inv_scale=0.125)
+    again.call(inv_scale=0.125)
+    for one, two in zip(lists.all(), again.all(), strict=True):
+        ind.assert_same_bits(one, two, "second run")
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.5},
+        {"lr": 3e-4},
+        {"lr": 0.0},
+        {"beta1": 0.95, "beta2": 0.98},
+        {"beta1": 0.0},
+        {"eps": 1e-3},
+        {"maximize": True},
+        {"inv_scale": 1 / 3},
+        {"clip": 1 / 3},
+        {"inv_scale": 2.0**-16, "clip": 0.9, "maximize": True},
+    ],
+    ids=name,
+)
+def test_every_setting_has_its_effect(backend: str, hyper: dict[str, float]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        lists = Lists()
+        lists.add((401,), dtype, step=2)
+        plain = lists.clone()
+        check(lists, **hyper)
+        plain.call()
+        assert not torch.equal(lists.params[0], plain.params[0]), "no effect"
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 7, 99, 1000, 12345, 999_999, 2**23 - 1, 2**24 - 2])
+def test_bias_correction_at_any_step(backend: str, step: int) -> None:
+    for betas in ((0.9, 0.999), (0.95, 0.95), (0.5, 0.99999)):
+        lists = Lists()
+        for dtype in (torch.float32, torch.float64):
+            lists.add((33,), dtype, step=step, seed=step)
+        check(lists, beta1=betas[0], beta2=betas[1])
+
+
+def test_the_last_step_that_fp32_can_count(backend: str) -> None:
+    """At 2^24 an FP32 counter stands still: the update must stay finite there."""
+    lists = Lists()
+    lists.add((5,), step=2**24 - 1)
+    check(lists)
+    assert lists.steps[0].item() == 2.0**24
+    lists.call()
+    assert lists.params[0].isfinite().all()
+
+
+def test_steps_differ_within_a_list(backend: str) -> None:
+    lists = Lists()
+    for i in range(20):
+        lists.add((i,), step=i * i, seed=i)
+    lists.steps[3] = lists.steps[3].reshape(1)
+    check(lists)
+
+
+def test_extreme_values(backend: str) -> None:
+    """Any bit pattern in any role: NaN and Inf included, subnormals not flushed."""
+    for dtype in (*WIDE, torch.float64):
+        real = torch.float64 if dtype == torch.float64 else torch.float32
+        lists = Lists()
+        lists.add((20_000,), dtype, step=4)
+        lists.params[0].copy_(random_bits(20_000, dtype, 1))
+        lists.grads[0].copy_(random_bits(20_000, dtype, 2))
+        lists.exp_avgs[0].copy_(random_bits(20_000, real, 3))
+        lists.exp_avg_sqs[0].copy_(random_bits(20_000, real, 4).abs())
+        check(lists)
+        check(lists, inv_scale=2.0**20)
+
+
+def test_zero_gradients_and_zero_state(backend: str) -> None:
+    lists = Lists()
+    lists.add((17,))
+    lists.grads[0].zero_()
+    check(lists)
+    lists = Lists()
+    lists.add((3,))
+    lists.grads[0].zero_()
+    check(lists, eps=0.0)  # 0 / 0 is NaN by the formula, on every backend
+
+
+@given(st.integers(1, 100), st.integers(0, 1 << 30), st.booleans())
+def test_lists(count: int, seed: int, masters: bool) -> None:
+    rng = random.Random(seed)
+    lists = Lists()
+    for i in range(count):
+        dtype = rng.choice(WIDE if masters else (*WIDE, torch.float64))
+        grad = dtype if dtype == torch.float64 else rng.choice(WIDE)
+        shape = rng.choice([(0,), (1,), (), (5, 0), (17,), (3, 7), (64,)])
+        layouts = tuple(rng.choice(WRITABLE) for _ in range(5))
+        lists.add(shape, dtype, grad, master=masters, step=rng.choice([0, 1, 9]),
+                  layouts=layouts, seed=i)  # fmt: skip
+    check(lists, inv_scale=rng.choice([1.0, 2.0**-12, 0.3]))
+
+
+@pytest.mark.parametrize("flag", [1.0, 2.0, 0.5, math.inf, math.nan, -1.0])
+def test_found_inf_skips_everything(backend: str, flag: float) -> None:
+    lists = Lists()
+    for i, (param, grad, master) in enumerate(KINDS[::2]):
+        if not master:
+            lists.add((5, 7), param, grad, step=i, seed=i)
+    lists.grads[0][0] = math.nan
+    with_masters = Lists()
+    for i, (param, grad, master) in enumerate(KINDS):
+        if master:
+            with_masters.add((0,) if i == 5 else (33,), param, grad, master=True, step=i, seed=i)
+    for each in (lists, with_masters):
+        assert each.params
+        before = [ind.bits(t).copy() for t in each.all()]
+        each.call(found_inf=flag, inv_scale=0.5)
+        for t, pattern in zip(each.all(), before, strict=True):
+            assert np.array_equal(ind.bits(t), pattern), "a skipped step wrote"
+
+
+def test_found_inf_zero_changes_nothing(backend: str) -> None:
+    for flag in (0.0, -0.0):
+        lists = Lists()
+        lists.add((40,), torch.bfloat16, master=True)
+        check(lists, found_inf=flag)
+
+
+def test_masters_are_the_truth(backend: str) -> None:
+    """Updates far below half a unit of the param add up in the master, and the param follows."""
+    param = torch.ones(4).bfloat16()
+    master, m, v, step = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(1)
+    for _ in range(30):
+        adamw_([param], [torch.ones(4).bfloat16()], [m], [v], [master], [step],
+               **(HYPER | {"lr": 1e-3, "weight_decay": 0.0}))  # fmt: skip
+    assert master[0].item() == pytest.approx(0.97, rel=1e-4)
+    assert param[0].item() == 0.96875  # BF16 nearest to 0.97
+    lists = Lists()  # what the param held before does not matter
+    lists.add((9,), torch.float16, master=True)
+    lists.params[0].fill_(math.nan)
+    check(lists)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
+def test_agrees_with_torch_adamw(backend: str, dtype: torch.dtype, maximize: bool) -> None:
+    ours, theirs = normal((500,), dtype), normal((500,), dtype).requires_grad_()
+    m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(())
+    hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
+    reference = torch.optim.AdamW([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
+    for i in range(20):
+        theirs.grad = normal((500,), dtype, seed=i + 1)
+        reference.step()
+        adamw_([ours], [theirs.grad], [m], [v], [], [step], beta1=0.9, beta2=0.99, **hyper)
+    unit = torch.finfo(dtype).eps
+    state = reference.state[theirs]
+    for got, want in ((ours, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+        torch.testing.assert_close(got, want, rtol=32 * unit, atol=8 * unit)
+    assert step.item() == 20
+
+
+def test_clipping_from_grad_stats(backend: str) -> None:
+    """The chain of a step: statistics, clip factor, update, all on the device."""
+    lists = Lists()
+    for i in range(3):
+        lists.add((50,), seed=i)
+    sum_sq, found_inf = torch.zeros((), dtype=torch.float64), torch.zeros(1)
+    grad_stats_(lists.grads, torch.tensor(0.5), found_inf, sum_sq)
+    norm = math.sqrt(ind.sum_of_squares(lists.grads, 0.5))
+    clip = clip_coef(sum_sq, 1.0).item()
+    assert clip == pytest.approx(1 / norm, rel=1e-6)
+    check(lists, inv_scale=0.5, clip=clip)
+
+
+def test_no_params(backend: str) -> None:
+    adamw_([], [], [], [], [], [], **HYPER)
+
+
+def one(**changes: object) -> dict[str, object]:
+    """The arguments for one FP32 param of shape [3], some of them replaced."""
+    t = torch.ones(3)
+    lists = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    args: dict[str, object] = {key: [t.clone()] for key in lists}
+    return args | {"masters": [], "steps": [torch.zeros(())]} | HYPER | changes
+
+
+T = torch.ones(3)
+META = torch.ones(3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
+        ({"params": [None]}, TypeError, r"params\[0\] must be a torch.Tensor"),
+        ({"params": [T, 1.0]}, TypeError, r"params\[1\] must be a torch.Tensor"),
+        ({"params": [T.int()]}, ValueError, r"params\[0\] must have dtype .*int32"),
+        ({"params": [T[:1].expand(3)]}, ValueError, r"params\[0\] is written in place"),
+        ({"params": [torch.ones(9).as_strided((2, 3), (1, 1))]}, ValueError, r"params\[0\] is wr"),
+        ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
+        ({"grads": T}, TypeError, "grads must be a list of tensors, got Tensor"),
+        ({"grads": [None]}, TypeError, r"grads\[0\] must be a torch.Tensor, got NoneType"),
+        ({"grads": []}, ValueError, r"grads must have one tensor per param \(1\), got 0"),
+        ({"grads": [T, T]}, ValueError, r"grads must have one tensor per param \(1\), got 2"),
+        ({"grads": [T[:2]]}, ValueError, r"grads\[0\] must have shape"),
+        ({"grads": [T[None]]}, ValueError, r"grads\[0\] must have shape"),
+        ({"grads": [T.double()]}, ValueError, r"grads\[0\] must have dtype .*float64"),
+        ({"grads": [META]}, ValueError, r"grads\[0\] must be on"),
+        ({"grads": [T.to_sparse()]}, ValueError, r"grads\[0\] must be a dense tensor"),
+        ({"exp_avgs": []}, ValueError, "exp_avgs must have one tensor per param"),
+        ({"exp_avgs": [T.half()]}, ValueError, r"exp_avgs\[0\] must have dtype float32"),
+        ({"exp_avgs": [T[:1].expand(3)]}, ValueError, r"exp_avgs\[0\] is written in place"),
+        ({"exp_avg_sqs": [T[:2]]}, ValueError, r"exp_avg_sqs\[0\] must have shape"),
+        ({"exp_avg_sqs": [META]}, ValueError, r"exp_avg_sqs\[0\] must be on"),
+        ({"masters": [T, T]}, ValueError, "masters must have one tensor per param"),
+        ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype float32"),
+        ({"masters": [T[:1].expand(3)]}, ValueError, r"masters\[0\] is written in place"),
+        ({"steps": []}, ValueError, "steps must have one tensor per param"),
+        ({"steps": [1]}, TypeError, r"steps\[0\] must be a torch.Tensor, got int"),
+        ({"steps": [torch.zeros(1).long()]}, ValueError, r"steps\[0\] must hold one float32"),
+        ({"steps": [torch.zeros(2)]}, ValueError, r"steps\[0\] must hold one float32"),
+        ({"steps": [META[:1]]}, ValueError, r"steps\[0\] must be on"),
+        ({"inv_scale": 0.5}, TypeError, "inv_scale must be a torch.Tensor, got float"),
+        ({"inv_scale": T}, ValueError, "inv_scale must hold one float32"),
+        ({"inv_scale": META[:1]}, ValueError, "inv_scale must be on"),
+        ({"clip": T[:1].double()}, ValueError, "clip must hold one float32"),
+        ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
+        ({"found_inf": META[:1]}, ValueError, "found_inf must be on"),
+    ],
+    ids=name,
+)
+def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:
+    args = one(**changes)
+    tensors = [t for v in args.values() if isinstance(v, list) for t in v]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    before = [t.detach().clone() for t in tensors]
+    with pytest.raises(error, match=f"^adamw_: .*{message}"):
+        adamw_(**args)  # type: ignore[arg-type]
+    for t, saved in zip(tensors, before, strict=True):
+        assert t.is_meta or torch.equal(t, saved), "written before the error"
+    assert torch.equal(T, torch.ones(3))
+
+
+def test_nothing_is_written_before_an_error_in_the_last_tensor(backend: str) -> None:
+    lists = Lists()
+    for i in range(3):
+        lists.add((5,), seed=i)
+    lists.grads[-1] = lists.grads[-1][:4]
+    before = [t.clone() for t in lists.all()]
+    with pytest.raises(ValueError, match=r"^adamw_: grads\[2\] must have shape"):
+        lists.call()
+    for t, saved in zip(lists.all(), before, strict=True):
+        assert torch.equal(t, saved)
+
+
+def test_fp64_masters_of_fp64_params(backend: str) -> None:
+    lists = Lists()
+    lists.add((11,), torch.float64, master=True)
+    check(lists)

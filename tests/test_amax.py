@@ -1,0 +1,115 @@
+"""amax = max |x| in FP32; NaN beats Inf beats numbers; 0 for nothing."""
+
+from __future__ import annotations
+
+import math
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import LARGE, LAYOUTS, SHAPES, WIDE, Layout, from_bits, name, normal
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mixprec
+
+FLT_MAX = 3.4028234663852886e38
+
+
+def check(x: torch.Tensor) -> None:
+    before = ind.bits(x).copy()
+    got = mixprec.amax(x)
+    assert (got.dtype, got.shape, got.device) == (torch.float32, (), x.device)
+    ind.assert_bits(got, ind.narrow(np.array(ind.amax(x)), torch.float32), "amax")
+    assert np.array_equal(ind.bits(x), before), "amax wrote to its input"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_shapes_and_layouts(backend: str, dtype: torch.dtype, layout: Layout) -> None:
+    for i, shape in enumerate(SHAPES):
+        check(layout(normal(shape, dtype, seed=i)))
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=name)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_large(two_threads: None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = normal(shape, dtype)
+    flat = x.view(-1)
+    for i in (0, 1, flat.numel() // 2, flat.numel() - 2, flat.numel() - 1):
+        before = flat[i].clone()
+        flat[i] = -100.0  # above every other magnitude, and negative
+        assert mixprec.amax(x).item() == 100.0, f"element {i} was not read"
+        flat[i] = before
+    check(x.t() if x.dim() == 2 else x[1:])
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_every_16_bit_magnitude(backend: str, dtype: torch.dtype) -> None:
+    """Each code alone, NaN payloads, subnormals and both zeros included."""
+    if dtype == torch.float32:
+        pattern = (np.arange(1 << 16, dtype=np.uint32) << 16) + 12345
+    else:
+        pattern = np.arange(1 << 16, dtype=np.uint16)
+    codes = from_bits(pattern, dtype)
+    want = np.abs(ind.values(codes))
+    for i in range(0, 1 << 16, 97 if backend == "reference" else 13):
+        got = mixprec.amax(codes[i : i + 1]).item()
+        assert got == want[i] or (math.isnan(got) and math.isnan(want[i])), hex(int(pattern[i]))
+    check(codes[want < math.inf])
+    check(codes[want <= math.inf])
+    check(codes)
+
+
+SPECIAL = [
+    ([0.0], 0.0),
+    ([-0.0, 0.0], 0.0),
+    ([2.0**-149], 2.0**-149),
+    ([-(2.0**-149), 0.0], 2.0**-149),
+    ([FLT_MAX, -1.0], FLT_MAX),
+    ([1.0, -FLT_MAX], FLT_MAX),
+    ([math.inf, 1.0], math.inf),
+    ([1.0, -math.inf], math.inf),
+    ([math.nan, 1.0], math.nan),
+    ([math.inf, math.nan], math.nan),
+    ([math.nan, -math.inf], math.nan),
+    ([-math.nan], math.nan),
+]
+
+
+@pytest.mark.parametrize(("values", "want"), SPECIAL, ids=str)
+@pytest.mark.parametrize("size", [2, 40, 1000, 70001])
+def test_special_values_anywhere(
+    backend: str, two_threads: None, size: int, values: list[float], want: float
+) -> None:
+    for first in (0, (size - len(values)) // 2, size - len(values)):
+        x = torch.zeros(size)
+        x[first : first + len(values)] = torch.tensor(values)
+        got = mixprec.amax(x)
+        assert got.item() == want or (math.isnan(want) and math.isnan(got.item())), (first, got)
+
+
+@given(st.lists(st.floats(width=32), max_size=70), st.randoms(use_true_random=False))
+def test_order_and_sign_do_not_matter(values: list[float], rng: object) -> None:
+    got = mixprec.amax(torch.tensor(values, dtype=torch.float32))
+    rng.shuffle(values)  # type: ignore[attr-defined]
+    again = mixprec.amax(-torch.tensor(values, dtype=torch.float32))
+    ind.assert_same_bits(got, again)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ([1.0], TypeError, "x must be a torch.Tensor, got list"),
+        (torch.ones(2, dtype=torch.float64), ValueError, "x must have dtype .*float64"),
+        (torch.ones(2, dtype=torch.int32), ValueError, "x must have dtype .*int32"),
+        (torch.ones(2).to(torch.float8_e5m2), ValueError, "x must have dtype .*float8_e5m2"),
+        (torch.eye(2).to_sparse(), ValueError, "x must be a dense tensor"),
+        (torch.ones(2, requires_grad=True), RuntimeError, "no derivative.*detach"),
+    ],
+    ids=["list", "fp64", "int", "fp8", "sparse", "grad"],
+)
+def test_bad_input(x: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^amax: .*{message}" if error is RuntimeError else message):
+        mixprec.amax(x)  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+"""Which variant runs: the order, the forced one, and the reasons when none can."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import mixprec
+from mixprec import ops
+from mixprec.ops import _backends, _library
+
+
+def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
+    assert _library.LOAD_ERROR is None
+    assert _library.C is not None
+    for op in _library.OPS:
+        assert _backends.why_not(op, "cpp", "cpu") is None
+        assert _backends.chosen_backend(op, "cpu") == "cpp"
+
+
+def test_every_op_has_its_two_variants() -> None:
+    expected = {
+        "adamw_", "amax", "clip_coef", "dequantize", "gemm", "gemm_accumulate_", "grad_stats_",
+        "inv_scale", "quantize", "scale_from_amax_", "unscale_", "update_scale_",
+    }  # fmt: skip
+    assert set(_library.OPS) >= expected
+    for op in _library.OPS:
+        kernel = getattr(torch.ops.mixprec, op).default
+        reference = getattr(torch.ops.mixprec, _library.variant_name(op, "reference")).default
+        written = str(kernel._schema).split("(", 1)[1]
+        assert str(reference._schema).split("(", 1)[1] == written, "the signatures differ"
+        mutates = op.endswith("_")
+        assert (
+            any(a.alias_info and a.alias_info.is_write for a in kernel._schema.arguments) is mutates
+        )
+        assert not (mutates and kernel._schema.returns), "a mutated argument is never returned"
+        assert hasattr(ops, op)
+
+
+def test_variant_names() -> None:
+    assert _library.variant_name("gemm", "triton") == "gemm_triton"
+    assert _library.variant_name("unscale_", "reference") == "unscale_reference_"
+
+
+def test_use_backend_runs_that_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def spy(name: str) -> object:
+        calls.append(name)
+        return getattr(torch.ops.mixprec, name).default
+
+    monkeypatch.setattr(_library, "op_handle", spy)
+    monkeypatch.setattr(_backends, "_chosen", {})
+    x = torch.ones(3)
+    mixprec.amax(x)
+    with mixprec.use_backend("reference"):
+        mixprec.amax(x)
+        with mixprec.use_backend("cpp"):
+            mixprec.amax(x)
+        mixprec.amax(x)
+    mixprec.amax(x)
+    assert calls == ["amax", "amax_reference", "amax"], "choices are remembered and restored"
+
+
+def test_use_backend_is_restored_after_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^dequantize"), mixprec.use_backend("reference"):
+        mixprec.dequantize(mixprec.quantize(torch.ones(2), "fp16"), torch.int8)
+    assert _backends.chosen_backend("amax", "cpu") == "cpp"
+    assert mixprec.amax(torch.tensor([-2.0])).item() == 2.0
+
+
+@pytest.mark.parametrize("backend", ["cuda", "", None, "CPP"])
+def test_unknown_backend(backend: object) -> None:
+    with (
+        pytest.raises(ValueError, match=r"^use_backend: backend must be one of .*cpp.*got"),
+        mixprec.use_backend(backend),  # type: ignore[arg-type]
+    ):
+        raise AssertionError("the block must not run")
+    assert _backends.chosen_backend("gemm", "cpu") == "cpp"
+    reason = _backends.why_not("gemm", "opencl", "cpu")
+    assert reason is not None
+    assert "unknown backend" in reason
+
+
+def test_missing_build_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No silent slow path: without the kernels, the first op says how to build them."""
+    why = f"mixprec._C is not built: run: {_library.INSTALL}"
+    monkeypatch.setattr(_library, "LOAD_ERROR", why)
+    monkeypatch.setattr(_backends, "_chosen", {})
+    with pytest.raises(RuntimeError, match=r"^amax: no backend can run on cpu.*cpp: .*pip install"):
+        mixprec.amax(torch.ones(2))
+    with mixprec.use_backend("reference"):
+        assert mixprec.amax(torch.ones(2)).item() == 1.0
+
+
+def test_forced_backend_that_cannot_run_says_why() -> None:
+    with (
+        mixprec.use_backend("cpp"),
+        pytest.raises(RuntimeError, match=r"amax: no backend can run on cuda.*run on cpu tensors"),
+    ):
+        _backends.choose("amax", "cuda")
+
+
+def test_a_reference_that_was_not_asked_for_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_backends, "_chosen", {})
+    with caplog.at_level(logging.WARNING, "mixprec"):
+        for _ in range(3):
+            _backends.choose("amax", "cuda")
+        assert [r.getMessage().split()[0] for r in caplog.records] == ["amax"]
+        caplog.clear()
+        with mixprec.use_backend("reference"):
+            _backends.choose("amax", "cuda")
+        assert not caplog.records, "no warning where it was asked for"
+
+
+def test_meta_tensors_give_shapes_only() -> None:
+    x = torch.empty(4, 6, device="meta")
+    q = mixprec.quantize(x, "e4m3", transpose=True)
+    assert (q.data.device.type, q.data.dtype) == ("meta", torch.float8_e4m3fn)
+    assert q.data_t is not None
+    assert q.data_t.shape == (6, 4)
+    c = mixprec.gemm(q.data, q.data_t, out_dtype=torch.float16)
+    assert (c.shape, c.dtype, c.device.type) == ((4, 4), torch.float16, "meta")

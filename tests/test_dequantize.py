@@ -1,0 +1,142 @@
+"""dequantize = data * scale_inv in FP32, one rounding: the decode of every code is exact."""
+
+from __future__ import annotations
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import FP8, LARGE, LAYOUTS, SHAPES, WIDE, Layout, from_bits, name, normal, random_bits
+
+import mixprec
+from mixprec import Quantized
+
+LOW = (*FP8, torch.float16, torch.bfloat16)
+SCALE_INVS = (1.0, 2.0**-7, 3.0, 0.1, 2.0**-126, 2.0**126, 1.0 / 448)
+
+
+def wrap(data: torch.Tensor, scale_inv: float = 1.0) -> Quantized:
+    fmt = mixprec.formats.parse(data.dtype)
+    inv = torch.tensor(scale_inv)
+    return Quantized(data, inv, torch.tensor(1.0), None, None, fmt, "tensor")
+
+
+def expected(data: torch.Tensor, scale_inv: float, dtype: torch.dtype) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = ind.values(data).astype(np.float32) * np.float32(scale_inv)
+    return ind.narrow(product, dtype)
+
+
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_every_code_decodes_exactly(backend: str, poisoned: None, spec: ind.Spec) -> None:
+    codes = from_bits(np.arange(1 << spec.bits, dtype=spec.code_type), spec.dtype)
+    got = mixprec.dequantize(wrap(codes))
+    ind.assert_bits(got, ind.narrow(ind.decode_table(spec), torch.float32))
+
+
+@pytest.mark.parametrize("scale_inv", SCALE_INVS)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_every_code_is_rounded_once(
+    backend: str, spec: ind.Spec, dtype: torch.dtype, scale_inv: float
+) -> None:
+    codes = from_bits(np.arange(1 << spec.bits, dtype=spec.code_type), spec.dtype)
+    got = mixprec.dequantize(wrap(codes, scale_inv), dtype)
+    ind.assert_bits(got, expected(codes, scale_inv, dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("low", LOW, ids=name)
+def test_shapes_and_layouts(backend: str, poisoned: None, low: torch.dtype, layout: Layout) -> None:
+    for i, shape in enumerate(SHAPES):
+        data = layout(normal(shape, low, seed=i))
+        for dtype in WIDE:
+            got = mixprec.dequantize(wrap(data, 0.375), dtype)
+            assert got.is_contiguous()
+            assert got.dtype == dtype
+            ind.assert_bits(got, expected(data, 0.375, dtype), f"{shape} {dtype}")
+
+
+@pytest.mark.parametrize("low", LOW, ids=name)
+def test_large(poisoned: None, two_threads: None, low: torch.dtype) -> None:
+    for shape in LARGE:
+        data = random_bits(int(np.prod(shape)), low).view(shape)
+        data = data.t() if data.dim() == 2 else data[1:]
+        got = mixprec.dequantize(wrap(data, 3.0), torch.bfloat16)
+        ind.assert_bits(got, expected(data, 3.0, torch.bfloat16), name(shape))
+
+
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_round_trip_of_representable_values(backend: str, spec: ind.Spec) -> None:
+    codes = from_bits(np.arange(1 << spec.bits, dtype=spec.code_type), spec.dtype)
+    codes = codes[np.isfinite(ind.decode_table(spec))]
+    for scale in (1.0, 2.0**-3, 2.0**5):
+        x = mixprec.dequantize(wrap(codes, 1.0 / scale))
+        back = mixprec.quantize(x, spec.dtype, scale=scale)
+        if spec is ind.BF16 and scale < 1:  # the last binade leaves FP32
+            keep = torch.isfinite(x)
+            ind.assert_same_bits(back.data[keep], codes[keep])
+        else:
+            ind.assert_same_bits(back.data, codes)
+        assert back.scale_inv.item() == 1.0 / scale
+
+
+def test_data_with_scale_of_shape_1(backend: str) -> None:
+    q = wrap(normal((3, 4), torch.float16))._replace(scale_inv=torch.tensor([2.0]))
+    assert mixprec.dequantize(q).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("q", "dtype", "error", "message"),
+    [
+        (torch.ones(2), torch.float32, TypeError, "q must be a Quantized"),
+        (wrap(torch.ones(2).half()), torch.int8, ValueError, "dtype must be float32.*int8"),
+        (wrap(torch.ones(2).half()), torch.float64, ValueError, "dtype must be.*float64"),
+        (
+            wrap(torch.ones(2).half())._replace(data=torch.ones(2)),
+            torch.float32,
+            ValueError,
+            "data must have dtype .*float32",
+        ),
+        (
+            wrap(torch.ones(2).half())._replace(scale_inv=torch.ones(2)),
+            torch.float32,
+            ValueError,
+            "scale_inv must hold one float32",
+        ),
+        (
+            wrap(torch.ones(2).half())._replace(scale_inv=torch.ones((), dtype=torch.float64)),
+            torch.float32,
+            ValueError,
+            "scale_inv must hold one float32.*float64",
+        ),
+        (
+            wrap(torch.ones(2).half())._replace(scale_inv=torch.ones((), device="meta")),
+            torch.float32,
+            ValueError,
+            "scale_inv must be on data's device",
+        ),
+        (
+            wrap(torch.ones(2).half())._replace(data=torch.eye(2).half().to_sparse()),
+            torch.float32,
+            ValueError,
+            "data must be a dense tensor",
+        ),
+        (
+            wrap(torch.ones(2).half())._replace(data=None),
+            torch.float32,
+            TypeError,
+            "data must be a torch.Tensor",
+        ),
+        (
+            wrap(torch.ones(2).half())._replace(data=torch.ones(2).half().requires_grad_()),
+            torch.float32,
+            RuntimeError,
+            "no derivative",
+        ),
+    ],
+    ids=["tensor", "int8", "fp64", "data", "two", "inv64", "meta", "sparse", "none", "grad"],
+)
+def test_bad_input(q: object, dtype: torch.dtype, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^dequantize: .*{message}"):
+        mixprec.dequantize(q, dtype)  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""The format table against each format's definition, and the words that name a format."""
+
+from __future__ import annotations
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import name
+
+import mixprec
+from mixprec import formats
+
+
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_facts_follow_from_the_definition(spec: ind.Spec) -> None:
+    fmt = formats.parse(spec.name)
+    table = ind.decode_table(spec)
+    finite = table[: spec.max_code + 1]
+    one = int(np.flatnonzero(finite == 1.0)[0])
+    assert (fmt.name, fmt.dtype, fmt.bits) == (spec.name, spec.dtype, spec.bits)
+    assert fmt.max == finite[-1]
+    assert fmt.smallest_subnormal == finite[1]
+    assert fmt.smallest_normal == finite[1 << spec.mantissa_bits]
+    assert fmt.eps == finite[one + 1] - 1.0
+    assert fmt.has_inf is (spec.inf_code is not None)
+    assert fmt.saturates is (spec.bits == 8)
+    assert str(fmt) == spec.name
+
+
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_facts_agree_with_torch(spec: ind.Spec) -> None:
+    fmt, info = formats.parse(spec.dtype), torch.finfo(spec.dtype)
+    assert (fmt.max, fmt.smallest_normal, fmt.eps) == (info.max, info.smallest_normal, info.eps)
+
+
+def test_table_matches_the_written_figures() -> None:
+    assert [f.max for f in formats.FORMATS[:3]] == [448.0, 57344.0, 65504.0]
+    assert mixprec.BF16.max == pytest.approx(3.39e38, rel=1e-3)
+    assert [f.smallest_normal for f in formats.FORMATS] == [2**-6, 2**-14, 2**-14, 2**-126]
+    assert [f.smallest_subnormal for f in formats.FORMATS] == [2**-9, 2**-16, 2**-24, 2**-133]
+    assert [f.has_inf for f in formats.FORMATS] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("word", "fmt"),
+    [
+        ("e4m3", mixprec.E4M3),
+        ("E4M3", mixprec.E4M3),
+        ("float8_e4m3fn", mixprec.E4M3),
+        (torch.float8_e4m3fn, mixprec.E4M3),
+        ("e5m2", mixprec.E5M2),
+        (torch.float8_e5m2, mixprec.E5M2),
+        ("fp16", mixprec.FP16),
+        ("half", mixprec.FP16),
+        (torch.float16, mixprec.FP16),
+        ("bf16", mixprec.BF16),
+        ("bfloat16", mixprec.BF16),
+        (torch.bfloat16, mixprec.BF16),
+        (mixprec.BF16, mixprec.BF16),
+    ],
+    ids=str,
+)
+def test_words(word: object, fmt: formats.Format) -> None:
+    assert formats.parse(word) is fmt
+
+
+@pytest.mark.parametrize("word", ["fp4", "", None, 8, torch.float32, torch.int8, ["e4m3"]], ids=str)
+def test_unknown_word_lists_the_valid_ones(word: object) -> None:
+    with pytest.raises(ValueError, match=r"quantize: fmt must be one of e4m3 .*bf16.*got"):
+        mixprec.quantize(torch.ones(2), word)  # type: ignore[arg-type]

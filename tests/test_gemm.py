@@ -1,0 +1,485 @@
+"""gemm and gemm_accumulate_: exact where sums are exact, within the derived bound elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import (
+    FP8,
+    LAYOUTS,
+    WIDE,
+    Layout,
+    from_bits,
+    name,
+    normal,
+    padded_rows,
+    random_bits,
+    small_integers,
+    transposed,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mixprec
+from mixprec.testing import assert_close, tolerance
+
+PAIRS = (
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    *((a, b) for a in FP8 for b in FP8),
+)
+SIZES = (0, 1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100, 129, 257)
+# 225 of the 3375 triples: k runs along the diagonals, so every pair of values of (M, N), (M, K)
+# and (N, K) occurs exactly once.
+TRIPLES = tuple(
+    (m, n, SIZES[(i + j) % len(SIZES)]) for i, m in enumerate(SIZES) for j, n in enumerate(SIZES)
+)
+
+
+def pair_id(pair: tuple[torch.dtype, torch.dtype]) -> str:
+    return "-".join(name(d).removeprefix("float8_") for d in pair)
+
+
+formats = pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
+    """a @ b of the decoded values in FP64."""
+    with np.errstate(invalid="ignore"):
+        return ind.values(a) @ ind.values(b)
+
+
+def check_exact(c: torch.Tensor, want: np.ndarray, what: str = "gemm") -> None:
+    """c is `want` after one rounding; the sign of a zero is left open."""
+    pattern = ind.narrow(want, c.dtype)
+    negative_zero = pattern == 1 << (8 * pattern.itemsize - 1)
+    ind.assert_bits(c + 0.0, np.where(negative_zero, 0, pattern).astype(pattern.dtype), what)
+
+
+def check_close(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, extra: float = 1.0) -> None:
+    """c is a @ b * extra within the bound of FP32 accumulation."""
+    a64, b64 = torch.from_numpy(ind.values(a) * extra), torch.from_numpy(ind.values(b))
+    want = a64 @ b64
+    assert_close(c, want, tolerance(want, a64, b64, c.dtype))
+
+
+@formats
+def test_small_integers_are_exact_for_all_sizes(
+    backend: str, poisoned: None, pair: tuple[torch.dtype, torch.dtype]
+) -> None:
+    for i, (m, n, k) in enumerate(TRIPLES):
+        a, b = small_integers((m, k), pair[0], seed=i), small_integers((k, n), pair[1], seed=-i)
+        if i % 2:
+            a = transposed(a)
+        if i % 4 > 1:
+            b = transposed(b)
+        for out_dtype in WIDE:
+            c = mixprec.gemm(a, b, out_dtype=out_dtype)
+            assert (c.dtype, c.is_contiguous()) == (out_dtype, True)
+            check_exact(c, product(a, b), f"[{m}, {k}] @ [{k}, {n}] to {out_dtype}")
+
+
+@pytest.mark.parametrize("layout_b", LAYOUTS, ids=name)
+@pytest.mark.parametrize("layout_a", LAYOUTS, ids=name)
+def test_all_layouts(backend: str, poisoned: None, layout_a: Layout, layout_b: Layout) -> None:
+    for pair in PAIRS:
+        for m, n, k in ((17, 33, 40), (1, 19, 7), (37, 1, 70)):
+            a = layout_a(small_integers((m, k), pair[0], seed=m))
+            b = layout_b(small_integers((k, n), pair[1], seed=n))
+            before = ind.bits(a), ind.bits(b)
+            check_exact(mixprec.gemm(a, b, out_dtype=torch.float32), product(a, b), pair_id(pair))
+            assert np.array_equal(ind.bits(a), before[0])
+            assert np.array_equal(ind.bits(b), before[1])
+
+
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p[0] in FP8], ids=pair_id)
+def test_all_products_of_fp8_codes(backend: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    a, b = from_bits(codes, pair[0]).view(256, 1), from_bits(codes, pair[1]).view(1, 256)
+    with np.errstate(invalid="ignore"):
+        want = ind.values(a) * ind.values(b)  # exact in FP64, and in FP32
+    for out_dtype in WIDE:
+        check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), want, str(out_dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_products_of_16_bit_codes(backend: str, dtype: torch.dtype) -> None:
+    """K = 1: one product, one rounding to FP32, overflowing ones included."""
+    a, b = random_bits(700, dtype, 1).view(700, 1), random_bits(700, dtype, 2).view(1, 700)
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = ind.values(a) * ind.values(b)
+        c = mixprec.gemm(a, b, out_dtype=torch.float32)
+        if dtype == torch.bfloat16:  # subnormals: the next test
+            tiny = (np.abs(want) < 2.0**-125) | is_subnormal(a) | is_subnormal(b)
+            want, c = np.where(tiny, 0.0, want), c.masked_fill(torch.from_numpy(tiny), 0.0)
+        check_exact(c, want)
+
+
+def is_subnormal(x: torch.Tensor) -> np.ndarray:
+    return np.abs(ind.values(x)) < torch.finfo(x.dtype).smallest_normal
+
+
+def test_bf16_subnormal_operands_are_exact_or_zero(backend: str) -> None:
+    """Below 2^-126 the processor's BF16 dot product reads zero; any other answer is wrong."""
+    tiny = from_bits(np.array([1, 3, 0x40, 0x7F, 0x8001, 0x807F], np.uint16), torch.bfloat16)
+    big = torch.tensor([[1.0, 2.0**40, -3.0, 2.0**127]]).bfloat16()
+    exact = ind.values(tiny)[:, None] * ind.values(big)
+    for got in (
+        mixprec.gemm(tiny[:, None], big, out_dtype=torch.float32),
+        mixprec.gemm(big.t(), tiny[None], out_dtype=torch.float32).t(),
+    ):
+        flushed = ind.values(got) == 0
+        same = ind.values(got) == exact
+        assert (same | flushed).all()
+        assert same.all() or flushed.all(), "either all subnormals count, or none"
+
+
+@formats
+def test_one_hot_rows_and_columns_select_exactly(
+    backend: str, pair: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Layout and scale errors that random data hides; the values are all finite codes."""
+    rng = np.random.default_rng(0)
+    for m, n, k in ((40, 129, 300), (65, 64, 64), (3, 257, 33)):
+        codes = random_bits(4 * n * k + 4 * m * k, pair[1], seed=m)
+        # Neither NaN, nor Inf, nor so far out that the scale takes it out of FP32's normal range.
+        magnitude = np.nan_to_num(np.abs(ind.values(codes)), nan=np.inf)
+        codes = codes[(magnitude < 1e30) & ((magnitude > 1e-30) | (magnitude == 0))]
+        b = codes[: k * n].view(k, n)
+        rows = rng.integers(0, k, m)
+        a = torch.zeros(m, k)
+        a[torch.arange(m), torch.from_numpy(rows)] = 1.0
+        for left in (a.to(pair[0]), transposed(a.to(pair[0]))):
+            for right in (b, transposed(b)):
+                c = mixprec.gemm(left, right, a_scale_inv=2.0, out_dtype=torch.float32)
+                check_exact(c, ind.values(b)[rows] * 2.0)
+                c = mixprec.gemm(right.t(), left.t(), b_scale_inv=0.5, out_dtype=torch.float32)
+                check_exact(c, ind.values(b)[rows].T * 0.5)
+
+
+@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
+@pytest.mark.parametrize("bias_dtype", WIDE, ids=name)
+@formats
+def test_one_rounding_after_scales_and_bias(
+    backend: str,
+    pair: tuple[torch.dtype, torch.dtype],
+    bias_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> None:
+    """Sums with more bits than any 16-bit output, exact in FP32: every early rounding shows."""
+    for m, n, k in ((33, 70, 64), (64, 129, 200), (5, 3, 1)):
+        a, b = small_integers((m, k), pair[0], seed=k), small_integers((k, n), pair[1], seed=n)
+        bias = (normal((n,), torch.float64, seed=3) * 4096).round().div(1024).to(bias_dtype)
+        exact = product(a, b) * 0.25 + ind.values(bias)
+        assert (np.abs(exact) < 2.0**13).all()  # with 2^-10 as the last place: 23 bits
+        c = mixprec.gemm(a, b, a_scale_inv=0.5, b_scale_inv=0.5, bias=bias, out_dtype=out_dtype)
+        check_exact(c, exact, f"bias {bias_dtype}")
+        strided = bias.repeat_interleave(2)[::2]
+        check_exact(
+            mixprec.gemm(a, b, bias=strided, out_dtype=out_dtype), product(a, b) + ind.values(bias)
+        )
+        one = bias[:1].expand(n)
+        check_exact(
+            mixprec.gemm(a, b, bias=one, out_dtype=out_dtype), product(a, b) + ind.values(one)
+        )
+
+
+def test_rounding_in_plain_numbers(backend: str) -> None:
+    """257 needs 9 bits: rounded to BF16 before the bias it is 256, and 256 + 1 is 256 again."""
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = torch.tensor([[16.0, 1.0]], dtype=dtype), torch.tensor([[16.0], [1.0]], dtype=dtype)
+        one = torch.tensor([1.0])
+        assert mixprec.gemm(a, b, out_dtype=torch.bfloat16).item() == 256.0
+        assert mixprec.gemm(a, b, bias=one, out_dtype=torch.bfloat16).item() == 258.0
+        assert mixprec.gemm(a, b, bias=one, out_dtype=torch.float32).item() == 258.0
+    # 1 + 2^-8 + 2^-20 lies above a BF16 tie; through FP16 it would fall onto it, and then down.
+    a, b = torch.ones(1, 1).half(), torch.ones(1, 1).half()
+    bias = torch.tensor([2.0**-8 + 2.0**-20])
+    assert mixprec.gemm(a, b, bias=bias, out_dtype=torch.bfloat16).item() == 1 + 2.0**-7
+
+
+@formats
+def test_scales_and_default_output(backend: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b = normal((37, 50), pair[0], 1), normal((50, 29), pair[1], 2)
+    c = mixprec.gemm(a, b)
+    assert c.dtype == (torch.bfloat16 if pair[0] in FP8 else pair[0])
+    check_close(c, a, b)
+    for sa, sb in ((0.1, 3.0), (0.1, None), (None, 1 / 448), (1e-20, 1e20)):
+        want = float(np.float32(sa or 1)) * float(np.float32(sb or 1))
+        for out_dtype in WIDE:
+            c = mixprec.gemm(a, b, a_scale_inv=sa, b_scale_inv=sb, out_dtype=out_dtype)
+            check_close(c, a, b, want)
+            tensors = [None if s is None else torch.tensor([s]) for s in (sa, sb)]
+            again = mixprec.gemm(
+                a, b, a_scale_inv=tensors[0], b_scale_inv=tensors[1], out_dtype=out_dtype
+            )
+            ind.assert_same_bits(again, c)
+
+
+@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
+@formats
+def test_random_and_one_signed_data_within_the_bound(
+    backend: str,
+    two_threads: None,
+    pair: tuple[torch.dtype, torch.dtype],
+    out_dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for m, n, k in ((130, 140, 300), (9, 33, 4096), (1, 70, 4096), (70, 1, 513)):
+        for positive in (False, True):
+            a = torch.rand((m, k), generator=generator) - (0 if positive else 0.5)
+            b = torch.rand((k, n), generator=generator) - (0 if positive else 0.5)
+            a, b = a.to(pair[0]), transposed(b.to(pair[1]))
+            c = mixprec.gemm(a, b, out_dtype=out_dtype)
+            check_close(c, a, b)
+            ind.assert_same_bits(mixprec.gemm(a, b, out_dtype=out_dtype), c, "second run")
+            ind.assert_same_bits(mixprec.gemm(a, b, out_dtype=out_dtype, fast_accum=True), c)
+
+
+def test_operands_larger_than_the_packing_buffer(two_threads: None) -> None:
+    """The CPU kernels pack 32 MB of an operand at a time: both sides in more than one block."""
+    large = small_integers((2950, 2950), torch.float16, seed=1)  # 33 MB as FP32 words
+    thin = small_integers((2950, 5), torch.float16, seed=2)
+    check_exact(mixprec.gemm(large, thin, out_dtype=torch.float32), product(large, thin))
+    check_exact(mixprec.gemm(thin.t(), large, out_dtype=torch.float32), product(thin.t(), large))
+    small = small_integers((2_900_000, 3), torch.float16, seed=3)
+    left, right = small.t(), small[:, 1:]  # K so long that few rows fit
+    check_close(mixprec.gemm(left, right, out_dtype=torch.float32), left, right)
+
+
+@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
+@formats
+def test_nan_and_inf_propagate(
+    backend: str, pair: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
+) -> None:
+    for m, n, k in ((17, 35, 40), (1, 1, 1), (64, 64, 129)):
+        a, b = small_integers((m, k), pair[0], seed=1), small_integers((k, n), pair[1], seed=2)
+        for bad in (math.nan, math.inf, -math.inf):
+            for i in (0, -1):
+                for first in (True, False):
+                    dirty = (a if first else b).clone()
+                    dirty[i, i] = bad  # E4M3 has no Inf: torch stores NaN or 448, both are fine
+                    left, right = (dirty, b) if first else (a, dirty)
+                    c = mixprec.gemm(left, right, out_dtype=out_dtype)
+                    check_exact(c, product(left, right), f"{bad} in {'a' if first else 'b'}")
+    bias = torch.tensor([1.0, math.nan, math.inf])
+    c = mixprec.gemm(a[:2], b[:, :3], bias=bias, out_dtype=out_dtype)
+    check_exact(c, product(a[:2], b[:, :3]) + ind.values(bias))
+
+
+def test_overflow_is_inf_as_ieee_says(backend: str) -> None:
+    rows = [65504.0, 65519.0, 65520.0, -65520.0, 1e6]
+    a = torch.tensor([[2048.0, 1.0]]).half()
+    for target in rows:
+        rest = target % 2048.0
+        b = torch.tensor([[target // 2048.0], [rest]]).half()
+        for out_dtype in WIDE:
+            check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.array([[target]]))
+    big = torch.full((2, 2), 2.0**127).bfloat16()
+    for out_dtype in WIDE:
+        assert mixprec.gemm(big, big, out_dtype=out_dtype).isposinf().all()
+
+
+@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
+@formats
+def test_empty_sizes(
+    backend: str, poisoned: None, pair: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
+) -> None:
+    bias = torch.tensor([1.5, -2.0, 0.25])
+    for m in (0, 1, 5, 64):
+        a, b = torch.empty((m, 0)).to(pair[0]), torch.empty((0, 3)).to(pair[1])
+        check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.zeros((m, 3)))
+        with_bias = mixprec.gemm(a, b, bias=bias, out_dtype=out_dtype)
+        check_exact(with_bias, np.tile(ind.values(bias), (m, 1)))
+    a, b = torch.ones((5, 7)).to(pair[0]), torch.ones((7, 0)).to(pair[1])
+    assert mixprec.gemm(a, b, bias=torch.empty(0), out_dtype=out_dtype).shape == (5, 0)
+
+
+def test_quantized_operands(backend: str) -> None:
+    x, w = normal((20, 33), torch.float32, 1), normal((33, 12), torch.float32, 2)
+    for fa, fb in ((fa, fb) for fa in ("e4m3", "e5m2") for fb in ("e4m3", "e5m2")):
+        qa, qb = mixprec.quantize(x, fa, transpose=True), mixprec.quantize(w, fb)
+        scale = qa.scale_inv.item() * qb.scale_inv.item()
+        check_close(mixprec.gemm(qa, qb, out_dtype=torch.float32), qa.data, qb.data, scale)
+        c = mixprec.gemm(qb.t(), qa.t(), out_dtype=torch.float32)
+        check_close(c, qb.data.t(), qa.data.t(), scale)
+        mixed = mixprec.gemm(qa, qb.data, b_scale_inv=qb.scale_inv, out_dtype=torch.float32)
+        ind.assert_same_bits(mixed, mixprec.gemm(qa, qb, out_dtype=torch.float32))
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(1, 90),
+    st.integers(-8, 8),
+    st.integers(0, 5),
+)
+def test_power_of_two_scales_commute(m: int, n: int, k: int, exponent: int, pair: int) -> None:
+    da, db = PAIRS[pair]
+    a, b = normal((m, k), da, m), normal((k, n), db, n)
+    c = mixprec.gemm(a, b, out_dtype=torch.float32)
+    scaled = mixprec.gemm(a, b, b_scale_inv=2.0**exponent, out_dtype=torch.float32)
+    ind.assert_same_bits(scaled, c * 2.0**exponent)
+
+
+class Guarded:
+    """An FP32 [M, N] view into a larger buffer whose other elements must not change."""
+
+    def __init__(self, m: int, n: int, kind: str) -> None:
+        shape = {"rows": (m + 2, n + 5), "columns": (n + 5, m + 2), "steps": (2 * m + 3, 3 * n + 3)}
+        generator = torch.Generator().manual_seed(m * 1000 + n)
+        size = shape[kind]
+        self.buffer = torch.randint(-9, 10, size, generator=generator).float()
+        self.kind, self.m, self.n = kind, m, n
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        if self.kind == "rows":
+            return buffer[1:-1, 2:-3]
+        if self.kind == "columns":
+            return buffer[2:-3, 1:-1].t()
+        return buffer[1 : 2 * self.m + 1 : 2, 2 : 3 * self.n + 2 : 3]
+
+    def add(self, a: torch.Tensor, b: torch.Tensor, scale: float | None = None) -> None:
+        want = self.buffer.clone()
+        self.view(want).add_(torch.from_numpy(product(a, b) * (scale or 1.0)).float())
+        acc = self.view(self.buffer)
+        assert acc.shape == (self.m, self.n)
+        mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=scale)
+        ind.assert_bits(self.buffer + 0.0, ind.bits(want + 0.0), f"{self.kind} {self.m} {self.n}")
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "steps"])
+@formats
+def test_accumulate_is_exact_and_stays_inside(
+    backend: str, pair: tuple[torch.dtype, torch.dtype], kind: str
+) -> None:
+    for i, (m, n, k) in enumerate(TRIPLES[:: 1 if backend == "cpp" else 5]):
+        a, b = small_integers((m, k), pair[0], seed=i), small_integers((k, n), pair[1], seed=-i)
+        guarded = Guarded(m, n, kind)
+        guarded.add(transposed(a) if i % 2 else a, transposed(b) if i % 3 else b)
+        if i % 7 == 0:
+            guarded.add(a, b, scale=0.25)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:-2], ids=name)
+def test_accumulate_layouts(backend: str, layout: Layout) -> None:
+    for pair in PAIRS:
+        a = padded_rows(small_integers((33, 70), pair[0], seed=1))
+        b = layout(small_integers((70, 41), pair[1], seed=2))
+        start = small_integers((33, 41), torch.float32, seed=3)
+        acc = layout(start)
+        mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=0.5, b_scale_inv=4.0)
+        check_exact(acc, ind.values(start) + product(a, b) * 2.0)
+
+
+@formats
+def test_accumulate_random_data_in_pieces(
+    backend: str, two_threads: None, pair: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Micro-batches of K add up to the whole within the bound."""
+    a, b = normal((65, 700), pair[0], 1), normal((700, 140), pair[1], 2)
+    acc = torch.zeros(65, 140)
+    for k in range(0, 700, 100):
+        mixprec.gemm_accumulate_(acc, a[:, k : k + 100], b[k : k + 100])
+    check_close(acc, a, b)
+
+
+def test_accumulate_edges(backend: str) -> None:
+    nothing = torch.empty(3, 0).half(), torch.empty(0, 2).half()
+    acc = torch.tensor([[math.nan, math.inf], [-0.0, 1.0], [2.0**-149, 3e38]])
+    before = acc.clone()
+    mixprec.gemm_accumulate_(acc, *nothing)
+    ind.assert_same_bits(acc[0], before[0])
+    ind.assert_same_bits(acc[1:] + 0.0, before[1:] + 0.0)
+    ones = torch.ones(3, 4).half(), torch.ones(4, 2).half()
+    mixprec.gemm_accumulate_(acc, *ones)
+    check_exact(acc, ind.values(before) + 4.0)
+    overflowing = torch.full((1, 1), 3e38)
+    mixprec.gemm_accumulate_(overflowing, *[torch.full((1, 1), 1e19).bfloat16()] * 2)
+    assert overflowing.isposinf().all()
+
+
+A, B = torch.ones(3, 4).half(), torch.ones(4, 5).half()
+BIAS = torch.ones(5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kwargs", "error", "message"),
+    [
+        ([1.0], B, {}, TypeError, "a must be a torch.Tensor, got list"),
+        (A, None, {}, TypeError, "b must be a torch.Tensor, got NoneType"),
+        (A[0], B, {}, ValueError, r"a must be \[M, K\], got shape \(4,\)"),
+        (A, B[None], {}, ValueError, r"b must be \[K, N\], got shape \(1, 4, 5\)"),
+        (A, B.t(), {}, ValueError, r"agree in K, got a \(3, 4\) and b \(5, 4\)"),
+        (A.float(), B.float(), {}, ValueError, "got a torch.float32 and b torch.float32"),
+        (A, B.bfloat16(), {}, ValueError, "a and b must both be .*bfloat16"),
+        (A, B.to(FP8[0]), {}, ValueError, "a and b must both be .*float8_e4m3fn"),
+        (A.to(FP8[0]), B, {}, ValueError, "a and b must both be"),
+        (A.int(), B.int(), {}, ValueError, "a and b must both be .*int32"),
+        (A, B.to("meta"), {}, ValueError, "b must be on a's device cpu, got meta"),
+        (A, B.to_sparse(), {}, ValueError, "b must be a dense tensor"),
+        (A, B, {"out_dtype": torch.float64}, ValueError, "out_dtype must be .*float64"),
+        (A, B, {"out_dtype": FP8[0]}, ValueError, "out_dtype must be .*float8"),
+        (A, B, {"bias": BIAS[:4]}, ValueError, r"bias must have shape \[N\] = \(5,\), got \(4,\)"),
+        (A, B, {"bias": BIAS[None]}, ValueError, r"bias must have shape \[N\]"),
+        (A, B, {"bias": BIAS.double()}, ValueError, "bias must have dtype .*float64"),
+        (A, B, {"bias": BIAS.to("meta")}, ValueError, "bias must be on"),
+        (A, B, {"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
+        (A, B, {"a_scale_inv": 0.0}, ValueError, "a_scale_inv must be positive and finite"),
+        (A, B, {"b_scale_inv": math.nan}, ValueError, "b_scale_inv must be positive and finite"),
+        (A, B, {"a_scale_inv": torch.tensor(-1.0)}, ValueError, "a_scale_inv must be positive"),
+        (A, B, {"b_scale_inv": torch.tensor([math.nan])}, ValueError, "b_scale_inv must be pos"),
+        (A, B, {"b_scale_inv": torch.ones(5)}, ValueError, "b_scale_inv must hold one float32"),
+        (A, B, {"a_scale_inv": torch.ones(1).half()}, ValueError, "a_scale_inv must hold one"),
+        (A, B, {"a_scale_inv": torch.ones(1).to("meta")}, ValueError, "a_scale_inv must be on"),
+        (A.clone().requires_grad_(), B, {}, RuntimeError, "functional"),
+        (A, B.clone().requires_grad_(), {}, RuntimeError, "functional"),
+        (A, B, {"bias": BIAS.clone().requires_grad_()}, RuntimeError, "functional"),
+        (mixprec.quantize(A, "e4m3"), B, {}, ValueError, "a and b must both be"),
+        (
+            mixprec.quantize(A, "e4m3"),
+            mixprec.quantize(B, "e4m3"),
+            {"a_scale_inv": 1.0},
+            ValueError,
+            "a is Quantized and brings its own a_scale_inv",
+        ),
+    ],
+    ids=name,
+)
+def test_bad_gemm_input(
+    a: object, b: object, kwargs: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^gemm: .*{message}"):
+        mixprec.gemm(a, b, **kwargs)  # type: ignore[arg-type]
+
+
+ACC = torch.zeros(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("acc", "a", "b", "error", "message"),
+    [
+        (None, A, B, TypeError, "acc must be a torch.Tensor, got NoneType"),
+        (ACC.half(), A, B, ValueError, "acc must have dtype float32, got torch.float16"),
+        (ACC.t(), A, B, ValueError, r"acc must have shape \[M, N\] = \(3, 5\), got \(5, 3\)"),
+        (ACC[0].expand(3, 5), A, B, ValueError, "acc is written in place"),
+        (ACC[:, :1].expand(3, 5), A, B, ValueError, "acc is written in place"),
+        (torch.zeros(9).as_strided((3, 5), (1, 1)), A, B, ValueError, "acc is written in place"),
+        (ACC.to("meta"), A, B, ValueError, "acc must be on"),
+        (ACC, A.float(), B.float(), ValueError, "a and b must both be"),
+        (ACC, A, B[:3], ValueError, "agree in K"),
+        (ACC, A[0], B, ValueError, r"a must be \[M, K\]"),
+        (ACC.clone().requires_grad_(), A, B, RuntimeError, "functional"),
+    ],
+    ids=name,
+)
+def test_bad_accumulate_input(
+    acc: object, a: torch.Tensor, b: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^gemm_accumulate_: .*{message}"):
+        mixprec.gemm_accumulate_(acc, a, b)  # type: ignore[arg-type]
+    assert (ACC == 0).all()

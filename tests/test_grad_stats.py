@@ -1,0 +1,192 @@
+"""grad_stats_: the finite flag and the sum of squares, in one read that changes nothing else."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import GRADS, LAYOUTS, SHAPES, Layout, from_bits, name, normal, random_list
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec.ops import grad_stats_
+
+
+def stats(
+    grads: list[torch.Tensor], inv_scale: float | None = None, flag: float = 0.0
+) -> tuple[float, float]:
+    """(found_inf, sum_sq); the gradients must come out untouched, sum_sq is overwritten."""
+    before = [ind.bits(g).copy() for g in grads]
+    found_inf, sum_sq = torch.tensor([flag]), torch.tensor(-7.0, dtype=torch.float64)
+    inv = None if inv_scale is None else torch.tensor(inv_scale)
+    grad_stats_(grads, inv, found_inf, sum_sq)
+    for grad, pattern in zip(grads, before, strict=True):
+        assert np.array_equal(ind.bits(grad), pattern), "grad_stats_ wrote to a gradient"
+    return found_inf.item(), sum_sq.item()
+
+
+def check(grads: list[torch.Tensor], inv_scale: float | None = None) -> None:
+    flag, sum_sq = stats(grads, inv_scale)
+    want = ind.sum_of_squares(grads, inv_scale)
+    assert flag == 0.0
+    # FP64 sums of up to 2^20 squares of FP32 numbers: far inside one unit of FP32.
+    assert sum_sq == pytest.approx(want, rel=1e-13, abs=0), "not an FP64 sum"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("dtype", GRADS, ids=name)
+def test_shapes_and_layouts(backend: str, dtype: torch.dtype, layout: Layout) -> None:
+    grads = [layout(normal(shape, dtype, seed=i)) for i, shape in enumerate(SHAPES)]
+    check(grads)
+    check(grads, 0.3)
+    for grad in grads:
+        check([grad], 2.0**-5)
+
+
+def test_every_element_counts_once(backend: str) -> None:
+    """Powers of 4 that sum exactly: a missed or doubled element shows in the bits."""
+    for n in (1, 15, 16, 17, 33, 1000, 70001):
+        grad = torch.full((n,), 0.5)
+        for at in (0, n // 2, n - 1):
+            grad[at] = 2.0**10
+            assert stats([grad]) == (0.0, (n - 1) * 0.25 + 2.0**20)
+            grad[at] = 0.5
+
+
+@given(st.integers(1, 100), st.integers(0, 1 << 30), st.sampled_from([None, 1.0, 0.3, 2.0**-16]))
+def test_lists(count: int, seed: int, inv_scale: float | None) -> None:
+    grads = random_list(random.Random(seed), count)
+    check(grads, inv_scale)
+
+
+@given(st.integers(2, 60), st.integers(0, 1 << 30))
+def test_permuted_split_and_fused_lists_agree_within_one_fp32_ulp(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    grads = random_list(rng, count)
+    one = np.float32(stats(grads)[1])
+    rng.shuffle(grads)
+    fused = [torch.cat([g.double() for g in grads])]
+    for other in (grads, fused, [half for g in grads for half in (g[:5], g[5:])]):
+        two = np.float32(stats(other)[1])
+        assert abs(one - two) <= np.spacing(max(one, two))
+
+
+def test_same_bits_on_repeat_and_for_any_number_of_threads() -> None:
+    """Of the kernels; the reference sums in torch's order."""
+    grads = [normal((n,), d, seed=n) for n in (300_001, 17, 70_000) for d in GRADS]
+    grads.append(normal((301, 997), torch.float32).t())
+    before = torch.get_num_threads()
+    try:
+        seen = set()
+        for threads in (1, 2, 3, 1, 2):
+            torch.set_num_threads(threads)
+            seen |= {stats(grads, 0.3), stats(grads, 0.3)}
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("inv_scale", [None, 1.0, 0.25])
+@pytest.mark.parametrize("dtype", GRADS, ids=name)
+def test_planted_anywhere(backend: str, dtype: torch.dtype, inv_scale: float | None) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        for tensor in (0, 2, -1):
+            for element in (0, 31, -1):
+                grads = [torch.ones(67, dtype=d) for d in (dtype, torch.float32, dtype)]
+                grads.insert(1, torch.ones(0, dtype=dtype))
+                grads[tensor][element] = bad
+                flag, sum_sq = stats(grads, inv_scale)
+                assert flag == 1.0
+                assert not math.isfinite(sum_sq)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_flag_of_every_16_bit_code(backend: str, dtype: torch.dtype) -> None:
+    codes = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+    finite = np.isfinite(ind.values(codes))
+    check([codes[finite]])
+    for code in codes[~finite][:: 16 if dtype == torch.bfloat16 else 128]:
+        assert stats([code])[0] == 1.0
+
+
+def test_largest_finite_gradients_are_finite(backend: str) -> None:
+    """Their FP32 sum of squares would overflow; neither the flag nor the FP64 sum does."""
+    grads = [torch.full((1000,), torch.finfo(d).max, dtype=d) for d in GRADS[:3]]
+    check(grads)
+    check(grads, 1.0)
+    flag, sum_sq = stats([torch.full((5,), 1e300, dtype=torch.float64)])
+    assert (flag, sum_sq) == (0.0, math.inf)  # FP64 gradients can; that is no overflow of theirs
+
+
+def test_overflow_made_by_unscaling_is_found(backend: str) -> None:
+    assert stats([torch.tensor([1.0, 3e38])], 2.0)[0] == 1.0
+    assert stats([torch.tensor([1e308], dtype=torch.float64)], 3.0)[0] == 1.0
+    # The product is FP32 here, not rounded to FP16: 131008 is finite.
+    assert stats([torch.tensor([65504.0]).half()], 2.0) == (0.0, 131008.0**2)
+    assert stats([torch.tensor([math.inf])], 0.0)[0] == 1.0
+
+
+def test_flag_is_only_ever_set_and_the_sum_overwritten(backend: str) -> None:
+    assert stats([torch.tensor([3.0, 4.0])], None, flag=1.0) == (1.0, 25.0)
+    assert stats([torch.tensor([3.0, 4.0])], None, flag=2.0) == (2.0, 25.0)
+    assert stats([]) == (0.0, 0.0)
+    assert stats([], 0.5, flag=1.0) == (1.0, 0.0)
+    assert stats([torch.empty(0), torch.empty(3, 0)]) == (0.0, 0.0)
+
+
+def test_shape_of_the_outputs_is_free(backend: str) -> None:
+    for shape in ((), (1,), (1, 1)):
+        found_inf, sum_sq = torch.zeros(shape), torch.zeros(shape, dtype=torch.float64)
+        grad_stats_([torch.tensor([2.0, math.nan])], torch.ones(shape), found_inf, sum_sq)
+        assert found_inf.item() == 1.0
+
+
+ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("grads", "inv_scale", "found_inf", "sum_sq", "error", "message"),
+    [
+        (ONE, None, FLAG, SUM, TypeError, "grads must be a list of tensors, got Tensor"),
+        (None, None, FLAG, SUM, TypeError, "grads must be a list of tensors, got NoneType"),
+        ([ONE, 2.0], None, FLAG, SUM, TypeError, r"grads\[1\] must be a torch.Tensor, got float"),
+        ([ONE.long()], None, FLAG, SUM, ValueError, r"grads\[0\] must have dtype .*int64"),
+        ([ONE, ONE.to("meta")], None, FLAG, SUM, ValueError, r"grads\[1\] must be on"),
+        ([torch.ones(2).to_sparse()], None, FLAG, SUM, ValueError, r"grads\[0\] must be a dense"),
+        ([ONE], 0.5, FLAG, SUM, TypeError, "inv_scale must be a torch.Tensor, got float"),
+        ([ONE], ONE.double(), FLAG, SUM, ValueError, "inv_scale must hold one float32"),
+        ([ONE], torch.ones(2), FLAG, SUM, ValueError, "inv_scale must hold one float32"),
+        ([ONE], ONE.to("meta"), FLAG, SUM, ValueError, "inv_scale must be on"),
+        ([ONE], None, None, SUM, TypeError, "found_inf must be a torch.Tensor, got NoneType"),
+        ([ONE], None, FLAG.half(), SUM, ValueError, "found_inf must hold one float32"),
+        ([ONE], None, FLAG, SUM.float(), ValueError, "sum_sq must hold one float64"),
+        ([ONE], None, FLAG, SUM.expand(2), ValueError, "sum_sq must hold one float64"),
+        ([ONE], None, FLAG, SUM.to("meta"), ValueError, "sum_sq must be on"),
+        ([ONE], None, FLAG, 1.0, TypeError, "sum_sq must be a torch.Tensor, got float"),
+    ],
+    ids=name,
+)
+def test_bad_input(
+    grads: object,
+    inv_scale: object,
+    found_inf: object,
+    sum_sq: object,
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=f"^grad_stats_: .*{message}"):
+        grad_stats_(grads, inv_scale, found_inf, sum_sq)  # type: ignore[arg-type]
+    assert (FLAG.item(), SUM.item()) == (0.0, 0.0)
+
+
+def test_gradients_that_require_grad_are_read(backend: str) -> None:
+    """A leaf with requires_grad is refused in grad mode, as by every raw op, and read without."""
+    grad = torch.tensor([3.0, 4.0], requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^grad_stats_: .*no derivative"):
+        stats([grad])
+    with torch.no_grad():
+        assert stats([grad]) == (0.0, 25.0)

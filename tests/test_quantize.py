@@ -1,0 +1,300 @@
+"""quantize: the cast rule bit by bit, amax from the same pass, the scale, the transpose."""
+
+from __future__ import annotations
+
+import math
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import (
+    LARGE,
+    LAYOUTS,
+    SHAPES,
+    WIDE,
+    Layout,
+    contiguous,
+    from_bits,
+    name,
+    normal,
+    random_bits,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mixprec
+from mixprec import Quantized
+
+# Exact, inexact, and so large or small that x * scale overflows to Inf or underflows to 0.
+SCALES = (1.0, 2.0**-10, 3.0, 0.1, 2.0**126, 2.0**-126, 1e30, 1e-30)
+
+
+def check(
+    q: Quantized, x: torch.Tensor, spec: ind.Spec, scale: float, transpose: bool = False
+) -> None:
+    """Every field of q against the definition, bit for bit."""
+    want = ind.cast(x, scale, spec)
+    assert (q.fmt.name, q.granularity) == (spec.name, "tensor")
+    assert q.data.dtype == spec.dtype
+    assert q.data.is_contiguous()
+    ind.assert_bits(q.data, want, f"data of {spec.name}, scale {scale}")
+    for got, value in (
+        (q.amax, ind.amax(x)),
+        (q.scale_inv, float(np.float32(1) / np.float32(scale))),
+    ):
+        assert got.shape == ()
+        ind.assert_bits(got, ind.narrow(np.array(value), torch.float32), "amax or scale_inv")
+    assert q.scale_inv_t is None
+    if not transpose:
+        assert q.data_t is None
+        return
+    assert q.data_t is not None
+    assert q.data_t.is_contiguous()
+    assert q.data_t.dtype == spec.dtype
+    rows = math.prod(x.shape[:-1])
+    ind.assert_bits(q.data_t, want.reshape(rows, x.shape[-1]).T, "data_t")
+
+
+def current_scale(x: torch.Tensor, spec: ind.Spec, *, power_of_two: bool = True) -> float:
+    if spec.bits == 16:
+        return 1.0
+    return ind.scale_of(ind.amax(x), spec.max, power_of_two=power_of_two)
+
+
+def neighbours_of_ties(spec: ind.Spec) -> torch.Tensor:
+    """Each fp32 tie between two codes with the patterns just below and above it, both signs."""
+    ties = ind.midpoints(spec).astype(np.float32).view(np.uint32).astype(np.int64)
+    around = np.concatenate([ties - 1, ties, ties + 1]).clip(0, 0x7FFFFFFF)
+    return from_bits(np.concatenate([around, around | 0x80000000]).astype(np.uint32), torch.float32)
+
+
+def boundaries(spec: ind.Spec) -> torch.Tensor:
+    """Zeros, subnormals, every code's value, overflow thresholds, Inf, NaN payloads; both signs."""
+    with np.errstate(invalid="ignore"):
+        exact = ind.decode_table(spec).astype(np.float32).view(np.uint32)
+    special = [0, 1, 2, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000]
+    special += [0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF, 0x7F80FFFF, 0x7F810000]
+    special += [int(np.float32(spec.max).view(np.uint32)) + i for i in range(-3, 4)]
+    pattern = np.array([p | sign for p in special for sign in (0, 0x80000000)], np.uint32)
+    return from_bits(np.concatenate([exact, pattern]), torch.float32)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_cast_of_ties_boundaries_and_random_patterns(
+    backend: str, poisoned: None, spec: ind.Spec, scale: float
+) -> None:
+    x = torch.cat([neighbours_of_ties(spec), boundaries(spec)])
+    if scale == 1.0:
+        x = torch.cat([x, random_bits(1 << 20, torch.float32)])
+    else:  # patterns whose product lands on and around the ties, and random ones
+        with np.errstate(over="ignore", invalid="ignore"):
+            near = (ind.values(x) / scale).astype(np.float32).view(np.uint32)
+        x = torch.cat([from_bits(near, torch.float32), x, random_bits(1 << 15, torch.float32)])
+    check(mixprec.quantize(x, spec.dtype, scale=scale), x, spec, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_cast_of_every_16_bit_pattern(backend: str, spec: ind.Spec, dtype: torch.dtype) -> None:
+    x = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+    for scale in SCALES:
+        check(mixprec.quantize(x, spec.dtype, scale=scale), x, spec, scale)
+
+
+@pytest.mark.parametrize("tail", [0, 1, 7, 15, 31])
+def test_a_code_does_not_depend_on_its_position(backend: str, tail: int) -> None:
+    """Vector body and scalar tail round alike."""
+    for spec in ind.SPECS:
+        ties = neighbours_of_ties(spec)[:: 3 if spec.bits == 8 else 997]
+        for value in ties[:40]:
+            x = value.repeat(64 + tail)
+            codes = ind.bits(mixprec.quantize(x, spec.dtype, scale=1.0).data)
+            assert (codes == codes[0]).all(), f"{spec.name}: {value.item()} at {np.diff(codes)}"
+
+
+def test_the_rule_in_plain_numbers(backend: str) -> None:
+    """A few rows a reader can check by eye."""
+    inf, nan = math.inf, math.nan
+    rows = {
+        ("e4m3", 1.0): [(448.0, 0x7E), (449.0, 0x7E), (1e30, 0x7E), (-1e30, 0xFE), (inf, 0x7F)],
+        ("e4m3", 2.0**120): [(3e38, 0x7E), (-3e38, 0xFE), (inf, 0x7F), (nan, 0x7F), (-0.0, 0x80)],
+        ("e5m2", 1.0): [(57344.0, 0x7B), (61440.0, 0x7B), (-1e9, 0xFB), (inf, 0x7C), (-inf, 0xFC)],
+        ("e5m2", 2.0**120): [(3e38, 0x7B), (-3e38, 0xFB), (inf, 0x7C), (nan, 0x7F), (0.0, 0x00)],
+        ("fp16", 1.0): [(65504.0, 0x7BFF), (65519.0, 0x7BFF), (65520.0, 0x7C00), (-inf, 0xFC00)],
+        ("bf16", 1.0): [(3.4e38, 0x7F80), (1.00390625, 0x3F80), (1.01171875, 0x3F82)],
+        ("e4m3", 2.0): [(2.0**-11, 0x00), (2.0**-11 * 1.001, 0x01), (1.5 * 2.0**-9, 0x03)],
+    }
+    for (fmt, scale), pairs in rows.items():
+        x = torch.tensor([value for value, _ in pairs])
+        got = ind.bits(mixprec.quantize(x, fmt, scale=scale).data)
+        nan_rows = np.isnan(ind.values(x))
+        want = np.array([code for _, code in pairs], got.dtype)
+        assert np.array_equal(got[~nan_rows], want[~nan_rows]), (fmt, scale, got)
+        assert np.isnan(ind.decode_table(getattr(ind, fmt.upper()))[got[nan_rows]]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_shapes_and_layouts(
+    backend: str, poisoned: None, spec: ind.Spec, dtype: torch.dtype, layout: Layout
+) -> None:
+    for i, shape in enumerate(SHAPES):
+        x = layout(normal(shape, dtype, seed=i))
+        before, transpose = ind.bits(x), x.dim() >= 2
+        check(mixprec.quantize(x, spec.dtype), x, spec, current_scale(x, spec))
+        q = mixprec.quantize(x, spec.dtype, scale=37.0, transpose=transpose)
+        check(q, x, spec, 37.0, transpose)
+        assert np.array_equal(ind.bits(x), before), "quantize wrote to its input"
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_large(poisoned: None, two_threads: None, spec: ind.Spec, dtype: torch.dtype) -> None:
+    x = random_bits(521 * 523, dtype).view(521, 523)
+    for y in (x, x.t(), x[:, 5:520], normal((521, 523), dtype)):
+        want = current_scale(y, spec)
+        check(mixprec.quantize(y, spec.dtype, transpose=True), y, spec, want, True)
+    flat = normal(LARGE[1], dtype)
+    first, again = (mixprec.quantize(flat, spec.dtype, scale=2.0) for _ in range(2))
+    check(first, flat, spec, 2.0)
+    ind.assert_same_bits(first.data, again.data, "second run")
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 62, 63, 64 * 65 - 1, 2080], ids=str)
+def test_amax_reads_every_element_whatever_the_scale(
+    backend: str, at: int, transpose: bool
+) -> None:
+    x = normal((64, 65), torch.float32)
+    x.view(-1)[at] = -77.0
+    for y in (x, transposed_copy(x), x[:, :64] if at % 65 < 64 else x[:, 1:]):
+        for scale in (None, 1e-20):
+            assert mixprec.quantize(y, "e5m2", scale, transpose).amax.item() == 77.0
+
+
+def transposed_copy(x: torch.Tensor) -> torch.Tensor:
+    return contiguous(x.t()).t()
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [0.0, 2.0**-149, 2.0**-126, 1e-38, 1e-30, 0.1, 1.0, 448.0, 449.0, 3e38, 3.4028234663852886e38,
+     math.inf, math.nan],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_current_scale_edges(
+    backend: str, spec: ind.Spec, value: float, power_of_two: bool
+) -> None:
+    x = torch.tensor([[0.0, -value], [value / 3, 0.0]])
+    want = current_scale(x, spec, power_of_two=power_of_two)
+    q = mixprec.quantize(x, spec.dtype, transpose=True, power_of_two_scale=power_of_two)
+    check(q, x, spec, want, True)
+    if value == 0:
+        assert (mixprec.dequantize(q) == 0).all(), "zeros must not become 0 * Inf"
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    st.sampled_from(["e4m3", "e5m2"]),
+)
+def test_current_scale_uses_the_range(values: list[float], fmt: str) -> None:
+    """The largest magnitude lands in the top binade (or the scale is at its clamp) and fits."""
+    x = torch.tensor(values, dtype=torch.float32)
+    q = mixprec.quantize(x, fmt)
+    top = q.data.float().abs().max().item()
+    assert math.frexp(q.scale_inv.item())[0] == 0.5, "not a power of two"
+    if q.amax > 0:
+        clamped = q.scale_inv.item() == 2.0**-126
+        assert top > q.fmt.max / 2 * 0.99 or clamped
+
+
+@given(
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40),
+    st.integers(-12, 12),
+    st.sampled_from(["e4m3", "e5m2"]),
+)
+def test_power_of_two_scaling_of_x_moves_into_the_scale(
+    values: list[float], exponent: int, fmt: str
+) -> None:
+    # Below 2^-100 a factor could push elements into the subnormals, where it is not exact.
+    x = torch.tensor([v if abs(v) > 2.0**-100 else 0.0 for v in values], dtype=torch.float32)
+    one, two = mixprec.quantize(x, fmt), mixprec.quantize(x * 2.0**exponent, fmt)
+    ind.assert_same_bits(two.data, one.data)
+    if one.amax > 0:
+        assert two.scale_inv.item() == one.scale_inv.item() * 2.0**exponent
+
+
+def test_scale_as_number_and_as_tensor_agree(backend: str) -> None:
+    x = normal((5, 7), torch.float32)
+    want = mixprec.quantize(x, "e4m3", 12.5)
+    for scale in (torch.tensor(12.5), torch.tensor([12.5])):
+        got = mixprec.quantize(x, "e4m3", scale=scale)
+        ind.assert_same_bits(got.data, want.data)
+        assert got.scale_inv.shape == ()
+        assert got.scale_inv.item() == want.scale_inv.item()
+
+
+def test_transpose_view_of_quantized(backend: str) -> None:
+    x = normal((5, 7), torch.float32)
+    for transpose in (False, True):
+        q = mixprec.quantize(x, "e4m3", transpose=transpose)
+        t = q.t()
+        ind.assert_same_bits(t.data, q.data.t())
+        ind.assert_same_bits(t.t().data, q.data)
+        assert t.scale_inv is q.scale_inv
+    with pytest.raises(ValueError, match=r"Quantized\.t: data must be 2-D"):
+        mixprec.quantize(x[0], "e4m3").t()
+
+
+ONES = torch.ones(2, 3)
+BAD: list[tuple[str, tuple, dict, type[Exception], str]] = [
+    ("list", ([1.0], "e4m3"), {}, TypeError, "x must be a torch.Tensor, got list"),
+    ("fp64", (ONES.double(), "e4m3"), {}, ValueError, "x must have dtype .*float64"),
+    ("int", (ONES.int(), "e4m3"), {}, ValueError, "x must have dtype .*int32"),
+    ("fp8", (ONES.to(torch.float8_e5m2), "e4m3"), {}, ValueError, "x must have dtype .*e5m2"),
+    ("sparse", (ONES.to_sparse(), "e4m3"), {}, ValueError, "x must be a dense tensor"),
+    ("fmt", (ONES, "fp6"), {}, ValueError, "fmt must be one of .*fp6"),
+    ("zero", (ONES, "e4m3", 0.0), {}, ValueError, "scale must be positive and finite, got 0"),
+    ("negative", (ONES, "e4m3", -1.0), {}, ValueError, "scale must be positive and finite"),
+    ("nan", (ONES, "e4m3", math.nan), {}, ValueError, "scale must be positive and finite, got nan"),
+    ("inf", (ONES, "e4m3", math.inf), {}, ValueError, "scale must be positive and finite, got inf"),
+    ("tiny", (ONES, "e4m3", 1e-60), {}, ValueError, "scale must be"),  # 0 in FP32
+    ("huge", (ONES, "e4m3", 1e60), {}, ValueError, "scale must be"),  # Inf in FP32
+    ("word", (ONES, "e4m3", "big"), {}, (TypeError, ValueError), "scale must be"),
+    ("nan_t", (ONES, "e4m3", torch.tensor(math.nan)), {}, ValueError, "scale must be positive"),
+    ("zero_t", (ONES, "e4m3", torch.tensor([0.0])), {}, ValueError, "scale must be positive"),
+    ("minus_t", (ONES, "e4m3", torch.tensor(-2.0)), {}, ValueError, "scale must be positive"),
+    ("inf_t", (ONES, "e4m3", torch.tensor(math.inf)), {}, ValueError, "scale must be positive"),
+    ("two", (ONES, "e4m3", torch.ones(2)), {}, ValueError, "scale must hold one float32"),
+    ("scale64", (ONES, "e4m3", torch.ones(1).double()), {}, ValueError, "scale must hold one"),
+    ("meta", (ONES, "e4m3", torch.ones(1, device="meta")), {}, ValueError, "scale must be on"),
+    ("vector_t", (ONES[0], "e4m3", None, True), {}, ValueError, "transpose needs x of 2 or more"),
+    ("block", (ONES, "e4m3"), {"granularity": "cube"}, ValueError, "granularity must be .*cube"),
+    ("grad", (ONES.clone().requires_grad_(), "e4m3"), {}, RuntimeError, "functional.linear"),
+    (
+        "grad_of_scale",
+        (ONES, "e4m3", torch.ones(1, requires_grad=True)),
+        {},
+        RuntimeError,
+        "no derivative",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD]
+)
+def test_bad_input(args: tuple, kwargs: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^quantize: .*{message}"):
+        mixprec.quantize(*args, **kwargs)
+
+
+def test_inputs_that_require_grad_are_fine_without_grad_mode(backend: str) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    with torch.no_grad():
+        assert not mixprec.quantize(x, "e4m3").data.requires_grad

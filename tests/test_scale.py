@@ -1,0 +1,312 @@
+"""The scalar ops: amax to scale, 1 / scale, the clip factor, the loss scale's update."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import WRITABLE, Layout, name, random_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mixprec
+from mixprec.ops import clip_coef, inv_scale, scale_from_amax_, update_scale_
+
+FLT_MAX = 3.4028234663852886e38
+EDGES = (0.0, -0.0, 2.0**-149, 2.0**-140, 2.0**-126, 1e-36, 2.0**-117, 2.0**-110, 1e-20, 0.1, 1.0)
+EDGES += (1.0000001, 3.5, 447.99997, 448.0, 448.00003, 57344.0, 65504.0, 1e20, 3e38, FLT_MAX)
+EDGES += (math.inf, math.nan, -1.0)
+
+
+def run_scale_from_amax(
+    amax: torch.Tensor, fmt: str, margin: int, power_of_two: bool, previous: float
+) -> None:
+    scale, scale_inv = torch.full_like(amax, previous), torch.full_like(amax, math.nan)
+    before = ind.bits(amax)
+    scale_from_amax_(scale, scale_inv, amax, fmt, margin=margin, power_of_two=power_of_two)
+    fmt_max = getattr(ind, fmt.upper()).max
+    want = [
+        ind.scale_of(a, fmt_max, margin=margin, power_of_two=power_of_two, previous=previous)
+        for a in ind.values(amax).ravel()
+    ]
+    want32 = np.array(want, np.float32).reshape(tuple(amax.shape))
+    ind.assert_bits(scale, want32.view(np.uint32), f"scale for {fmt}, margin {margin}")
+    ind.assert_bits(scale_inv, (np.float32(1) / want32).view(np.uint32), "scale_inv")
+    assert np.array_equal(ind.bits(amax), before)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("margin", [0, 1, 3, -2, 64, -64])
+@pytest.mark.parametrize("fmt", [s.name for s in ind.SPECS])
+def test_scale_from_amax(backend: str, fmt: str, margin: int, power_of_two: bool) -> None:
+    edges = torch.tensor(EDGES, dtype=torch.float32)
+    amax = torch.cat([edges, random_bits(500, torch.float32)])
+    run_scale_from_amax(amax, fmt, margin, power_of_two, previous=0.625)
+
+
+def test_scale_edges_in_plain_numbers(backend: str) -> None:
+    rows = [  # amax, previous scale -> scale for E4M3
+        (448.0, 9.0, 1.0),
+        (449.0, 9.0, 0.5),
+        (1.0, 9.0, 256.0),
+        (0.0, 9.0, 9.0),
+        (math.inf, 9.0, 9.0),
+        (math.nan, 9.0, 9.0),
+        (2.0**-149, 9.0, 2.0**126),
+        (FLT_MAX, 9.0, 2.0**-120),
+    ]
+    amax, previous, want = (torch.tensor(column) for column in zip(*rows, strict=True))
+    scale, scale_inv = previous.clone(), torch.zeros_like(previous)
+    scale_from_amax_(scale, scale_inv, amax, mixprec.E4M3)
+    assert scale.tolist() == want.tolist()
+    assert scale_inv.tolist() == (1 / want).tolist()
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=name)
+@pytest.mark.parametrize("shape", [(0,), (), (1,), (13,), (3, 5)], ids=name)
+def test_scale_from_amax_shapes_and_layouts(
+    backend: str, shape: tuple[int, ...], layout: Layout
+) -> None:
+    amax = layout(torch.rand(shape) + 0.01)
+    scale, scale_inv = layout(torch.zeros(shape)), torch.zeros(shape)
+    scale_from_amax_(scale, scale_inv, amax, "e5m2")
+    want = np.array([ind.scale_of(a, ind.E5M2.max) for a in ind.values(amax).ravel()])
+    ind.assert_bits(scale, ind.narrow(want.reshape(shape), torch.float32))
+    ind.assert_bits(scale_inv, ind.narrow(1 / want.reshape(shape), torch.float32))
+
+
+def test_inv_scale_is_rounded_once(backend: str) -> None:
+    values = [1.0, 3.0, 0.1, 65536.0, 2.0**-24, 2.0**127, FLT_MAX, 2.0**-149, 1e-39, 0.0, math.inf]
+    for value in (*values, math.nan, *ind.values(random_bits(300, torch.float32)).tolist()):
+        scale = torch.tensor(value, dtype=torch.float32)
+        with np.errstate(divide="ignore", over="ignore"):
+            want = np.float32(1 / np.float64(ind.values(scale)))
+        for shape in ((), (1,)):
+            got = inv_scale(scale.view(shape))
+            assert (got.dtype, got.shape) == (torch.float32, shape)
+            ind.assert_bits(got, np.array(want).view(np.uint32).reshape(shape), f"1 / {value}")
+
+
+@given(
+    st.floats(0, 1e60),
+    st.one_of(st.floats(1e-6, 1e6), st.just(math.inf)),
+)
+def test_clip_coef(sum_sq: float, max_norm: float) -> None:
+    got = clip_coef(torch.tensor(sum_sq, dtype=torch.float64), max_norm)
+    want = min(1.0, max_norm / (math.sqrt(sum_sq) + 1e-6))
+    assert (got.dtype, got.shape) == (torch.float32, ())
+    ind.assert_bits(got, ind.narrow(np.array(want), torch.float32))
+
+
+def test_clip_coef_edges(backend: str) -> None:
+    def clip(sum_sq: float, max_norm: float = 1.0) -> float:
+        return clip_coef(torch.tensor([sum_sq], dtype=torch.float64), max_norm).item()
+
+    assert clip(0.0) == 1.0
+    assert clip(0.25) == 1.0
+    assert clip(4.0) == float(np.float32(1 / 2.000001))
+    assert clip(math.inf) == 0.0
+    assert math.isnan(clip(math.nan))
+    for max_norm in (1e-3, 0.7, 5.0):
+        grad = torch.randn(100).double().requires_grad_()
+        grad.grad = grad.detach().clone()
+        torch.nn.utils.clip_grad_norm_([grad], max_norm)
+        want = (grad.grad / grad.detach())[0].item()
+        got = clip(grad.detach().square().sum().item(), max_norm)
+        assert got == pytest.approx(want, rel=2e-7)
+
+
+class Loss:
+    """A loss scale's state and its update in Python integers and floats."""
+
+    def __init__(self, scale: float, hysteresis: int) -> None:
+        self.scale, self.growth, self.left = float(np.float32(scale)), 0, hysteresis
+
+    def update(self, found: bool, settings: dict) -> None:
+        s = settings
+        if found:
+            self.growth, self.left = 0, max(self.left - 1, 0)
+            if self.left == 0:
+                lower = max(float(np.float32(self.scale * s["backoff_factor"])), s["min_scale"])
+                self.scale = min(self.scale, lower)
+            return
+        self.growth += 1
+        if self.growth >= s["growth_interval"]:
+            with np.errstate(over="ignore"):
+                higher = float(np.float32(self.scale * s["growth_factor"]))
+            limit = math.inf if s["max_scale"] is None else s["max_scale"]
+            higher = min(higher, limit)
+            if math.isfinite(higher):
+                self.scale = max(self.scale, higher)
+            self.growth, self.left = 0, s["hysteresis"]
+
+
+def device_state(scale: float, hysteresis: int) -> tuple[torch.Tensor, ...]:
+    trackers = (torch.zeros(1, dtype=torch.int32), torch.tensor([hysteresis], dtype=torch.int32))
+    return torch.tensor([scale]), *trackers, torch.zeros(1)
+
+
+@given(st.data())
+def test_update_scale_against_plain_python(data: st.DataObject) -> None:
+    settings = {
+        "growth_factor": data.draw(st.sampled_from([2.0, 4.0, 1.5, 1.25])),
+        "backoff_factor": data.draw(st.sampled_from([0.5, 0.25, 0.75])),
+        "growth_interval": data.draw(st.integers(1, 4)),
+        "min_scale": data.draw(st.sampled_from([2.0**-24, 1.0, 128.0])),
+        "max_scale": data.draw(st.sampled_from([None, 2.0**20, 1000.0])),
+        "hysteresis": data.draw(st.integers(1, 3)),
+    }
+    start = data.draw(st.sampled_from([1.0, 2.0**16, 2.0**-23, 3.0, 2.0**126, FLT_MAX]))
+    scale, growth, left, found_inf = device_state(start, settings["hysteresis"])
+    want = Loss(start, settings["hysteresis"])
+    for found in data.draw(st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0]), max_size=25)):
+        found_inf.fill_(found)
+        update_scale_(scale, growth, left, found_inf, **settings)
+        want.update(found != 0, settings)
+        assert (scale.item(), growth.item(), left.item()) == (want.scale, want.growth, want.left)
+        assert found_inf.item() == found
+
+
+@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.5, 0.75), (1.1, 0.9), (1.001, 0.3)], ids=str)
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_update_scale_agrees_with_torch(
+    backend: str, interval: int, factors: tuple[float, float]
+) -> None:
+    """Without floor, ceiling and hysteresis it is torch.amp's update, bit for bit."""
+    rng = random.Random(interval)
+    scale, growth, left, found_inf = device_state(65536.0, 1)
+    torch_scale, torch_growth = scale.clone(), growth.clone()
+    for step in range(300):
+        found_inf.fill_(float(rng.random() < 0.2))
+        update_scale_(
+            scale,
+            growth,
+            left,
+            found_inf,
+            growth_factor=factors[0],
+            backoff_factor=factors[1],
+            growth_interval=interval,
+            min_scale=0.0,
+        )
+        torch._amp_update_scale_(torch_scale, torch_growth, found_inf, *factors, interval)
+        assert (scale.item(), growth.item()) == (torch_scale.item(), torch_growth.item()), step
+
+
+def test_update_scale_never_reaches_inf(backend: str) -> None:
+    scale, growth, left, found_inf = device_state(2.0**127, 1)
+    torch_scale, torch_growth = scale.clone(), growth.clone()
+    for _ in range(3):
+        update_scale_(scale, growth, left, found_inf, growth_interval=1)
+        torch._amp_update_scale_(torch_scale, torch_growth, found_inf, 2.0, 0.5, 1)
+    assert scale.item() == torch_scale.item() == 2.0**127
+
+
+def test_update_scale_floor_ceiling_and_hysteresis(backend: str) -> None:
+    def run(start: float, found: list[float], left: int = 1, **settings: float) -> list[float]:
+        scale, growth, hysteresis, flag = device_state(start, left)
+        seen = []
+        for value in found:
+            flag.fill_(value)
+            update_scale_(scale, growth, hysteresis, flag, **settings)
+            seen.append(scale.item())
+        return seen
+
+    assert run(4.0, [1, 1, 1, 1], min_scale=1.0) == [2, 1, 1, 1]
+    assert run(2.0**-23, [1, 1, 1]) == [2.0**-24] * 3
+    assert run(0.5, [1], min_scale=1.0) == [0.5]  # set below the floor by hand: stays, never rises
+    assert run(4.0, [0, 0, 0], growth_interval=1, max_scale=10.0) == [8, 10, 10]
+    assert run(64.0, [0], growth_interval=1, max_scale=10.0) == [64.0]
+    assert run(8.0, [1, 1, 1], left=2, hysteresis=2) == [8, 4, 2]
+    # growth refills the hysteresis, a clean step alone does not
+    assert run(8.0, [1, 0, 1], left=2, hysteresis=2) == [8, 8, 4]
+    assert run(8.0, [1, 0, 1], left=2, hysteresis=2, growth_interval=1) == [8, 16, 16]
+    assert run(8.0, [0, 1, 0, 0], growth_interval=2) == [8, 4, 4, 8]  # an overflow restarts it
+    assert run(8.0, [2.0, math.inf, math.nan]) == [4, 2, 1]  # any value but 0 is a hit
+
+
+def scale_args(**changes: object) -> dict[str, object]:
+    t = torch.ones(3)
+    args = {"scale": t.clone(), "scale_inv": t.clone(), "amax": t.clone(), "fmt": "e4m3"}
+    return args | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scale": 1.0}, TypeError, "scale must be a torch.Tensor"),
+        ({"scale_inv": None}, TypeError, "scale_inv must be a torch.Tensor"),
+        ({"amax": [1.0]}, TypeError, "amax must be a torch.Tensor"),
+        ({"amax": torch.ones(3).double()}, ValueError, "amax must have dtype float32"),
+        ({"scale_inv": torch.ones(2)}, ValueError, "scale_inv must have shape"),
+        ({"amax": torch.ones(1, 3)}, ValueError, "amax must have shape"),
+        ({"amax": torch.ones(3, device="meta")}, ValueError, "amax must be on"),
+        ({"scale": torch.ones(1).expand(3)}, ValueError, "scale is written in place"),
+        ({"scale_inv": torch.ones(1).expand(3)}, ValueError, "scale_inv is written in place"),
+        ({"fmt": "int8"}, ValueError, "fmt must be one of"),
+        ({"margin": 65}, ValueError, "margin must be an int between"),
+        ({"margin": -65}, ValueError, "margin must be an int between"),
+        ({"margin": 0.5}, (TypeError, ValueError), "margin must be an int"),
+    ],
+    ids=name,
+)
+def test_bad_scale_from_amax(
+    changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    args = scale_args(**changes)
+    tensors = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_cpu}
+    with pytest.raises(error, match=f"^scale_from_amax_: .*{message}"):
+        scale_from_amax_(
+            args["scale"],
+            args["scale_inv"],
+            args["amax"],
+            args["fmt"],
+            margin=args.get("margin", 0),
+        )
+    for key, before in tensors.items():
+        ind.assert_same_bits(args[key], before, key)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": torch.ones(2)}, "scale must hold one float32"),
+        ({"scale": torch.ones(1).double()}, "scale must hold one float32"),
+        ({"growth_tracker": torch.zeros(1)}, "growth_tracker must hold one int32"),
+        ({"hysteresis_tracker": torch.zeros(1).long()}, "hysteresis_tracker must hold one int32"),
+        ({"found_inf": torch.zeros(0)}, "found_inf must hold one float32"),
+        ({"found_inf": torch.zeros(1, device="meta")}, "found_inf must be on scale's device"),
+    ],
+    ids=name,
+)
+def test_bad_update_scale(changes: dict[str, torch.Tensor], message: str) -> None:
+    names = ("scale", "growth_tracker", "hysteresis_tracker", "found_inf")
+    args = dict(zip(names, device_state(8.0, 1), strict=True)) | changes
+    before = {k: v.clone() for k, v in args.items()}
+    with pytest.raises(ValueError, match=f"^update_scale_: .*{message}"):
+        update_scale_(**args)
+    for key, value in before.items():
+        if value.is_cpu:
+            ind.assert_same_bits(args[key].double(), value.double(), key)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: inv_scale(2.0), TypeError, "^inv_scale: scale must be a torch.Tensor"),
+        (lambda: inv_scale(torch.ones(2)), ValueError, "^inv_scale: scale must hold one float32"),
+        (lambda: inv_scale(torch.ones(1).half()), ValueError, "^inv_scale: scale must hold one"),
+        (lambda: clip_coef(4.0, 1.0), TypeError, "^clip_coef: sum_sq must be a torch.Tensor"),
+        (lambda: clip_coef(torch.ones(1), 1.0), ValueError, "^clip_coef: sum_sq must hold one fl"),
+        (lambda: clip_coef(torch.ones(1).double(), 0.0), ValueError, "^clip_coef: max_norm must"),
+        (lambda: clip_coef(torch.ones(1).double(), -1.0), ValueError, "^clip_coef: max_norm must"),
+        (lambda: clip_coef(torch.ones(1).double(), math.nan), ValueError, "^clip_coef: max_norm"),
+        (lambda: update_scale_(1.0, 0, 0, 0), TypeError, "^update_scale_: scale must be a torch"),
+    ],
+)
+def test_bad_scalars(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]
