@@ -1,4 +1,4 @@
-"""The command line: python -m mixprec.bench list | run | compare | plot."""
+"""The command line: python -m mixprec.bench list | run | compare | plot | readme."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from . import plot, results, table
+from . import plot, readme, results, table
 from .environment import environment
 from .rows import select
 from .run import run_rows
@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("plot", help="draw result against target as a PNG")
     one.add_argument("file", type=Path, nargs="?", default=RESULT)
     one.add_argument("--out", type=Path, help="default: the name of FILE, as .png")
+    one = commands.add_parser("readme", help="write the measured tables into README.md")
+    one.add_argument("file", type=Path, help="the README.md with the markers")
+    one.add_argument("folder", type=Path, help="where demo.json and bench.json are")
     return parser
 
 
@@ -113,10 +116,16 @@ def _plot(args: argparse.Namespace) -> int:
     return 0
 
 
+def _readme(args: argparse.Namespace) -> int:
+    changed = readme.write(args.file, args.folder)
+    print(f"{args.file}: {'tables brought up to date' if changed else 'nothing to change'}")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """0: done; 1: a row is wrong, failed or slower; 2: bad arguments or files."""
     args = _parser().parse_args(argv)
-    commands = {"list": _list, "run": _run, "compare": _compare, "plot": _plot}
+    commands = {"list": _list, "run": _run, "compare": _compare, "plot": _plot, "readme": _readme}
     try:
         return commands[args.command](args)
     except (ValueError, results.ResultError) as error:

@@ -155,6 +155,7 @@ class Report:
             "interrupted": self.interrupted,
             "options": self.options,
             "environment": self.environment,
+            "table": self.table(),
             "rows": [self._row_dict(row) for row in self.rows],
         }
         return _finite(result)

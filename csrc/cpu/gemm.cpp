@@ -1,5 +1,6 @@
 // gemm and gemm_accumulate_: pack both operands into panels of fp32 words or bf16 pairs, multiply
 // panels into an fp32 tile that stays in the second cache, scale and round each row once.
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 
@@ -43,17 +44,21 @@ constexpr int64_t kTileRows = 112, kTileCols = 256;  // of the fp32 tile: 112 KB
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Packs rows [first, first + count) of x into panels of `width`.
-void pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x, int64_t first,
+// Packs rows [first, first + count) of x into panels of `width`; whether a panel lost an element.
+bool pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x, int64_t first,
                  int64_t count, int64_t k, int64_t words, uint32_t* out) {
   int64_t grain = std::max<int64_t>(1, kPiece / (width * std::max<int64_t>(1, k)));
+  std::atomic<bool> lost{false};
   torch::stable::parallel_for(0, ceil_div(count, width), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       int64_t row = p * width;
-      pack(x.dtype, at(x.data, x.dtype, (first + row) * x.stride_i), x.stride_i, x.stride_k,
-           std::min(width, count - row), k, out + row * words);
+      if (pack(x.dtype, at(x.data, x.dtype, (first + row) * x.stride_i), x.stride_i, x.stride_k,
+               std::min(width, count - row), k, out + row * words)) {
+        lost = true;
+      }
     }
   });
+  return lost;
 }
 
 // How many threads along M and along N: the split whose largest share of panels is smallest.
@@ -116,32 +121,57 @@ void multiply_block(const GemmKernel& kernel, const uint32_t* a, const uint32_t*
   });
 }
 
+// One operand packed for one kernel, a block of rows at a time.
+class Packed {
+ public:
+  Packed(const Matrix& x, int64_t k, int64_t width, Scratch& scratch)
+      : x_(x), k_(k), width_(width), scratch_(scratch) {}
+
+  uint32_t* data() const { return data_; }
+
+  bool pack(decltype(GemmKernel::pack_a) pack, int64_t first, int64_t count, int64_t words) {
+    int64_t bytes = ceil_div(count, width_) * width_ * words * 4;
+    data_ = static_cast<uint32_t*>(scratch_.get(std::max<int64_t>(bytes, 64)));
+    return pack_panels(pack, width_, x_, first, count, k_, words, data_);
+  }
+
+ private:
+  const Matrix& x_;
+  int64_t k_, width_;
+  Scratch& scratch_;
+  uint32_t* data_ = nullptr;
+};
+
 // All of a [M, K] times b [K, N]; b is given with its columns as rows.
 template <class Store>
 void multiply(const Matrix& a, const Matrix& b, int64_t k, const Store& store) {
-  bool exact_in_bf16 = a.dtype != Dtype::f16;
-  const GemmKernel& kernel = exact_in_bf16 ? loops().gemm_bf16 : loops().gemm_f32;
+  static thread_local Scratch scratch[4];
+  const GemmKernel& exact = loops().gemm_f32;
+  const GemmKernel& kernel = a.dtype == Dtype::f16 ? exact : loops().gemm_bf16;
+  Packed packed_a(a, k, kernel.mr, scratch[0]), packed_b(b, k, kernel.nr, scratch[1]);
   int64_t words = ceil_div(k, kernel.k_per_word);
   int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, words);
-  int64_t block_m =
-      std::min(ceil_div(a.rows, kernel.mr), std::max<int64_t>(1, fit / kernel.mr)) * kernel.mr;
-  int64_t block_n =
-      std::min(ceil_div(b.rows, kernel.nr), std::max<int64_t>(1, fit / kernel.nr)) * kernel.nr;
-  static thread_local Scratch scratch_a, scratch_b;
-  auto* packed_a = static_cast<uint32_t*>(scratch_a.get(block_m * words * 4 + 64));
-  auto* packed_b = static_cast<uint32_t*>(scratch_b.get(block_n * words * 4 + 64));
+  int64_t block_m = std::max<int64_t>(1, fit / kernel.mr) * kernel.mr;
+  int64_t block_n = std::max<int64_t>(1, fit / kernel.nr) * kernel.nr;
+  bool lost_a = false;
   for (int64_t n0 = 0; n0 < b.rows; n0 += block_n) {
     int64_t n = std::min(block_n, b.rows - n0);
-    pack_panels(kernel.pack_b, kernel.nr, b, n0, n, k, words, packed_b);
+    bool lost_b = packed_b.pack(kernel.pack_b, n0, n, words);
     for (int64_t m0 = 0; m0 < a.rows; m0 += block_m) {
       int64_t m = std::min(block_m, a.rows - m0);
-      if (n0 == 0 || block_m < a.rows) {
-        pack_panels(kernel.pack_a, kernel.mr, a, m0, m, k, words, packed_a);
+      if (n0 == 0 || block_m < a.rows) lost_a = packed_a.pack(kernel.pack_a, m0, m, words);
+      auto store_block = [&](int64_t row, int64_t col, int64_t count, const float* acc) {
+        store(m0 + row, n0 + col, count, acc);
+      };
+      if (lost_a || lost_b) {
+        // Subnormal bf16 numbers, which the bf16 dot product reads as zero: fp32 for this block.
+        Packed wide_a(a, k, exact.mr, scratch[2]), wide_b(b, k, exact.nr, scratch[3]);
+        wide_a.pack(exact.pack_a, m0, m, k);
+        wide_b.pack(exact.pack_b, n0, n, k);
+        multiply_block(exact, wide_a.data(), wide_b.data(), m, n, k, store_block);
+      } else {
+        multiply_block(kernel, packed_a.data(), packed_b.data(), m, n, words, store_block);
       }
-      multiply_block(kernel, packed_a, packed_b, m, n, words,
-                     [&](int64_t row, int64_t col, int64_t count, const float* acc) {
-                       store(m0 + row, n0 + col, count, acc);
-                     });
     }
   }
 }

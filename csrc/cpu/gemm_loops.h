@@ -11,32 +11,49 @@ uint32_t word(T low, T high) {  // a pair of bf16; exact for bf16, E4M3 and E5M2
   return (float_bits(decode(low)) >> 16) | (float_bits(decode(high)) & 0xFFFF0000u);
 }
 
+// Whether the bf16 dot product would read x as zero: a subnormal number. (fp8 has none in bf16.)
+template <int pair, class T>
+uint32_t is_lost(T x) {
+  if constexpr (pair == 2 && sizeof(T) == 2) return (x.bits & 0x7FFFu) - 1u < 0x7Fu;
+  return 0;
+}
+
+// The packing functions return whether an element is lost.
+//
 // A panel whose rows lie next to each other in memory (stride_i = 1): copy while decoding.
 template <int pair, int width, class T>
-void pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
+uint32_t pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
+  uint32_t lost = 0;
   for (int64_t w = 0; w < words; ++w, out += width) {
     const T* __restrict row = src + w * pair * stride_k;
     if constexpr (pair == 1) {
       for (int i = 0; i < width; ++i) out[i] = word(row[i]);
     } else {
       const T* __restrict next = row + stride_k;
-      for (int i = 0; i < width; ++i) out[i] = word(row[i], next[i]);
+      for (int i = 0; i < width; ++i) {
+        out[i] = word(row[i], next[i]);
+        lost |= is_lost<pair>(row[i]) | is_lost<pair>(next[i]);
+      }
     }
   }
+  return lost;
 }
 
 // The 16 words of one row of a block, decoded element by element so that it vectorises.
 template <int pair, class T>
-inline void decode_words(const T* __restrict row, uint32_t* __restrict words) {
+inline uint32_t decode_words(const T* __restrict row, uint32_t* __restrict words) {
+  uint32_t lost = 0;
   if constexpr (pair == 1) {
     for (int j = 0; j < 16; ++j) words[j] = word(row[j]);
   } else {
     uint16_t halves[32];
     for (int j = 0; j < 32; ++j) {
       halves[j] = static_cast<uint16_t>(float_bits(decode(row[j])) >> 16);
+      lost |= is_lost<pair>(row[j]);
     }
     __builtin_memcpy(words, halves, sizeof halves);
   }
+  return lost;
 }
 
 typedef uint32_t Words4 __attribute__((vector_size(16)));
@@ -63,11 +80,13 @@ inline void transpose_4x4(const uint32_t* in, uint32_t* out, int64_t ld_out) {
 // A panel whose k lie next to each other (stride_k = 1): decode 16 words of each row, then
 // transpose the block, which fits in the first cache.
 template <int pair, int width, class T>
-void pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
+uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
   constexpr int block = 16, quads = width / 4 * 4;
-  uint32_t tile[width][block];
+  uint32_t tile[width][block], lost = 0;
   for (int64_t w = 0; w < words; w += block, out += block * width) {
-    for (int i = 0; i < width; ++i) decode_words<pair>(src + i * stride_i + w * pair, tile[i]);
+    for (int i = 0; i < width; ++i) {
+      lost |= decode_words<pair>(src + i * stride_i + w * pair, tile[i]);
+    }
     for (int j = 0; j < block; j += 4) {
       for (int i = 0; i < quads; i += 4) {
         transpose_4x4(&tile[i][j], out + j * width + i, width);
@@ -77,47 +96,56 @@ void pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __
       for (int i = quads; i < width; ++i) out[j * width + i] = tile[i][j];
     }
   }
+  return lost;
 }
 
 // Any strides, any remainder, zeros outside.
 template <int pair, int width, class T>
-void pack_general(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
-                  uint32_t* __restrict out) {
-  T zero{};
+uint32_t pack_general(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+                      uint32_t* __restrict out) {
+  uint32_t lost = 0;
   for (int64_t first = 0; first < k; first += pair, out += width) {
     for (int64_t i = 0; i < width; ++i) {
       const T* x = src + i * stride_i + first * stride_k;
+      T low{}, high{};
+      if (i < rows) low = *x;
+      if (i < rows && first + 1 < k && pair == 2) high = x[stride_k];
       if constexpr (pair == 1) {
-        out[i] = i < rows ? word(*x) : 0u;
+        out[i] = word(low);
       } else {
-        out[i] = i < rows ? word(*x, first + 1 < k ? x[stride_k] : zero) : 0u;
+        out[i] = word(low, high);
+        lost |= is_lost<pair>(low) | is_lost<pair>(high);
       }
     }
   }
+  return lost;
 }
 
 template <int pair, int width, class T>
-void pack_panel(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
-                uint32_t* out) {
+uint32_t pack_panel(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+                    uint32_t* out) {
   int64_t done = 0;  // of k
+  uint32_t lost = 0;
   if (rows == width && stride_i == 1) {
     done = k / pair * pair;
-    pack_adjacent<pair, width>(src, stride_k, done / pair, out);
+    lost = pack_adjacent<pair, width>(src, stride_k, done / pair, out);
   } else if (rows == width && stride_k == 1) {
     done = k / (16 * pair) * (16 * pair);
-    pack_transposed<pair, width>(src, stride_i, done / pair, out);
+    lost = pack_transposed<pair, width>(src, stride_i, done / pair, out);
   }
-  pack_general<pair, width>(src + done * stride_k, stride_i, stride_k, rows, k - done,
-                            out + done / pair * width);
+  return lost | pack_general<pair, width>(src + done * stride_k, stride_i, stride_k, rows, k - done,
+                                          out + done / pair * width);
 }
 
 template <int pair, int width>
-void pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+bool pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
           uint32_t* out) {
+  uint32_t lost = 0;
   with_low(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    pack_panel<pair, width>(static_cast<const T*>(src), stride_i, stride_k, rows, k, out);
+    lost = pack_panel<pair, width>(static_cast<const T*>(src), stride_i, stride_k, rows, k, out);
   });
+  return lost != 0;
 }
 
 template <int mr, int nv>

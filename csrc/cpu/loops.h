@@ -16,9 +16,10 @@ struct GemmKernel {
   int64_t mr, nr;  // panel widths of a and b
   int64_t k_per_word;
   // out[word][width] <- element (i, k) at src[i * stride_i + k * stride_k], zeros beyond rows, k.
-  void (*pack_a)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
+  // True if `micro` would not multiply all of it exactly: bf16 pairs with a subnormal number.
+  bool (*pack_a)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
                  int64_t k, uint32_t* out);
-  void (*pack_b)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
+  bool (*pack_b)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
                  int64_t k, uint32_t* out);
   // c[mr][nr] (row stride ldc) = or += a_panel * b_panel over `words`.
   void (*micro)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,

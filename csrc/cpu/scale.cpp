@@ -64,6 +64,10 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
   check_scalar(growth_tracker, ScalarType::Int, "update_scale_: growth_tracker");
   check_scalar(hysteresis_tracker, ScalarType::Int, "update_scale_: hysteresis_tracker");
   check_scalar(found_inf, ScalarType::Float, "update_scale_: found_inf");
+  STD_TORCH_CHECK(growth_factor >= 1 && std::isfinite(growth_factor) && backoff_factor > 0 &&
+                      backoff_factor <= 1 && growth_interval >= 1 && min_scale >= 0 &&
+                      std::isfinite(min_scale) && max_scale > 0 && hysteresis >= 1,
+                  "update_scale_: a setting is out of its range");
   LossScaleRule rule{growth_factor,
                      backoff_factor,
                      growth_interval,

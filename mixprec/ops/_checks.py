@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What a scale and its inverse are kept within: both are normal fp32 numbers.
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -103,8 +104,11 @@ def positive_scale(
     else:
         got = type(scale).__name__
         raise TypeError(f"{op}: {name} must be a number or a tensor, got {got}")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{op}: {name} must be positive and finite, got {value}")
+    if not MIN_SCALE <= value <= MAX_SCALE:
+        raise ValueError(
+            f"{op}: {name} must be positive and finite, got {value} (allowed: 2^-126 to 2^126, "
+            f"so that the inverse is a normal number too)"
+        )
     return scale
 
 

@@ -9,7 +9,6 @@ import torch
 from .. import formats
 from . import _backends, _checks, _library
 
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
 
 
@@ -29,7 +28,7 @@ def scale_from_amax(
     if power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     usable = torch.isfinite(amax) & (amax > 0)
-    return torch.where(usable, scale.clamp(MIN_SCALE, MAX_SCALE), previous)
+    return torch.where(usable, scale.clamp(_checks.MIN_SCALE, _checks.MAX_SCALE), previous)
 
 
 def scale_from_amax_reference_(
@@ -205,6 +204,16 @@ def _check_update_scale(
     ):
         _checks.is_scalar(op, name, t, dtype)
         _checks.on_device(op, name, t, scale.device, "scale")
+    for name, number, valid, meaning in (
+        ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, "finite, 1 or more"),
+        ("backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "in (0, 1]"),
+        ("growth_interval", growth_interval, growth_interval >= 1, "1 or more"),
+        ("min_scale", min_scale, 0 <= min_scale < math.inf, "finite, 0 or more"),
+        ("max_scale", max_scale, max_scale > 0, "positive"),
+        ("hysteresis", hysteresis, hysteresis >= 1, "1 or more"),
+    ):
+        if not valid:
+            raise ValueError(f"{op}: {name} must be {meaning}, got {number}")
 
 
 _library.define(

@@ -1,0 +1,50 @@
+"""README.md: its tables are those of the committed results, and its code runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mixprec.bench import readme
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results" / "cpu"
+
+
+def test_tables_are_the_committed_results() -> None:
+    assert readme.render(README, RESULTS) == README.read_text(), (
+        "run: python -m mixprec.bench readme README.md bench/results/cpu"
+    )
+
+
+def test_a_changed_figure_would_be_seen(tmp_path: Path) -> None:
+    edited = tmp_path / "README.md"
+    table = re.search(r"<!-- demo -->.*?<!-- end -->", README.read_text(), re.DOTALL)
+    assert table is not None
+    figure = re.search(r"\d\.\d{4}", table[0])
+    assert figure is not None
+    edited.write_text(README.read_text().replace(figure[0], "9.9999", 1))
+    assert readme.write(edited, RESULTS)
+    assert edited.read_text() == README.read_text()
+
+
+def test_the_tour_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    checks = "\nassert error < 0.5 and w.grad is not None\nassert scaler.skipped.item() == 0\n"
+    program = tmp_path / "tour.py"
+    program.write_text("\n".join(blocks) + checks)
+    run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "fp8: x e4m3, w e4m3, g e5m2" in run.stdout
+    assert "recipe" in run.stdout
+    for command in ("make demo", "make test"):
+        assert command in README.read_text()[:1500]
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
+        assert (ROOT / target).exists(), target
