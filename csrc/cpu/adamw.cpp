@@ -29,11 +29,12 @@ struct Row {
   bool contiguous;  // all of them, so that no memory order needs matching
 };
 
+// (Not the device: with a tensor on another one the dispatcher would not have come here.)
 bool matches(const Tensor& t, ScalarType type, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   auto own = t.sizes();
   bool same = own.size() == sizes.size();
   for (size_t d = 0; same && d < sizes.size(); ++d) same = own[d] == sizes[d];
-  return same && t.scalar_type() == type && on_cpu(t);
+  return same && t.scalar_type() == type;
 }
 
 std::vector<Row> check_lists(const TensorList& params, const TensorList& grads,
@@ -50,12 +51,12 @@ std::vector<Row> check_lists(const TensorList& params, const TensorList& grads,
     Dtype p = dtype_of(param, "adamw_: a param"), g = dtype_of(grad, "adamw_: a grad");
     auto sizes = param.sizes();
     bool contiguous = param.is_contiguous();
-    STD_TORCH_CHECK(!is_fp8(p) && on_cpu(param) && (contiguous || is_writable(param)),
-                    "adamw_: a param must be floating point on the CPU, writable");
+    STD_TORCH_CHECK(!is_fp8(p) && (contiguous || is_writable(param)),
+                    "adamw_: a param must be floating point and writable");
     STD_TORCH_CHECK((p == Dtype::f64 ? g == Dtype::f64 : is_float(g)) &&
                         matches(grad, grad.scalar_type(), sizes),
-                    "adamw_: a grad must have its param's shape, be on the CPU and be fp32, bf16 "
-                    "or fp16 (fp64 for an fp64 param)");
+                    "adamw_: a grad must have its param's shape and be fp32, bf16 or fp16 (fp64 for "
+                    "an fp64 param)");
     contiguous = contiguous && grad.is_contiguous();
     ScalarType real = p == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
     for (const TensorList* list : state) {
@@ -63,7 +64,7 @@ std::vector<Row> check_lists(const TensorList& params, const TensorList& grads,
       bool t_contiguous = t.is_contiguous();
       STD_TORCH_CHECK(matches(t, real, sizes) && (t_contiguous || is_writable(t)),
                       "adamw_: state and masters must be fp32 (fp64 for an fp64 param), of their "
-                      "param's shape, on the CPU, writable");
+                      "param's shape, writable");
       contiguous = contiguous && t_contiguous;
     }
     check_scalar(steps[i], ScalarType::Float, "adamw_: a step");

@@ -1,9 +1,8 @@
 // The casts between fp32 and fp16, bf16, E4M3, E5M2, in integer arithmetic without branches, so
 // that every compiler vectorises them and every processor gives the same bits.
 //
-// Encoding rounds to nearest, ties to even. A normal result: add half a unit of the last kept bit
-// (a whole unit less for an even one), then shift. A subnormal result: adding a power of two whose
-// unit in the last place is the format's smallest subnormal makes the FPU do the rounding.
+// Encoding rounds to nearest, ties to even, by adding a power of two so large that the last bit of
+// the sum is the last bit of the result: the FPU does the rounding, for subnormal results too.
 #pragma once
 
 #include "hd.h"
@@ -23,28 +22,31 @@ struct E5m2 {
   uint8_t bits;
 };
 
-// Rounds |x| to a float format with `mantissa` bits and exponent bias `bias`; returns its code
-// without the sign, unbounded above.
-template <int mantissa, int bias>
+// Rounds |x| (bits u, taken as max_bits if larger) to a format with `mantissa` bits and exponent
+// bias `bias`; returns its code without the sign.
+template <int mantissa, int bias, uint32_t max_bits>
 MIXPREC_HD uint32_t round_magnitude(uint32_t u) {
   constexpr int shift = 23 - mantissa;
-  constexpr uint32_t rebias = static_cast<uint32_t>(127 - bias) << 23;
   constexpr uint32_t min_normal = static_cast<uint32_t>(128 - bias) << 23;
-  constexpr uint32_t magic = static_cast<uint32_t>(128 - bias - mantissa + 23) << 23;
-  uint32_t half = (1u << (shift - 1)) - 1u + ((u >> shift) & 1u);
-  uint32_t normal = (u + half - rebias) >> shift;
-  uint32_t subnormal = float_bits(bits_float(u) + bits_float(magic)) - magic;
-  return u < min_normal ? subnormal : normal;
+  u = u < max_bits ? u : max_bits;
+  uint32_t exponent = u & 0x7F800000u;
+  exponent = exponent > min_normal ? exponent : min_normal;
+  uint32_t magic = exponent + (static_cast<uint32_t>(shift) << 23);
+  // In units of the result's last bit: up to 2^(mantissa + 1), the hidden bit included.
+  uint32_t significand = float_bits(bits_float(u) + bits_float(magic)) - magic;
+  return significand + ((exponent - min_normal) >> shift);
 }
 
 // q = saturate(y) for E4M3 and E5M2, where y = x * scale. Finiteness is that of x: a finite x
 // saturates even where y is infinite. A NaN in y is one in x, or one that a broken scale made.
-template <int mantissa, int bias, uint32_t max_bits, uint32_t inf, uint32_t nan>
+// With known_finite (x and scale are) the special values need no look.
+template <bool known_finite, int mantissa, int bias, uint32_t max_bits, uint32_t inf, uint32_t nan>
 MIXPREC_HD uint8_t encode_fp8(uint32_t x, uint32_t y) {
-  uint32_t magnitude_x = x & 0x7FFFFFFFu, magnitude_y = y & 0x7FFFFFFFu;
-  uint32_t code = round_magnitude<mantissa, bias>(magnitude_y < max_bits ? magnitude_y : max_bits);
-  code = magnitude_x == 0x7F800000u ? inf : code;
-  code = magnitude_y > 0x7F800000u ? nan : code;
+  uint32_t code = round_magnitude<mantissa, bias, max_bits>(y & 0x7FFFFFFFu);
+  if (!known_finite) {
+    code = (x & 0x7FFFFFFFu) == 0x7F800000u ? inf : code;
+    code = (y & 0x7FFFFFFFu) > 0x7F800000u ? nan : code;
+  }
   return static_cast<uint8_t>(code | ((x >> 24) & 0x80u));
 }
 
@@ -54,8 +56,10 @@ struct Convert;
 
 template <>
 struct Convert<E4m3> {
+  template <bool known_finite = false>
   static MIXPREC_HD E4m3 encode(float x, float scale) {
-    return {encode_fp8<3, 7, 0x43E00000u, 0x7F, 0x7F>(float_bits(x), float_bits(x * scale))};
+    return {encode_fp8<known_finite, 3, 7, 0x43E00000u, 0x7F, 0x7F>(float_bits(x),
+                                                                    float_bits(x * scale))};
   }
   static MIXPREC_HD float decode(E4m3 q) {
     uint32_t magnitude = q.bits & 0x7Fu, sign = static_cast<uint32_t>(q.bits & 0x80u) << 24;
@@ -71,12 +75,14 @@ template <>
 struct Convert<Fp16> {
   static MIXPREC_HD Fp16 encode(float x) {
     uint32_t u = float_bits(x) & 0x7FFFFFFFu, sign = (float_bits(x) >> 16) & 0x8000u;
-    uint32_t code = round_magnitude<10, 15>(u);
-    code = code > 0x7C00u ? 0x7C00u : code;
+    uint32_t code = round_magnitude<10, 15, 0x47800000u>(u);  // 2^16 and beyond: Inf
     code = u > 0x7F800000u ? 0x7E00u : code;
     return {static_cast<uint16_t>(code | sign)};
   }
-  static MIXPREC_HD Fp16 encode(float x, float scale) { return encode(x * scale); }
+  template <bool known_finite = false>
+  static MIXPREC_HD Fp16 encode(float x, float scale) {
+    return encode(x * scale);
+  }
   static MIXPREC_HD float decode(Fp16 h) {
     uint32_t magnitude = h.bits & 0x7FFFu, sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
     uint32_t normal = (magnitude << 13) + (112u << 23);
@@ -89,8 +95,10 @@ struct Convert<Fp16> {
 
 template <>
 struct Convert<E5m2> {
+  template <bool known_finite = false>
   static MIXPREC_HD E5m2 encode(float x, float scale) {
-    return {encode_fp8<2, 15, 0x47600000u, 0x7C, 0x7F>(float_bits(x), float_bits(x * scale))};
+    return {encode_fp8<known_finite, 2, 15, 0x47600000u, 0x7C, 0x7F>(float_bits(x),
+                                                                     float_bits(x * scale))};
   }
   // E5M2 is fp16 without its low byte.
   static MIXPREC_HD float decode(E5m2 q) {
@@ -106,14 +114,16 @@ struct Convert<Bf16> {
     code = (u & 0x7FFFFFFFu) > 0x7F800000u ? ((u >> 16) & 0x8000u) | 0x7FC0u : code;
     return {static_cast<uint16_t>(code)};
   }
-  static MIXPREC_HD Bf16 encode(float x, float scale) { return encode(x * scale); }
+  template <bool known_finite = false>
+  static MIXPREC_HD Bf16 encode(float x, float scale) {
+    return encode(x * scale);
+  }
   static MIXPREC_HD float decode(Bf16 b) { return bits_float(static_cast<uint32_t>(b.bits) << 16); }
 };
 
 template <>
 struct Convert<float> {
   static MIXPREC_HD float encode(float x) { return x; }
-  static MIXPREC_HD float encode(float x, float scale) { return x * scale; }
   static MIXPREC_HD float decode(float x) { return x; }
 };
 
