@@ -226,7 +226,7 @@ def test_nothing_imports_what_stands_above_the_library() -> None:
             assert not above, f"{path.relative_to(ROOT)}:{node.lineno} imports {above}"
 
 
-def test_import_is_light() -> None:
+def test_import_is_light(tmp_path: Path) -> None:
     """No Triton, no CUDA context, and no torch._dynamo (1.3 s), unless torch brings it itself."""
     code = """
 import json, sys, torch
@@ -235,7 +235,7 @@ import mixprec
 print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))
 """
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     ).stdout
     new, cuda_initialized = json.loads(out)
     assert "mixprec.ops" in new

@@ -145,23 +145,3 @@ def test_other_instruction_sets(isa: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "casts agree" in done.stdout
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("isa", ISAS)
-def test_op_tests_on_other_instruction_sets(isa: str) -> None:
-    """GEMM, the training step and the rest: the same tests, forced onto each set of kernels."""
-    skip_unless_worth_it(isa)
-    here = Path(__file__).parent
-    files = ("quantize", "dequantize", "amax", "gemm", "unscale", "grad_stats", "adamw")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += [
-        "-k",
-        "not reference and not bad_input",
-        *(str(here / f"test_{f}.py") for f in files),
-    ]
-    env = os.environ | {"MIXPREC_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        command, env=env, cwd=here.parent, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
