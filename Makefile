@@ -12,10 +12,11 @@ FULL ?=
 TESTS ?= tests
 ARGS ?=
 
-CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
-PY_SOURCES := $(shell find mixprec bench -name '*.py')
+CXX_SOURCES := $(shell find csrc -path csrc/cuda -prune -o \( -name '*.cpp' -o -name '*.h' \) -print)
+FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+PY_SOURCES := $(shell find mixprec bench triton_kernels -name '*.py')
 BUILD_FILES := setup.py pyproject.toml
-BUILD_TOOLS := "setuptools>=77" wheel pybind11 ninja
+BUILD_TOOLS := setuptools wheel pybind11 ninja
 PIP = "$(PY)" -m pip install -q --disable-pip-version-check
 
 # Sees what only the system's package manager can bring; names all of it in one line.
@@ -42,8 +43,8 @@ export CHECK_SYSTEM
 define CHECK_PACKAGES
 import importlib.metadata, importlib.util, sys
 lack = [n.replace("_", "-") for n in sys.argv[1:] if importlib.util.find_spec(n) is None]
-if "setuptools" not in lack and int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
-    lack.append("'setuptools>=77'")
+if "setuptools" not in lack and int(importlib.metadata.version("setuptools").split(".")[0]) < 64:
+    lack.append("'setuptools>=64'")
 if lack:
     packages = " ".join(lack)
     sys.exit(f"missing in this environment: {packages}. Run: {sys.executable} -m pip install {packages}")
@@ -101,19 +102,22 @@ help:
 	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
 	@echo 'without writing to it. TORCH="torch==2.13.0 --index-url URL" chooses the torch of .venv.'
 
+# Threads that wait sleep: many short parallel loops follow each other, and on a machine that does
+# other things as well, spinning ones hold up the thread they wait for (tests on two busy cores:
+# 100 s against more than 600 s).
+demo test: export OMP_WAIT_POLICY ?= PASSIVE
+
 demo: needs-demo $(READY)
 	@$(WITH) "$(PY)" examples/train_gpt.py --out demo $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
-# Threads that wait sleep: the tests are many short parallel loops, and on a busy machine spinning
-# ones hold up the thread they wait for (100 s against more than 600 s, seen on two cores).
 test: needs-test $(READY)
-	@export OMP_WAIT_POLICY=PASSIVE; $(RUN) -m pytest -c ../../pyproject.toml --rootdir ../.. $(ARGS) $(addprefix ../../,$(TESTS))
+	@$(RUN) -m pytest -c ../../pyproject.toml --rootdir ../.. $(ARGS) $(addprefix ../../,$(TESTS))
 
 lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 	@$(WITH) "$(PY)" -m ruff check .
 	@$(WITH) "$(PY)" -m ruff format --check .
 	@$(WITH) "$(PY)" -m mypy
-	@$(WITH) "$(PY)" -c 'from clang_format import *; clang_format()' --dry-run -Werror $(CXX_SOURCES)
+	@$(WITH) "$(PY)" -c 'from clang_format import *; clang_format()' --dry-run -Werror $(FORMATTED)
 
 bench: needs-build $(READY)
 	@$(RUN) -m mixprec.bench run --device cpu \
@@ -121,7 +125,7 @@ bench: needs-build $(READY)
 
 clean:
 	rm -rf .venv build *.egg-info mixprec/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find mixprec bench tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mixprec bench triton_kernels tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 needs-build:
 	$(call NEEDS)

@@ -1,6 +1,6 @@
 """The whole build: what is compiled, for which processors, and why not, in one page.
 
-MIXPREC_BUILD=auto|cpu|cuda  what to build (auto: everything that this machine can)
+MIXPREC_BUILD=auto|cpu  what to build (auto: everything that this machine can)
 MIXPREC_WERROR=1             C++ warnings are errors (lint and CI only)
 MAX_JOBS=N                   parallel compilations (default: cores, at most one per 4 GB of RAM)
 """
@@ -31,8 +31,9 @@ except ImportError:  # torch carries a copy of the headers
 
 BUILD = os.environ.get("MIXPREC_BUILD", "auto")
 if BUILD not in ("auto", "cpu"):
-    # _C_cuda, the CUDA library, takes its place in ext_modules below when its kernels exist.
-    sys.exit(f"MIXPREC_BUILD must be auto or cpu (there are no CUDA kernels yet), got {BUILD!r}")
+    # _C_cuda, the CUDA library, takes its place in ext_modules below: its sources (csrc/cuda) run
+    # on the CPU in tests/test_cuda_on_cpu.py, and are built once a GPU has run them.
+    sys.exit(f"MIXPREC_BUILD must be auto or cpu (CUDA kernels are not built yet), got {BUILD!r}")
 
 
 def default_jobs() -> int:
@@ -75,8 +76,10 @@ packages = {
     "mixprec.ops": "mixprec/ops",
     "mixprec.optim": "mixprec/optim",
     "mixprec.bench": "bench",
+    "mixprec.triton_kernels": "triton_kernels",
 }
 setup(
+    license="Apache-2.0",
     packages=list(packages),
     package_dir=packages,
     package_data={"mixprec": ["py.typed"]},

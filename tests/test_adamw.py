@@ -403,3 +403,16 @@ def test_fp64_masters_of_fp64_params(backend: str) -> None:
     lists = Lists()
     lists.add((11,), torch.float64, master=True)
     check(lists)
+
+
+def test_a_shared_step_advances_once(backend: str) -> None:
+    step = torch.tensor(4.0)
+    params, grads = [torch.ones(3), torch.ones(5)], [torch.ones(3), torch.ones(5)]
+    state = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    with torch.no_grad():
+        adamw_(
+            params, grads, *state, [], [step, step],
+            lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
+        )  # fmt: skip
+    assert step.item() == 5.0
+    assert torch.equal(params[0], params[1][:3])

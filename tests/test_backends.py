@@ -20,7 +20,7 @@ def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
         assert _backends.chosen_backend(op, "cpu") == "cpp"
 
 
-def test_every_op_has_its_two_variants() -> None:
+def test_every_op_has_its_variants() -> None:
     expected = {
         "adamw_", "amax", "clip_coef", "dequantize", "gemm", "gemm_accumulate_", "grad_stats_",
         "inv_scale", "quantize", "scale_from_amax_", "unscale_", "update_scale_",
@@ -28,9 +28,10 @@ def test_every_op_has_its_two_variants() -> None:
     assert set(_library.OPS) >= expected
     for op in _library.OPS:
         kernel = getattr(torch.ops.mixprec, op).default
-        reference = getattr(torch.ops.mixprec, _library.variant_name(op, "reference")).default
         written = str(kernel._schema).split("(", 1)[1]
-        assert str(reference._schema).split("(", 1)[1] == written, "the signatures differ"
+        for variant in ("reference", *(["triton"] if op in _library.TRITON else [])):
+            other = getattr(torch.ops.mixprec, _library.variant_name(op, variant)).default
+            assert str(other._schema).split("(", 1)[1] == written, "the signatures differ"
         mutates = op.endswith("_")
         assert (
             any(a.alias_info and a.alias_info.is_write for a in kernel._schema.arguments) is mutates
@@ -101,6 +102,36 @@ def test_forced_backend_that_cannot_run_says_why() -> None:
         pytest.raises(RuntimeError, match=r"amax: no backend can run on cuda.*run on cpu tensors"),
     ):
         _backends.choose("amax", "cuda")
+
+
+def test_on_a_gpu_triton_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not measured on a GPU, it is no default; where it cannot run, the reason is given."""
+    monkeypatch.setattr(_library, "TRITON_ERROR", None)
+    assert _backends.order("cuda") == ("reference",)
+    with mixprec.use_backend("triton"):
+        for op in _library.TRITON:
+            assert _backends.chosen_backend(op, "cuda") == "triton"
+        with pytest.raises(RuntimeError, match=r"^gemm: .*triton: it has no Triton kernel"):
+            _backends.choose("gemm", "cuda")
+    assert _backends.why_not("amax", "triton", "cpu") == (
+        "the Triton kernels run on cuda tensors, not cpu"
+    )
+    monkeypatch.setattr(_library, "TRITON_ERROR", "triton is not installed: pip install triton")
+    with (
+        mixprec.use_backend("triton"),
+        pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*pip install triton"),
+    ):
+        _backends.choose("amax", "cuda")
+
+
+def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
+    with (
+        mixprec.use_backend("triton"),
+        pytest.raises(RuntimeError, match=r"triton: the Triton kernels run on cuda tensors"),
+    ):
+        mixprec.amax(torch.ones(2))
+    with pytest.raises(NotImplementedError, match="amax_triton"):
+        torch.ops.mixprec.amax_triton(torch.ones(2))
 
 
 def test_a_reference_that_was_not_asked_for_is_logged_once(

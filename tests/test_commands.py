@@ -42,7 +42,7 @@ def clone(tmp_path: Path) -> Path:
     root.mkdir()
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, root)
-    for name in ("csrc", "mixprec", "bench"):
+    for name in ("csrc", "mixprec", "bench", "triton_kernels", "tests"):
         shutil.copytree(
             ROOT / name, root / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
@@ -131,7 +131,7 @@ def test_a_first_run_installs_builds_and_runs(clone: Path) -> None:
     steps = [
         '"python3" -m venv .venv',
         "pip install -q --disable-pip-version-check torch==2.12.0",
-        'pip install -q --disable-pip-version-check "setuptools>=77" wheel pybind11 ninja',
+        "pip install -q --disable-pip-version-check setuptools wheel pybind11 ninja",
         '--no-build-isolation -e ".[test]"',
         "-m pytest -c ../../pyproject.toml --rootdir ../.. -x ../../tests",
     ]
@@ -271,7 +271,9 @@ def test_the_packages_that_make_asks_for_are_the_extras() -> None:
         asked = re.search(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.MULTILINE)
         assert declared is not None
         assert asked is not None
-        names = {re.split(r"[=<>]", name)[0] for name in re.findall(r'"([^"]*)"', declared[1])}
+        # What only some systems get (Triton) is no need: its tests are skipped without it.
+        words = [word for word in re.findall(r'"([^"]*)"', declared[1]) if ";" not in word]
+        names = {re.split(r"[=<>]", word)[0] for word in words}
         assert {name.replace("_", "-") for name in asked[1].split()} == names, extra
 
 

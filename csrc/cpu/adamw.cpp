@@ -1,6 +1,4 @@
 // adamw_: the optimizer's update.
-#include <cmath>
-
 #include "cpu/loops.h"
 #include "cpu/parallel.h"
 #include "ops.h"
@@ -8,19 +6,6 @@
 namespace mixprec::cpu {
 
 namespace {
-
-struct Settings {
-  double lr, beta1, beta2, eps, weight_decay, inv_scale, clip;
-};
-
-template <class Real>
-AdamWScalars<Real> scalars(const Settings& s, int64_t step) {
-  double bc1 = 1.0 - power(s.beta1, step), bc2 = 1.0 - power(s.beta2, step);
-  auto real = [](double x) { return static_cast<Real>(x); };
-  return {real(s.inv_scale),   real(s.clip),     real(s.lr * s.weight_decay),
-          real(1.0 - s.beta1), real(s.beta2),    real(1.0 - s.beta2),
-          real(s.eps),         real(s.lr / bc1), real(1.0 / std::sqrt(bc2))};
-}
 
 // What the checks learn of params[i] and the tensors beside it. With a thousand small tensors each
 // question asked twice would show.
@@ -53,10 +38,11 @@ std::vector<Row> check_lists(const TensorList& params, const TensorList& grads,
     bool contiguous = param.is_contiguous();
     STD_TORCH_CHECK(!is_fp8(p) && (contiguous || is_writable(param)),
                     "adamw_: a param must be floating point and writable");
-    STD_TORCH_CHECK((p == Dtype::f64 ? g == Dtype::f64 : is_float(g)) &&
-                        matches(grad, grad.scalar_type(), sizes),
-                    "adamw_: a grad must have its param's shape and be fp32, bf16 or fp16 (fp64 for "
-                    "an fp64 param)");
+    STD_TORCH_CHECK(
+        (p == Dtype::f64 ? g == Dtype::f64 : is_float(g)) &&
+            matches(grad, grad.scalar_type(), sizes),
+        "adamw_: a grad must have its param's shape and be fp32, bf16 or fp16 (fp64 for "
+        "an fp64 param)");
     contiguous = contiguous && grad.is_contiguous();
     ScalarType real = p == Dtype::f64 ? ScalarType::Double : ScalarType::Float;
     for (const TensorList* list : state) {
@@ -111,13 +97,13 @@ void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList
   std::vector<TensorList*> state{&exp_avgs, &exp_avg_sqs};
   if (!masters.empty()) state.push_back(&masters);
   std::vector<Row> rows = check_lists(params, grads, state, steps);
-  Settings settings{lr,
-                    beta1,
-                    beta2,
-                    eps,
-                    weight_decay,
-                    read_scalar(inv_scale, 1.0f, "adamw_: inv_scale"),
-                    read_scalar(clip, 1.0f, "adamw_: clip")};
+  AdamWSettings settings{lr,
+                         beta1,
+                         beta2,
+                         eps,
+                         weight_decay,
+                         read_scalar(inv_scale, 1.0f, "adamw_: inv_scale"),
+                         read_scalar(clip, 1.0f, "adamw_: clip")};
   if (maximize) settings.clip = -settings.clip;
   if (read_scalar(found_inf, 0.0f, "adamw_: found_inf") != 0.0f) return;
 
@@ -130,18 +116,22 @@ void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList
   std::vector<int32_t> constants_of(count);
   std::vector<AdamWScalars<float>> narrow;
   std::vector<AdamWScalars<double>> wide;
+  // All counts are read before one is written: a step that two params share advances once.
+  std::vector<float> count_of(count);
+  for (size_t i = 0; i < count; ++i) {
+    count_of[i] = *static_cast<const float*>(steps[i].const_data_ptr()) + 1.0f;
+  }
   float last_step = -1.0f;
   for (size_t i = 0; i < count; ++i) {
     if (!rows[i].contiguous) lists.flatten(i, grads);
     arrays[i] = {params[i].mutable_data_ptr(), grads[i].const_data_ptr(),
                  exp_avgs[i].mutable_data_ptr(), exp_avg_sqs[i].mutable_data_ptr(),
                  masters.empty() ? nullptr : masters[i].mutable_data_ptr()};
-    float* step = static_cast<float*>(steps[i].mutable_data_ptr());
-    *step += 1.0f;
-    if (*step != last_step) {
-      narrow.push_back(scalars<float>(settings, static_cast<int64_t>(*step)));
-      wide.push_back(scalars<double>(settings, static_cast<int64_t>(*step)));
-      last_step = *step;
+    *static_cast<float*>(steps[i].mutable_data_ptr()) = count_of[i];
+    if (count_of[i] != last_step) {
+      last_step = count_of[i];
+      narrow.push_back(adamw_scalars<float>(settings, static_cast<int64_t>(last_step)));
+      wide.push_back(adamw_scalars<double>(settings, static_cast<int64_t>(last_step)));
     }
     constants_of[i] = static_cast<int32_t>(narrow.size()) - 1;
   }

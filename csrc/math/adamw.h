@@ -31,6 +31,25 @@ MIXPREC_HD double power(double beta, int64_t step) {
 MIXPREC_HD float square_root(float x) { return __builtin_sqrtf(x); }
 MIXPREC_HD double square_root(double x) { return __builtin_sqrt(x); }
 
+// What the caller sets, from which the scalars of a step follow.
+struct AdamWSettings {
+  double lr, beta1, beta2, eps, weight_decay, inv_scale, clip;
+};
+
+template <class Real>
+MIXPREC_HD AdamWScalars<Real> adamw_scalars(const AdamWSettings& s, int64_t step) {
+  double bc1 = 1.0 - power(s.beta1, step), bc2 = 1.0 - power(s.beta2, step);
+  return {static_cast<Real>(s.inv_scale),
+          static_cast<Real>(s.clip),
+          static_cast<Real>(s.lr * s.weight_decay),
+          static_cast<Real>(1.0 - s.beta1),
+          static_cast<Real>(s.beta2),
+          static_cast<Real>(1.0 - s.beta2),
+          static_cast<Real>(s.eps),
+          static_cast<Real>(s.lr / bc1),
+          static_cast<Real>(1.0 / square_root(bc2))};
+}
+
 // p <- AdamW(p, grad); m and v are updated in place.
 template <class Real>
 MIXPREC_HD Real adamw(Real p, Real grad, Real& m, Real& v, const AdamWScalars<Real>& s) {

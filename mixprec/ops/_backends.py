@@ -13,9 +13,11 @@ from . import _library
 
 logger = logging.getLogger("mixprec")
 
-BACKENDS = ("cpp", "reference")
+BACKENDS = ("cpp", "triton", "reference")
 # The order of preference per device type. The reference is no silent stand-in for a missing
-# build on the CPU: there the load error is raised.
+# build on the CPU: there the load error is raised. The Triton kernels have run in Triton's
+# interpreter and compile for five GPU generations, but no GPU has run them yet: until then they
+# are used only where use_backend("triton") asks for them.
 _ORDER = {"cpu": ("cpp",), "cuda": ("reference",)}
 _ANYWHERE = ("reference",)
 
@@ -31,6 +33,12 @@ def why_not(name: str, backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the C++ kernels run on cpu tensors, not {device_type}"
         return _library.LOAD_ERROR
+    if backend == "triton":
+        if device_type != "cuda":
+            return f"the Triton kernels run on cuda tensors, not {device_type}"
+        if name not in _library.TRITON:
+            return "it has no Triton kernel"
+        return _library.TRITON_ERROR
     return None
 
 
@@ -83,7 +91,7 @@ def call(name: str, device_type: str, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run every mixprec op inside the block on `backend` ("cpp" or "reference").
+    """Run every mixprec op inside the block on `backend` ("cpp", "triton" or "reference").
 
     An op that this backend cannot run raises RuntimeError with the reason. ValueError for an
     unknown backend. The setting is global to the process and restored when the block ends.

@@ -1,9 +1,11 @@
-"""The torch library "mixprec": op definitions, and the compiled extension behind them."""
+"""The torch library "mixprec": op definitions, and the kernels behind them."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,22 @@ LIBRARY = torch.library.Library("mixprec", "DEF")
 OPS: dict[str, Callable[..., None]] = {}  # every op that define() made, with its check
 
 INSTALL = "pip install --no-build-isolation -e ."
+
+# The ops with a Triton kernel, and the module of mixprec.triton_kernels whose function `op` runs
+# it. That package is imported when a kernel is first launched: `import mixprec` needs no Triton.
+TRITON = {
+    "adamw_": "adamw",
+    "amax": "amax",
+    "clip_coef": "scale",
+    "dequantize": "dequantize",
+    "grad_stats_": "grad_stats",
+    "inv_scale": "scale",
+    "quantize": "quantize",
+    "scale_from_amax_": "scale",
+    "unscale_": "unscale",
+    "update_scale_": "scale",
+}
+_TRITON_PACKAGE = __name__.removesuffix(".ops._library") + ".triton_kernels"
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -39,6 +57,24 @@ def _load() -> tuple[ModuleType | None, str | None]:
 C, LOAD_ERROR = _load()
 
 
+def _triton_error() -> str | None:
+    """Why the Triton kernels cannot be imported, found without importing them; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if importlib.util.find_spec(_TRITON_PACKAGE) is None:
+        return f"{_TRITON_PACKAGE} is not installed; in the source folder run: {INSTALL}"
+    return None
+
+
+TRITON_ERROR = _triton_error()
+
+
+@cache
+def triton_launcher(name: str) -> Callable[..., Any]:
+    """The function that launches the Triton kernel of op `name`; imports Triton."""
+    return getattr(importlib.import_module(f"{_TRITON_PACKAGE}.{TRITON[name]}"), name)
+
+
 def variant_name(name: str, variant: str) -> str:
     """`gemm`, `triton` -> `gemm_triton`; `unscale_`, `reference` -> `unscale_reference_`."""
     return f"{name[:-1]}_{variant}_" if name.endswith("_") else f"{name}_{variant}"
@@ -52,12 +88,14 @@ def define(
     reference: Callable[..., Any],
     fake: Callable[..., Any] | None = None,
 ) -> None:
-    """Define `mixprec::name` and `mixprec::name_reference` from one signature string.
+    """Define `mixprec::name`, `mixprec::name_reference` and, where there is a Triton kernel,
+    `mixprec::name_triton` from one signature string.
 
     The first gets its kernels from the compiled libraries, by device; the second is `reference`
-    on every device. All three take the schema's arguments in order. `check` raises ValueError or
-    TypeError for arguments that do not fit together; `fake` computes output shapes, dtypes and
-    strides (None for an op that returns nothing). The compiled kernels check again, in C++.
+    on every device. `check`, `reference` and `fake` take the schema's arguments in order. `check`
+    raises ValueError or TypeError for arguments that do not fit together; `fake` computes output
+    shapes, dtypes and strides (None for an op that returns nothing). The compiled kernels check
+    again, in C++.
     """
 
     def checked_fake(*args: Any) -> Any:
@@ -70,12 +108,18 @@ def define(
         with torch.autocast(_device_type(args), enabled=False):
             return reference(*args)
 
+    def checked_triton(*args: Any) -> Any:
+        check(*args)
+        return triton_launcher(name)(*args)
+
     OPS[name] = check
-    reference_name = variant_name(name, "reference")
-    for op in (name, reference_name):
+    reference_name, triton_name = (variant_name(name, v) for v in ("reference", "triton"))
+    for op in (name, reference_name, *([triton_name] if name in TRITON else [])):
         LIBRARY.define(op + signature, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"mixprec::{op}", checked_fake, lib=LIBRARY)
     LIBRARY.impl(reference_name, checked_reference, "CompositeExplicitAutograd")
+    if name in TRITON:
+        LIBRARY.impl(triton_name, checked_triton, "CUDA")
 
 
 def _device_type(args: tuple[Any, ...]) -> str:

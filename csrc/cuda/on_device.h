@@ -1,0 +1,68 @@
+// What the launchers share: where an op runs, and the checks of tensors that must be there.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "check.h"
+
+namespace mixprec::cuda {
+
+using Tensors = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+
+// Makes the device of `t` the current one for as long as this lives; its current stream and size.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {
+    void* current = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &current));
+    stream = static_cast<cudaStream_t>(current);
+    cudaError_t error =
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, t.get_device_index());
+    STD_TORCH_CHECK(error == cudaSuccess, "mixprec: CUDA: ", cudaGetErrorString(error));
+  }
+
+  cudaStream_t stream = nullptr;
+  int sms = 0;
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+// The error of an op's launches, or one that an earlier launch left behind.
+inline void check_launch(cudaError_t error, const char* op) {
+  cudaError_t last = cudaGetLastError();  // also clears it
+  if (error == cudaSuccess) error = last;
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": CUDA: ", cudaGetErrorString(error));
+}
+
+inline bool on_device_of(const Tensor& t, const Tensor& other) {
+  return t.is_cuda() && other.is_cuda() && t.get_device_index() == other.get_device_index();
+}
+
+inline void check_scalar_on(const Tensor& t, ScalarType type, const Tensor& other,
+                            const char* what) {
+  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && on_device_of(t, other), what,
+                  " must hold one element of the right dtype on the op's CUDA device");
+}
+
+// Null for an argument that was not given.
+inline const float* scalar_on(const MaybeTensor& t, const Tensor& other, const char* what) {
+  if (!t.has_value()) return nullptr;
+  check_scalar_on(*t, ScalarType::Float, other, what);
+  return static_cast<const float*>(t->const_data_ptr());
+}
+
+inline Tensor empty_on(const Tensor& other, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                       ScalarType type) {
+  return torch::stable::empty(sizes, type, std::nullopt, other.device());
+}
+
+inline Tensor row_major(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
+
+}  // namespace mixprec::cuda

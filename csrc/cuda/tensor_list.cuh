@@ -1,0 +1,93 @@
+// A list of tensors as the argument of one launch, passed by value so that nothing is copied to the
+// GPU beforehand. The work is cut into chunks that never cross a tensor; longer lists take several
+// launches.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace mixprec::cuda {
+
+// Elements per chunk, a multiple of every pack. A chunk per block and turn: long enough that
+// finding its tensor costs nothing, short enough to spread over the SMs. The sums of grad_stats_
+// are cut here too, so this number is part of their order of summation.
+constexpr int64_t kChunk = 32768;
+
+constexpr int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
+
+// One tensor of the list, or several of one numel that are walked together.
+template <int arrays>
+struct TensorEntry {
+  void* data[arrays];
+  int64_t numel;
+  int32_t tag;  // a number of the op's own
+};
+
+struct Chunk {
+  int tensor;
+  int64_t begin, size;  // elements
+};
+
+template <int arrays>
+struct TensorList {
+  static constexpr int kLimit = 32764 - 256;  // bytes of kernel arguments, less the op's others
+  static constexpr int kCapacity = (kLimit - 8) / (8 * arrays + 8 + 4 + 4);
+
+  void* data[arrays][kCapacity];
+  int64_t numel[kCapacity];
+  int32_t tag[kCapacity];
+  int32_t first_chunk[kCapacity + 1];  // of each tensor; at [count] the number of all chunks
+  int32_t count;
+
+  // False: full, launch what is there first.
+  bool add(const TensorEntry<arrays>& entry) {
+    int64_t chunks = first_chunk[count] + chunks_of(entry.numel);
+    if (count == kCapacity || chunks > INT32_MAX) return false;
+    for (int a = 0; a < arrays; ++a) data[a][count] = entry.data[a];
+    numel[count] = entry.numel;
+    tag[count] = entry.tag;
+    first_chunk[++count] = static_cast<int32_t>(chunks);
+    return true;
+  }
+
+  __host__ __device__ int chunks() const { return first_chunk[count]; }
+
+  __device__ Chunk chunk(int index) const {
+    int low = 0, high = count;
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      if (first_chunk[middle] <= index) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    int64_t begin = (index - first_chunk[low]) * kChunk, left = numel[low] - begin;
+    return {low, begin, left < kChunk ? left : kChunk};
+  }
+
+  template <class T>
+  __device__ T* at(int array, const Chunk& c) const {
+    return static_cast<T*>(data[array][c.tensor]) + c.begin;
+  }
+};
+
+// flush(list) for as many lists as the entries take; entry(i, e) fills the i-th of `count` entries
+// and says whether it belongs to these launches. Stops at the first error.
+template <int arrays, class Entry, class Flush>
+cudaError_t for_lists(int64_t count, const Entry& entry, const Flush& flush) {
+  TensorList<arrays> list;
+  list.count = list.first_chunk[0] = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    TensorEntry<arrays> e;
+    if (!entry(i, e) || e.numel == 0) continue;
+    if (list.add(e)) continue;
+    if (cudaError_t error = flush(list); error != cudaSuccess) return error;
+    list.count = 0;
+    list.add(e);
+  }
+  return list.count > 0 ? flush(list) : cudaSuccess;
+}
+
+}  // namespace mixprec::cuda

@@ -1,0 +1,104 @@
+// Walking over arrays in 16-byte accesses, whatever their alignment: a scalar head up to the first
+// 16-byte boundary, packs of n elements, a scalar tail.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace mixprec::cuda {
+
+template <int n>
+struct Int {
+  static constexpr int value = n;
+};
+
+// Elements of T in 16 bytes.
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+// The bits of x[0, 8 / sizeof(T)), the first element lowest; fewer where n is smaller.
+template <int n, class T>
+__device__ __forceinline__ uint64_t pack(const T* x) {
+  uint64_t word = 0;
+#pragma unroll
+  for (int i = 0; i < n && i * sizeof(T) < 8; ++i) {
+    uint64_t bits = 0;
+    __builtin_memcpy(&bits, x + i, sizeof(T));
+    word |= bits << (i * sizeof(T) * 8);
+  }
+  return word;
+}
+
+// Loads by struct and stores by integer: of __int128 loads nvcc keeps a copy in local memory, of
+// uint4 stores it splits some (both seen in the SASS of the kernels with 16-bit results).
+template <int bytes>
+using LoadWord =
+    std::conditional_t<bytes % 16 == 0, uint4, std::conditional_t<bytes % 8 == 0, uint2, uint32_t>>;
+template <int bytes>
+using StoreWord = std::conditional_t<bytes % 16 == 0, unsigned __int128,
+                                     std::conditional_t<bytes % 8 == 0, uint64_t, uint32_t>>;
+
+// x <- p[0, n), n elements of at least 4 bytes in all; p aligned to the word they fill.
+template <int n, class T>
+__device__ __forceinline__ void load(const T* p, T (&x)[n]) {
+  if constexpr (n == 1) {
+    x[0] = *p;
+  } else {
+    using W = LoadWord<n * sizeof(T)>;
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(n * sizeof(T) / sizeof(W)); ++w) {
+      W word = reinterpret_cast<const W*>(p)[w];
+      __builtin_memcpy(reinterpret_cast<char*>(x) + w * sizeof(W), &word, sizeof(W));
+    }
+  }
+}
+
+// p[0, n) <- x, likewise.
+template <int n, class T>
+__device__ __forceinline__ void store(T* p, const T (&x)[n]) {
+  if constexpr (n == 1) {
+    *p = x[0];
+  } else {
+    using W = StoreWord<n * sizeof(T)>;
+    constexpr int per_word = sizeof(W) / sizeof(T), half = 8 / sizeof(T);
+#pragma unroll
+    for (int w = 0; w < n / per_word; ++w) {
+      W word = static_cast<W>(pack<per_word>(x + w * per_word));
+      if constexpr (sizeof(W) == 16)
+        word |= static_cast<W>(pack<half>(x + w * per_word + half)) << 64;
+      reinterpret_cast<W*>(p)[w] = word;
+    }
+  }
+}
+
+__device__ __forceinline__ bool is_aligned(const void* p) {
+  return reinterpret_cast<uint64_t>(p) % 16 == 0;
+}
+
+struct Span {
+  int64_t count, head, packs;  // elements, elements before the first pack, packs
+};
+
+// Arrays of one length, the one with the narrowest elements first: its head decides. Where another
+// array is not aligned after that head, there are no packs.
+template <int n, class First, class... Rest>
+__device__ __forceinline__ Span split(int64_t count, const First* first, const Rest*... rest) {
+  int64_t head = static_cast<int64_t>(-reinterpret_cast<uint64_t>(first) % 16 / sizeof(First));
+  if (head >= count || !(is_aligned(rest + head) && ... && true)) return {count, 0, 0};
+  return {count, head, (count - head) / n};
+}
+
+// f(Int<n>, i) for packs [i, i + n) and f(Int<1>, i) for the elements outside them: those of the
+// thread that is number `first` of `stride`.
+template <int n, class F>
+__device__ __forceinline__ void for_each(const Span& s, int64_t first, int64_t stride, const F& f) {
+  for (int64_t i = first; i < s.packs; i += stride) f(Int<n>{}, s.head + i * n);
+  int64_t single = s.count - s.packs * n;
+  for (int64_t i = first; i < single; i += stride) {
+    f(Int<1>{}, i < s.head ? i : i + s.packs * n);
+  }
+}
+
+}  // namespace mixprec::cuda

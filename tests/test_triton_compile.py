@@ -1,0 +1,306 @@
+"""The Triton kernels compiled ahead of time, without a GPU, and what their PTX and SASS show.
+
+For compute capability 8.0, 8.9, 9.0, 10.0 and 12.0: 16-byte loads and stores, 64-bit offsets, no
+spills, and the instructions that the numerics need. What runs is checked in test_triton.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+from cases import name
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mixprec.triton_kernels import adamw, amax, dequantize, grad_stats, quantize, scale, unscale
+
+CAPABILITIES = (80, 89, 90, 100, 120)
+POINTERS = {
+    "fp64": "*fp64", "fp32": "*fp32", "bf16": "*u16", "fp16": "*u16", "e4m3": "*u8", "e5m2": "*u8",
+}  # fmt: skip
+THREADS = 128
+SIZES = ("n", "M", "K")  # arguments that are multiples of 16 here, as Triton finds out at a launch
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as it is launched for some dtypes. loads, stores: its 16-byte accesses a thread."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    loads: int = 0
+    stores: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def accesses(elements: int, *formats: str) -> int:
+    """16-byte accesses a thread to blocks of so many elements."""
+    widths = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1}
+    return sum(elements * widths[f] for f in formats) // (16 * THREADS)
+
+
+def twice(kernel: Kernel) -> Kernel:
+    """Full blocks and the last one are two paths through a kernel."""
+    changed = {"loads": 2 * kernel.loads, "stores": 2 * kernel.stores}
+    return Kernel(**(vars(kernel) | changed))
+
+
+def soft(capability: int, *formats: str) -> bool:
+    return capability < 89 and bool({"e4m3", "e5m2"} & set(formats))
+
+
+def amax_row(x: str, _: int) -> Kernel:
+    types = {"x_ptr": POINTERS[x], "amax_ptr": "*i32", "n": "i32"}
+    constants = {"FORMAT": x, "SOFT_CAST": False, "BLOCK": amax.BLOCK}
+    loads = accesses(amax.BLOCK, x)
+    return twice(Kernel(f"amax {x}", amax.amax_kernel, types, constants, loads))
+
+
+def quantize_row(x: str, q: str, capability: int, source: str, transpose: bool) -> Kernel:
+    types = {
+        "x_ptr": POINTERS[x], "q_ptr": POINTERS[q], "amax_ptr": "*i32", "scale_inv_ptr": "*fp32",
+        "fmt_max": "fp32",
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "X": x, "Q": q, "SCALE": source, "POWER_OF_TWO": True, "SOFT_CAST": soft(capability, x, q),
+        "scale_ptr": None,
+    }  # fmt: skip
+    if source == "given":
+        types["scale_ptr"] = "*fp32"
+    if transpose:
+        types |= {"q_t_ptr": POINTERS[q], "M": "i32", "K": "i32"}
+        constants |= {"TILE_M": quantize.TILE_M, "TILE_K": quantize.TILE_K}
+        size = quantize.TILE_M * quantize.TILE_K
+        kernel, label = quantize.quantize_transpose_kernel, f"quantize and transpose {x} {q}"
+        return Kernel(label, kernel, types, constants, accesses(size, x), accesses(size, q, q))
+    types["n"] = "i32"
+    size = constants["BLOCK"] = quantize.BLOCK
+    kernel, label = quantize.quantize_kernel, f"quantize {x} {q} {source}"
+    return twice(Kernel(label, kernel, types, constants, accesses(size, x), accesses(size, q)))
+
+
+def dequantize_row(q: str, out: str, capability: int) -> Kernel:
+    types = {
+        "q_ptr": POINTERS[q], "scale_inv_ptr": "*fp32", "out_ptr": POINTERS[out], "n": "i32",
+    }  # fmt: skip
+    size = dequantize.BLOCK
+    constants = {"Q": q, "OUT": out, "SOFT_CAST": soft(capability, q), "BLOCK": size}
+    kernel, label = dequantize.dequantize_kernel, f"dequantize {q} {out}"
+    return twice(Kernel(label, kernel, types, constants, accesses(size, q), accesses(size, out)))
+
+
+def gradient_rows(g: str) -> list[Kernel]:
+    types = {"grad_ptr": POINTERS[g], "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
+    constants: dict[str, Any] = {"G": g, "SOFT_CAST": False}
+    size = accesses(unscale.BLOCK, g)
+    blocks = {"BLOCK": grad_stats.BLOCK, "ROUNDS": grad_stats.ROUNDS}
+    return [
+        twice(Kernel(f"unscale {g}", unscale.unscale_kernel, types | {"n": "i32"},
+                     constants | {"BLOCK": unscale.BLOCK}, size, size)),
+        twice(Kernel(f"grad_stats {g}", grad_stats.grad_stats_kernel,
+                     types | {"partial_ptr": "*fp64", "n": "i32"}, constants | blocks,
+                     accesses(grad_stats.BLOCK, g))),
+    ]  # fmt: skip
+
+
+def adamw_row(p: str, g: str, master: bool) -> Kernel:
+    real = "fp64" if p == "fp64" else "fp32"
+    scalars = ("inv_scale_ptr", "clip_ptr", "found_inf_ptr")
+    types = {
+        "param_ptr": POINTERS[p], "grad_ptr": POINTERS[g], "exp_avg_ptr": POINTERS[real],
+        "exp_avg_sq_ptr": POINTERS[real], "table_ptr": "*fp64", "n": "i32",
+        **dict.fromkeys(scalars, "*fp32"),
+    }  # fmt: skip
+    constants = {
+        "P": p, "G": g, "MAXIMIZE": False, "SOFT_CAST": False, "BLOCK": adamw.BLOCK,
+        "master_ptr": None,
+    }  # fmt: skip
+    if master:
+        types["master_ptr"] = POINTERS[real]
+    loads = accesses(adamw.BLOCK, real, real, g, real if master else p)
+    stores = accesses(adamw.BLOCK, real, real, p, *([real] if master else []))
+    label = f"adamw {p} {g}" + (" master" if master else "")
+    row = Kernel(label, adamw.adamw_kernel, types, constants, loads, stores, adamw.OPTIONS)
+    return twice(row)
+
+
+def small_rows() -> list[Kernel]:
+    """The kernels of a few scalars each."""
+    numbers = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    flags = ("scale_ptr", "found_inf_ptr", "min_scale", "max_scale")
+    trackers = ("growth_tracker_ptr", "hysteresis_tracker_ptr")
+    return [
+        Kernel("adamw constants", adamw.adamw_constants_kernel,
+               {"step_ptr": "*fp32", "found_inf_ptr": "*fp32", "table_ptr": "*fp64",
+                "count": "i32", **dict.fromkeys(numbers, "fp64")},
+               {"COLUMNS": adamw.COLUMNS, "BLOCK": adamw.STEPS_BLOCK}, options=adamw.OPTIONS),
+        Kernel("sum of grad_stats", grad_stats.sum_kernel,
+               {"partial_ptr": "*fp64", "count": "i32", "sum_ptr": "*fp64"},
+               {"BLOCK": grad_stats.SUM_BLOCK}),
+        Kernel("scale_from_amax", scale.scale_from_amax_kernel,
+               {"scale_ptr": "*fp32", "scale_inv_ptr": "*fp32", "amax_ptr": "*fp32", "n": "i32",
+                "fmt_max": "fp32", "two_to_minus_margin": "fp32"},
+               {"POWER_OF_TWO": True, "BLOCK": scale.BLOCK},
+               2 * accesses(scale.BLOCK, "fp32"), 2 * accesses(scale.BLOCK, "fp32")),
+        Kernel("inv_scale", scale.inv_scale_kernel, {"scale_ptr": "*fp32", "out_ptr": "*fp32"}, {}),
+        Kernel("clip_coef", scale.clip_coef_kernel,
+               {"sum_sq_ptr": "*fp64", "out_ptr": "*fp32", "max_norm": "fp64"}, {}),
+        Kernel("update_scale", scale.update_scale_kernel,
+               {**{f: "*fp32" if f.endswith("ptr") else "fp32" for f in flags},
+                **dict.fromkeys(trackers, "*i32"), "growth_factor": "fp64",
+                "backoff_factor": "fp64", "growth_interval": "i32", "hysteresis": "i32"}, {}),
+    ]  # fmt: skip
+
+
+def rows(capability: int) -> list[Kernel]:
+    """fp16 is left out where bf16 takes the same way; E5M2 of fp32 likewise."""
+    return [
+        amax_row("fp32", capability),
+        amax_row("bf16", capability),
+        *(quantize_row(x, q, capability, "given", t) for x, q in (
+            ("fp32", "e4m3"), ("bf16", "e4m3"), ("bf16", "e5m2"), ("fp32", "bf16")
+        ) for t in (False, True)),
+        quantize_row("bf16", "e4m3", capability, "from amax", False),
+        quantize_row("fp32", "fp16", capability, "one", False),
+        *(dequantize_row(q, o, capability) for q, o in (("e4m3", "bf16"), ("e5m2", "fp32"))),
+        *(row for g in ("fp32", "bf16", "fp64") for row in gradient_rows(g)),
+        adamw_row("bf16", "bf16", True),
+        adamw_row("bf16", "fp32", True),
+        adamw_row("fp32", "fp32", False),
+        adamw_row("fp64", "fp64", False),
+        *small_rows(),
+    ]  # fmt: skip
+
+
+LABELS = [row.name for row in rows(90)]
+
+
+def build(row: Kernel, capability: int, aligned: bool = True) -> Any:
+    """Compile a row; aligned: pointers and sizes are multiples of 16, as a launch would see."""
+    names = [p.name for p in row.kernel.params]
+    assert set(names) == set(row.types) | set(row.constants), "the row names other arguments"
+    signature = {n: row.types.get(n, "constexpr") for n in names}
+    constants = {(i,): row.constants[n] for i, n in enumerate(names) if n not in row.types}
+    multiples = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in SIZES]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in multiples if aligned}
+    source = ASTSource(row.kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=dict(row.options))
+
+
+@cache
+def compiled(label: str, capability: int) -> tuple[Kernel, Any]:
+    row = next(r for r in rows(capability) if r.name == label)
+    return row, build(row, capability)
+
+
+def counted(ptx: str, operation: str) -> dict[str, int]:
+    """How often each width of ld.global or st.global stands in the PTX."""
+    counts: dict[str, int] = {}
+    for word in re.findall(rf"\b{operation}\.global((?:\.[a-z0-9_]+)+)", ptx):
+        width = ".".join(w for w in word.split(".") if re.fullmatch(r"v\d|[bufs]\d+", w))
+        counts[width] = counts.get(width, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", LABELS)
+def test_ptx(label: str, capability: int) -> None:
+    row, kernel = compiled(label, capability)
+    ptx = kernel.asm["ptx"]
+    assert ".local" not in ptx, "something lies in local memory"
+    approximate = re.findall(r"\b\w+\.approx\S*|\bdiv\.full\S*|\S+\.ftz\S*", ptx)
+    assert not approximate, f"not IEEE: {approximate}"
+    assert kernel.metadata.shared <= 48 * 1024, "more than every GPU has without asking"
+    for operation, expected in (("ld", row.loads), ("st", row.stores)):
+        counts = counted(ptx, operation)
+        wide = sum(counts.pop(w, 0) for w in ("v4.b32", "v2.b64"))
+        unrolled = row.constants.get("ROUNDS", 1)  # by the compiler, or not
+        assert wide in (expected, unrolled * expected), f"{operation}: {wide} of 16 bytes; {counts}"
+        assert set(counts) <= {"b32", "b64"}, f"{operation}: narrow accesses, {counts}"
+        if row.loads:
+            assert sum(counts.values()) <= 24, f"{operation}: {counts} for a few scalars"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", [x for x in LABELS if "quantize" in x])
+def test_fp8_conversions(label: str, capability: int) -> None:
+    """One rounding, by the instruction made for it or in integers; never a detour through fp16."""
+    row, kernel = compiled(label, capability)
+    conversions = set(re.findall(r"\bcvt\.[a-z0-9.]+", kernel.asm["ptx"]))
+    to = row.constants.get("Q") if not label.startswith("dequantize") else None
+    to_fp16 = {c for c in conversions if re.search(r"\.f16(x2)?\.f32", c)}
+    assert bool(to_fp16) is (to == "fp16")
+    native = {f"cvt.rn.satfinite.{to}x2.f32"} if to in ("e4m3", "e5m2") else set()
+    expected = native if capability >= 89 else set()
+    assert {c for c in conversions if re.search(r"\.e[45]m[32]x2\.", c)} == expected
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", [x for x in LABELS if x.startswith("adamw")])
+def test_adamw_rounds_every_operation(label: str, capability: int) -> None:
+    ptx = compiled(label, capability)[1].asm["ptx"]
+    assert "fma." not in ptx
+    assert not re.search(r"\b(mul|add|sub)\.f(32|64)", ptx), "ptxas may fuse what has no .rn"
+    real = "f64" if "fp64" in label or "constants" in label else "f32"
+    for instruction in ("sqrt", "div", "mul", "sub"):
+        assert f"{instruction}.rn.{real}" in ptx
+
+
+@pytest.mark.parametrize("label", [x for x in LABELS if x not in ("inv_scale", "clip_coef")])
+def test_offsets_have_64_bits(label: str) -> None:
+    """Every array of unbounded size is addressed by int64, as the IR before any optimisation
+    shows it. (Steps and partial sums are counted by int32: 2^31 of either fill no machine.)"""
+    row, kernel = compiled(label, 90)
+    ttir = kernel.asm["ttir"]
+    offsets = re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", ttir)
+    if row.loads:
+        assert offsets
+        assert set(offsets) == {"i64"}
+
+
+@pytest.mark.parametrize("row", [amax_row("bf16", 90), adamw_row("bf16", "bf16", True)], ids=name)
+def test_more_elements_than_an_int32_counts(row: Kernel) -> None:
+    """Then n is passed as int64, and the accesses are as wide."""
+    kernel = build(Kernel(**(vars(row) | {"types": row.types | {"n": "i64"}})), 90)
+    counts = counted(kernel.asm["ptx"], "ld")
+    assert counts["v4.b32"] == row.loads
+
+
+@pytest.mark.parametrize("label", [x for x in LABELS if x.split()[0] in ("adamw", "quantize")])
+def test_sass_spills_nothing(label: str) -> None:
+    """Of the kernels with the most registers, on 9.0 only: disassembling takes half a second."""
+    sass = compiled(label, 90)[1].asm["sass"]
+    assert "EXIT" in sass
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_numbers_reach_the_kernel_in_fp64(label: str) -> None:
+    """Triton passes a Python number as fp32 unless the parameter says otherwise."""
+    row = compiled(label, 90)[0]
+    for parameter in row.kernel.params:
+        declared = row.types.get(parameter.name)
+        if declared in ("fp32", "fp64"):
+            assert parameter.annotation_type == ("fp64" if declared == "fp64" else "")
+
+
+@pytest.mark.parametrize("row", [amax_row("bf16", 90), adamw_row("bf16", "bf16", True)], ids=name)
+def test_the_checks_see_narrow_accesses(row: Kernel) -> None:
+    """Without alignment the same kernels load element by element, and the count shows it."""
+    ptx = build(row, 90, aligned=False).asm["ptx"]
+    counts = counted(ptx, "ld")
+    assert "b16" in counts
+    assert counts.get("v4.b32", 0) < row.loads

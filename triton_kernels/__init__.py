@@ -1,0 +1,12 @@
+"""mixprec.triton_kernels: the memory-bound ops as Triton kernels, one file per op.
+
+The GPU path of an installation without nvcc. The source lies in triton_kernels/ and is installed
+under mixprec, because other projects install a package of that name.
+"""
+
+if __name__ != "mixprec.triton_kernels":
+    raise ImportError(
+        f"this folder is the source of mixprec.triton_kernels and cannot be imported as "
+        f"{__name__!r}; install mixprec (pip install --no-build-isolation -e .), then use "
+        "mixprec.triton_kernels"
+    )

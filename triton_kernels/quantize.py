@@ -1,0 +1,142 @@
+"""quantize: cast(x * scale), and in the same pass the transpose and amax."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .amax import amax_into
+from .launch import FORMATS, MAX, codes, on, soft_cast
+from .tiles import decode, encode, load, magnitude_bits, scale_from_amax, store
+
+BLOCK = 4096
+TILE_M, TILE_K = 64, 64  # 16-byte stores of fp8 in both orders: four threads to a row of either
+
+
+@triton.jit
+def _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE: tl.constexpr,
+           POWER_OF_TWO: tl.constexpr):  # fmt: skip
+    """The multiplier; the first program writes its inverse. Every program forms it anew, which
+    costs one load, while a kernel of its own would cost a launch."""
+    if SCALE == "given":
+        scale = tl.load(scale_ptr)
+    elif SCALE == "from amax":
+        amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
+        scale = scale_from_amax(amax, fmt_max, 1.0, 1.0, POWER_OF_TWO)
+    else:
+        scale = tl.full((), 1.0, tl.float32)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
+    return scale
+
+
+@triton.jit
+def _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X: tl.constexpr, Q: tl.constexpr,
+           SCALE: tl.constexpr, SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    x = decode(load(x_ptr, offsets, n, FULL), X, SOFT_CAST)
+    store(q_ptr, offsets, encode(x, x * scale, Q, SOFT_CAST), n, FULL)
+    if SCALE != "from amax":
+        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x), axis=0), sem="relaxed")
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,  # read where SCALE is "given"
+    amax_ptr,  # int32 bits: read where SCALE is "from amax", else 0 before and raised
+    scale_inv_ptr,
+    n,
+    fmt_max,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    SCALE: tl.constexpr,  # "given", "from amax" or "one"
+    POWER_OF_TWO: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, POWER_OF_TWO)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= n:
+        _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X, Q, SCALE, SOFT_CAST, True)
+    else:
+        _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X, Q, SCALE, SOFT_CAST, False)
+
+
+@triton.jit
+def quantize_transpose_kernel(
+    x_ptr,  # [M, K]
+    q_ptr,  # [M, K]
+    q_t_ptr,  # [K, M]
+    scale_ptr,
+    amax_ptr,
+    scale_inv_ptr,
+    M,
+    K,
+    fmt_max,
+    X: tl.constexpr,
+    Q: tl.constexpr,
+    SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, POWER_OF_TWO)
+    tiles_k = tl.cdiv(K, TILE_K)
+    first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
+    first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
+    m, k = first_m + tl.arange(0, TILE_M), first_k + tl.arange(0, TILE_K)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    inside_t = (k < K)[:, None] & (m < M)[None, :]
+    offsets = m[:, None] * K + k[None, :]
+    x = decode(tl.load(x_ptr + offsets, mask=inside, other=0), X, SOFT_CAST)
+    q = encode(x, x * scale, Q, SOFT_CAST)
+    tl.store(q_ptr + offsets, q, mask=inside)
+    tl.store(q_t_ptr + k[:, None] * M + m[None, :], tl.trans(q), mask=inside_t)
+    if SCALE != "from amax":
+        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x)), sem="relaxed")
+
+
+def quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    power_of_two_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = x.contiguous()
+    K = x.shape[-1] if transpose else 0
+    M = x.shape[:-1].numel() if transpose else 0
+    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    data_t = torch.empty((K, M), dtype=dtype, device=x.device)
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    computed = "from amax" if dtype.itemsize == 1 else "one"
+    source = computed if scale is None else "given"
+    if x.numel() == 0:
+        one = torch.ones((), dtype=torch.float32, device=x.device)
+        return data, data_t, one if scale is None else scale.reshape(()).reciprocal(), amax
+    scale_inv = torch.empty_like(amax)
+    constants = {
+        "X": FORMATS[x.dtype],
+        "Q": FORMATS[dtype],
+        "SCALE": source,
+        "POWER_OF_TWO": power_of_two_scale,
+        "SOFT_CAST": soft_cast(x.device, x.dtype, dtype),
+    }
+    scalars = scale, amax.view(torch.int32), scale_inv
+    with on(x):
+        if source == "from amax":
+            amax_into(x, amax)
+        if transpose:
+            quantize_transpose_kernel[(triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)](
+                codes(x), codes(data), codes(data_t), *scalars, M, K, MAX[dtype],
+                **constants, TILE_M=TILE_M, TILE_K=TILE_K,
+            )  # fmt: skip
+        else:
+            quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+                codes(x), codes(data), *scalars, x.numel(), MAX[dtype], **constants, BLOCK=BLOCK
+            )
+    return data, data_t, scale_inv, amax

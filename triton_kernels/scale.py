@@ -1,0 +1,119 @@
+"""The scalar arithmetic of scales: from amax to scale, the loss scale's update, clipping."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import MAX, on
+from .tiles import magnitude_bits, scale_from_amax
+
+BLOCK = 1024
+
+
+@triton.jit
+def scale_from_amax_kernel(scale_ptr, scale_inv_ptr, amax_ptr, n, fmt_max, two_to_minus_margin,
+                           POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    amax = tl.load(amax_ptr + offsets, mask=inside, other=1.0)
+    previous = tl.load(scale_ptr + offsets, mask=inside, other=1.0)
+    scale = scale_from_amax(amax, fmt_max, two_to_minus_margin, previous, POWER_OF_TWO)
+    tl.store(scale_ptr + offsets, scale, mask=inside)
+    tl.store(scale_inv_ptr + offsets, tl.div_rn(tl.zeros_like(scale) + 1.0, scale), mask=inside)
+
+
+def scale_from_amax_(
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    power_of_two: bool,
+) -> None:
+    if scale.numel() == 0:
+        return
+    flat = [t.contiguous() for t in (scale, scale_inv, amax)]
+    with on(scale):
+        scale_from_amax_kernel[(triton.cdiv(scale.numel(), BLOCK),)](
+            *flat, scale.numel(), MAX[dtype], 2.0**-margin, POWER_OF_TWO=power_of_two, BLOCK=BLOCK
+        )
+    for original, copy in zip((scale, scale_inv), flat[:2], strict=True):
+        if copy is not original:
+            original.copy_(copy)
+
+
+@triton.jit
+def inv_scale_kernel(scale_ptr, out_ptr):
+    tl.store(out_ptr, (1.0 / tl.load(scale_ptr).to(tl.float64)).to(tl.float32))
+
+
+def inv_scale(scale: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(scale)
+    with on(scale):
+        inv_scale_kernel[(1,)](scale, out)
+    return out
+
+
+@triton.jit
+def clip_coef_kernel(sum_sq_ptr, out_ptr, max_norm: tl.float64):
+    clip = max_norm / (tl.sqrt(tl.load(sum_sq_ptr)) + 1e-6)
+    tl.store(out_ptr, tl.where(clip > 1.0, 1.0, clip).to(tl.float32))
+
+
+def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+    out = torch.empty_like(sum_sq, dtype=torch.float32)
+    with on(sum_sq):
+        clip_coef_kernel[(1,)](sum_sq, out, max_norm)
+    return out
+
+
+@triton.jit
+def update_scale_kernel(
+    scale_ptr,
+    growth_tracker_ptr,
+    hysteresis_tracker_ptr,
+    found_inf_ptr,
+    growth_factor: tl.float64,  # the products are FP64, rounded once, as torch does it
+    backoff_factor: tl.float64,
+    growth_interval,
+    min_scale,
+    max_scale,
+    hysteresis,
+):
+    scale = tl.load(scale_ptr)
+    found = tl.load(found_inf_ptr) != 0.0
+    left = tl.load(hysteresis_tracker_ptr) - found.to(tl.int32)
+    tracker = tl.where(found, 0, tl.load(growth_tracker_ptr) + 1)
+    grows = (tracker >= growth_interval) & (found == 0)
+    backs_off = found & (left <= 0)
+    lower = (scale.to(tl.float64) * backoff_factor).to(tl.float32)
+    lower = tl.where(lower < min_scale, min_scale, lower)
+    lower = tl.where(lower < scale, lower, scale)
+    higher = (scale.to(tl.float64) * growth_factor).to(tl.float32)
+    higher = tl.where(higher > max_scale, max_scale, higher)
+    useful = (magnitude_bits(higher) < 0x7F800000) & (higher > scale)
+    higher = tl.where(useful, higher, scale)
+    tl.store(scale_ptr, tl.where(backs_off, lower, tl.where(grows, higher, scale)))
+    tl.store(growth_tracker_ptr, tl.where(grows, 0, tracker))
+    tl.store(hysteresis_tracker_ptr, tl.where(grows, hysteresis, tl.where(left > 0, left, 0)))
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+) -> None:
+    with on(scale):
+        update_scale_kernel[(1,)](
+            scale, growth_tracker, hysteresis_tracker, found_inf, growth_factor, backoff_factor,
+            growth_interval, min_scale, max_scale, hysteresis,
+        )  # fmt: skip

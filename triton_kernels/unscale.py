@@ -1,0 +1,63 @@
+"""unscale_: divide the loss scale out of gradients, and find Inf and NaN, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import FORMATS, codes, is_dense, on, soft_cast
+from .tiles import decode, encode, is_nonfinite, load, store
+
+BLOCK = 4096
+
+
+@triton.jit
+def _block(grad_ptr, inv_scale, found_inf_ptr, offsets, n, G: tl.constexpr,
+           SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    raw = decode(load(grad_ptr, offsets, n, FULL), G, SOFT_CAST)
+    y = raw * inv_scale.to(raw.dtype)
+    rounded = encode(y, y, G, SOFT_CAST)
+    store(grad_ptr, offsets, rounded, n, FULL)
+    # Times Inf or NaN nothing is finite, not even 0: the product shows what the gradient was.
+    bad = is_nonfinite(decode(rounded, G, SOFT_CAST))
+    if tl.max(bad.to(tl.int32), axis=0) != 0:
+        tl.store(found_inf_ptr, 1.0)
+
+
+@triton.jit
+def unscale_kernel(
+    grad_ptr,
+    inv_scale_ptr,
+    found_inf_ptr,
+    n,
+    G: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    inv_scale = tl.load(inv_scale_ptr)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= n:
+        _block(grad_ptr, inv_scale, found_inf_ptr, offsets, n, G, SOFT_CAST, True)
+    else:
+        _block(grad_ptr, inv_scale, found_inf_ptr, offsets, n, G, SOFT_CAST, False)
+
+
+def unscale_(grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    with on(found_inf):
+        for grad in grads:
+            if grad.numel() == 0:
+                continue
+            flat = grad if is_dense(grad) else grad.contiguous()
+            unscale_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
+                codes(flat),
+                inv_scale,
+                found_inf,
+                grad.numel(),
+                G=FORMATS[grad.dtype],
+                SOFT_CAST=soft_cast(grad.device, grad.dtype),
+                BLOCK=BLOCK,
+            )
+            if flat is not grad:
+                grad.copy_(flat)
