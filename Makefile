@@ -102,14 +102,13 @@ help:
 	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
 	@echo 'without writing to it. TORCH="torch==2.13.0 --index-url URL" chooses the torch of .venv.'
 
-# Threads that wait sleep: many short parallel loops follow each other, and on a machine that does
-# other things as well, spinning ones hold up the thread they wait for (tests on two busy cores:
-# 100 s against more than 600 s).
-demo test: export OMP_WAIT_POLICY ?= PASSIVE
-
 demo: needs-demo $(READY)
 	@$(WITH) "$(PY)" examples/train_gpt.py --out demo $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
+# Threads that wait sleep: the tests are many short parallel loops, and on a machine that does other
+# things as well, spinning ones hold up the thread they wait for (two busy cores: 100 s against more
+# than 600 s).
+test: export OMP_WAIT_POLICY ?= PASSIVE
 test: needs-test $(READY)
 	@$(RUN) -m pytest -c ../../pyproject.toml --rootdir ../.. $(ARGS) $(addprefix ../../,$(TESTS))
 
