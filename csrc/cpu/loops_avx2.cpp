@@ -21,27 +21,12 @@ constexpr int MR = 6, NV = 2, NR = 16;
 #include "gemm_loops.h"
 #include "quantize_loops.h"
 #include "step_loops.h"
-
-constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
+#include "table_of_loops.h"
 
 }  // namespace
 
 extern const Loops table;
-constinit const Loops table = {
-    .isa = "avx2",
-    .amax = amax,
-    .quantize = quantize,
-    .quantize_transpose = quantize_transpose,
-    .dequantize = dequantize,
-    .unscale = unscale,
-    .grad_stats = grad_stats,
-    .adamw = adamw,
-    .adamw_f64 = adamw_f64,
-    .store_row = store_row,
-    .accumulate_row = accumulate_row,
-    .gemm_f32 = gemm_f32,
-    .gemm_bf16 = gemm_f32,
-};
+constinit const Loops table = make_table("avx2", gemm_f32);
 
 }  // namespace mixprec::cpu::avx2
 #endif

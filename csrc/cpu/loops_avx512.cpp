@@ -21,6 +21,7 @@ constexpr int MR = 14, NV = 2, NR = 32;
 #include "gemm_loops.h"
 #include "quantize_loops.h"
 #include "step_loops.h"
+#include "table_of_loops.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
@@ -57,26 +58,7 @@ void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, i
 
 #pragma GCC pop_options
 
-constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
 constexpr GemmKernel gemm_bf16{MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<MR, NV>};
-
-constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
-  return {
-      .isa = isa,
-      .amax = amax,
-      .quantize = quantize,
-      .quantize_transpose = quantize_transpose,
-      .dequantize = dequantize,
-      .unscale = unscale,
-      .grad_stats = grad_stats,
-      .adamw = adamw,
-      .adamw_f64 = adamw_f64,
-      .store_row = store_row,
-      .accumulate_row = accumulate_row,
-      .gemm_f32 = gemm_f32,
-      .gemm_bf16 = for_bf16,
-  };
-}
 
 }  // namespace
 

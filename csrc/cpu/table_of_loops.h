@@ -1,0 +1,22 @@
+// The table of the loops above. Included once per instruction set, after them.
+
+constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
+
+// for_bf16: the kernel for bf16 and fp8 operands.
+constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
+  return {
+      .isa = isa,
+      .amax = amax,
+      .quantize = quantize,
+      .quantize_transpose = quantize_transpose,
+      .dequantize = dequantize,
+      .unscale = unscale,
+      .grad_stats = grad_stats,
+      .adamw = adamw,
+      .adamw_f64 = adamw_f64,
+      .store_row = store_row,
+      .accumulate_row = accumulate_row,
+      .gemm_f32 = gemm_f32,
+      .gemm_bf16 = for_bf16,
+  };
+}
