@@ -11,8 +11,11 @@ TORCH ?= torch==2.13.0
 FULL ?=
 TESTS ?= tests
 ARGS ?=
+# Where make gpu-test writes, and which of its stages.
+OUT ?= bench/results/gpu
+STAGE ?=
 
-CXX_SOURCES := $(shell find csrc -path csrc/cuda -prune -o \( -name '*.cpp' -o -name '*.h' \) -print)
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := $(shell find mixprec bench triton_kernels -name '*.py')
 BUILD_FILES := setup.py pyproject.toml
@@ -89,7 +92,7 @@ endif
 # compiled ops: programs start in an empty folder. (PYTHONSAFEPATH would do, from Python 3.11 on.)
 RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
-.PHONY: help demo test lint bench clean needs-build needs-test needs-demo needs-lint
+.PHONY: help demo test lint bench cuda gpu-test clean needs-build needs-test needs-demo needs-lint
 .NOTPARALLEL:
 
 help:
@@ -97,6 +100,10 @@ help:
 	@echo 'make test    run the tests (TESTS=tests/test_gemm.py ARGS=-x for some of them)'
 	@echo 'make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors'
 	@echo 'make bench   measure every op against its rivals on this CPU; results in build/bench/'
+	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
+	@echo '             them; needs nvcc 13 and no GPU; a CUDA build of torch comes into build/cuda'
+	@echo 'make gpu-test  on a machine with an NVIDIA GPU: every op on it, in graphs, under sanitizers;'
+	@echo '               results in OUT=bench/results/gpu (STAGE=env,test,sanitize for some stages)'
 	@echo 'make clean   remove .venv, build/ and everything compiled'
 	@echo
 	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
@@ -121,6 +128,38 @@ lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 bench: needs-build $(READY)
 	@$(RUN) -m mixprec.bench run --device cpu \
 	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)
+
+# What the checks of make cuda depend on: with the same sources they are not run again.
+CUDA_FILES := setup.py tests/cuda_build/check.py $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CUDA_PY := build/cuda/venv/bin/python
+CUDA_TORCH ?= torch==2.11.0
+NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
+
+cuda: build/cuda/.checked
+	@"$(CUDA_PY)" -c 'import json; r = json.load(open("build/cuda/report.json")); \
+	  print(len(r["kernels"]), "kernels for every GPU generation:", r["wrong"] or "all is well")'
+
+build/cuda/.torch:
+	@[ -n "$(NVCC)" ] || { echo "make cuda needs nvcc 13, the compiler of the CUDA toolkit" >&2; exit 1; }
+	"$(PYTHON3)" -m venv build/cuda/venv
+	"$(CUDA_PY)" -m pip install -q --disable-pip-version-check "$(CUDA_TORCH)" $(BUILD_TOOLS) "numpy<2.4"
+	@touch $@
+
+build/cuda/.checked: build/cuda/.torch $(CUDA_FILES) $(PY_SOURCES)
+	@[ ! -d build/cuda/base ] || find build/cuda/base -name '*.py' -delete
+	@printf '[build]\nbuild_base = build/cuda/base\n' >build/cuda/build.cfg
+	DIST_EXTRA_CONFIG=build/cuda/build.cfg MIXPREC_BUILD=cuda PATH="$(CURDIR)/build/cuda/venv/bin:$(dir $(NVCC)):$$PATH" "$(CUDA_PY)" \
+	  -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
+	  --upgrade --target build/cuda/site .
+	@mkdir -p build/run && cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" \
+	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/cuda_build/check.py \
+	  --report ../cuda/report.json
+	@touch $@
+
+# With PYTHON=python3 nothing is installed or downloaded: torch, pytest and the rest are there.
+gpu-test: needs-test $(READY)
+	@$(RUN) ../../tests/gpu/stages.py --out "$(abspath $(OUT))" \
+	  $(if $(STAGE),--stages $(STAGE)) $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info mixprec/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

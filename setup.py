@@ -1,11 +1,14 @@
 """The whole build: what is compiled, for which processors, and why not, in one page.
 
-MIXPREC_BUILD=auto|cpu  what to build (auto: everything that this machine can)
+MIXPREC_BUILD=auto|cpu|cuda  what to build (auto: everything that this machine can)
+TORCH_CUDA_ARCH_LIST=9.0a    for which GPUs (default: the one at hand, else every generation)
 MIXPREC_WERROR=1             C++ warnings are errors (lint and CI only)
 MAX_JOBS=N                   parallel compilations (default: cores, at most one per 4 GB of RAM)
 """
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +18,12 @@ INSTALL = "pip install --no-build-isolation ."
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
+    from torch.utils.cpp_extension import (
+        CUDA_HOME,
+        BuildExtension,
+        include_paths,
+        library_paths,
+    )
 except ImportError as error:
     sys.exit(
         f"mixprec is built against the torch that will run it, and this Python cannot import it "
@@ -30,10 +38,36 @@ except ImportError:  # torch carries a copy of the headers
     PYBIND11_INCLUDE = []
 
 BUILD = os.environ.get("MIXPREC_BUILD", "auto")
-if BUILD not in ("auto", "cpu"):
-    # _C_cuda, the CUDA library, takes its place in ext_modules below: its sources (csrc/cuda) run
-    # on the CPU in tests/test_cuda_on_cpu.py, and are built once a GPU has run them.
-    sys.exit(f"MIXPREC_BUILD must be auto or cpu (CUDA kernels are not built yet), got {BUILD!r}")
+if BUILD not in ("auto", "cpu", "cuda"):
+    sys.exit(f"MIXPREC_BUILD must be auto, cpu or cuda, got {BUILD!r}")
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # loads on this torch and later ones
+# Every generation that the kernels are checked on; the last one also as code for later GPUs.
+GPUS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
+
+
+def why_no_cuda() -> str:
+    """The reason that the CUDA kernels are not built; empty if they are."""
+    if BUILD == "cpu":
+        return "MIXPREC_BUILD=cpu"
+    if torch.version.cuda is None:
+        return "the torch that mixprec was built with has no CUDA"
+    nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
+    if CUDA_HOME is None or not nvcc.exists():
+        return f"CUDA_HOME and PATH show no nvcc for CUDA {torch.version.cuda}"
+    words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.", words)
+    if found is None or found[1] != torch.version.cuda.split(".")[0]:
+        return (
+            f"torch is built for CUDA {torch.version.cuda}, but {nvcc} is of another major version"
+        )
+    return ""
+
+
+NO_CUDA = why_no_cuda()
+if NO_CUDA and BUILD == "cuda":
+    sys.exit(f"MIXPREC_BUILD=cuda: {NO_CUDA}")
+if NO_CUDA and BUILD == "auto":
+    print(f"mixprec: the CUDA kernels are not built: {NO_CUDA}", file=sys.stderr)
 
 
 def default_jobs() -> int:
@@ -52,7 +86,8 @@ def cpu_extension() -> Extension:
         "-fno-trapping-math",
         "-fno-math-errno",
         f'-DMIXPREC_BUILT_WITH_TORCH="{torch.__version__}"',
-        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        f'-DMIXPREC_NO_CUDA="{NO_CUDA}"',
+        STABLE_ABI,
         *[word for path in [*PYBIND11_INCLUDE, *include_paths()] for word in ("-isystem", path)],
     ]
     if os.environ.get("MIXPREC_WERROR") == "1":
@@ -70,6 +105,40 @@ def cpu_extension() -> Extension:
     )
 
 
+def cuda_extension() -> Extension:
+    """mixprec/_C_cuda.so: the CUDA ops, a shared library without Python in it."""
+    if "TORCH_CUDA_ARCH_LIST" not in os.environ:
+        gpus = GPUS
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            gpus = f"{major}.{minor}" + ("a" if major == 9 else "")
+        os.environ["TORCH_CUDA_ARCH_LIST"] = gpus
+    nvcc = [
+        "-std=c++20",
+        "-O3",
+        "-fmad=false",
+        "--expt-relaxed-constexpr",
+        "-DUSE_CUDA",
+        STABLE_ABI,
+    ]
+    if os.environ.get("MIXPREC_WERROR") == "1":
+        nvcc += ["-Werror", "all-warnings"]
+    csrc = Path("csrc")
+    return Extension(
+        "mixprec._C_cuda",
+        sources=[str(p) for p in sorted((csrc / "cuda").glob("*.cu"))],
+        depends=[str(p) for p in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cuh")])],
+        include_dirs=[str(csrc.resolve()), *include_paths("cuda")],
+        library_dirs=library_paths(),
+        libraries=["c10", "torch", "torch_cpu"],
+        extra_compile_args={"cxx": ["-std=c++20", STABLE_ABI], "nvcc": nvcc},
+        # torch_cuda also brings the CUDA runtime, of which toolkits may lack the library to link
+        # to. No symbol of it is named: without the flag it would be left out.
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch_cuda"],
+        language="c++",
+    )
+
+
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
 packages = {
     "mixprec": "mixprec",
@@ -83,6 +152,6 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={"mixprec": ["py.typed"]},
-    ext_modules=[cpu_extension()],
+    ext_modules=[cpu_extension(), *([] if NO_CUDA else [cuda_extension()])],
     cmdclass={"build_ext": BuildExtension},
 )

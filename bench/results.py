@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .registry import FLOOR
+
 SCHEMA = "mixprec.bench/1"
 # What must agree for two files to be comparable: times of another machine say nothing.
 SAME = ("processor", "threads", "isa", "gpu")
@@ -96,7 +98,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], *, any_machine: bool = Fal
             continue
         before, after = timed[row["name"]]["median"], row["median"]
         shared = [name for name in after if name != "ours" and name in before]
-        against = min(shared, key=lambda name: after[name], default=None)
+        against = min(shared, key=lambda name: (name == FLOOR, after[name]), default=None)
         ratio = after["ours"] / before["ours"]
         if against is not None:
             ratio *= before[against] / after[against]

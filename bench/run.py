@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import timer
-from .registry import NotMeasured, Row, best_rival
+from .registry import FLOOR, Case, NotMeasured, Row, best_rival
 
 # What a row can come to. Only "ok" has figures; "wrong" and "failed" make the run fail.
 STATUSES = ("ok", "wrong", "failed", "not measured")
@@ -50,7 +50,7 @@ def measure(row: Row, *, samples: int, min_time: float) -> dict[str, Any]:
         if wrong is not None:
             return result | {"status": "wrong", "reason": wrong}
         times = timer.interleave(
-            {"ours": case.ours, **case.rivals},
+            {"ours": case.ours, **case.rivals, **_floor(case, row.device)},
             samples=samples,
             min_time=min_time,
             device=row.device,
@@ -74,3 +74,12 @@ def measure(row: Row, *, samples: int, min_time: float) -> dict[str, Any]:
         "flops": case.flops,
         "bytes": case.bytes,
     }
+
+
+def _floor(case: Case, device: str) -> dict[str, Callable[[], Any]]:
+    """A copy that reads and writes as many bytes as the case has to move, half of them each way."""
+    if not case.bytes:
+        return {}
+    source = torch.ones(int(case.bytes) // 8, device=device)
+    target = torch.empty_like(source)
+    return {FLOOR: lambda: target.copy_(source)}

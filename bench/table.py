@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .registry import quantity
+from .registry import FLOOR, quantity
 
-HEADER = ("row", "ours", "rate", "best rival", "", "result", "target", "met")
+HEADER = ("row", "ours", "rate", "of a copy", "best rival", "", "result", "target", "met")
 
 
 def duration(seconds: float) -> str:
@@ -27,6 +27,12 @@ def rate(row: dict[str, Any]) -> str:
     return ""
 
 
+def of_a_copy(row: dict[str, Any]) -> str:
+    """The speed as a share of that of a plain copy of the same bytes, measured beside it."""
+    floor = row["median"].get(FLOOR)
+    return "" if floor is None else f"{floor / row['median']['ours']:.0%}"
+
+
 def target(row: dict[str, Any]) -> str:
     want = row["target"]
     return f"{'>=' if want['at_least'] else '<='} {quantity(want['value'], want['unit'])}"
@@ -35,12 +41,13 @@ def target(row: dict[str, Any]) -> str:
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """One line of the table, in the order of HEADER."""
     if row["status"] != "ok":
-        return row["name"], "", "", "", "", row["status"].upper(), target(row), "-"
+        return row["name"], "", "", "", "", "", row["status"].upper(), target(row), "-"
     rival = row["best_rival"]
     return (
         row["name"],
         duration(row["median"]["ours"]),
         rate(row),
+        of_a_copy(row),
         duration(row["median"][rival]) if rival else "",
         rival or "",
         quantity(row["figure"], row["target"]["unit"]),
@@ -90,7 +97,7 @@ def _show_rich(lines: list[tuple[str, ...]]) -> bool:
     except ImportError:
         return False
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name, justify in zip(HEADER, ("left", *["right"] * 3, "left", *["right"] * 3), strict=True):
+    for name, justify in zip(HEADER, ("left", *["right"] * 4, "left", *["right"] * 3), strict=True):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     styles = {"yes": "green", "no": "yellow", "-": "red"}
     for line in lines:

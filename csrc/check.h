@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -47,15 +48,27 @@ inline bool on_cpu(const Tensor& t) {
 }
 
 // One element of `type` on the CPU.
-inline void check_scalar(const Tensor& t, ScalarType type, const char* what) {
-  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && on_cpu(t), what,
+inline void check_scalar(const Tensor& t, ScalarType type, const char* op, const char* name) {
+  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && on_cpu(t), op, ": ", name,
                   " must hold one element of the right dtype on the CPU");
 }
 
-inline float read_scalar(const std::optional<Tensor>& t, float otherwise, const char* what) {
+inline float read_scalar(const std::optional<Tensor>& t, float otherwise, const char* op,
+                         const char* name) {
   if (!t.has_value()) return otherwise;
-  check_scalar(*t, ScalarType::Float, what);
+  check_scalar(*t, ScalarType::Float, op, name);
   return *static_cast<const float*>(t->const_data_ptr());
+}
+
+// A contiguous tensor on the CPU that is overwritten: one row per tensor of a list.
+inline void check_table(const Tensor& t, ScalarType type, std::initializer_list<int64_t> shape,
+                        const char* op, const char* name) {
+  auto sizes = t.sizes();
+  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
+                      t.scalar_type() == type && on_cpu(t) && t.is_contiguous(),
+                  op, ": ", name,
+                  " must be a contiguous table on the CPU of the right dtype, with one row per "
+                  "tensor");
 }
 
 inline bool same_shape(const Tensor& a, const Tensor& b) {

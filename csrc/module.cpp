@@ -19,7 +19,9 @@ std::vector<std::string> isa_available() {
 }
 
 std::map<std::string, std::string> build_info() {
-  return {{"compiler", __VERSION__}, {"torch", MIXPREC_BUILT_WITH_TORCH}};
+  return {{"compiler", __VERSION__},
+          {"torch", MIXPREC_BUILT_WITH_TORCH},
+          {"no_cuda", MIXPREC_NO_CUDA}};  // why the CUDA kernels were not built; empty if they were
 }
 
 }  // namespace

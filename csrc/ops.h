@@ -31,17 +31,27 @@ Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv
 void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       MaybeTensor b_scale_inv);
 
-// grads: any shapes; inv_scale, found_inf: fp32, one element
-void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf);
+// grads: n tensors of any shapes; inv_scale, found_inf: fp32, one element; counts: int64 [n, 4]
+void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor counts);
 
-// as above; sum_sq: fp64, one element
-void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq);
+// as above; sum_sq: fp64 [n]
+void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq,
+                 MaybeTensor counts);
 
-// lists of one length, params[i]'s shape each; masters may be empty; steps: fp32, one element each
+// lists of n tensors, params[i]'s shape each; masters may be empty; steps: fp32 [n]; indices: n, or
+// none; lr_tensor: fp32 or fp64, one element; inv_scale, clip, found_inf: fp32, one element
 void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
-            TensorList masters, TensorList steps, double lr, double beta1, double beta2, double eps,
-            double weight_decay, bool maximize, MaybeTensor inv_scale, MaybeTensor clip,
-            MaybeTensor found_inf);
+            TensorList masters, Tensor steps, double lr, double beta1, double beta2, double eps,
+            double weight_decay, bool decoupled_weight_decay, bool maximize, double max_value,
+            bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
+            MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf);
+
+// as above; momentum_buffers may be empty
+void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, TensorList masters,
+          Tensor steps, double lr, double momentum, double dampening, double weight_decay,
+          bool nesterov, bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
+          std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+          MaybeTensor clip, MaybeTensor found_inf);
 
 // scale, scale_inv, amax: fp32, one shape
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dtype, int64_t margin,
@@ -50,12 +60,13 @@ void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dt
 // scale: fp32, one element -> the same shape
 Tensor inv_scale(Tensor scale);
 
-// sum_sq: fp64, one element -> fp32, the same shape
+// sum_sq: fp64, any shape -> fp32 []
 Tensor clip_coef(Tensor sum_sq, double max_norm);
 
-// one element each: scale and found_inf fp32, the trackers int32
-void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor found_inf,
-                   double growth_factor, double backoff_factor, int64_t growth_interval,
-                   double min_scale, double max_scale, int64_t hysteresis);
+// one element each: scale, found_inf and underflow fp32, the trackers int32; counters: int64 [3]
+void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor counters,
+                   Tensor found_inf, MaybeTensor underflow, double growth_factor,
+                   double backoff_factor, int64_t growth_interval, double min_scale,
+                   double max_scale, int64_t hysteresis, double grow_on_underflow);
 
 }  // namespace mixprec::cpu

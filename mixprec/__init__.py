@@ -1,6 +1,7 @@
 """mixprec: mixed-precision training for PyTorch, from its own kernels."""
 
-from . import functional, nn, optim
+from . import distributed, functional, nn, optim
+from .checkpoint import load_checkpoint, save_checkpoint
 from .compare import compare
 from .convert import cast_parameters, convert, convert_to_float8_training
 from .formats import BF16, E4M3, E5M2, FP16, Format
@@ -34,12 +35,15 @@ __all__ = [
     "convert",
     "convert_to_float8_training",
     "dequantize",
+    "distributed",
     "functional",
     "gemm",
     "gemm_accumulate_",
+    "load_checkpoint",
     "nn",
     "optim",
     "quantize",
+    "save_checkpoint",
     "unscale_",
     "use_backend",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +12,16 @@ from pathlib import Path
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let write(temporary) make a file beside `path`, then rename it to `path`.
 
-    Whatever goes wrong, a full disk or Ctrl-C, `path` is as it was and no temporary file is left.
+    Whatever goes wrong, a full disk or Ctrl-C, `path` is as it was and no temporary file is left
+    (a process that is killed leaves `.NAME.*.tmp`). When this returns, the file survives a crash of
+    the machine.
     """
     target = Path(path)
     if target.exists() and not target.is_file():  # a device or a pipe: not to be renamed over
         write(target)
         return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # Not the process's id, which two machines that share the folder may have in common.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
         with open(temporary, "rb+") as file:
@@ -25,3 +30,9 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    with contextlib.suppress(OSError):  # some file systems cannot flush a folder, nor can Windows
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -57,7 +57,7 @@ class TrainingRun:
         self.row, self.model, self.optimizer, self.scaler = row, model, optimizer, scaler
         self.device, self.count = device, count
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.optimizer_calls = 0
+        self.optimizer_calls, self._was_called = 0, False
         optimizer.register_step_post_hook(self._called)
         # Of the parameters that are not norms, which stay FP32: the dtype that most elements have.
         sizes: dict[torch.dtype, int] = {}
@@ -66,7 +66,7 @@ class TrainingRun:
         self.input_dtype = max(sizes, key=lambda d: sizes[d]) if cast_inputs and sizes else None
 
     def _called(self, *_: Any) -> None:
-        self.optimizer_calls += 1
+        self._was_called = True  # perhaps once more, from a subclass that calls super().step()
 
     def _on_device(self, item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
@@ -134,6 +134,8 @@ class TrainingRun:
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self.optimizer_calls += self._was_called
+        self._was_called = False
         if probe:
             self.row.gradient_bytes = tensor_bytes(p.grad for p in self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)

@@ -11,14 +11,14 @@ import json
 import os
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import __version__
-from ._self_test import self_test
-from .ops import _backends, _library
+from .ops import _backends, _library, _self_test
 
 # The processor features that the kernels, or torch's, choose by.
 FEATURES = (
@@ -88,6 +88,7 @@ def build() -> dict[str, Any]:
         "loaded": True,
         "file": extension.__file__,
         **extension.build_info(),
+        "cuda_reason": _library.CUDA_ERROR,
         "isa": extension.isa(),
         "isa_available": list(extension.isa_available()),
         "isa_forced": os.environ.get("MIXPREC_ISA") or None,
@@ -113,6 +114,11 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
             "others": {b: reason for b, reason in reasons.items() if b != uses},
         }
     return table
+
+
+def self_test(name: str, device: str) -> dict[str, Any]:
+    """Whether the variant of op `name` that is used on `device` agrees with its reference."""
+    return _self_test.compare(name, partial(_backends.call, name, device), device)
 
 
 def report() -> dict[str, Any]:
@@ -158,6 +164,7 @@ def describe(facts: dict[str, Any]) -> str:
             f"  built with   compiler {extension['compiler']}, torch {extension['torch']}",
             f"  level in use {extension['isa']} ({why}; available: "
             f"{', '.join(extension['isa_available'])})",
+            f"  for CUDA     {extension['cuda_reason'] or 'loaded'}",
         ]
     else:
         lines += [f"  NOT LOADED   {extension['reason']}"]

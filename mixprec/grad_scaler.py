@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from . import ops
+from ._lagged import Lagged
+from ._scaler_optimizers import any_flag, gradients, has_gradient, params_of, steps_alone
+from ._scaler_rules import NEVER, TORCH_STATE, check
+from .distributed import Ranks
+from .grad_report import GradCounts, Overflow, Underflow, namer, worst_first
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -24,18 +34,31 @@ class GradScaler(torch.amp.GradScaler):
     update(): when an optimizer's gradients held Inf or NaN, before or after unscaling,
     scale = max(scale * backoff_factor, min_scale) and that optimizer's step was skipped; after
     growth_interval updates in a row without, scale = min(scale * growth_factor, max_scale).
+    growth_interval=None: the scale stays as it is; overflowing steps are still skipped.
     hysteresis: how many overflows since the scale last grew it takes to back off. The floor keeps
     the scale, and with it the training, recoverable whatever overflowed.
 
+    max_consecutive_skips: after so many skipped updates in a row, update() raises RuntimeError
+    with the worst parameter and whether it held Inf or NaN, or, with on_max_skips, calls that with
+    the overflow report (and again after as many more). Parameters are called as `model` names
+    them, if given, or the optimizer, if made with named_parameters(). On a GPU this, like
+    `last_step_skipped`, lags some updates behind, because nothing waits for the device.
+    grow_on_underflow: let the scale grow already after a twentieth of growth_interval when, of
+    the gradients that are not 0, more than this share is subnormal in its dtype.
+    process_group: with torch's optimizers, ranks that hold different parameters and must skip
+    together (mixprec's take one themselves; for DTensors it is known).
+
     device: where the scale lives follows the first loss, whatever is said here; the scaler never
     disables itself. With mixprec's optimizers nothing waits for the device, gradients may be fp16,
-    and unscaling is part of the update. `skipped` counts the updates with an overflow, on the
-    device. ValueError for settings out of range (not looked at with enabled=False).
+    and unscaling is part of the update. ValueError for settings out of range (not looked at with
+    enabled=False).
 
     The gradient of an fp16 loss is itself the scale in fp16, so let losses be fp32: with an fp16
     loss, scales above 65504 back off at once. Source: Mixed Precision Training (Micikevicius et
     al., 2018).
     """
+
+    _model: Callable[[], torch.nn.Module | None] | None  # who names the parameters
 
     def __init__(
         self,
@@ -43,15 +66,20 @@ class GradScaler(torch.amp.GradScaler):
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
+        growth_interval: int | None = 2000,
         enabled: bool = True,
         *,
         min_scale: float = 2.0**-24,
         max_scale: float | None = None,
         hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+        on_max_skips: Callable[[list[Overflow]], object] | None = None,
+        grow_on_underflow: float | None = None,
+        model: torch.nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if enabled:
-            _check(
+            check(
                 init_scale=init_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
@@ -59,17 +87,40 @@ class GradScaler(torch.amp.GradScaler):
                 min_scale=min_scale,
                 max_scale=max_scale,
                 hysteresis=hysteresis,
+                max_consecutive_skips=max_consecutive_skips,
+                grow_on_underflow=grow_on_underflow,
             )
+        self._static = growth_interval is None
+        interval = NEVER if growth_interval is None else growth_interval
         # torch's constructor disables the scaler when "cuda", its default, is not available.
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, interval, enabled)
         if device is not None:
             self._device = device
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
-        self._init_hysteresis_tracker, self._init_skipped = hysteresis, 0
+        self._max_skips, self._on_max_skips = max_consecutive_skips, on_max_skips
+        self._grow_on_underflow = grow_on_underflow
+        self._init_hysteresis_tracker, self._init_counters = hysteresis, [0, 0, 0]
         # Like torch's _scale and _growth_tracker, made when the first loss tells the device.
         self._hysteresis_tracker: torch.Tensor | None = None
-        self._skipped: torch.Tensor | None = None
+        self._counters: torch.Tensor | None = None
         self._warned_fp16 = False
+        self._ranks = Ranks(process_group)
+        self._forget()
+        self._model = None if model is None else weakref.ref(model)
+
+    def _forget(self) -> None:
+        """Nothing is known of any optimizer, and nothing on its way from the device."""
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradCounts] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._start_watch()
+        self._model = None
+
+    def _start_watch(self) -> None:
+        """Nothing is on its way from the device; what was to say of the past has been said."""
+        self._lagged = Lagged()
+        limit = self._max_skips if self._enabled else None
+        self._said = 0 if limit is None else self._init_counters[2] // limit
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -77,12 +128,53 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker = torch.full(
             (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
         )
-        self._skipped = torch.full((), self._init_skipped, dtype=torch.int64, device=dev)
+        self._counters = torch.tensor(self._init_counters, dtype=torch.int64, device=dev)
+
+    def _counter(self, i: int) -> torch.Tensor:
+        if self._counters is None:
+            return torch.tensor(self._init_counters[i])
+        return self._counters[i].clone()
 
     @property
     def skipped(self) -> torch.Tensor:
         """How many updates found an overflow: int64 [], on the scale's device, safe to keep."""
-        return torch.tensor(self._init_skipped) if self._skipped is None else self._skipped.clone()
+        return self._counter(0)
+
+    @property
+    def applied_steps(self) -> torch.Tensor:
+        """How many updates found none, in any optimizer: what an LR schedule should count."""
+        return self._counter(1)
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the newest update that the host knows of found an overflow.
+
+        On the CPU that is the last one; on a GPU it may be some updates ago, because this does
+        not wait for the device.
+        """
+        return self._skipped_in_a_row() > 0
+
+    def _skipped_in_a_row(self) -> int:
+        """As far as the host knows."""
+        latest = self._lagged.latest()
+        return (self._init_counters if latest is None else latest)[2]
+
+    def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
+        """Which parameters' gradients held Inf or NaN, and how many, the worst first: of each
+        optimizer, at its last step that overflowed. Waits for the device."""
+        optimizers, name = list(self._counts), self._namer(model)
+        return worst_first([r for o in optimizers for r in self._counts[o].overflows(name)])
+
+    def underflow_report(self, model: torch.nn.Module | None = None) -> list[Underflow]:
+        """How many zeros and subnormal numbers each parameter's gradient held at the last step,
+        still scaled and in its own dtype. Waits for the device."""
+        optimizers, name = list(self._counts), self._namer(model)
+        return [row for o in optimizers for row in self._counts[o].underflows(name)]
+
+    def _namer(self, model: torch.nn.Module | None) -> Callable[[torch.Tensor], str]:
+        if model is None and self._model is not None:
+            model = self._model()
+        return namer(list(self._counts), model)
 
     def scale(self, outputs: Any) -> Any:
         """Return outputs * scale: a tensor, or tensors in (nested) lists, tuples or iterables.
@@ -120,13 +212,16 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         flags, unscaled = state["found_inf_per_device"], state["stage"] is OptState.UNSCALED
+        ours = getattr(optimizer, "_raises_found_inf", False)
+        if ours:
+            self._counts[optimizer] = optimizer.grad_counts  # type: ignore[attr-defined]
         if flags:  # whoever reduced them over ranks may have made a sum of 2 of them
             flags = state["found_inf_per_device"] = {
-                scale.device: _any(flags.values(), scale.device)
+                scale.device: any_flag(flags.values(), scale.device)
             }
-        if not getattr(optimizer, "_raises_found_inf", False):
+        if not ours:
             return super().step(optimizer, *args, **kwargs)
-        if not unscaled and _has_gradient(optimizer):
+        if not unscaled and (has_gradient(optimizer) or not steps_alone(optimizer)):
             flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
         if not flags:
             raise AssertionError("No inf checks were recorded for this optimizer.")
@@ -143,7 +238,8 @@ class GradScaler(torch.amp.GradScaler):
         """End the iteration: let the scale back off or grow, or set it to `new_scale`.
 
         new_scale: a positive finite number (ValueError otherwise) or a tensor of one element on
-        the scale's device; min_scale and max_scale do not bound it.
+        the scale's device; min_scale and max_scale do not bound it. RuntimeError, with the scale
+        updated, when max_consecutive_skips is reached.
         """
         if not self._enabled:
             return
@@ -151,7 +247,7 @@ class GradScaler(torch.amp.GradScaler):
             if isinstance(new_scale, torch.Tensor):
                 new_scale = new_scale.reshape(()) if new_scale.numel() == 1 else new_scale
             else:
-                _check(new_scale=new_scale)
+                check(new_scale=new_scale)
                 new_scale = float(new_scale)
             super().update(new_scale)
             return
@@ -160,23 +256,51 @@ class GradScaler(torch.amp.GradScaler):
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
-        found_inf = _any(flags, scale.device)
         assert self._hysteresis_tracker is not None, "made with the scale"
-        assert self._skipped is not None, "made with the scale"
+        assert self._counters is not None, "made with the scale"
+        share, threshold = None, self._grow_on_underflow
+        if threshold is not None:
+            stepped = [c for o, c in self._counts.items() if id(o) in self._per_optimizer_states]
+            shares = [c.underflow_share(scale.device) for c in stepped]
+            known = [share for share in shares if share is not None]
+            share = torch.stack(known).max() if known else None
         ops.update_scale_(
             scale,
             growth_tracker,
             self._hysteresis_tracker,
-            found_inf,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
+            self._counters,
+            any_flag(flags, scale.device),
+            share,
+            growth_factor=1.0 if self._static else self._growth_factor,
+            backoff_factor=1.0 if self._static else self._backoff_factor,
             growth_interval=self._growth_interval,
             min_scale=self._min_scale,
             max_scale=self._max_scale,
             hysteresis=self._hysteresis,
+            grow_on_underflow=1.0 if threshold is None else threshold,
         )
-        self._skipped += found_inf != 0
         self._per_optimizer_states.clear()
+        self._lagged.push(self._counters)
+        if self._max_skips is not None:
+            self._watch(self._max_skips)
+
+    def _watch(self, limit: int) -> None:
+        """Speak up after every `limit` skipped updates in a row, as far as the host knows."""
+        in_a_row = self._skipped_in_a_row()
+        said, self._said = self._said, in_a_row // limit
+        if self._said <= said:
+            return
+        report = self.overflow_report()
+        if self._on_max_skips is not None:
+            self._on_max_skips(report)
+            return
+        worst = f" Worst: {report[0]}." if report else ""
+        raise RuntimeError(
+            f"GradScaler: the last {in_a_row} updates were all skipped "
+            f"(max_consecutive_skips={limit}); the loss scale is {self.get_scale():g}.{worst} If "
+            "it goes on while the scale falls, the cause is the model or its data, not the scale. "
+            "(Names come from model=, or from an optimizer made with named_parameters().)"
+        )
 
     # torch's unscale_() and step() call the next two; both return found_inf flags by device.
     def _unscale_grads_(
@@ -187,8 +311,8 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         ours = getattr(optimizer, "_raises_found_inf", False)
-        per_device = _gradients(optimizer, allow_fp16=allow_fp16 or ours)
-        fp16 = any(g.dtype == torch.float16 for grads in per_device.values() for g in grads)
+        per_device = gradients(optimizer, allow_fp16=allow_fp16 or ours)
+        fp16 = any(g.dtype == torch.float16 for _, grads in per_device.values() for g in grads)
         if ours and fp16 and not self._warned_fp16:
             self._warned_fp16 = True
             warnings.warn(
@@ -198,12 +322,13 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
         flags = []
+        counts = self._start_counts(optimizer)
         with torch.no_grad():
-            for device, grads in per_device.items():
+            for device, (params, grads) in per_device.items():
                 flags.append(found_inf.to(device, copy=True))
-                ops.unscale_(grads, inv_scale.to(device, non_blocking=True), flags[-1])
-        home = found_inf.device
-        return {home: _any(flags, home)} if flags else {}
+                table = counts.table(device, params, [g.numel() for g in grads])
+                ops.unscale_(grads, inv_scale.to(device, non_blocking=True), flags[-1], table)
+        return self._found(optimizer, flags, found_inf.device)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         """For torch's fused optimizers: look at the gradients as they will be unscaled.
@@ -212,149 +337,118 @@ class GradScaler(torch.amp.GradScaler):
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inv_scale, flags = ops.inv_scale(scale), []
-        for device, grads in _gradients(optimizer, allow_fp16=True).items():
-            flags.append(torch.zeros((), device=device))
-            sum_sq = torch.empty((), dtype=torch.float64, device=device)
-            ops.grad_stats_(grads, inv_scale.to(device, non_blocking=True), flags[-1], sum_sq)
-        found = {scale.device: _any(flags, scale.device)} if flags else {}
+        counts = self._start_counts(optimizer)
+        with torch.no_grad():
+            for device, (params, grads) in gradients(optimizer, allow_fp16=True).items():
+                flags.append(torch.zeros((), device=device))
+                sum_sq = torch.empty(len(grads), dtype=torch.float64, device=device)
+                table = counts.table(device, params, [g.numel() for g in grads])
+                here = inv_scale.to(device, non_blocking=True)
+                ops.grad_stats_(grads, here, flags[-1], sum_sq, table)
+        found = self._found(optimizer, flags, scale.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
+    def _start_counts(self, optimizer: torch.optim.Optimizer) -> GradCounts:
+        counts = getattr(optimizer, "grad_counts", None)
+        if not isinstance(counts, GradCounts):
+            counts = self._counts.get(optimizer) or GradCounts()
+        self._counts[optimizer] = counts
+        counts.start()
+        return counts
+
+    def _found(
+        self, optimizer: torch.optim.Optimizer, flags: list[torch.Tensor], home: torch.device
+    ) -> dict[torch.device, torch.Tensor]:
+        """The flags of all devices, and of all ranks that must agree, as one."""
+        params = params_of(optimizer)
+        alone = self._ranks.alone(params)
+        if not flags and alone:
+            return {}
+        found_inf = any_flag(flags, home) if flags else torch.zeros((), device=home)
+        if not alone:
+            none = torch.zeros(0, dtype=torch.float64, device=home)
+            self._ranks.agree_(found_inf, none, [], [], 0, params)
+        self._counts[optimizer].finish(found_inf)
+        return {home: found_inf}
+
+    def get_growth_interval(self) -> int | None:  # type: ignore[override]
+        """After how many updates without overflow the scale grows; None if it stays as it is."""
+        return None if self._static else super().get_growth_interval()
+
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows; ValueError unless finite and above 1."""
-        _check(growth_factor=new_factor)
+        check(growth_factor=new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale backs off; ValueError unless between 0 and 1."""
-        _check(backoff_factor=new_factor)
+        check(backoff_factor=new_factor)
         super().set_backoff_factor(new_factor)
 
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many updates without overflow the scale grows; ValueError if below 1."""
-        _check(growth_interval=new_interval)
-        super().set_growth_interval(new_interval)
+    def set_growth_interval(self, new_interval: int | None) -> None:
+        """Set after how many updates without overflow the scale grows, None for a scale that
+        stays; ValueError if below 1."""
+        check(growth_interval=new_interval)
+        self._static = new_interval is None
+        super().set_growth_interval(NEVER if new_interval is None else new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """All of the state, as numbers: torch's keys, which a torch scaler loads, and our own."""
         if not self._enabled:
             return {}
-        tracker, skipped = self._hysteresis_tracker, self._skipped
+        tracker, counters = self._hysteresis_tracker, self._counters
+        counts = self._init_counters if counters is None else counters.tolist()
         return {
             **super().state_dict(),
+            "static": self._static,
             "min_scale": self._min_scale,
             "max_scale": self._max_scale,
             "hysteresis": self._hysteresis,
             "_hysteresis_tracker": (
                 self._init_hysteresis_tracker if tracker is None else int(tracker.item())
             ),
-            "skipped": self._init_skipped if skipped is None else int(skipped.item()),
+            **dict(zip(_COUNTERS, counts, strict=True)),
             "version": 1,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch.amp.GradScaler, whose lack of our keys means
-        that min_scale, max_scale and hysteresis stay as they are, with nothing skipped yet.
+        that those settings stay as they are, with nothing skipped or applied yet.
 
         RuntimeError for an empty dict, ValueError, changing nothing, for one that is damaged.
         """
         if not self._enabled:
             return
         if state_dict:  # an empty one is torch's error
-            if missing := [key for key in _TORCH_STATE if key not in state_dict]:
-                raise ValueError(
-                    f"GradScaler: state_dict must hold {_TORCH_STATE}, lacks {missing}"
-                )
-            bounds = {"min_scale": self._min_scale, "max_scale": self._max_scale}
-            state = {**bounds, "hysteresis": self._hysteresis, "skipped": 0, **state_dict}
+            if missing := [key for key in TORCH_STATE if key not in state_dict]:
+                raise ValueError(f"GradScaler: state_dict must hold {TORCH_STATE}, lacks {missing}")
+            settings = ("min_scale", "max_scale", "hysteresis", "static")
+            own = {name: getattr(self, f"_{name}") for name in settings}
+            state = {**own, **dict.fromkeys(_COUNTERS, 0), **state_dict}
             state.setdefault("_hysteresis_tracker", state["hysteresis"])
-            _check(**{key: state[key] for key in state if key in _RULES})
+            check(**state)
         super().load_state_dict(state_dict)
-        self._min_scale, self._max_scale = state["min_scale"], state["max_scale"]
-        self._hysteresis = state["hysteresis"]
+        for name in settings:
+            setattr(self, f"_{name}", state[name])
         self._init_hysteresis_tracker = state["_hysteresis_tracker"]
-        self._init_skipped = state["skipped"]
-        if self._hysteresis_tracker is not None and self._skipped is not None:
+        self._init_counters = [state[name] for name in _COUNTERS]
+        if self._hysteresis_tracker is not None and self._counters is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-            self._skipped.fill_(self._init_skipped)
+            self._counters.copy_(torch.tensor(self._init_counters))
+        self._start_watch()
 
     def __getstate__(self) -> dict[str, Any]:
         own = self.state_dict()
         state = super().__getstate__()
+        for name in ("_counts", "_lagged", "_model"):  # of this process alone
+            del state[name]
         if own:
             state["_init_hysteresis_tracker"] = own["_hysteresis_tracker"]
-            state["_init_skipped"] = own["skipped"]
-            state["_hysteresis_tracker"] = state["_skipped"] = None
+            state["_init_counters"] = [own[name] for name in _COUNTERS]
+            state["_hysteresis_tracker"] = state["_counters"] = None
         return state
 
-
-def _any(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One flag on `device`, 0.0 or 1.0: whether any is not 0 (Inf and NaN are not)."""
-    here = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
-    return (here[0] != 0 if len(here) == 1 else torch.stack(here).any()).float()
-
-
-def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    groups = optimizer.param_groups
-    return any(p.grad is not None for group in groups for p in group["params"])
-
-
-def _gradients(
-    optimizer: torch.optim.Optimizer, *, allow_fp16: bool
-) -> dict[torch.device, list[torch.Tensor]]:
-    """The optimizer's gradients by device, of a sparse one its values; ValueError for fp16 ones."""
-    per_device: dict[torch.device, list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            grad = p.grad
-            if grad is None:
-                continue
-            if grad.dtype == torch.float16 and not allow_fp16:
-                raise ValueError(
-                    "Attempting to unscale FP16 gradients. torch's optimizers cannot use them; "
-                    "those of mixprec.optim unscale them in FP32"
-                )
-            if grad.is_sparse:
-                if grad.dtype == torch.float16:
-                    # Two entries of one index are added here, where it can overflow, so add first.
-                    grad = p.grad = grad.coalesce()
-                grad = grad._values()
-            per_device.setdefault(grad.device, []).append(grad)
-    return per_device
-
-
-def _is_positive(value: float) -> bool:
-    return 0 < value <= torch.finfo(torch.float32).max  # the scale is kept in fp32
-
-
-def _is_count(value: float) -> bool:
-    return isinstance(value, int) and 0 <= value < 2**31
-
-
-_POSITIVE = (_is_positive, "positive and finite in fp32")
-_COUNT = (_is_count, "an int, 0 or more")
-_COUNT_FROM_1 = (lambda value: _is_count(value) and value > 0, "an int, 1 or more")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("init_scale", "new_scale", "scale", "min_scale", "max_scale"), _POSITIVE),
-    "growth_factor": (lambda value: 1 < value < math.inf, "above 1 and finite"),
-    "backoff_factor": (lambda value: 0 < value < 1, "between 0 and 1"),
-    **dict.fromkeys(("growth_interval", "hysteresis"), _COUNT_FROM_1),
-    **dict.fromkeys(("_growth_tracker", "_hysteresis_tracker", "skipped"), _COUNT),
-    "version": (lambda value: value == 1, "1"),
-}
-_TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-def _check(**settings: Any) -> None:
-    """ValueError for the first setting or entry of a state that is not what it must be."""
-    if settings.get("max_scale", 0) is None:  # no ceiling
-        del settings["max_scale"]
-    for name, value in settings.items():
-        is_valid, meaning = _RULES[name]
-        if not isinstance(value, (int, float)) or not is_valid(value):
-            raise ValueError(f"GradScaler: {name} must be {meaning}, got {value!r}")
-    if settings.get("max_scale", math.inf) < settings.get("min_scale", 0):
-        raise ValueError(
-            f"GradScaler: max_scale must be at least min_scale {settings['min_scale']}, "
-            f"got {settings['max_scale']}"
-        )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()

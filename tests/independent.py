@@ -247,6 +247,22 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
+def _usable(
+    g: np.ndarray,
+    real: type[np.floating],
+    inv_scale: float | None,
+    clip: float | None,
+    max_value: float,
+    maximize: bool,
+) -> np.ndarray:
+    for factor in (inv_scale, clip):
+        if factor is not None:
+            g = g * real(F32(factor))
+    limit = real(max_value)
+    g = np.where(g > limit, limit, np.where(g < -limit, -limit, g))
+    return -g if maximize else g
+
+
 def adamw(
     p: np.ndarray,
     g: np.ndarray,
@@ -259,12 +275,14 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
+    decoupled_weight_decay: bool = True,
     maximize: bool = False,
+    max_value: float = math.inf,
     inv_scale: float | None = None,
     clip: float | None = None,
     real: type[np.floating] = F32,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One AdamW step in `real` arithmetic, one NumPy operation per rounding; new (p, m, v).
+    """One Adam step in `real` arithmetic, one NumPy operation per rounding; new (p, m, v).
 
     `step` counts this one. The constants are FP64, rounded to `real` once.
     """
@@ -272,13 +290,87 @@ def adamw(
     step_size = real(lr / (1.0 - power(beta1, step)))
     inv_sqrt_bc2 = real(1.0 / math.sqrt(1.0 - power(beta2, step)))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        for factor in (inv_scale, clip):
-            if factor is not None:
-                g = g * real(F32(factor))
-        if maximize:
-            g = -g
-        p = p - real(lr * weight_decay) * p
+        g = _usable(g, real, inv_scale, clip, max_value, maximize)
+        decay = real(lr * weight_decay if decoupled_weight_decay else weight_decay)
+        if decay != 0 and decoupled_weight_decay:
+            p = p - decay * p
+        elif decay != 0:
+            g = g + decay * p
         m = m + (g - m) * real(1.0 - beta1)
         v = v * real(beta2) + (g * g) * real(1.0 - beta2)
         p = p - step_size * (m / (np.sqrt(v) * inv_sqrt_bc2 + real(eps)))
     return p, m, v
+
+
+def sgd(
+    p: np.ndarray,
+    g: np.ndarray,
+    b: np.ndarray | None,
+    step: int,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    max_value: float = math.inf,
+    inv_scale: float | None = None,
+    clip: float | None = None,
+    real: type[np.floating] = F32,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The same for SGD; new (p, momentum buffer)."""
+    p, g = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g))
+    with np.errstate(over="ignore", invalid="ignore"):
+        g = _usable(g, real, inv_scale, clip, max_value, maximize)
+        if real(weight_decay) != 0:
+            g = g + real(weight_decay) * p
+        if b is not None:
+            b = np.asarray(b, dtype=np.float64).astype(real)
+            b = g if step == 1 else b * real(momentum) + g * real(1.0 - dampening)
+            g = g + b * real(momentum) if nesterov else b
+        p = p - g * real(lr)
+    return p, b
+
+
+def philox(counter: Sequence[int], seed: int) -> list[int]:
+    """Philox4x32-10 in Python's integers."""
+    c, k, word = list(counter), [seed & 0xFFFFFFFF, seed >> 32], 0xFFFFFFFF
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & word, a >> 32 ^ c[3] ^ k[1], a & word]
+        k = [k[0] + 0x9E3779B9 & word, k[1] + 0xBB67AE85 & word]
+    return c
+
+
+def random16(count: int, seed: int, step: int, index: int, stream: int) -> np.ndarray:
+    """The 16 random bits of elements 0 to count - 1 of one array of a param, as the docs say."""
+    bits = []
+    for e in range(0, count, 8):
+        words = philox([e // 8 & 0xFFFFFFFF, e // 8 >> 32, step, index + (stream << 30)], seed)
+        bits += [half for w in words for half in (w & 0xFFFF, w >> 16)]
+    return np.array(bits[:count], dtype=np.uint32)
+
+
+def stochastic_bf16(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """FP32 numbers as BF16 codes (uint16): rounded up in magnitude where the part cut off and the
+    random bits carry; Inf and NaN as by plain rounding."""
+    u = np.array(x, F32).view(np.uint32)
+    plain = narrow(np.asarray(x, np.float64), torch.bfloat16).astype(np.uint32)
+    carried = u.astype(np.uint64) + bits.reshape(u.shape) >> 16
+    return np.where(np.isfinite(x), carried, plain).astype(np.uint16)
+
+
+def grad_counts(grad: torch.Tensor, inv_scale: float | None, rounded: bool = False) -> list[int]:
+    """How many elements are Inf, NaN (before or after unscaling), 0, subnormal (before)."""
+    raw = values(grad)
+    wide = raw if grad.dtype == torch.float64 else raw.astype(np.float32)
+    with np.errstate(all="ignore"):
+        after = wide if inv_scale is None else wide * wide.dtype.type(inv_scale)
+        if rounded and grad.dtype in (torch.float16, torch.bfloat16):
+            after = values(torch.from_numpy(np.array(after, np.float32)).to(grad.dtype))
+        tiny = torch.finfo(grad.dtype).smallest_normal
+        nan = np.isnan(raw) | np.isnan(after)
+        inf = (np.isinf(raw) | np.isinf(after)) & ~nan
+        subnormal = (raw != 0) & (np.abs(raw) < tiny)
+    return [int(mask.sum()) for mask in (inf, nan, raw == 0, subnormal)]

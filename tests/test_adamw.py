@@ -10,11 +10,23 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import LARGE, SHAPES, WIDE, WRITABLE, Layout, contiguous, name, normal, random_bits
+from cases import (
+    LARGE,
+    SHAPES,
+    WIDE,
+    WRITABLE,
+    Layout,
+    contiguous,
+    name,
+    normal,
+    random_bits,
+    transposed,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mixprec.ops import adamw_, clip_coef, grad_stats_
+from mixprec.ops._rounding import split_master
 
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
 OTHER = {"lr": 0.37, "beta1": 0.0, "beta2": 0.5, "eps": 1e-3, "weight_decay": 0.0}
@@ -29,7 +41,8 @@ class Lists:
     exp_avgs: list[torch.Tensor] = field(default_factory=list)
     exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
     masters: list[torch.Tensor] = field(default_factory=list)
-    steps: list[torch.Tensor] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    steps: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def add(
         self,
@@ -37,75 +50,109 @@ class Lists:
         dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = None,
         *,
-        master: bool = False,
+        master: bool | str = False,
+        moments: torch.dtype | None = None,
         step: int = 0,
         layouts: tuple[Layout, ...] = (contiguous,) * 5,
         seed: int = 0,
     ) -> None:
+        """master: False, True for one in fp32, "remainder" for the bits that a bf16 param lacks."""
         real = torch.float64 if dtype == torch.float64 else torch.float32
+        moments = moments or real
         truth = normal(shape, real, seed)
+        old = float(step > 0)
         self.params.append(layouts[0](truth.to(dtype)))
         self.grads.append(layouts[1](normal(shape, grad_dtype or dtype, seed + 1)))
-        self.exp_avgs.append(layouts[2](normal(shape, real, seed + 2) * (step > 0)))
-        self.exp_avg_sqs.append(layouts[3](normal(shape, real, seed + 3).square() * (step > 0)))
-        if master:
+        self.exp_avgs.append(layouts[2]((normal(shape, real, seed + 2) * old).to(moments)))
+        second = normal(shape, real, seed + 3).square() * old
+        self.exp_avg_sqs.append(layouts[3](second.to(moments)))
+        if master == "remainder":
+            param, remainder = split_master(truth)
+            self.params[-1] = layouts[0](param)
+            # every_second and padded_rows surround it with NaN, which integers have not
+            self.masters.append(transposed(remainder))
+        elif master:
             self.masters.append(layouts[4](truth))
-        self.steps.append(torch.tensor(float(step)))
+        self.counts.append(step)
+        self.steps = torch.tensor(self.counts, dtype=torch.float32)
+
+    def lists(self) -> tuple[list[torch.Tensor], ...]:
+        return self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters
 
     def all(self) -> list[torch.Tensor]:
-        return [
-            *self.params,
-            *self.grads,
-            *self.exp_avgs,
-            *self.exp_avg_sqs,
-            *self.masters,
-            *self.steps,
-        ]
+        return [*(t for tensors in self.lists() for t in tensors), self.steps]
 
     def clone(self) -> Lists:
         # torch.clone keeps the strides of dense tensors, which is all that is needed here
-        return Lists(*[[t.clone() for t in getattr(self, f)] for f in self.__dataclass_fields__])
+        lists = ([t.clone() for t in tensors] for tensors in self.lists())
+        return Lists(*lists, list(self.counts), self.steps.clone())
 
-    def call(self, *, inv_scale: float | None = None, clip: float | None = None,
-             found_inf: float | None = None, **hyper: float) -> None:  # fmt: skip
-        def scalar(x: float | None) -> torch.Tensor | None:
-            return None if x is None else torch.tensor(x, dtype=torch.float32)
-
-        adamw_(
-            self.params,
-            self.grads,
-            self.exp_avgs,
-            self.exp_avg_sqs,
-            self.masters,
-            self.steps,
-            **(HYPER | hyper),
-            inv_scale=scalar(inv_scale),
-            clip=scalar(clip),
-            found_inf=scalar(found_inf),
-        )
+    def call(self, **settings: object) -> None:
+        hyper = HYPER | settings
+        for key in ("inv_scale", "clip", "found_inf"):
+            if hyper.get(key) is not None:
+                hyper[key] = torch.tensor(hyper[key], dtype=torch.float32)
+        adamw_(*self.lists(), self.steps, **hyper)  # type: ignore[arg-type]
 
 
-def check(lists: Lists, **settings: float) -> None:
+NOT_NUMPYS = ("found_inf", "stochastic_rounding", "seed", "indices")
+
+
+def patterns(t: torch.Tensor) -> np.ndarray:
+    return t.numpy() if t.dtype == torch.int16 else ind.bits(t)
+
+
+def truth_of(lists: Lists, i: int) -> torch.Tensor:
+    if not lists.masters:
+        return lists.params[i]
+    master = lists.masters[i]
+    if master.dtype != torch.int16:
+        return master
+    high = ind.bits(lists.params[i]).astype(np.int64) << 16
+    code = (high + master.numpy()) & 0xFFFFFFFF
+    return torch.from_numpy(np.array(code, np.uint32).view(np.float32))
+
+
+def check(lists: Lists, **settings: object) -> None:
     """One call, and every bit of params, moments, masters and steps against NumPy."""
+    hyper = HYPER | {k: v for k, v in settings.items() if k not in NOT_NUMPYS}
+    if isinstance(hyper["lr"], torch.Tensor):
+        hyper["lr"] = hyper["lr"].item()
     want = []
-    hyper = HYPER | {k: v for k, v in settings.items() if k != "found_inf"}
     for i, param in enumerate(lists.params):
-        truth = lists.masters[i] if lists.masters else param
         real = np.float64 if param.dtype == torch.float64 else np.float32
-        arrays = (truth, lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
+        arrays = (truth_of(lists, i), lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
         step = int(lists.steps[i].item()) + 1
         want.append(ind.adamw(*(ind.values(t) for t in arrays), step, real=real, **hyper))
-    steps = [s.item() for s in lists.steps]
+    before = lists.steps.clone()
     grads = [ind.bits(g).copy() for g in lists.grads]
     lists.call(**settings)
+    assert torch.equal(lists.steps, before + 1)
     for i, (param, (p, m, v)) in enumerate(zip(lists.params, want, strict=True)):
-        ind.assert_bits(param, ind.narrow(p, param.dtype), f"params[{i}]")
-        real = lists.exp_avgs[i].dtype
-        ind.assert_bits(lists.exp_avgs[i], ind.narrow(m, real), f"exp_avgs[{i}]")
-        ind.assert_bits(lists.exp_avg_sqs[i], ind.narrow(v, real), f"exp_avg_sqs[{i}]")
-        if lists.masters:
-            ind.assert_bits(lists.masters[i], ind.narrow(p, real), f"masters[{i}]")
-        assert lists.steps[i].item() == steps[i] + 1
+
+        def rounded(x: np.ndarray, to: torch.Tensor, stream: int, i: int = i) -> np.ndarray:
+            """With the random bits where there are to be some."""
+            wants = stream > 0 or (settings.get("stochastic_rounding") and not lists.masters)
+            if to.dtype != torch.bfloat16 or not wants:
+                return ind.narrow(x, to.dtype)
+            seed, index = settings.get("seed", 0), settings["indices"][i]
+            step = int(lists.steps[i].item())
+            return ind.stochastic_bf16(x, ind.random16(x.size, seed, step, index, stream))
+
+        if lists.masters and lists.masters[i].dtype == torch.int16:
+            code = np.array(p, np.float32).view(np.uint32).astype(np.int64)
+            high = (code + 0x8000) >> 16
+            ind.assert_bits(param, high.astype(np.uint16), f"params[{i}]")
+            got = lists.masters[i].numpy()
+            assert np.array_equal(got, code - (high << 16)), f"masters[{i}]"
+        else:
+            ind.assert_bits(param, rounded(p, param, 0), f"params[{i}]")
+            if lists.masters:
+                master = lists.masters[i]
+                ind.assert_bits(master, ind.narrow(p, master.dtype), f"masters[{i}]")
+        ind.assert_bits(lists.exp_avgs[i], rounded(m, lists.exp_avgs[i], 1), f"exp_avgs[{i}]")
+        second = lists.exp_avg_sqs[i]
+        ind.assert_bits(second, rounded(v, second, 2), f"exp_avg_sqs[{i}]")
         assert np.array_equal(ind.bits(lists.grads[i]), grads[i]), "adamw_ wrote to a gradient"
 
 
@@ -120,6 +167,63 @@ def test_every_dtype_mix(backend: str, param: torch.dtype, grad: torch.dtype, ma
         lists.add(shape, param, grad, master=master, step=i % 5, seed=10 * i)
     for settings in ({}, {"inv_scale": 2.0**-9, "clip": 0.7}, OTHER | {"maximize": True}):
         check(lists, **settings)
+    check(lists, decoupled_weight_decay=False, max_value=0.5)
+
+
+RANDOM = [
+    (torch.float32, False, torch.bfloat16, False),
+    (torch.float16, True, torch.bfloat16, True),
+    (torch.bfloat16, False, torch.bfloat16, True),
+    (torch.bfloat16, False, torch.bfloat16, False),
+    (torch.bfloat16, False, torch.float32, True),
+    (torch.bfloat16, True, torch.bfloat16, True),
+    (torch.bfloat16, "remainder", torch.bfloat16, False),
+    (torch.bfloat16, "remainder", torch.float32, False),
+]
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=name)
+@pytest.mark.parametrize(("param", "master", "moments", "stochastic"), RANDOM, ids=str)
+def test_bf16_moments_remainders_and_stochastic_params(
+    backend: str,
+    param: torch.dtype,
+    master: bool | str,
+    moments: torch.dtype,
+    stochastic: bool,
+    layout: Layout,
+) -> None:
+    """Random bits are counted in row-major order whatever the memory order is."""
+    at = WRITABLE.index(layout)
+    layouts = tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
+    lists = Lists()
+    for i, shape in enumerate(SHAPES):
+        each = (layout,) * 5 if i % 2 else layouts
+        lists.add(shape, param, torch.float32 if i % 3 else param, master=master, moments=moments,
+                  step=i % 4, layouts=each, seed=10 * i)  # fmt: skip
+    indices = [(7 * i) % 1000 for i in range(len(SHAPES))]
+    random = {"indices": indices, "stochastic_rounding": stochastic}
+    check(lists, seed=5, **random)
+    check(lists, seed=2**62 + 12345, inv_scale=0.3, decoupled_weight_decay=False, **random)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
+def test_lr_as_a_tensor(backend: str, dtype: torch.dtype) -> None:
+    lists = Lists()
+    lists.add((33,), step=2)
+    lists.add((33,), torch.float64, step=2)
+    for shape in ((), (1,)):
+        check(lists, lr=torch.full(shape, 3e-3, dtype=dtype))
+
+
+def test_no_decay_leaves_an_infinite_param_alone(backend: str) -> None:
+    """A mask of -inf that is a param: 0 * inf would be NaN."""
+    for decoupled in (True, False):
+        lists = Lists()
+        lists.add((3,))
+        lists.params[0].copy_(torch.tensor([1.0, -math.inf, -0.0]))
+        lists.grads[0].copy_(torch.tensor([1.0, 0.0, 0.0]))
+        check(lists, weight_decay=0.0, decoupled_weight_decay=decoupled)
+        assert lists.params[0][1] == -math.inf
 
 
 @pytest.mark.parametrize("layout", WRITABLE, ids=name)
@@ -153,6 +257,13 @@ def test_large(two_threads: None, dtype: torch.dtype, master: bool) -> None:
         ind.assert_same_bits(one, two, "second run")
 
 
+def test_large_at_random(two_threads: None) -> None:
+    lists = Lists()
+    for i, shape in enumerate(LARGE):
+        lists.add(shape, torch.bfloat16, moments=torch.bfloat16, step=3, seed=i)
+    check(lists, indices=[1, 0], stochastic_rounding=True, seed=9)
+
+
 @pytest.mark.parametrize(
     "hyper",
     [
@@ -163,6 +274,8 @@ def test_large(two_threads: None, dtype: torch.dtype, master: bool) -> None:
         {"beta1": 0.95, "beta2": 0.98},
         {"beta1": 0.0},
         {"eps": 1e-3},
+        {"decoupled_weight_decay": False, "weight_decay": 0.1},
+        {"max_value": 0.1},
         {"maximize": True},
         {"inv_scale": 1 / 3},
         {"clip": 1 / 3},
@@ -194,7 +307,7 @@ def test_the_last_step_that_fp32_can_count(backend: str) -> None:
     lists = Lists()
     lists.add((5,), step=2**24 - 1)
     check(lists)
-    assert lists.steps[0].item() == 2.0**24
+    assert lists.steps.item() == 2.0**24
     lists.call()
     assert lists.params[0].isfinite().all()
 
@@ -203,7 +316,6 @@ def test_steps_differ_within_a_list(backend: str) -> None:
     lists = Lists()
     for i in range(20):
         lists.add((i,), step=i * i, seed=i)
-    lists.steps[3] = lists.steps[3].reshape(1)
     check(lists)
 
 
@@ -219,6 +331,7 @@ def test_extreme_values(backend: str) -> None:
         lists.exp_avg_sqs[0].copy_(random_bits(20_000, real, 4).abs())
         check(lists)
         check(lists, inv_scale=2.0**20)
+        check(lists, max_value=1.0, weight_decay=0.0)
 
 
 def test_zero_gradients_and_zero_state(backend: str) -> None:
@@ -277,7 +390,7 @@ def test_masters_are_the_truth(backend: str) -> None:
     param = torch.ones(4).bfloat16()
     master, m, v, step = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(1)
     for _ in range(30):
-        adamw_([param], [torch.ones(4).bfloat16()], [m], [v], [master], [step],
+        adamw_([param], [torch.ones(4).bfloat16()], [m], [v], [master], step,
                **(HYPER | {"lr": 1e-3, "weight_decay": 0.0}))  # fmt: skip
     assert master[0].item() == pytest.approx(0.97, rel=1e-4)
     assert param[0].item() == 0.96875  # BF16 nearest to 0.97
@@ -287,17 +400,22 @@ def test_masters_are_the_truth(backend: str) -> None:
     check(lists)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
-def test_agrees_with_torch_adamw(backend: str, dtype: torch.dtype, maximize: bool) -> None:
+def test_agrees_with_torch(
+    backend: str, dtype: torch.dtype, maximize: bool, kind: type[torch.optim.Optimizer]
+) -> None:
     ours, theirs = normal((500,), dtype), normal((500,), dtype).requires_grad_()
-    m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(())
+    m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(1)
     hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
-    reference = torch.optim.AdamW([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
+    reference = kind([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
+    decoupled = kind is torch.optim.AdamW
     for i in range(20):
         theirs.grad = normal((500,), dtype, seed=i + 1)
         reference.step()
-        adamw_([ours], [theirs.grad], [m], [v], [], [step], beta1=0.9, beta2=0.99, **hyper)
+        adamw_([ours], [theirs.grad], [m], [v], [], step, beta1=0.9, beta2=0.99,
+               decoupled_weight_decay=decoupled, **hyper)  # fmt: skip
     unit = torch.finfo(dtype).eps
     state = reference.state[theirs]
     for got, want in ((ours, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
@@ -310,7 +428,7 @@ def test_clipping_from_grad_stats(backend: str) -> None:
     lists = Lists()
     for i in range(3):
         lists.add((50,), seed=i)
-    sum_sq, found_inf = torch.zeros((), dtype=torch.float64), torch.zeros(1)
+    sum_sq, found_inf = torch.zeros(3, dtype=torch.float64), torch.zeros(1)
     grad_stats_(lists.grads, torch.tensor(0.5), found_inf, sum_sq)
     norm = math.sqrt(ind.sum_of_squares(lists.grads, 0.5))
     clip = clip_coef(sum_sq, 1.0).item()
@@ -319,7 +437,7 @@ def test_clipping_from_grad_stats(backend: str) -> None:
 
 
 def test_no_params(backend: str) -> None:
-    adamw_([], [], [], [], [], [], **HYPER)
+    adamw_([], [], [], [], [], torch.zeros(0), **HYPER)
 
 
 def one(**changes: object) -> dict[str, object]:
@@ -327,7 +445,7 @@ def one(**changes: object) -> dict[str, object]:
     t = torch.ones(3)
     lists = ("params", "grads", "exp_avgs", "exp_avg_sqs")
     args: dict[str, object] = {key: [t.clone()] for key in lists}
-    return args | {"masters": [], "steps": [torch.zeros(())]} | HYPER | changes
+    return args | {"masters": [], "steps": torch.zeros(1)} | HYPER | changes
 
 
 T = torch.ones(3)
@@ -361,11 +479,22 @@ META = torch.ones(3, device="meta")
         ({"masters": [T, T]}, ValueError, "masters must have one tensor per param"),
         ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype float32"),
         ({"masters": [T[:1].expand(3)]}, ValueError, r"masters\[0\] is written in place"),
-        ({"steps": []}, ValueError, "steps must have one tensor per param"),
-        ({"steps": [1]}, TypeError, r"steps\[0\] must be a torch.Tensor, got int"),
-        ({"steps": [torch.zeros(1).long()]}, ValueError, r"steps\[0\] must hold one float32"),
-        ({"steps": [torch.zeros(2)]}, ValueError, r"steps\[0\] must hold one float32"),
-        ({"steps": [META[:1]]}, ValueError, r"steps\[0\] must be on"),
+        ({"exp_avgs": [T.bfloat16()]}, ValueError, r"exp_avgs\[0\] must have .*with indices"),
+        ({"masters": [T.short()]}, ValueError, r"masters\[0\] must have dtype float32"),
+        ({"steps": [T[:1]]}, TypeError, "steps must be a torch.Tensor, got list"),
+        ({"steps": torch.zeros(1).long()}, ValueError, "steps must have dtype float32"),
+        ({"steps": torch.zeros(2)}, ValueError, r"steps must have shape .* = \(1,\)"),
+        ({"steps": torch.zeros(())}, ValueError, r"steps must have shape .* = \(1,\)"),
+        ({"params": [META]}, ValueError, r"params\[0\] must be on"),
+        ({"max_value": 0.0}, ValueError, "max_value must be positive"),
+        ({"max_value": math.nan}, ValueError, "max_value must be positive"),
+        ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
+        ({"indices": [1, 2]}, ValueError, r"indices must have one number per param \(1\)"),
+        ({"indices": [-1]}, ValueError, r"indices must be in \[0, 2\^30\)"),
+        ({"indices": [2**30]}, ValueError, r"indices must be in \[0, 2\^30\)"),
+        ({"lr": T}, ValueError, "lr_tensor must hold one float32"),
+        ({"lr": T[:1].half()}, ValueError, "lr_tensor must hold one float32"),
+        ({"lr": META[:1]}, ValueError, "lr_tensor must be on"),
         ({"inv_scale": 0.5}, TypeError, "inv_scale must be a torch.Tensor, got float"),
         ({"inv_scale": T}, ValueError, "inv_scale must hold one float32"),
         ({"inv_scale": META[:1]}, ValueError, "inv_scale must be on"),
@@ -405,14 +534,21 @@ def test_fp64_masters_of_fp64_params(backend: str) -> None:
     check(lists)
 
 
-def test_a_shared_step_advances_once(backend: str) -> None:
-    step = torch.tensor(4.0)
-    params, grads = [torch.ones(3), torch.ones(5)], [torch.ones(3), torch.ones(5)]
-    state = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    with torch.no_grad():
-        adamw_(
-            params, grads, *state, [], [step, step],
-            lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
-        )  # fmt: skip
-    assert step.item() == 5.0
-    assert torch.equal(params[0], params[1][:3])
+@given(st.integers(0, 1 << 30), st.integers(1, 30))
+def test_split_and_permuted_lists_give_the_same_bits(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    lists = Lists()
+    for i in range(count):
+        lists.add(rng.choice([(0,), (5,), (16, 3)]), torch.bfloat16, moments=torch.bfloat16,
+                  step=i % 3, seed=i)  # fmt: skip
+    whole = lists.clone()
+    whole.call(indices=list(range(count)), stochastic_rounding=True, seed=seed)
+    order = rng.sample(range(count), count)
+    cut = rng.randrange(count + 1)
+    for part in (order[:cut], order[cut:]):
+        columns = [[tensors[i] for i in part] for tensors in lists.lists()[:4]]
+        adamw_(*columns, [], lists.steps[part], indices=part, stochastic_rounding=True,
+               seed=seed, **HYPER)  # fmt: skip
+    for got, want in zip(lists.lists(), whole.lists(), strict=True):
+        for one, two in zip(got, want, strict=True):
+            ind.assert_same_bits(one, two)

@@ -23,7 +23,7 @@ def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
 def test_every_op_has_its_variants() -> None:
     expected = {
         "adamw_", "amax", "clip_coef", "dequantize", "gemm", "gemm_accumulate_", "grad_stats_",
-        "inv_scale", "quantize", "scale_from_amax_", "unscale_", "update_scale_",
+        "inv_scale", "quantize", "scale_from_amax_", "sgd_", "unscale_", "update_scale_",
     }  # fmt: skip
     assert set(_library.OPS) >= expected
     for op in _library.OPS:
@@ -72,7 +72,7 @@ def test_use_backend_is_restored_after_an_error() -> None:
     assert mixprec.amax(torch.tensor([-2.0])).item() == 2.0
 
 
-@pytest.mark.parametrize("backend", ["cuda", "", None, "CPP"])
+@pytest.mark.parametrize("backend", ["CUDA", "", None, "CPP"])
 def test_unknown_backend(backend: object) -> None:
     with (
         pytest.raises(ValueError, match=r"^use_backend: backend must be one of .*cpp.*got"),
@@ -104,24 +104,65 @@ def test_forced_backend_that_cannot_run_says_why() -> None:
         _backends.choose("amax", "cuda")
 
 
-def test_on_a_gpu_triton_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not measured on a GPU, it is no default; where it cannot run, the reason is given."""
+def test_on_a_gpu_cuda_comes_first_then_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one cannot run the next does, and the reason is given."""
     monkeypatch.setattr(_library, "TRITON_ERROR", None)
-    assert _backends.order("cuda") == ("reference",)
+    monkeypatch.setattr(_library, "CUDA_ERROR", None)
+    monkeypatch.setattr(_library, "has_cuda_kernel", lambda op: op == "amax")
+    assert _backends.order("cuda") == ("cuda", "triton", "reference")
+    assert _backends.chosen_backend("amax", "cuda") == "cuda"
+    assert _backends.chosen_backend("quantize", "cuda") == "triton"
+    assert _backends.chosen_backend("gemm", "cuda") == "reference"
+    assert _backends.why_not("gemm", "cuda", "cuda") == "it has no CUDA kernel"
     with mixprec.use_backend("triton"):
         for op in _library.TRITON:
             assert _backends.chosen_backend(op, "cuda") == "triton"
         with pytest.raises(RuntimeError, match=r"^gemm: .*triton: it has no Triton kernel"):
             _backends.choose("gemm", "cuda")
-    assert _backends.why_not("amax", "triton", "cpu") == (
-        "the Triton kernels run on cuda tensors, not cpu"
-    )
+    for backend in ("triton", "cuda"):
+        reason = _backends.why_not("amax", backend, "cpu")
+        assert reason is not None
+        assert reason.endswith("kernels run on cuda tensors, not cpu")
     monkeypatch.setattr(_library, "TRITON_ERROR", "triton is not installed: pip install triton")
+    monkeypatch.setattr(_library, "CUDA_ERROR", "they were not built: no nvcc")
+    assert _backends.chosen_backend("amax", "cuda") == "reference"
     with (
         mixprec.use_backend("triton"),
         pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*pip install triton"),
     ):
         _backends.choose("amax", "cuda")
+    with (
+        mixprec.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*cuda: .*no nvcc"),
+    ):
+        _backends.choose("amax", "cuda")
+
+
+def test_a_gpu_kernel_is_compared_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played on the CPU: `call` on device type "cuda" looks at cpu tensors here."""
+    asked = []
+
+    def right(name: str, op: object, device: str) -> dict:
+        asked.append((name, device))
+        return {"ok": name == "amax", "worst": 0.5, "reason": None}
+
+    monkeypatch.setattr(_library, "CUDA_ERROR", None)
+    monkeypatch.setattr(_library, "has_cuda_kernel", lambda op: True)
+    monkeypatch.setattr(_backends, "_can_compare", lambda: True)
+    monkeypatch.setattr(_backends._self_test, "compare", right)
+    monkeypatch.setattr(_backends, "_chosen", {})
+    for _ in range(2):
+        _backends.choose("amax", "cuda")
+    assert asked == [("amax", "cuda")], "once"
+    for _ in range(2):  # and no silent stand-in the second time
+        with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
+            _backends.choose("quantize", "cuda")
+    with mixprec.use_backend("reference"):
+        _backends.choose("quantize", "cuda")
+
+
+def test_nothing_is_compared_while_values_cannot_be_seen() -> None:
+    assert not _backends._can_compare() or torch.cuda.is_available()
 
 
 def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
@@ -138,6 +179,7 @@ def test_a_reference_that_was_not_asked_for_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_backends, "_chosen", {})
+    monkeypatch.setattr(_backends, "_ORDER", {"cuda": ("reference",)})
     with caplog.at_level(logging.WARNING, "mixprec"):
         for _ in range(3):
             _backends.choose("amax", "cuda")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mixprec
-from mixprec import _self_test, env
-from mixprec.ops import _backends, _library
+from mixprec import env
+from mixprec.ops import _backends, _library, _self_test
 
 
 def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +81,7 @@ def test_without_the_extension(
 
 def test_every_op_has_a_self_test() -> None:
     assert set(_self_test.INPUTS) == set(_library.OPS)
-    nobody = _self_test.self_test("nobody", "cpu")
+    nobody = env.self_test("nobody", "cpu")
     assert not nobody["ok"]
     assert "no self-test" in nobody["reason"]
 
@@ -123,7 +123,7 @@ def test_self_test_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such luck\nsecond line")
 
     monkeypatch.setattr(_backends, "call", broken)
-    outcome = _self_test.self_test("amax", "cpu")
+    outcome = env.self_test("amax", "cpu")
     assert outcome == {"ok": False, "worst": math.inf, "reason": "RuntimeError: no such luck"}
 
 

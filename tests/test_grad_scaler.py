@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixprec.grad_scaler import GradScaler
-from mixprec.optim import AdamW
+from mixprec.optim import SGD, Adam, AdamW
 
 F16_MAX = 65504.0
 Optimizer = torch.optim.Optimizer
@@ -91,6 +91,8 @@ BAD_SETTINGS = (
     *({"max_scale": x} for x in (0.0, math.nan, math.inf)),
     {"min_scale": 2.0, "max_scale": 1.0},
     *({"hysteresis": x} for x in (0, -1, 1.5)),
+    *({"max_consecutive_skips": x} for x in (0, -1, 2.5, "3")),
+    *({"grow_on_underflow": x} for x in (-0.1, 1.1, math.nan, "much")),
 )
 
 
@@ -108,6 +110,7 @@ def test_setters_check_too() -> None:
         (scaler.set_growth_factor, 1.0, 4.0),
         (scaler.set_backoff_factor, 1.0, 0.25),
         (scaler.set_growth_interval, 0, 7),
+        (scaler.set_growth_interval, 2.5, 7),
     ):
         with pytest.raises(ValueError, match="GradScaler: "):
             setter(bad)
@@ -365,9 +368,10 @@ def test_a_positional_closure_is_refused_and_none_is_not(make_optimizer: Make) -
 def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
     params, optimizer = make(ours)
     scaler = GradScaler()
+    iterate(scaler, optimizer, params)
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(2)
     backward(scaler, params)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with pytest.raises(ValueError, match="lr must be a number"):
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\] must have"):
         scaler.step(optimizer)
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
@@ -587,9 +591,9 @@ def test_two_optimizers_one_overflows(makes: tuple[Make, Make]) -> None:
 
 
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [make(ours)]
+    runs = [make(ours), make(SGD)]
     params, _ = make(ours, torch.bfloat16)
-    runs.append((params, AdamW(params, max_grad_norm=1.0)))
+    runs.append((params, Adam(params, max_grad_norm=1.0)))
 
     def synchronizes(*args: object) -> None:
         raise AssertionError("this waits for the device")
@@ -598,7 +602,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
             patched.setattr(torch.Tensor, method, synchronizes)
         for params, optimizer in runs:
-            scaler = GradScaler()
+            scaler = GradScaler(grow_on_underflow=0.5)
             for explicit in (False, True):
                 for bad in ([], [math.nan]):
                     backward(scaler, params, *bad)
@@ -624,7 +628,7 @@ def test_state_dict_round_trip_and_torch_both_ways() -> None:
     loaded = torch.load(buffer, weights_only=True)
     assert loaded == state
     assert state["_hysteresis_tracker"] == 0
-    assert state["skipped"] == 4
+    assert (state["skipped"], state["applied_steps"], state["skipped_in_a_row"]) == (4, 7, 0)
     for used in (False, True):
         other = GradScaler()
         if used:
@@ -642,8 +646,9 @@ def test_state_dict_round_trip_and_torch_both_ways() -> None:
         if used:
             iterate(mine, optimizer, params, math.inf)
         mine.load_state_dict(torch_state)
-        extras = {"min_scale": 0.5, "max_scale": None, "hysteresis": 3, "version": 1}
-        assert mine.state_dict() == torch_state | extras | {"_hysteresis_tracker": 3, "skipped": 0}
+        settings = {"min_scale": 0.5, "max_scale": None, "hysteresis": 3, "static": False}
+        counts = {"skipped": 0, "applied_steps": 0, "skipped_in_a_row": 0, "version": 1}
+        assert mine.state_dict() == torch_state | settings | counts | {"_hysteresis_tracker": 3}
 
 
 DAMAGED = (
@@ -657,7 +662,8 @@ DAMAGED = (
     {"hysteresis": 0},
     {"min_scale": 0.0},
     {"max_scale": 2.0**-30},
-    {"skipped": -1},
+    *({key: x} for key in ("skipped", "applied_steps", "skipped_in_a_row") for x in (-1, 0.5)),
+    {"static": "yes"},
     {"version": 2},
 )
 

@@ -9,32 +9,58 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import GRADS, LAYOUTS, SHAPES, Layout, from_bits, name, normal, random_list
+from cases import (
+    GRADS,
+    LAYOUTS,
+    SHAPES,
+    Layout,
+    from_bits,
+    name,
+    normal,
+    random_bits,
+    random_list,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mixprec.ops import grad_stats_
 
 
+def per_gradient(
+    grads: list[torch.Tensor], inv_scale: float | None = None, flag: float = 0.0
+) -> tuple[float, list[float], list[list[int]]]:
+    """(found_inf, sum_sq, counts); the gradients must come out untouched, the tables are
+    overwritten, and asking for the counts changes nothing else."""
+    before = [ind.bits(g).copy() for g in grads]
+    found_inf, alone = torch.tensor([flag]), torch.tensor([flag])
+    sum_sq, same = (torch.full((len(grads),), -7.0, dtype=torch.float64) for _ in range(2))
+    counts = torch.full((len(grads), 4), -7)
+    inv = None if inv_scale is None else torch.tensor(inv_scale)
+    grad_stats_(grads, inv, found_inf, sum_sq, counts)
+    grad_stats_(grads, inv, alone, same)
+    ind.assert_same_bits(sum_sq, same, "without counts")
+    assert found_inf.item() == alone.item()
+    for grad, pattern in zip(grads, before, strict=True):
+        assert np.array_equal(ind.bits(grad), pattern), "grad_stats_ wrote to a gradient"
+    return found_inf.item(), sum_sq.tolist(), counts.tolist()
+
+
 def stats(
     grads: list[torch.Tensor], inv_scale: float | None = None, flag: float = 0.0
 ) -> tuple[float, float]:
-    """(found_inf, sum_sq); the gradients must come out untouched, sum_sq is overwritten."""
-    before = [ind.bits(g).copy() for g in grads]
-    found_inf, sum_sq = torch.tensor([flag]), torch.tensor(-7.0, dtype=torch.float64)
-    inv = None if inv_scale is None else torch.tensor(inv_scale)
-    grad_stats_(grads, inv, found_inf, sum_sq)
-    for grad, pattern in zip(grads, before, strict=True):
-        assert np.array_equal(ind.bits(grad), pattern), "grad_stats_ wrote to a gradient"
-    return found_inf.item(), sum_sq.item()
+    """(found_inf, the sum over all gradients)"""
+    found_inf, sum_sq, _ = per_gradient(grads, inv_scale, flag)
+    return found_inf, sum(sum_sq)
 
 
 def check(grads: list[torch.Tensor], inv_scale: float | None = None) -> None:
-    flag, sum_sq = stats(grads, inv_scale)
-    want = ind.sum_of_squares(grads, inv_scale)
+    flag, sums, counts = per_gradient(grads, inv_scale)
     assert flag == 0.0
-    # FP64 sums of up to 2^20 squares of FP32 numbers: far inside one unit of FP32.
-    assert sum_sq == pytest.approx(want, rel=1e-13, abs=0), "not an FP64 sum"
+    for grad, sum_sq, row in zip(grads, sums, counts, strict=True):
+        want = ind.sum_of_squares([grad], inv_scale)
+        # FP64 sums of up to 2^20 squares of FP32 numbers: far inside one unit of FP32.
+        assert sum_sq == pytest.approx(want, rel=1e-13, abs=0), "not an FP64 sum"
+        assert row == ind.grad_counts(grad, inv_scale)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
@@ -113,6 +139,39 @@ def test_flag_of_every_16_bit_code(backend: str, dtype: torch.dtype) -> None:
         assert stats([code])[0] == 1.0
 
 
+@pytest.mark.parametrize("inv_scale", [None, 0.5, 2.0, 0.0])
+@pytest.mark.parametrize("dtype", GRADS, ids=name)
+def test_counts(backend: str, dtype: torch.dtype, inv_scale: float | None) -> None:
+    """Of every 16-bit code, or of patterns of every exponent, in tensors of all kinds of length."""
+    if dtype.itemsize == 2:
+        every = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+    else:
+        every = torch.cat([random_bits(30_000, dtype), torch.tensor(EDGES[dtype], dtype=dtype)])
+    grads = [every[:0], every, every[1::3], every[:7], every.flip(0), torch.ones(3, dtype=dtype)]
+    _, _, counts = per_gradient(grads, inv_scale)
+    assert counts == [ind.grad_counts(grad, inv_scale) for grad in grads]
+    assert counts[0] == counts[-1] == [0, 0, 0, 0]
+    if inv_scale != 0:  # which makes NaN of Inf
+        assert all(n > 0 for n in counts[1]), "a kind that was never met"
+
+
+EDGES = {
+    torch.float32: [0.0, -0.0, 2.0**-149, -(2.0**-127), 2.0**-126, 3.4e38, math.inf, math.nan],
+    torch.float64: [0.0, -0.0, 5e-324, -1e-310, 2.0**-1022, 1.7e308, -math.inf, math.nan],
+}
+
+
+def test_counts_of_a_parallel_run(two_threads: None) -> None:
+    grad = torch.zeros(300_001, dtype=torch.float16)
+    grad[::2] = 1.0
+    grad[1::4] = 2.0**-20
+    grad[[0, -1]] = math.nan
+    grad[150_000] = math.inf
+    _, _, counts = per_gradient([grad, grad[:17], grad])
+    assert counts[0] == counts[2] == ind.grad_counts(grad, None)
+    assert counts[0][:2] == [1, 2]
+
+
 def test_largest_finite_gradients_are_finite(backend: str) -> None:
     """Their FP32 sum of squares would overflow; neither the flag nor the FP64 sum does."""
     grads = [torch.full((1000,), torch.finfo(d).max, dtype=d) for d in GRADS[:3]]
@@ -138,14 +197,14 @@ def test_flag_is_only_ever_set_and_the_sum_overwritten(backend: str) -> None:
     assert stats([torch.empty(0), torch.empty(3, 0)]) == (0.0, 0.0)
 
 
-def test_shape_of_the_outputs_is_free(backend: str) -> None:
+def test_shape_of_the_scalars_is_free(backend: str) -> None:
     for shape in ((), (1,), (1, 1)):
-        found_inf, sum_sq = torch.zeros(shape), torch.zeros(shape, dtype=torch.float64)
+        found_inf, sum_sq = torch.zeros(shape), torch.zeros(1, dtype=torch.float64)
         grad_stats_([torch.tensor([2.0, math.nan])], torch.ones(shape), found_inf, sum_sq)
         assert found_inf.item() == 1.0
 
 
-ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros((), dtype=torch.float64)
+ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +222,10 @@ ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros((), dtype=torch.flo
         ([ONE], ONE.to("meta"), FLAG, SUM, ValueError, "inv_scale must be on"),
         ([ONE], None, None, SUM, TypeError, "found_inf must be a torch.Tensor, got NoneType"),
         ([ONE], None, FLAG.half(), SUM, ValueError, "found_inf must hold one float32"),
-        ([ONE], None, FLAG, SUM.float(), ValueError, "sum_sq must hold one float64"),
-        ([ONE], None, FLAG, SUM.expand(2), ValueError, "sum_sq must hold one float64"),
+        ([ONE], None, FLAG, SUM.float(), ValueError, "sum_sq must have dtype float64"),
+        ([ONE], None, FLAG, SUM[0], ValueError, r"sum_sq must have shape .* = \(1,\)"),
+        ([ONE] * 2, None, FLAG, SUM, ValueError, r"sum_sq must have shape .* = \(2,\)"),
+        ([ONE] * 2, None, FLAG, SUM.expand(2), ValueError, "sum_sq must be contiguous"),
         ([ONE], None, FLAG, SUM.to("meta"), ValueError, "sum_sq must be on"),
         ([ONE], None, FLAG, 1.0, TypeError, "sum_sq must be a torch.Tensor, got float"),
     ],
@@ -180,6 +241,24 @@ def test_bad_input(
 ) -> None:
     with pytest.raises(error, match=f"^grad_stats_: .*{message}"):
         grad_stats_(grads, inv_scale, found_inf, sum_sq)  # type: ignore[arg-type]
+    assert (FLAG.item(), SUM.item()) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "message"),
+    [
+        (torch.zeros(1, 4), ValueError, "counts must have dtype int64"),
+        (torch.zeros(4).long(), ValueError, r"counts must have shape .* = \(1, 4\)"),
+        (torch.zeros(1, 3).long(), ValueError, r"counts must have shape .* = \(1, 4\)"),
+        (torch.zeros(1, 8).long()[:, ::2], ValueError, "counts must be contiguous"),
+        (torch.zeros(1, 4).long().to("meta"), ValueError, "counts must be on"),
+        ([0, 0, 0, 0], TypeError, "counts must be a torch.Tensor, got list"),
+    ],
+    ids=name,
+)
+def test_bad_counts(counts: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^grad_stats_: .*{message}"):
+        grad_stats_([ONE], None, FLAG, SUM, counts)  # type: ignore[arg-type]
     assert (FLAG.item(), SUM.item()) == (0.0, 0.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import independent as ind
@@ -37,6 +38,7 @@ def rows() -> list[tuple[str, str, torch.dtype, str]]:
         "unscale_": (*WIDE, torch.float64),
         "grad_stats_": (*WIDE, torch.float64),
         "adamw_": (*WIDE, torch.float64),
+        "sgd_": (*WIDE, torch.float64),
         "scale_from_amax_": (torch.float32,),
         "update_scale_": (torch.float32,),
         "inv_scale": (torch.float32,),
@@ -71,23 +73,29 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         acc = torch.zeros((5, x.shape[0])).t() if arrangement == "permuted" else torch.zeros(
             (x.shape[0], 5))  # fmt: skip
         return acc, x, b, None, one
+    counts = torch.zeros((2, 4), dtype=torch.int64)
     if op == "unscale_":
-        return [x, tensor((3,), torch.float32, "contiguous")], one * 0.5, flag
+        return [x, tensor((3,), torch.float32, "contiguous")], one * 0.5, flag, counts
     if op == "grad_stats_":
-        return [x, tensor((3,), torch.float32, "contiguous")], one, flag, flag.double()
-    if op == "adamw_":
+        grads = [x, tensor((3,), torch.float32, "contiguous")]
+        return grads, one, flag, torch.zeros(2).double(), counts
+    if op in ("adamw_", "sgd_"):
         real = torch.float64 if dtype == torch.float64 else torch.float32
         wide = [tensor((4, 6), real, arrangement) for _ in range(3)]
         masters = [wide[2]] if real != dtype else []
-        numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, False)
+        shared = (False, 1e9, False, 0, [], None, one, one, flag)
+        if op == "sgd_":
+            return [x], [x.clone()], [wide[0]], masters, flag + 1, 0.1, 0.9, 0.0, 0.0, True, *shared
+        numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, True)
         moments = [wide[0]], [wide[1].abs()]
-        return ([x], [x.clone()], *moments, masters, [torch.ones(())], *numbers, one, one, flag)
+        return ([x], [x.clone()], *moments, masters, torch.ones(1), *numbers, *shared)
     if op == "scale_from_amax_":
         same = [tensor((4, 6), dtype, arrangement) for _ in range(3)]
         return *same, torch.float8_e5m2, 1, True
     if op == "update_scale_":
         trackers = [torch.ones(1, dtype=torch.int32) for _ in range(2)]
-        return torch.ones(1), *trackers, flag, 2.0, 0.5, 1, 0.0, 1e9, 1
+        counters, settings = torch.zeros(3).long(), (2.0, 0.5, 1, 0.0, 1e9, 1, 0.5)
+        return torch.ones(1), *trackers, counters, flag, torch.ones(()), *settings
     if op == "inv_scale":
         return (one * 4,)
     return one.double(), 0.5
@@ -131,11 +139,15 @@ def test_fakes_give_the_exact_strides(
 def mutating_calls() -> list[tuple[str, Callable[[], tuple[list[torch.Tensor], Callable]]]]:
     def unscale() -> tuple[list[torch.Tensor], Callable]:
         grads, flag = [torch.ones(3), torch.ones(2).half()], torch.zeros(1)
-        return [*grads, flag], lambda: mixprec.unscale_(grads, torch.ones(()), flag)
+        counts = torch.zeros(2, 4).long()
+        return [*grads, flag, counts], partial(
+            mixprec.unscale_, grads, torch.ones(()), flag, counts
+        )
 
     def grad_stats() -> tuple[list[torch.Tensor], Callable]:
-        flag, total = torch.zeros(1), torch.zeros(1).double()
-        return [flag, total], lambda: ops.grad_stats_([torch.ones(3)], None, flag, total)
+        flag, total, counts = torch.zeros(1), torch.zeros(1).double(), torch.zeros(1, 4).long()
+        call = partial(ops.grad_stats_, [torch.ones(3)], None, flag, total, counts)
+        return [flag, total, counts], call
 
     def accumulate() -> tuple[list[torch.Tensor], Callable]:
         acc, a = torch.zeros(2, 2), torch.ones(2, 2).half()
@@ -147,15 +159,21 @@ def mutating_calls() -> list[tuple[str, Callable[[], tuple[list[torch.Tensor], C
 
     def update() -> tuple[list[torch.Tensor], Callable]:
         s, g, h = torch.ones(1), torch.ones(1).int(), torch.ones(1).int()
-        return [s, g, h], lambda: ops.update_scale_(s, g, h, torch.zeros(1))
+        c = torch.zeros(3).long()
+        return [s, g, h, c], lambda: ops.update_scale_(s, g, h, c, torch.zeros(1))
 
     def adamw() -> tuple[list[torch.Tensor], Callable]:
         p, m, v, master, step = (torch.ones(3) for _ in range(5))
         p, step = p.bfloat16(), step[:1].clone()
         hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
-        grads = [torch.ones(3)]
-        return [p, m, v, master, step], lambda: ops.adamw_(
-            [p], grads, [m], [v], [master], [step], **hyper
+        lists = ([p], [torch.ones(3)], [m], [v], [master])
+        return [p, m, v, master, step], lambda: ops.adamw_(*lists, step, **hyper)
+
+    def sgd() -> tuple[list[torch.Tensor], Callable]:
+        p, m, step = torch.ones(3).bfloat16(), torch.ones(3).bfloat16(), torch.zeros(1)
+        lists = ([p], [torch.ones(3)], [m], [])
+        return [p, m, step], lambda: ops.sgd_(
+            *lists, step, lr=0.1, momentum=0.9, stochastic_rounding=True, indices=[4], seed=7
         )
 
     made = {
@@ -165,6 +183,7 @@ def mutating_calls() -> list[tuple[str, Callable[[], tuple[list[torch.Tensor], C
         "scale_from_amax_": scale,
         "update_scale_": update,
         "adamw_": adamw,
+        "sgd_": sgd,
     }
     assert set(made) == {op for op in _library.OPS if op.endswith("_")}
     return list(made.items())
@@ -281,7 +300,7 @@ def test_raw_torch_ops_refuse_bad_arguments_too() -> None:
         raw = getattr(torch.ops.mixprec, variant)
         grad = torch.ones(3)
         with pytest.raises((ValueError, RuntimeError), match="unscale_"):
-            raw([grad, torch.ones(1).expand(4)], torch.tensor(0.5), torch.zeros(1))
+            raw([grad, torch.ones(1).expand(4)], torch.tensor(0.5), torch.zeros(1), None)
         assert (grad == 1).all()
 
 

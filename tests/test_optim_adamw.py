@@ -1,4 +1,4 @@
-"""mixprec.optim.AdamW: torch's results, FP32 masters, clipping, skipping, saving, hooks."""
+"""mixprec.optim.AdamW and Adam: torch's results, masters, clipping, skipping, saving, hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cases import GRADS, WIDE, name, normal
 
 import mixprec
 from mixprec.grad_scaler import GradScaler
-from mixprec.optim import AdamW
+from mixprec.optim import Adam, AdamW
 
 LOW = (torch.bfloat16, torch.float16)
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (0,), (), (129,), (4, 0, 3), (2, 3, 5))
@@ -24,6 +24,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
     {"betas": (0.0, 0.5), "weight_decay": 0.0, "maximize": True},
 )
+ADAMS = ((AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam))
 Params = list[torch.nn.Parameter]
 
 
@@ -72,9 +73,13 @@ def saved(state: dict) -> dict:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
-def test_same_as_torch(dtype: torch.dtype, settings: dict) -> None:
+@pytest.mark.parametrize(("kind", "theirs"), ADAMS, ids=["AdamW", "Adam"])
+def test_same_as_torch(
+    kind: type[AdamW], theirs: type[torch.optim.Optimizer], dtype: torch.dtype, settings: dict
+) -> None:
     params, other = parameters(dtype), parameters(dtype)
-    optimizer, expected = AdamW(params, **settings), torch.optim.AdamW(other, **settings)
+    optimizer, expected = kind(params, **settings), theirs(other, **settings)
+    assert optimizer.defaults["weight_decay"] == expected.defaults["weight_decay"]
     ulp = torch.finfo(dtype).eps
     for step in range(8):
         train(optimizer, params, 1, step)
@@ -85,34 +90,34 @@ def test_same_as_torch(dtype: torch.dtype, settings: dict) -> None:
             rtol, atol = 2 * (step + 1) * ulp, 12 * (step + 1) * ulp * optimizer.defaults["lr"]
             torch.testing.assert_close(p, o, rtol=rtol, atol=atol)
             for key in ("exp_avg", "exp_avg_sq"):
-                mine, theirs = optimizer.state[p][key], expected.state[o][key]
-                torch.testing.assert_close(mine, theirs, rtol=16 * ulp, atol=4 * ulp)
+                torch.testing.assert_close(
+                    optimizer.state[p][key], expected.state[o][key], rtol=16 * ulp, atol=4 * ulp
+                )
             assert optimizer.state[p]["step"].item() == step + 1
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, {"max_grad_norm": 0.5}], ids=str)
 @pytest.mark.parametrize("master_weights", ["auto", None])
 @pytest.mark.parametrize("dtype", GRADS, ids=name)
+@pytest.mark.parametrize("kind", [AdamW, Adam], ids=name)
 def test_kernel_and_reference_agree_bit_for_bit(
-    dtype: torch.dtype, master_weights: str | None, settings: dict
+    kind: type[AdamW], dtype: torch.dtype, master_weights: str | None, settings: dict
 ) -> None:
     runs = []
     for backend in ("cpp", "reference"):
         with mixprec.use_backend(backend):
             params = parameters(dtype)
-            optimizer = AdamW(params, master_weights=master_weights, **settings)
+            optimizer = kind(params, master_weights=master_weights, **settings)
             scaler = GradScaler(init_scale=2.0**6)
             scaler.scale(torch.zeros(()))
-            for step in range(6):
-                set_grads(params, step, 2.0**6 if step != 3 else math.inf)
+            for step in range(4):
+                set_grads(params, step, 2.0**6 if step != 2 else math.inf)
                 scaler.step(optimizer)
                 scaler.update()
                 train(optimizer, params, 1, step)  # and a step without a scaler
             runs.append(tensors(optimizer, params))
             assert scaler.skipped.item() == 1
-    # Sums of another order: the clip may differ by an ULP. And torch's own fp64 square root, which
-    # the reference uses, is an ULP off on 1 % of inputs.
-    if "max_grad_norm" in settings or dtype == torch.float64:
+    if "max_grad_norm" in settings:  # sums of another order: the clip may differ by an ULP
         for a, b in zip(*runs, strict=True):
             torch.testing.assert_close(a, b, rtol=8 * torch.finfo(a.dtype).eps, atol=1e-9)
     else:
@@ -135,21 +140,6 @@ def test_a_master_is_an_fp32_run_and_the_param_its_rounding(dtype: torch.dtype, 
         assert torch.equal(optimizer.state[p]["master"], w)
         assert torch.equal(p, w.to(dtype))
         assert "master" not in expected.state[w]
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=name)
-def test_masters_keep_what_the_param_cannot(dtype: torch.dtype) -> None:
-    """Updates below half a unit of the param add up in the master, and only there."""
-    moved = []
-    for mode in ("auto", None):
-        p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
-        optimizer = AdamW([p], lr=1e-5, weight_decay=0.0, master_weights=mode)
-        for _ in range(1000):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-        moved.append(1.0 - p.detach().float().mean().item())
-    assert moved[0] == pytest.approx(1000 * 1e-5, rel=0.3)
-    assert moved[1] == 0.0
 
 
 def test_groups_of_mixed_params() -> None:
@@ -366,25 +356,31 @@ def test_loading_only_the_optimizers_state_leaves_the_weights(dtype: torch.dtype
     assert_same([p.detach() for p in other], before)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fused", "foreach", "old"])
+@pytest.mark.parametrize("loop", ["plain", "fused", "foreach", "old"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
-def test_interchange_with_torch(dtype: torch.dtype, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "torchs"), ADAMS, ids=["AdamW", "Adam"])
+def test_interchange_with_torch(
+    kind: type[AdamW], torchs: type[torch.optim.Optimizer], dtype: torch.dtype, loop: str
+) -> None:
     """A run that changes its optimizer every few steps ends where one of torch's alone ends."""
     expected_params, params = parameters(dtype), parameters(dtype)
-    expected = torch.optim.AdamW(expected_params, lr=0.01)
+    expected = torchs(expected_params, lr=0.01, weight_decay=0.1)
     train(expected, expected_params, 9)
-    option = {} if kind in ("plain", "old") else {kind: True}
-    theirs = torch.optim.AdamW(params, lr=0.01, **option)
+    option = {} if loop in ("plain", "old") else {loop: True}
+    theirs = torchs(params, lr=0.01, weight_decay=0.1, **option)
     train(theirs, params, 3)
     state = saved(theirs.state_dict())
-    if kind == "old":  # torch once kept a plain number
+    if loop == "old":  # torch once kept a plain number, and had fewer options
         for s in state["state"].values():
             s["step"] = int(s["step"])
-    mine = AdamW(params)
+        for key in state["param_groups"][0].keys() - {"params", "lr", "betas", "eps", "amsgrad"}:
+            if key != "weight_decay":
+                del state["param_groups"][0][key]
+    mine = kind(params)
     mine.load_state_dict(state)
     assert mine.param_groups[0]["lr"] == 0.01
     train(mine, params, 3, first=3)
-    theirs = torch.optim.AdamW(params, **option)
+    theirs = torchs(params, **option)
     theirs.load_state_dict(saved(mine.state_dict()))
     train(theirs, params, 3, first=6)
     ulp = torch.finfo(dtype).eps
@@ -457,8 +453,8 @@ def _negative_step(state: dict) -> None:
     state["state"][3]["step"] = -1
 
 
-def _tensor_lr(state: dict) -> None:
-    state["param_groups"][0]["lr"] = torch.tensor(0.1)
+def _two_lrs(state: dict) -> None:
+    state["param_groups"][0]["lr"] = torch.tensor([0.1, 0.1])
 
 
 def _not_a_tensor(state: dict) -> None:
@@ -486,7 +482,7 @@ def _more_groups(state: dict) -> None:
         _fraction,
         _nan_step,
         _negative_step,
-        _tensor_lr,
+        _two_lrs,
         _not_a_tensor,
         _fewer_params,
         _more_groups,
@@ -515,7 +511,7 @@ def test_a_master_of_16_bits_or_for_no_masters_is_refused() -> None:
     optimizer = AdamW(params)
     train(optimizer, params, 1)
     state = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="master_weights=None has no place for"):
+    with pytest.raises(ValueError, match="a master, for which a bfloat16 param has no place with"):
         AdamW(params, master_weights=None).load_state_dict(state)
     state["state"][0]["master"] = state["state"][0]["master"].bfloat16()
     with pytest.raises(ValueError, match="master must have dtype float32, got"):
@@ -658,22 +654,6 @@ def test_strided_params_and_gradients() -> None:
     assert torch.equal(optimizer.state[strided]["master"], expected.state[dense]["master"])
 
 
-def test_the_step_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def synchronizes(*args: object) -> None:
-        raise AssertionError("this waits for the device")
-
-    with monkeypatch.context() as patched:
-        for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
-            patched.setattr(torch.Tensor, method, synchronizes)
-        for dtype in GRADS:
-            params = parameters(dtype)
-            optimizer = AdamW(params, max_grad_norm=1.0)
-            train(optimizer, params, 2)
-            with torch.no_grad():
-                params[0].copy_(params[0] * 2)
-            train(optimizer, params, 1)
-
-
 # Errors
 
 
@@ -683,36 +663,26 @@ def test_the_step_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lr": -1.0}, "lr must be a finite number, 0 or more, got -1.0"),
         ({"lr": math.nan}, "lr must be"),
         ({"lr": math.inf}, "lr must be"),
-        ({"lr": torch.tensor(0.1)}, "lr must be a finite number, 0 or more, got a tensor"),
+        ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one fp32 or fp64 element, got"),
+        ({"lr": torch.tensor(1)}, "lr must be a number or a tensor of one fp32 or fp64 element"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\] must be a number in \[0, 1\), got 1.0"),
         ({"betas": (0.9, -0.1)}, r"betas\[1\] must be"),
         ({"eps": -1e-8}, "eps must be"),
         ({"weight_decay": math.nan}, "weight_decay must be"),
-        ({"master_weights": "remainder16"}, "master_weights must be"),
-        ({"master_weights": True}, "master_weights must be"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm must be positive"),
+        ({"betas": (0.9,)}, "betas must be"),
+        ({"amsgrad": True}, "amsgrad"),
     ],
     ids=str,
 )
-def test_bad_settings(settings: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=f"AdamW: {words}"):
-        AdamW(parameters(), **settings)
-    if next(iter(settings)) in ("lr", "betas", "eps", "weight_decay"):
-        optimizer = AdamW(parameters())
-        with pytest.raises(ValueError, match=f"AdamW: {words}"):
+@pytest.mark.parametrize("kind", [AdamW, Adam], ids=name)
+def test_bad_settings(kind: type[AdamW], settings: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {words}"):
+        kind(parameters(), **settings)
+    if "amsgrad" not in settings:
+        optimizer = kind(parameters())
+        with pytest.raises(ValueError, match=f"{kind.__name__}: {words}"):
             optimizer.add_param_group({"params": parameters(), **settings})
         assert len(optimizer.param_groups) == 1
-
-
-def test_a_tensor_lr_set_later_is_refused() -> None:
-    params = parameters()
-    optimizer = AdamW(params)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    before = [p.detach().clone() for p in params]
-    with pytest.raises(ValueError, match="lr must be a number, got a tensor"):
-        train(optimizer, params, 1)
-    assert_same([p.detach() for p in params], before)
 
 
 def test_sparse_gradients_and_params_of_other_dtypes_are_refused() -> None:
@@ -723,6 +693,13 @@ def test_sparse_gradients_and_params_of_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"AdamW: gradients must be dense, .*sparse=False"):
         optimizer.step()
     assert torch.equal(dense, torch.ones(2))
+    table.weight.grad = torch.zeros(4, 2)
+    optimizer.step()
+    before = copies(optimizer, [dense, table.weight])
+    table.weight.grad = torch.zeros(4, 2).to_sparse()  # and after a step that was dense
+    with pytest.raises(ValueError, match=r"must be .*dense"):
+        optimizer.step()
+    assert_same(tensors(optimizer, [dense, table.weight]), before)
     for dtype in (torch.complex64, torch.int32):
         p = torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
         with pytest.raises(ValueError, match="AdamW: params must be fp32, bf16, fp16 or fp64"):

@@ -37,7 +37,8 @@ def test_the_tour_runs(tmp_path: Path) -> None:
     checks = "\nassert error < 0.5 and w.grad is not None\nassert scaler.skipped.item() == 0\n"
     program = tmp_path / "tour.py"
     program.write_text("\n".join(blocks) + checks)
-    run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    command = [sys.executable, str(program)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "fp8: x e4m3, w e4m3, g e5m2" in run.stdout
     assert "recipe" in run.stdout

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mixprec
-from mixprec.ops import clip_coef, inv_scale, scale_from_amax_, update_scale_
+from mixprec.ops import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 
 FLT_MAX = 3.4028234663852886e38
 EDGES = (0.0, -0.0, 2.0**-149, 2.0**-140, 2.0**-126, 1e-36, 2.0**-117, 2.0**-110, 1e-20, 0.1, 1.0)
@@ -102,6 +102,17 @@ def test_clip_coef(sum_sq: float, max_norm: float) -> None:
     ind.assert_bits(got, ind.narrow(np.array(want), torch.float32))
 
 
+def test_clip_coef_adds_up(backend: str) -> None:
+    for shape in ((0,), (3,), (2, 5), (1009,)):
+        sums = torch.rand(shape, dtype=torch.float64) * 100
+        got = clip_coef(sums, 1.0)
+        want = min(1.0, 1.0 / (math.sqrt(sums.sum().item()) + 1e-6))
+        assert (got.dtype, got.shape) == (torch.float32, ())
+        assert got.item() == pytest.approx(want, rel=2e-7)
+    with pytest.raises(ValueError, match=r"^clip_coef: sum_sq must be contiguous"):
+        clip_coef(torch.ones(6).double()[::2], 1.0)
+
+
 def test_clip_coef_edges(backend: str) -> None:
     def clip(sum_sq: float, max_norm: float = 1.0) -> float:
         return clip_coef(torch.tensor([sum_sq], dtype=torch.float64), max_norm).item()
@@ -125,9 +136,12 @@ class Loss:
 
     def __init__(self, scale: float, hysteresis: int) -> None:
         self.scale, self.growth, self.left = float(np.float32(scale)), 0, hysteresis
+        self.counters = [0, 0, 0]
 
-    def update(self, found: bool, settings: dict) -> None:
+    def update(self, found: bool, share: float | None, settings: dict) -> None:
         s = settings
+        skipped, applied, in_a_row = self.counters
+        self.counters = [skipped + found, applied + (not found), in_a_row + 1 if found else 0]
         if found:
             self.growth, self.left = 0, max(self.left - 1, 0)
             if self.left == 0:
@@ -135,7 +149,8 @@ class Loss:
                 self.scale = min(self.scale, lower)
             return
         self.growth += 1
-        if self.growth >= s["growth_interval"]:
+        underflow = share is not None and share > s["grow_on_underflow"]
+        if self.growth >= s["growth_interval"] / (20 if underflow else 1):
             with np.errstate(over="ignore"):
                 higher = float(np.float32(self.scale * s["growth_factor"]))
             limit = math.inf if s["max_scale"] is None else s["max_scale"]
@@ -147,7 +162,7 @@ class Loss:
 
 def device_state(scale: float, hysteresis: int) -> tuple[torch.Tensor, ...]:
     trackers = (torch.zeros(1, dtype=torch.int32), torch.tensor([hysteresis], dtype=torch.int32))
-    return torch.tensor([scale]), *trackers, torch.zeros(1)
+    return torch.tensor([scale]), *trackers, torch.zeros(3, dtype=torch.int64), torch.zeros(1)
 
 
 @given(st.data())
@@ -155,19 +170,23 @@ def test_update_scale_against_plain_python(data: st.DataObject) -> None:
     settings = {
         "growth_factor": data.draw(st.sampled_from([2.0, 4.0, 1.5, 1.25])),
         "backoff_factor": data.draw(st.sampled_from([0.5, 0.25, 0.75])),
-        "growth_interval": data.draw(st.integers(1, 4)),
+        "growth_interval": data.draw(st.sampled_from([1, 2, 3, 4, 40, 100])),
         "min_scale": data.draw(st.sampled_from([2.0**-24, 1.0, 128.0])),
         "max_scale": data.draw(st.sampled_from([None, 2.0**20, 1000.0])),
         "hysteresis": data.draw(st.integers(1, 3)),
+        "grow_on_underflow": data.draw(st.sampled_from([0.0, 0.25, 1.0])),
     }
     start = data.draw(st.sampled_from([1.0, 2.0**16, 2.0**-23, 3.0, 2.0**126, FLT_MAX]))
-    scale, growth, left, found_inf = device_state(start, settings["hysteresis"])
+    scale, growth, left, counters, found_inf = device_state(start, settings["hysteresis"])
     want = Loss(start, settings["hysteresis"])
+    share = data.draw(st.sampled_from([None, 0.0, 0.25, 0.5]))
+    underflow = None if share is None else torch.tensor(share)
     for found in data.draw(st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0]), max_size=25)):
         found_inf.fill_(found)
-        update_scale_(scale, growth, left, found_inf, **settings)
-        want.update(found != 0, settings)
+        update_scale_(scale, growth, left, counters, found_inf, underflow, **settings)
+        want.update(found != 0, share, settings)
         assert (scale.item(), growth.item(), left.item()) == (want.scale, want.growth, want.left)
+        assert counters.tolist() == want.counters
         assert found_inf.item() == found
 
 
@@ -178,7 +197,7 @@ def test_update_scale_agrees_with_torch(
 ) -> None:
     """Without floor, ceiling and hysteresis it is torch.amp's update, bit for bit."""
     rng = random.Random(interval)
-    scale, growth, left, found_inf = device_state(65536.0, 1)
+    scale, growth, left, counters, found_inf = device_state(65536.0, 1)
     torch_scale, torch_growth = scale.clone(), growth.clone()
     for step in range(300):
         found_inf.fill_(float(rng.random() < 0.2))
@@ -186,6 +205,7 @@ def test_update_scale_agrees_with_torch(
             scale,
             growth,
             left,
+            counters,
             found_inf,
             growth_factor=factors[0],
             backoff_factor=factors[1],
@@ -197,21 +217,21 @@ def test_update_scale_agrees_with_torch(
 
 
 def test_update_scale_never_reaches_inf(backend: str) -> None:
-    scale, growth, left, found_inf = device_state(2.0**127, 1)
+    scale, growth, left, counters, found_inf = device_state(2.0**127, 1)
     torch_scale, torch_growth = scale.clone(), growth.clone()
     for _ in range(3):
-        update_scale_(scale, growth, left, found_inf, growth_interval=1)
+        update_scale_(scale, growth, left, counters, found_inf, growth_interval=1)
         torch._amp_update_scale_(torch_scale, torch_growth, found_inf, 2.0, 0.5, 1)
     assert scale.item() == torch_scale.item() == 2.0**127
 
 
 def test_update_scale_floor_ceiling_and_hysteresis(backend: str) -> None:
     def run(start: float, found: list[float], left: int = 1, **settings: float) -> list[float]:
-        scale, growth, hysteresis, flag = device_state(start, left)
+        scale, growth, hysteresis, counters, flag = device_state(start, left)
         seen = []
         for value in found:
             flag.fill_(value)
-            update_scale_(scale, growth, hysteresis, flag, **settings)
+            update_scale_(scale, growth, hysteresis, counters, flag, **settings)
             seen.append(scale.item())
         return seen
 
@@ -278,12 +298,15 @@ def test_bad_scale_from_amax(
         ({"growth_tracker": torch.zeros(1)}, "growth_tracker must hold one int32"),
         ({"hysteresis_tracker": torch.zeros(1).long()}, "hysteresis_tracker must hold one int32"),
         ({"found_inf": torch.zeros(0)}, "found_inf must hold one float32"),
+        ({"counters": torch.zeros(2).long()}, r"counters must have shape .* = \(3,\)"),
+        ({"counters": torch.zeros(3)}, "counters must have dtype int64"),
+        ({"underflow": torch.zeros(1).double()}, "underflow must hold one float32"),
         ({"found_inf": torch.zeros(1, device="meta")}, "found_inf must be on scale's device"),
     ],
     ids=name,
 )
 def test_bad_update_scale(changes: dict[str, torch.Tensor], message: str) -> None:
-    names = ("scale", "growth_tracker", "hysteresis_tracker", "found_inf")
+    names = ("scale", "growth_tracker", "hysteresis_tracker", "counters", "found_inf")
     args = dict(zip(names, device_state(8.0, 1), strict=True)) | changes
     before = {k: v.clone() for k, v in args.items()}
     with pytest.raises(ValueError, match=f"^update_scale_: .*{message}"):
@@ -300,13 +323,26 @@ def test_bad_update_scale(changes: dict[str, torch.Tensor], message: str) -> Non
         (lambda: inv_scale(torch.ones(2)), ValueError, "^inv_scale: scale must hold one float32"),
         (lambda: inv_scale(torch.ones(1).half()), ValueError, "^inv_scale: scale must hold one"),
         (lambda: clip_coef(4.0, 1.0), TypeError, "^clip_coef: sum_sq must be a torch.Tensor"),
-        (lambda: clip_coef(torch.ones(1), 1.0), ValueError, "^clip_coef: sum_sq must hold one fl"),
+        (lambda: clip_coef(torch.ones(1), 1.0), ValueError, "^clip_coef: sum_sq must have dtype"),
         (lambda: clip_coef(torch.ones(1).double(), 0.0), ValueError, "^clip_coef: max_norm must"),
         (lambda: clip_coef(torch.ones(1).double(), -1.0), ValueError, "^clip_coef: max_norm must"),
         (lambda: clip_coef(torch.ones(1).double(), math.nan), ValueError, "^clip_coef: max_norm"),
-        (lambda: update_scale_(1.0, 0, 0, 0), TypeError, "^update_scale_: scale must be a torch"),
+        (
+            lambda: update_scale_(1.0, 0, 0, 0, 0),
+            TypeError,
+            "^update_scale_: scale must be",
+        ),
     ],
 )
 def test_bad_scalars(call: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()  # type: ignore[operator]
+
+
+def test_underflow_share() -> None:
+    """Of 20 elements 8 are 0, and 3 of the other 12 subnormal."""
+    counts = torch.tensor([[0, 0, 5, 1], [2, 1, 3, 2]])
+    assert underflow_share(counts, 20).item() == 0.25
+    assert underflow_share(torch.tensor([[0, 0, 7, 0]]), 7).item() == 1.0  # nothing is left
+    assert underflow_share(torch.tensor([[0, 0, 6, 0]]), 7).item() == 0.0
+    assert underflow_share(torch.zeros(0, 4).long(), 0).item() == 0.0

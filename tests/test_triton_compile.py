@@ -22,11 +22,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mixprec.triton_kernels import adamw, amax, dequantize, grad_stats, quantize, scale, unscale
+from mixprec.triton_kernels import (
+    adamw,
+    amax,
+    dequantize,
+    grad_stats,
+    quantize,
+    scale,
+    sgd,
+    step,
+    unscale,
+)
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 POINTERS = {
     "fp64": "*fp64", "fp32": "*fp32", "bf16": "*u16", "fp16": "*u16", "e4m3": "*u8", "e5m2": "*u8",
+    "int16": "*u16",
 }  # fmt: skip
 THREADS = 128
 SIZES = ("n", "M", "K")  # arguments that are multiples of 16 here, as Triton finds out at a launch
@@ -47,7 +58,7 @@ class Kernel:
 
 def accesses(elements: int, *formats: str) -> int:
     """16-byte accesses a thread to blocks of so many elements."""
-    widths = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1}
+    widths = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "e4m3": 1, "e5m2": 1}
     return sum(elements * widths[f] for f in formats) // (16 * THREADS)
 
 
@@ -101,51 +112,71 @@ def dequantize_row(q: str, out: str, capability: int) -> Kernel:
     return twice(Kernel(label, kernel, types, constants, accesses(size, q), accesses(size, out)))
 
 
-def gradient_rows(g: str) -> list[Kernel]:
+def gradient_rows(g: str, counts: bool) -> list[Kernel]:
     types = {"grad_ptr": POINTERS[g], "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
     constants: dict[str, Any] = {"G": g, "SOFT_CAST": False}
+    if counts:
+        types["counts_ptr"] = "*i64"
+    else:
+        constants["counts_ptr"] = None
     size = accesses(unscale.BLOCK, g)
     blocks = {"BLOCK": grad_stats.BLOCK, "ROUNDS": grad_stats.ROUNDS}
+    label = g + (" counts" if counts else "")
     return [
-        twice(Kernel(f"unscale {g}", unscale.unscale_kernel, types | {"n": "i32"},
+        twice(Kernel(f"unscale {label}", unscale.unscale_kernel, types | {"n": "i32"},
                      constants | {"BLOCK": unscale.BLOCK}, size, size)),
-        twice(Kernel(f"grad_stats {g}", grad_stats.grad_stats_kernel,
+        twice(Kernel(f"grad_stats {label}", grad_stats.grad_stats_kernel,
                      types | {"partial_ptr": "*fp64", "n": "i32"}, constants | blocks,
                      accesses(grad_stats.BLOCK, g))),
     ]  # fmt: skip
 
 
-def adamw_row(p: str, g: str, master: bool) -> Kernel:
-    real = "fp64" if p == "fp64" else "fp32"
-    scalars = ("inv_scale_ptr", "clip_ptr", "found_inf_ptr")
+def update_row(
+    op: str, p: str, g: str, states: tuple[str, ...], master: str | None = None, **flags: bool
+) -> Kernel:
+    """A kernel of adamw_ or sgd_; states: formats of the moments, or of the buffer or none."""
+    kernel = {"adamw": adamw.adamw_kernel, "sgd": sgd.sgd_kernel}[op]
+    names = {"adamw": ("exp_avg_ptr", "exp_avg_sq_ptr"), "sgd": ("buffer_ptr",)}[op]
+    letters = {"adamw": ("M", "V"), "sgd": ("B",)}[op]
+    formats = states or (None,)
+    flags = {{"adamw": "DECOUPLED", "sgd": "NESTEROV"}[op]: True, **flags}
+    every = (*zip(names, formats, strict=True), ("master_ptr", master))
     types = {
-        "param_ptr": POINTERS[p], "grad_ptr": POINTERS[g], "exp_avg_ptr": POINTERS[real],
-        "exp_avg_sq_ptr": POINTERS[real], "table_ptr": "*fp64", "n": "i32",
-        **dict.fromkeys(scalars, "*fp32"),
+        "param_ptr": POINTERS[p], "grad_ptr": POINTERS[g], "table_ptr": "*fp64",
+        "max_value": "fp64", "seed": "i64", "index": "i32", "n": "i32",
+        **dict.fromkeys(("inv_scale_ptr", "clip_ptr", "found_inf_ptr"), "*fp32"),
+        **{pointer: POINTERS[f] for pointer, f in every if f is not None},
     }  # fmt: skip
     constants = {
-        "P": p, "G": g, "MAXIMIZE": False, "SOFT_CAST": False, "BLOCK": adamw.BLOCK,
-        "master_ptr": None,
+        "P": p, "G": g, "REMAINDER": master == "int16", "STOCHASTIC": False, "MAXIMIZE": False,
+        "SOFT_CAST": False, "BLOCK": step.BLOCK, **dict(zip(letters, formats, strict=True)),
+        **{pointer: None for pointer, f in every if f is None}, **flags,
     }  # fmt: skip
-    if master:
-        types["master_ptr"] = POINTERS[real]
-    loads = accesses(adamw.BLOCK, real, real, g, real if master else p)
-    stores = accesses(adamw.BLOCK, real, real, p, *([real] if master else []))
-    label = f"adamw {p} {g}" + (" master" if master else "")
-    row = Kernel(label, adamw.adamw_kernel, types, constants, loads, stores, adamw.OPTIONS)
-    return twice(row)
+    kept = [*states, *([master] if master else [])]
+    read = [*kept, g, *([p] if master in (None, "int16") else [])]
+    loads, stores = accesses(step.BLOCK, *read), accesses(step.BLOCK, *kept, p)
+    words = [op, p, g, *states, *([f"master {master}"] if master else []), *flags]
+    return twice(Kernel(" ".join(words), kernel, types, constants, loads, stores, step.OPTIONS))
+
+
+def constants_row(op: str, kernel: Any, numbers: tuple[str, ...], **flags: bool) -> Kernel:
+    return Kernel(
+        f"{op} constants", kernel,
+        {"step_ptr": "*fp32", "found_inf_ptr": "*fp32", "lr_ptr": "*fp32", "table_ptr": "*fp64",
+         "count": "i32", **dict.fromkeys(numbers, "fp64")},
+        {"COLUMNS": step.COLUMNS, "BLOCK": step.STEPS_BLOCK, **flags}, options=step.OPTIONS,
+    )  # fmt: skip
 
 
 def small_rows() -> list[Kernel]:
     """The kernels of a few scalars each."""
-    numbers = ("lr", "beta1", "beta2", "eps", "weight_decay")
-    flags = ("scale_ptr", "found_inf_ptr", "min_scale", "max_scale")
+    flags = ("scale_ptr", "found_inf_ptr", "underflow_ptr", "min_scale", "max_scale")
     trackers = ("growth_tracker_ptr", "hysteresis_tracker_ptr")
     return [
-        Kernel("adamw constants", adamw.adamw_constants_kernel,
-               {"step_ptr": "*fp32", "found_inf_ptr": "*fp32", "table_ptr": "*fp64",
-                "count": "i32", **dict.fromkeys(numbers, "fp64")},
-               {"COLUMNS": adamw.COLUMNS, "BLOCK": adamw.STEPS_BLOCK}, options=adamw.OPTIONS),
+        constants_row("adamw", adamw.adamw_constants_kernel,
+                      ("lr", "beta1", "beta2", "eps", "weight_decay"), DECOUPLED=True),
+        constants_row("sgd", sgd.sgd_constants_kernel,
+                      ("lr", "momentum", "dampening", "weight_decay")),
         Kernel("sum of grad_stats", grad_stats.sum_kernel,
                {"partial_ptr": "*fp64", "count": "i32", "sum_ptr": "*fp64"},
                {"BLOCK": grad_stats.SUM_BLOCK}),
@@ -156,12 +187,36 @@ def small_rows() -> list[Kernel]:
                2 * accesses(scale.BLOCK, "fp32"), 2 * accesses(scale.BLOCK, "fp32")),
         Kernel("inv_scale", scale.inv_scale_kernel, {"scale_ptr": "*fp32", "out_ptr": "*fp32"}, {}),
         Kernel("clip_coef", scale.clip_coef_kernel,
-               {"sum_sq_ptr": "*fp64", "out_ptr": "*fp32", "max_norm": "fp64"}, {}),
+               {"sum_sq_ptr": "*fp64", "count": "i32", "out_ptr": "*fp32", "max_norm": "fp64"},
+               {"BLOCK": scale.BLOCK}),
         Kernel("update_scale", scale.update_scale_kernel,
                {**{f: "*fp32" if f.endswith("ptr") else "fp32" for f in flags},
-                **dict.fromkeys(trackers, "*i32"), "growth_factor": "fp64",
-                "backoff_factor": "fp64", "growth_interval": "i32", "hysteresis": "i32"}, {}),
+                **dict.fromkeys(trackers, "*i32"), "counter_ptr": "*i64", "growth_factor": "fp64",
+                "backoff_factor": "fp64", "growth_interval": "i32", "hysteresis": "i32",
+                "grow_on_underflow": "fp32"}, {"EARLY": scale.EARLY}),
     ]  # fmt: skip
+
+
+MASTER_ROW = update_row("adamw", "bf16", "bf16", ("fp32", "fp32"), "fp32")
+
+
+def update_rows() -> list[Kernel]:
+    """Every kind of param, state and master, and every kernel with the most random bits."""
+    moments, narrow = ("fp32", "fp32"), ("bf16", "bf16")
+    return [
+        MASTER_ROW,
+        update_row("adamw", "bf16", "fp32", moments, "fp32"),
+        update_row("adamw", "bf16", "bf16", moments, "int16"),
+        update_row("adamw", "fp32", "fp32", moments),
+        update_row("adamw", "fp64", "fp64", ("fp64", "fp64"), DECOUPLED=False),
+        update_row("adamw", "bf16", "bf16", narrow, STOCHASTIC=True),
+        update_row("adamw", "bf16", "bf16", narrow, "int16"),
+        update_row("adamw", "fp32", "fp32", narrow),
+        update_row("sgd", "fp32", "fp32", ("fp32",)),
+        update_row("sgd", "fp64", "fp64", ("fp64",), NESTEROV=False),
+        update_row("sgd", "bf16", "bf16", (), "int16"),
+        update_row("sgd", "bf16", "bf16", ("bf16",), STOCHASTIC=True),
+    ]
 
 
 def rows(capability: int) -> list[Kernel]:
@@ -175,11 +230,9 @@ def rows(capability: int) -> list[Kernel]:
         quantize_row("bf16", "e4m3", capability, "from amax", False),
         quantize_row("fp32", "fp16", capability, "one", False),
         *(dequantize_row(q, o, capability) for q, o in (("e4m3", "bf16"), ("e5m2", "fp32"))),
-        *(row for g in ("fp32", "bf16", "fp64") for row in gradient_rows(g)),
-        adamw_row("bf16", "bf16", True),
-        adamw_row("bf16", "fp32", True),
-        adamw_row("fp32", "fp32", False),
-        adamw_row("fp64", "fp64", False),
+        *(row for g in ("fp32", "bf16", "fp64") for row in gradient_rows(g, False)),
+        *(row for g in ("bf16", "fp64") for row in gradient_rows(g, True)),
+        *update_rows(),
         *small_rows(),
     ]  # fmt: skip
 
@@ -193,7 +246,10 @@ def build(row: Kernel, capability: int, aligned: bool = True) -> Any:
     assert set(names) == set(row.types) | set(row.constants), "the row names other arguments"
     signature = {n: row.types.get(n, "constexpr") for n in names}
     constants = {(i,): row.constants[n] for i, n in enumerate(names) if n not in row.types}
-    multiples = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in SIZES]
+    multiples = [
+        i for i, n in enumerate(names)
+        if n in row.types and (signature[n].startswith("*") or n in SIZES)
+    ]  # fmt: skip
     attributes = {(i,): [["tt.divisibility", 16]] for i in multiples if aligned}
     source = ASTSource(row.kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
@@ -248,15 +304,35 @@ def test_fp8_conversions(label: str, capability: int) -> None:
     assert {c for c in conversions if re.search(r"\.e[45]m[32]x2\.", c)} == expected
 
 
+UPDATES = [x for x in LABELS if x.split()[0] in ("adamw", "sgd")]
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("label", [x for x in LABELS if x.startswith("adamw")])
-def test_adamw_rounds_every_operation(label: str, capability: int) -> None:
+@pytest.mark.parametrize("label", UPDATES)
+def test_updates_round_every_operation(label: str, capability: int) -> None:
     ptx = compiled(label, capability)[1].asm["ptx"]
     assert "fma." not in ptx
     assert not re.search(r"\b(mul|add|sub)\.f(32|64)", ptx), "ptxas may fuse what has no .rn"
     real = "f64" if "fp64" in label or "constants" in label else "f32"
-    for instruction in ("sqrt", "div", "mul", "sub"):
+    instructions = {"adamw": ("sqrt", "div", "mul", "sub"), "sgd": ("mul", "add", "sub")}
+    if label == "sgd constants":
+        assert "sub.rn.f64" in ptx
+        return
+    for instruction in instructions[label.split()[0]]:
         assert f"{instruction}.rn.{real}" in ptx
+
+
+@pytest.mark.parametrize("label", UPDATES)
+def test_one_philox_serves_eight_elements(label: str) -> None:
+    """A thread has eight elements: ten rounds of two products for each array that is rounded at
+    random, in full blocks and in the last one, and no more (streams share some of the first)."""
+    row, kernel = compiled(label, 90)
+    products = re.findall(r"\bmul\.(?:wide|hi)\.u32", kernel.asm["ptx"])
+    arrays = sum(row.constants.get(x) == "bf16" for x in ("M", "V", "B"))
+    arrays += row.constants.get("STOCHASTIC", False)
+    addresses = 8
+    assert len(products) <= 2 * 10 * 2 * arrays + addresses
+    assert bool(arrays) is (len(products) > addresses)
 
 
 @pytest.mark.parametrize("label", [x for x in LABELS if x not in ("inv_scale", "clip_coef")])
@@ -271,7 +347,7 @@ def test_offsets_have_64_bits(label: str) -> None:
         assert set(offsets) == {"i64"}
 
 
-@pytest.mark.parametrize("row", [amax_row("bf16", 90), adamw_row("bf16", "bf16", True)], ids=name)
+@pytest.mark.parametrize("row", [amax_row("bf16", 90), MASTER_ROW], ids=name)
 def test_more_elements_than_an_int32_counts(row: Kernel) -> None:
     """Then n is passed as int64, and the accesses are as wide."""
     kernel = build(Kernel(**(vars(row) | {"types": row.types | {"n": "i64"}})), 90)
@@ -279,7 +355,9 @@ def test_more_elements_than_an_int32_counts(row: Kernel) -> None:
     assert counts["v4.b32"] == row.loads
 
 
-@pytest.mark.parametrize("label", [x for x in LABELS if x.split()[0] in ("adamw", "quantize")])
+@pytest.mark.parametrize(
+    "label", [x for x in LABELS if x.split()[0] in ("adamw", "sgd", "quantize", "grad_stats")]
+)
 def test_sass_spills_nothing(label: str) -> None:
     """Of the kernels with the most registers, on 9.0 only: disassembling takes half a second."""
     sass = compiled(label, 90)[1].asm["sass"]
@@ -288,16 +366,17 @@ def test_sass_spills_nothing(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_numbers_reach_the_kernel_in_fp64(label: str) -> None:
-    """Triton passes a Python number as fp32 unless the parameter says otherwise."""
+def test_numbers_reach_the_kernel_in_64_bits(label: str) -> None:
+    """Triton passes a Python number as fp32, or as the narrowest integer, unless the parameter
+    says otherwise."""
     row = compiled(label, 90)[0]
     for parameter in row.kernel.params:
         declared = row.types.get(parameter.name)
-        if declared in ("fp32", "fp64"):
-            assert parameter.annotation_type == ("fp64" if declared == "fp64" else "")
+        if declared in ("fp32", "fp64", "i64"):
+            assert parameter.annotation_type == ("" if declared == "fp32" else declared)
 
 
-@pytest.mark.parametrize("row", [amax_row("bf16", 90), adamw_row("bf16", "bf16", True)], ids=name)
+@pytest.mark.parametrize("row", [amax_row("bf16", 90), MASTER_ROW], ids=name)
 def test_the_checks_see_narrow_accesses(row: Kernel) -> None:
     """Without alignment the same kernels load element by element, and the count shows it."""
     ptx = build(row, 90, aligned=False).asm["ptx"]

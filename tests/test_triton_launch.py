@@ -7,14 +7,13 @@ arguments it would be launched with: names, types, sizes of 1, pointers that are
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cases import FP8, WIDE, name, normal, offset, padded_rows
 
-from mixprec import _self_test
-from mixprec.ops import _library
+from mixprec.ops import _library, _self_test
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
@@ -39,19 +38,24 @@ class OneGpu:
         return 0
 
 
-Launch = tuple[str, dict[str, Any], tuple[int, ...]]
+class Launch(NamedTuple):
+    name: str
+    keywords: dict[str, Any]
+    grid: tuple[int, ...]
+    compiled: Any
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """(name, keywords, grid) of every launch; nothing runs."""
+    """Every launch; nothing runs."""
     launches: list[Launch] = []
     compile_for = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
         assert all(1 <= n < 2**31 for n in grid), f"{self.__name__}: grid {grid}"
-        launches.append((self.__name__, keywords, grid))
-        return compile_for(self, *args, grid=grid, warmup=True, **keywords)
+        compiled = compile_for(self, *args, grid=grid, warmup=True, **keywords)
+        launches.append(Launch(self.__name__, keywords, grid, compiled))
+        return compiled
 
     monkeypatch.setattr(driver, "_active", OneGpu())
     monkeypatch.setattr(launch, "_converts_fp8", lambda _: True)
@@ -60,7 +64,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def kernels(launches: list[Launch]) -> list[str]:
-    return [kernel.removesuffix("_kernel") for kernel, _, _ in launches]
+    return [one.name.removesuffix("_kernel") for one in launches]
 
 
 @pytest.mark.parametrize("op", _library.TRITON)
@@ -68,7 +72,7 @@ def test_every_launcher(launched: list[Launch], op: str) -> None:
     for arguments in _self_test.INPUTS[op]("cpu"):
         _library.triton_launcher(op)(*arguments)
     assert launched
-    assert not any(keywords.get("SOFT_CAST") for _, keywords, _ in launched)
+    assert not any(one.keywords.get("SOFT_CAST") for one in launched)
 
 
 def test_soft_casts_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +103,60 @@ def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype)
     ):
         run("amax")(x)
         run("quantize")(x, torch.float8_e4m3fn, None, False, True)
-        run("unscale_")([x.clone()], one, torch.zeros(()))
-        run("grad_stats_")([x, x], None, torch.zeros(()), torch.zeros((), dtype=torch.float64))
+        for counts in (None, torch.zeros((2, 4), dtype=torch.int64)):
+            grads, flag = [x.clone(), x.clone()], torch.zeros(())
+            run("unscale_")(grads, one, flag, counts)
+            run("grad_stats_")(grads, None, flag, torch.zeros(2).double(), counts)
     for shape in ((1, 1), (1, 7), (7, 1)):
         run("quantize")(normal(shape, dtype), torch.float8_e5m2, one, True, True)
-    state = [[normal((1,), torch.float32)] for _ in range(2)]
-    numbers = (0.1, 0.9, 0.99, 1e-8, 0.0, True)
-    run("adamw_")([x[:1, 0]], [x[:1, 1]], *state, [], [one], *numbers, None, None, None)
+    for op in UPDATES:
+        run(op)(*update(op, [x[:1, 0]], seed=1))
+    for sums in (torch.ones(1), torch.ones(3)[1:]):
+        run("clip_coef")(sums.double(), 1.0)
+
+
+# The numbers of each update up to lr_tensor, inv_scale, clip and found_inf.
+UPDATES = {"adamw_": (0.1, 0.9, 0.99, 1e-8, 0.0, True), "sgd_": (0.1, 0.9, 0.0, 0.0, True)}
+
+
+def update(
+    op: str,
+    params: list[torch.Tensor],
+    masters: torch.dtype | None = None,
+    state: torch.dtype = torch.float32,
+    seed: int = 7,
+    lr: torch.Tensor | None = None,
+) -> list[Any]:
+    """Arguments of adamw_ or sgd_, stochastic rounding included."""
+    count = {"adamw_": 2, "sgd_": 1}[op]
+    states = [[torch.zeros_like(p, dtype=state) for p in params] for _ in range(count)]
+    kept = [] if masters is None else [torch.zeros_like(p, dtype=masters) for p in params]
+    lists = [params, [p.clone() for p in params], *states, kept]
+    tail = (False, 1.0, True, seed, list(range(len(params))), lr, None, None, torch.zeros(()))
+    return [*lists, torch.zeros(len(params)), *UPDATES[op], *tail]
+
+
+@pytest.mark.parametrize("op", UPDATES)
+def test_update_of_every_kind(launched: list[Launch], op: str) -> None:
+    """Masters of both kinds, states of both, a rate on the device of both widths."""
+    for masters, state, lr in (
+        (None, torch.bfloat16, None),
+        (torch.float32, torch.float32, torch.ones(())),
+        (torch.int16, torch.bfloat16, torch.ones(1, dtype=torch.float64)),
+    ):
+        params = [normal((33,), torch.bfloat16), normal((2048,), torch.bfloat16)]
+        _library.triton_launcher(op)(*update(op, params, masters, state, lr=lr))
+    stem = op[:-1]
+    assert kernels(launched) == 3 * [f"{stem}_constants", stem, stem]
+
+
+@pytest.mark.parametrize("op", UPDATES)
+def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], op: str) -> None:
+    """Triton makes another for an integer of 1, of a multiple of 16, or of more than 32 bits."""
+    for seed in (0, 1, 16, 17, -1, 2**63 - 1):
+        args = update(op, [normal((32,), torch.bfloat16) for _ in range(17)], seed=seed)
+        _library.triton_launcher(op)(*args)
+    assert len({id(one.compiled) for one in launched if one.name == f"{op}kernel"}) == 1
 
 
 def test_launches_of_quantize(launched: list[Launch]) -> None:
@@ -120,16 +171,19 @@ def test_launches_of_quantize(launched: list[Launch]) -> None:
     assert kernels(launched) == [*one_dtype, *one_dtype, "quantize_transpose"]
 
 
-def test_launches_of_a_step(launched: list[Launch]) -> None:
-    """adamw_: the constants of all params, then one launch a param; nothing for empty ones."""
+@pytest.mark.parametrize("op", UPDATES)
+def test_launches_of_an_update(launched: list[Launch], op: str) -> None:
+    """The constants of all params, then one launch a param; nothing for empty ones."""
     params = [normal((n,), torch.float32) for n in (5, 0, 5000)]
-    lists = [[p.clone() for p in params] for _ in range(3)]
-    steps = [torch.zeros(()) for _ in params]
-    numbers = (0.1, 0.9, 0.99, 1e-8, 0.0, False)
-    _library.triton_launcher("adamw_")(params, *lists, [], steps, *numbers, None, None, None)
-    assert kernels(launched) == ["adamw_constants", "adamw", "adamw"]
-    assert all(keywords["enable_fp_fusion"] is False for _, keywords, _ in launched)
-    launched.clear()
-    sums = torch.zeros(()), torch.zeros((), dtype=torch.float64)
-    _library.triton_launcher("grad_stats_")(params, torch.ones(()), *sums)
+    _library.triton_launcher(op)(*update(op, params))
+    assert kernels(launched) == [f"{op[:-1]}_constants", op[:-1], op[:-1]]
+    assert all(one.keywords["enable_fp_fusion"] is False for one in launched)
+
+
+def test_launches_of_grad_stats(launched: list[Launch]) -> None:
+    """One a gradient; two where there is more than one partial sum to add; none for empty ones."""
+    grads = [normal((n,), torch.float32) for n in (5, 0, 50_000)]
+    _library.triton_launcher("grad_stats_")(
+        grads, torch.ones(()), torch.zeros(()), torch.zeros(3).double(), None
+    )
     assert kernels(launched) == ["grad_stats", "grad_stats", "sum"]

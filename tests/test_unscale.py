@@ -35,7 +35,15 @@ def run(grads: list[torch.Tensor], inv_scale: float, flag: float = 0.0) -> None:
     wanted = [ind.unscale(g, inv_scale) for g in grads]
     found_inf = torch.tensor([flag])
     inv = torch.tensor(inv_scale)
-    mixprec.unscale_(grads, inv, found_inf)
+    kinds = [ind.grad_counts(g, inv_scale, rounded=True) for g in grads]
+    copies, flag_too = [g.clone() for g in grads], found_inf.clone()
+    counts = torch.full((len(grads), 4), -7)
+    mixprec.unscale_(grads, inv, found_inf, counts)
+    assert counts.tolist() == kinds
+    mixprec.unscale_(copies, inv, flag_too)
+    for grad, copy in zip(grads, copies, strict=True):
+        ind.assert_same_bits(grad, copy, "without counts")
+    assert flag_too.item() == found_inf.item()
     for i, (grad, (want, _)) in enumerate(zip(grads, wanted, strict=True)):
         ind.assert_bits(grad, want, f"grads[{i}] * {inv_scale}")
     bad = any(is_bad for _, is_bad in wanted)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import independent as ind
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import (
     FP8,
     GRADS,
@@ -34,9 +36,9 @@ from cases import (
 )
 
 import mixprec
-from mixprec import _self_test
-from mixprec.ops import _backends, _library
-from mixprec.triton_kernels import grad_stats, launch
+from mixprec import env
+from mixprec.ops import _backends, _library, _rounding
+from mixprec.triton_kernels import grad_stats, launch, philox
 
 LOW = (*FP8, torch.float16, torch.bfloat16)
 INF, NAN = math.inf, math.nan
@@ -59,6 +61,14 @@ def tensors(values: Any) -> list[torch.Tensor]:
     return []
 
 
+def same_bits(got: torch.Tensor, want: torch.Tensor, label: str) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), label
+    if got.is_floating_point():
+        ind.assert_same_bits(got, want, label)
+    else:
+        assert torch.equal(got, want), label
+
+
 def agree(op: str, make: Callable[[], list[Any]]) -> None:
     """Results and arguments after the call are those of the reference, in every bit."""
     ours, same = make(), make()
@@ -67,8 +77,7 @@ def agree(op: str, make: Callable[[], list[Any]]) -> None:
     want = tensors([reference(*same), same])
     assert len(got) == len(want)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert g.shape == w.shape
-        ind.assert_same_bits(g, w, f"{op}: tensor {i}")
+        same_bits(g, w, f"{op}: tensor {i}")
 
 
 def test_the_interpreter_runs() -> None:
@@ -96,7 +105,7 @@ def test_through_the_dispatcher(op: str) -> None:
         assert _backends.choose(op, "cpu") is _library.op_handle(
             _library.variant_name(op, "triton")
         )
-        outcome = _self_test.self_test(op, "cpu")
+        outcome = env.self_test(op, "cpu")
     assert outcome == {"ok": True, "worst": 0.0, "reason": None}
 
 
@@ -219,29 +228,38 @@ def grads_of(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = FEW) -> l
     return [normal(shape, dtype) for shape in shapes]
 
 
+def counts_of(grads: list[torch.Tensor]) -> torch.Tensor:
+    """To be overwritten."""
+    return torch.full((len(grads), 4), -7)
+
+
 @pytest.mark.parametrize("inv_scale", [1.0, 2.0**-16, 0.3, 2.0**100, 0.0, INF, NAN])
 @pytest.mark.parametrize("dtype", GRADS, ids=name)
 def test_unscale(dtype: torch.dtype, inv_scale: float) -> None:
-    agree("unscale_", lambda: [grads_of(dtype), f32(inv_scale), f32(0.0)])
-    patterns = random_bits(10_000, dtype)
-    agree("unscale_", lambda: [[patterns.clone()], f32(inv_scale), torch.zeros(1)])
+    grads = [*grads_of(dtype), random_bits(10_000, dtype)]
+    for counts in (None, counts_of(grads)):
+        agree("unscale_", lambda c=counts: [
+            [g.clone() for g in grads], f32(inv_scale), f32(0.0), None if c is None else c.clone()
+        ])  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", GRADS, ids=name)
 def test_unscale_shapes(dtype: torch.dtype) -> None:
     """And found_inf is never cleared."""
     shapes = (*SHAPES, (4096,))
-    agree("unscale_", lambda: [grads_of(dtype, shapes), f32(2.0**-3), f32(2.0)])
+    counts = torch.zeros((len(shapes), 4), dtype=torch.int64)
+    agree("unscale_", lambda: [grads_of(dtype, shapes), f32(2.0**-3), f32(2.0), counts])
 
 
 @pytest.mark.parametrize("layout", WRITABLE, ids=name)
 def test_unscale_layouts(layout: Layout) -> None:
     for dtype in (torch.float16, torch.float64):
-        make = lambda dtype=dtype: [[layout(normal((13, 17), dtype))], f32(0.3), f32(0.0)]  # noqa: E731
-        agree("unscale_", make)
+        agree("unscale_", lambda dtype=dtype: [
+            [layout(normal((13, 17), dtype))], f32(0.3), torch.zeros(1), torch.ones(1, 4).long()
+        ])  # fmt: skip
     around = padded_rows(torch.ones(4, 5))
     wide = around.as_strided((4, 8), (8, 1), 0)
-    _library.triton_launcher("unscale_")([around], f32(0.5), f32(0.0))
+    _library.triton_launcher("unscale_")([around], f32(0.5), f32(0.0), None)
     assert (around == 0.5).all()
     assert wide[:, [0, 6, 7]].isnan().all(), "written beside the gradient"
 
@@ -257,7 +275,7 @@ def test_found_inf_at_every_end(op: str, value: float | str, dtype: torch.dtype)
         grads = [normal((n,), dtype) for n in (33, 4099)]
         grads[which][at] = torch.finfo(dtype).max if value == "overflow" else value
         found = torch.zeros(1)
-        rest = [found] if op == "unscale_" else [found, torch.zeros((), dtype=torch.float64)]
+        rest = [found, None] if op == "unscale_" else [found, torch.zeros(2).double(), None]
         # the sum of squares sees the FP32 product, the write-back its rounding to 16 bits
         raised = op == "unscale_" or value != "overflow" or dtype != torch.float16
         _library.triton_launcher(op)(grads, f32(inv_scale), *rest)
@@ -267,139 +285,325 @@ def test_found_inf_at_every_end(op: str, value: float | str, dtype: torch.dtype)
 @pytest.mark.parametrize("inv_scale", [None, 0.3])
 @pytest.mark.parametrize("dtype", GRADS, ids=name)
 def test_grad_stats(dtype: torch.dtype, inv_scale: float | None) -> None:
+    """One sum per gradient, the same in two runs."""
     chunk = grad_stats.BLOCK * grad_stats.ROUNDS
     grads = [*grads_of(dtype), normal((3 * chunk + 1,), dtype), permuted(normal((5, 7), dtype))]
     scale = None if inv_scale is None else f32(inv_scale)
     sums = []
     for _ in range(2):
-        found, total = f32(0.0), torch.full((1,), NAN, dtype=torch.float64)
-        _library.triton_launcher("grad_stats_")(grads, scale, found, total)
-        sums.append(total.item())
+        found, sum_sq = f32(0.0), torch.full((len(grads),), NAN, dtype=torch.float64)
+        _library.triton_launcher("grad_stats_")(grads, scale, found, sum_sq, None)
+        sums.append(sum_sq.tolist())
         assert found.item() == 0.0
     assert sums[0] == sums[1], "two runs, two results"
-    want = ind.sum_of_squares(grads, inv_scale)
-    assert abs(sums[0] - want) <= 1e-13 * want  # FP64 partial sums of 1e5 terms
+    for grad, total in zip(grads, sums[0], strict=True):
+        want = ind.sum_of_squares([grad], inv_scale)
+        assert abs(total - want) <= 1e-13 * want  # FP64 partial sums of 1e5 terms
+
+
+def agree_on_counts(grads: list[torch.Tensor], inv_scale: float | None) -> list[list[int]]:
+    """The counts, and found_inf, of the kernel and of the reference."""
+    scale = None if inv_scale is None else f32(inv_scale)
+    reference = _library.op_handle("grad_stats_reference_")
+    results = []
+    for run in (_library.triton_launcher("grad_stats_"), reference):
+        found, sum_sq, counts = f32(0.0), torch.zeros(len(grads)).double(), counts_of(grads)
+        run(grads, scale, found, sum_sq, counts)
+        results.append((found.item(), counts.tolist()))
+    assert results[0] == results[1]
+    return results[0][1]
+
+
+@pytest.mark.parametrize("dtype", GRADS, ids=name)
+def test_grad_stats_counts(dtype: torch.dtype) -> None:
+    patterns = [random_bits(3000, dtype), padded_rows(random_bits(15, dtype))]
+    agree_on_counts([*grads_of(dtype), *patterns], 0.3)
+    agree_on_counts(patterns, 1e30)
+    # more than a chunk of one kind: no count runs over into the next
+    size = grad_stats.BLOCK * grad_stats.ROUNDS + 5
+    values = (-INF, NAN, -0.0, torch.finfo(dtype).smallest_normal / 2)
+    counts = agree_on_counts([torch.full((size,), x, dtype=dtype) for x in values], None)
+    assert counts == [[size * (i == k) for k in range(4)] for i in range(4)]
 
 
 def test_grad_stats_of_nothing_and_of_much() -> None:
-    found, total = f32(0.0), torch.full((), 7.0, dtype=torch.float64)
     run = _library.triton_launcher("grad_stats_")
-    run([], None, found, total)
-    assert (total.item(), found.item()) == (0.0, 0.0)
-    run([torch.empty(0)], f32(1.0), found, total)
-    assert (total.item(), found.item()) == (0.0, 0.0)
-    run([torch.full((70,), 3e38)], None, found, total)  # the square of each overflows FP32
+    found = f32(0.0)
+    run([], None, found, torch.zeros(0).double(), torch.zeros((0, 4)).long())
+    # the square of each of 70 overflows FP32
+    grads = [torch.empty(0), torch.full((70,), 3e38)]
+    sum_sq = torch.full((2,), 7.0, dtype=torch.float64)
+    run(grads, f32(1.0), found, sum_sq, None)
     assert found.item() == 0.0
-    assert total.item() == pytest.approx(70 * 9e76, rel=1e-6)
-    run([f32(1.0, INF)], None, found, total)
-    assert (total.item(), found.item()) == (INF, 1.0)
+    assert sum_sq.tolist() == [0.0, pytest.approx(70 * 9e76, rel=1e-6)]
+    run([torch.empty(0), f32(1.0, INF)], None, found, sum_sq, None)
+    assert (sum_sq.tolist(), found.item()) == ([0.0, INF], 1.0)
 
 
-# adamw_
+# adamw_ and sgd_
 
-NUMBERS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-MIXES = [(p, g, p in (torch.bfloat16, torch.float16)) for p in WIDE for g in WIDE]
-MIXES += [(torch.bfloat16, torch.bfloat16, False), (torch.float32, torch.bfloat16, True)]
-MIXES += [(torch.float64, torch.float64, False), (torch.float64, torch.float64, True)]
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+INT16 = torch.int16
+Row = tuple[torch.dtype, torch.dtype, "torch.dtype | None"]  # of param, gradient, master
+# Every param with every master; the gradients' dtypes, which meet no other, in turn.
+BARE: list[Row] = [(F32, BF16, None), (BF16, F32, None), (F16, F16, None), (F64, F64, None)]
+WITH_MASTERS: list[Row] = [
+    (F32, F16, F32), (BF16, BF16, F32), (BF16, F32, INT16), (F16, F32, F32), (F64, F64, F64),
+]  # fmt: skip
+STATES = {"adamw_": 2, "sgd_": 1}
+TAIL: dict[str, Any] = {
+    "maximize": False, "max_value": INF, "stochastic_rounding": False, "seed": 0x123456789ABCDEF,
+    "indices": [], "lr_tensor": None, "inv_scale": f32(0.5), "clip": f32(0.25),
+    "found_inf": f32(0.0),
+}  # fmt: skip
+# The arguments after `steps`, in order.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw_": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01,
+               "decoupled_weight_decay": True, **TAIL},
+    "sgd_": {"lr": 1e-3, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01,
+             "nesterov": False, **TAIL},
+}  # fmt: skip
+# One program and less, and more; whole groups of eight elements, and not.
+UPDATE_SHAPES = ((33,), (1025,), (13, 17), (16,), (), (0,))
 
 
-def adamw_arguments(
-    param: torch.dtype,
-    grad: torch.dtype,
-    masters: bool,
-    shapes: tuple[tuple[int, ...], ...] = ((), (0,), (33,), (13, 17), (1025,)),
-    steps: tuple[float, ...] = (0.0, 1.0, 7.0, 999.0, 1e6),
+def update_arguments(
+    op: str,
+    rows: Sequence[Row],
+    narrow: Sequence[bool] | None,  # which states are bf16; None: without states
+    shapes: Sequence[tuple[int, ...]] = UPDATE_SHAPES,
+    steps: Sequence[float] = (0.0, 1.0, 7.0, 999.0, 1e6),
     layout: Layout = contiguous,
-    maximize: bool = False,
-    flags: tuple[float | None, float | None, float | None] = (0.5, 0.25, 0.0),
-    **numbers: float,
+    **options: Any,
 ) -> list[Any]:
-    real = torch.float64 if param == torch.float64 else torch.float32
+    """One param a row; shapes and steps are taken in turn."""
+    lists: list[list[torch.Tensor]] = [[] for _ in range(3 + STATES[op])]
+    params, grads, *states, masters = lists
+    if narrow is None:
+        states = []
+    for i, (dtype, grad, master) in enumerate(rows):
+        shape = shapes[i % len(shapes)]
+        real = F64 if dtype == F64 else F32
+        wide = normal(shape, real, 10 * i)
+        param, low = wide.to(dtype), wide
+        if master == INT16:
+            param, low = _rounding.split_master(wide)
+        if master is not None:
+            masters.append(layout(low))
+        params.append(layout(param))
+        grads.append(layout(normal(shape, grad, 10 * i + 1)))
+        for k, state in enumerate(states):
+            value = normal(shape, real, 10 * i + 2 + k)
+            value = value.square() if k else value
+            state.append(layout(value.to(BF16 if narrow[k] and real == F32 else real)))
+    counts = torch.tensor([steps[i % len(steps)] for i in range(len(rows))])
+    options = OPTIONS[op] | {"indices": list(range(5, 5 + len(rows)))} | options
+    if narrow is None:
+        lists = [params, grads, [], masters]
+    return [*lists, counts, *options.values()]
 
-    def draw(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-        return [layout(normal(s, dtype, seed=10 * i + seed)) for i, s in enumerate(shapes)]
 
-    wide = draw(real, 0)
-    params = [w.to(param) if masters else p for w, p in zip(wide, draw(param, 0), strict=True)]
-    squares = [layout(v.square()) for v in draw(real, 3)]
-    lists = [params, draw(grad, 1), draw(real, 2), squares, wide if masters else []]
-    counts = [torch.full((1,) if i % 2 else (), s) for i, s in enumerate(steps)]
-    scalars = [None if f is None else f32(f) for f in flags]
-    return [*lists, counts, *(NUMBERS | numbers).values(), maximize, *scalars]
+RATES = (None, f32(0.3), torch.tensor([0.3], dtype=F64))
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=name)
-def test_adamw(mix: tuple[torch.dtype, torch.dtype, bool]) -> None:
-    agree("adamw_", lambda: adamw_arguments(*mix))
-    agree("adamw_", lambda: adamw_arguments(*mix, maximize=True, flags=(None, 0.3, None)))
+def tail(case: int) -> dict[str, Any]:
+    """Options that do not meet the dtypes, in turn; test_tails has all combinations of them."""
+    return {
+        "maximize": case % 2 == 1,
+        "max_value": (INF, 0.1)[case // 2 % 2],
+        "lr_tensor": RATES[case % 3],
+        "seed": (-1, 0, 1, 2**63 - 1, 16)[case % 5],
+    }
 
 
-@pytest.mark.parametrize("flags", list(itertools.product((None, 0.7), (None, 0.3), (None, 0.0))))
-def test_adamw_flags(flags: tuple[float | None, ...]) -> None:
-    agree("adamw_", lambda: adamw_arguments(torch.bfloat16, torch.float16, True, flags=flags))
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("rows", [BARE, WITH_MASTERS], ids=["bare", "masters"])
+@pytest.mark.parametrize("narrow", [*itertools.product((False, True), repeat=2)], ids=str)
+def test_adamw(narrow: tuple[bool, bool], rows: list[Row], stochastic: bool) -> None:
+    """Every mix of dtypes and masters in one list, with every way to round."""
+    case = 2 * narrow[0] + narrow[1] + 3 * stochastic
+    options = {**tail(case), "decoupled_weight_decay": case % 4 < 2}
+    agree("adamw_", lambda: update_arguments(
+        "adamw_", rows, narrow, **options, stochastic_rounding=stochastic))  # fmt: skip
 
 
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("rows", [BARE, WITH_MASTERS], ids=["bare", "masters"])
+@pytest.mark.parametrize("narrow", [None, [False], [True]], ids=str)
+def test_sgd(narrow: list[bool] | None, rows: list[Row], stochastic: bool) -> None:
+    """As test_adamw. Without buffers there is one formula."""
+    for case, nesterov in enumerate((False, True) if narrow else (False,), start=stochastic):
+        options = {**tail(case), "nesterov": nesterov, "dampening": 0.1 * case}
+        agree("sgd_", lambda o=options: update_arguments(
+            "sgd_", rows, narrow, **o, stochastic_rounding=stochastic))  # fmt: skip
+
+
+@pytest.mark.parametrize("op", STATES)
+@pytest.mark.parametrize("grad", WIDE, ids=name)
+def test_gradients_of_updates(grad: torch.dtype, op: str) -> None:
+    rows: list[Row] = [(dtype, grad, None) for dtype in WIDE]
+    agree(op, lambda: update_arguments(op, rows, [False] * STATES[op]))
+
+
+@pytest.mark.parametrize("op", STATES)
+def test_tails(op: str) -> None:
+    """What the gradient and the rate depend on, in both widths of the arithmetic."""
+    rows: list[Row] = [(F16, F16, None), (F64, F64, None)]
+    flag = {"adamw_": "decoupled_weight_decay", "sgd_": "nesterov"}[op]
+    signs = itertools.product((False, True), (INF, 0.1), RATES, (False, True))
+    scalars = itertools.product((None, f32(0.7)), (None, f32(0.3)), (None, f32(0.0)))
+    cases = [
+        *(dict(zip(("maximize", "max_value", "lr_tensor", flag), c, strict=True)) for c in signs),
+        *(dict(zip(("inv_scale", "clip", "found_inf"), c, strict=True)) for c in scalars),
+    ]
+    for options in cases:
+        agree(op, lambda o=options: update_arguments(
+            op, rows, [False] * STATES[op], ((5,), (7,)), (0.0, 1.0), **o))  # fmt: skip
+
+
+@pytest.mark.parametrize("op", STATES)
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, INF, NAN])
-def test_adamw_skips(found_inf: float) -> None:
-    """Nothing is written, the step not either, whatever the gradients hold."""
-    for mix in ((torch.bfloat16, torch.bfloat16, True), (torch.float64, torch.float64, False)):
-        args = adamw_arguments(*mix, flags=(0.5, None, found_inf))
+def test_updates_skip(op: str, found_inf: float) -> None:
+    """Nothing is written, the steps not either, whatever the gradients hold."""
+    for rows, narrow in itertools.product((BARE, WITH_MASTERS), (False, True)):
+        args = update_arguments(op, rows, [narrow] * STATES[op], found_inf=f32(found_inf),
+                                stochastic_rounding=narrow)  # fmt: skip
         args[1] = [torch.full_like(g, NAN) for g in args[1]]
-        before = [t.clone() for t in tensors(args[:6])]
-        _library.triton_launcher("adamw_")(*args)
-        for after, was in zip(tensors(args[:6]), before, strict=True):
-            ind.assert_same_bits(after, was)
+        before = [t.clone() for t in tensors(args)]
+        _library.triton_launcher(op)(*args)
+        for after, was in zip(tensors(args), before, strict=True):
+            same_bits(after, was, op)
 
 
+@pytest.mark.parametrize("op", STATES)
 @pytest.mark.parametrize("layout", WRITABLE, ids=name)
-def test_adamw_layouts(layout: Layout) -> None:
-    shapes = ((13, 17), (2, 3, 5))
-    mix = (torch.bfloat16, torch.float32, True)
-    make = lambda: adamw_arguments(*mix, shapes, (0.0, 3.0), layout)  # noqa: E731
-    agree("adamw_", make)
+def test_updates_of_layouts(layout: Layout, op: str) -> None:
+    """Random bits go to elements in row-major order, whatever the order in memory."""
+    shapes = ((2, 3, 5), (13, 17))
+    for masters, narrow in (((None, None), False), ((F32, INT16), False), ((INT16, F32), True)):
+        rows = [(BF16, F32, master) for master in masters]
+        make = lambda r=rows, n=narrow, order=layout: update_arguments(  # noqa: E731
+            op, r, [n] * STATES[op], shapes, layout=order, stochastic_rounding=True)  # fmt: skip
+        agree(op, make)
 
-    def mixed() -> list[Any]:  # the gradients in another order than the rest
-        args = make()
-        args[1] = [transposed(g) for g in args[1]]
-        return args
+        def mixed(make: Callable[[], list[Any]] = make) -> list[Any]:
+            args = make()  # the gradients in another order than the rest
+            args[1] = [transposed(g) for g in args[1]]
+            return args
 
-    agree("adamw_", mixed)
+        agree(op, mixed)
 
 
 @pytest.mark.parametrize(
-    "numbers",
+    ("op", "numbers"),
     [
-        {"lr": 0.0, "weight_decay": 0.0},
-        {"beta1": 0.0, "beta2": 0.0},
-        {"eps": 0.0},
-        {"eps": 1e-30, "lr": 1e10, "weight_decay": 0.3},
-        {"beta1": 0.95, "beta2": 0.99999, "lr": 3.3e-5},
+        ("adamw_", {"lr": 0.0, "weight_decay": 0.0}),
+        ("adamw_", {"beta1": 0.0, "beta2": 0.0}),
+        ("adamw_", {"eps": 0.0}),
+        ("adamw_", {"eps": 1e-30, "lr": 1e10, "weight_decay": 0.3}),
+        ("adamw_", {"beta1": 0.95, "beta2": 0.99999, "lr": 3.3e-5}),
+        ("sgd_", {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}),
+        ("sgd_", {"lr": 3e4, "weight_decay": 0.3, "dampening": 1.0, "nesterov": True}),
     ],
     ids=name,
 )
-def test_adamw_numbers(numbers: dict[str, float]) -> None:
-    for mix in ((torch.float16, torch.float16, True), (torch.float64, torch.float64, False)):
-        agree("adamw_", lambda mix=mix: adamw_arguments(*mix, **numbers))
+def test_numbers_of_updates(op: str, numbers: dict[str, float]) -> None:
+    rows: list[Row] = [(F16, F16, F32), (F64, F64, F64)]
+    agree(op, lambda: update_arguments(op, rows, [False] * STATES[op], **numbers))
 
 
-def test_adamw_of_any_pattern() -> None:
-    """Subnormal, huge, infinite and NaN states; 2^13 patterns of each."""
+@pytest.mark.parametrize("op", STATES)
+def test_updates_of_any_pattern(op: str) -> None:
+    """Subnormal, huge, infinite and NaN gradients and states; zero params beside any remainder."""
+
+    def make(row: Row, narrow: bool) -> list[Any]:
+        args = update_arguments(op, [row], [narrow] * STATES[op], ((1 << 12,),), inv_scale=None,
+                                stochastic_rounding=True, clip=f32(0.7))  # fmt: skip
+        for seed, tensor in enumerate(tensors(args[: 3 + STATES[op]])):
+            tensor.copy_(random_bits(tensor.numel(), tensor.dtype, seed))
+        args[0][0][:64] = 0.0
+        args[0][0][32:64] = -0.0
+        if row[1] == F32:  # NaN whose payload a carry would run through, into the sign
+            args[1][0].view(torch.int32)[64:128] = 0x7FFFFFFF
+        return args
+
+    for row, narrow in itertools.product(
+        ((F32, F32, None), (BF16, F32, None), (BF16, F32, INT16), (F16, BF16, F32)), (False, True)
+    ):
+        agree(op, lambda row=row, narrow=narrow: make(row, narrow))
+
+
+def test_maximize_negates_zeros_too() -> None:
+    """The first buffer is the gradient: -0 where that is 0, not 0 - 0."""
 
     def make() -> list[Any]:
-        bits = [[random_bits(1 << 13, torch.float32, seed)] for seed in range(4)]
-        p, g, m, v = bits
-        return [p, g, m, v, [], [f32(4.0)], *NUMBERS.values(), False, f32(0.3), f32(0.7), None]
+        args = update_arguments("sgd_", [(F32, F32, None)], [False], steps=(0.0,), maximize=True,
+                                weight_decay=0.0)  # fmt: skip
+        args[1][0].zero_()
+        args[0][0].abs_().neg_()
+        return args
 
-    agree("adamw_", make)
-    agree("adamw_", lambda: [[]] * 6 + [*NUMBERS.values(), False, None, None, None])
+    agree("sgd_", make)
+    args = make()
+    _library.triton_launcher("sgd_")(*args)
+    assert args[2][0].signbit().all()
 
 
-def test_adamw_of_many_params() -> None:
-    """More than one program's worth of step constants."""
+def test_remainders_hold_every_master() -> None:
+    """A step of rate 0 leaves param and remainder as they are: ties between two params above all,
+    which rounding to nearest even would lose."""
+    high = np.random.default_rng(0).integers(0x0080, 0x7F00, 400, dtype=np.uint32) << 16
+    bits = np.concatenate([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    master = torch.cat([from_bits(bits, F32), -from_bits(bits, F32)])
+
+    def make() -> list[Any]:
+        args = update_arguments("sgd_", [(BF16, F32, INT16)], None, (tuple(master.shape),),
+                                lr=0.0, weight_decay=0.0)  # fmt: skip
+        for tensor, value in zip((args[0][0], args[3][0]), _rounding.split_master(master),
+                                 strict=True):  # fmt: skip
+            tensor.copy_(value)
+        return args
+
+    agree("sgd_", make)
+    args = make()
+    _library.triton_launcher("sgd_")(*args)
+    same_bits(_rounding.join_master(args[0][0], args[3][0]), master, "master")
+
+
+@pytest.mark.parametrize("op", STATES)
+def test_updates_of_none_and_of_many_params(op: str) -> None:
+    """More than one program's worth of constants."""
     count = 131
-    shapes, steps = ((3,),) * count, tuple(float(i * i) for i in range(count))
-    make = lambda: adamw_arguments(torch.float32, torch.float32, False, shapes, steps)  # noqa: E731
-    agree("adamw_", make)
+    steps = [float(i * i) for i in range(count)]
+    shapes = [(0,)] * (count - 4) + [(3,)] * 4  # empty ones have constants too
+    for rows in ([], [(F32, F32, None)] * count):
+        narrow = [False] * STATES[op]
+        agree(op, lambda r=rows, n=narrow: update_arguments(op, r, n, shapes, steps))
+
+
+@triton.jit
+def random16_kernel(out_ptr, start: tl.int64, seed: tl.int64, step, index, STREAM: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    key = (seed, step.to(tl.uint32), index)
+    bits = philox.random16(start, key, STREAM, BLOCK)
+    tl.store(out_ptr + tl.arange(0, BLOCK), bits.to(tl.int32))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, -(2**63), 0x123456789ABCDEF])
+def test_random_bits(seed: int) -> None:
+    """Also where no tensor of a test reaches: counters of more than 32 bits, the last index."""
+    block = 64
+    starts = (0, 8 * (2**32 - 3), 2**45)
+    for stream, start in itertools.product(range(3), starts):
+        step, index = (1, 2**30 - 1) if stream == 1 else (2**24, 0)
+        got = torch.zeros(block, dtype=torch.int32)
+        random16_kernel[(1,)](got, start, seed, step, index, STREAM=stream, BLOCK=block)
+        eighth = torch.arange(start // 8, start // 8 + block // 8)
+        words = (eighth & 0xFFFFFFFF, eighth >> 32, torch.full_like(eighth, step),
+                 torch.full_like(eighth, index + (stream << 30)))  # fmt: skip
+        bits = _rounding.philox(words, seed)
+        want = torch.stack([bits & 0xFFFF, bits >> 16], dim=-1).reshape(-1)
+        assert got.tolist() == want.tolist()
 
 
 # scales
@@ -427,25 +631,56 @@ def test_scale_from_amax_layouts(layout: Layout) -> None:
 def test_inv_scale_and_clip_coef() -> None:
     for x in [*random_bits(300, torch.float32), f32(0.0), f32(INF), f32(NAN), f32(65536.0)]:
         agree("inv_scale", lambda x=x: [x.reshape(1)])
-    sums = [*random_bits(300, torch.float64).abs(), *normal((50,), torch.float64).square() * 9]
+    sums = [*random_bits(40, torch.float64).abs(), *normal((10,), torch.float64).square() * 9]
     special = torch.tensor([0.0, INF, NAN, 1.0], dtype=torch.float64)
     for x, max_norm in itertools.product([*sums, *special], (1.0, 0.3, 1e300, INF)):
         agree("clip_coef", lambda x=x, n=max_norm: [x, n])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1023, 1024, 1025, 5000])
+def test_clip_coef_of_many_sums(count: int) -> None:
+    """Small integers, whose sum is exact in any order; of others, one order and so one result."""
+    exact = torch.arange(count, dtype=torch.float64) % 97
+    agree("clip_coef", lambda: [exact, 3.0])
+    sums, run = normal((count,), torch.float64).square(), _library.triton_launcher("clip_coef")
+    assert run(sums, 0.3).item() == run(sums, 0.3).item()
+    assert run(sums, 0.3).item() == pytest.approx(
+        min(1.0, 0.3 / (math.sqrt(math.fsum(sums.tolist())) + 1e-6)), rel=2**-23
+    )
+
+
+Rule = tuple[Any, ...]
+
+
+def agree_on_update_scale(
+    scale: float, growth: int, left: int, found: float, underflow: float | None, rule: Rule
+) -> None:
+    def make() -> list[Any]:
+        trackers = [torch.tensor([t], dtype=torch.int32) for t in (growth, left)]
+        counters = torch.tensor([2**40, 3, 4])
+        share = None if underflow is None else f32(underflow)
+        return [f32(scale).reshape(1), *trackers, counters, f32(found), share, *rule]
+
+    agree("update_scale_", make)
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0, 2.0, NAN])
 @pytest.mark.parametrize("scale", [65536.0, 1.0, 2.0**-24, 2.0**-26, 3e38, 1e-45, INF, NAN])
 def test_update_scale(scale: float, found: float) -> None:
     rules = (
-        (2.0, 0.5, 1, 2.0**-24, INF, 1),
-        (2.0, 0.5, 3, 0.0, 2.0**16, 2),
-        (1.1, 0.9, 3, 2.0**-24, 2.0**17, 2),
+        (2.0, 0.5, 1, 2.0**-24, INF, 1, 1.0),
+        (2.0, 0.5, 3, 0.0, 2.0**16, 2, 1.0),
+        (1.1, 0.9, 3, 2.0**-24, 2.0**17, 2, 1.0),
     )
     for rule, growth, left in itertools.product(rules, (0, 2), (0, 1, 2)):
-        trackers = growth, left
+        agree_on_update_scale(scale, growth, left, found, None, rule)
 
-        def make(trackers: tuple[int, int] = trackers, rule: tuple[Any, ...] = rule) -> list[Any]:
-            ints = [torch.tensor([t], dtype=torch.int32) for t in trackers]
-            return [f32(scale).reshape(1), *ints, f32(found), *rule]
 
-        agree("update_scale_", make)
+@pytest.mark.parametrize("underflow", [0.0, 0.3, 0.31, 1.0, NAN])
+def test_update_scale_on_underflow(underflow: float) -> None:
+    """Early growth is from a twentieth of the interval on: at 2 of 40, not at 1; in 64 bits."""
+    for interval, growth, threshold, found in itertools.product(
+        (3, 40, 2**31 - 1), (0, 1, 2**30), (0.0, 0.3, 1.0), (0.0, 1.0)
+    ):
+        rule = (2.0, 0.5, interval, 0.0, INF, 1, threshold)
+        agree_on_update_scale(1024.0, growth, 1, found, underflow, rule)

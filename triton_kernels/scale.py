@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from .launch import MAX, on
-from .tiles import magnitude_bits, scale_from_amax
+from .tiles import magnitude_bits, ordered_sum, scale_from_amax
 
 BLOCK = 1024
+EARLY = 20  # growth on underflow waits for this part of growth_interval
 
 
 @triton.jit
@@ -57,15 +58,15 @@ def inv_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def clip_coef_kernel(sum_sq_ptr, out_ptr, max_norm: tl.float64):
-    clip = max_norm / (tl.sqrt(tl.load(sum_sq_ptr)) + 1e-6)
+def clip_coef_kernel(sum_sq_ptr, count, out_ptr, max_norm: tl.float64, BLOCK: tl.constexpr):
+    clip = max_norm / (tl.sqrt(ordered_sum(sum_sq_ptr, count, BLOCK)) + 1e-6)
     tl.store(out_ptr, tl.where(clip > 1.0, 1.0, clip).to(tl.float32))
 
 
 def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    out = torch.empty_like(sum_sq, dtype=torch.float32)
+    out = sum_sq.new_empty((), dtype=torch.float32)
     with on(sum_sq):
-        clip_coef_kernel[(1,)](sum_sq, out, max_norm)
+        clip_coef_kernel[(1,)](sum_sq, sum_sq.numel(), out, max_norm, BLOCK=BLOCK)
     return out
 
 
@@ -74,19 +75,27 @@ def update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,
     hysteresis_tracker_ptr,
+    counter_ptr,  # int64 [3]: updates with an overflow, without, and with one in a row
     found_inf_ptr,
+    underflow_ptr,
     growth_factor: tl.float64,  # the products are FP64, rounded once, as torch does it
     backoff_factor: tl.float64,
     growth_interval,
     min_scale,
     max_scale,
     hysteresis,
+    grow_on_underflow,
+    EARLY: tl.constexpr,
 ):
     scale = tl.load(scale_ptr)
     found = tl.load(found_inf_ptr) != 0.0
     left = tl.load(hysteresis_tracker_ptr) - found.to(tl.int32)
     tracker = tl.where(found, 0, tl.load(growth_tracker_ptr) + 1)
-    grows = (tracker >= growth_interval) & (found == 0)
+    grows = tracker >= growth_interval
+    if underflow_ptr is not None:
+        early = tracker.to(tl.int64) * EARLY >= growth_interval
+        grows = grows | (early & (tl.load(underflow_ptr) > grow_on_underflow))
+    grows = grows & (found == 0)
     backs_off = found & (left <= 0)
     lower = (scale.to(tl.float64) * backoff_factor).to(tl.float32)
     lower = tl.where(lower < min_scale, min_scale, lower)
@@ -98,22 +107,30 @@ def update_scale_kernel(
     tl.store(scale_ptr, tl.where(backs_off, lower, tl.where(grows, higher, scale)))
     tl.store(growth_tracker_ptr, tl.where(grows, 0, tracker))
     tl.store(hysteresis_tracker_ptr, tl.where(grows, hysteresis, tl.where(left > 0, left, 0)))
+    overflow = found.to(tl.int64)
+    tl.store(counter_ptr, tl.load(counter_ptr) + overflow)
+    tl.store(counter_ptr + 1, tl.load(counter_ptr + 1) + (1 - overflow))
+    tl.store(counter_ptr + 2, tl.where(found, tl.load(counter_ptr + 2) + 1, 0))
 
 
 def update_scale_(
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
     hysteresis_tracker: torch.Tensor,
+    counters: torch.Tensor,
     found_inf: torch.Tensor,
+    underflow: torch.Tensor | None,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
     min_scale: float,
     max_scale: float,
     hysteresis: int,
+    grow_on_underflow: float,
 ) -> None:
     with on(scale):
         update_scale_kernel[(1,)](
-            scale, growth_tracker, hysteresis_tracker, found_inf, growth_factor, backoff_factor,
-            growth_interval, min_scale, max_scale, hysteresis,
+            scale, growth_tracker, hysteresis_tracker, counters, found_inf, underflow,
+            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
+            grow_on_underflow, EARLY=EARLY,
         )  # fmt: skip

@@ -44,6 +44,16 @@ def is_nonfinite(x):
 
 
 @triton.jit
+def ordered_sum(ptr, count, BLOCK: tl.constexpr):
+    """The sum of ptr[0:count] (fp64) by one program, in an order that follows from count alone."""
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, count, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        sums += tl.load(ptr + offsets, mask=offsets < count, other=0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
 def _decode_fp16(code):
     """fp16 codes, as uint32, to fp32."""
     magnitude = code & 0x7FFF

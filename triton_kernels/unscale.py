@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .grad_kind import add_counts, kinds
 from .launch import FORMATS, codes, is_dense, on, soft_cast
 from .tiles import decode, encode, is_nonfinite, load, store
 
@@ -13,16 +14,18 @@ BLOCK = 4096
 
 
 @triton.jit
-def _block(grad_ptr, inv_scale, found_inf_ptr, offsets, n, G: tl.constexpr,
+def _block(grad_ptr, inv_scale, found_inf_ptr, counts_ptr, offsets, n, G: tl.constexpr,
            SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     raw = decode(load(grad_ptr, offsets, n, FULL), G, SOFT_CAST)
     y = raw * inv_scale.to(raw.dtype)
     rounded = encode(y, y, G, SOFT_CAST)
     store(grad_ptr, offsets, rounded, n, FULL)
     # Times Inf or NaN nothing is finite, not even 0: the product shows what the gradient was.
-    bad = is_nonfinite(decode(rounded, G, SOFT_CAST))
-    if tl.max(bad.to(tl.int32), axis=0) != 0:
+    unscaled = decode(rounded, G, SOFT_CAST)
+    if tl.max(is_nonfinite(unscaled).to(tl.int32), axis=0) != 0:
         tl.store(found_inf_ptr, 1.0)
+    if counts_ptr is not None:
+        add_counts(counts_ptr, kinds(raw, unscaled, offsets, n, G, FULL))
 
 
 @triton.jit
@@ -30,6 +33,7 @@ def unscale_kernel(
     grad_ptr,
     inv_scale_ptr,
     found_inf_ptr,
+    counts_ptr,  # int64 [4], 0 before; None: nothing is counted
     n,
     G: tl.constexpr,
     SOFT_CAST: tl.constexpr,
@@ -39,14 +43,21 @@ def unscale_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
-        _block(grad_ptr, inv_scale, found_inf_ptr, offsets, n, G, SOFT_CAST, True)
+        _block(grad_ptr, inv_scale, found_inf_ptr, counts_ptr, offsets, n, G, SOFT_CAST, True)
     else:
-        _block(grad_ptr, inv_scale, found_inf_ptr, offsets, n, G, SOFT_CAST, False)
+        _block(grad_ptr, inv_scale, found_inf_ptr, counts_ptr, offsets, n, G, SOFT_CAST, False)
 
 
-def unscale_(grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+def unscale_(
+    grads: list[torch.Tensor],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> None:
+    if counts is not None:
+        counts.zero_()
     with on(found_inf):
-        for grad in grads:
+        for i, grad in enumerate(grads):
             if grad.numel() == 0:
                 continue
             flat = grad if is_dense(grad) else grad.contiguous()
@@ -54,6 +65,7 @@ def unscale_(grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torc
                 codes(flat),
                 inv_scale,
                 found_inf,
+                None if counts is None else counts[i],
                 grad.numel(),
                 G=FORMATS[grad.dtype],
                 SOFT_CAST=soft_cast(grad.device, grad.dtype),

@@ -213,8 +213,8 @@ Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv
   Dtype out_dtype = dtype_of(out_type, "gemm: out_dtype");
   STD_TORCH_CHECK(is_float(out_dtype), "gemm: out_dtype must be fp32, bf16 or fp16");
   int64_t m = a.sizes()[0], n = b.sizes()[1];
-  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm: a_scale_inv"),
-                    read_scalar(b_scale_inv, 1.0f, "gemm: b_scale_inv"), nullptr};
+  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm", "a_scale_inv"),
+                    read_scalar(b_scale_inv, 1.0f, "gemm", "b_scale_inv"), nullptr};
   std::vector<float> wide_bias;
   if (bias.has_value()) {
     STD_TORCH_CHECK(bias->dim() == 1 && bias->numel() == n && on_cpu(*bias) &&
@@ -242,8 +242,8 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       acc.sizes()[1] == b.sizes()[1] && acc.scalar_type() == ScalarType::Float &&
                       on_cpu(acc) && is_writable(acc),
                   "gemm_accumulate_: acc must be [M, N], fp32, on the CPU, writable");
-  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm_accumulate_: a_scale_inv"),
-                    read_scalar(b_scale_inv, 1.0f, "gemm_accumulate_: b_scale_inv"), nullptr};
+  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm_accumulate_", "a_scale_inv"),
+                    read_scalar(b_scale_inv, 1.0f, "gemm_accumulate_", "b_scale_inv"), nullptr};
   if (acc.numel() == 0 || a.sizes()[1] == 0) return;
   float* data = static_cast<float*>(acc.mutable_data_ptr());
   int64_t stride_m = acc.strides()[0], stride_n = acc.strides()[1];

@@ -6,6 +6,7 @@
 
 #include "dispatch.h"
 #include "math/adamw.h"
+#include "math/sgd.h"
 
 namespace mixprec::cpu {
 
@@ -31,12 +32,30 @@ struct Epilogue {
   const float* bias = nullptr;  // [n], or null
 };
 
-struct AdamWArrays {
+enum class Master { none, real, remainder };  // remainder: int16 beside a bf16 param
+
+// One param and what is updated with it, all in one memory order.
+struct StepArrays {
+  Dtype param_dtype, grad_dtype, state_dtype[2];
+  Master master_kind;
+  bool stochastic;  // the param is rounded at random
   void* param;
   const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* master;  // null: param itself is the truth
+  void* state[2];             // null where there is none
+  void* master;               // the truth, where there is one
+  int64_t seed, step, index;  // of the random bits
+};
+
+// What is the same for all params of one step count; `wide` for fp64 params.
+struct AdamWConstants {
+  bool decoupled;
+  AdamWScalars<float> narrow;
+  AdamWScalars<double> wide;
+};
+struct SgdConstants {
+  bool nesterov, first;
+  SgdScalars<float> narrow;
+  SgdScalars<double> wide;
 };
 
 struct Loops {
@@ -52,12 +71,15 @@ struct Loops {
                                  void* q_t, int64_t rows, int64_t cols, int64_t ld_t);
   void (*dequantize)(Dtype q_dtype, Dtype out_dtype, const void* q, float scale_inv, void* out,
                      int64_t n);
-  // g <- g * inv_scale; true if a value is not finite before or after.
-  bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n);
-  // The sum of (g * inv_scale)^2 in fp64, in an order that depends on n alone.
-  bool (*grad_stats)(Dtype, const void* g, float inv_scale, int64_t n, double* sum_sq);
-  void (*adamw)(Dtype param, Dtype grad, const AdamWArrays&, int64_t n, const AdamWScalars<float>&);
-  void (*adamw_f64)(const AdamWArrays&, int64_t n, const AdamWScalars<double>&);
+  // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many
+  // are of each of the four GradKinds.
+  bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n, uint32_t* counts);
+  // The sum of (g * inv_scale)^2 in fp64, in an order that depends on n alone; the rest as above.
+  bool (*grad_stats)(Dtype, const void* g, float inv_scale, int64_t n, double* sum_sq,
+                     uint32_t* counts);
+  // Elements [begin, end) of one param; begin is a multiple of 8.
+  void (*adamw)(const StepArrays&, int64_t begin, int64_t end, const AdamWConstants&);
+  void (*sgd)(const StepArrays&, int64_t begin, int64_t end, const SgdConstants&);
   // One row of a GEMM's result from its fp32 accumulators, n contiguous elements.
   void (*store_row)(Dtype out_dtype, const float* acc, const Epilogue&, void* out, int64_t n);
   // out[i * stride] += acc[i] * scales

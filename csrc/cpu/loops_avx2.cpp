@@ -1,6 +1,8 @@
 // The loops for AVX2 with FMA and F16C. Nothing of std is used in here: an inline function of the
 // standard library compiled for AVX2 could be the copy that the rest of the program links to.
 #include "loops.h"
+#include "math/philox.h"
+#include "math/rounding.h"
 #include "math/scale.h"
 #include "math/unscale.h"
 
@@ -19,6 +21,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 constexpr int MR = 6, NV = 2, NR = 16;
 
 #include "gemm_loops.h"
+#include "grad_loops.h"
 #include "quantize_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"

@@ -1,6 +1,8 @@
 // The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm needs. As in
 // loops_avx2.cpp, nothing of std is used in here.
 #include "loops.h"
+#include "math/philox.h"
+#include "math/rounding.h"
 #include "math/scale.h"
 #include "math/unscale.h"
 
@@ -19,6 +21,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 constexpr int MR = 14, NV = 2, NR = 32;
 
 #include "gemm_loops.h"
+#include "grad_loops.h"
 #include "quantize_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"

@@ -1,5 +1,7 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
+#include "math/philox.h"
+#include "math/rounding.h"
 #include "math/scale.h"
 #include "math/unscale.h"
 
@@ -22,6 +24,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 constexpr int MR = 4, NV = 2, NR = 8;
 
 #include "gemm_loops.h"
+#include "grad_loops.h"
 #include "quantize_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"

@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType type, M
                   "quantize: dtype must be fp8, fp16 or bf16");
   STD_TORCH_CHECK(!transpose || x.dim() >= 2,
                   "quantize: transpose needs x of 2 or more dimensions");
-  float s = read_scalar(scale, 1.0f, "quantize: scale");
+  float s = read_scalar(scale, 1.0f, "quantize", "scale");
 
   x = row_major(x);
   if (!scale.has_value() && is_fp8(to)) {
@@ -93,7 +93,7 @@ Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType type) {
   STD_TORCH_CHECK(from != Dtype::f32 && from != Dtype::f64 && on_cpu(data),
                   "dequantize: data must be fp8, fp16 or bf16 on the CPU");
   STD_TORCH_CHECK(is_float(to), "dequantize: dtype must be fp32, bf16 or fp16");
-  float s = read_scalar(scale_inv, 1.0f, "dequantize: scale_inv");
+  float s = read_scalar(scale_inv, 1.0f, "dequantize", "scale_inv");
 
   data = row_major(data);
   Tensor out = empty(data.sizes(), type);

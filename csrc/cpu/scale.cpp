@@ -42,31 +42,39 @@ void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType ty
 }
 
 Tensor inv_scale(Tensor scale) {
-  check_scalar(scale, ScalarType::Float, "inv_scale: scale");
+  check_scalar(scale, ScalarType::Float, "inv_scale", "scale");
   Tensor result = empty(scale.sizes(), ScalarType::Float);
   scalar<float>(result) = static_cast<float>(1.0 / static_cast<double>(scalar<float>(scale)));
   return result;
 }
 
 Tensor clip_coef(Tensor sum_sq, double max_norm) {
-  check_scalar(sum_sq, ScalarType::Double, "clip_coef: sum_sq");
+  STD_TORCH_CHECK(
+      sum_sq.scalar_type() == ScalarType::Double && on_cpu(sum_sq) && sum_sq.is_contiguous(),
+      "clip_coef: sum_sq must be fp64, contiguous, on the CPU");
   STD_TORCH_CHECK(max_norm > 0, "clip_coef: max_norm must be positive");
-  double clip = max_norm / (std::sqrt(scalar<double>(sum_sq)) + 1e-6);
-  Tensor result = empty(sum_sq.sizes(), ScalarType::Float);
-  scalar<float>(result) = static_cast<float>(clip > 1.0 ? 1.0 : clip);
-  return result;
+  const double* part = static_cast<const double*>(sum_sq.const_data_ptr());
+  double total = 0.0;
+  for (int64_t i = 0; i < sum_sq.numel(); ++i) total += part[i];
+  return empty_scalar(mixprec::clip_coef(total, max_norm));
 }
 
-void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor found_inf,
-                   double growth_factor, double backoff_factor, int64_t growth_interval,
-                   double min_scale, double max_scale, int64_t hysteresis) {
-  check_scalar(scale, ScalarType::Float, "update_scale_: scale");
-  check_scalar(growth_tracker, ScalarType::Int, "update_scale_: growth_tracker");
-  check_scalar(hysteresis_tracker, ScalarType::Int, "update_scale_: hysteresis_tracker");
-  check_scalar(found_inf, ScalarType::Float, "update_scale_: found_inf");
+void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor counters,
+                   Tensor found_inf, MaybeTensor underflow, double growth_factor,
+                   double backoff_factor, int64_t growth_interval, double min_scale,
+                   double max_scale, int64_t hysteresis, double grow_on_underflow) {
+  const char* op = "update_scale_";
+  check_scalar(scale, ScalarType::Float, op, "scale");
+  check_scalar(growth_tracker, ScalarType::Int, op, "growth_tracker");
+  check_scalar(hysteresis_tracker, ScalarType::Int, op, "hysteresis_tracker");
+  check_table(counters, ScalarType::Long, {3}, op, "counters");
+  check_scalar(found_inf, ScalarType::Float, op, "found_inf");
+  bool underflows =
+      read_scalar(underflow, 0.0f, op, "underflow") > static_cast<float>(grow_on_underflow);
   STD_TORCH_CHECK(growth_factor >= 1 && std::isfinite(growth_factor) && backoff_factor > 0 &&
                       backoff_factor <= 1 && growth_interval >= 1 && min_scale >= 0 &&
-                      std::isfinite(min_scale) && max_scale > 0 && hysteresis >= 1,
+                      std::isfinite(min_scale) && max_scale > 0 && hysteresis >= 1 &&
+                      grow_on_underflow >= 0 && grow_on_underflow <= 1,
                   "update_scale_: a setting is out of its range");
   LossScaleRule rule{growth_factor,
                      backoff_factor,
@@ -74,12 +82,17 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
                      static_cast<float>(min_scale),
                      static_cast<float>(max_scale),
                      static_cast<int32_t>(hysteresis)};
-  LossScale now = update_loss_scale(
-      {scalar<float>(scale), scalar<int32_t>(growth_tracker), scalar<int32_t>(hysteresis_tracker)},
-      scalar<float>(found_inf) != 0.0f, rule);
+  int64_t* counts = static_cast<int64_t*>(counters.mutable_data_ptr());
+  LossScale now =
+      update_loss_scale({scalar<float>(scale), scalar<int32_t>(growth_tracker),
+                         scalar<int32_t>(hysteresis_tracker), counts[0], counts[1], counts[2]},
+                        scalar<float>(found_inf) != 0.0f, underflows, rule);
   scalar<float>(scale) = now.scale;
   scalar<int32_t>(growth_tracker) = now.growth_tracker;
   scalar<int32_t>(hysteresis_tracker) = now.hysteresis_tracker;
+  counts[0] = now.skipped;
+  counts[1] = now.applied;
+  counts[2] = now.skipped_in_a_row;
 }
 
 }  // namespace mixprec::cpu

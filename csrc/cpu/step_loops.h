@@ -1,119 +1,218 @@
-// Loops of the training step: unscale, grad_stats, adamw. Included once per instruction set.
+// Loops of the optimizer updates. Included once per instruction set.
+//
+// A piece is walked in blocks that stay in the first cache: what is narrower than fp32 is widened
+// into a buffer, one fp32 loop per algorithm runs, the results are narrowed. So any mix of dtypes
+// works, with one loop per dtype and one per algorithm. fp64 params have loops of their own.
+
+constexpr int64_t kBlock = 512;  // a multiple of 8, the elements of one Philox call
+
+struct Buffers {
+  alignas(64) float param[kBlock], grad[kBlock], state[2][kBlock];
+  alignas(64) uint32_t words[4][kBlock / 8], in_order[kBlock / 2];
+  alignas(64) uint16_t bits[kBlock];
+};
 
 template <class T>
-bool unscale_row(T* g, typename Unscale<T>::Real inv_scale, int64_t n) {
-  uint32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    T rounded = Unscale<T>::round(Unscale<T>::apply(g[i], inv_scale));
-    bad |= static_cast<uint32_t>(Unscale<T>::bad(g[i])) |
-           static_cast<uint32_t>(Unscale<T>::bad(rounded));
-    g[i] = rounded;
+__attribute__((noinline)) void widen(const T* __restrict x, float* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = decode(x[i]);
+}
+
+template <class T>
+__attribute__((noinline)) void narrow(const float* __restrict x, T* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = Convert<T>::encode(x[i]);
+}
+
+// Philox of all groups round by round, word by word: the inner loops are over groups, so that they
+// become vector instructions.
+__attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t element, int64_t n,
+                                           Buffers& b) {
+  int64_t first = element / 8, groups = (n + 7) / 8;
+  for (int64_t g = 0; g < groups; ++g) {
+    PhiloxWords c = random_counter(stream, first + g);
+    for (int j = 0; j < 4; ++j) b.words[j][g] = c.word[j];
   }
-  return bad != 0;
-}
-
-bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n) {
-  if (dtype == Dtype::f64) return unscale_row(static_cast<double*>(g), inv_scale, n);
-  bool bad = false;
-  with_float(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
-    bad = unscale_row(static_cast<T*>(g), inv_scale, n);
-  });
-  return bad;
-}
-
-// Sixteen running sums, folded in halves at the end: the order depends on n alone, not on the
-// instruction set or the number of threads.
-template <class T>
-bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, double* sum_sq) {
-  using Real = typename Unscale<T>::Real;
-  constexpr int64_t lanes = 16;
-  double sums[lanes] = {};
-  uint32_t bad[lanes] = {};
-  int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    for (int64_t l = 0; l < lanes; ++l) {
-      Real value = Unscale<T>::apply(g[i + l], inv_scale);
-      bad[l] |= static_cast<uint32_t>(Unscale<T>::bad(g[i + l])) |
-                static_cast<uint32_t>(is_nonfinite(value));
-      sums[l] += static_cast<double>(value) * static_cast<double>(value);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    PhiloxKey key = philox_key(stream.seed, round);
+    for (int64_t g = 0; g < groups; ++g) {
+      PhiloxWords c = {{b.words[0][g], b.words[1][g], b.words[2][g], b.words[3][g]}};
+      c = philox_round(c, key);
+      b.words[0][g] = c.word[0];
+      b.words[1][g] = c.word[1];
+      b.words[2][g] = c.word[2];
+      b.words[3][g] = c.word[3];
     }
   }
-  for (int64_t l = 0; i < n; ++i, ++l) {
-    Real value = Unscale<T>::apply(g[i], inv_scale);
-    bad[l] |=
-        static_cast<uint32_t>(Unscale<T>::bad(g[i])) | static_cast<uint32_t>(is_nonfinite(value));
-    sums[l] += static_cast<double>(value) * static_cast<double>(value);
+  // The low half of a word comes first, as it does in memory.
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+  for (int64_t g = 0; g < groups; ++g) {
+    b.in_order[4 * g] = b.words[0][g];
+    b.in_order[4 * g + 1] = b.words[1][g];
+    b.in_order[4 * g + 2] = b.words[2][g];
+    b.in_order[4 * g + 3] = b.words[3][g];
   }
-  uint32_t any = 0;
-  for (int64_t l = 0; l < lanes; ++l) any |= bad[l];
-  for (int64_t half = lanes / 2; half > 0; half /= 2) {
-    for (int64_t l = 0; l < half; ++l) sums[l] += sums[l + half];
-  }
-  *sum_sq = sums[0];
-  return any != 0;
+  __builtin_memcpy(b.bits, b.in_order, sizeof b.bits);
 }
 
-bool grad_stats(Dtype dtype, const void* g, float inv_scale, int64_t n, double* sum_sq) {
-  if (dtype == Dtype::f64) {
-    return sum_of_squares(static_cast<const double*>(g), inv_scale, n, sum_sq);
-  }
-  bool bad = false;
-  with_float(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
-    bad = sum_of_squares(static_cast<const T*>(g), inv_scale, n, sum_sq);
-  });
-  return bad;
+__attribute__((noinline)) void narrow_stochastic(const float* __restrict x,
+                                                 const uint16_t* __restrict bits,
+                                                 Bf16* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = stochastic_bf16(x[i], bits[i]);
 }
 
-template <class P, class G>
-void adamw_row(P* __restrict param, const G* __restrict grad, float* __restrict exp_avg,
-               float* __restrict exp_avg_sq, int64_t n, const AdamWScalars<float> s) {
+__attribute__((noinline)) void join(const Bf16* __restrict param,
+                                    const int16_t* __restrict remainder, float* __restrict out,
+                                    int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = join_master(param[i], remainder[i]);
+}
+
+__attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict param,
+                                     int16_t* __restrict remainder, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    float p = adamw(decode(param[i]), decode(grad[i]), exp_avg[i], exp_avg_sq[i], s);
-    param[i] = Convert<P>::encode(p);
+    SplitMaster both = split_master(x[i]);
+    param[i] = both.param;
+    remainder[i] = both.remainder;
   }
 }
 
-template <class P, class G>
-void adamw_master_row(P* __restrict param, const G* __restrict grad, float* __restrict exp_avg,
-                      float* __restrict exp_avg_sq, float* __restrict master, int64_t n,
-                      const AdamWScalars<float> s) {
+template <class T>
+T* element(void* base, int64_t i) {
+  return static_cast<T*>(base) + i;
+}
+
+// The fp32 numbers of `data` from `begin` on: themselves, or widened into `buffer`.
+inline float* read(Dtype dtype, void* data, int64_t begin, int64_t n, float* buffer) {
+  if (dtype == Dtype::f32) return element<float>(data, begin);
+  if (dtype == Dtype::bf16) {
+    widen(element<Bf16>(data, begin), buffer, n);
+  } else {
+    widen(element<Fp16>(data, begin), buffer, n);
+  }
+  return buffer;
+}
+
+inline float* read_param(const StepArrays& a, int64_t begin, int64_t n, float* buffer) {
+  switch (a.master_kind) {
+    case Master::real:
+      return element<float>(a.master, begin);
+    case Master::remainder:
+      join(element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), buffer, n);
+      return buffer;
+    default:
+      return read(a.param_dtype, a.param, begin, n, buffer);
+  }
+}
+
+inline void write_stochastic(const StepArrays& a, Stream stream, const float* x, void* out,
+                             int64_t begin, int64_t n, Buffers& b) {
+  random_bits(random_stream(a.seed, a.step, a.index, stream), begin, n, b);
+  narrow_stochastic(x, b.bits, element<Bf16>(out, begin), n);
+}
+
+inline void write_param(const StepArrays& a, const float* p, int64_t begin, int64_t n, Buffers& b) {
+  if (a.master_kind == Master::remainder) {
+    split(p, element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), n);
+  } else if (a.stochastic) {
+    write_stochastic(a, kParamStream, p, a.param, begin, n, b);
+  } else if (a.param_dtype == Dtype::bf16) {
+    narrow(p, element<Bf16>(a.param, begin), n);
+  } else if (a.param_dtype == Dtype::f16) {
+    narrow(p, element<Fp16>(a.param, begin), n);
+  } else if (a.master_kind == Master::real) {
+    narrow(p, element<float>(a.param, begin), n);
+  }  // else p is the param itself
+}
+
+// update(p, grad, state 0, state 1, n) over blocks; a state that is not there is null.
+template <class Update>
+inline void for_blocks(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
+  Buffers b;
+  for (; begin < end; begin += kBlock) {
+    int64_t n = end - begin < kBlock ? end - begin : kBlock;
+    float* p = read_param(a, begin, n, b.param);
+    const float* grad = read(a.grad_dtype, const_cast<void*>(a.grad), begin, n, b.grad);
+    float* state[2] = {};
+    for (int s = 0; s < 2; ++s) {
+      if (a.state[s]) state[s] = read(a.state_dtype[s], a.state[s], begin, n, b.state[s]);
+    }
+    update(p, grad, state[0], state[1], n);
+    for (int s = 0; s < 2; ++s) {
+      if (!a.state[s] || a.state_dtype[s] == Dtype::f32) continue;
+      write_stochastic(a, s == 0 ? kFirstStateStream : kSecondStateStream, state[s], a.state[s],
+                       begin, n, b);
+    }
+    write_param(a, p, begin, n, b);
+  }
+}
+
+// The same for fp64 params, all of whose arrays are fp64: in place, in one go.
+template <class Update>
+inline void for_f64(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
+  int64_t n = end - begin;
+  double* param = element<double>(a.param, begin);
+  double* p = a.master_kind == Master::none ? param : element<double>(a.master, begin);
+  double* state[2] = {};
+  for (int s = 0; s < 2; ++s) {
+    if (a.state[s]) state[s] = element<double>(a.state[s], begin);
+  }
+  update(p, static_cast<const double*>(a.grad) + begin, state[0], state[1], n);
+  if (p != param) __builtin_memcpy(param, p, static_cast<size_t>(n) * sizeof(double));
+}
+
+template <bool decoupled, class Real>
+__attribute__((noinline)) void adamw_row(Real* __restrict p, const Real* __restrict grad,
+                                         Real* __restrict m, Real* __restrict v, int64_t n,
+                                         const AdamWScalars<Real> s) {
+  for (int64_t i = 0; i < n; ++i) p[i] = adamw<decoupled>(p[i], grad[i], m[i], v[i], s);
+}
+
+template <class Real>
+__attribute__((noinline)) void sgd_row(Real* __restrict p, const Real* __restrict grad, int64_t n,
+                                       const SgdScalars<Real> s) {
+  for (int64_t i = 0; i < n; ++i) p[i] = sgd(p[i], grad[i], s);
+}
+
+template <bool nesterov, class Real>
+__attribute__((noinline)) void sgd_momentum_row(Real* __restrict p, const Real* __restrict grad,
+                                                Real* __restrict b, bool first, int64_t n,
+                                                const SgdScalars<Real> s) {
   for (int64_t i = 0; i < n; ++i) {
-    float p = adamw(master[i], decode(grad[i]), exp_avg[i], exp_avg_sq[i], s);
-    master[i] = p;
-    param[i] = Convert<P>::encode(p);
+    p[i] = sgd_momentum<nesterov>(p[i], grad[i], b[i], first, s);
   }
 }
 
-void adamw(Dtype param_dtype, Dtype grad_dtype, const AdamWArrays& a, int64_t n,
-           const AdamWScalars<float>& s) {
-  with_float(param_dtype, [&](auto tp) {
-    with_float(grad_dtype, [&](auto tg) {
-      using P = typename decltype(tp)::type;
-      using G = typename decltype(tg)::type;
-      P* param = static_cast<P*>(a.param);
-      const G* grad = static_cast<const G*>(a.grad);
-      float* m = static_cast<float*>(a.exp_avg);
-      float* v = static_cast<float*>(a.exp_avg_sq);
-      if (a.master != nullptr) {
-        adamw_master_row(param, grad, m, v, static_cast<float*>(a.master), n, s);
-      } else {
-        adamw_row(param, grad, m, v, n, s);
-      }
+// update(p, ...) with the constants of the params' width.
+template <class Constants, class Row>
+inline void for_rows(const StepArrays& a, int64_t begin, int64_t end, const Constants& c,
+                     const Row& row) {
+  if (a.param_dtype == Dtype::f64) {
+    for_f64(a, begin, end, [&](double* p, const double* g, double* s0, double* s1, int64_t n) {
+      row(p, g, s0, s1, n, c.wide);
     });
+  } else {
+    for_blocks(a, begin, end, [&](float* p, const float* g, float* s0, float* s1, int64_t n) {
+      row(p, g, s0, s1, n, c.narrow);
+    });
+  }
+}
+
+void adamw(const StepArrays& a, int64_t begin, int64_t end, const AdamWConstants& c) {
+  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* m, auto* v, int64_t n, const auto& s) {
+    if (c.decoupled) {
+      adamw_row<true>(p, g, m, v, n, s);
+    } else {
+      adamw_row<false>(p, g, m, v, n, s);
+    }
   });
 }
 
-void adamw_f64(const AdamWArrays& a, int64_t n, const AdamWScalars<double>& s) {
-  double* truth = static_cast<double*>(a.master != nullptr ? a.master : a.param);
-  double* m = static_cast<double*>(a.exp_avg);
-  double* v = static_cast<double*>(a.exp_avg_sq);
-  const double* grad = static_cast<const double*>(a.grad);
-  double* param = static_cast<double*>(a.param);
-  for (int64_t i = 0; i < n; ++i) {
-    double p = adamw(truth[i], grad[i], m[i], v[i], s);
-    truth[i] = p;
-    param[i] = p;
-  }
+void sgd(const StepArrays& a, int64_t begin, int64_t end, const SgdConstants& c) {
+  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* b, auto*, int64_t n, const auto& s) {
+    if (b == nullptr) {
+      sgd_row(p, g, n, s);
+    } else if (c.nesterov) {
+      sgd_momentum_row<true>(p, g, b, c.first, n, s);
+    } else {
+      sgd_momentum_row<false>(p, g, b, c.first, n, s);
+    }
+  });
 }

@@ -13,7 +13,7 @@ constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
       .unscale = unscale,
       .grad_stats = grad_stats,
       .adamw = adamw,
-      .adamw_f64 = adamw_f64,
+      .sgd = sgd,
       .store_row = store_row,
       .accumulate_row = accumulate_row,
       .gemm_f32 = gemm_f32,

@@ -19,11 +19,39 @@ void raise_flag(const Tensor& found_inf) {
   *static_cast<float*>(found_inf.mutable_data_ptr()) = 1.0f;
 }
 
+// The counts that a caller may ask for: gathered per piece, then added up per tensor, so that no
+// two threads write to one number.
+class Counts {
+ public:
+  Counts(const MaybeTensor& out, size_t tensors, const char* op) : out_(out), tensors_(tensors) {
+    if (out_)
+      check_table(*out_, ScalarType::Long, {static_cast<int64_t>(tensors), 4}, op, "counts");
+  }
+  void resize(size_t pieces) {
+    if (out_) of_pieces_.resize(4 * pieces);
+  }
+  uint32_t* of_piece(int64_t i) { return out_ ? &of_pieces_[4 * i] : nullptr; }
+  void store(const std::vector<Piece>& pieces) {
+    if (!out_) return;
+    int64_t* out = static_cast<int64_t*>(out_->mutable_data_ptr());
+    std::fill(out, out + 4 * tensors_, 0);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      for (int k = 0; k < 4; ++k) out[4 * pieces[i].tensor + k] += of_pieces_[4 * i + k];
+    }
+  }
+
+ private:
+  MaybeTensor out_;
+  size_t tensors_;
+  std::vector<uint32_t> of_pieces_;
+};
+
 }  // namespace
 
-void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf) {
-  check_scalar(found_inf, ScalarType::Float, "unscale_: found_inf");
-  float s = read_scalar(inv_scale, 1.0f, "unscale_: inv_scale");
+void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor counts) {
+  check_scalar(found_inf, ScalarType::Float, "unscale_", "found_inf");
+  float s = read_scalar(inv_scale, 1.0f, "unscale_", "inv_scale");
+  Counts kinds(counts, grads.size(), "unscale_");
   std::vector<Dtype> dtypes(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     dtypes[i] = check_grad(grads[i], "unscale_: a gradient");
@@ -36,21 +64,28 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf) {
   }
   std::vector<void*> data;
   for (const Tensor& t : flat) data.push_back(t.mutable_data_ptr());
+  std::vector<Piece> pieces = cut(flat);
+  kinds.resize(pieces.size());
   std::atomic<bool> bad{false};
-  for_pieces(cut(flat), [&](int64_t, const Piece& p) {
+  for_pieces(pieces, [&](int64_t i, const Piece& p) {
     Dtype d = dtypes[p.tensor];
-    if (loops().unscale(d, at(data[p.tensor], d, p.begin), s, p.end - p.begin)) bad = true;
+    void* g = at(data[p.tensor], d, p.begin);
+    if (loops().unscale(d, g, s, p.end - p.begin, kinds.of_piece(i))) bad = true;
   });
   for (size_t i = 0; i < grads.size(); ++i) {
     if (flat[i].get() != grads[i].get()) torch::stable::copy_(grads[i], flat[i]);
   }
+  kinds.store(pieces);
   if (bad) raise_flag(found_inf);
 }
 
-void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq) {
-  check_scalar(found_inf, ScalarType::Float, "grad_stats_: found_inf");
-  check_scalar(sum_sq, ScalarType::Double, "grad_stats_: sum_sq");
-  float s = read_scalar(inv_scale, 1.0f, "grad_stats_: inv_scale");
+void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq,
+                 MaybeTensor counts) {
+  int64_t count = static_cast<int64_t>(grads.size());
+  check_scalar(found_inf, ScalarType::Float, "grad_stats_", "found_inf");
+  check_table(sum_sq, ScalarType::Double, {count}, "grad_stats_", "sum_sq");
+  float s = read_scalar(inv_scale, 1.0f, "grad_stats_", "inv_scale");
+  Counts kinds(counts, grads.size(), "grad_stats_");
   std::vector<Dtype> dtypes(grads.size());
   std::vector<const void*> data(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -63,16 +98,17 @@ void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tens
   }
   std::vector<Piece> pieces = cut(grads);
   std::vector<double> partial(pieces.size());
+  kinds.resize(pieces.size());
   std::atomic<bool> bad{false};
   for_pieces(pieces, [&](int64_t i, const Piece& p) {
     Dtype d = dtypes[p.tensor];
-    if (loops().grad_stats(d, at(data[p.tensor], d, p.begin), s, p.end - p.begin, &partial[i])) {
-      bad = true;
-    }
+    const void* g = at(data[p.tensor], d, p.begin);
+    if (loops().grad_stats(d, g, s, p.end - p.begin, &partial[i], kinds.of_piece(i))) bad = true;
   });
-  double total = 0.0;
-  for (double part : partial) total += part;
-  *static_cast<double*>(sum_sq.mutable_data_ptr()) = total;
+  double* sums = static_cast<double*>(sum_sq.mutable_data_ptr());
+  std::fill(sums, sums + count, 0.0);
+  for (size_t i = 0; i < pieces.size(); ++i) sums[pieces[i].tensor] += partial[i];
+  kinds.store(pieces);
   if (bad) raise_flag(found_inf);
 }
 

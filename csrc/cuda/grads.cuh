@@ -16,20 +16,37 @@ struct Grad {
 };
 using GradList = std::vector<Grad>;
 
-// f(Type<T>, list) for the gradients of each dtype T. The tag of a tensor is the number of chunks
-// before it in the whole list, whatever their dtypes.
+// The tags of a gradient: how many chunks are before it in the whole list, whatever their dtypes,
+// and its place in that list.
+enum GradTag { kFirstChunk, kRow };
+using GradLaunch = TensorList<1, 2>;
+
+inline int64_t chunks_in(const GradList& grads) {
+  int64_t chunks = 0;
+  for (const Grad& g : grads) chunks += chunks_of(g.numel);
+  return chunks;
+}
+
+// f(list) for the gradients that belongs(grad) names.
+template <class Belongs, class F>
+cudaError_t for_some_grads(const GradList& grads, const Belongs& belongs, const F& f) {
+  int64_t first = 0;
+  auto entry = [&](int64_t i, TensorEntry<1, 2>& e) {
+    const Grad& g = grads[i];
+    e = {{g.data}, g.numel, {static_cast<int32_t>(first), static_cast<int32_t>(i)}};
+    first += chunks_of(g.numel);
+    return belongs(g);
+  };
+  return for_lists<1, 2>(static_cast<int64_t>(grads.size()), entry, f);
+}
+
+// f(Type<T>, list) for the gradients of each dtype T that have elements.
 template <class F>
 cudaError_t for_grads(const GradList& grads, const F& f) {
   auto of_type = [&](Dtype dtype, auto t) {
-    int64_t first = 0;
-    auto entry = [&](int64_t i, TensorEntry<1>& e) {
-      const Grad& g = grads[i];
-      e = {{g.data}, g.numel, static_cast<int32_t>(first)};
-      first += chunks_of(g.numel);
-      return g.dtype == dtype;
-    };
-    return for_lists<1>(static_cast<int64_t>(grads.size()), entry,
-                        [&](const TensorList<1>& list) { return f(t, list); });
+    return for_some_grads(
+        grads, [&](const Grad& g) { return g.dtype == dtype && g.numel > 0; },
+        [&](const GradLaunch& list) { return f(t, list); });
   };
   cudaError_t error = of_type(Dtype::f32, Type<float>{});
   if (error == cudaSuccess) error = of_type(Dtype::bf16, Type<Bf16>{});

@@ -65,4 +65,10 @@ inline Tensor row_major(const Tensor& t) {
 }
 inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
 
+// What a kernel wrote to `copy`, which may be the tensor itself.
+inline void write_back(const Tensor& original, const Tensor& copy) {
+  Tensor target = original;
+  if (copy.get() != original.get()) torch::stable::copy_(target, copy);
+}
+
 }  // namespace mixprec::cuda

@@ -11,7 +11,10 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr int kWarp = 32;
 
 struct Sum {
-  static __device__ __forceinline__ double apply(double a, double b) { return a + b; }
+  template <class T>
+  static __device__ __forceinline__ T apply(T a, T b) {
+    return a + b;
+  }
 };
 struct Max {
   static __device__ __forceinline__ uint32_t apply(uint32_t a, uint32_t b) { return a > b ? a : b; }

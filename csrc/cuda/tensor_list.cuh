@@ -17,11 +17,11 @@ constexpr int64_t kChunk = 32768;
 constexpr int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 // One tensor of the list, or several of one numel that are walked together.
-template <int arrays>
+template <int arrays, int tags>
 struct TensorEntry {
   void* data[arrays];
   int64_t numel;
-  int32_t tag;  // a number of the op's own
+  int32_t tag[tags];  // numbers of the op's own
 };
 
 struct Chunk {
@@ -29,24 +29,24 @@ struct Chunk {
   int64_t begin, size;  // elements
 };
 
-template <int arrays>
+template <int arrays, int tags>
 struct TensorList {
   static constexpr int kLimit = 32764 - 256;  // bytes of kernel arguments, less the op's others
-  static constexpr int kCapacity = (kLimit - 8) / (8 * arrays + 8 + 4 + 4);
+  static constexpr int kCapacity = (kLimit - 8) / (8 * arrays + 8 + 4 * tags + 4);
 
   void* data[arrays][kCapacity];
   int64_t numel[kCapacity];
-  int32_t tag[kCapacity];
+  int32_t tag[tags][kCapacity];
   int32_t first_chunk[kCapacity + 1];  // of each tensor; at [count] the number of all chunks
   int32_t count;
 
-  // False: full, launch what is there first.
-  bool add(const TensorEntry<arrays>& entry) {
+  // Also tensors of no elements, which have no chunks. False: full, launch what is there first.
+  bool add(const TensorEntry<arrays, tags>& entry) {
     int64_t chunks = first_chunk[count] + chunks_of(entry.numel);
     if (count == kCapacity || chunks > INT32_MAX) return false;
     for (int a = 0; a < arrays; ++a) data[a][count] = entry.data[a];
     numel[count] = entry.numel;
-    tag[count] = entry.tag;
+    for (int a = 0; a < tags; ++a) tag[a][count] = entry.tag[a];
     first_chunk[++count] = static_cast<int32_t>(chunks);
     return true;
   }
@@ -75,13 +75,13 @@ struct TensorList {
 
 // flush(list) for as many lists as the entries take; entry(i, e) fills the i-th of `count` entries
 // and says whether it belongs to these launches. Stops at the first error.
-template <int arrays, class Entry, class Flush>
+template <int arrays, int tags, class Entry, class Flush>
 cudaError_t for_lists(int64_t count, const Entry& entry, const Flush& flush) {
-  TensorList<arrays> list;
+  TensorList<arrays, tags> list;
   list.count = list.first_chunk[0] = 0;
   for (int64_t i = 0; i < count; ++i) {
-    TensorEntry<arrays> e;
-    if (!entry(i, e) || e.numel == 0) continue;
+    TensorEntry<arrays, tags> e;
+    if (!entry(i, e)) continue;
     if (list.add(e)) continue;
     if (cudaError_t error = flush(list); error != cudaSuccess) return error;
     list.count = 0;

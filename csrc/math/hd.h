@@ -37,4 +37,7 @@ MIXPREC_HD bool is_nonfinite_bits(uint32_t u) { return (u & 0x7F800000u) == 0x7F
 MIXPREC_HD bool is_nonfinite(float x) { return is_nonfinite_bits(float_bits(x)); }
 MIXPREC_HD bool is_nonfinite(double x) { return !(x - x == 0.0); }
 
+MIXPREC_HD float square_root(float x) { return __builtin_sqrtf(x); }
+MIXPREC_HD double square_root(double x) { return __builtin_sqrt(x); }
+
 }  // namespace mixprec

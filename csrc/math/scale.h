@@ -18,10 +18,17 @@ MIXPREC_HD float scale_from_amax(float amax, float fmt_max, float two_to_minus_m
   return scale > 0x1p126f ? 0x1p126f : scale;
 }
 
+// min(1, max_norm / (norm + 1e-6)), NaN where the norm is.
+MIXPREC_HD float clip_coef(double sum_sq, double max_norm) {
+  double clip = max_norm / (square_root(sum_sq) + 1e-6);
+  return static_cast<float>(clip > 1.0 ? 1.0 : clip);
+}
+
 struct LossScale {
   float scale;
   int32_t growth_tracker;
   int32_t hysteresis_tracker;
+  int64_t skipped, applied, skipped_in_a_row;  // updates with an overflow, without, up to now
 };
 
 struct LossScaleRule {
@@ -33,7 +40,14 @@ struct LossScaleRule {
   int32_t hysteresis;
 };
 
-MIXPREC_HD LossScale update_loss_scale(LossScale s, bool found_inf, const LossScaleRule& rule) {
+// Early growth waits for this part of growth_interval without an overflow.
+constexpr int64_t kEarly = 20;
+
+MIXPREC_HD LossScale update_loss_scale(LossScale s, bool found_inf, bool underflow,
+                                       const LossScaleRule& rule) {
+  s.skipped += found_inf;
+  s.applied += !found_inf;
+  s.skipped_in_a_row = found_inf ? s.skipped_in_a_row + 1 : 0;
   if (found_inf) {
     s.growth_tracker = 0;
     s.hysteresis_tracker = s.hysteresis_tracker > 1 ? s.hysteresis_tracker - 1 : 0;
@@ -42,7 +56,9 @@ MIXPREC_HD LossScale update_loss_scale(LossScale s, bool found_inf, const LossSc
       lower = lower < rule.min_scale ? rule.min_scale : lower;
       s.scale = lower < s.scale ? lower : s.scale;
     }
-  } else if (++s.growth_tracker >= rule.growth_interval) {
+  } else if (int64_t waited = ++s.growth_tracker;
+             waited >= rule.growth_interval ||
+             (underflow && waited * kEarly >= rule.growth_interval)) {
     float higher = static_cast<float>(s.scale * rule.growth_factor);
     higher = higher > rule.max_scale ? rule.max_scale : higher;
     if (!is_nonfinite(higher) && higher > s.scale) s.scale = higher;

@@ -5,9 +5,38 @@
 
 namespace mixprec {
 
+// What a gradient element is, judged by its bits: those of fp32, to which every narrower format
+// decodes exactly, or of fp64. `raw` before unscaling, `unscaled` after.
+struct GradKind {
+  bool inf, nan;         // before or after
+  bool zero, subnormal;  // before, in the gradient's own format
+};
+
+template <class Bits>
+MIXPREC_HD GradKind grad_kind(Bits raw, Bits unscaled, Bits sign, Bits infinity, Bits min_normal) {
+  raw &= ~sign;
+  unscaled &= ~sign;
+  Bits larger = raw > unscaled ? raw : unscaled;
+  // 0 - 1 is the largest number of all.
+  return {larger == infinity, larger > infinity, raw == 0, raw - 1 < min_normal - 1};
+}
+
+template <class T>
+struct MinNormal {
+  static constexpr uint32_t bits = 0x00800000u;  // fp32, bf16: 2^-126
+};
+template <>
+struct MinNormal<Fp16> {
+  static constexpr uint32_t bits = 0x38800000u;  // 2^-14
+};
+
 template <class T>
 struct Unscale {
   using Real = float;
+  static MIXPREC_HD GradKind kind(T g, float unscaled) {
+    return grad_kind<uint32_t>(float_bits(decode(g)), float_bits(unscaled), 0x80000000u,
+                               0x7F800000u, MinNormal<T>::bits);
+  }
   static MIXPREC_HD float apply(T g, float inv_scale) { return decode(g) * inv_scale; }
   static MIXPREC_HD T round(float x) { return Convert<T>::encode(x); }
   static MIXPREC_HD bool bad(T g) { return is_nonfinite(decode(g)); }
@@ -16,6 +45,12 @@ struct Unscale {
 template <>
 struct Unscale<double> {
   using Real = double;
+  static MIXPREC_HD GradKind kind(double g, double unscaled) {
+    uint64_t raw, after;
+    __builtin_memcpy(&raw, &g, sizeof raw);
+    __builtin_memcpy(&after, &unscaled, sizeof after);
+    return grad_kind<uint64_t>(raw, after, 1ull << 63, 0x7FFull << 52, 1ull << 52);
+  }
   static MIXPREC_HD double apply(double g, double inv_scale) { return g * inv_scale; }
   static MIXPREC_HD double round(double x) { return x; }
   static MIXPREC_HD bool bad(double g) { return is_nonfinite(g); }

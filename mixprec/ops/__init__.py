@@ -1,13 +1,15 @@
 """The ops: each with one definition, one reference, and variants that must agree with it."""
 
 from ._backends import use_backend
+from ._rounding import join_master
 from .adamw import adamw_
 from .amax import amax
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
 from .grad_stats import grad_stats_
 from .quantize import quantize
-from .scale import clip_coef, inv_scale, scale_from_amax_, update_scale_
+from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
+from .sgd import sgd_
 from .unscale import unscale_
 
 __all__ = [
@@ -19,8 +21,11 @@ __all__ = [
     "gemm_accumulate_",
     "grad_stats_",
     "inv_scale",
+    "join_master",
     "quantize",
     "scale_from_amax_",
+    "sgd_",
+    "underflow_share",
     "unscale_",
     "update_scale_",
     "use_backend",

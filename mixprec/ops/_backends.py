@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from . import _library
+from . import _library, _self_test
 
 logger = logging.getLogger("mixprec")
 
-BACKENDS = ("cpp", "triton", "reference")
+BACKENDS = ("cpp", "cuda", "triton", "reference")
 # The order of preference per device type. The reference is no silent stand-in for a missing
-# build on the CPU: there the load error is raised. The Triton kernels have run in Triton's
-# interpreter and compile for five GPU generations, but no GPU has run them yet: until then they
-# are used only where use_backend("triton") asks for them.
-_ORDER = {"cpu": ("cpp",), "cuda": ("reference",)}
+# build on the CPU: there the load error is raised. On a GPU every kernel has to agree with its
+# reference before it is used for the first time.
+_ORDER = {"cpu": ("cpp",), "cuda": ("cuda", "triton", "reference")}
 _ANYWHERE = ("reference",)
 
 _forced: str | None = None
@@ -33,6 +32,12 @@ def why_not(name: str, backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the C++ kernels run on cpu tensors, not {device_type}"
         return _library.LOAD_ERROR
+    if backend == "cuda":
+        if device_type != "cuda":
+            return f"the CUDA kernels run on cuda tensors, not {device_type}"
+        if _library.CUDA_ERROR is not None:
+            return _library.CUDA_ERROR
+        return None if _library.has_cuda_kernel(name) else "it has no CUDA kernel"
     if backend == "triton":
         if device_type != "cuda":
             return f"the Triton kernels run on cuda tensors, not {device_type}"
@@ -65,6 +70,8 @@ def choose(name: str, device_type: str) -> Callable[..., Any]:
         backend = chosen_backend(name, device_type)
         compiled = backend in ("cpp", "cuda")
         op = _library.op_handle(name if compiled else _library.variant_name(name, backend))
+        if backend in ("cuda", "triton") and _can_compare():
+            _check_once(name, backend, op, device_type)
         _chosen[name, device_type] = op
         if backend == "reference" and not _forced and not torch.compiler.is_compiling():
             logger.warning(
@@ -73,6 +80,27 @@ def choose(name: str, device_type: str) -> Callable[..., Any]:
                 device_type,
             )
     return op
+
+
+def _can_compare() -> bool:
+    """Whether values can be computed and looked at now: there is a GPU, and nobody is tracing."""
+    return (
+        torch.cuda.is_available()
+        and not torch.compiler.is_compiling()
+        and not torch.cuda.is_current_stream_capturing()
+        and type(torch.empty(0)) is torch.Tensor  # not a fake one
+    )
+
+
+def _check_once(name: str, backend: str, op: Callable[..., Any], device_type: str) -> None:
+    """RuntimeError unless the op gives on small inputs exactly what its reference gives."""
+    result = _self_test.compare(name, op, device_type)
+    if not result["ok"]:
+        reason = result["reason"] or f"worst difference {result['worst']:.3g}"
+        raise RuntimeError(
+            f"{name}: the {backend} kernel does not agree with its reference on this GPU "
+            f"({reason}); please report it. mixprec.use_backend('reference') does without it"
+        )
 
 
 def call(name: str, device_type: str, *args: Any) -> Any:
@@ -91,7 +119,8 @@ def call(name: str, device_type: str, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run every mixprec op inside the block on `backend` ("cpp", "triton" or "reference").
+    """Run every mixprec op inside the block on `backend` ("cpp", "cuda", "triton" or
+    "reference").
 
     An op that this backend cannot run raises RuntimeError with the reason. ValueError for an
     unknown backend. The setting is global to the process and restored when the block ends.

@@ -64,6 +64,24 @@ def is_scalar(op: str, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
         )
 
 
+def is_table(
+    op: str,
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    device: torch.device,
+    owner: str,
+) -> None:
+    """A contiguous tensor to be overwritten: one row per tensor of a list."""
+    is_tensor(op, name, x)
+    has_dtype(op, name, x, (dtype,))
+    has_shape(op, name, x, shape, "[tensors, ...]")
+    on_device(op, name, x, device, owner)
+    if not x.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got strides {x.stride()}")
+
+
 def is_writable(op: str, name: str, x: torch.Tensor) -> None:
     """No two elements of x share memory (an expanded tensor cannot be written in place)."""
     extent = 0

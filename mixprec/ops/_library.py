@@ -29,6 +29,7 @@ TRITON = {
     "inv_scale": "scale",
     "quantize": "quantize",
     "scale_from_amax_": "scale",
+    "sgd_": "sgd",
     "unscale_": "unscale",
     "update_scale_": "scale",
 }
@@ -55,6 +56,30 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 C, LOAD_ERROR = _load()
+
+
+def _load_cuda() -> str | None:
+    """Load the CUDA kernels, which registers them; None if they are there, else why not."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if C is None:
+        return LOAD_ERROR
+    files = sorted(Path(__file__).resolve().parents[1].glob("_C_cuda*.so"))
+    if not files:
+        reason = C.build_info()["no_cuda"] or "mixprec/_C_cuda.so is gone"
+        return f"they were not built: {reason}; to build them, in the source folder run: {INSTALL}"
+    try:
+        torch.ops.load_library(files[0])
+    except OSError as error:
+        return f"{files[0].name} was built but does not load ({error}); to rebuild it: {INSTALL}"
+    return None
+
+
+CUDA_ERROR = _load_cuda()
+
+
+def has_cuda_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", "CUDA")
 
 
 def _triton_error() -> str | None:

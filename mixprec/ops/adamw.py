@@ -1,4 +1,4 @@
-"""adamw_: unscale, clip, AdamW and the write-back to low precision, in one pass over the state."""
+"""adamw_: unscale, clip, Adam and the write-back to low precision, in one pass over the state."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backends, _checks, _library
-from .unscale import GRADS
+from . import _backends, _checks, _library, _rounding, _step
 
-_LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters", "steps")
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
 
@@ -42,52 +40,50 @@ def adamw_reference_(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     masters: list[torch.Tensor],
-    steps: list[torch.Tensor],
+    steps: torch.Tensor,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
+    decoupled_weight_decay: bool,
     maximize: bool,
+    max_value: float,
+    stochastic_rounding: bool,
+    seed: int,
+    indices: list[int],
+    lr_tensor: torch.Tensor | None,
     inv_scale: torch.Tensor | None,
     clip: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    if not params:
-        return
-    flag = found_inf if found_inf is not None else torch.zeros((), device=params[0].device)
-    skip = flag.reshape(()) != 0
-    counts = torch.stack([s.reshape(()) for s in steps])
-    counts = torch.where(skip, counts, counts + 1)
-    for step, count in zip(steps, counts, strict=True):
-        step.copy_(count.reshape(step.shape))
-    bc1 = _bias_corrections(counts, beta1)
-    step_sizes = torch.full_like(bc1, lr) / bc1  # number / tensor would round twice
+    skip, counts = _step.advance(steps, found_inf)
+    rate = torch.full((), lr, dtype=torch.float64, device=steps.device)
+    if lr_tensor is not None:
+        rate = lr_tensor.reshape(()).double()
+    step_sizes = rate / _bias_corrections(counts, beta1)
     inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(counts, beta2))
     for i, (param, grad, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        truth = masters[i] if masters else param
-        real = torch.float64 if truth.dtype == torch.float64 else torch.float32
-        g = grad.to(real)
-        if inv_scale is not None:
-            g = g * inv_scale.reshape(()).to(real)
-        if clip is not None:
-            g = g * clip.reshape(()).to(real)
-        if maximize:
-            g = -g
-        p = truth.to(real)
-        constants = torch.tensor(
-            [lr * weight_decay, 1 - beta1, 1 - beta2, beta2, eps], dtype=real
-        ).tolist()
-        decay, one_minus_beta1, one_minus_beta2, beta2_, eps_ = constants
-        p = p - p * decay
-        new_m = m.to(real) + (g - m.to(real)) * one_minus_beta1
-        new_v = v.to(real) * beta2_ + (g * g) * one_minus_beta2
-        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real) + eps_
+        real = _step.real_dtype(param)
+        master = masters[i] if masters else None
+        g = _step.gradient(grad, real, inv_scale, clip, max_value, maximize)
+        p = _step.truth(param, master)
+        # No decay leaves an infinite p alone: 0 * Inf would be NaN.
+        if decoupled_weight_decay:
+            decay = (rate * weight_decay).to(real)
+            p = torch.where(decay != 0, p - p * decay, p)
+        elif (decay_of_grad := _step.rounded(weight_decay, real)) != 0:
+            g = g + p * decay_of_grad
+        new_m = m.to(real) + (g - m.to(real)) * _step.rounded(1 - beta1, real)
+        new_v = v.to(real) * _step.rounded(beta2, real)
+        new_v = new_v + (g * g) * _step.rounded(1 - beta2, real)
+        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real) + _step.rounded(eps, real)
         p = p - (new_m / denom) * step_sizes[i].to(real)
-        for target, value in ((m, new_m), (v, new_v), (truth, p)):
-            target.copy_(torch.where(skip, target, value.to(target.dtype)))
-        if masters:
-            param.copy_(torch.where(skip, param, p.to(param.dtype)))
+        random = (seed, counts[i], indices[i]) if indices else (0, counts[i], 0)
+        _step.write_state(m, new_m, skip, (*random, _rounding.FIRST_STATE))
+        _step.write_state(v, new_v, skip, (*random, _rounding.SECOND_STATE))
+        stochastic = (*random, _rounding.PARAM) if stochastic_rounding else None
+        _step.write_param(param, master, p, skip, stochastic)
 
 
 def _check(
@@ -96,55 +92,34 @@ def _check(
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
+    steps: torch.Tensor,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
+    decoupled_weight_decay: bool,
     maximize: bool,
+    max_value: float,
+    stochastic_rounding: bool,
+    seed: int,
+    indices: Sequence[int],
+    lr_tensor: torch.Tensor | None,
     inv_scale: torch.Tensor | None,
     clip: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    op = "adamw_"
-    params = _checks.is_list(op, "params", params)
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": masters}
-    for name, tensors in (*lists.items(), ("steps", steps)):
-        count = len(_checks.is_list(op, name, tensors))
-        if count != len(params) and (count or name != "masters"):
-            raise ValueError(
-                f"{op}: {name} must have one tensor per param ({len(params)}), got {count}"
-            )
-    for name, t in (("inv_scale", inv_scale), ("clip", clip), ("found_inf", found_inf)):
-        if t is not None:
-            _checks.is_scalar(op, name, t, torch.float32)
-            if params:
-                _checks.on_device(op, name, t, params[0].device, "params")
-    for i, param in enumerate(params):
-        _checks.has_dtype(op, f"params[{i}]", param, GRADS)
-        _checks.on_device(op, f"params[{i}]", param, params[0].device, "params[0]")
-        _checks.is_writable(op, f"params[{i}]", param)
-        real = torch.float64 if param.dtype == torch.float64 else torch.float32
-        for name, tensors in lists.items():
-            if not tensors:
-                continue
-            t, label = tensors[i], f"{name}[{i}]"
-            grads_allowed = _checks.FLOATS if real == torch.float32 else (real,)
-            _checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
-            _checks.has_dtype(op, label, t, grads_allowed if name == "grads" else (real,))
-            _checks.on_device(op, label, t, param.device, "params")
-            if name != "grads":
-                _checks.is_writable(op, label, t)
-        _checks.is_scalar(op, f"steps[{i}]", steps[i], torch.float32)
-        _checks.on_device(op, f"steps[{i}]", steps[i], param.device, "params")
+    states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    options = (max_value, stochastic_rounding, indices)
+    scalars = (lr_tensor, inv_scale, clip, found_inf)
+    _step.check("adamw_", params, grads, states, masters, steps, *options, *scalars)
 
 
 _library.define(
     "adamw_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] masters, Tensor(e!)[] steps, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, bool maximize, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()",
+    "Tensor(d!)[] masters, Tensor(e!) steps, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, bool decoupled_weight_decay, " + _step.SHARED_SCHEMA,
     check=_check,
     reference=adamw_reference_,
 )
@@ -156,43 +131,64 @@ def adamw_(
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
+    steps: torch.Tensor,
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
+    decoupled_weight_decay: bool = True,
     maximize: bool = False,
+    max_value: float = math.inf,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    indices: Sequence[int] = (),
     inv_scale: torch.Tensor | None = None,
     clip: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One AdamW step over lists of tensors, in place; nothing at all where found_inf != 0.
+    """One Adam step over lists of tensors, in place; nothing at all where found_inf != 0.
 
         step += 1;  bc = 1 - beta^step
-        g = grad * inv_scale * clip                       (negated if maximize)
-        p = p - lr * weight_decay * p                     p: master, or param where there is none
-        m = m + (g - m) * (1 - beta1)                     m: exp_avg
-        v = v * beta2 + g * g * (1 - beta2)               v: exp_avg_sq
+        g = grad * inv_scale * clip, bounded by +-max_value     (negated if maximize)
+        p = p - lr * weight_decay * p  unless that is 0         p: master, or param without one
+        m = m + (g - m) * (1 - beta1)                           m: exp_avg
+        v = v * beta2 + g * g * (1 - beta2)                     v: exp_avg_sq
         p = p - (lr / bc1) * (m / (sqrt(v) / sqrt(bc2) + eps))
         master = p;  param = p rounded to nearest even
 
+    Without decoupled_weight_decay the second line of p is g = g + weight_decay * p instead (Adam
+    with L2 regularization).
+
     params: fp32, bf16, fp16 or fp64, any shapes. grads: one per param, its shape, fp32, bf16 or
-    fp16 (fp64 for fp64 params). exp_avgs, exp_avg_sqs: fp32 (fp64 for fp64 params) of the
-    param's shape. masters: one fp32 tensor per param, or an empty list. steps: one fp32 element
-    per param. inv_scale, clip, found_inf: fp32, one element. FP32 arithmetic (FP64 for fp64
-    params) in exactly this order, so all backends give the same bits.
-    Source: Decoupled Weight Decay Regularization (Loshchilov, Hutter, 2019).
+    fp16 (fp64 for fp64 params). exp_avgs, exp_avg_sqs: fp32 (fp64 for fp64 params) or bf16 of the
+    param's shape. masters: one tensor per param, or an empty list; fp32, or, for bf16 params,
+    int16: the bits that the param lacks, with which it is rounded to nearest, ties away from zero.
+    steps: fp32 [params], counts. inv_scale, clip, found_inf: fp32, one element. lr: a number or
+    an fp32 or fp64 tensor of one element. All on one device.
+
+    bf16 moments, and with stochastic_rounding bf16 params that have no master, are rounded at
+    random, to the neighbours in proportion to their nearness: Philox4x32-10 keyed by seed, counted
+    by element, step and indices[i] (one number per param), so the same call gives the same bits.
+    FP32 arithmetic (FP64 for fp64 params) in exactly this order: all backends give the same bits.
+    Sources: Adam (Kingma, Ba, 2015), Decoupled Weight Decay Regularization (Loshchilov, Hutter,
+    2019).
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs, masters, steps)
-    for name, tensors in zip(_LISTS, lists, strict=True):
+    lists = (params, grads, exp_avgs, exp_avg_sqs, masters)
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
+    for name, tensors in zip(names, lists, strict=True):
         _checks.is_sequence("adamw_", name, tensors)
     if not params:
         return
-    _checks.is_tensor("adamw_", "params[0]", params[0])
+    _checks.is_tensor("adamw_", "steps", steps)
     _checks.needs_no_grad("adamw_", "call it under torch.no_grad()", *params)
-    numbers = (lr, beta1, beta2, eps, weight_decay, maximize)
-    device = params[0].device.type
-    _backends.call("adamw_", device, *lists, *numbers, inv_scale, clip, found_inf)
-    _checks.mutated(*params, *exp_avgs, *exp_avg_sqs, *masters, *steps)
+    lr_tensor, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
+    numbers = (lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay)
+    shared = (maximize, max_value, stochastic_rounding, seed, indices)
+    device = steps.device.type
+    _backends.call(
+        *("adamw_", device, *lists, steps, *numbers, *shared),
+        *(lr_tensor, inv_scale, clip, found_inf),
+    )
+    _checks.mutated(*params, *exp_avgs, *exp_avg_sqs, *masters, steps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import _backends, _checks, _library
-from .unscale import GRADS
+from .unscale import COUNTS, GRADS, count_reference
 
 
 def grad_stats_reference_(
@@ -15,16 +15,17 @@ def grad_stats_reference_(
     inv_scale: torch.Tensor | None,
     found_inf: torch.Tensor,
     sum_sq: torch.Tensor,
+    counts: torch.Tensor | None,
 ) -> None:
-    total = torch.zeros((), dtype=torch.float64, device=sum_sq.device)
-    for grad in grads:
+    for i, grad in enumerate(grads):
         wide = grad if grad.dtype == torch.float64 else grad.float()
         if inv_scale is not None:
             wide = wide * inv_scale.reshape(()).to(wide.dtype)
         bad = ~(torch.isfinite(grad).all() & torch.isfinite(wide).all())
         found_inf.masked_fill_(bad, 1.0)
-        total += wide.double().square().sum()
-    sum_sq.copy_(total.reshape(sum_sq.shape))
+        sum_sq[i] = wide.double().square().sum()
+        if counts is not None:
+            counts[i] = count_reference(grad, wide)
 
 
 def _check(
@@ -32,22 +33,29 @@ def _check(
     inv_scale: torch.Tensor | None,
     found_inf: torch.Tensor,
     sum_sq: torch.Tensor,
+    counts: torch.Tensor | None,
 ) -> None:
     op = "grad_stats_"
     _checks.is_scalar(op, "found_inf", found_inf, torch.float32)
-    _checks.is_scalar(op, "sum_sq", sum_sq, torch.float64)
-    _checks.on_device(op, "sum_sq", sum_sq, found_inf.device, "found_inf")
     if inv_scale is not None:
         _checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
         _checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
     for i, grad in enumerate(_checks.is_list(op, "grads", grads)):
         _checks.has_dtype(op, f"grads[{i}]", grad, GRADS)
         _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
+    for name, t, dtype, columns in (
+        ("sum_sq", sum_sq, torch.float64, ()),
+        ("counts", counts, torch.int64, (COUNTS,)),
+    ):
+        if t is not None:
+            shape = (len(grads), *columns)
+            _checks.is_table(op, name, t, dtype, shape, found_inf.device, "found_inf")
 
 
 _library.define(
     "grad_stats_",
-    "(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_sq) -> ()",
+    "(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_sq, "
+    "Tensor(c!)? counts) -> ()",
     check=_check,
     reference=grad_stats_reference_,
 )
@@ -58,18 +66,22 @@ def grad_stats_(
     inv_scale: torch.Tensor | None,
     found_inf: torch.Tensor,
     sum_sq: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> None:
-    """sum_sq <- sum of (g * inv_scale)^2 over all gradients; found_inf <- 1.0 if one is not finite.
+    """sum_sq[i] <- sum of (g * inv_scale)^2 over grads[i]; found_inf <- 1.0 if one is not finite.
 
-    grads: list of tensors of any shapes, fp32, bf16, fp16 or fp64, only read. inv_scale: fp32,
+    grads: list of n tensors of any shapes, fp32, bf16, fp16 or fp64, only read. inv_scale: fp32,
     one element, or None for 1. found_inf: fp32, one element; set to 1.0 if a value is Inf or NaN
-    before or after the multiplication, else left as it is. sum_sq: fp64, one element, overwritten.
+    before or after the multiplication, else left as it is. sum_sq: fp64 [n], overwritten. counts:
+    int64 [n, 4], overwritten with how many elements of grads[i] are Inf, are NaN (before or after
+    the multiplication), are 0, are subnormal in the gradient's own dtype (both before it).
 
-    The products are FP32 (FP64 for fp64 gradients), the squares and their sum FP64 in a fixed
-    order: two runs give the same bits, and finite gradients of any size do not overflow it.
+    The products are FP32 (FP64 for fp64 gradients), the squares and their sums FP64 in a fixed
+    order: two runs give the same bits, and finite gradients of any size do not overflow them.
     """
     _checks.is_sequence("grad_stats_", "grads", grads)
     _checks.is_tensor("grad_stats_", "found_inf", found_inf)
     _checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
-    _backends.call("grad_stats_", found_inf.device.type, grads, inv_scale, found_inf, sum_sq)
-    _checks.mutated(found_inf, sum_sq)
+    device = found_inf.device.type
+    _backends.call("grad_stats_", device, grads, inv_scale, found_inf, sum_sq, counts)
+    _checks.mutated(found_inf, sum_sq, *([] if counts is None else [counts]))

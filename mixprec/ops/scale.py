@@ -122,17 +122,21 @@ def inv_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """min(1, max_norm / (sqrt(sum_sq) + 1e-6)) in FP64, rounded to FP32."""
-    limit = torch.full_like(sum_sq, max_norm)  # number / tensor would round twice
-    return (limit / (sum_sq.sqrt() + 1e-6)).clamp(max=1.0).float()
+    """min(1, max_norm / (sqrt(sum of sum_sq) + 1e-6)) in FP64, rounded to FP32."""
+    total = sum_sq.sum()
+    limit = torch.full_like(total, max_norm)  # number / tensor would round twice
+    return (limit / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
 
 
 def _fake_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    return torch.empty_like(sum_sq, dtype=torch.float32)
+    return sum_sq.new_empty((), dtype=torch.float32)
 
 
 def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
-    _checks.is_scalar("clip_coef", "sum_sq", sum_sq, torch.float64)
+    _checks.is_tensor("clip_coef", "sum_sq", sum_sq)
+    _checks.has_dtype("clip_coef", "sum_sq", sum_sq, (torch.float64,))
+    if not sum_sq.is_contiguous():
+        raise ValueError(f"clip_coef: sum_sq must be contiguous, got strides {sum_sq.stride()}")
     if not max_norm > 0:
         raise ValueError(f"clip_coef: max_norm must be positive, got {max_norm}")
 
@@ -147,53 +151,86 @@ _library.define(
 
 
 def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor that brings gradients of squared norm `sum_sq` down to `max_norm`.
+    """Return the factor that brings gradients down to the norm `max_norm`.
 
-    clip = min(1, max_norm / (sqrt(sum_sq) + 1e-6)), as torch.nn.utils.clip_grad_norm_ computes
-    it. sum_sq: fp64, one element, from `grad_stats_`. Returns fp32 on the same device; NaN if
-    sum_sq is NaN. ValueError if max_norm is not positive.
+    clip = min(1, max_norm / (sqrt(sum of sum_sq) + 1e-6)), as torch.nn.utils.clip_grad_norm_
+    computes it. sum_sq: fp64, any shape, contiguous: the squared norms of `grad_stats_`, added in
+    a fixed order. Returns fp32 [] on the same device; NaN if the sum is NaN. ValueError if
+    max_norm is not positive.
     """
     _checks.is_tensor("clip_coef", "sum_sq", sum_sq)
     return _backends.call("clip_coef", sum_sq.device.type, sum_sq, float(max_norm))
+
+
+def underflow_share(counts: torch.Tensor, elements: int) -> torch.Tensor:
+    """The share of subnormal numbers among the gradients that are not 0: fp32 [].
+
+    counts: int64 [n, 4] of `grad_stats_`, over `elements` elements in all. 1 if all are 0: nothing
+    is left of them. Other zeros do not count, because most are no underflow: rows of an embedding
+    that was not used, say.
+    """
+    some, subnormals = elements - counts[:, 2].sum(), counts[:, 3].sum()
+    return torch.where(some > 0, subnormals.float() / some.clamp(min=1).float(), elements > 0)
+
+
+COUNTERS = 3  # of updates: with an overflow, without, and with one in a row
+# Early growth waits for this part of growth_interval without an overflow, so that a scale which
+# underflow drives up and overflow drives down costs at most a few skipped steps in a hundred.
+_EARLY = 20
 
 
 def update_scale_reference_(
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
     hysteresis_tracker: torch.Tensor,
+    counters: torch.Tensor,
     found_inf: torch.Tensor,
+    underflow: torch.Tensor | None,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
     min_scale: float,
     max_scale: float,
     hysteresis: int,
+    grow_on_underflow: float,
 ) -> None:
     found = found_inf.reshape(()) != 0
-    left = torch.where(found, hysteresis_tracker - 1, hysteresis_tracker)
-    tracker = torch.where(found, 0, growth_tracker + 1)
-    grows = ~found & (tracker >= growth_interval)
+    now, clean, left = (t.reshape(()) for t in (scale, growth_tracker, hysteresis_tracker))
+    left = torch.where(found, left - 1, left)
+    clean = torch.where(found, 0, clean.long() + 1)  # long: growth_interval may be
+    grows = ~found & (clean >= growth_interval)
+    if underflow is not None:
+        early = clean * _EARLY >= growth_interval
+        grows = grows | (~found & early & (underflow.reshape(()) > grow_on_underflow))
     backs_off = found & (left <= 0)
     # min_scale and max_scale bound what a step does; a scale set outside them by hand stays.
-    lower = torch.minimum(scale, (scale.double() * backoff_factor).float().clamp(min=min_scale))
-    higher = (scale.double() * growth_factor).float().clamp(max=max_scale)
-    higher = torch.where(torch.isfinite(higher), torch.maximum(scale, higher), scale)
-    scale.copy_(torch.where(backs_off, lower, torch.where(grows, higher, scale)))
-    growth_tracker.copy_(torch.where(grows, 0, tracker))
-    hysteresis_tracker.copy_(torch.where(grows, hysteresis, left.clamp(min=0)))
+    lower = torch.minimum(now, (now.double() * backoff_factor).float().clamp(min=min_scale))
+    higher = (now.double() * growth_factor).float().clamp(max=max_scale)
+    higher = torch.where(torch.isfinite(higher), torch.maximum(now, higher), now)
+    later = torch.where(backs_off, lower, torch.where(grows, higher, now))
+    scale.copy_(later.reshape(scale.shape))
+    growth_tracker.copy_(torch.where(grows, 0, clean).reshape(growth_tracker.shape))
+    left = torch.where(grows, hysteresis, left.clamp(min=0))
+    hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
+    skipped, applied, in_a_row = counters.unbind()
+    in_a_row = torch.where(found, in_a_row + 1, 0)
+    counters.copy_(torch.stack([skipped + found, applied + ~found, in_a_row]))
 
 
 def _check_update_scale(
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
     hysteresis_tracker: torch.Tensor,
+    counters: torch.Tensor,
     found_inf: torch.Tensor,
+    underflow: torch.Tensor | None,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
     min_scale: float,
     max_scale: float,
     hysteresis: int,
+    grow_on_underflow: float,
 ) -> None:
     op = "update_scale_"
     for name, t, dtype in (
@@ -201,9 +238,12 @@ def _check_update_scale(
         ("growth_tracker", growth_tracker, torch.int32),
         ("hysteresis_tracker", hysteresis_tracker, torch.int32),
         ("found_inf", found_inf, torch.float32),
+        ("underflow", underflow, torch.float32),
     ):
-        _checks.is_scalar(op, name, t, dtype)
-        _checks.on_device(op, name, t, scale.device, "scale")
+        if t is not None:
+            _checks.is_scalar(op, name, t, dtype)
+            _checks.on_device(op, name, t, scale.device, "scale")
+    _checks.is_table(op, "counters", counters, torch.int64, (COUNTERS,), scale.device, "scale")
     for name, number, valid, meaning in (
         ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, "finite, 1 or more"),
         ("backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "in (0, 1]"),
@@ -211,6 +251,7 @@ def _check_update_scale(
         ("min_scale", min_scale, 0 <= min_scale < math.inf, "finite, 0 or more"),
         ("max_scale", max_scale, max_scale > 0, "positive"),
         ("hysteresis", hysteresis, hysteresis >= 1, "1 or more"),
+        ("grow_on_underflow", grow_on_underflow, 0 <= grow_on_underflow <= 1, "in [0, 1]"),
     ):
         if not valid:
             raise ValueError(f"{op}: {name} must be {meaning}, got {number}")
@@ -219,8 +260,9 @@ def _check_update_scale(
 _library.define(
     "update_scale_",
     "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, "
-    "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
-    "float min_scale, float max_scale, int hysteresis) -> ()",
+    "Tensor(d!) counters, Tensor found_inf, Tensor? underflow, float growth_factor, "
+    "float backoff_factor, int growth_interval, float min_scale, float max_scale, int hysteresis, "
+    "float grow_on_underflow) -> ()",
     check=_check_update_scale,
     reference=update_scale_reference_,
 )
@@ -230,7 +272,9 @@ def update_scale_(
     scale: torch.Tensor,
     growth_tracker: torch.Tensor,
     hysteresis_tracker: torch.Tensor,
+    counters: torch.Tensor,
     found_inf: torch.Tensor,
+    underflow: torch.Tensor | None = None,
     *,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
@@ -238,16 +282,20 @@ def update_scale_(
     min_scale: float = 2.0**-24,
     max_scale: float | None = None,
     hysteresis: int = 1,
+    grow_on_underflow: float = 1.0,
 ) -> None:
     """Advance the dynamic loss scale by one step, on the device.
 
     found_inf != 0: growth_tracker = 0, hysteresis_tracker -= 1 (not below 0); once that is 0,
     scale = max(scale * backoff_factor, min_scale). found_inf == 0: growth_tracker += 1; when it
     reaches growth_interval, scale = min(scale * growth_factor, max_scale) unless that is
-    infinite, growth_tracker = 0, hysteresis_tracker = hysteresis.
+    infinite, growth_tracker = 0, hysteresis_tracker = hysteresis. Where underflow >
+    grow_on_underflow, a twentieth of growth_interval is enough for that.
 
-    scale, found_inf: fp32, one element; the trackers: int32, one element. Sources: dynamic loss
-    scaling of Mixed Precision Training (Micikevicius et al., 2018); hysteresis as in Megatron-LM.
+    scale, found_inf, underflow: fp32, one element; the trackers: int32, one element. counters:
+    int64 [3], each update advances how many had an overflow, how many had none, and how many in a
+    row, up to this one, had one. Sources: dynamic loss scaling of Mixed Precision Training
+    (Micikevicius et al., 2018); hysteresis as in Megatron-LM.
     """
     op = "update_scale_"
     _checks.is_tensor(op, "scale", scale)
@@ -257,12 +305,15 @@ def update_scale_(
         scale,
         growth_tracker,
         hysteresis_tracker,
+        counters,
         found_inf,
+        underflow,
         growth_factor,
         backoff_factor,
         growth_interval,
         min_scale,
         math.inf if max_scale is None else max_scale,
         hysteresis,
+        grow_on_underflow,
     )
-    _checks.mutated(scale, growth_tracker, hysteresis_tracker)
+    _checks.mutated(scale, growth_tracker, hysteresis_tracker, counters)

@@ -12,22 +12,42 @@ import torch
 from . import _backends, _checks, _library
 
 GRADS = (*_checks.FLOATS, torch.float64)
+COUNTS = 4  # Inf, NaN, zeros, subnormals
+
+
+def count_reference(grad: torch.Tensor, unscaled: torch.Tensor) -> torch.Tensor:
+    """int64 [4]: Inf and NaN before or after unscaling, zeros and subnormals before it."""
+    nan = torch.isnan(grad) | torch.isnan(unscaled)
+    inf = (torch.isinf(grad) | torch.isinf(unscaled)) & ~nan
+    zero = grad == 0
+    subnormal = (grad.abs() < torch.finfo(grad.dtype).smallest_normal) & ~zero
+    return torch.stack([mask.sum() for mask in (inf, nan, zero, subnormal)])
 
 
 # 1. The reference: what the op means, in plain torch, on any device.
 def unscale_reference_(
-    grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+    grads: list[torch.Tensor],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    counts: torch.Tensor | None,
 ) -> None:
-    for grad in grads:
+    for i, grad in enumerate(grads):
         wide = grad if grad.dtype == torch.float64 else grad.float()
         unscaled = (wide * inv_scale.reshape(()).to(wide.dtype)).to(grad.dtype)
         bad = ~(torch.isfinite(grad).all() & torch.isfinite(unscaled).all())
+        if counts is not None:
+            counts[i] = count_reference(grad, unscaled)
         grad.copy_(unscaled)
         found_inf.masked_fill_(bad, 1.0)
 
 
 # 2. What the arguments must be, run by the fake kernel, the reference, and when a kernel refuses.
-def _check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+def _check(
+    grads: Sequence[torch.Tensor],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> None:
     op = "unscale_"
     _checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
     _checks.is_scalar(op, "found_inf", found_inf, torch.float32)
@@ -36,12 +56,15 @@ def _check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: to
         _checks.has_dtype(op, f"grads[{i}]", grad, GRADS)
         _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
         _checks.is_writable(op, f"grads[{i}]", grad)
+    if counts is not None:
+        shape, device = (len(grads), COUNTS), found_inf.device
+        _checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
 
 
 # 3. The schema, shared by all variants; the C++ kernel is csrc/cpu/unscale.cpp.
 _library.define(
     "unscale_",
-    "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
+    "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!)? counts) -> ()",
     check=_check,
     reference=unscale_reference_,
 )
@@ -49,18 +72,23 @@ _library.define(
 
 # 4. The public function: choose a variant, run it.
 def unscale_(
-    grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+    grads: Sequence[torch.Tensor],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """g <- g * inv_scale for each gradient, in place; found_inf <- 1.0 where one is not finite.
 
     grads: list of tensors of any shapes, fp32, bf16, fp16 (FP32 arithmetic, one rounding to the
     gradient's dtype) or fp64 (FP64). inv_scale: fp32, one element, 1 / loss scale. found_inf:
     fp32, one element; set to 1.0 if a value is Inf or NaN before or after the multiplication,
-    else left as it is (the caller clears it). No host sync. TypeError or ValueError names a bad
-    argument, before anything is written.
+    else left as it is (the caller clears it). counts: int64 [grads, 4], overwritten with how many
+    elements of each are Inf, are NaN (before or after), are 0, are subnormal in the gradient's own
+    dtype (both before). No host sync. TypeError or ValueError names a bad argument, before
+    anything is written.
     """
     _checks.is_sequence("unscale_", "grads", grads)
     _checks.is_tensor("unscale_", "found_inf", found_inf)
     _checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)
-    _backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf)
-    _checks.mutated(*grads, found_inf)
+    _backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf, counts)
+    _checks.mutated(*grads, found_inf, *([] if counts is None else [counts]))

@@ -1,5 +1,7 @@
-"""Optimizers that train 16-bit parameters through FP32 master weights."""
+"""Optimizers that train 16-bit parameters as FP32 numbers: with masters, remainders, or chance."""
 
-from .adamw import AdamW
+from ._fp32 import fp32_state_dict
+from .adamw import Adam, AdamW
+from .sgd import SGD
 
-__all__ = ["AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "fp32_state_dict"]

@@ -2,39 +2,147 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .._gradients import is_sharded, local
+from ..ops import join_master
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-KEYS = ("step", "exp_avg", "exp_avg_sq")  # and "master", where there is one
+_MASTERS = {"master": torch.float32, "remainder": torch.int16}
 _MAX_STEP = 2**24  # step is counted in fp32
 
 
-def state_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype of the moments: that of the arithmetic of the update."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
+@dataclass(frozen=True)
+class Policy:
+    """What state an optimizer keeps for a param of each dtype."""
+
+    master_weights: str | None
+    state_dtype: torch.dtype
+    stochastic_rounding: bool
+
+    def master(self, param: torch.Tensor) -> str | None:
+        """The state key of what makes the param an FP32 number; None if nothing does."""
+        if self.master_weights is None or param.dtype not in LOW_PRECISION:
+            return None
+        if param.dtype == torch.bfloat16:
+            if self.stochastic_rounding:
+                return None
+            if self.master_weights == "remainder16":
+                return "remainder"
+        return "master"
+
+    def moments(self, param: torch.Tensor) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else self.state_dtype
+
+    @property
+    def random(self) -> bool:
+        """Whether an update may round at random."""
+        return self.stochastic_rounding or self.state_dtype == torch.bfloat16
+
+    def prepare(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
+        """Make what the state lacks. Where someone wrote the param, its master follows.
+
+        The master stays wherever it still rounds to the param: weights that are loaded after the
+        optimizer's state, as they were saved with it, leave all its bits in place. A remainder
+        always stays: it is less than half a unit of whatever the param is now.
+        """
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for name in moments:
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=self.moments(param))
+        key = self.master(param)
+        if "remainder" in state and key != "remainder":  # the model was cast since
+            low = local(param).to(torch.bfloat16)
+            state["master"] = join_master(low, local(state.pop("remainder")))
+        if key is None:
+            return
+        if key not in state:
+            state[key] = (
+                param.detach().to(torch.float32)
+                if key == "master"
+                else torch.zeros_like(param, dtype=torch.int16)
+            )
+        elif key == "master":
+            master, p = local(state["master"]), local(param)
+            same = master.to(p.dtype) == p
+            master.copy_(torch.where(same, master, p.to(master.dtype)))
+
+    def restore(
+        self,
+        who: str,
+        param: torch.Tensor,
+        saved: dict[str, Any],
+        moments: tuple[str, ...],
+        required: tuple[str, ...],
+    ) -> dict[str, Any]:
+        """The state to continue from, on the param's device, in copies that share no memory.
+
+        Moments must be of the optimizer's dtype, or of one that widens exactly to it. Anything
+        else is a ValueError: no value is ever rounded on its way.
+        """
+        saved = {name: value for name, value in saved.items() if value is not None}
+        if not saved:
+            return {}
+        if saved.keys() - {"step", *moments, *_MASTERS} or set(required) - saved.keys():
+            raise ValueError(
+                f"{who}: a state must hold {', '.join(('step', *moments))}, got "
+                f"{', '.join(saved)}: is this a checkpoint of another optimizer?"
+            )
+        # torch.optim.SGD keeps a buffer without counting: what has one has begun.
+        state: dict[str, Any] = {"step": _step(who, param, saved.get("step", 1.0))}
+        place = self.master(param)
+        for name in _MASTERS.keys() & saved.keys():
+            if name != place:
+                raise ValueError(
+                    f"{who}: the state holds a {name}, for which a {_word(param.dtype)} param has "
+                    f"no place with master_weights={self.master_weights!r}, "
+                    f"stochastic_rounding={self.stochastic_rounding}; use the options that it was "
+                    "saved with, or delete the key to go on from the weights alone"
+                )
+        real = self.moments(param)
+        for name in (*moments, *_MASTERS):
+            if name not in saved:
+                continue
+            dtype = _MASTERS.get(name, real)
+            narrower = LOW_PRECISION if dtype == torch.float32 and name in moments else ()
+            state[name] = _tensor(who, name, param, saved[name], dtype, narrower)
+        return state
 
 
-def prepare(param: torch.Tensor, state: dict[str, Any], master_weights: bool) -> None:
-    """Make what the state lacks. Where someone wrote the param, its master follows.
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    The master stays wherever it still rounds to the param: weights that are loaded after the
-    optimizer's state, as they were saved with it, leave all its bits in place.
-    """
-    if not state:
-        real = state_dtype(param)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        state["exp_avg"] = torch.zeros_like(param, dtype=real)
-        state["exp_avg_sq"] = torch.zeros_like(param, dtype=real)
-    if not master_weights or param.dtype not in LOW_PRECISION:
-        return
-    master = state.get("master")
-    if master is None:
-        state["master"] = param.detach().to(torch.float32)
-    else:
-        same = master.to(param.dtype) == param
-        master.copy_(torch.where(same, master, param.to(master.dtype)))
+
+def _tensor(
+    who: str,
+    name: str,
+    param: torch.Tensor,
+    t: Any,
+    dtype: torch.dtype,
+    narrower: tuple[torch.dtype, ...],
+) -> torch.Tensor:
+    if not isinstance(t, torch.Tensor) or t.shape != param.shape:
+        got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"{who}: {name} must be a tensor of shape {tuple(param.shape)}, got {got}")
+    if is_sharded(t) != is_sharded(param):
+        raise ValueError(
+            f"{who}: {name} must be sharded as its param is; use torch.distributed.checkpoint"
+        )
+    if t.dtype not in (dtype, *narrower):
+        words = ", ".join(map(_word, (dtype, *narrower)))
+        raise ValueError(f"{who}: {name} must have dtype {words}, got {_word(t.dtype)}")
+    return t.detach().to(param.device, dtype, copy=True)
+
+
+def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:
+    count = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+    if isinstance(count, torch.Tensor) or not (0 <= count < _MAX_STEP and count == int(count)):
+        raise ValueError(f"{who}: step must be a whole number below 2^24, got {step}")
+    return torch.tensor(float(count), dtype=torch.float32, device=param.device)
 
 
 class _Hidden:
@@ -60,51 +168,3 @@ def show_tensors(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: show_tensors(v) for k, v in value.items()}
     return value.tensor if isinstance(value, _Hidden) else value
-
-
-def restore(
-    who: str, param: torch.Tensor, saved: dict[str, Any], master_weights: bool
-) -> dict[str, Any]:
-    """The state to continue from, on the param's device, in copies that share no memory.
-
-    Moments must be of the update's dtype, or 16-bit ones of torch.optim, which widen exactly; a
-    master must be FP32 and its param 16 bits wide. Anything else is a ValueError: no value is
-    ever rounded on its way.
-    """
-    if not saved:
-        return {}
-    known = {*KEYS, "master"}
-    if not set(KEYS) <= set(saved) <= known:
-        raise ValueError(f"{who}: a state must hold {', '.join(KEYS)}, got {', '.join(saved)}")
-    state: dict[str, Any] = {"step": _step(who, param, saved["step"])}
-    real = state_dtype(param)
-    for name in ("exp_avg", "exp_avg_sq", "master"):
-        if name not in saved:
-            continue
-        t = saved[name]
-        if not isinstance(t, torch.Tensor) or t.shape != param.shape:
-            got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
-            shape = tuple(param.shape)
-            raise ValueError(f"{who}: {name} must be a tensor of shape {shape}, got {got}")
-        if name == "master":
-            if not master_weights or param.dtype not in LOW_PRECISION:
-                kept = "an fp32 or fp64 param" if master_weights else "master_weights=None"
-                raise ValueError(
-                    f"{who}: the state holds a master weight, which {kept} has no place for; "
-                    "delete the key to go on from the param alone"
-                )
-            allowed: tuple[torch.dtype, ...] = (torch.float32,)
-        else:
-            allowed = (real,) if real == torch.float64 else (real, *LOW_PRECISION)
-        if t.dtype not in allowed:
-            words = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-            raise ValueError(f"{who}: {name} must have dtype {words}, got {t.dtype}")
-        state[name] = t.detach().to(param.device, real, copy=True)
-    return state
-
-
-def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:
-    count = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
-    if isinstance(count, torch.Tensor) or not (0 <= count < _MAX_STEP and count == int(count)):
-        raise ValueError(f"{who}: step must be a whole number below 2^24, got {step}")
-    return torch.tensor(float(count), dtype=torch.float32, device=param.device)

@@ -6,6 +6,8 @@
 #include "cuda/dequantize.cuh"
 #include "cuda/grad_stats.cuh"
 #include "cuda/quantize.cuh"
+#include "cuda/scale.cuh"
+#include "cuda/sgd.cuh"
 #include "cuda/unscale.cuh"
 
 using namespace mixprec;
@@ -25,6 +27,41 @@ GradList grad_list(int count, const int* dtypes, void** data, const int64_t* num
 bool is_clear(const AmaxState& state) { return state.largest == 0 && state.done == 0; }
 
 constexpr int kScratchLeftDirty = -1;
+
+constexpr uint64_t kUnwritten = ~uint64_t{0};
+
+// pointers, stored: [count][kStepArrays]; indices may be null
+std::vector<StepTensor> step_tensors(int count, const int* stored, void** pointers,
+                                     const int64_t* numels, const int64_t* indices) {
+  std::vector<StepTensor> tensors(count);
+  for (int i = 0; i < count; ++i) {
+    for (int a = 0; a < kStepArrays; ++a) {
+      tensors[i].data[a] = pointers[i * kStepArrays + a];
+      tensors[i].stored[a] = static_cast<Stored>(stored[i * kStepArrays + a]);
+    }
+    tensors[i].numel = numels[i];
+    tensors[i].index = indices != nullptr ? indices[i] : 0;
+  }
+  return tensors;
+}
+
+// As the caller lays it out (runner.py: StepCall).
+struct StepCall {
+  int count;
+  const int* stored;
+  void** pointers;
+  const int64_t *numels, *indices;
+  StepArgs args;
+  int sms;
+};
+
+template <class Rule>
+int run_step(const StepCall& call, const Rule& rule) {
+  std::vector<StepConstants<Rule>> constants(call.count);
+  std::vector<StepTensor> tensors =
+      step_tensors(call.count, call.stored, call.pointers, call.numels, call.indices);
+  return step(tensors, rule, call.args, constants.data(), call.sms, nullptr);
+}
 
 // What the shim itself must get right, one number per primitive and thread.
 void primitives_kernel(int* out) {
@@ -64,19 +101,20 @@ int primitives(int blocks, int threads, int* out) {
 int deadlock() { return launch(deadlock_kernel, 1, 64, 0, nullptr); }
 
 int unscale(int count, const int* dtypes, void** data, const int64_t* numels,
-            const float* inv_scale, float* found_inf, int sms) {
-  return mixprec::cuda::unscale(grad_list(count, dtypes, data, numels), inv_scale, found_inf, sms,
+            const float* inv_scale, float* found_inf, int64_t* counts, int sms) {
+  GradList grads = grad_list(count, dtypes, data, numels);
+  std::vector<uint64_t> scratch(counts != nullptr ? chunks_in(grads) : 0, kUnwritten);
+  return mixprec::cuda::unscale(grads, inv_scale, found_inf, counts, {nullptr, scratch.data()}, sms,
                                 nullptr);
 }
 
 int grad_stats(int count, const int* dtypes, void** data, const int64_t* numels,
-               const float* inv_scale, float* found_inf, double* sum_sq, int sms) {
+               const float* inv_scale, float* found_inf, double* sum_sq, int64_t* counts, int sms) {
   GradList grads = grad_list(count, dtypes, data, numels);
-  std::vector<double> partials(grad_stats_chunks(grads), __builtin_nan(""));
-  unsigned done = 0;
-  GradStats stats = {inv_scale, found_inf, sum_sq, partials.data(), 0, &done};
-  int error = mixprec::cuda::grad_stats(grads, stats, sms, nullptr);
-  return error != 0 ? error : done != 0 ? kScratchLeftDirty : 0;
+  std::vector<double> sums(chunks_in(grads), __builtin_nan(""));
+  std::vector<uint64_t> kinds(counts != nullptr ? sums.size() : 0, kUnwritten);
+  return mixprec::cuda::grad_stats(grads, inv_scale, found_inf, sum_sq, counts,
+                                   {sums.data(), kinds.data()}, sms, nullptr);
 }
 
 int amax(int dtype, const void* x, int64_t count, float* result, int sms) {
@@ -115,19 +153,39 @@ int dequantize(int data_dtype, int out_dtype, const void* data, void* out, int64
                                    data, out, count, scale_inv, sms, nullptr);
 }
 
-// pointers: [count][6] param, grad, exp_avg, exp_avg_sq, master, step; dtypes: [count][2]
-int adamw(int count, const int* dtypes, void** pointers, const int64_t* numels,
-          const double* settings, int maximize, const float* inv_scale, const float* clip,
-          const float* found_inf, int sms) {
-  std::vector<AdamWTensor> tensors;
-  for (int i = 0; i < count; ++i) {
-    void** p = pointers + 6 * i;
-    tensors.push_back({static_cast<Dtype>(dtypes[2 * i]), static_cast<Dtype>(dtypes[2 * i + 1]),
-                       p[0], p[1], p[2], p[3], p[4], static_cast<float*>(p[5]), numels[i]});
-  }
-  AdamWSettings s = {settings[0], settings[1], settings[2], settings[3], settings[4], 1.0, 1.0};
-  std::vector<AdamWConstants> constants(count);
-  return mixprec::cuda::adamw(tensors, s, maximize != 0, {inv_scale, clip, found_inf},
-                              constants.data(), sms, nullptr);
+int adamw(const StepCall* call, double lr, double beta1, double beta2, double eps,
+          double weight_decay, int decoupled_weight_decay) {
+  return run_step(*call,
+                  AdamWRule{{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay != 0}});
+}
+
+int sgd(const StepCall* call, double lr, double momentum, double dampening, double weight_decay,
+        int nesterov) {
+  return run_step(*call, SgdRule{{lr, momentum, dampening, weight_decay, nesterov != 0}});
+}
+
+int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int dtype,
+                    float two_to_minus_margin, int power_of_two) {
+  return mixprec::cuda::scale_from_amax(scale, scale_inv, amax, count,
+                                        format_max(static_cast<Dtype>(dtype)), two_to_minus_margin,
+                                        power_of_two != 0, nullptr);
+}
+
+int inv_scale(const float* scale, float* result) {
+  return mixprec::cuda::inv_scale(scale, result, nullptr);
+}
+
+int clip_coef(const double* sum_sq, int64_t count, double max_norm, float* result) {
+  return mixprec::cuda::clip_coef(sum_sq, count, max_norm, result, nullptr);
+}
+
+int update_scale(float* scale, int32_t* growth_tracker, int32_t* hysteresis_tracker,
+                 int64_t* counters, const float* found_inf, const float* underflow,
+                 double growth_factor, double backoff_factor, int64_t growth_interval,
+                 float min_scale, float max_scale, int hysteresis, float grow_on_underflow) {
+  return mixprec::cuda::update_scale(
+      {scale, growth_tracker, hysteresis_tracker, counters}, found_inf, underflow,
+      grow_on_underflow,
+      {growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis}, nullptr);
 }
 }

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,9 +96,13 @@ def seed(value: int) -> None:
 
 
 def unscale_(
-    grads: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor, sms: int = 2
+    grads: list[torch.Tensor],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    counts: torch.Tensor | None,
+    sms: int = 2,
 ) -> None:
-    _call("unscale", *_list(grads), _at(inv_scale), _at(found_inf), sms)
+    _call("unscale", *_list(grads), _at(inv_scale), _at(found_inf), _at(counts), sms)
 
 
 def grad_stats_(
@@ -105,9 +110,11 @@ def grad_stats_(
     inv_scale: torch.Tensor | None,
     found_inf: torch.Tensor,
     sum_sq: torch.Tensor,
+    counts: torch.Tensor | None,
     sms: int = 2,
 ) -> None:
-    _call("grad_stats", *_list(grads), _at(inv_scale), _at(found_inf), _at(sum_sq), sms)
+    tail = (_at(inv_scale), _at(found_inf), _at(sum_sq), _at(counts), sms)
+    _call("grad_stats", *_list(grads), *tail)
 
 
 def amax(x: torch.Tensor, sms: int = 2) -> torch.Tensor:
@@ -156,31 +163,158 @@ def dequantize(
     return out
 
 
+# csrc/cuda/group.cuh: enum class Stored
+STORED = (None, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.float64)
+ARRAYS = 5  # param, grad, master and two states, of which the last ones may be absent
+Lists = Sequence[Sequence[torch.Tensor]]
+
+
+class StepArgs(ctypes.Structure):
+    """csrc/cuda/step.cuh: struct StepArgs."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("steps", "lr_f32", "lr_f64")),
+        *((name, ctypes.c_void_p) for name in ("inv_scale", "clip", "found_inf")),
+        ("max_value", ctypes.c_double),
+        *((name, ctypes.c_bool) for name in ("maximize", "stochastic_rounding")),
+        ("seed", ctypes.c_int64),
+    )
+
+
+class StepCall(ctypes.Structure):
+    """runner.cpp: struct StepCall."""
+
+    _fields_ = (
+        ("count", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("stored", "pointers", "numels", "indices")),
+        ("args", StepArgs),
+        ("sms", ctypes.c_int),
+    )
+
+
+def _step(
+    op: str,
+    lists: Lists,
+    settings: Sequence[float],
+    flag: bool,
+    sms: int,
+    steps: torch.Tensor,
+    maximize: bool,
+    max_value: float,
+    stochastic_rounding: bool,
+    seed: int,
+    indices: Sequence[int],
+    lr_tensor: torch.Tensor | None,
+    inv_scale: torch.Tensor | None,
+    clip: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """lists: params, grads, masters, states; flag: the last of the settings."""
+    n = len(lists[0])
+    columns = [list(tensors) or [None] * n for tensors in lists]
+    columns += [[None] * n] * (ARRAYS - len(columns))
+    cells = [t for row in zip(*columns, strict=True) for t in row]
+    tables = (
+        (ctypes.c_int * len(cells))(*[0 if t is None else STORED.index(t.dtype) for t in cells]),
+        (ctypes.c_void_p * len(cells))(*[_at(t).value for t in cells]),
+        (ctypes.c_int64 * n)(*[p.numel() for p in lists[0]]),
+        (ctypes.c_int64 * n)(*indices) if indices else None,
+    )
+    wide = lr_tensor is not None and lr_tensor.dtype == torch.float64
+    scalars = (None if wide else lr_tensor, lr_tensor if wide else None, inv_scale, clip, found_inf)
+    args = StepArgs(
+        *(_at(t) for t in (steps, *scalars)), max_value, maximize, stochastic_rounding, seed
+    )
+    call = StepCall(n, *(ctypes.cast(t, ctypes.c_void_p) for t in tables), args, sms)
+    _call(op, ctypes.byref(call), *(ctypes.c_double(x) for x in settings), flag)
+
+
 def adamw_(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     masters: list[torch.Tensor],
-    steps: list[torch.Tensor],
+    steps: torch.Tensor,
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    maximize: bool,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
+    decoupled_weight_decay: bool,
+    *shared: Any,
     sms: int = 2,
 ) -> None:
-    n = len(params)
-    columns = (params, grads, exp_avgs, exp_avg_sqs, masters or [None] * n, steps)
-    pointers = [_at(t).value for row in zip(*columns, strict=True) for t in row]
-    dtypes = [DTYPES.index(t.dtype) for pair in zip(params, grads, strict=True) for t in pair]
+    lists = (params, grads, masters, exp_avgs, exp_avg_sqs)
+    settings = (lr, beta1, beta2, eps, weight_decay)
+    _step("adamw", lists, settings, decoupled_weight_decay, sms, steps, *shared)
+
+
+def sgd_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    momentum_buffers: list[torch.Tensor],
+    masters: list[torch.Tensor],
+    steps: torch.Tensor,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    *shared: Any,
+    sms: int = 2,
+) -> None:
+    lists = (params, grads, masters, momentum_buffers)
+    settings = (lr, momentum, dampening, weight_decay)
+    _step("sgd", lists, settings, nesterov, sms, steps, *shared)
+
+
+def scale_from_amax_(
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    margin: int,
+    power_of_two: bool,
+) -> None:
     _call(
-        *("adamw", n, (ctypes.c_int * (2 * n))(*dtypes), (ctypes.c_void_p * (6 * n))(*pointers)),
-        (ctypes.c_int64 * n)(*[p.numel() for p in params]),
-        (ctypes.c_double * 5)(lr, beta1, beta2, eps, weight_decay),
-        *(maximize, _at(inv_scale), _at(clip), _at(found_inf), sms),
+        *("scale_from_amax", _at(scale), _at(scale_inv), _at(amax), ctypes.c_int64(scale.numel())),
+        *(DTYPES.index(dtype), ctypes.c_float(2.0**-margin), power_of_two),
+    )
+
+
+def inv_scale(scale: torch.Tensor) -> torch.Tensor:
+    result = torch.full_like(scale, -7.0)
+    _call("inv_scale", _at(scale), _at(result))
+    return result
+
+
+def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+    result = torch.full((), -7.0)
+    count = ctypes.c_int64(sum_sq.numel())
+    _call("clip_coef", _at(sum_sq), count, ctypes.c_double(max_norm), _at(result))
+    return result
+
+
+def update_scale_(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    counters: torch.Tensor,
+    found_inf: torch.Tensor,
+    underflow: torch.Tensor | None,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+    grow_on_underflow: float,
+) -> None:
+    state = (scale, growth_tracker, hysteresis_tracker, counters, found_inf, underflow)
+    _call(
+        *("update_scale", *map(_at, state)),
+        *(ctypes.c_double(growth_factor), ctypes.c_double(backoff_factor)),
+        *(ctypes.c_int64(growth_interval), ctypes.c_float(min_scale), ctypes.c_float(max_scale)),
+        *(hysteresis, ctypes.c_float(grow_on_underflow)),
     )

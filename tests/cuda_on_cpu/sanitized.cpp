@@ -1,13 +1,17 @@
 // Kernels over memory of exactly the right size, for the sanitizers and against values computed
 // here: every kernel that has a barrier, and odd sizes and alignments. Exits with 1 where a value
 // is wrong; the sanitizers exit with numbers of their own.
+#include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <vector>
 
 #include "cuda/adamw.cuh"
 #include "cuda/dequantize.cuh"
 #include "cuda/grad_stats.cuh"
 #include "cuda/quantize.cuh"
+#include "cuda/scale.cuh"
+#include "cuda/sgd.cuh"
 #include "cuda/unscale.cuh"
 
 using namespace mixprec;
@@ -22,28 +26,40 @@ void expect(bool correct, const char* what) {
   failed |= !correct;
 }
 
-// Several chunks for one block, and a chunk for a block that comes late.
+// Several chunks for one block, of more than one gradient. With `counting` two reductions follow
+// each other in turn, without it one follows itself.
+template <bool counting>
 void grad_stats_case() {
   std::vector<float> g(3 * kChunk + 5);
+  std::vector<Bf16> low(33, Convert<Bf16>::encode(2.0f));
   double want = 0.0;
   for (size_t i = 0; i < g.size(); ++i) {
     g[i] = static_cast<float>(i % 9);
     want += double{g[i]} * g[i];
   }
-  GradList grads = {{Dtype::f32, g.data(), static_cast<int64_t>(g.size())}};
-  std::vector<double> partials(grad_stats_chunks(grads));
-  unsigned done = 0;
+  int64_t zeros = (static_cast<int64_t>(g.size()) + 8) / 9;
+  GradList grads = {{Dtype::bf16, low.data(), 33},
+                    {Dtype::f32, nullptr, 0},
+                    {Dtype::f32, g.data(), static_cast<int64_t>(g.size())}};
+  std::vector<double> sums(chunks_in(grads)), sum_sq(3, -1.0);
+  std::vector<uint64_t> kinds(counting ? sums.size() : 0);
+  std::vector<int64_t> counts(3 * kKinds, -1);
   float found_inf = 0.0f;
-  double sum_sq = -1.0;
-  GradStats stats = {
-      nullptr, &found_inf, &sum_sq, partials.data(), static_cast<int>(partials.size()), &done};
-  cudaError_t error = for_lists<1>(
-      1, [&](int64_t, TensorEntry<1>& e) { return e = {{g.data()}, grads[0].numel, 0}, true; },
-      [&](const TensorList<1>& list) {
-        return launch(grad_stats_kernel<float>, 2, kThreads, 0, nullptr, list, stats);
-      });
-  expect(error == cudaSuccess && done == 0, "grad_stats launch");
-  expect(sum_sq == want && found_inf == 0.0f, "sum_sq");
+  ChunkStats chunks = {sums.data(), kinds.data()};
+  const float* inv_scale = nullptr;
+  cudaError_t error = for_grads(grads, [&](auto t, const GradLaunch& list) {
+    return launch(grad_stats_kernel<typename decltype(t)::type, counting>, 2, kThreads, 0, nullptr,
+                  list, inv_scale, &found_inf, chunks);
+  });
+  if (error == cudaSuccess) {
+    error =
+        add_chunks(grads, chunks, sum_sq.data(), counting ? counts.data() : nullptr, 1, nullptr);
+  }
+  expect(error == cudaSuccess && found_inf == 0.0f, "grad_stats launch");
+  expect(sum_sq == std::vector<double>{33 * 4.0, 0.0, want}, "sum_sq");
+  if (counting) {
+    expect(counts == std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, zeros, 0}, "counts");
+  }
 }
 
 // Several tiles for one block, some of them ragged; also the reduction of amax.
@@ -75,39 +91,126 @@ constexpr int64_t kOdd = 1003;  // elements, of which the kernels see those from
 void unscale_case(int64_t skipped) {
   std::vector<float> g(kOdd, 3.0f);
   float inv_scale = 0.5f, found_inf = 0.0f;
-  auto entry = [&](int64_t, TensorEntry<1>& e) {
-    return e = {{g.data() + skipped}, kOdd - skipped, 0}, true;
-  };
-  cudaError_t error = for_lists<1>(1, entry, [&](const TensorList<1>& list) {
-    return launch(unscale_kernel<float>, 1, kThreads, 0, nullptr, list, &inv_scale, &found_inf);
-  });
+  GradList grads = {{Dtype::f32, g.data() + skipped, kOdd - skipped}};
+  std::vector<uint64_t> kinds(chunks_in(grads));
+  std::vector<int64_t> counts(kKinds, -1);
+  cudaError_t error =
+      unscale(grads, &inv_scale, &found_inf, counts.data(), {nullptr, kinds.data()}, 1, nullptr);
   bool same = true;
   for (int64_t i = 0; i < kOdd; ++i) same = same && g[i] == (i < skipped ? 3.0f : 1.5f);
   expect(error == cudaSuccess && same && found_inf == 0.0f, "unscale");
+  expect(counts == std::vector<int64_t>(kKinds, 0), "counts");
+}
+
+// An array of `stored` elements, all `value`, of which a kernel sees those from `skipped` on.
+struct Elements {
+  Stored stored;
+  std::vector<char> bytes;
+
+  Elements(Stored s, double value) : stored(s), bytes(kOdd * size()) {
+    for (int64_t i = 0; i < kOdd; ++i) {
+      if (stored == Stored::f64) put(i, value);
+      if (stored == Stored::f32) put(i, static_cast<float>(value));
+      if (stored == Stored::bf16) put(i, Convert<Bf16>::encode(static_cast<float>(value)));
+      if (stored == Stored::f16) put(i, Convert<Fp16>::encode(static_cast<float>(value)));
+    }
+  }
+  int64_t size() const { return stored == Stored::f64 ? 8 : stored == Stored::f32 ? 4 : 2; }
+  template <class T>
+  void put(int64_t i, T x) {
+    std::memcpy(bytes.data() + i * size(), &x, sizeof x);
+  }
+  template <class T>
+  T get(int64_t i) const {
+    T x;
+    std::memcpy(&x, bytes.data() + i * size(), sizeof x);
+    return x;
+  }
+};
+
+// Every way to store a weight, its gradient and states; each array has an alignment of its own. The
+// weight 1 goes to 0.5: exact in all formats.
+void step_case(int64_t skipped) {
+  struct Row {
+    Stored param, grad, master, state;
+  };
+  constexpr Row rows[] = {{Stored::f32, Stored::bf16, Stored::absent, Stored::f32},
+                          {Stored::f16, Stored::f32, Stored::f32, Stored::bf16},
+                          {Stored::bf16, Stored::f16, Stored::i16, Stored::bf16},
+                          {Stored::bf16, Stored::bf16, Stored::absent, Stored::absent},
+                          {Stored::f64, Stored::f64, Stored::f64, Stored::f64}};
+  std::vector<Elements> arrays;
+  std::vector<StepTensor> tensors;
+  arrays.reserve(kStepArrays * std::size(rows));
+  for (const Row& row : rows) {
+    StepTensor t = {};
+    for (int a = 0; a <= kState; ++a) {
+      Stored stored[] = {row.param, row.grad, row.master, row.state};
+      t.stored[a] = stored[a];
+      if (stored[a] == Stored::absent) continue;
+      Elements& e = arrays.emplace_back(stored[a], a == kState ? 0.0 : 1.0);
+      int64_t skip = a == kGrad ? (skipped + 1) % 8 : skipped;
+      t.data[a] = e.bytes.data() + skip * e.size();
+    }
+    t.numel = kOdd - 7;
+    tensors.push_back(t);
+  }
+  std::vector<float> steps(tensors.size());
+  std::vector<StepConstants<SgdRule>> constants(tensors.size());
+  StepArgs args = {};
+  args.steps = steps.data();
+  args.max_value = 2.0;
+  args.stochastic_rounding = true;
+  SgdRule rule = {{0.5, 0.9, 0.0, 0.0, false}};
+  expect(step(tensors, rule, args, constants.data(), 1, nullptr) == cudaSuccess, "step launch");
+  bool same = true;
+  for (size_t i = 0; i < steps.size(); ++i) same = same && steps[i] == 1.0f;
+  expect(same, "steps");
+  size_t next = 0;
+  for (const Row& row : rows) {
+    const Elements& param = arrays[next];
+    next += 2 + (row.master != Stored::absent) + (row.state != Stored::absent);
+    for (int64_t i = 0; i < kOdd; ++i) {
+      double want = i >= skipped && i < skipped + kOdd - 7 ? 0.5 : 1.0, got = 0.0;
+      if (row.param == Stored::f64) got = param.get<double>(i);
+      if (row.param == Stored::f32) got = param.get<float>(i);
+      if (row.param == Stored::bf16) got = decode(param.get<Bf16>(i));
+      if (row.param == Stored::f16) got = decode(param.get<Fp16>(i));
+      same = same && got == want;
+    }
+  }
+  expect(same, "param");
 }
 
 void adamw_case(int64_t skipped) {
   std::vector<Bf16> param(kOdd);
   std::vector<float> grad(kOdd, 1.0f), m(kOdd), v(kOdd), master(kOdd, 1.0f);
-  AdamWSettings settings = {0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 1.0};
-  AdamWConstants constants = {adamw_scalars<float>(settings, 1), {}};
-  auto entry = [&](int64_t, TensorEntry<5>& e) {
-    e = {{param.data() + skipped, grad.data() + skipped, m.data() + skipped, v.data() + skipped,
-          master.data() + skipped},
-         kOdd - skipped,
-         0};
-    return true;
-  };
-  const float* found_inf = nullptr;
-  cudaError_t error = for_lists<5>(1, entry, [&](const TensorList<5>& list) {
-    return launch(adamw_kernel<Bf16, float, true>, 1, kThreads, 0, nullptr, list, &constants,
-                  found_inf);
-  });
+  float steps = 0.0f;
+  StepTensor t = {{param.data() + skipped, grad.data() + skipped, master.data() + skipped,
+                   m.data() + skipped, v.data() + skipped},
+                  {Stored::bf16, Stored::f32, Stored::f32, Stored::f32, Stored::f32},
+                  kOdd - skipped,
+                  0};
+  StepArgs args = {};
+  args.steps = &steps;
+  args.max_value = 2.0;
+  AdamWRule rule = {{0.1, 0.9, 0.99, 1e-8, 0.0, true}};
+  StepConstants<AdamWRule> constants;
+  cudaError_t error = step({t}, rule, args, &constants, 1, nullptr);
   float one_m = 0.0f, one_v = 0.0f;
-  float want = adamw(1.0f, 1.0f, one_m, one_v, constants.narrow);
+  float want = adamw<true>(1.0f, 1.0f, one_m, one_v, constants.narrow);
   bool same = true;
   for (int64_t i = 0; i < kOdd; ++i) same = same && master[i] == (i < skipped ? 1.0f : want);
-  expect(error == cudaSuccess && same, "adamw");
+  expect(error == cudaSuccess && same && steps == 1.0f, "adamw");
+}
+
+void clip_coef_case() {
+  std::vector<double> sum_sq(kOdd, 4.0);
+  float clip = -1.0f;
+  cudaError_t error = clip_coef(sum_sq.data(), kOdd, 1e3, &clip, nullptr);
+  expect(error == cudaSuccess && clip == 1.0f, "clip_coef");
+  error = clip_coef(sum_sq.data(), kOdd, std::sqrt(kOdd * 4.0) / 2, &clip, nullptr);
+  expect(error == cudaSuccess && std::abs(clip - 0.5f) < 1e-6f, "clip_coef below 1");
 }
 
 void quantize_and_back_case(int64_t skipped) {
@@ -129,11 +232,14 @@ void quantize_and_back_case(int64_t skipped) {
 
 int main() {
   cuda_on_cpu::set_seed(1);
-  grad_stats_case();
+  grad_stats_case<false>();
+  grad_stats_case<true>();
   quantize_case(128, 270);
   quantize_case(131, 144);
+  clip_coef_case();
   for (int64_t skipped : {0, 1, 4, 7}) {
     unscale_case(skipped);
+    step_case(skipped);
     adamw_case(skipped);
     quantize_and_back_case(skipped);
   }

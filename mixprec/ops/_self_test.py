@@ -1,4 +1,4 @@
-"""self_test: one op on small inputs, the variant in use against its reference.
+"""compare: one variant of an op on small inputs against the op's reference.
 
 Every comparison is exact: the GEMM inputs are small integers, whose sums FP32 holds, and the
 rules of the other ops fix every rounding. Tensors are compared as Python numbers.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .ops import _backends, _library
+from . import _library
 
 Arguments = list[Any]
 SHAPE = (37, 29)  # odd: no multiple of any vector length
@@ -81,29 +81,59 @@ def _grads(device: str) -> list[torch.Tensor]:
     return [_random(device, seed, (seed + 31,)).to(d) for seed, d in enumerate(dtypes)]
 
 
+def _counts(device: str, rows: int) -> torch.Tensor:
+    return torch.full((rows, 4), -1, device=device)
+
+
 def _unscale(device: str) -> Iterator[Arguments]:
     inv_scale = _scalar(device, 2.0**-3)
-    yield [_grads(device), inv_scale, _scalar(device, 0.0)]
-    yield [[*_grads(device), _awkward(device)], inv_scale, _scalar(device, 0.0)]
+    grads = _grads(device)
+    yield [grads, inv_scale, _scalar(device, 0.0), None]
+    grads = [*_grads(device), _awkward(device)]
+    yield [grads, inv_scale, _scalar(device, 0.0), _counts(device, len(grads))]
 
 
 def _grad_stats(device: str) -> Iterator[Arguments]:
     # powers of two: their squares add up exactly in any order
     exact = [torch.full((n,), 2.0 ** (n % 5), device=device) for n in (1, 37, 1000)]
-    for grads in (exact, [*exact, _scalar(device, math.inf)]):
-        zeros = _scalar(device, 0.0), _scalar(device, 0.0, torch.float64)
-        yield [grads, _scalar(device, 0.5), *zeros]
+    tiny = torch.tensor([0.0, 2.0**-24, 1.0], device=device).half()
+    for grads in ([*exact, tiny], [*exact, _scalar(device, math.inf)]):
+        sum_sq = torch.zeros(4, dtype=torch.float64, device=device)
+        flag = _scalar(device, 0.0)
+        yield [grads, _scalar(device, 0.5), flag, sum_sq, _counts(device, 4)]
+
+
+def _step_tensors(device: str) -> tuple[list[torch.Tensor], ...]:
+    """params, grads, two moments, masters: bf16 with an fp32 master, and with a remainder."""
+    values = [_random(device, 1), _random(device, 2, (5,))]
+    params, grads = [x.bfloat16() for x in values], [x.half() for x in values]
+    m, v = ([torch.full_like(x, value) for x in values] for value in (0.1, 0.2))
+    m[1], masters = m[1].bfloat16(), [values[0], torch.arange(-2, 3, device=device).short()]
+    return params, grads, m, v, masters
+
+
+def _step_shared(device: str, found_inf: float, stochastic: bool) -> Arguments:
+    lr = torch.tensor(1e-3, dtype=torch.float64, device=device)
+    flags = _scalar(device, 0.5), _scalar(device, 0.25), _scalar(device, found_inf)
+    return [False, 1.5, stochastic, 2**40 + 7, [3, 0], lr if stochastic else None, *flags]
 
 
 def _adamw(device: str) -> Iterator[Arguments]:
-    numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, False)
-    for found_inf in (0.0, 1.0):
-        masters = [_random(device, 1), _random(device, 2, (5,))]
-        params, grads = [m.bfloat16() for m in masters], [m.bfloat16() for m in masters]
-        m, v = ([torch.full_like(x, value) for x in masters] for value in (0.1, 0.2))
-        steps = [_scalar(device, 3.0), _scalar(device, 0.0)]
-        flags = _scalar(device, 0.5), _scalar(device, 0.25), _scalar(device, found_inf)
-        yield [params, grads, m, v, masters, steps, *numbers, *flags]
+    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
+        params, grads, m, v, masters = _step_tensors(device)
+        steps = torch.tensor([3.0, 0.0], device=device)
+        numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, not stochastic)
+        lists = [params, grads, m, v, [] if stochastic else masters]
+        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
+
+
+def _sgd(device: str) -> Iterator[Arguments]:
+    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
+        params, grads, m, _, masters = _step_tensors(device)
+        steps = torch.tensor([3.0, 0.0], device=device)
+        numbers = (0.1, 0.9, 0.0, 0.01, stochastic)
+        lists = [params, grads, m, [] if stochastic else masters]
+        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 
 
 def _scale_from_amax(device: str) -> Iterator[Arguments]:
@@ -119,13 +149,15 @@ def _inv_scale(device: str) -> Iterator[Arguments]:
 
 def _clip_coef(device: str) -> Iterator[Arguments]:
     yield [_scalar(device, 7.0, torch.float64), 1.0]
+    yield [torch.tensor([4.0, 0.25, 16.0], dtype=torch.float64, device=device), 1.0]
 
 
 def _update_scale(device: str) -> Iterator[Arguments]:
     for found_inf in (0.0, 1.0):
         trackers = _scalar(device, 1, torch.int32), _scalar(device, 1, torch.int32)
-        state = _scalar(device, 2.0**16), *trackers, _scalar(device, found_inf)
-        yield [*state, 2.0, 0.5, 2, 2.0**-24, math.inf, 1]
+        counters = torch.tensor([4, 5, 2], device=device)
+        state = _scalar(device, 2.0**16), *trackers, counters, _scalar(device, found_inf)
+        yield [*state, _scalar(device, 0.5), 2.0, 0.5, 20, 2.0**-24, math.inf, 1, 0.25]
 
 
 INPUTS: dict[str, Callable[[str], Iterator[Arguments]]] = {
@@ -137,6 +169,7 @@ INPUTS: dict[str, Callable[[str], Iterator[Arguments]]] = {
     "unscale_": _unscale,
     "grad_stats_": _grad_stats,
     "adamw_": _adamw,
+    "sgd_": _sgd,
     "scale_from_amax_": _scale_from_amax,
     "inv_scale": _inv_scale,
     "clip_coef": _clip_coef,
@@ -163,8 +196,9 @@ def _difference(x: float, y: float) -> float:
     return abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf
 
 
-def self_test(name: str, device: str) -> dict[str, Any]:
-    """Run op `name` on `device` and compare results and mutated arguments with its reference's.
+def compare(name: str, run: Callable[..., Any], device: str) -> dict[str, Any]:
+    """Run op `name` on `device` by `run` and compare results and mutated arguments with its
+    reference's.
 
     Returns ok, worst (the largest absolute difference; ok means that it is 0) and reason (why it
     failed without a comparison, or None).
@@ -175,7 +209,7 @@ def self_test(name: str, device: str) -> dict[str, Any]:
     worst = 0.0
     try:
         for arguments, same in zip(INPUTS[name](device), INPUTS[name](device), strict=True):
-            got = [*_numbers(_backends.call(name, device, *arguments)), *_numbers(arguments)]
+            got = [*_numbers(run(*arguments)), *_numbers(arguments)]
             expected = [*_numbers(reference(*same)), *_numbers(same)]
             if len(got) != len(expected):
                 reason = f"{len(got)} numbers came out, not {len(expected)}"

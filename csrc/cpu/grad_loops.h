@@ -1,0 +1,116 @@
+// Loops over gradients: unscale, grad_stats. Included once per instruction set.
+
+inline double real(double x) { return x; }
+template <class T>
+inline float real(T x) {
+  return decode(x);
+}
+
+// What a loop notes of its elements, in `lanes` running values each: whether all are finite...
+template <int64_t lanes>
+struct Finite {
+  uint32_t bad[lanes] = {};
+
+  template <class T>
+  MIXPREC_HD void add(int64_t lane, T g, typename Unscale<T>::Real unscaled) {
+    bad[lane] |=
+        static_cast<uint32_t>(Unscale<T>::bad(g)) | static_cast<uint32_t>(is_nonfinite(unscaled));
+  }
+  MIXPREC_HD bool finish(uint32_t*) const {
+    uint32_t any = 0;
+    for (int64_t l = 0; l < lanes; ++l) any |= bad[l];
+    return any != 0;
+  }
+};
+
+// ...or how many are of each GradKind.
+template <int64_t lanes>
+struct Kinds {
+  uint32_t inf[lanes] = {}, nan[lanes] = {}, zero[lanes] = {}, subnormal[lanes] = {};
+
+  template <class T>
+  MIXPREC_HD void add(int64_t lane, T g, typename Unscale<T>::Real unscaled) {
+    GradKind kind = Unscale<T>::kind(g, unscaled);
+    inf[lane] += kind.inf;
+    nan[lane] += kind.nan;
+    zero[lane] += kind.zero;
+    subnormal[lane] += kind.subnormal;
+  }
+  MIXPREC_HD bool finish(uint32_t* counts) const {
+    for (int k = 0; k < 4; ++k) counts[k] = 0;
+    for (int64_t l = 0; l < lanes; ++l) {
+      counts[0] += inf[l];
+      counts[1] += nan[l];
+      counts[2] += zero[l];
+      counts[3] += subnormal[l];
+    }
+    return (counts[0] | counts[1]) != 0;
+  }
+};
+
+template <class Notes, class T>
+bool unscale_row(T* g, typename Unscale<T>::Real inv_scale, int64_t n, uint32_t* counts) {
+  Notes notes;
+  for (int64_t i = 0; i < n; ++i) {
+    T rounded = Unscale<T>::round(Unscale<T>::apply(g[i], inv_scale));
+    notes.add(0, g[i], real(rounded));
+    g[i] = rounded;
+  }
+  return notes.finish(counts);
+}
+
+// Sixteen running sums, folded in halves at the end: the order depends on n alone, not on the
+// instruction set or the number of threads.
+constexpr int64_t kLanes = 16;
+
+template <class Notes, class T>
+bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, double* sum_sq,
+                    uint32_t* counts) {
+  using Real = typename Unscale<T>::Real;
+  double sums[kLanes] = {};
+  Notes notes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) {
+      Real value = Unscale<T>::apply(g[i + l], inv_scale);
+      notes.add(l, g[i + l], value);
+      sums[l] += static_cast<double>(value) * static_cast<double>(value);
+    }
+  }
+  for (int64_t l = 0; i < n; ++i, ++l) {
+    Real value = Unscale<T>::apply(g[i], inv_scale);
+    notes.add(l, g[i], value);
+    sums[l] += static_cast<double>(value) * static_cast<double>(value);
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t l = 0; l < half; ++l) sums[l] += sums[l + half];
+  }
+  *sum_sq = sums[0];
+  return notes.finish(counts);
+}
+
+// f(Type<T>{}) for the gradient's dtype.
+template <class F>
+bool with_grad(Dtype dtype, const F& f) {
+  if (dtype == Dtype::f64) return f(Type<double>{});
+  bool bad = false;
+  with_float(dtype, [&](auto t) { bad = f(t); });
+  return bad;
+}
+
+bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n, uint32_t* counts) {
+  return with_grad(dtype, [&](auto t) {
+    auto* x = static_cast<typename decltype(t)::type*>(g);
+    return counts ? unscale_row<Kinds<1>>(x, inv_scale, n, counts)
+                  : unscale_row<Finite<1>>(x, inv_scale, n, counts);
+  });
+}
+
+bool grad_stats(Dtype dtype, const void* g, float inv_scale, int64_t n, double* sum_sq,
+                uint32_t* counts) {
+  return with_grad(dtype, [&](auto t) {
+    auto* x = static_cast<const typename decltype(t)::type*>(g);
+    return counts ? sum_of_squares<Kinds<kLanes>>(x, inv_scale, n, sum_sq, counts)
+                  : sum_of_squares<Finite<kLanes>>(x, inv_scale, n, sum_sq, counts);
+  });
+}

@@ -1,0 +1,38 @@
+"""Where the gradient of a parameter is, and the part of it that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
+    """`main_grad`, the FP32 gradient that some frameworks keep beside a 16-bit param, or `grad`."""
+    main = vars(param).get("main_grad")
+    return param.grad if main is None else main
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """A DTensor, known without importing torch.distributed.tensor."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that is on this rank; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def placed_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The gradient of a DTensor laid out over the ranks as the param is.
+
+    That of a replicated norm under sequence parallelism comes as a partial sum per rank.
+    """
+    if is_sharded(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        return grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return grad
+
+
+def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
+    """The same of any of them, by their types alone: asking each of a thousand would show."""
+    return any(hasattr(kind, "placements") for kind in set(map(type, tensors)))

@@ -1,0 +1,275 @@
+"""Where ranks meet: what they must agree on before a step, and gradients averaged in FP32."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._gradients import is_sharded
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class _Plan:
+    """Which squared norms go into which sum, and for what question that was worked out."""
+
+    params: list[torch.Tensor]
+    scopes: list[int]
+    shape: tuple[int, torch.device, list[DeviceMesh]]
+    member: torch.Tensor  # bool [(1 + meshes) * count, n], plain tensors before all meshes
+    weight: torch.Tensor  # fp64 [n]
+
+    def answers(
+        self, params: Sequence[torch.Tensor], scopes: Sequence[int], shape: tuple[Any, ...]
+    ) -> bool:
+        same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
+        return same and self.scopes == list(scopes) and self.shape == shape
+
+
+class Ranks:
+    """The ranks that have to skip, and to clip, a step together.
+
+    Those that share DTensors (FSDP2, tensor parallelism) are known from the tensors' meshes.
+    process_group adds ranks that hold different params altogether, like the stages of a pipeline:
+    their squared norms are added up, so no two of its ranks may hold the same part of a param.
+    With DDP every rank has the same gradients and nobody has to ask. TypeError for a process_group
+    that is none, or that this rank is not in.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if process_group is not None:
+            import torch.distributed as dist
+
+            if not isinstance(process_group, dist.ProcessGroup):
+                raise TypeError(
+                    "Ranks: process_group must be a ProcessGroup that this rank is in, got "
+                    f"{process_group!r}"
+                )
+        self.process_group = process_group
+        self._plan: _Plan | None = None
+
+    def alone(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether no other rank has a say: no process_group, no DTensor on two ranks or more."""
+        if self.process_group is not None:
+            return False
+        if not any(hasattr(kind, "placements") for kind in set(map(type, params))):
+            return True
+        return not _meshes(params)
+
+    @torch.no_grad()
+    def agree_(
+        self,
+        found_inf: torch.Tensor,
+        sum_sq: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        scopes: Sequence[int],
+        count: int,
+        all_params: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Make `found_inf` (fp32, one element) 1.0 on every rank where it is not 0 on any (Inf and
+        NaN are not), else 0.0; return fp64 [count], the squared norm of each scope over all ranks.
+
+        sum_sq: fp64 [n] on found_inf's device, the squared norms of what this rank holds of the
+        gradients of `params` (n of them), of which the i-th belongs to scope scopes[i]. All params
+        of the optimizer, all_params, say which ranks take part: their number, order and meshes are
+        the same on every rank, also where a gradient is missing.
+
+        One all-reduce of 1 + count FP64 numbers per mesh, the smallest mesh first, and one over
+        process_group. Every rank of a mesh gets the same bits; of a DTensor that is replicated
+        along a dimension of its mesh, each copy counts as its share. Nothing waits for the device.
+        RuntimeError where another rank does not answer.
+        """
+        meshes = _meshes(all_params)
+        plan = self._plan_for(params, scopes, (count, found_inf.device, meshes))
+        # Selected, not multiplied by 0: a sum that is Inf must not make NaN of the other scopes.
+        sums = torch.where(plan.member, sum_sq * plan.weight, 0).sum(1)
+        parts = sums.view(1 + len(meshes), count)
+        found = (found_inf.reshape(1) != 0).double()
+        total = parts[0]
+        for mesh, part in zip(meshes, parts[1:], strict=True):
+            found, over_mesh = _sum(found, part, _groups(mesh))
+            total = total + over_mesh
+        if self.process_group is not None:
+            found, total = _sum(found, total, [self.process_group])
+        found_inf.copy_(found.reshape(found_inf.shape))
+        return total
+
+    def _plan_for(
+        self,
+        params: Sequence[torch.Tensor],
+        scopes: Sequence[int],
+        shape: tuple[int, torch.device, list[DeviceMesh]],
+    ) -> _Plan:
+        """The same tensors as for the last step where the question is the same: making them anew
+        from lists would wait for the device."""
+        if self._plan is not None and self._plan.answers(params, scopes, shape):
+            return self._plan
+        count, device, meshes = shape
+        place = {mesh: 1 + i for i, mesh in enumerate(meshes)}
+        rows, weights = [], []
+        for p, scope in zip(params, scopes, strict=True):
+            mesh: Any = getattr(p, "device_mesh", None)
+            stage = place.get(mesh, 0)
+            rows.append(stage * count + scope)
+            weights.append(1 / _copies(p) if stage else 1.0)
+        which = torch.arange((1 + len(meshes)) * count, device=device)[:, None]
+        member = which == torch.tensor(rows, dtype=torch.int64, device=device)
+        weight = torch.tensor(weights, dtype=torch.float64, device=device)
+        self._plan = _Plan(list(params), list(scopes), shape, member, weight)
+        return self._plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return Ranks(self.process_group)
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[()]]:
+        if self.process_group is not None:
+            raise TypeError("Ranks: a process_group cannot be pickled; save a state_dict instead")
+        return Ranks, ()
+
+
+def agree_found_(
+    found_inf: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Make `found_inf` (fp32, one element) 1.0 where it is not 0 on any of the ranks that share
+    `params` or are in process_group, else 0.0: for steps with an optimizer of another library.
+
+    Every rank has to call it, with all params of the optimizer. RuntimeError where one does not
+    answer.
+    """
+    none = torch.zeros(0, dtype=torch.float64, device=found_inf.device)
+    Ranks(process_group).agree_(found_inf, none, [], [], 0, params)
+
+
+def _meshes(params: Sequence[torch.Tensor]) -> list[DeviceMesh]:
+    """The meshes of more than one rank, this one among them, in an order that all ranks share.
+
+    A larger mesh comes later, and so takes along what a smaller one within it has found.
+    """
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if is_sharded(p)}  # type: ignore[attr-defined]
+    mine = (m for m in meshes.values() if m.size() > 1 and m.get_coordinate() is not None)
+    return sorted(dict.fromkeys(mine), key=lambda mesh: mesh.size())  # by value: slices are equal
+
+
+def _copies(param: torch.Tensor) -> int:
+    """On how many ranks each element of a DTensor is."""
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return math.prod(mesh.size(d) for d, place in enumerate(placements) if place.is_replicate())
+
+
+def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups over which a sum becomes the sum over the mesh."""
+    import torch.distributed as dist
+
+    if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
+        # One all-reduce instead of one per dimension; and where two groups of the last dimension
+        # add in different orders, as NCCL's may, their last bits would differ.
+        return [dist.group.WORLD]  # type: ignore[list-item]
+    return mesh.get_all_groups()
+
+
+def _sum(
+    found: torch.Tensor, sums: torch.Tensor, groups: list[dist.ProcessGroup]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over all groups, one after the other: the flag (fp64 [1], 0.0 or 1.0) and the sums."""
+    vector = torch.cat([found, sums])
+    for group in groups:
+        vector = _all_reduce(vector, group)
+    return (vector[:1] != 0).double(), vector[1:]
+
+
+def _all_reduce(vector: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the group, on vector's device; vector may be overwritten."""
+    import torch.distributed as dist
+
+    if dist.get_world_size(group) == 1:
+        return vector
+    # Gradients that are kept on the CPU beside a group that reduces on GPUs only.
+    kinds = [kind.split(":")[0] for kind in dist.get_backend_config(group).split(",")]
+    there = vector if vector.device.type in kinds else vector.to(kinds[0])
+    try:
+        dist.all_reduce(there, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Ranks: rank {dist.get_rank()} could not agree with the other ranks on whether to "
+            "skip this step; most likely one of them has ended: its own log says why"
+        ) from error
+    return there.to(vector.device)
+
+
+def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
+    """Let DDP average gradients in FP32, whatever the dtype of the params.
+
+    Registers a communication hook: each bucket is widened to FP32, summed over the ranks and
+    divided by their number. The average itself stays in `param.main_grad` (fp32) of each 16-bit
+    param, where mixprec's optimizers take it from; `param.grad` is its rounding. main_grad holds
+    all that was accumulated, under no_sync() as well, up to the last backward that communicated;
+    the optimizer's zero_grad() clears it. With fp32 and fp64 params nothing changes but that the
+    sum is divided, not the summands. 16-bit buckets take twice the traffic. (An optimizer's
+    grad_dtype=torch.float32 is something else, which DDP refuses.)
+
+    TypeError unless given a DistributedDataParallel. ValueError with find_unused_parameters=True:
+    DDP leaves the gradients of params that no rank used alone, after the hook has seen zeros.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(
+            "reduce_gradients_in_fp32: ddp_model must be a DistributedDataParallel, got "
+            f"{type(ddp_model).__name__}"
+        )
+    if ddp_model.find_unused_parameters:
+        raise ValueError(
+            "reduce_gradients_in_fp32: ddp_model must have find_unused_parameters=False, got True"
+        )
+    # DDP takes annotations of a hook that are strings, as all are here, for wrong ones.
+    ddp_model.register_comm_hook(
+        ddp_model.process_group, lambda group, bucket: _average_in_fp32(group, bucket)
+    )
+
+
+def _average_in_fp32(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    import torch.distributed as dist
+
+    buffer = bucket.buffer()
+    wide = buffer
+    if buffer.dtype in LOW_PRECISION:
+        wide = buffer.float()
+        start = buffer.storage_offset()
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            # `grad` is contiguous, but DDP lays a gradient out as its param, if that has no gaps.
+            strides = param.stride() if _is_dense(param) else grad.stride()
+            offset = grad.storage_offset() - start
+            # Filled when DDP, at the end of backward, has waited for the future below.
+            param.main_grad = wide.as_strided(grad.size(), strides, offset)  # type: ignore[attr-defined]
+    ranks = dist.get_world_size(group)
+
+    def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        nonlocal wide
+        future.value()  # raises what the all-reduce has raised
+        wide /= ranks
+        return buffer if wide is buffer else buffer.copy_(wide)
+
+    work = dist.all_reduce(wide, group=group, async_op=True)
+    return work.get_future().then(finish)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order, lie side by side; only then empty_like keeps strides."""
+    if tensor.is_contiguous():
+        return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

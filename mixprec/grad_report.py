@@ -1,0 +1,154 @@
+"""Which parameters overflowed or underflowed: what was counted while gradients were read anyway."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .ops import underflow_share
+
+
+class Table(NamedTuple):
+    """What was counted on one device."""
+
+    params: list[torch.Tensor]
+    elements: list[int] | None  # of their gradients, on this rank; None: as many as the params
+    counts: torch.Tensor  # int64 [params, 4], see grad_stats_
+
+
+class Overflow(NamedTuple):
+    """One parameter whose gradient held Inf or NaN, before or after unscaling."""
+
+    name: str
+    elements: int
+    inf: int
+    nan: int
+
+    def __str__(self) -> str:
+        found = [f"{n:,} {w}" for n, w in ((self.nan, "NaN"), (self.inf, "Inf")) if n]
+        return f"{self.name}: {' and '.join(found)} among {self.elements:,}"
+
+
+class Underflow(NamedTuple):
+    """One parameter's gradient as it was read: still scaled, in its own dtype."""
+
+    name: str
+    elements: int
+    zeros: int
+    subnormals: int
+
+    @property
+    def share(self) -> float:
+        """The share of subnormal numbers among those that are not 0."""
+        return self.subnormals / max(1, self.elements - self.zeros)
+
+    def __str__(self) -> str:
+        zeros = self.zeros / max(1, self.elements)
+        return f"{self.name}: {zeros:.1%} zeros, {self.share:.1%} of the rest subnormal"
+
+
+class GradCounts:
+    """What the gradients of one optimizer held at its last step, and at the last that overflowed.
+
+    All stays on the devices of the gradients until a report is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, Table] = {}
+        self._overflow: dict[torch.device, Table] = {}
+
+    def start(self) -> None:
+        """Forget the last step: another begins."""
+        self._last = {}
+
+    def table(
+        self,
+        device: torch.device,
+        params: Sequence[torch.Tensor],
+        elements: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Where to count what the gradients of `params` hold: int64 [params, 4] on `device`.
+
+        elements: of each gradient, where it is not as large as its param (sharded, sparse).
+        """
+        counts = torch.zeros((len(params), 4), dtype=torch.int64, device=device)
+        self._last[device] = Table(list(params), elements, counts)
+        return counts
+
+    def finish(self, found_inf: torch.Tensor) -> None:
+        """The step's flag is known: if it is set, this is the last step that overflowed."""
+        for device, table in self._last.items():
+            overflowed = (found_inf.reshape(()) != 0).to(device, non_blocking=True)
+            table, before = _aligned(table, self._overflow.get(device))
+            counts = torch.where(overflowed, table.counts, before)
+            self._overflow[device] = table._replace(counts=counts)
+
+    def underflow_share(self, home: torch.device) -> torch.Tensor | None:
+        """The share of subnormal numbers among the last step's gradients that are not 0."""
+        tables = list(self._last.values())
+        if not tables:
+            return None
+        counts = torch.cat([table.counts.to(home, non_blocking=True) for table in tables])
+        return underflow_share(counts, sum(sum(_elements(table)) for table in tables))
+
+    def overflows(self, name: Callable[[torch.Tensor], str]) -> list[Overflow]:
+        rows = [Overflow(name(p), n, c[0], c[1]) for p, n, c in _read(self._overflow)]
+        return [row for row in rows if row.inf or row.nan]
+
+    def underflows(self, name: Callable[[torch.Tensor], str]) -> list[Underflow]:
+        return [Underflow(name(p), n, c[2], c[3]) for p, n, c in _read(self._last)]
+
+
+def _aligned(table: Table, before: Table | None) -> tuple[Table, torch.Tensor]:
+    """`table`, with rows of 0 for params that only `before` has, and the counts of `before` for the
+    same rows, 0 for params that only `table` has."""
+    if before is None:
+        return table, torch.zeros_like(table.counts)
+    more = len(before.params) - len(table.params)
+    if more >= 0 and all(map(operator.is_, table.params, before.params)):
+        counts = table.counts
+        if more:
+            counts = torch.cat([counts, counts.new_zeros((more, counts.shape[1]))])
+        return before._replace(counts=counts), before.counts
+    here, there = (dict(zip(map(id, t.params), t.counts.unbind(), strict=True))
+                   for t in (table, before))  # fmt: skip
+    gone = [i for i, p in enumerate(before.params) if id(p) not in here]
+    params = table.params + [before.params[i] for i in gone]
+    elements = _elements(table) + [_elements(before)[i] for i in gone]
+    none = torch.zeros_like(table.counts[0])
+    rows = [torch.stack([known.get(id(p), none) for p in params]) for known in (here, there)]
+    return Table(params, elements, rows[0]), rows[1]
+
+
+def _read(
+    tables: dict[torch.device, Table],
+) -> Iterator[tuple[torch.Tensor, int, list[int]]]:
+    for table in tables.values():
+        yield from zip(table.params, _elements(table), table.counts.tolist(), strict=True)
+
+
+def _elements(table: Table) -> list[int]:
+    return [p.numel() for p in table.params] if table.elements is None else table.elements
+
+
+def namer(
+    optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None
+) -> Callable[[torch.Tensor], str]:
+    """How to call a parameter: as `model` names it, as its optimizer does, or by its place."""
+    names: dict[int, str] = {}
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.param_groups):
+            own = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                place = f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
+                names[id(p)] = own[i] if own else place
+    if model is not None:
+        names |= {id(p): name for name, p in model.named_parameters()}
+    return lambda p: names.get(id(p), f"a parameter of shape {tuple(p.shape)}")
+
+
+def worst_first(rows: list[Overflow]) -> list[Overflow]:
+    return sorted(rows, key=lambda row: (row.nan + row.inf) / row.elements, reverse=True)

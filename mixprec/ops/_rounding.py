@@ -1,0 +1,94 @@
+"""Rounding FP32 to BF16 other than to nearest: at random, or keeping the 16 bits that are cut off.
+
+The references of what csrc/math/rounding.h does for the kernels, in plain torch on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+# Streams: which array of a param the random bits are for. They share one counter word with the
+# index of the param, of which there are fewer than 2^30.
+PARAM, FIRST_STATE, SECOND_STATE = range(3)
+_STREAM_SHIFT = 30
+
+
+def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two 32-bit words of a * b (int64 holds no unsigned product: a is taken in halves)."""
+    low, high = (a & 0xFFFF) * b, (a >> 16) * b
+    middle = high + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def philox(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], seed: int
+) -> torch.Tensor:
+    """Philox4x32-10 of counters in 32-bit words, as int64 [..., 4].
+
+    key = (seed's low word, high word). Source: Parallel random numbers: as easy as 1, 2, 3
+    (Salmon et al., 2011).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        high0, low0 = _high_low(_MULTIPLIERS[0], c0)
+        high1, low1 = _high_low(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return torch.stack([c0, c1, c2, c3], dim=-1)
+
+
+def random_bits(
+    shape: torch.Size, seed: int, step: torch.Tensor, index: int, stream: int
+) -> torch.Tensor:
+    """16 random bits per element as int64, for one array of param `index` at `step`.
+
+    counter = (e // 8 low word, high word, step, index + stream * 2^30) for element e in row-major
+    order, which takes the (e % 8)-th 16 bits of the result.
+    """
+    count = (shape.numel() + 7) // 8
+    eighth = torch.arange(count, device=step.device)
+    words = (
+        eighth & _WORD,
+        eighth >> 32,
+        step.reshape(()).long().expand(count),
+        torch.full_like(eighth, index + (stream << _STREAM_SHIFT)),
+    )
+    bits = philox(words, seed)
+    halves = torch.stack([bits & 0xFFFF, bits >> 16], dim=-1)
+    return halves.reshape(-1)[: shape.numel()].reshape(shape)
+
+
+def stochastic_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """x (fp32) rounded to one of its two BF16 neighbours, up with probability `the part cut off`.
+
+    Inf stays Inf and NaN NaN.
+    """
+    noisy = ((x.view(torch.int32).long() & _WORD) + bits) >> 16
+    rounded = noisy.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.where(torch.isfinite(x), rounded, x.to(torch.bfloat16))
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An FP32 tensor as BF16 (to nearest, ties away from zero) and the int16 difference in bits.
+
+    To nearest even would lose one master in 65,536: a tie could be either neighbour's.
+    """
+    code = master.view(torch.int32)
+    low = code.to(torch.int16)  # the low half, as a signed number
+    high = ((code - low.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+    nan = torch.isnan(master)
+    return torch.where(nan, master.to(torch.bfloat16), high), low.masked_fill(nan, 0)
+
+
+def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The FP32 tensor of which split_master made `param` and `remainder`.
+
+    A param that someone else set to zero stays zero: there is nothing below it to subtract from.
+    """
+    low = remainder.to(torch.int32)
+    low = torch.where((param == 0) & (low < 0), 0, low)
+    return ((param.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)

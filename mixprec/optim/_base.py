@@ -1,0 +1,316 @@
+"""What all optimizers share: one pass over the gradients, one over the state, no host sync."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .._gradients import local
+from ..distributed import Ranks
+from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
+from ..ops import inv_scale
+from . import _gradients, _settings
+from ._batches import Batch, Batches
+from ._state import LOW_PRECISION, Policy, hide_tensors, show_tensors
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_PARAMS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The step around an update op; AdamW says what it does.
+
+    A subclass says which settings a group must have (`_check_settings`), which moments its params
+    (`_moments`), and runs its op on one batch of params (`_update`).
+    """
+
+    # What torch.amp.GradScaler asks of an optimizer that unscales by itself: it sets grad_scale
+    # (None after unscale_) and found_inf on the optimizer while it calls step().
+    _step_supports_amp_scaling = True
+    # What mixprec.GradScaler asks beyond that: step() raises the found_inf that it was handed.
+    _raises_found_inf = True
+    # Settings that a group of a torch state dict may lack.
+    _optional: ClassVar[dict[str, Any]] = {"maximize": False}
+    # What a state to load may hold, and whether it has to.
+    _moment_names: tuple[str, ...]
+    _moments_required = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        master_weights: str | None,
+        state_dtype: torch.dtype,
+        stochastic_rounding: bool,
+        seed: int,
+        grad_dtype: torch.dtype | None,
+        max_grad_norm: float | None,
+        max_grad_value: float | None,
+        process_group: dist.ProcessGroup | None,
+        ignored: dict[str, Any],
+    ) -> None:
+        who = type(self).__name__
+        _settings.check_options(
+            *(who, master_weights, state_dtype, stochastic_rounding, seed, grad_dtype),
+            *(max_grad_norm, max_grad_value, ignored),
+        )
+        self._policy = Policy(master_weights, state_dtype, stochastic_rounding)
+        self._seed, self._grad_dtype = seed, grad_dtype
+        self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
+        self.ranks = Ranks(process_group)
+        self.skipped = torch.zeros((), dtype=torch.int64)
+        self._forget()
+        super().__init__(params, defaults)
+
+    @property
+    def master_weights(self) -> str | None:
+        """What it was made with."""
+        return self._policy.master_weights
+
+    def _check_settings(self, group: dict[str, Any], who: str) -> None:
+        raise NotImplementedError
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        state: Callable[[str], list[torch.Tensor]],
+        masters: list[torch.Tensor],
+        steps: torch.Tensor,
+        **shared: Any,
+    ) -> None:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Take every param for one that someone else has written since our last step."""
+        self._batches = Batches(type(self).__name__, self._policy)
+        self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
+        self.grad_counts = GradCounts()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of params, with its own settings where it names them."""
+        if isinstance(param_group, dict):
+            self._check_group({**self.defaults, **param_group}, type(self).__name__)
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            wrong = None
+            if p.dtype not in _PARAMS:
+                wrong = f"params must be fp32, bf16, fp16 or fp64, got {p.dtype}"
+            elif (
+                self._grad_dtype is not None
+                and p.dtype in LOW_PRECISION
+                and p.grad is not None
+                and p.grad.dtype != self._grad_dtype
+            ):
+                wrong = f"a param has a gradient in {p.grad.dtype} already, so grad_dtype cannot "
+                wrong += "be set: call zero_grad() first"
+            if wrong is not None:
+                self.param_groups.pop()
+                raise ValueError(f"{type(self).__name__}: {wrong}")
+        self._set_up_params()
+
+    def _check_group(self, group: dict[str, Any], who: str) -> None:
+        wanted = self.defaults.keys() - {"differentiable"}  # which torch adds to a copy
+        if missing := sorted(wanted - group.keys()):
+            raise ValueError(
+                f"{who}: a param group must have {', '.join(missing)}: is this a checkpoint of "
+                "another optimizer?"
+            )
+        self._check_settings(group, who)
+        _settings.check_limit(who, "max_grad_norm", group.get("max_grad_norm"))
+
+    def _set_up_params(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._index = {id(p): i for i, p in enumerate(params)}
+        self._low = any(p.dtype in LOW_PRECISION for p in params)
+        if self._grad_dtype is not None:
+            for p in params:
+                if p.dtype in LOW_PRECISION and p.requires_grad:
+                    p.grad_dtype = self._grad_dtype  # which copying a param loses
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, `main_grad` included."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                main = vars(p).get("main_grad")
+                if main is not None:
+                    p.main_grad = None if set_to_none else main.detach().zero_()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients of the last step, unscaled, before clipping: fp64 [] on the
+        device; None where the step did not have to read them first."""
+        parts = list(self._sums.values())
+        return torch.cat(parts).sum().sqrt() if parts else None
+
+    @property
+    def group_grad_norms(self) -> list[torch.Tensor | None]:
+        """The same for each param group; None for one without gradients."""
+        groups = range(len(self.param_groups))
+        return [self._sums[g].sum().sqrt() if g in self._sums else None for g in groups]
+
+    def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
+        """Which params' gradients held Inf or NaN at the last skipped step, the worst first.
+
+        Names are `model`'s, or those of named_parameters() if the optimizer was made with them.
+        Waits for the device. Of a sharded param, the part on this rank was looked at.
+        """
+        return worst_first(self.grad_counts.overflows(namer([self], model)))
+
+    def underflow_report(self, model: torch.nn.Module | None = None) -> list[Underflow]:
+        """How many zeros and subnormal numbers each param's gradient held at the last step that
+        read them first, in their own dtype and still scaled. Waits for the device."""
+        return self.grad_counts.underflows(namer([self], model))
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Do one step with the gradients at hand; return what `closure`, if given, returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches = [
+            batch
+            for g, group in enumerate(self.param_groups)
+            for batch in self._batches.of_group(g, group, self.state, self._moments(group))
+        ]
+        params = [p for group in self.param_groups for p in group["params"]]
+        alone = self.ranks.alone(params)
+        self._sums = {}
+        if not batches and alone:
+            return loss
+        found_inf = getattr(self, "found_inf", None)
+        grad_scale = getattr(self, "grad_scale", None)
+        # Gradients that a scaler's unscale_ has seen are read again only for their norm.
+        seen = found_inf is not None and grad_scale is None
+        must_read = self._clips() or grad_scale is not None or (self._any_low() and not seen)
+        if found_inf is None and must_read:
+            found_inf = torch.zeros((), device=params[0].device)
+        unscale = None if grad_scale is None else inv_scale(grad_scale)
+        if found_inf is not None:
+            if not seen:
+                self.grad_counts.start()
+            if must_read:
+                counts = None if seen else self.grad_counts
+                self._sums = _gradients.read(batches, unscale, found_inf, counts)
+            if not alone:
+                sums = _gradients.agree(
+                    self.ranks, batches, found_inf, self._sums, self.param_groups
+                )
+                self._sums = sums if must_read else {}
+            if not seen:
+                self.grad_counts.finish(found_inf)
+            self.skipped = self.skipped.to(found_inf.device)
+            self.skipped += found_inf.reshape(()) != 0
+        clips = _gradients.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
+        for batch in batches:
+            self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
+        self._batches.remember()
+        return loss
+
+    def _any_low(self) -> bool:
+        """Whether a param is 16 bits wide, on any rank, with or without a gradient."""
+        self._low = self._low or self._batches.met_low_precision
+        return self._low
+
+    def _clips(self) -> bool:
+        own = (group.get("max_grad_norm") for group in self.param_groups)
+        return self.max_grad_norm is not None or any(limit is not None for limit in own)
+
+    def _update_batch(
+        self,
+        batch: Batch,
+        unscale: torch.Tensor | None,
+        clip: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        group, device, states = self.param_groups[batch.group], batch.device, batch.states
+        sharded = batch.data is not batch.params
+
+        def state(name: str) -> list[torch.Tensor]:
+            tensors = [s[name] for s in states]
+            return list(map(local, tensors)) if sharded else tensors
+
+        masters = []
+        if batch.has_master:
+            masters = [s["master"] if "master" in s else s["remainder"] for s in states]
+        lr = group["lr"]
+        self._update(
+            *(group, batch.data, batch.grads, state),
+            list(map(local, masters)) if sharded else masters,
+            self._batches.steps(batch),
+            lr=_gradients.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
+            maximize=group["maximize"],
+            max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
+            stochastic_rounding=self._policy.stochastic_rounding,
+            seed=self._seed,
+            indices=[self._index[id(p)] for p in batch.params] if self._policy.random else (),
+            inv_scale=_gradients.on(device, unscale),
+            clip=_gradients.on(device, clip),
+            found_inf=_gradients.on(device, found_inf),
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of its namesake in torch.optim, in copies.
+
+        Every tensor keeps its dtype whatever the params' is (torch.optim casts it to that). The
+        weights may be loaded before or after. Raises ValueError, changing nothing, for a state that
+        does not fit: another number of params, another shape, dtype or optimizer, masters without
+        a place.
+        """
+        _settings.check_state_dict(f"{type(self).__name__}.load_state_dict", state_dict)
+        hook = self.register_load_state_dict_pre_hook(hide_tensors)  # runs after all others
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    _OWN = (
+        *("_policy", "_seed", "_grad_dtype", "max_grad_norm", "max_grad_value", "ranks"),
+        "skipped",
+    )
+
+    def _restore(self, who: str, p: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        required = self._moment_names if self._moments_required else ()
+        try:
+            return self._policy.restore(who, p, saved, self._moment_names, required)
+        except ValueError as error:
+            raise ValueError(f"{error} (it is the state of param {self._index[id(p)]})") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by unpickling and copying, and by load_state_dict with its dict's two keys."""
+        loading = "_policy" not in state
+        who = type(self).__name__ + (".load_state_dict" if loading else "")
+        if not loading:
+            self.defaults = state["defaults"]
+        restored: defaultdict[Any, Any] = defaultdict(dict)
+        for group in state["param_groups"]:
+            for name, value in self._optional.items():
+                group.setdefault(name, value)
+            self._check_group(group, who)
+            for p in group["params"] if loading else ():
+                if saved := show_tensors(state["state"].get(p, {})):
+                    restored[p] = self._restore(who, p, saved)
+        if loading:
+            state = {**state, "state": restored}
+        super().__setstate__(state)
+        self._forget()
+        self._set_up_params()

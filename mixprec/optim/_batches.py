@@ -1,0 +1,145 @@
+"""The lists that one call of an update takes, gathered with little Python per param."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .._gradients import any_sharded, gradient_of, local, placed_like
+from ._state import LOW_PRECISION, Policy
+
+
+@dataclass
+class Batch:
+    """The params that one call of an update takes: of one group, on one device."""
+
+    group: int
+    params: list[torch.Tensor]  # as the optimizer holds them
+    data: list[torch.Tensor]  # what of them is on this rank: the same list without DTensors
+    grads: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    has_master: bool  # or remainder; all of them, or none
+
+    @property
+    def device(self) -> torch.device:
+        return self.grads[0].device
+
+
+class _Known(NamedTuple):
+    """The params of a group as our last step left them, to see what others have done since."""
+
+    ids: list[int]
+    dtypes: list[torch.dtype]
+    state_sizes: list[int]
+    moments: tuple[str, ...]
+    versions: list[int]
+    data: list[torch.Tensor]  # what is on this rank
+    has_master: bool | None  # all of them, or none, in one batch; None: several batches
+
+
+class Batches:
+    """Makes the batches of every step, and remembers what the last step has left behind."""
+
+    def __init__(self, who: str, policy: Policy) -> None:
+        self._who, self._policy = who, policy
+        self._known: dict[int, _Known] = {}  # by group
+        self._current: dict[int, _Known] = {}
+        # By batch: the steps in its states, and the buffer of which they are the elements.
+        self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self.met_low_precision = False
+
+    def of_group(
+        self,
+        g: int,
+        group: dict[str, Any],
+        state: MutableMapping[Any, dict[str, Any]],
+        moments: tuple[str, ...],
+    ) -> Iterator[Batch]:
+        """The params of a group that have gradients, their state prepared.
+
+        By whole lists, because this is most of what a step costs in Python.
+        """
+        params = group["params"]
+        grads = [p.grad for p in params]
+        if "main_grad" in set().union(*map(vars, params)):
+            grads = [gradient_of(p) for p in params]
+        if type(None) in set(map(type, grads)):
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if not params:
+            return
+        data = params
+        if any_sharded(params):
+            data = list(map(local, params))
+            grads = [local(placed_like(grad, p)) for grad, p in zip(grads, params, strict=True)]
+        states = list(map(state.__getitem__, params))
+        dtypes, versions = [p.dtype for p in data], [p._version for p in data]
+        now = (list(map(id, params)), dtypes, list(map(len, states)), moments)
+        known = self._known.get(g)
+        if known is not None and known[:5] == (*now, versions):
+            has_master = known.has_master
+        else:
+            same = known is not None and known[:4] == now
+            before = known.versions if known is not None and same else [-1] * len(params)
+            rows = zip(params, grads, states, versions, before, strict=True)
+            for p, grad, of_param, version, last in rows:
+                if version != last:
+                    self._prepare(p, grad, of_param, moments)
+            kinds = {(_has_master(s), p.device) for s, p in zip(states, data, strict=True)}
+            has_master = kinds.pop()[0] if len(kinds) == 1 else None
+            now = (now[0], dtypes, list(map(len, states)), moments)
+            self.met_low_precision |= any(dtype in LOW_PRECISION for dtype in dtypes)
+        self._current[g] = _Known(*now, versions, data, has_master)
+        if has_master is not None:
+            yield Batch(g, params, data, grads, states, has_master)
+            return
+        split: dict[tuple[bool, torch.device], Batch] = {}
+        for row in zip(params, data, grads, states, strict=True):
+            kind = (_has_master(row[3]), row[1].device)
+            batch = split.setdefault(kind, Batch(g, [], [], [], [], kind[0]))
+            lists = (batch.params, batch.data, batch.grads, batch.states)
+            for values, value in zip(lists, row, strict=True):
+                values.append(value)  # type: ignore[attr-defined]
+        yield from split.values()
+
+    def _prepare(
+        self,
+        p: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        moments: tuple[str, ...],
+    ) -> None:
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"{self._who}: gradients must be dense, got layout {grad.layout} for a param of "
+                f"shape {tuple(p.shape)}; for an Embedding use sparse=False"
+            )
+        self._policy.prepare(p, state, moments)
+
+    def remember(self) -> None:
+        """The step has been done: what is written from now on is written by someone else."""
+        for g, known in self._current.items():
+            self._known[g] = known._replace(versions=[p._version for p in known.data])
+        self._current = {}
+
+    def steps(self, batch: Batch) -> torch.Tensor:
+        """The steps of the batch as one tensor, of which those in the states are views."""
+        steps = [s["step"] for s in batch.states]
+        key = (batch.group, batch.device, batch.has_master)
+        known, buffer = self._steps.get(key, ((), None))
+        if buffer is None or len(known) != len(steps) or not all(map(operator.is_, known, steps)):
+            counts = (torch.as_tensor(s, dtype=torch.float32, device=batch.device) for s in steps)
+            buffer = torch.stack([count.reshape(()) for count in counts])
+            views = list(buffer.unbind())
+            for s, view in zip(batch.states, views, strict=True):
+                s["step"] = view
+            self._steps[key] = (views, buffer)
+        return buffer
+
+
+def _has_master(state: dict[str, Any]) -> bool:
+    return "master" in state or "remainder" in state

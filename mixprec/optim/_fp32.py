@@ -1,0 +1,51 @@
+"""The weights that training really has: a model's state dict in FP32, from the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..ops import join_master
+from ._state import LOW_PRECISION
+
+
+def fp32_state_dict(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+) -> dict[str, Any]:
+    """model.state_dict() with every 16-bit tensor in FP32: a param's master where one of the
+    optimizers keeps it, else the same values widened. In copies; other entries are as they were.
+
+    Loading it into this model gives its params again; to that end, a number kept as a remainder
+    that is exactly between two BF16 neighbours is returned one FP32 unit further from 0. ValueError
+    where a param has been written since the last step and is no longer its master's rounding.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    states = {id(p): state for o in optimizers for p, state in o.state.items()}
+    result = model.state_dict(keep_vars=True)
+    for name, value in result.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        tensor = value.detach()
+        if value.dtype in LOW_PRECISION:
+            tensor = _wide(name, tensor, states.get(id(value), {}))
+        result[name] = tensor.clone()
+    return result
+
+
+def _wide(name: str, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    if "remainder" in state:
+        remainder = state["remainder"]
+        tie = (remainder == torch.iinfo(torch.int16).min).to(torch.int32)
+        return (join_master(param, remainder).view(torch.int32) + tie).view(torch.float32)
+    if "master" not in state:
+        return param.float()
+    rounded = state["master"].to(param.dtype)
+    if not ((rounded == param) | (rounded.isnan() & param.isnan())).all():
+        raise ValueError(
+            f"fp32_state_dict: {name} was written after the last step and is not its master's "
+            "rounding any more; do a step first, or save model.state_dict()"
+        )
+    return state["master"]

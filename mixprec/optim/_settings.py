@@ -1,0 +1,100 @@
+"""What the settings and options of an optimizer may be: one ValueError each."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+
+MASTER_WEIGHTS = ("auto", "fp32", "remainder16", None)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_number(who: str, name: str, value: Any, limit: float = math.inf) -> None:
+    """A number in [0, limit)."""
+    if not isinstance(value, Real) or not 0.0 <= float(value) < limit:
+        meaning = "a finite number, 0 or more" if limit == math.inf else f"a number in [0, {limit})"
+        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{who}: {name} must be {meaning}, got {got}")
+
+
+def check_lr(who: str, lr: Any) -> None:
+    """A number, or a tensor of one element, which is not read here: it may be on a device."""
+    if isinstance(lr, torch.Tensor):
+        if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{who}: lr must be a number or a tensor of one fp32 or fp64 element, got shape "
+                f"{tuple(lr.shape)}, dtype {lr.dtype}"
+            )
+    else:
+        check_number(who, "lr", lr)
+
+
+def check_limit(who: str, name: str, limit: Any) -> None:
+    if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
+        raise ValueError(f"{who}: {name} must be positive, got {limit!r}")
+
+
+def check_options(
+    who: str,
+    master_weights: str | None,
+    state_dtype: torch.dtype,
+    stochastic_rounding: bool,
+    seed: int,
+    grad_dtype: torch.dtype | None,
+    max_grad_norm: float | None,
+    max_grad_value: float | None,
+    ignored: dict[str, Any],
+) -> None:
+    if master_weights not in MASTER_WEIGHTS:
+        raise ValueError(
+            f'{who}: master_weights must be "auto", "fp32", "remainder16" or None, '
+            f"got {master_weights!r}"
+        )
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(
+            f"{who}: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype!r}"
+        )
+    if not isinstance(stochastic_rounding, bool):
+        raise ValueError(
+            f"{who}: stochastic_rounding must be True or False, got {stochastic_rounding!r}"
+        )
+    if stochastic_rounding and master_weights not in ("auto", None):
+        raise ValueError(
+            f"{who}: stochastic_rounding is for bf16 params without masters, got "
+            f"master_weights={master_weights!r}; use one or the other"
+        )
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"{who}: seed must be an int in [0, 2^63), got {seed!r}")
+    if grad_dtype not in (None, torch.float32):
+        raise ValueError(f"{who}: grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
+    check_limit(who, "max_grad_norm", max_grad_norm)
+    check_limit(who, "max_grad_value", max_grad_value)
+    if max_grad_norm is not None and max_grad_value is not None:
+        raise ValueError(f"{who}: give max_grad_norm or max_grad_value, not both")
+    if ignored.get("amsgrad"):
+        raise ValueError(f"{who}: amsgrad is not supported, got amsgrad={ignored['amsgrad']}")
+    if ignored.get("differentiable"):
+        raise ValueError(
+            f"{who}: differentiable must be False: an update in place has no derivative"
+        )
+
+
+def check_state_dict(who: str, state_dict: Any) -> None:
+    """A dict with the two keys of every optimizer's state dict, and what they must hold."""
+    wrong = None
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        wrong = "be a dict with the keys state and param_groups"
+    elif not isinstance(state_dict["state"], dict) or not all(
+        isinstance(entry, dict) for entry in state_dict["state"].values()
+    ):
+        wrong = "hold a dict per param in state"
+    elif not isinstance(state_dict["param_groups"], list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list)
+        for group in state_dict["param_groups"]
+    ):
+        wrong = "hold a list of param groups, each with a list of params"
+    if wrong is not None:
+        raise ValueError(f"{who}: state_dict must {wrong}: is it damaged?")

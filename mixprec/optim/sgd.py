@@ -1,0 +1,107 @@
+"""SGD: unscale, clip, momentum, update and write-back in one pass, without a host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ..ops import sgd_
+from . import _settings
+from ._base import Optimizer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class SGD(Optimizer):
+    """SGD with momentum and Nesterov momentum, for fp32, bf16, fp16 and fp64 params.
+
+    The formula is that of `mixprec.ops.sgd_`; results agree with torch.optim.SGD within a few
+    units in the last place. lr, momentum, dampening, weight_decay, nesterov and maximize may
+    differ between param groups. state[param]: `momentum_buffer` where momentum is not 0, `step`,
+    and `master` or `remainder`; state dicts are exchanged with torch.optim.SGD, both ways, where
+    there are no masters. Options, skipping and scaling as in `AdamW`. Source: On the importance
+    of initialization and momentum in deep learning (Sutskever et al., 2013).
+    """
+
+    _optional: ClassVar[dict[str, Any]] = {"maximize": False, "nesterov": False}
+    _moment_names = ("momentum_buffer",)
+    _moments_required = False  # momentum may be switched on and off
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        master_weights: str | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        grad_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        maximize: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            grad_dtype=grad_dtype,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            process_group=process_group,
+            ignored={"differentiable": differentiable},
+        )
+
+    def _check_settings(self, group: dict[str, Any], who: str) -> None:
+        _settings.check_lr(who, group["lr"])
+        for name in ("momentum", "weight_decay"):
+            _settings.check_number(who, name, group[name])
+        _settings.check_number(who, "dampening", group["dampening"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"{who}: nesterov needs a momentum above 0 and no dampening, got momentum="
+                f"{group['momentum']}, dampening={group['dampening']}"
+            )
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._moment_names if group["momentum"] != 0 else ()
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        state: Callable[[str], list[torch.Tensor]],
+        masters: list[torch.Tensor],
+        steps: torch.Tensor,
+        **shared: Any,
+    ) -> None:
+        sgd_(
+            params,
+            grads,
+            state("momentum_buffer") if group["momentum"] != 0 else [],
+            masters,
+            steps,
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            **shared,
+        )

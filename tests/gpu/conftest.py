@@ -1,0 +1,43 @@
+"""Tests that need a GPU: `make gpu-test`. Elsewhere they are skipped, and say so.
+
+MIXPREC_TEST_DEVICE=cpu rehearses them: the same tests with the CPU kernels in the GPU's place, so
+that what is wrong with a test itself shows without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mixprec
+
+DEVICE = torch.device(os.environ.get("MIXPREC_TEST_DEVICE", "cuda"))
+BACKENDS = ("cuda", "triton") if DEVICE.type == "cuda" else ("cpp", "reference")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        for item in items:
+            if "tests/gpu/" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason="no GPU here: make gpu-test on one"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(params=BACKENDS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on each kind of kernels."""
+    with mixprec.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def only_cuda() -> None:
+    if DEVICE.type != "cuda":
+        pytest.skip("a rehearsal on the CPU has no streams, graphs or host syncs")

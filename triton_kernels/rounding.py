@@ -1,0 +1,42 @@
+"""fp32 to bf16 other than to nearest even: at random, or keeping the 16 bits that are cut off.
+
+bf16 and the 16 bits are uint16 here, as the kernels load them.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import encode, magnitude_bits
+
+
+@triton.jit
+def stochastic_bf16(x, bits, SOFT_CAST: tl.constexpr):
+    """One of x's two neighbours, the larger with the probability that the bits cut off stand for.
+
+    Inf and NaN take no noise: a carry could run through a NaN into its sign.
+    """
+    rounded = ((x.to(tl.uint32, bitcast=True) + bits) >> 16).to(tl.uint16)
+    finite = magnitude_bits(x) < 0x7F800000
+    return tl.where(finite, rounded, encode(x, x, "bf16", SOFT_CAST))
+
+
+@triton.jit
+def split_master(master, SOFT_CAST: tl.constexpr):
+    """An fp32 master as bf16, to nearest, ties away from zero, and the int16 difference in bits.
+
+    To nearest even would lose a tie, which could then be either neighbour's.
+    """
+    bits = master.to(tl.uint32, bitcast=True)
+    nan = magnitude_bits(master) > 0x7F800000
+    high = ((bits + 0x8000) >> 16).to(tl.uint16)
+    param = tl.where(nan, encode(master, master, "bf16", SOFT_CAST), high)
+    return param, tl.where(nan, 0, bits & 0xFFFF).to(tl.uint16)
+
+
+@triton.jit
+def join_master(param, remainder):
+    """The master of which split_master made the two. A param that someone else set to zero stays
+    zero: nothing lies below it to subtract from."""
+    low = remainder.to(tl.int16, bitcast=True).to(tl.int32)
+    low = tl.where(((param & 0x7FFF) == 0) & (low < 0), 0, low)
+    return ((param.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)

@@ -1,0 +1,156 @@
+"""sgd_: unscale, clip, SGD with momentum and the write-back to low precision, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import on
+from .step import (
+    COLUMNS,
+    FIRST_STATE,
+    OPTIONS,
+    STEP,
+    STEPS_BLOCK,
+    UNSPECIALIZED,
+    advance,
+    each_update,
+    gradient,
+    learning_rate,
+    programs,
+    random_key,
+    truth,
+    write_param,
+    write_state,
+)
+from .tiles import decode, load
+
+
+@triton.jit
+def sgd_constants_kernel(
+    step_ptr,  # fp32 [count], advanced here unless found_inf != 0
+    found_inf_ptr,
+    lr_ptr,  # None: lr
+    table_ptr,  # fp64 [count, COLUMNS]
+    count,
+    lr: tl.float64,  # a number without this word is passed as fp32
+    momentum: tl.float64,
+    dampening: tl.float64,
+    weight_decay: tl.float64,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    advance(step_ptr, found_inf_ptr, table_ptr, i, count, COLUMNS)
+    one = tl.full((BLOCK,), 1.0, tl.float64)
+    row = table_ptr + i * COLUMNS
+    tl.store(row, one * weight_decay, mask=inside)
+    tl.store(row + 1, one * momentum, mask=inside)
+    tl.store(row + 2, one - dampening, mask=inside)
+    tl.store(row + 3, one * learning_rate(lr_ptr, lr), mask=inside)
+
+
+@triton.jit
+def _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
+           max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+           REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, NESTEROV: tl.constexpr,
+           MAXIMIZE: tl.constexpr, SOFT_CAST: tl.constexpr, BLOCK: tl.constexpr,
+           FULL: tl.constexpr):  # fmt: skip
+    offsets = start + tl.arange(0, BLOCK)
+    g = gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE, SOFT_CAST,
+                 FULL)  # fmt: skip
+    p = truth(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
+    # Each constant is rounded once, to the width of the arithmetic.
+    decay = tl.load(table_ptr).to(p.dtype)
+    g = tl.where(decay != 0.0, g + p * decay, g)  # where it is 0, an infinite p stays
+    if buffer_ptr is not None:
+        momentum = tl.load(table_ptr + 1).to(p.dtype)
+        one_minus_dampening = tl.load(table_ptr + 2).to(p.dtype)
+        b = decode(load(buffer_ptr, offsets, n, FULL), B, SOFT_CAST)
+        later = b * momentum + g * one_minus_dampening
+        b = tl.where(tl.load(table_ptr + STEP) == 1.0, g, later)
+        g = g + b * momentum if NESTEROV else b
+        write_state(buffer_ptr, b, start, n, key, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
+    p = p - g * tl.load(table_ptr + 3).to(p.dtype)
+    write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC, SOFT_CAST, FULL,
+                BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def sgd_kernel(
+    param_ptr,
+    grad_ptr,
+    buffer_ptr,  # None: without momentum
+    master_ptr,  # None: the param is the truth
+    table_ptr,  # fp64 [COLUMNS], this param's row
+    inv_scale_ptr,
+    clip_ptr,
+    found_inf_ptr,
+    max_value: tl.float64,
+    seed: tl.int64,
+    index,
+    n,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SOFT_CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    proceed = True
+    if found_inf_ptr is not None:
+        proceed = tl.load(found_inf_ptr) == 0.0
+    if proceed:
+        key = random_key(table_ptr, seed, index)
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        if start + BLOCK <= n:
+            _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
+                   max_value, key, start, n, P, G, B, REMAINDER, STOCHASTIC, NESTEROV, MAXIMIZE,
+                   SOFT_CAST, BLOCK, True)  # fmt: skip
+        else:
+            _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
+                   max_value, key, start, n, P, G, B, REMAINDER, STOCHASTIC, NESTEROV, MAXIMIZE,
+                   SOFT_CAST, BLOCK, False)  # fmt: skip
+
+
+def sgd_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    momentum_buffers: list[torch.Tensor],
+    masters: list[torch.Tensor],
+    steps: torch.Tensor,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    max_value: float,
+    stochastic_rounding: bool,
+    seed: int,
+    indices: list[int],
+    lr_tensor: torch.Tensor | None,
+    inv_scale: torch.Tensor | None,
+    clip: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    if not params:
+        return
+    table = steps.new_empty((len(params), COLUMNS), dtype=torch.float64)
+    with on(steps):
+        sgd_constants_kernel[(triton.cdiv(len(params), STEPS_BLOCK),)](
+            steps, found_inf, lr_tensor, table, len(params), lr, momentum, dampening, weight_decay,
+            COLUMNS=COLUMNS, BLOCK=STEPS_BLOCK, **OPTIONS,
+        )  # fmt: skip
+        for i, tensors, constants in each_update(params, grads, {"B": momentum_buffers}, masters,
+                                                 stochastic_rounding):  # fmt: skip
+            sgd_kernel[programs(params[i])](
+                *tensors, table[i], inv_scale, clip, found_inf, max_value, seed,
+                indices[i] if indices else 0, params[i].numel(),
+                NESTEROV=nesterov, MAXIMIZE=maximize, **constants, **OPTIONS,
+            )  # fmt: skip
