@@ -77,8 +77,8 @@ def measure(row: Row, *, samples: int, min_time: float) -> dict[str, Any]:
 
 
 def _floor(case: Case, device: str) -> dict[str, Callable[[], Any]]:
-    """A copy that reads and writes as many bytes as the case has to move, half of them each way."""
-    if not case.bytes:
+    """A copy that reads and writes as many bytes as a case that only moves bytes, half each way."""
+    if not case.bytes or case.flops:
         return {}
     source = torch.ones(int(case.bytes) // 8, device=device)
     target = torch.empty_like(source)

@@ -42,7 +42,8 @@ def read(
             found_inf.masked_fill_((flag != 0).to(home, non_blocking=True), 1.0)
             sum_sq = sum_sq.to(home, non_blocking=True)
         sizes = [len(batch.grads) for batch in here]
-        for batch, part in zip(here, sum_sq.split(sizes), strict=True):
+        parts = sum_sq.split(sizes) if len(sizes) > 1 else (sum_sq,)
+        for batch, part in zip(here, parts, strict=True):
             before = sums.get(batch.group)
             sums[batch.group] = part if before is None else torch.cat([before, part])
     return sums
