@@ -552,3 +552,32 @@ def test_split_and_permuted_lists_give_the_same_bits(seed: int, count: int) -> N
     for got, want in zip(lists.lists(), whole.lists(), strict=True):
         for one, two in zip(got, want, strict=True):
             ind.assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 31, 511, 513, 2000])
+def test_nothing_beside_a_tensor_is_touched(size: int) -> None:
+    """64 elements on either side of every tensor keep their bits."""
+    storages = []
+
+    def guarded(x: torch.Tensor) -> torch.Tensor:
+        storage = torch.full(((size + 128) * x.element_size(),), 0xAB, dtype=torch.uint8)
+        storages.append((storage, 64 * x.element_size()))
+        inside = storage.view(x.dtype)[64:-64]
+        inside.copy_(x)
+        return inside
+
+    for dtype, master, moments in (
+        (torch.float32, False, torch.float32),
+        (torch.bfloat16, True, torch.float32),
+        (torch.bfloat16, "remainder", torch.bfloat16),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float64, False, torch.float64),
+    ):
+        lists = Lists()
+        lists.add((size,), dtype, master=master, moments=moments, step=1)
+        for tensors in lists.lists():
+            tensors[:] = [guarded(t) for t in tensors]
+        check(lists, indices=[3], stochastic_rounding=True)
+    for storage, guard in storages:
+        assert (storage[:guard] == 0xAB).all()
+        assert (storage[-guard:] == 0xAB).all()

@@ -50,7 +50,7 @@ __attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t e
     b.in_order[4 * g + 2] = b.words[2][g];
     b.in_order[4 * g + 3] = b.words[3][g];
   }
-  __builtin_memcpy(b.bits, b.in_order, sizeof b.bits);
+  __builtin_memcpy(b.bits, b.in_order, static_cast<size_t>(16 * groups));
 }
 
 __attribute__((noinline)) void narrow_stochastic(const float* __restrict x,
