@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     """`main_grad`, the FP32 gradient that some frameworks keep beside a 16-bit param, or `grad`."""

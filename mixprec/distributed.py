@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._gradients import is_sharded
+from ._gradients import LOW_PRECISION, is_sharded
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass

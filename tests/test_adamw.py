@@ -370,12 +370,15 @@ def test_found_inf_skips_everything(backend: str, flag: float) -> None:
     for i, (param, grad, master) in enumerate(KINDS):
         if master:
             with_masters.add((0,) if i == 5 else (33,), param, grad, master=True, step=i, seed=i)
-    for each in (lists, with_masters):
+    remainders = Lists()
+    for i in range(3):
+        remainders.add((i, 33), torch.bfloat16, master="remainder", moments=torch.bfloat16, seed=i)
+    for each in (lists, with_masters, remainders):
         assert each.params
-        before = [ind.bits(t).copy() for t in each.all()]
-        each.call(found_inf=flag, inv_scale=0.5)
+        before = [patterns(t).copy() for t in each.all()]
+        each.call(found_inf=flag, inv_scale=0.5, indices=list(range(len(each.params))))
         for t, pattern in zip(each.all(), before, strict=True):
-            assert np.array_equal(ind.bits(t), pattern), "a skipped step wrote"
+            assert np.array_equal(patterns(t), pattern), "a skipped step wrote"
 
 
 def test_found_inf_zero_changes_nothing(backend: str) -> None:

@@ -151,9 +151,16 @@ def test_a_gpu_kernel_is_compared_before_its_first_use(monkeypatch: pytest.Monke
     monkeypatch.setattr(_backends, "_can_compare", lambda: True)
     monkeypatch.setattr(_backends._self_test, "compare", right)
     monkeypatch.setattr(_backends, "_chosen", {})
+    monkeypatch.setattr(_backends, "_compared", set())
+    monkeypatch.setattr(_backends, "_can_compare", lambda: False)
+    _backends.choose("amax", "cuda")
+    assert not asked, "while tracing, say"
+    monkeypatch.setattr(_backends, "_can_compare", lambda: True)
     for _ in range(2):
         _backends.choose("amax", "cuda")
-    assert asked == [("amax", "cuda")], "once"
+        with mixprec.use_backend("cuda"):
+            _backends.choose("amax", "cuda")
+    assert asked == [("amax", "cuda")], "once, and not forgotten because tracing came first"
     for _ in range(2):  # and no silent stand-in the second time
         with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
             _backends.choose("quantize", "cuda")
@@ -161,8 +168,16 @@ def test_a_gpu_kernel_is_compared_before_its_first_use(monkeypatch: pytest.Monke
         _backends.choose("quantize", "cuda")
 
 
-def test_nothing_is_compared_while_values_cannot_be_seen() -> None:
-    assert not _backends._can_compare() or torch.cuda.is_available()
+def test_nothing_is_compared_while_values_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not _backends._can_compare()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _backends._can_compare()
+    with torch._subclasses.FakeTensorMode():
+        assert not _backends._can_compare()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not _backends._can_compare()
 
 
 def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:

@@ -1,7 +1,7 @@
 """The ops: each with one definition, one reference, and variants that must agree with it."""
 
 from ._backends import use_backend
-from ._rounding import join_master
+from ._rounding import export_master, join_master
 from .adamw import adamw_
 from .amax import amax
 from .dequantize import dequantize
@@ -17,6 +17,7 @@ __all__ = [
     "amax",
     "clip_coef",
     "dequantize",
+    "export_master",
     "gemm",
     "gemm_accumulate_",
     "grad_stats_",

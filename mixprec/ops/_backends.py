@@ -22,6 +22,7 @@ _ANYWHERE = ("reference",)
 
 _forced: str | None = None
 _chosen: dict[tuple[str, str], Callable[..., Any]] = {}
+_compared: set[tuple[str, str]] = set()  # GPU kernels that agreed with their reference
 
 
 def why_not(name: str, backend: str, device_type: str) -> str | None:
@@ -70,8 +71,11 @@ def choose(name: str, device_type: str) -> Callable[..., Any]:
         backend = chosen_backend(name, device_type)
         compiled = backend in ("cpp", "cuda")
         op = _library.op_handle(name if compiled else _library.variant_name(name, backend))
-        if backend in ("cuda", "triton") and _can_compare():
-            _check_once(name, backend, op, device_type)
+        if backend in ("cuda", "triton") and (name, backend) not in _compared:
+            if not _can_compare():
+                return op  # not remembered: the comparison is still to come
+            _compare(name, backend, op, device_type)
+            _compared.add((name, backend))
         _chosen[name, device_type] = op
         if backend == "reference" and not _forced and not torch.compiler.is_compiling():
             logger.warning(
@@ -92,7 +96,7 @@ def _can_compare() -> bool:
     )
 
 
-def _check_once(name: str, backend: str, op: Callable[..., Any], device_type: str) -> None:
+def _compare(name: str, backend: str, op: Callable[..., Any], device_type: str) -> None:
     """RuntimeError unless the op gives on small inputs exactly what its reference gives."""
     result = _self_test.compare(name, op, device_type)
     if not result["ok"]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+REALS = (*FLOATS, torch.float64)  # of params and gradients
 # What a scale and its inverse are kept within: both are normal fp32 numbers.
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -92,3 +92,10 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     low = remainder.to(torch.int32)
     low = torch.where((param == 0) & (low < 0), 0, low)
     return ((param.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
+def export_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The same, except that a number exactly between two BF16 neighbours comes out one FP32 unit
+    further from 0: there, plain rounding to nearest even finds `param` again."""
+    tie = (remainder == torch.iinfo(torch.int16).min).to(torch.int32)
+    return (join_master(param, remainder).view(torch.int32) + tie).view(torch.float32)

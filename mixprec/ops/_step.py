@@ -9,7 +9,6 @@ import torch
 
 from . import _checks, _rounding
 
-PARAMS = (*_checks.FLOATS, torch.float64)
 REMAINDER = torch.int16  # of a master: the bits that a bf16 param lacks
 # The end of every update's schema.
 SHARED_SCHEMA = (
@@ -139,7 +138,7 @@ def check(
     if any(not 0 <= i < 2**_rounding._STREAM_SHIFT for i in indices):
         raise ValueError(f"{op}: indices must be in [0, 2^30), got {list(indices)}")
     for i, param in enumerate(params):
-        _checks.has_dtype(op, f"params[{i}]", param, PARAMS)
+        _checks.has_dtype(op, f"params[{i}]", param, _checks.REALS)
         _checks.on_device(op, f"params[{i}]", param, device, "steps")
         _checks.is_writable(op, f"params[{i}]", param)
         real = real_dtype(param)

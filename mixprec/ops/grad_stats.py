@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import _backends, _checks, _library
-from .unscale import COUNTS, GRADS, count_reference
+from .unscale import COUNTS, count_reference
 
 
 def grad_stats_reference_(
@@ -41,7 +41,7 @@ def _check(
         _checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
         _checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
     for i, grad in enumerate(_checks.is_list(op, "grads", grads)):
-        _checks.has_dtype(op, f"grads[{i}]", grad, GRADS)
+        _checks.has_dtype(op, f"grads[{i}]", grad, _checks.REALS)
         _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
     for name, t, dtype, columns in (
         ("sum_sq", sum_sq, torch.float64, ()),

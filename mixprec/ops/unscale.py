@@ -11,7 +11,6 @@ import torch
 
 from . import _backends, _checks, _library
 
-GRADS = (*_checks.FLOATS, torch.float64)
 COUNTS = 4  # Inf, NaN, zeros, subnormals
 
 
@@ -53,7 +52,7 @@ def _check(
     _checks.is_scalar(op, "found_inf", found_inf, torch.float32)
     _checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
     for i, grad in enumerate(_checks.is_list(op, "grads", grads)):
-        _checks.has_dtype(op, f"grads[{i}]", grad, GRADS)
+        _checks.has_dtype(op, f"grads[{i}]", grad, _checks.REALS)
         _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
         _checks.is_writable(op, f"grads[{i}]", grad)
     if counts is not None:

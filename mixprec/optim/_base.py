@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .._gradients import local
+from .._gradients import LOW_PRECISION, local
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
+from ..ops._checks import REALS
 from . import _gradients, _settings
 from ._batches import Batch, Batches
-from ._state import LOW_PRECISION, Policy, hide_tensors, show_tensors
+from ._state import Policy, hide_tensors, show_tensors
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_PARAMS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -106,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             wrong = None
-            if p.dtype not in _PARAMS:
+            if p.dtype not in REALS:
                 wrong = f"params must be fp32, bf16, fp16 or fp64, got {p.dtype}"
             elif (
                 self._grad_dtype is not None

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._gradients import any_sharded, gradient_of, local, placed_like
-from ._state import LOW_PRECISION, Policy
+from .._gradients import LOW_PRECISION, any_sharded, gradient_of, local, placed_like
+from ._state import Policy
 
 
 @dataclass

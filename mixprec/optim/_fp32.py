@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..ops import join_master
-from ._state import LOW_PRECISION
+from .._gradients import LOW_PRECISION
+from ..ops import export_master
 
 
 def fp32_state_dict(
@@ -37,9 +37,7 @@ def fp32_state_dict(
 
 def _wide(name: str, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     if "remainder" in state:
-        remainder = state["remainder"]
-        tie = (remainder == torch.iinfo(torch.int16).min).to(torch.int32)
-        return (join_master(param, remainder).view(torch.int32) + tie).view(torch.float32)
+        return export_master(param, state["remainder"])
     if "master" not in state:
         return param.float()
     rounded = state["master"].to(param.dtype)

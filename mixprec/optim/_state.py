@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from .._gradients import is_sharded, local
+from .._gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MASTERS = {"master": torch.float32, "remainder": torch.int16}
 _MAX_STEP = 2**24  # step is counted in fp32
 
