@@ -7,13 +7,16 @@ PYTHON ?=
 # What .venv is made of: the interpreter, and torch as pip should be asked for it.
 PYTHON3 ?= python3
 TORCH ?= torch==2.13.0
-# FULL=1: the longer demo. TESTS, ARGS: which tests, and more arguments for the program that runs.
+# FULL=1: the longer demo, every shape of gpu-bench. TESTS, ARGS: which tests, and more arguments
+# for the program that runs.
 FULL ?=
 TESTS ?= tests
 ARGS ?=
-# Where make gpu-test writes, and which of its stages.
-OUT ?= bench/results/gpu
+# Where make gpu-test and gpu-bench write (default: bench/results/ and the GPU's name), which of
+# their stages, and in how many seconds.
+OUT ?=
 STAGE ?=
+BUDGET ?=
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -92,7 +95,7 @@ endif
 # compiled ops: programs start in an empty folder. (PYTHONSAFEPATH would do, from Python 3.11 on.)
 RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
-.PHONY: help demo test lint bench cuda gpu-test clean needs-build needs-test needs-demo needs-lint
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench clean needs-build needs-test needs-demo needs-lint
 .NOTPARALLEL:
 
 help:
@@ -103,7 +106,9 @@ help:
 	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
 	@echo '             them; needs nvcc 13 and no GPU; a CUDA build of torch comes into build/cuda'
 	@echo 'make gpu-test  on a machine with an NVIDIA GPU: every op on it, in graphs, under sanitizers;'
-	@echo '               results in OUT=bench/results/gpu (STAGE=env,test,sanitize for some stages)'
+	@echo '               results in bench/results/ or OUT= (STAGE=env,test,sanitize for some stages)'
+	@echo 'make gpu-bench measure every GPU kernel against its rivals in 8 minutes; results in the same'
+	@echo '               folder (STAGE=memory,step,gemm,overhead BUDGET=seconds; FULL=1: every shape)'
 	@echo 'make clean   remove .venv, build/ and everything compiled'
 	@echo
 	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
@@ -153,13 +158,18 @@ build/cuda/.checked: build/cuda/.torch $(CUDA_FILES) $(PY_SOURCES)
 	  --upgrade --target build/cuda/site .
 	@mkdir -p build/run && cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" \
 	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/cuda_build/check.py \
-	  --report ../cuda/report.json
+	  --report ../cuda/report.json --summary ../cuda/summary.json
 	@touch $@
+
+STAGED = $(if $(OUT),--out "$(abspath $(OUT))") $(if $(STAGE),--stages $(STAGE))
 
 # With PYTHON=python3 nothing is installed or downloaded: torch, pytest and the rest are there.
 gpu-test: needs-test $(READY)
-	@$(RUN) ../../tests/gpu/stages.py --out "$(abspath $(OUT))" \
-	  $(if $(STAGE),--stages $(STAGE)) $(ARGS)
+	@$(RUN) ../../tests/gpu/stages.py $(STAGED) $(ARGS)
+
+gpu-bench: needs-build $(READY)
+	@$(RUN) -m mixprec.bench gpu $(STAGED) $(if $(BUDGET),--budget $(BUDGET)) \
+	  $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info mixprec/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,6 +75,17 @@ def default_jobs() -> int:
     return max(1, min(os.cpu_count() or 1, int(memory_gb // 4)))
 
 
+def cuda_archs() -> str:
+    """The GPUs to build for; torch reads the same from TORCH_CUDA_ARCH_LIST."""
+    if "TORCH_CUDA_ARCH_LIST" not in os.environ:
+        gpus = GPUS
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            gpus = f"{major}.{minor}" + ("a" if major == 9 else "")
+        os.environ["TORCH_CUDA_ARCH_LIST"] = gpus
+    return os.environ["TORCH_CUDA_ARCH_LIST"]
+
+
 def cpu_extension() -> Extension:
     """mixprec._C: the pybind11 module and the CPU ops, on libtorch's stable ABI (torch >= 2.11)."""
     flags = [
@@ -87,6 +98,7 @@ def cpu_extension() -> Extension:
         "-fno-math-errno",
         f'-DMIXPREC_BUILT_WITH_TORCH="{torch.__version__}"',
         f'-DMIXPREC_NO_CUDA="{NO_CUDA}"',
+        f'-DMIXPREC_CUDA_ARCHS="{"" if NO_CUDA else cuda_archs()}"',
         STABLE_ABI,
         *[word for path in [*PYBIND11_INCLUDE, *include_paths()] for word in ("-isystem", path)],
     ]
@@ -107,12 +119,7 @@ def cpu_extension() -> Extension:
 
 def cuda_extension() -> Extension:
     """mixprec/_C_cuda.so: the CUDA ops, a shared library without Python in it."""
-    if "TORCH_CUDA_ARCH_LIST" not in os.environ:
-        gpus = GPUS
-        if torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability()
-            gpus = f"{major}.{minor}" + ("a" if major == 9 else "")
-        os.environ["TORCH_CUDA_ARCH_LIST"] = gpus
+    cuda_archs()
     nvcc = [
         "-std=c++20",
         "-O3",

@@ -1,4 +1,4 @@
-"""The command line: python -m mixprec.bench list | run | compare | plot | readme."""
+"""The command line: python -m mixprec.bench and one of the commands that --help lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import re
 import sys
 from pathlib import Path
 
-from . import plot, readme, results, table
+from . import (
+    accumulator,
+    gpu,
+    gpu_plot,
+    gpu_stages,
+    gpu_timer,
+    plot,
+    readme,
+    report,
+    results,
+    sources,
+    table,
+    tune,
+)
 from .environment import environment
 from .rows import select
 from .run import run_rows
@@ -30,6 +43,20 @@ def _samples(text: str) -> int:
     return int(text)
 
 
+def _stages(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in gpu_stages.STAGES]:
+        raise argparse.ArgumentTypeError(
+            f"must be among {', '.join(gpu_stages.STAGES)}, got {', '.join(unknown)}"
+        )
+    return names
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, default=gpu_timer.SAMPLES, help="at most, per row")
+    parser.add_argument("--full", action="store_true", help="every shape, not only a selection")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -40,16 +67,39 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
     one.add_argument("--quick", action="store_true", help="fewer rows, shorter samples")
     one.add_argument("--samples", type=_samples, default=MIN_SAMPLES, help="default %(default)s")
-    one.add_argument("--device", choices=("cpu", "cuda"), help="only the rows of this device")
+    one.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
+    one = commands.add_parser("gpu", help="measure the GPU in stages, one JSON each")
+    one.add_argument("--out", type=Path, help="default: bench/results/ and the GPU's name")
+    one.add_argument("--stages", type=_stages, default=list(gpu_stages.STAGES), metavar="A,B")
+    one.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="for these stages (default: their share of 7 minutes)",
+    )
+    _sampling(one)
+    one = commands.add_parser("gpu-stage", help="one stage, in this process (for `gpu`)")
+    one.add_argument("stage", choices=gpu_stages.STAGES)
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--seconds", type=float, required=True)
+    one.add_argument("--resume", action="store_true", help="keep the rows that OUT has")
+    _sampling(one)
     one = commands.add_parser("compare", help="exit 1 if a row of NEW is slower than in OLD")
     one.add_argument("old", type=Path)
     one.add_argument("new", type=Path)
     one.add_argument("--fail-over", type=_percent, default=0.05, metavar="5%")
     one.add_argument("--any-machine", action="store_true", help="whatever machine they come from")
     one = commands.add_parser("plot", help="draw result against target as a PNG")
-    one.add_argument("file", type=Path, nargs="?", default=RESULT)
+    one.add_argument("file", type=Path, nargs="?", default=RESULT, help="or a GPU's folder")
     one.add_argument("--out", type=Path, help="default: the name of FILE, as .png")
-    one = commands.add_parser("readme", help="write the measured tables into README.md")
+    one = commands.add_parser("report", help="write the measured tables into README and docs")
+    one.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
+    commands.add_parser("tune", help="measure gemm's variants on this GPU, write the choice")
+    one = commands.add_parser("accumulator", help="model the sums of FP8 tensor cores, for docs/")
+    one.add_argument("--docs", type=Path, default=Path("docs"), help="default: %(default)s")
+    one = commands.add_parser("readme", help="write the CPU's tables into README.md")
     one.add_argument("file", type=Path, help="the README.md with the markers")
     one.add_argument("folder", type=Path, help="where demo.json and bench.json are")
     return parser
@@ -111,8 +161,41 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _plot(args: argparse.Namespace) -> int:
     out = args.out if args.out is not None else args.file.with_suffix(".png")
-    plot.save(results.load(args.file), out)
-    print(f"written: {out}")
+    contents = results.load_folder(args.file) if args.file.is_dir() else [results.load(args.file)]
+    if any(row["device"] == "cuda" for content in contents for row in content["rows"]):
+        written = gpu_plot.save(contents, out)
+    else:
+        plot.save(contents[0], out)
+        written = [out]
+    print("written:", *written)
+    return 0
+
+
+def _gpu(args: argparse.Namespace) -> int:
+    if not gpu.REHEARSAL and gpu.name() is None:
+        print("gpu: this machine has no GPU that torch can use", file=sys.stderr)
+        return 2
+    root = sources.root() or Path()
+    of_gpu = root / "bench" / "results" / gpu.folder_name(gpu.name())
+    folder = args.out or (root / "build" / "rehearsal" if gpu.REHEARSAL else of_gpu)
+    found = gpu_stages.run_all(
+        args.stages, folder, budget=args.budget, samples=args.samples, full=args.full
+    )
+    status = gpu_stages.show(found)
+    print(f"written: {folder}")
+    return status
+
+
+def _gpu_stage(args: argparse.Namespace) -> int:
+    return gpu_stages.run_stage(
+        args.stage, args.out, seconds=args.seconds, samples=args.samples, full=args.full,
+        resume=args.resume,
+    )  # fmt: skip
+
+
+def _report(args: argparse.Namespace) -> int:
+    for path in report.write(args.root):
+        print(f"{path}: brought up to date")
     return 0
 
 
@@ -122,10 +205,22 @@ def _readme(args: argparse.Namespace) -> int:
     return 0
 
 
+def _accumulator(args: argparse.Namespace) -> int:
+    print(accumulator.write(args.docs))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """0: done; 1: a row is wrong, failed or slower; 2: bad arguments or files."""
-    args = _parser().parse_args(argv)
-    commands = {"list": _list, "run": _run, "compare": _compare, "plot": _plot, "readme": _readme}
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["tune"]:  # with a parser of its own
+        return tune.tune(words[1:])
+    args = _parser().parse_args(words)
+    commands = {
+        **{"list": _list, "run": _run, "gpu": _gpu, "gpu-stage": _gpu_stage},
+        **{"compare": _compare, "plot": _plot, "report": _report, "readme": _readme},
+        "accumulator": _accumulator,
+    }
     try:
         return commands[args.command](args)
     except (ValueError, results.ResultError) as error:

@@ -1,4 +1,7 @@
-"""What is measured: one row per op and case, with its inputs, rivals and target."""
+"""What is measured: one row per op and case, with its inputs, rivals and target.
+
+Rows of a GPU are named "cuda/op/case"; their cases are in gpu_run.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,11 @@ def times_faster(value: float) -> Target:
     return Target(value, "x", True, _speedup)
 
 
+def times_faster_than(rival: str, value: float) -> Target:
+    """ours is `value` times as fast as the rival of this name, or more."""
+    return Target(value, "x", True, lambda medians: medians[rival] / medians["ours"])
+
+
 def times_the_time(value: float) -> Target:
     """ours takes at most `value` times the time of the best rival."""
     return Target(value, "x the time", False, lambda medians: 1.0 / _speedup(medians))
@@ -84,32 +92,39 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. name: "op/case"; make: builds the inputs when the row is run."""
+    """One line of the table. name: "op/case"; make: builds the inputs when the row is run.
+
+    target: None for a figure of the machine, not of ours. share: of the speed of a plain copy,
+    which has to be reached too. bytes, flops: of the case, where they are known beforehand.
+    """
 
     name: str
     what: str
-    target: Target
-    make: Callable[[], Case] = field(repr=False)
+    target: Target | None
+    make: Callable[[], Any] = field(repr=False)
     device: str = "cpu"
     quick: bool = False  # also part of a --quick run
+    share: float | None = None
+    bytes: float = 0.0
+    flops: float = 0.0
 
     @property
     def op(self) -> str:
-        return self.name.split("/", 1)[0]
+        return self.name.removeprefix("cuda/").split("/", 1)[0]
 
 
 ROWS: dict[str, Row] = {}
 
 
 def row(
-    name: str, what: str, target: Target, *, device: str = "cpu", quick: bool = False
-) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
-    """Register the decorated function, which makes the Case, as the row `name`."""
+    name: str, what: str, target: Target | None, **more: Any
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register the decorated function, which makes the case, as the row `name`; more: of Row."""
 
-    def register(make: Callable[[], Case]) -> Callable[[], Case]:
+    def register(make: Callable[[], Any]) -> Callable[[], Any]:
         if name in ROWS:
             raise ValueError(f"row: name must be unique, got {name!r} twice")
-        ROWS[name] = Row(name, what, target, make, device, quick)
+        ROWS[name] = Row(name, what, target, make, **more)
         return make
 
     return register
@@ -121,7 +136,7 @@ def select(words: Iterable[str], *, device: str | None = None, quick: bool = Fal
     words = [w.rstrip("/") for w in words]
     for word in words:
         if not any(_names(word, r) for r in ROWS.values()):
-            ops = ", ".join(dict.fromkeys(r.op for r in ROWS.values()))
+            ops = ", ".join(dict.fromkeys(r.name.split("/", 1)[0] for r in ROWS.values()))
             raise ValueError(f"bench: op must be one of {ops} (or a row's name), got {word!r}")
     return [
         r

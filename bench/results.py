@@ -20,10 +20,11 @@ class ResultError(Exception):
     """A result file that cannot be read, is damaged, or does not fit the other one."""
 
 
-def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
     """Write a result file, through a temporary file in the same folder. OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"schema": SCHEMA, "environment": environment, "rows": rows}, indent=1)
+    content = {"schema": SCHEMA, **more, "environment": environment, "rows": rows}
+    text = json.dumps(content, indent=1)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -35,6 +36,14 @@ def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]]) ->
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def load_folder(path: Path) -> list[dict[str, Any]]:
+    """The result files of a GPU's folder. ResultError if there is none."""
+    found = [load(file) for file in sorted(path.glob("bench-*.json"))]
+    if not found:
+        raise ResultError(f"{path}: holds no bench-*.json")
+    return found
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -52,9 +61,13 @@ def load(path: Path) -> dict[str, Any]:
         raise ResultError(f"{path}: is no result of mixprec.bench ({SCHEMA}), found {found!r}")
     try:
         for row in content["rows"]:
-            row["name"], row["status"], row["target"]["value"]
+            row["name"], row["status"], row["reason"], bool(row["met"])
+            if row["target"] is not None:
+                float(row["target"]["value"])
             if row["status"] == "ok":
-                float(row["median"]["ours"]), float(row["figure"]), bool(row["met"])
+                float(row["median"]["ours"])
+                if row["figure"] is not None or row["device"] == "cpu":
+                    float(row["figure"])
         dict(content["environment"])
     except (KeyError, TypeError, ValueError) as error:
         raise ResultError(f"{path}: is damaged ({type(error).__name__}: {error})") from None

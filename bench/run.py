@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import timer
+from . import gpu, gpu_run, timer
 from .registry import FLOOR, Case, NotMeasured, Row, best_rival
 
 # What a row can come to. Only "ok" has figures; "wrong" and "failed" make the run fail.
@@ -26,26 +26,39 @@ def run_rows(
     return results
 
 
-def measure(row: Row, *, samples: int, min_time: float) -> dict[str, Any]:
-    """Measure one row. A case whose values are wrong is not timed; an exception is its result."""
-    result: dict[str, Any] = {
+def heading(row: Row) -> dict[str, Any]:
+    """What a result says before anything is known."""
+    target = row.target
+    return {
         "name": row.name,
         "op": row.op,
         "what": row.what,
         "device": row.device,
         "status": "ok",
         "reason": "",
-        "target": {
-            "value": row.target.value,
-            "unit": row.target.unit,
-            "at_least": row.target.at_least,
-        },
+        "target": None
+        if target is None
+        else {"value": target.value, "unit": target.unit, "at_least": target.at_least},
+        "share_target": row.share,
         "met": False,
     }
+
+
+def measure(
+    row: Row, *, samples: int, min_time: float = 0.02, seconds: float = 10.0, **more: Any
+) -> dict[str, Any]:
+    """Measure one row. A case whose values are wrong is not timed; an exception is its result.
+
+    A row of the GPU may take `seconds`, and then has fewer samples; more: of gpu_run.measure.
+    """
+    result = heading(row)
     try:
-        if row.device != "cpu" and not torch.get_device_module(row.device).is_available():
+        if row.device != "cpu" and not (gpu.REHEARSAL or torch.cuda.is_available()):
             raise NotMeasured(f"this machine has no {row.device} device that torch can use")
         case = row.make()
+        if isinstance(case, gpu_run.GpuCase):
+            return result | gpu_run.measure(row, case, samples=samples, seconds=seconds, **more)
+        assert row.target is not None, "a row of the CPU has a target"
         wrong = case.check()
         if wrong is not None:
             return result | {"status": "wrong", "reason": wrong}
@@ -56,11 +69,12 @@ def measure(row: Row, *, samples: int, min_time: float) -> dict[str, Any]:
             device=row.device,
             external=case.external,
         )
+    except gpu_run.DeviceLost:
+        raise
     except NotMeasured as reason:
         return result | {"status": "not measured", "reason": str(reason)}
     except Exception as error:  # one broken row must not hide the others
-        lines = str(error).strip().splitlines() or ["no message"]
-        return result | {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+        return result | {"status": "failed", "reason": gpu_run.one_line(error)}
     medians = timer.medians(times)
     figure = row.target.figure(medians)
     if not math.isfinite(figure):

@@ -35,6 +35,8 @@ def of_a_copy(row: dict[str, Any]) -> str:
 
 def target(row: dict[str, Any]) -> str:
     want = row["target"]
+    if want is None:
+        return ""
     return f"{'>=' if want['at_least'] else '<='} {quantity(want['value'], want['unit'])}"
 
 
@@ -77,10 +79,10 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(line)
 
 
-def plain(lines: list[tuple[str, ...]]) -> list[str]:
+def plain(lines: list[tuple[str, ...]], header: tuple[str, ...] = HEADER) -> list[str]:
     """Aligned columns, two spaces apart."""
-    everything = [HEADER, *lines]
-    widths = [max(len(line[i]) for line in everything) for i in range(len(HEADER))]
+    everything = [header, *lines]
+    widths = [max(len(line[i]) for line in everything) for i in range(len(header))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in everything

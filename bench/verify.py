@@ -21,12 +21,15 @@ def _close(
     return None
 
 
-def gemm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """c [M, N] against a [M, K] @ b [K, N] in FP64, within FP32 accumulation and one rounding."""
+def gemm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> str | None:
+    """c [M, N] against a [M, K] @ b [K, N] in FP64, within FP32 accumulation and one rounding.
+
+    factor: of both scales together, a power of two.
+    """
     exact = a.double() @ b.double()
     tensor_core = a.device.type == "cuda" and a.dtype.itemsize == 1
     bound = testing.tolerance(exact, a, b, c.dtype, fp8_tensor_core=tensor_core)
-    return _close("c", c, exact, bound)
+    return _close("c", c, exact * factor, bound * factor)
 
 
 def equal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -9,6 +9,10 @@
 
 #include "cpu/loops.h"
 
+namespace mixprec {
+void bind_gemm_plan(pybind11::module_& m);  // plan_binding.cpp
+}
+
 namespace {
 
 std::vector<std::string> isa_available() {
@@ -21,7 +25,8 @@ std::vector<std::string> isa_available() {
 std::map<std::string, std::string> build_info() {
   return {{"compiler", __VERSION__},
           {"torch", MIXPREC_BUILT_WITH_TORCH},
-          {"no_cuda", MIXPREC_NO_CUDA}};  // why the CUDA kernels were not built; empty if they were
+          {"no_cuda", MIXPREC_NO_CUDA},  // why the CUDA kernels were not built; empty if they were
+          {"cuda_archs", MIXPREC_CUDA_ARCHS}};  // for which GPUs they were built
 }
 
 }  // namespace
@@ -34,4 +39,5 @@ PYBIND11_MODULE(_C, m) {
       "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
   m.def("isa_available", &isa_available, "The levels that this processor can run, lowest first.");
   m.def("build_info", &build_info, "The compiler and the torch that this library was built with.");
+  mixprec::bind_gemm_plan(m);
 }

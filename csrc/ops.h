@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -16,14 +17,18 @@ using MaybeTensor = std::optional<Tensor>;
 // x: any shape, fp32/bf16/fp16 -> fp32 []
 Tensor amax(Tensor x);
 
-// x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv [], amax []
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType dtype, MaybeTensor scale,
-                                                    bool transpose, bool power_of_two_scale);
+// x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
+// granularity), amax []
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType dtype,
+                                                            MaybeTensor scale, bool transpose,
+                                                            std::string granularity,
+                                                            bool power_of_two_scale);
 
-// data: any shape; scale_inv: fp32, one element -> data's shape
+// data: any shape; scale_inv: fp32, of any granularity -> data's shape
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType dtype);
 
-// a [M, K], b [K, N], scales one element, bias [N] -> [M, N]
+// a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
+// [ceil(M/128), ceil(K/128)], of b their transposes
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_dtype, bool fast_accum);
 
@@ -68,5 +73,10 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
                    Tensor found_inf, MaybeTensor underflow, double growth_factor,
                    double backoff_factor, int64_t growth_interval, double min_scale,
                    double max_scale, int64_t hysteresis, double grow_on_underflow);
+
+// lists of n: amax_histories [L], scales and amaxes one element, all fp32; fmt_max: n numbers
+void update_delayed_scales_(TensorList amax_histories, TensorList scales, TensorList amaxes,
+                            std::vector<double> fmt_max, int64_t margin, bool power_of_two,
+                            bool most_recent);
 
 }  // namespace mixprec::cpu

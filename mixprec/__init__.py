@@ -1,10 +1,13 @@
 """mixprec: mixed-precision training for PyTorch, from its own kernels."""
 
-from . import distributed, functional, nn, optim
+from . import distributed, filters, functional, nn, optim, scaling
+from .autocast import autocast
+from .availability import is_available, why_not
 from .checkpoint import load_checkpoint, save_checkpoint
 from .compare import compare
 from .convert import cast_parameters, convert, convert_to_float8_training
 from .formats import BF16, E4M3, E5M2, FP16, Format
+from .freeze import freeze
 from .grad_scaler import GradScaler
 from .ops import (
     amax,
@@ -18,6 +21,8 @@ from .ops import (
 from .quantized import Quantized
 from .recipes import Recipe
 from .report import Report
+from .reuse import reuse_weights
+from .scaling import update_scales
 
 __all__ = [
     "BF16",
@@ -30,22 +35,30 @@ __all__ = [
     "Recipe",
     "Report",
     "amax",
+    "autocast",
     "cast_parameters",
     "compare",
     "convert",
     "convert_to_float8_training",
     "dequantize",
     "distributed",
+    "filters",
+    "freeze",
     "functional",
     "gemm",
     "gemm_accumulate_",
+    "is_available",
     "load_checkpoint",
     "nn",
     "optim",
     "quantize",
+    "reuse_weights",
     "save_checkpoint",
+    "scaling",
     "unscale_",
+    "update_scales",
     "use_backend",
+    "why_not",
 ]
 
 __version__ = "0.1.0"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -35,52 +39,105 @@ def _is_module(op: str, model: object) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
+def _choose(
+    linears: Mapping[str, nn.Module],
+    recipe: Recipe,
+    module_filter_fn: ModuleFilter | None,
+    overrides: Mapping[str, Recipe | None],
+) -> dict[str, Recipe]:
+    """The recipe of each layer to convert, by name."""
+    keep: Callable[..., bool] = module_filter_fn or (lambda module, fqn: True)
+    takes_recipe = module_filter_fn is not None and "recipe" in _parameters(module_filter_fn)
+    chosen, passed, matched = {}, [], set()
+    for fqn, module in linears.items():
+        own: Recipe | None = recipe
+        matching = [pattern for pattern in overrides if fnmatchcase(fqn, pattern)]
+        if matching:
+            own = overrides[matching[-1]]
+        options = {"recipe": own} if takes_recipe and own is not None else {}
+        if keep(module, fqn, **options):
+            passed.append(fqn)
+            matched.update(matching)
+            if own is not None:
+                chosen[fqn] = own
+    if unmatched := [pattern for pattern in overrides if pattern not in matched]:
+        raise ValueError(
+            f"convert: overrides must match layers that are to be converted, got {unmatched}; "
+            f"there are: {', '.join(map(repr, passed)) or 'none'}"
+        )
+    return chosen
+
+
+def _parameters(function: Callable[..., object]) -> Collection[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return ()
+
+
 def convert(
     model: nn.Module,
     recipe: Recipe | str = "fp8",
     module_filter_fn: ModuleFilter | None = None,
+    overrides: Mapping[str, Recipe | str | None] | None = None,
 ) -> nn.Module:
     """Replace every nn.Linear in `model`, in place, by a mixprec.nn.Linear; return the model.
 
-    recipe: "bf16", "fp16", "fp8" or a Recipe. module_filter_fn(module, fqn) -> bool: convert only
-    where it says True; fqn is the module's path in the model ("" for the root). If the model
-    itself is an nn.Linear, its replacement is returned.
+    recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", a word of
+    another library that `Recipe.parse` knows, or a Recipe. module_filter_fn(module, fqn) -> bool:
+    convert only where it says True; fqn is the module's path in the model ("" for the root). If
+    it has a parameter `recipe`, the layer's is passed. overrides: other recipes, by patterns of
+    paths, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, with None for layers to leave alone;
+    the last pattern that matches counts. If the model itself is an nn.Linear, its replacement is
+    returned.
 
     Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
     attributes move along. A module that occurs at several places is asked about once, under its
     first path, and stays one module. Layers that are a mixprec.nn.Linear already get the new
-    recipe. Subclasses of nn.Linear are left alone: they may compute something else (the output
-    projection of nn.MultiheadAttention is one, and is never called as a module). Where a module
-    reads its linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval
-    mode without gradients, it computes as before. One INFO line on the logger "mixprec" says how
-    many layers were converted. TypeError if `model` is no module;
-    ValueError for an unknown recipe or a layer with its own forward, before anything is changed.
+    recipe; one that they have already changes nothing, scales included. Subclasses of nn.Linear
+    are left alone: they may compute something else (the output projection of
+    nn.MultiheadAttention is one, and is never called as a module). Where a module reads its
+    linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval mode
+    without gradients, it computes as before. One INFO line on the logger "mixprec" says how many
+    layers were converted, and to what.
+
+    Warns, listing what the model consists of, where there is no nn.Linear. TypeError if `model`
+    is no module; ValueError for an unknown recipe, a pattern that matches no layer to convert
+    (with the layers' names) or a layer with its own forward, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)
+    parsed = {p: None if r is None else Recipe.parse(r) for p, r in (overrides or {}).items()}
     linears = {
         fqn: module for fqn, module in model.named_modules() if type(module) in (nn.Linear, Linear)
     }
-    chosen = {
-        fqn: module
-        for fqn, module in linears.items()
-        if module_filter_fn is None or module_filter_fn(module, fqn)
-    }
+    if not linears:
+        seen = Counter(type(m).__name__ for m in model.modules())
+        listed = ", ".join(f"{count} {kind}" for kind, count in seen.most_common())
+        warnings.warn(f"convert: there is no nn.Linear to convert in: {listed}", stacklevel=2)
+    chosen = _choose(linears, recipe, module_filter_fn, parsed)
+    already = sum(getattr(linears[fqn], "recipe", None) == own for fqn, own in chosen.items())
     replacement: dict[nn.Module, nn.Module] = {
-        module: Linear.from_linear(module, recipe, name=fqn)
-        for fqn, module in chosen.items()
-        if type(module) is nn.Linear
+        linears[fqn]: Linear.from_linear(linears[fqn], own, name=fqn)
+        for fqn, own in chosen.items()
+        if type(linears[fqn]) is nn.Linear
     }
-    for fqn, module in chosen.items():
+    for fqn, own in chosen.items():
+        module = linears[fqn]
         if isinstance(module, Linear):
-            module.recipe, module.name = recipe, fqn
+            module.recipe, module.name = own, fqn
     for parent in list(model.modules()):
         # _modules, not named_children(): that one leaves out a child's second name.
         for child_name, child in list(parent._modules.items()):
             if child in replacement:
                 setattr(parent, child_name, replacement[child])
-    logger.info("convert: %d of %d linear layers set to %s", len(chosen), len(linears), recipe)
+    used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
+    words = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
+    note = f" ({already} had it already)" if already else ""
+    logger.info(
+        "convert: %d of %d linear layers set to %s%s", len(chosen), len(linears), words, note
+    )
     return replacement.get(model, model)
 
 
@@ -92,7 +149,8 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """`convert` under the name and argument order that users of torchao know.
 
-    config: a recipe name or Recipe, not a torchao config: ValueError says what is valid.
+    config: a recipe name, torchao's "tensorwise" and "rowwise" among them, or a Recipe, not a
+    torchao config object: ValueError says what is valid.
     """
     return convert(model, config, module_filter_fn)
 

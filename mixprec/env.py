@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from .ops import _backends, _library, _self_test
+from .ops import _backends, _gemm_choice, _library, _self_test
 
 # The processor features that the kernels, or torch's, choose by.
 FEATURES = (
@@ -98,8 +98,8 @@ def build() -> dict[str, Any]:
 def variants(device_type: str) -> dict[str, dict[str, Any]]:
     """Per op: the backend that tensors on `device_type` get, and why not each of the others."""
     table: dict[str, dict[str, Any]] = {}
-    tried = _backends.order(device_type)
     for name in _library.OPS:
+        tried = _backends.order(device_type, name)
         reasons = {b: _backends.why_not(name, b, device_type) for b in _backends.BACKENDS}
         uses = next((b for b in tried if reasons[b] is None), None)
         for backend in _backends.BACKENDS:
@@ -114,6 +114,19 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
             "others": {b: reason for b, reason in reasons.items() if b != uses},
         }
     return table
+
+
+def gemm_choice() -> dict[str, Any]:
+    """How gemm's variant is chosen for a call on the first GPU: the order, the measured rows."""
+    capability = _library.capability(0)
+    arch = None if capability is None else ".".join(map(str, capability))
+    rows = _gemm_choice.rows().values()
+    return {
+        "order": list(_gemm_choice.DEFAULT),
+        "arch": arch,
+        "rows": [row._asdict() for row in rows if row.arch == arch],
+        "file": str(_gemm_choice.user_file()),
+    }
 
 
 def self_test(name: str, device: str) -> dict[str, Any]:
@@ -136,6 +149,7 @@ def report() -> dict[str, Any]:
         "machine": machine(),
         "extension": extension,
         "ops": by_device,
+        "gemm": gemm_choice(),
         "self_test": tests,
         "ok": extension["loaded"] and passed,
     }
@@ -158,13 +172,14 @@ def describe(facts: dict[str, Any]) -> str:
     ]
     if extension["loaded"]:
         forced = extension["isa_forced"]
+        for_cuda = extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}"
         why = f"forced by MIXPREC_ISA={forced}" if forced else "the best that this processor runs"
         lines += [
             f"  loaded       {extension['file']}",
             f"  built with   compiler {extension['compiler']}, torch {extension['torch']}",
             f"  level in use {extension['isa']} ({why}; available: "
             f"{', '.join(extension['isa_available'])})",
-            f"  for CUDA     {extension['cuda_reason'] or 'loaded'}",
+            f"  for CUDA     {for_cuda}",
         ]
     else:
         lines += [f"  NOT LOADED   {extension['reason']}"]
@@ -175,8 +190,28 @@ def describe(facts: dict[str, Any]) -> str:
                 f"  {name:18} {row['uses'] or 'NOTHING':10} {_verdict(facts, device, name)}"
             )
         lines += _reasons(ops)
+        if device == "cuda":
+            lines += _describe_choice(facts["gemm"])
     lines += ["", "All is well." if facts["ok"] else "Something is wrong: see above."]
     return "\n".join(lines)
+
+
+def _describe_choice(choice: dict[str, Any]) -> list[str]:
+    """Which variant of gemm runs on a GPU, call by call."""
+    first = "the first that can do the call"
+    lines = [f"  gemm uses, of {', '.join(choice['order'])}, {first}; but as measured here:"]
+    for row in choice["rows"]:
+        lines.append(
+            f"    {row['family']:5} {row['size']:10} {row['backend']:8} "
+            f"{row['speedup']:.2f}x ({row['gpu']}, {row['date']})"
+        )
+    if not choice["rows"]:
+        lines[0] = f"  gemm uses, of {', '.join(choice['order'])}, {first}"
+        lines.append(
+            f"    nothing is measured for compute capability {choice['arch']}: "
+            f"python -m mixprec.bench tune measures, and writes {choice['file']}"
+        )
+    return lines
 
 
 def _verdict(facts: dict[str, Any], device: str, name: str) -> str:

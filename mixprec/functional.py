@@ -1,15 +1,16 @@
-"""linear and matmul with gradients: three GEMMs in the formats that a recipe names."""
+"""linear and matmul with gradients: three GEMMs as a recipe says."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from .formats import Format
+from . import operands
+from .operands import Delayed, Operand
 from .ops import _backends, _checks
 from .recipes import Recipe
 
@@ -40,37 +41,8 @@ def observed(callback: Observer) -> Iterator[None]:
 # public functions would do so again at every call (gemm of 8 x 32 x 16: 12 us against 6).
 
 
-class _Operand(NamedTuple):
-    """A tensor seen as a matrix and cast: data [R, C], data_t [C, R], fp32 scale_inv (FP8)."""
-
-    data: torch.Tensor
-    data_t: torch.Tensor
-    scale_inv: torch.Tensor | None
-
-
-def _cast(x: torch.Tensor, fmt: Format, recipe: Recipe, *, use_t: bool) -> _Operand:
-    """Cast x [..., C] to `fmt`. use_t: whether a GEMM will read data_t."""
-    if x.dim() == 1:
-        x = x.unsqueeze(0)
-    if fmt.bits == 16:
-        data = x.to(fmt.dtype).flatten(0, -2)  # x itself, not a copy, where its dtype is right
-        return _Operand(data, data.t(), None)
-    device = x.device.type
-    transpose = use_t and _wants_k_major(device)
-    data, data_t, scale_inv, _ = _backends.call(
-        "quantize", device, x, fmt.dtype, None, transpose, recipe.power_of_two_scale
-    )
-    data = data.flatten(0, -2)
-    return _Operand(data, data_t if transpose else data.t(), scale_inv)
-
-
-def _wants_k_major(device_type: str) -> bool:
-    """Whether the FP8 GEMM reads operands only with K contiguous in memory.
-
-    FP8 tensor cores do, and K is another dimension in the backward GEMMs than in the forward one:
-    there `quantize` writes the transposed copy in the same pass. A CPU kernel reads any strides.
-    """
-    return device_type == "cuda"
+def _t(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.t()
 
 
 def _gemm(
@@ -83,13 +55,17 @@ def _gemm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if _observer is not None:
-        a_format, b_format = getattr(ctx.recipe, kind)
-        _observer(kind, ctx.name, a_format.name, b_format.name)
-    fast_accum = False
+    _observe(kind, ctx)
+    fast_accum = kind in ctx.recipe.fast_accum
     return _backends.call(
         "gemm", a.device.type, a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum
     )
+
+
+def _observe(kind: str, ctx: Any) -> None:
+    if _observer is not None:
+        a_format, b_format = getattr(ctx.recipe, kind)
+        _observer(kind, ctx.name, a_format.name, b_format.name)
 
 
 class _Linear(torch.autograd.Function):
@@ -101,6 +77,14 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        amax: torch.Tensor | None,
+        grad_amax: torch.Tensor | None,
+        w_data: torch.Tensor | None,
+        w_data_t: torch.Tensor | None,
+        w_scale_inv: torch.Tensor | None,
+        w_scale_inv_t: torch.Tensor | None,
         recipe: Recipe,
         out_dtype: torch.dtype,
         name: str,
@@ -109,39 +93,57 @@ class _Linear(torch.autograd.Function):
         ctx.recipe, ctx.name = recipe, name
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        # Not saved tensors, which nothing may write before backward is over: these are written.
+        ctx.scale, ctx.amax, ctx.grad_amax, ctx.main_grad = scale, amax, grad_amax, main_grad
+        delayed = None if scale is None else Delayed(scale, amax, grad_amax)  # type: ignore[arg-type]
         # Each backward GEMM saves only what it multiplies with: w for grad_input, x for
-        # grad_weight. Both contract over another dimension than the forward: their data_t.
+        # grad_weight. Both sum over another dimension than the forward: they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
-        qx = _cast(x, recipe.x, recipe, use_t=need_w and grad_enabled)
-        qw = _cast(weight, recipe.w, recipe, use_t=need_x and grad_enabled)
-        saved_x = (qx.data_t, qx.scale_inv) if need_w else (None, None)
-        saved_w = (qw.data_t, qw.scale_inv) if need_x else (None, None)
+        qx = operands.cast(
+            x, "x", recipe, delayed, use_t=need_w and grad_enabled, record=grad_enabled
+        )
+        if w_data is None:
+            use_t = need_x and grad_enabled
+            qw = operands.cast(weight, "w", recipe, delayed, use_t=use_t, record=grad_enabled)
+        else:
+            qw = Operand(w_data, w_data_t, w_scale_inv, w_scale_inv_t)
+        saved_x = (qx.data_t, qx.scale_inv_t) if need_w else (None, None)
+        saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w)
         if bias is not None and bias.dtype == torch.float64:
             bias = bias.float()
-        b = qw.data.t()
-        y = _gemm("forward", ctx, qx.data, b, qx.scale_inv, qw.scale_inv, out_dtype, bias)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        b, b_scale_inv = qw.data.t(), _t(qw.scale_inv)
+        y = _gemm("forward", ctx, qx.data, b, qx.scale_inv, b_scale_inv, out_dtype, bias)
+        # Not a view, which autograd would not let anyone write to (nn.ReLU(inplace=True) would).
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors  # [K, M], [], [K, N], []
+        x_t, x_inv_t, w_t, w_inv_t = ctx.saved_tensors  # x_t [K, M], w_t [K, N]
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
-            qg = _cast(g, ctx.recipe.g, ctx.recipe, use_t=need_w)
+            delayed = None if ctx.scale is None else Delayed(ctx.scale, ctx.amax, ctx.grad_amax)
+            qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w)
         if need_x:
-            b = w_t.t()
-            grad_x = _gemm("grad_input", ctx, qg.data, b, qg.scale_inv, w_scale_inv, ctx.x_dtype)
+            b, b_inv = w_t.t(), _t(w_inv_t)
+            grad_x = _gemm("grad_input", ctx, qg.data, b, qg.scale_inv, b_inv, ctx.x_dtype)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
-            b = x_t.t()
-            grad_w = _gemm("grad_weight", ctx, qg.data_t, b, qg.scale_inv, x_scale_inv, ctx.w_dtype)
+            a, a_inv, b, b_inv = qg.data_t, qg.scale_inv_t, x_t.t(), _t(x_inv_t)
+            assert a is not None, "use_t"
+            if ctx.main_grad is None:
+                grad_w = _gemm("grad_weight", ctx, a, b, a_inv, b_inv, ctx.w_dtype)
+            else:
+                _observe("grad_weight", ctx)
+                acc = ctx.main_grad
+                _backends.call("gemm_accumulate_", a.device.type, acc, a, b, a_inv, b_inv)
+                _checks.mutated(acc)
         if need_bias:
             rows = g.unsqueeze(0) if g.dim() == 1 else g.flatten(0, -2)
             grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, None, None, None, None
+        return grad_x, grad_w, grad_bias, *[None] * 12
 
 
 def _check(
@@ -168,6 +170,18 @@ def _check(
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
 
 
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Where to add the weight's gradient, if the weight says so and has no other."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not weight.requires_grad or weight.grad is not None:
+        return None
+    _checks.is_tensor("linear", "weight.main_grad", main_grad)
+    _checks.has_dtype("linear", "weight.main_grad", main_grad, (torch.float32,))
+    _checks.has_shape("linear", "weight.main_grad", main_grad, weight.shape, "weight's shape")
+    _checks.on_device("linear", "weight.main_grad", main_grad, weight.device, "weight")
+    return main_grad
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -176,16 +190,20 @@ def linear(
     recipe: Recipe | str = "fp8",
     out_dtype: torch.dtype | None = None,
     name: str = "",
+    delayed: Delayed | None = None,
+    quantized_weight: Operand | None = None,
 ) -> torch.Tensor:
     """Return y = q(x) @ q(weight)^T + bias, [..., N], with gradients computed the same way.
 
     x: [..., K], one or more dimensions, any strides; weight: [N, K]; both fp32, bf16 or fp16.
-    bias: [N], fp32, bf16, fp16 or fp64. recipe: "bf16", "fp16", "fp8" or a Recipe, which says
-    what q is for x, weight and the incoming gradient g. out_dtype: fp32, bf16 or fp16; None takes
-    x's. name: handed to `observed`.
+    bias: [N], fp32, bf16, fp16 or fp64. recipe: a name ("bf16", "fp16", "fp8", "fp8-rowwise",
+    "fp8-block", ...) or a Recipe, which says what q is for x, weight and the incoming gradient g.
+    out_dtype: fp32, bf16 or fp16; None takes x's. name: handed to `observed`. delayed: the state
+    of a recipe with delayed scaling, which mixprec.nn.Linear keeps. quantized_weight: what
+    `operands.cast(weight, "w", recipe, delayed, use_t=True)` returned for this very weight.
 
         grad of x      = q(g) @ q(weight)    in x's dtype
-        grad of weight = q(g)^T @ q(x)       in weight's dtype
+        grad of weight = q(g)^T @ q(x)       in weight's dtype, or added to weight.main_grad
         grad of bias   = sum of g over rows  in bias's dtype
 
     Sums are FP32 and each result is rounded once. What is saved for backward is q(x) and
@@ -194,12 +212,25 @@ def linear(
     weight or g come out as Inf or NaN in what is computed from them, never as a large finite
     value. There is no second derivative: RuntimeError when one is asked for. TypeError or
     ValueError names an argument that does not fit.
+
+    A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
+    there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.
     """
     recipe = Recipe.parse(recipe)
     if out_dtype is None and isinstance(x, torch.Tensor):
         out_dtype = x.dtype
     _check("linear", x, weight, bias, out_dtype)
-    return _Linear.apply(x, weight, bias, recipe, out_dtype, name, torch.is_grad_enabled())
+    if recipe.is_delayed and delayed is None:
+        raise ValueError(
+            f"linear: recipe {recipe.name} has delayed scaling, whose state must be given as "
+            "`delayed`: use mixprec.nn.Linear, which keeps it"
+        )
+    return _Linear.apply(
+        *(x, weight, bias, _main_grad(weight)),
+        *(delayed if recipe.is_delayed and delayed is not None else (None, None, None)),
+        *(quantized_weight or (None, None, None, None)),
+        *(recipe, out_dtype, name, torch.is_grad_enabled()),
+    )
 
 
 def matmul(

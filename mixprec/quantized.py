@@ -12,9 +12,10 @@ from .formats import Format
 class Quantized(NamedTuple):
     """x ~ data * scale_inv, as returned by `mixprec.quantize`.
 
-    data: x's shape, contiguous, dtype fmt.dtype. scale_inv: fp32 [] (1 / scale).
-    amax: fp32 [], max |x| before scaling. data_t: [K, M] contiguous, the transpose of data seen
-    as [M, K] (leading dimensions flattened), or None. scale_inv_t: the scales of data_t.
+    data: x's shape, contiguous, dtype fmt.dtype. scale_inv: fp32, 1 / scale of each block, in the
+    shape that `mixprec.quantize` lists for the granularity. amax: fp32 [], max |x| before scaling.
+    data_t: [K, M] contiguous, x^T quantized (leading dimensions flattened), or None. scale_inv_t:
+    the scales of data_t; None for "tensor", where they are scale_inv.
     """
 
     data: torch.Tensor
@@ -34,11 +35,30 @@ class Quantized(NamedTuple):
         return self.data.device
 
     def t(self) -> Quantized:
-        """The transpose of a 2-D Quantized: data_t where it was made, else a strided view."""
+        """The transpose of a 2-D Quantized, the same values: the operand b of x @ w^T, from w.
+
+        Where data_t holds the same codes ("tensor" and "block128x128") it is data_t, else a
+        strided view; the scales are transposed too.
+        """
         if self.data.dim() != 2:
             raise ValueError(f"Quantized.t: data must be 2-D, got shape {tuple(self.data.shape)}")
-        flipped = self.data.t() if self.data_t is None else self.data_t
-        scale_inv = self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
-        return Quantized(
-            flipped, scale_inv, self.amax, self.data, self.scale_inv, self.fmt, self.granularity
+        one = self.scale_inv.dim() < 2
+        scale_inv = self.scale_inv if one else self.scale_inv.t()
+        if self.data_t is None or self.granularity not in ("tensor", "block128x128"):
+            return self._replace(
+                data=self.data.t(), scale_inv=scale_inv, data_t=None, scale_inv_t=None
+            )
+        scale_inv_t = None if one else self.scale_inv
+        return self._replace(
+            data=self.data_t, scale_inv=scale_inv, data_t=self.data, scale_inv_t=scale_inv_t
         )
+
+    def transposed(self) -> Quantized:
+        """x^T as it was quantized by its own rows and blocks: data_t with its scales.
+
+        ValueError where `quantize` was called without transpose=True.
+        """
+        if self.data_t is None:
+            raise ValueError("Quantized.transposed: data_t must be there: quantize(transpose=True)")
+        scale_inv = self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
+        return self._replace(data=self.data_t, scale_inv=scale_inv, data_t=None, scale_inv_t=None)

@@ -1,28 +1,49 @@
-"""Recipe: which number format each operand of a linear layer's three GEMMs is cast to."""
+"""Recipe: how each operand of a linear layer's three GEMMs is cast, and what its scale is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from . import formats
+from . import _recipe_words, formats
 from .formats import BF16, E4M3, E5M2, FP16, Format
+
+GEMMS = ("forward", "grad_input", "grad_weight")
+GRANULARITIES = ("tensor", "row", "block1x128", "block128x128")
+SCALINGS = ("current", "delayed")
+AMAX_OF = ("max", "most_recent")
+ROLES = ("x", "w", "g")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The formats of activation x, weight w and incoming gradient g, hence of every GEMM.
+    """The formats and scales of activation x, weight w and incoming gradient g.
 
         forward      y           = x @ w^T      operands x, w
         grad_input   grad of x   = g @ w        operands g, w
         grad_weight  grad of w   = g^T @ x      operands g, x
 
     x, w, g: a Format, its name or its torch dtype; all FP8 (in any mix), all fp16 or all bf16.
-    FP8 operands are cast with current scaling, one scale per tensor, rounded down to a power of
-    two unless power_of_two_scale is False; 16-bit operands are cast as IEEE 754 says, unscaled.
-    Accumulation is FP32 in every recipe. ValueError if the formats cannot be multiplied.
+    16-bit operands are cast as IEEE 754 says and have no scale, so the rest is for FP8:
+
+    x_granularity, w_granularity, g_granularity: what shares one scale: "tensor", all of it; "row",
+    a row; "block1x128", 128 elements of a row; "block128x128". Rows and blocks lie along the
+    dimension that the GEMM sums over, so an operand of two GEMMs is quantized for each, both times
+    from the unquantized tensor. Seen in memory, x and g are [M, features] and w [N, K].
+    scaling: "current", from the amax of the tensor at hand, or "delayed", one scale per tensor,
+    from the amax of earlier steps (`mixprec.update_scales`). history: how many steps count, this
+    one included (16); amax_of: "max" of these, or the "most_recent". margin: delayed scales are
+    divided by 2^margin. power_of_two_scale: round scales down to a power of two, which makes
+    scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the shorter accumulator
+    of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every recipe.
+
+    ValueError, listing what is valid, for settings that do not exist or contradict each other.
 
     Sources: Mixed Precision Training (Micikevicius et al., 2018) for "fp16"; FP8 Formats for Deep
-    Learning (Micikevicius et al., 2022) for E4M3 values with E5M2 gradients, "fp8".
+    Learning (Micikevicius et al., 2022) for E4M3 values with E5M2 gradients, "fp8" and
+    "fp8-delayed"; E4M3 for all where scales are finer, "fp8-rowwise", as in torchao, and
+    "fp8-block", as in the DeepSeek-V3 report (2024).
     """
 
     name: str
@@ -30,17 +51,93 @@ class Recipe:
     w: Format
     g: Format
     power_of_two_scale: bool = True
+    x_granularity: str = "tensor"
+    w_granularity: str = "tensor"
+    g_granularity: str = "tensor"
+    scaling: str = "current"
+    history: int | None = None
+    amax_of: str | None = None
+    margin: int = 0
+    fast_accum: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for role in ("x", "w", "g"):
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(
+                f"Recipe: name must be a string that says something, got {self.name!r}"
+            )
+        for role in ROLES:
             parsed = formats.parse(getattr(self, role), who=f"Recipe: {role}")
-            object.__setattr__(self, role, parsed)  # the way to normalise a field when frozen
-        all_fp8 = all(f.bits == 8 for f in (self.x, self.w, self.g))
-        if not all_fp8 and not self.x == self.w == self.g:
+            self._set(role, parsed)
+            self._one_of(f"{role}_granularity", GRANULARITIES)
+        self._one_of("scaling", SCALINGS)
+        self._is("power_of_two_scale", isinstance(self.power_of_two_scale, bool), "True or False")
+        gemms = self.fast_accum
+        gemms = {True: GEMMS, False: ()}[gemms] if isinstance(gemms, bool) else gemms
+        listed = not isinstance(gemms, str) and isinstance(gemms, Iterable)
+        valid = listed and set(gemms) <= set(GEMMS)
+        self._is("fast_accum", valid, f"True, False or some of {GEMMS}")
+        self._set("fast_accum", tuple(kind for kind in GEMMS if kind in gemms))
+        self._check_formats()
+        self._check_delayed()
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)  # the way to normalise a field when frozen
+
+    def _is(self, field: str, valid: bool, meaning: str) -> None:
+        if not valid:
+            got = getattr(self, field)
+            raise ValueError(f"Recipe {self.name}: {field} must be {meaning}, got {got!r}")
+
+    def _one_of(self, field: str, valid: tuple[str, ...]) -> None:
+        self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
+
+    def _check_formats(self) -> None:
+        if self.is_fp8:
+            return
+        if not self.x == self.w == self.g:
             raise ValueError(
                 f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, "
                 f"got x {self.x}, w {self.w}, g {self.g}"
             )
+        for field in fields(self)[4:]:
+            given = getattr(self, field.name)
+            self._is(
+                field.name,
+                given == field.default,
+                f"{field.default!r}: {self.x} operands have no scale (FP8 formats: e4m3, e5m2)",
+            )
+
+    def _check_delayed(self) -> None:
+        """What only delayed scaling has: nothing of it may be given without."""
+        if self.scaling == "current":
+            for field, nothing in (("history", None), ("amax_of", None), ("margin", 0)):
+                given = getattr(self, field)
+                self._is(field, given == nothing, f"{nothing} unless scaling is 'delayed'")
+            return
+        for role in ROLES:
+            field = f"{role}_granularity"
+            per_tensor = getattr(self, field) == "tensor"
+            self._is(field, per_tensor, "'tensor', the only one that delayed scaling has")
+        if self.history is None:
+            self._set("history", 16)
+        if self.amax_of is None:
+            self._set("amax_of", "max")
+        self._one_of("amax_of", AMAX_OF)
+        length = self.history
+        whole = isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        self._is("history", whole, "an int of 1 or more")
+        whole = isinstance(self.margin, int) and not isinstance(self.margin, bool)
+        self._is("margin", whole and -64 <= self.margin <= 64, "an int between -64 and 64")
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the operands are FP8, and so have scales."""
+        return all(f.bits == 8 for f in (self.x, self.w, self.g))
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its layers keep a history of amax, which `mixprec.update_scales` rolls."""
+        return self.scaling == "delayed"
 
     @property
     def forward(self) -> tuple[Format, Format]:
@@ -64,20 +161,55 @@ class Recipe:
         return self.g == FP16
 
     def __str__(self) -> str:
-        if self.x == self.w == self.g and self.name == self.x.name:
-            return self.name
-        return f"{self.name}: x {self.x}, w {self.w}, g {self.g}"
+        if not self.is_fp8:
+            return self.name if self.name == self.x.name else f"{self.name}: {self.x}"
+        roles = (f"{r} {getattr(self, r)}/{getattr(self, f'{r}_granularity')}" for r in ROLES)
+        words = [f"{self.name}: {', '.join(roles)}"]
+        if self.is_delayed:
+            words.append(f"delayed({self.history},{self.amax_of})")
+        words += [f"margin {self.margin}"] if self.margin else []
+        words += [] if self.power_of_two_scale else ["any scale"]
+        words += [f"fast_accum({','.join(self.fast_accum)})"] if self.fast_accum else []
+        return ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, as strings, numbers and lists: for JSON and for checkpoints."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {role: values[role].name for role in ROLES}
+        return {**values, "fast_accum": list(self.fast_accum), "version": 1}
+
+    @staticmethod
+    def from_dict(settings: Mapping[str, Any]) -> Recipe:
+        """The recipe that `to_dict` described; ValueError naming what is missing or unknown."""
+        known = [field.name for field in fields(Recipe)]
+        given = dict(settings)
+        if (version := given.pop("version", 1)) != 1:
+            raise ValueError(f"Recipe.from_dict: version must be 1, got {version!r}")
+        unknown, missing = given.keys() - known, {"name", *ROLES} - given.keys()
+        if unknown or missing:
+            raise ValueError(
+                f"Recipe.from_dict: settings must be some of {', '.join(known)}, with name, x, w "
+                f"and g; unknown: {sorted(unknown)}, missing: {sorted(missing)}"
+            )
+        return Recipe(**given)
 
     @staticmethod
     def parse(recipe: Recipe | str) -> Recipe:
-        """Return `recipe` itself, or the one of that name; ValueError listing the names if none."""
+        """Return `recipe` itself, or the one that a name or an alias stands for.
+
+        Names: those of `RECIPES`. Aliases: the words of Keras ("mixed_bfloat16"), of jmp
+        ("params=float32,compute=bfloat16,output=float32"), of torchao and of Transformer Engine;
+        all in `mixprec._recipe_words`, upper or lower case. ValueError lists the names, or says
+        why a recipe of others is none of these.
+        """
         if isinstance(recipe, Recipe):
             return recipe
-        found = RECIPES.get(recipe.lower()) if isinstance(recipe, str) else None
-        if found is None:
-            names = ", ".join(f'"{name}"' for name in RECIPES)
-            raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")
-        return found
+        if isinstance(recipe, str):
+            word = recipe.strip().lower()
+            if found := RECIPES.get(_recipe_words.name_of(word)):
+                return found
+        names = ", ".join(f'"{name}"' for name in RECIPES)
+        raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")
 
 
 RECIPES: dict[str, Recipe] = {
@@ -86,5 +218,18 @@ RECIPES: dict[str, Recipe] = {
         Recipe("bf16", BF16, BF16, BF16),
         Recipe("fp16", FP16, FP16, FP16),
         Recipe("fp8", E4M3, E4M3, E5M2),
+        Recipe("fp8-delayed", E4M3, E4M3, E5M2, scaling="delayed"),
+        Recipe(
+            *("fp8-rowwise", E4M3, E4M3, E4M3),
+            x_granularity="row",
+            w_granularity="row",
+            g_granularity="row",
+        ),
+        Recipe(
+            *("fp8-block", E4M3, E4M3, E4M3),
+            x_granularity="block1x128",
+            w_granularity="block128x128",
+            g_granularity="block1x128",
+        ),
     )
 }

@@ -22,14 +22,21 @@ PACKAGE = ROOT / "mixprec"
 ROWS: tuple[tuple[str, ...], ...] = (
     ("formats", "_atomic"),
     ("quantized",),
-    ("ops._library", "ops._checks", "ops._rounding"),
-    ("ops._self_test", "ops._step"),
+    (
+        "ops._library",
+        "ops._checks",
+        "ops._granularity",
+        "ops._rounding",
+        "ops._arch",
+        "ops.gemm_rows",
+    ),
+    ("ops._self_test", "ops._step", "ops._gemm_scales", "ops._gemm_vendor", "ops._gemm_choice"),
     ("ops._backends",),
     ("ops.*",),
     ("ops",),
     ("recipes", "scaling", "_gradients", "_lagged", "_scaler_rules"),
-    ("functional", "grad_report", "distributed", "_scaler_optimizers"),
-    ("nn", "optim", "grad_scaler"),
+    ("functional", "grad_report", "distributed", "_scaler_optimizers", "_region"),
+    ("nn", "optim", "grad_scaler", "autocast"),
     ("convert", "filters", "checkpoint"),
     ("_plot",),
     ("report",),
@@ -39,7 +46,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "stats", "env")
+LEAVES = ("testing", "stats", "env", "freeze", "availability")
 # Between ops, only these: helpers of the reference, and one list of dtypes.
 SIDEWAYS = {
     ("ops.quantize", "ops.amax", "amax_reference"),

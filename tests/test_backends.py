@@ -9,7 +9,28 @@ import torch
 
 import mixprec
 from mixprec import ops
-from mixprec.ops import _backends, _library
+from mixprec.ops import _arch, _backends, _library
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing is chosen, compared or logged yet."""
+    for name, empty in (("_chosen", {}), ("_able", {}), ("_ready", {}), ("_logged", set())):
+        monkeypatch.setattr(_backends, name, empty)
+    return monkeypatch
+
+
+@pytest.fixture
+def gpu(fresh: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As on a GPU of compute capability 9.0 with everything built. The tensors are on the CPU, and
+    what is chosen for them is looked at, not run."""
+    fresh.setattr(_library, "TRITON_ERROR", None)
+    fresh.setattr(_library, "CUDA_ERROR", None)
+    fresh.setattr(_library, "CUDA_ARCHS", "8.0;9.0a;12.0+PTX")
+    fresh.setattr(_library, "has_cuda_kernel", lambda op: True)
+    fresh.setattr(_library, "TRITON", {**_library.TRITON, "gemm": "gemm"})
+    fresh.setattr(_library, "capability", lambda index: (9, 0))
+    return fresh
 
 
 def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
@@ -29,7 +50,9 @@ def test_every_op_has_its_variants() -> None:
     for op in _library.OPS:
         kernel = getattr(torch.ops.mixprec, op).default
         written = str(kernel._schema).split("(", 1)[1]
-        for variant in ("reference", *(["triton"] if op in _library.TRITON else [])):
+        triton = ["triton"] if op in _library.TRITON else []
+        vendor = ["vendor"] if _library.has_vendor_kernel(op) else []
+        for variant in ("reference", *triton, *vendor):
             other = getattr(torch.ops.mixprec, _library.variant_name(op, variant)).default
             assert str(other._schema).split("(", 1)[1] == written, "the signatures differ"
         mutates = op.endswith("_")
@@ -45,15 +68,14 @@ def test_variant_names() -> None:
     assert _library.variant_name("unscale_", "reference") == "unscale_reference_"
 
 
-def test_use_backend_runs_that_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_backend_runs_that_variant(fresh: pytest.MonkeyPatch) -> None:
     calls = []
 
     def spy(name: str) -> object:
         calls.append(name)
         return getattr(torch.ops.mixprec, name).default
 
-    monkeypatch.setattr(_library, "op_handle", spy)
-    monkeypatch.setattr(_backends, "_chosen", {})
+    fresh.setattr(_library, "op_handle", spy)
     x = torch.ones(3)
     mixprec.amax(x)
     with mixprec.use_backend("reference"):
@@ -85,11 +107,10 @@ def test_unknown_backend(backend: object) -> None:
     assert "unknown backend" in reason
 
 
-def test_missing_build_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_build_is_an_error_with_the_command(fresh: pytest.MonkeyPatch) -> None:
     """No silent slow path: without the kernels, the first op says how to build them."""
     why = f"mixprec._C is not built: run: {_library.INSTALL}"
-    monkeypatch.setattr(_library, "LOAD_ERROR", why)
-    monkeypatch.setattr(_backends, "_chosen", {})
+    fresh.setattr(_library, "LOAD_ERROR", why)
     with pytest.raises(RuntimeError, match=r"^amax: no backend can run on cpu.*cpp: .*pip install"):
         mixprec.amax(torch.ones(2))
     with mixprec.use_backend("reference"):
@@ -104,33 +125,32 @@ def test_forced_backend_that_cannot_run_says_why() -> None:
         _backends.choose("amax", "cuda")
 
 
-def test_on_a_gpu_cuda_comes_first_then_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_cuda_comes_first_then_triton(gpu: pytest.MonkeyPatch) -> None:
     """Where one cannot run the next does, and the reason is given."""
-    monkeypatch.setattr(_library, "TRITON_ERROR", None)
-    monkeypatch.setattr(_library, "CUDA_ERROR", None)
-    monkeypatch.setattr(_library, "has_cuda_kernel", lambda op: op == "amax")
+    gpu.setattr(_library, "has_cuda_kernel", lambda op: op == "amax")
     assert _backends.order("cuda") == ("cuda", "triton", "reference")
     assert _backends.chosen_backend("amax", "cuda") == "cuda"
     assert _backends.chosen_backend("quantize", "cuda") == "triton"
-    assert _backends.chosen_backend("gemm", "cuda") == "reference"
     assert _backends.why_not("gemm", "cuda", "cuda") == "it has no CUDA kernel"
+    assert _backends.why_not("amax", "vendor", "cuda") == "torch has no kernel for the same job"
+    gpu.delitem(_library.TRITON, "amax")
     with mixprec.use_backend("triton"):
         for op in _library.TRITON:
             assert _backends.chosen_backend(op, "cuda") == "triton"
-        with pytest.raises(RuntimeError, match=r"^gemm: .*triton: it has no Triton kernel"):
-            _backends.choose("gemm", "cuda")
-    for backend in ("triton", "cuda"):
-        reason = _backends.why_not("amax", backend, "cpu")
+        with pytest.raises(RuntimeError, match=r"^amax: .*triton: it has no Triton kernel"):
+            _backends.choose("amax", "cuda")
+    for backend in ("triton", "cuda", "vendor"):
+        reason = _backends.why_not("gemm", backend, "cpu")
         assert reason is not None
         assert reason.endswith("kernels run on cuda tensors, not cpu")
-    monkeypatch.setattr(_library, "TRITON_ERROR", "triton is not installed: pip install triton")
-    monkeypatch.setattr(_library, "CUDA_ERROR", "they were not built: no nvcc")
-    assert _backends.chosen_backend("amax", "cuda") == "reference"
+    gpu.setattr(_library, "TRITON_ERROR", "triton is not installed: pip install triton")
+    gpu.setattr(_library, "CUDA_ERROR", "they were not built: no nvcc")
+    assert _backends.chosen_backend("quantize", "cuda") == "reference"
     with (
         mixprec.use_backend("triton"),
-        pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*pip install triton"),
+        pytest.raises(RuntimeError, match=r"^quantize: no backend can run .*pip install triton"),
     ):
-        _backends.choose("amax", "cuda")
+        _backends.choose("quantize", "cuda")
     with (
         mixprec.use_backend("cuda"),
         pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*cuda: .*no nvcc"),
@@ -138,34 +158,95 @@ def test_on_a_gpu_cuda_comes_first_then_triton(monkeypatch: pytest.MonkeyPatch) 
         _backends.choose("amax", "cuda")
 
 
-def test_a_gpu_kernel_is_compared_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Played on the CPU: `call` on device type "cuda" looks at cpu tensors here."""
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (8, 0), True),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (8, 7), True),  # code for 8.6
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (9, 0), True),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (10, 3), True),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (7, 5), False),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (11, 0), False),  # the code for later ones is of 12.0
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (13, 1), True),
+        ("9.0a", (9, 0), True),
+        ("9.0a", (10, 0), False),
+        ("9.0a+PTX", (10, 0), False),
+        ("8.6", (8, 0), False),
+        ("8.0+PTX", (9, 0), True),
+        ("10.0f", (10, 3), True),
+        ("10.0f", (12, 0), False),
+        ("7.0 7.5", (7, 5), True),  # torch takes spaces too
+        ("Hopper", (8, 0), True),  # a name that only torch knows: nothing is refused
+        ("", (5, 0), True),
+    ],
+)
+def test_which_gpus_a_build_is_for(archs: str, capability: tuple[int, int], runs: bool) -> None:
+    reason = _arch.why_not(archs, capability)
+    assert (reason is None) is runs
+    if reason is not None:
+        assert reason.startswith("the CUDA kernels were built for ")
+        assert f"this GPU is {capability[0]}.{capability[1]};" in reason
+
+
+def test_a_gpu_that_the_build_is_not_for_falls_to_triton(gpu: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (9, 0), 1: (7, 5)}
+    gpu.setattr(_library, "capability", capabilities.__getitem__)
+    assert _backends.chosen_backend("amax", "cuda", 0) == "cuda"
+    assert _backends.chosen_backend("amax", "cuda", 1) == "triton"
+    reason = _backends.why_not("amax", "cuda", "cuda", 1)
+    assert reason is not None
+    assert "built for 8.0, 9.0a, 12.0+PTX, and this GPU is 7.5" in reason
+    gpu.setattr(_library, "capability", lambda index: None)  # torch sees no GPU: nothing to refuse
+    assert _backends.chosen_backend("amax", "cuda", 1) == "cuda"
+
+
+class OnGpu:
+    """Stands for a tensor on GPU `index`: choosing looks at nothing else of these arguments."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def test_a_gpu_kernel_is_compared_before_its_first_use(gpu: pytest.MonkeyPatch) -> None:
+    """Once per kernel and GPU: what one GPU gets right another need not."""
     asked = []
 
-    def right(name: str, op: object, device: str) -> dict:
+    def right(name: str, op: object, device: str, skip: object) -> dict:
+        assert skip is None
         asked.append((name, device))
         return {"ok": name == "amax", "worst": 0.5, "reason": None}
 
-    monkeypatch.setattr(_library, "CUDA_ERROR", None)
-    monkeypatch.setattr(_library, "has_cuda_kernel", lambda op: True)
-    monkeypatch.setattr(_backends, "_can_compare", lambda: True)
-    monkeypatch.setattr(_backends._self_test, "compare", right)
-    monkeypatch.setattr(_backends, "_chosen", {})
-    monkeypatch.setattr(_backends, "_compared", set())
-    monkeypatch.setattr(_backends, "_can_compare", lambda: False)
-    _backends.choose("amax", "cuda")
+    gpu.setattr(_backends._self_test, "compare", right)
+    gpu.setattr(_library, "device_index", lambda args: args[0].index)
+    gpu.setattr(_backends, "_can_compare", lambda: False)
+    one, other = (OnGpu(0),), (OnGpu(1),)
+    _backends.choose("amax", "cuda", one)
     assert not asked, "while tracing, say"
-    monkeypatch.setattr(_backends, "_can_compare", lambda: True)
+    gpu.setattr(_backends, "_can_compare", lambda: True)
     for _ in range(2):
-        _backends.choose("amax", "cuda")
+        _backends.choose("amax", "cuda", one)
         with mixprec.use_backend("cuda"):
-            _backends.choose("amax", "cuda")
-    assert asked == [("amax", "cuda")], "once, and not forgotten because tracing came first"
+            _backends.choose("amax", "cuda", one)
+    assert asked == [("amax", "cuda:0")], "once, and not forgotten because tracing came first"
+    for _ in range(2):
+        _backends.choose("amax", "cuda", other)
+    assert asked == [("amax", "cuda:0"), ("amax", "cuda:1")]
     for _ in range(2):  # and no silent stand-in the second time
         with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
-            _backends.choose("quantize", "cuda")
+            _backends.choose("quantize", "cuda", one)
     with mixprec.use_backend("reference"):
-        _backends.choose("quantize", "cuda")
+        _backends.choose("quantize", "cuda", one)
+
+
+def test_the_device_of_a_call() -> None:
+    x = torch.ones(2)
+    assert _library.device_index((x,)) == 0
+    assert _library.device_index(()) == 0
+    assert _library.device_index((None, 1.0, [torch.empty(2, device="meta")])) == 0
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        there = torch.empty(2, device="meta")
+    assert _library.device_index(([there], x)) == 0
+    assert _library.capability(0) is None or torch.cuda.is_available()
 
 
 def test_nothing_is_compared_while_values_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,17 +272,16 @@ def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
 
 
 def test_a_reference_that_was_not_asked_for_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_backends, "_chosen", {})
-    monkeypatch.setattr(_backends, "_ORDER", {"cuda": ("reference",)})
+    fresh.setattr(_backends, "_ORDER", {"cuda": ("reference",)})
     with caplog.at_level(logging.WARNING, "mixprec"):
         for _ in range(3):
             _backends.choose("amax", "cuda")
         assert [r.getMessage().split()[0] for r in caplog.records] == ["amax"]
         caplog.clear()
         with mixprec.use_backend("reference"):
-            _backends.choose("amax", "cuda")
+            _backends.choose("quantize", "cuda")
         assert not caplog.records, "no warning where it was asked for"
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from mixprec.convert import NORMS, cast_parameters, convert, convert_to_float8_training
 from mixprec.nn import Linear
 from mixprec.recipes import RECIPES, Recipe
+from mixprec.scaling import SAVED
 
 NAMES = tuple(RECIPES)
 
@@ -59,7 +60,7 @@ def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe)
     before, keys = snapshot(model), list(model.state_dict())
     assert convert(model, recipe) is model
     assert snapshot(model) == before
-    assert list(model.state_dict()) == keys
+    assert [key for key in model.state_dict() if not key.endswith(SAVED)] == keys
     linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert list(linears) == [
         "blocks.0.up",
@@ -123,7 +124,8 @@ def test_subclasses_are_left_alone() -> None:
     model = nn.ModuleDict({"own": Own(4, 4), "ours": OwnOfOurs(4, 4, recipe="bf16")})
     model["attention"] = nn.MultiheadAttention(4, 2)
     types = {fqn: type(m) for fqn, m in model.named_modules()}
-    convert(model, "fp8")
+    with pytest.warns(UserWarning, match="there is no nn.Linear to convert"):
+        convert(model, "fp8")
     assert {fqn: type(m) for fqn, m in model.named_modules()} == types
     assert model["ours"].recipe.name == "bf16"
 
@@ -158,7 +160,8 @@ def test_one_log_line_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mixprec"):
         convert(Tied(), "fp8", lambda module, fqn: "blocks" in fqn)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("convert")]
-    assert lines == ["convert: 4 of 5 linear layers set to fp8: x e4m3, w e4m3, g e5m2"]
+    fp8 = "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
+    assert lines == [f"convert: 4 of 5 linear layers set to {fp8}"]
 
 
 def test_convert_refuses_before_it_changes_anything() -> None:
@@ -167,10 +170,67 @@ def test_convert_refuses_before_it_changes_anything() -> None:
     with pytest.raises(ValueError, match="1 has its own forward"):
         convert(model, "fp8")
     assert type(model[0]) is nn.Linear
-    with pytest.raises(ValueError, match=r"recipe must be .* got 'fp8-delayed'"):
-        convert(model, "fp8-delayed")
+    with pytest.raises(ValueError, match=r"recipe must be .* got 'fp9'"):
+        convert(model, "fp9")
+    with pytest.raises(ValueError, match=r"recipe must be .* got 'fp9'"):
+        convert(model, "fp8", overrides={"0": "fp9"})
     with pytest.raises(TypeError, match=r"convert: model must be a torch.nn.Module, got list"):
         convert([nn.Linear(4, 4)], "fp8")
+
+
+def test_converting_twice_changes_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = convert(Block(), "fp8-delayed")
+    model.up.scale.fill_(8.0)
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        convert(model, "fp8-delayed")
+    assert caplog.records[-1].getMessage().endswith("delayed(16,max) (2 had it already)")
+    assert model.up.scale.tolist() == [8.0] * 3
+
+
+def test_overrides_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    rows = Recipe.parse("fp8-rowwise")
+    model = Tied()
+    overrides = {"blocks.0.*": "bf16", "*.down": rows, "head": None}
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        convert(model, "fp8", overrides=overrides)
+    got = {n: m.recipe.name for n, m in model.named_modules() if isinstance(m, Linear)}
+    assert got == {
+        "blocks.0.up": "bf16",
+        "blocks.0.down": "fp8-rowwise",  # the last pattern that matches counts
+        "blocks.1.up": "fp8",
+        "blocks.1.down": "fp8-rowwise",
+    }
+    assert type(model.head) is nn.Linear
+    assert f"set to bf16 (1); {rows} (2)" in caplog.records[-1].getMessage()
+    whole = convert(nn.Linear(4, 4), overrides={"": "bf16"})
+    assert whole.recipe.name == "bf16"
+
+
+def test_a_pattern_that_matches_nothing_is_told_the_names() -> None:
+    model = Tied()
+    everything = "'blocks.0.up', 'blocks.0.down', 'blocks.1.up', 'blocks.1.down', 'head'"
+    with pytest.raises(ValueError, match=rf"got \['\*.fc2'\]; there are: {everything}"):
+        convert(model, overrides={"*.fc2": "bf16", "head": "bf16"})
+    with pytest.raises(ValueError, match=r"got \['head'\]; there are: 'blocks.0.up'"):
+        convert(model, "fp8", lambda module, fqn: fqn != "head", {"head": "bf16"})
+    assert not any(isinstance(m, Linear) for m in model.modules())
+
+
+def test_a_model_without_linear_layers() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1), nn.ReLU())
+    with pytest.warns(UserWarning, match=r"no nn.Linear to convert in: 2 Conv2d, 1 Sequential, 1"):
+        assert convert(model) is model
+
+
+def test_a_filter_may_ask_for_the_recipe() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def filter_fn(module: nn.Module, fqn: str, recipe: Recipe) -> bool:
+        seen.append((fqn, recipe.name))
+        return True
+
+    convert(Block(), "fp8", filter_fn, {"up": "bf16"})
+    assert seen == [("up", "bf16"), ("down", "fp8")]
 
 
 def test_the_name_that_torchao_users_know() -> None:
@@ -180,6 +240,8 @@ def test_the_name_that_torchao_users_know() -> None:
     )
     assert [type(m) for m in model] == [nn.Linear, Linear]
     assert model[1].recipe == Recipe.parse("fp8")
+    convert_to_float8_training(model, config="rowwise")
+    assert {m.recipe.name for m in model} == {"fp8-rowwise"}
     with pytest.raises(ValueError, match='recipe must be "bf16"'):
         convert_to_float8_training(model, config=object())
 

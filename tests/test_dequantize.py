@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import independent as ind
 import numpy as np
 import pytest
@@ -81,6 +83,60 @@ def test_round_trip_of_representable_values(backend: str, spec: ind.Spec) -> Non
         assert back.scale_inv.item() == 1.0 / scale
 
 
+def element_scales(scale_inv: torch.Tensor, m: int, k: int) -> np.ndarray:
+    """The scale of each element (i, j): its row's or its block's."""
+    s = ind.values(scale_inv)
+    rows = [i if s.shape[0] == m else i // 128 for i in range(m)]
+    cols = [j // 128 if s.shape[1] > 1 else 0 for j in range(k)]
+    return s[np.ix_(rows, cols)].astype(np.float32)
+
+
+def expected_by_blocks(data: torch.Tensor, scale_inv: torch.Tensor) -> np.ndarray:
+    m, k = math.prod(data.shape[:-1]), data.shape[-1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = ind.values(data).astype(np.float32).reshape(m, k)
+        return (wide * element_scales(scale_inv, m, k)).reshape(tuple(data.shape))
+
+
+BY_BLOCKS = [
+    ((0, 5), [(0, 1)]),
+    ((5, 0), [(5, 1), (5, 0), (1, 0)]),
+    ((300,), [(1, 3)]),
+    ((7, 5), [(7, 1)]),
+    ((1, 257), [(1, 3)]),
+    ((129, 127), [(129, 1)]),
+    ((130, 257), [(130, 1), (130, 3), (2, 3)]),
+    ((2, 3, 43, 129), [(258, 1), (258, 2), (3, 2)]),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("low", LOW, ids=name)
+def test_a_scale_per_row_or_block(
+    backend: str, poisoned: None, low: torch.dtype, layout: Layout
+) -> None:
+    for i, (shape, scale_shapes) in enumerate(BY_BLOCKS):
+        data = layout(normal(shape, low, seed=i))
+        dtype = WIDE[i % 3]
+        for scale_shape in scale_shapes:
+            scale_inv = layout(normal(scale_shape, torch.float32, seed=i).abs() + 0.1)
+            got = mixprec.dequantize(wrap(data)._replace(scale_inv=scale_inv), dtype)
+            assert got.is_contiguous()
+            want = ind.narrow(expected_by_blocks(data, scale_inv), dtype)
+            ind.assert_bits(got, want, f"{shape}, scales {scale_shape}")
+
+
+def test_a_scale_per_column(backend: str) -> None:
+    """What `t()` of a tensor quantized by rows or blocks of rows holds."""
+    for m, k in ((130, 257), (257, 130), (5, 300)):
+        data = normal((m, k), torch.float8_e5m2)
+        for shape in ((m, 1), (m, math.ceil(k / 128))):
+            scale_inv = normal(shape, torch.float32).abs()
+            q = wrap(data.t())._replace(scale_inv=scale_inv.t())
+            want = ind.narrow(expected_by_blocks(data, scale_inv), torch.bfloat16)
+            ind.assert_bits(mixprec.dequantize(q, torch.bfloat16), want.T)
+
+
 def test_data_with_scale_of_shape_1(backend: str) -> None:
     q = wrap(normal((3, 4), torch.float16))._replace(scale_inv=torch.tensor([2.0]))
     assert mixprec.dequantize(q).shape == (3, 4)
@@ -102,13 +158,19 @@ def test_data_with_scale_of_shape_1(backend: str) -> None:
             wrap(torch.ones(2).half())._replace(scale_inv=torch.ones(2)),
             torch.float32,
             ValueError,
-            "scale_inv must hold one float32",
+            r"scale_inv must have one of the shapes .*\(1, 1\).* got \(2,\)",
+        ),
+        (
+            wrap(torch.ones(130, 3).half())._replace(scale_inv=torch.ones(3, 1)),
+            torch.float32,
+            ValueError,
+            r"scale_inv must have one of the shapes .*\(130, 1\).*\(2, 1\).* got \(3, 1\)",
         ),
         (
             wrap(torch.ones(2).half())._replace(scale_inv=torch.ones((), dtype=torch.float64)),
             torch.float32,
             ValueError,
-            "scale_inv must hold one float32.*float64",
+            "scale_inv must have dtype float32.*float64",
         ),
         (
             wrap(torch.ones(2).half())._replace(scale_inv=torch.ones((), device="meta")),
@@ -135,7 +197,19 @@ def test_data_with_scale_of_shape_1(backend: str) -> None:
             "no derivative",
         ),
     ],
-    ids=["tensor", "int8", "fp64", "data", "two", "inv64", "meta", "sparse", "none", "grad"],
+    ids=[
+        "tensor",
+        "int8",
+        "fp64",
+        "data",
+        "two",
+        "rows",
+        "inv64",
+        "meta",
+        "sparse",
+        "none",
+        "grad",
+    ],
 )
 def test_bad_input(q: object, dtype: torch.dtype, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^dequantize: .*{message}"):

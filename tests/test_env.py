@@ -14,7 +14,7 @@ import torch
 
 import mixprec
 from mixprec import env
-from mixprec.ops import _backends, _library, _self_test
+from mixprec.ops import _backends, _gemm_choice, _library, _self_test, gemm_rows
 
 
 def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -142,3 +142,43 @@ def test_self_test_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_difference(x: float, y: float, difference: float) -> None:
     assert _self_test._difference(x, y) == difference
+
+
+ROW = gemm_rows.Row("9.0", "bf16", "thin", "cuda", "NVIDIA H200", "2026-01-02", 1.25)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """The report of this machine as if its CPU were a GPU of compute capability 9.0."""
+    monkeypatch.setattr(_library, "capability", lambda index: (9, 0))
+    facts = env.report()
+    ops = env.variants("cuda")
+    tests = {name: facts["self_test"]["cpu"][name] for name in ops}
+    return {**facts, "ops": {"cuda": ops}, "self_test": {"cuda": tests}}
+
+
+def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    monkeypatch.setenv("MIXPREC_TUNED", str(path))
+    try:
+        _gemm_choice.forget()
+        facts = as_on_a_gpu(monkeypatch)
+        row = facts["ops"]["cuda"]["gemm"]
+        assert row["uses"] == "vendor"
+        assert row["others"]["reference"] == "vendor comes first"
+        text = env.describe(facts)
+        assert "gemm uses, of vendor, cuda, triton, reference, the first that can do the" in text
+        assert f"nothing is measured for compute capability 9.0: {TUNE}, and writes {path}" in text
+        path.write_text(json.dumps([ROW._asdict(), ROW._replace(arch="8.0")._asdict()]))
+        _gemm_choice.forget()
+        facts = as_on_a_gpu(monkeypatch)
+        assert facts["gemm"]["rows"] == [ROW._asdict()]
+        text = env.describe(facts)
+        assert "bf16  thin       cuda     1.25x (NVIDIA H200, 2026-01-02)" in text
+        assert "nothing is measured" not in text
+        json.dumps(facts)
+    finally:
+        monkeypatch.delenv("MIXPREC_TUNED")
+        _gemm_choice.forget()
+
+
+TUNE = "python -m mixprec.bench tune measures"

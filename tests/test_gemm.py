@@ -306,6 +306,138 @@ def test_empty_sizes(
     assert mixprec.gemm(a, b, bias=torch.empty(0), out_dtype=out_dtype).shape == (5, 0)
 
 
+# The granularities of a's scales, as (rows per scale, K per scale); b's are the same of b^T.
+GRANULARITIES = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "block1x128": (1, 128),
+    "block128x128": (128, 128),
+    "rows of 128": (128, None),
+}
+MIXED = [(x, y) for i, x in enumerate(GRANULARITIES) for j, y in enumerate(GRANULARITIES) if i + j]
+
+
+def some_scales(shape: tuple[int, int], kind: str, seed: int, values: tuple) -> torch.Tensor:
+    """Scales of `kind` for an operand of `shape` [rows, K], drawn from `values`."""
+    per = GRANULARITIES[kind]
+    size = [1 if p is None else -(-n // p) for n, p in zip(shape, per, strict=True)]
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.choice(np.array(values, np.float32), size))
+
+
+def spread(scale_inv: torch.Tensor, shape: tuple[int, int], kind: str) -> np.ndarray:
+    """The scale of every element of an operand of `shape`, by looking each one up."""
+    s, per = ind.values(scale_inv), GRANULARITIES[kind]
+    r, k = (np.arange(n) // (p or n) if n else [] for n, p in zip(shape, per, strict=True))
+    return s[np.ix_(np.array(r, int), np.array(k, int))]
+
+
+# Ragged in every dimension; one block, less than one, several.
+BLOCKY = ((130, 257, 300), (1, 1, 1), (128, 128, 128), (5, 129, 256), (300, 3, 129), (33, 140, 511))
+
+
+@pytest.mark.parametrize("kinds", MIXED, ids=" by ".join)
+def test_scales_of_blocks_on_small_integers(
+    backend: str, poisoned: None, two_threads: None, kinds: tuple[str, str]
+) -> None:
+    """Powers of two, whose sums stay below 2^24 units: exact, whatever is multiplied when."""
+    for i, (m, n, k) in enumerate(BLOCKY):
+        pair = PAIRS[i % len(PAIRS)]
+        a, b = small_integers((m, k), pair[0], 4, seed=i), small_integers((n, k), pair[1], 4, -i)
+        sa = some_scales((m, k), kinds[0], i, (0.5, 1.0, 4.0))
+        sb = some_scales((n, k), kinds[1], -i + 99, (0.25, 1.0, 2.0))
+        left = ind.values(a) * spread(sa, (m, k), kinds[0])
+        right = ind.values(b) * spread(sb, (n, k), kinds[1])
+        if i % 2:  # a transposed view of a contiguous table, and the other way around
+            sa, sb = transposed(sa), transposed(sb)
+        bias = small_integers((n,), torch.float32, seed=7)
+        for out_dtype in WIDE:
+            c = mixprec.gemm(
+                a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t(), bias=bias, out_dtype=out_dtype
+            )
+            check_exact(c, left @ right.T + ind.values(bias), f"{pair_id(pair)} {m} {n} {k}")
+        start = small_integers((m, n), torch.float32, seed=8)
+        acc = transposed(start)
+        mixprec.gemm_accumulate_(acc, a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t())
+        check_exact(acc, ind.values(start) + left @ right.T)
+
+
+@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
+@pytest.mark.parametrize("kinds", MIXED, ids=" by ".join)
+def test_scales_of_blocks_within_the_bound(
+    backend: str, kinds: tuple[str, str], out_dtype: torch.dtype
+) -> None:
+    """Scales that are no powers of two, wide apart, on random and on one-signed data."""
+    values = (0.1, 1.0, 3.7, 1e-3, 1 / 448)
+    for i, (m, n, k) in enumerate(((70, 257, 300), (9, 33, 1100))):
+        pair = PAIRS[(i + len(kinds[0])) % len(PAIRS)]
+        a, b = normal((m, k), torch.float32, i), normal((n, k), torch.float32, i + 9)
+        if i:
+            a, b = a.abs(), b.abs()
+        a, b = a.to(pair[0]), b.to(pair[1])
+        sa, sb = some_scales((m, k), kinds[0], i, values), some_scales((n, k), kinds[1], 5, values)
+        left = torch.from_numpy(ind.values(a) * spread(sa, (m, k), kinds[0]))
+        right = torch.from_numpy(ind.values(b) * spread(sb, (n, k), kinds[1])).t()
+        want = left @ right
+        c = mixprec.gemm(a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t(), out_dtype=out_dtype)
+        assert_close(c, want, tolerance(want, left, right, out_dtype))
+        again = mixprec.gemm(a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t(), out_dtype=out_dtype)
+        ind.assert_same_bits(again, c, "second run")
+        if out_dtype == torch.float32:
+            acc = torch.zeros(m, n)
+            mixprec.gemm_accumulate_(acc, a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t())
+            assert_close(acc, want, tolerance(want, left, right, out_dtype))
+
+
+@formats
+def test_one_hot_rows_select_the_scaled_entry(
+    backend: str, pair: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Every element of b meets its own scale, which is another one in each block."""
+    m, n, k = 300, 150, 300
+    values = tuple(2.0**e for e in range(-20, 21))
+    rows = np.random.default_rng(0).permutation(k)
+    a = torch.zeros(m, k)
+    a[torch.arange(m), torch.from_numpy(rows)] = 1.0
+    a, b = a.to(pair[0]), small_integers((n, k), pair[1], seed=1)
+    for kind in GRANULARITIES:
+        s = some_scales((n, k), kind, 3, values)
+        want = (ind.values(b) * spread(s, (n, k), kind)).T[rows]
+        check_exact(mixprec.gemm(a, b.t(), b_scale_inv=s.t(), out_dtype=torch.float32), want, kind)
+        c = mixprec.gemm(b, a.t(), a_scale_inv=s, out_dtype=torch.float32)
+        check_exact(c, want.T, kind)
+
+
+@pytest.mark.parametrize("kind", GRANULARITIES)
+def test_scales_of_empty_operands(backend: str, kind: str) -> None:
+    bias = torch.tensor([1.5, -2.0, 0.25])
+    for m, n, k in ((5, 3, 0), (0, 3, 200), (200, 0, 130), (0, 0, 0)):
+        a, b = torch.ones(m, k).half(), torch.ones(k, n).half()
+        sa = some_scales((m, k), kind, 1, (2.0,))
+        sb = some_scales((n, k), kind, 2, (2.0,)).t()
+        c = mixprec.gemm(a, b, a_scale_inv=sa, b_scale_inv=sb, bias=bias[:n])
+        check_exact(c, np.zeros((m, n)) + ind.values(bias[:n]))
+        acc = torch.ones(m, n)
+        mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=sa, b_scale_inv=sb)
+        assert (acc == 1).all()
+
+
+def test_nan_stays_in_its_row_with_scales_of_blocks(backend: str) -> None:
+    a, b = small_integers((70, 300), torch.bfloat16, seed=1), small_integers((300, 40), FP8[0])
+    a, b = a.to(FP8[1]), b.clone()
+    s = some_scales((70, 300), "block1x128", 1, (0.5, 2.0))
+    left = ind.values(a) * spread(s, (70, 300), "block1x128")
+    for at in ((0, 0), (-1, -1), (3, 200)):
+        for bad in (math.nan, math.inf):
+            dirty = a.clone()
+            dirty[at] = bad
+            values = left.copy()
+            values[at] = bad
+            with np.errstate(invalid="ignore"):
+                want = values @ ind.values(b)
+            check_exact(mixprec.gemm(dirty, b, a_scale_inv=s, out_dtype=torch.float32), want)
+
+
 def test_quantized_operands(backend: str) -> None:
     x, w = normal((20, 33), torch.float32, 1), normal((33, 12), torch.float32, 2)
     for fa, fb in ((fa, fb) for fa in ("e4m3", "e5m2") for fb in ("e4m3", "e5m2")):
@@ -316,6 +448,25 @@ def test_quantized_operands(backend: str) -> None:
         check_close(c, qb.data.t(), qa.data.t(), scale)
         mixed = mixprec.gemm(qa, qb.data, b_scale_inv=qb.scale_inv, out_dtype=torch.float32)
         ind.assert_same_bits(mixed, mixprec.gemm(qa, qb, out_dtype=torch.float32))
+
+
+def blocks(data: torch.Tensor, scale_inv: torch.Tensor, kind: str) -> mixprec.Quantized:
+    amax = torch.zeros(())
+    return mixprec.Quantized(data, scale_inv, amax, None, None, mixprec.E4M3, kind)
+
+
+def test_quantized_operands_bring_scales_of_their_granularity(backend: str) -> None:
+    x, w = small_integers((140, 300), FP8[0], seed=1), small_integers((150, 300), FP8[0], seed=2)
+    for kind_x, kind_w in (("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")):
+        sx = some_scales((140, 300), kind_x, 1, (0.5, 2.0))
+        sw = some_scales((150, 300), kind_w, 2, (0.25, 4.0))
+        want = (ind.values(x) * spread(sx, (140, 300), kind_x)) @ (
+            ind.values(w) * spread(sw, (150, 300), kind_w)
+        ).T
+        qx, qw = blocks(x, sx, kind_x), blocks(w, sw, kind_w)
+        got = mixprec.gemm(qx, w.t(), b_scale_inv=sw.t(), out_dtype=torch.float32)
+        check_exact(got, want)
+        check_exact(mixprec.gemm(qx, qw.t(), out_dtype=torch.float32), want)
 
 
 @given(
@@ -412,6 +563,7 @@ def test_accumulate_edges(backend: str) -> None:
 
 A, B = torch.ones(3, 4).half(), torch.ones(4, 5).half()
 BIAS = torch.ones(5)
+LONG = torch.ones(200, 300).half()
 
 
 @pytest.mark.parametrize(
@@ -440,7 +592,39 @@ BIAS = torch.ones(5)
         (A, B, {"b_scale_inv": math.nan}, ValueError, "b_scale_inv must be positive and finite"),
         (A, B, {"a_scale_inv": torch.tensor(-1.0)}, ValueError, "a_scale_inv must be positive"),
         (A, B, {"b_scale_inv": torch.tensor([math.nan])}, ValueError, "b_scale_inv must be pos"),
-        (A, B, {"b_scale_inv": torch.ones(5)}, ValueError, "b_scale_inv must hold one float32"),
+        (
+            *(A, B, {"b_scale_inv": torch.ones(5)}, ValueError),
+            r"b_scale_inv must hold one element or have shape \[1, N\] = \(1, 5\), "
+            r"\[ceil\(K/128\), N\] = \(1, 5\) or \[ceil\(K/128\), ceil\(N/128\)\] = \(1, 1\), "
+            r"got shape \(5,\)",
+        ),
+        (A, B, {"a_scale_inv": torch.ones(4, 1)}, ValueError, r"\[M, 1\] = \(3, 1\).*\(4, 1\)"),
+        (A, B, {"b_scale_inv": torch.ones(5, 1)}, ValueError, r"\[1, N\] = .*got shape \(5, 1\)"),
+        (A, B, {"a_scale_inv": torch.ones(3, 2)}, ValueError, r"a_scale_inv must .*\(3, 2\)"),
+        (A, B, {"a_scale_inv": torch.ones(3, 1, 1)}, ValueError, r"a_scale_inv must .*\(3, 1, 1\)"),
+        (A, B, {"a_scale_inv": torch.ones(0, 1)}, ValueError, r"a_scale_inv must .*\(0, 1\)"),
+        (
+            LONG,
+            LONG.t(),
+            {"a_scale_inv": torch.ones(1, 3)},
+            ValueError,
+            r"\[ceil\(M/128\).*\(2, 3\)",
+        ),
+        (
+            LONG,
+            LONG.t(),
+            {"b_scale_inv": torch.ones(2, 3)},
+            ValueError,
+            r"= \(3, 2\), got .*\(2, 3\)",
+        ),
+        (A, B, {"a_scale_inv": torch.ones(3, 1).double()}, ValueError, "must have dtype float32"),
+        (A, B, {"a_scale_inv": torch.ones(3, 1).to("meta")}, ValueError, "a_scale_inv must be on"),
+        (A, B, {"a_scale_inv": -torch.ones(3, 1)}, ValueError, "a_scale_inv must be positive"),
+        (
+            *(A, B, {"b_scale_inv": torch.tensor([[1.0, 2.0, 3.0, math.nan, 1.0]])}, ValueError),
+            "b_scale_inv must be positive and finite",
+        ),
+        (A, B, {"b_scale_inv": torch.ones(1, 5, requires_grad=True)}, RuntimeError, "detach"),
         (A, B, {"a_scale_inv": torch.ones(1).half()}, ValueError, "a_scale_inv must hold one"),
         (A, B, {"a_scale_inv": torch.ones(1).to("meta")}, ValueError, "a_scale_inv must be on"),
         (A.clone().requires_grad_(), B, {}, RuntimeError, "functional"),
@@ -465,6 +649,8 @@ def test_bad_gemm_input(
 
 
 ACC = torch.zeros(3, 5)
+SHARED = torch.zeros(64)
+HALVES = SHARED.view(torch.float16)  # 128 of them in the same memory
 
 
 @pytest.mark.parametrize(
@@ -481,6 +667,8 @@ ACC = torch.zeros(3, 5)
         (ACC, A, B[:3], ValueError, "agree in K"),
         (ACC, A[0], B, ValueError, r"a must be \[M, K\]"),
         (ACC.clone().requires_grad_(), A, B, RuntimeError, "functional"),
+        (SHARED[:15].view(3, 5), HALVES[28:40].view(3, 4), B, ValueError, "a is read.*overlap"),
+        (SHARED[9:24].view(3, 5), A, HALVES[:20].view(4, 5), ValueError, "b is read.*overlap"),
     ],
     ids=name,
 )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
 from cases import WIDE, name, normal
 
-from mixprec import functional
+import mixprec
+from mixprec import _loss_scaling, functional
 from mixprec.nn import Linear
+from mixprec.operands import Delayed
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import sqnr
 
@@ -26,7 +29,13 @@ def test_computes_functional_linear(dtype: torch.dtype, recipe: str) -> None:
         x = normal((2, 3, 16), x_dtype)
         y = layer(x)
         assert y.dtype == x_dtype
-        assert torch.equal(y, functional.linear(x, layer.weight, layer.bias, recipe=recipe))
+        state = (
+            Delayed(torch.zeros(3), torch.zeros(2), torch.zeros(()))
+            if layer.recipe.is_delayed
+            else None
+        )
+        want = functional.linear(x, layer.weight, layer.bias, recipe=recipe, delayed=state)
+        assert torch.equal(y, want)
     layer(x).sum().backward()
     assert layer.weight.grad.dtype == layer.bias.grad.dtype == dtype
 
@@ -46,12 +55,11 @@ def test_under_autocast_the_output_has_the_autocast_dtype() -> None:
 
 
 def test_repr_says_everything() -> None:
-    assert repr(Linear(16, 8)) == (
-        "Linear(in_features=16, out_features=8, bias=True, fp8: x e4m3, w e4m3, g e5m2)"
-    )
-    assert repr(Linear(4, 2, bias=False, recipe="bf16")) == (
-        "Linear(in_features=4, out_features=2, bias=False, bf16)"
-    )
+    tensors = "x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
+    assert repr(Linear(16, 8)) == f"Linear(in=16, out=8, fp8: {tensors})"
+    assert repr(Linear(4, 2, bias=False, recipe="bf16")) == "Linear(in=4, out=2, bias=False, bf16)"
+    delayed = repr(Linear(16, 8, recipe="fp8-delayed"))
+    assert delayed == f"Linear(in=16, out=8, fp8-delayed: {tensors}, delayed(16,max))"
 
 
 def test_state_dict_is_that_of_nn_linear() -> None:
@@ -171,3 +179,78 @@ def test_compiles_as_a_module() -> None:
         assert compiled(x).dtype == torch.bfloat16
     y.sum().backward()
     assert sqnr(x.sum(0).expand(8, 16), layer.weight.grad) >= 17
+
+
+def test_setting_the_recipe_brings_and_drops_the_scales() -> None:
+    layer = Linear(16, 8)
+    for recipe, keys in (
+        ("fp8-delayed", ["weight", "bias", "amax_history", "scale"]),
+        ("fp8-rowwise", ["weight", "bias"]),
+        ("fp8-delayed", ["weight", "bias", "amax_history", "scale"]),
+    ):
+        layer.recipe = recipe
+        assert layer.recipe is RECIPES[recipe]
+        assert list(layer.state_dict()) == keys
+    layer.scale.fill_(2.0)
+    layer.recipe = RECIPES["fp8-delayed"]  # the one it has
+    assert layer.scale.tolist() == [2.0] * 3
+    with pytest.raises(ValueError, match='recipe must be "bf16"'):
+        layer.recipe = "fp4"
+    assert layer.recipe is RECIPES["fp8-delayed"]
+
+
+def test_fp16_without_a_scaler_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_loss_scaling, "_warned", False)
+    layers = {recipe: Linear(4, 4, recipe=recipe) for recipe in ("bf16", "fp16")}
+    x = torch.ones(2, 4)
+
+    def step(recipe: str, scaler: mixprec.GradScaler | None) -> None:
+        optimizer = mixprec.optim.AdamW(layers[recipe].parameters())
+        loss = layers[recipe](x).sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step("bf16", None)
+        step("fp16", mixprec.GradScaler())
+    with pytest.warns(UserWarning, match="fp16 recipe is being trained without loss scaling"):
+        step("fp16", mixprec.GradScaler(enabled=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step("fp16", None)
+
+
+def test_inside_a_region_with_another_recipe() -> None:
+    layer, x = Linear(16, 8, recipe="fp8-delayed"), normal((3, 16), torch.float32)
+    with mixprec.autocast("bf16"):
+        y = layer(x)
+    want = functional.linear(x, layer.weight, layer.bias, recipe="bf16")
+    assert torch.equal(y, want)
+    with mixprec.autocast(enabled=False):
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert layer.amax.tolist() == [-1.0, -1.0], "its own scales have not been used"
+    with mixprec.autocast():
+        layer(x)
+    assert (layer.amax > 0).all()
+    with mixprec.autocast("fp8-delayed"), pytest.raises(ValueError, match="has delayed scaling"):
+        Linear(16, 8)(x)
+    with mixprec.reuse_weights(layer), mixprec.autocast("bf16"):
+        assert torch.equal(layer(x), want)
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16)])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_the_output_may_be_written_to(recipe: str, shape: tuple[int, ...]) -> None:
+    x, results = normal(shape, torch.float32), []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        layer = Linear(16, 8, recipe=recipe)
+        y = torch.nn.functional.relu(layer(x), inplace=inplace)
+        y.sum().backward()
+        results.append([y.detach(), layer.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -43,9 +43,10 @@ def rows() -> list[tuple[str, str, torch.dtype, str]]:
         "update_scale_": (torch.float32,),
         "inv_scale": (torch.float32,),
         "clip_coef": (torch.float64,),
+        "update_delayed_scales_": (torch.float32,),
     }
     assert set(dtypes) == set(_library.OPS), "an op without its row"
-    scalars = ("update_scale_", "inv_scale", "clip_coef")
+    scalars = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
     table = []
     for op, kinds in dtypes.items():
         for dtype in kinds:
@@ -63,7 +64,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op == "amax":
         return (x,)
     if op == "quantize":
-        return x, torch.float8_e4m3fn, one, True, True
+        return x, torch.float8_e4m3fn, one, True, "tensor", True
     if op == "dequantize":
         return x, one, torch.bfloat16
     if op in ("gemm", "gemm_accumulate_"):
@@ -98,6 +99,9 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         return torch.ones(1), *trackers, counters, flag, torch.ones(()), *settings
     if op == "inv_scale":
         return (one * 4,)
+    if op == "update_delayed_scales_":
+        histories, scales = [torch.ones(4), torch.zeros(4)], [torch.ones(()), torch.zeros(())]
+        return histories, scales, [one * 2, one * 3], [448.0, 57344.0], 0, True, False
     return one.double(), 0.5
 
 
@@ -176,7 +180,13 @@ def mutating_calls() -> list[tuple[str, Callable[[], tuple[list[torch.Tensor], C
             *lists, step, lr=0.1, momentum=0.9, stochastic_rounding=True, indices=[4], seed=7
         )
 
+    def delayed() -> tuple[list[torch.Tensor], Callable]:
+        history, s, seen = torch.ones(3), torch.zeros(()), torch.ones(())
+        call = partial(ops.update_delayed_scales_, [history], [s], [seen], [448.0])
+        return [history, s, seen], call
+
     made = {
+        "update_delayed_scales_": delayed,
         "unscale_": unscale,
         "grad_stats_": grad_stats,
         "gemm_accumulate_": accumulate,

@@ -239,6 +239,32 @@ def test_scale_as_number_and_as_tensor_agree(backend: str) -> None:
         assert got.scale_inv.item() == want.scale_inv.item()
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_a_scale_that_holds_0_is_not_initialised(backend: str, spec: ind.Spec, zero: float) -> None:
+    inputs = [normal((5, 7), torch.float32), torch.zeros(3, 2), torch.ones(0, 4)]
+    inputs.append(torch.tensor([[1.0, math.inf], [2.0, 3.0]]))
+    for x in inputs:
+        for shape in ((), (1,)):
+            for power_of_two in (True, False):
+                given = torch.full(shape, zero)
+                q = mixprec.quantize(x, spec.dtype, given, True, power_of_two_scale=power_of_two)
+                check(q, x, spec, current_scale(x, spec, power_of_two=power_of_two), True)
+                assert given.item() == 0, "quantize wrote to the scale"
+    assert torch.copysign(torch.ones(()), given).item() == math.copysign(1, zero)
+
+
+def test_a_scale_becomes_initialised_within_one_compiled_function(backend: str) -> None:
+    def step(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return mixprec.quantize(x, "e4m3", scale).scale_inv
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    x, scale = torch.full((3, 4), 7.0), torch.zeros(())
+    assert compiled(x, scale).item() == 2.0**-6  # 448 / 7 = 64
+    scale.fill_(2.0)
+    assert compiled(x, scale).item() == 0.5
+
+
 def test_transpose_view_of_quantized(backend: str) -> None:
     x = normal((5, 7), torch.float32)
     for transpose in (False, True):
@@ -267,7 +293,7 @@ BAD: list[tuple[str, tuple, dict, type[Exception], str]] = [
     ("huge", (ONES, "e4m3", 1e60), {}, ValueError, "scale must be"),  # Inf in FP32
     ("word", (ONES, "e4m3", "big"), {}, (TypeError, ValueError), "scale must be"),
     ("nan_t", (ONES, "e4m3", torch.tensor(math.nan)), {}, ValueError, "scale must be positive"),
-    ("zero_t", (ONES, "e4m3", torch.tensor([0.0])), {}, ValueError, "scale must be positive"),
+    ("zero64", (ONES, "e4m3", torch.zeros(1).double()), {}, ValueError, "scale must hold one"),
     ("minus_t", (ONES, "e4m3", torch.tensor(-2.0)), {}, ValueError, "scale must be positive"),
     ("inf_t", (ONES, "e4m3", torch.tensor(math.inf)), {}, ValueError, "scale must be positive"),
     ("two", (ONES, "e4m3", torch.ones(2)), {}, ValueError, "scale must hold one float32"),
@@ -279,6 +305,13 @@ BAD: list[tuple[str, tuple, dict, type[Exception], str]] = [
     (
         "grad_of_scale",
         (ONES, "e4m3", torch.ones(1, requires_grad=True)),
+        {},
+        RuntimeError,
+        "no derivative",
+    ),
+    (
+        "grad_of_zero",
+        (ONES, "e4m3", torch.zeros(1, requires_grad=True)),
         {},
         RuntimeError,
         "no derivative",

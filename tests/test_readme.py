@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mixprec.bench import readme
+from mixprec.bench import readme, report
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -15,9 +15,9 @@ RESULTS = ROOT / "bench" / "results" / "cpu"
 
 
 def test_tables_are_the_committed_results() -> None:
-    assert readme.render(README, RESULTS) == README.read_text(), (
-        "run: python -m mixprec.bench readme README.md bench/results/cpu"
-    )
+    """Those of README and of docs/kernels.md."""
+    for page, text in report.render(ROOT).items():
+        assert text == page.read_text(), f"{page.name}: run python -m mixprec.bench report"
 
 
 def test_a_changed_figure_would_be_seen(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_tour_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(program)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert "fp8: x e4m3, w e4m3, g e5m2" in run.stdout
+    assert "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor" in run.stdout
     assert "recipe" in run.stdout
     for command in ("make demo", "make test"):
         assert command in README.read_text()[:1500]

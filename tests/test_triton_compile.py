@@ -33,6 +33,7 @@ from mixprec.triton_kernels import (
     step,
     unscale,
 )
+from mixprec.triton_kernels import quantize_blocks as blocks
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 POINTERS = {
@@ -74,7 +75,7 @@ def soft(capability: int, *formats: str) -> bool:
 
 def amax_row(x: str, _: int) -> Kernel:
     types = {"x_ptr": POINTERS[x], "amax_ptr": "*i32", "n": "i32"}
-    constants = {"FORMAT": x, "SOFT_CAST": False, "BLOCK": amax.BLOCK}
+    constants = {"given_ptr": None, "FORMAT": x, "SOFT_CAST": False, "BLOCK": amax.BLOCK}
     loads = accesses(amax.BLOCK, x)
     return twice(Kernel(f"amax {x}", amax.amax_kernel, types, constants, loads))
 
@@ -110,6 +111,53 @@ def dequantize_row(q: str, out: str, capability: int) -> Kernel:
     constants = {"Q": q, "OUT": out, "SOFT_CAST": soft(capability, q), "BLOCK": size}
     kernel, label = dequantize.dequantize_kernel, f"dequantize {q} {out}"
     return twice(Kernel(label, kernel, types, constants, accesses(size, q), accesses(size, out)))
+
+
+def block_rows(x: str, q: str, capability: int) -> list[Kernel]:
+    """The kernels of quantize with a scale per row or block, and back."""
+    casts = {"X": x, "SOFT_CAST": soft(capability, x, q)}
+    constants = {**casts, "Q": q, "POWER_OF_TWO": True}
+    tile = {"TILE": blocks.TILE}
+    options = {"num_warps": blocks.WARPS}
+    half = blocks.TILE * blocks.TILE * THREADS // (32 * blocks.WARPS)  # of a thread of so many
+    row = blocks.ROW_BLOCK * THREADS // (32 * blocks.WARPS)
+    common = {"x_ptr": POINTERS[x], "q_ptr": POINTERS[q], "scale_inv_ptr": "*fp32",
+              "amax_ptr": "*i32", "K": "i32", "fmt_max": "fp32"}  # fmt: skip
+    absent = ("q_t_ptr", "scale_inv_t_ptr", "row_amax_ptr", "column_amax_ptr")
+    here = {"q_t_ptr": POINTERS[q], "scale_inv_t_ptr": "*fp32"}
+    lines = {"row_amax_ptr": "*i32", "column_amax_ptr": "*i32"}
+    rows = [
+        Kernel(f"quantize rows {x} {q}", blocks.quantize_rows_kernel, common,
+               constants | {"BLOCK": blocks.ROW_BLOCK}, 2 * accesses(row, x), accesses(row, q),
+               options),
+        Kernel(f"maxima of tiles {x}", blocks.tile_maxima_kernel,
+               {"x_ptr": POINTERS[x], "M": "i32", "K": "i32", **lines}, casts | tile,
+               accesses(half, x), 0, options),
+    ]  # fmt: skip
+    for by, types in (("row", here | lines), ("block1x128", here), ("block128x128", here),
+                      ("block1x128", {})):  # fmt: skip
+        label = f"quantize {by} {x} {q}" + (" transpose" if types else "")
+        none = {name: None for name in absent if name not in types}
+        rows.append(Kernel(
+            label, blocks.quantize_tiles_kernel, common | {"M": "i32"} | types,
+            constants | tile | {"BY": by} | none, accesses(half, x),
+            accesses(half, q) * (2 if types else 1), options,
+        ))  # fmt: skip
+    return rows
+
+
+def dequantize_blocks_row(q: str, out: str, by_row: bool, capability: int) -> Kernel:
+    types = {
+        "q_ptr": POINTERS[q], "scale_inv_ptr": "*fp32", "out_ptr": POINTERS[out], "M": "i32",
+        "K": "i32", "stride_row": "i32", "stride_column": "i32",
+    }  # fmt: skip
+    constants = {
+        "Q": q, "OUT": out, "ROWS": 1 if by_row else 128, "BY_ROW": by_row,
+        "SOFT_CAST": soft(capability, q), "TILE_M": dequantize.TILE_M, "TILE_K": dequantize.TILE_K,
+    }  # fmt: skip
+    size = dequantize.TILE_M * dequantize.TILE_K
+    kernel, label = dequantize.dequantize_blocks_kernel, f"dequantize blocks {q} {out} {by_row}"
+    return Kernel(label, kernel, types, constants, accesses(size, q), accesses(size, out))
 
 
 def gradient_rows(g: str, counts: bool) -> list[Kernel]:
@@ -230,6 +278,10 @@ def rows(capability: int) -> list[Kernel]:
         quantize_row("bf16", "e4m3", capability, "from amax", False),
         quantize_row("fp32", "fp16", capability, "one", False),
         *(dequantize_row(q, o, capability) for q, o in (("e4m3", "bf16"), ("e5m2", "fp32"))),
+        *block_rows("bf16", "e4m3", capability),
+        *block_rows("fp32", "e5m2", capability),
+        dequantize_blocks_row("e4m3", "bf16", False, capability),
+        dequantize_blocks_row("e5m2", "fp32", True, capability),
         *(row for g in ("fp32", "bf16", "fp64") for row in gradient_rows(g, False)),
         *(row for g in ("bf16", "fp64") for row in gradient_rows(g, True)),
         *update_rows(),

@@ -102,13 +102,17 @@ def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype)
         padded_rows(normal((3, 5), dtype)),
     ):
         run("amax")(x)
-        run("quantize")(x, torch.float8_e4m3fn, None, False, True)
+        run("quantize")(x, torch.float8_e4m3fn, None, False, "tensor", True)
         for counts in (None, torch.zeros((2, 4), dtype=torch.int64)):
             grads, flag = [x.clone(), x.clone()], torch.zeros(())
             run("unscale_")(grads, one, flag, counts)
             run("grad_stats_")(grads, None, flag, torch.zeros(2).double(), counts)
     for shape in ((1, 1), (1, 7), (7, 1)):
-        run("quantize")(normal(shape, dtype), torch.float8_e5m2, one, True, True)
+        run("quantize")(normal(shape, dtype), torch.float8_e5m2, one, True, "tensor", True)
+        for granularity in ("row", "block1x128", "block128x128"):
+            for transpose in (False, True):
+                args = (normal(shape, dtype), torch.float8_e5m2, None, transpose, granularity)
+                run("quantize")(*args, True)
     for op in UPDATES:
         run(op)(*update(op, [x[:1, 0]], seed=1))
     for sums in (torch.ones(1), torch.ones(3)[1:]):
@@ -160,15 +164,26 @@ def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], op: str) ->
 
 
 def test_launches_of_quantize(launched: list[Launch]) -> None:
-    """Current scaling: amax, then the cast; with a scale, or to 16 bits: one launch."""
+    """To FP8 amax, which returns at once where a scale is given, then the cast; to 16 bits: one."""
     run = _library.triton_launcher("quantize")
     x = normal((64, 32), torch.bfloat16)
     for dtype in FP8:
-        run(x, dtype, None, True, True)
-        run(x, dtype, torch.ones(()), False, True)
-    run(x, torch.float16, None, True, True)
-    one_dtype = ["amax", "quantize_transpose", "quantize"]
+        run(x, dtype, None, True, "tensor", True)
+        run(x, dtype, torch.ones(()), False, "tensor", True)
+    run(x, torch.float16, None, True, "tensor", True)
+    one_dtype = ["amax", "quantize_transpose", "amax", "quantize"]
     assert kernels(launched) == [*one_dtype, *one_dtype, "quantize_transpose"]
+
+
+def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
+    """One, but for rows with transpose, whose scales need all tiles."""
+    run = _library.triton_launcher("quantize")
+    x = normal((64, 32), torch.bfloat16)
+    for granularity in ("row", "block1x128", "block128x128"):
+        for transpose in (False, True):
+            run(x, torch.float8_e4m3fn, None, transpose, granularity, True)
+    tiles = "quantize_tiles"
+    assert kernels(launched) == ["quantize_rows", "tile_maxima", tiles, tiles, tiles, tiles, tiles]
 
 
 @pytest.mark.parametrize("op", UPDATES)

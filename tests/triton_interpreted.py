@@ -143,7 +143,7 @@ def test_amax_sees_the_last_element_and_what_is_not_finite(dtype: torch.dtype) -
 def test_quantize_all_16_bit_codes(dtype: torch.dtype, to: torch.dtype) -> None:
     codes = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     for scale in (1.0, 3.7, 2.0**120, 2.0**-20):
-        agree("quantize", lambda scale=scale: [codes, to, f32(scale), False, True])
+        agree("quantize", lambda scale=scale: [codes, to, f32(scale), False, "tensor", True])
 
 
 @pytest.mark.parametrize("to", LOW, ids=name)
@@ -151,7 +151,7 @@ def test_quantize_random_fp32_patterns(to: torch.dtype) -> None:
     """2^18 patterns: every exponent, subnormal, NaN and Inf; the C++ casts see all 2^32."""
     x = random_bits(1 << 18, torch.float32)
     for scale in (1.0, 0.3):
-        agree("quantize", lambda scale=scale: [x, to, f32(scale), False, True])
+        agree("quantize", lambda scale=scale: [x, to, f32(scale), False, "tensor", True])
 
 
 @pytest.mark.parametrize("spec", ind.SPECS, ids=name)
@@ -159,14 +159,14 @@ def test_quantize_ties_and_their_neighbours(spec: ind.Spec) -> None:
     ties = ind.midpoints(spec).astype(np.float32)
     near = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))]
     x = torch.from_numpy(np.concatenate([*near, *(-n for n in near), [0.0, -0.0]]))
-    agree("quantize", lambda: [x.float(), spec.dtype, f32(1.0), False, True])
+    agree("quantize", lambda: [x.float(), spec.dtype, f32(1.0), False, "tensor", True])
 
 
 @pytest.mark.parametrize("to", LOW, ids=name)
 @pytest.mark.parametrize("scale", [0.0, -0.0, INF, NAN, 1e-45, 3e38])
 def test_quantize_with_a_scale_that_no_one_should_give(scale: float, to: torch.dtype) -> None:
     x = f32(0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, INF, -INF, NAN)
-    agree("quantize", lambda: [x, to, f32(scale), False, True])
+    agree("quantize", lambda: [x, to, f32(scale), False, "tensor", True])
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -174,11 +174,11 @@ def test_quantize_with_a_scale_that_no_one_should_give(scale: float, to: torch.d
 def test_quantize_shapes(shape: tuple[int, ...]) -> None:
     can_transpose = len(shape) > 1
     for args in (
-        [normal(shape, torch.float32), torch.float8_e4m3fn, None, can_transpose, True],
-        [normal(shape, torch.bfloat16), torch.float8_e5m2, f32(0.7), can_transpose, True],
-        [normal(shape, torch.float16), torch.float8_e4m3fn, None, False, False],
-        [normal(shape, torch.float32), torch.bfloat16, None, False, True],
-        [normal(shape, torch.bfloat16), torch.float16, f32(3.0), can_transpose, True],
+        [normal(shape, torch.float32), torch.float8_e4m3fn, None, can_transpose, "tensor", True],
+        [normal(shape, torch.bfloat16), torch.float8_e5m2, f32(0.7), can_transpose, "tensor", True],
+        [normal(shape, torch.float16), torch.float8_e4m3fn, None, False, "tensor", False],
+        [normal(shape, torch.float32), torch.bfloat16, None, False, "tensor", True],
+        [normal(shape, torch.bfloat16), torch.float16, f32(3.0), can_transpose, "tensor", True],
     ):
         agree("quantize", lambda args=args: args)
 
@@ -186,7 +186,14 @@ def test_quantize_shapes(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_quantize_layouts(layout: Layout) -> None:
     for transpose in (False, True):
-        args = [layout(normal((13, 17), torch.float32)), torch.float8_e5m2, None, transpose, True]
+        args = [
+            layout(normal((13, 17), torch.float32)),
+            torch.float8_e5m2,
+            None,
+            transpose,
+            "tensor",
+            True,
+        ]
         agree("quantize", lambda args=args: args)
 
 
@@ -198,7 +205,39 @@ def test_quantize_current_scaling(amax: float, to: torch.dtype) -> None:
     for power_of_two, transpose in itertools.product((False, True), repeat=2):
         x = normal((9, 70), torch.float32).clamp(-1, 1) * (amax if math.isfinite(amax) else 1)
         x[8, 69] = amax
-        args = [x, to, None, transpose, power_of_two]
+        args = [x, to, None, transpose, "tensor", power_of_two]
+        agree("quantize", lambda args=args: args)
+
+
+BLOCKS = ("row", "block1x128", "block128x128")
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 257), (3, 4100), (5, 0)], ids=name)
+def test_quantize_by_blocks(shape: tuple[int, ...], granularity: str) -> None:
+    for to, dtype in ((torch.float8_e4m3fn, torch.bfloat16), (torch.float8_e5m2, torch.float32)):
+        for transpose in (False, True) if len(shape) > 1 else (False,):
+            args = [normal(shape, dtype), to, None, transpose, granularity, dtype.itemsize == 4]
+            agree("quantize", lambda args=args: args)
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_quantize_by_blocks_of_any_bits(dtype: torch.dtype, granularity: str) -> None:
+    every = random_bits(130 * 272, dtype).view(130, 272)
+    finite = torch.where(every.isfinite(), every, torch.zeros((), dtype=dtype))
+    finite[:, 5] = finite[7] = finite[:128, :128] = 0
+    for x, to in itertools.product((every, finite, permuted(finite)), FP8):
+        args = [x, to, None, True, granularity, True]
+        agree("quantize", lambda args=args: args)
+
+
+@pytest.mark.parametrize("to", LOW, ids=name)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_quantize_with_a_scale_that_is_not_initialised(to: torch.dtype, transpose: bool) -> None:
+    for shape in ((9, 70), (0, 5)):
+        args = [normal(shape, torch.float32), to, f32(0.0), transpose, "tensor", True]
         agree("quantize", lambda args=args: args)
 
 
@@ -219,6 +258,16 @@ def test_dequantize_all_codes(dtype: torch.dtype, to: torch.dtype) -> None:
 def test_dequantize_shapes(shape: tuple[int, ...]) -> None:
     agree("dequantize", lambda: [normal(shape, torch.float8_e5m2), f32(0.5), torch.bfloat16])
     agree("dequantize", lambda: [permuted(normal(shape, torch.half)), f32(3.0), torch.float32])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_dequantize_by_blocks(dtype: torch.dtype) -> None:
+    for shape, scales in (((130, 257), ((130, 1), (130, 3), (2, 3))), ((2, 3, 40), ((6, 1),))):
+        data = normal(shape, torch.float32).to(dtype)
+        for scale_inv, to in itertools.product([normal(s, torch.float32) for s in scales], WIDE):
+            for strides in (scale_inv, transposed(scale_inv)):
+                args = [data, strides, to]
+                agree("dequantize", lambda args=args: args)
 
 
 # unscale_ and grad_stats_

@@ -23,11 +23,15 @@ def _block(x_ptr, amax_ptr, offsets, n, FORMAT: tl.constexpr, SOFT_CAST: tl.cons
 def amax_kernel(
     x_ptr,
     amax_ptr,  # int32, the bits of the result, 0 before; a maximum is the same in any order
+    given_ptr,  # a scale; unless it is 0 no one needs this amax. None: it is needed
     n,
     FORMAT: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if given_ptr is not None:  # noqa: SIM102  (Triton's `and` loads from None, too)
+        if tl.load(given_ptr) != 0.0:
+            return
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
@@ -36,11 +40,13 @@ def amax_kernel(
         _block(x_ptr, amax_ptr, offsets, n, FORMAT, SOFT_CAST, False)
 
 
-def amax_into(x: torch.Tensor, result: torch.Tensor) -> None:
-    """result [] fp32, which holds 0, <- max |x|; x dense, not empty, on the current GPU."""
+def amax_into(x: torch.Tensor, result: torch.Tensor, given: torch.Tensor | None = None) -> None:
+    """result [] fp32, which holds 0, <- max |x|; x dense, not empty, on the current GPU. With a
+    given scale that is not 0: nothing."""
     amax_kernel[(triton.cdiv(x.numel(), BLOCK),)](
         codes(x),
         result.view(torch.int32),
+        given,
         x.numel(),
         FORMAT=FORMATS[x.dtype],
         SOFT_CAST=soft_cast(x.device, x.dtype),

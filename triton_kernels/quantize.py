@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .amax import amax_into
 from .launch import FORMATS, MAX, codes, on, soft_cast
+from .quantize_blocks import quantize_blocks
 from .tiles import decode, encode, load, magnitude_bits, scale_from_amax, store
 
 BLOCK = 4096
@@ -16,16 +17,17 @@ TILE_M, TILE_K = 64, 64  # 16-byte stores of fp8 in both orders: four threads to
 
 @triton.jit
 def _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE: tl.constexpr,
-           POWER_OF_TWO: tl.constexpr):  # fmt: skip
-    """The multiplier; the first program writes its inverse. Every program forms it anew, which
-    costs one load, while a kernel of its own would cost a launch."""
-    if SCALE == "given":
-        scale = tl.load(scale_ptr)
-    elif SCALE == "from amax":
+           FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # fmt: skip
+    """The multiplier; a given one of 0 is as good as none. The first program writes its inverse.
+    Every program forms it anew, which costs one load, while a kernel of its own would cost a
+    launch."""
+    scale = tl.full((), 1.0, tl.float32)
+    if FP8:
         amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
         scale = scale_from_amax(amax, fmt_max, 1.0, 1.0, POWER_OF_TWO)
-    else:
-        scale = tl.full((), 1.0, tl.float32)
+    if SCALE == "given":
+        given = tl.load(scale_ptr)
+        scale = tl.where(given == 0.0, scale, given)
     if tl.program_id(0) == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
     return scale
@@ -45,7 +47,7 @@ def quantize_kernel(
     x_ptr,
     q_ptr,
     scale_ptr,  # read where SCALE is "given"
-    amax_ptr,  # int32 bits: read where SCALE is "from amax", else 0 before and raised
+    amax_ptr,  # int32 bits: that of x where there is no scale, else 0 before and raised
     scale_inv_ptr,
     n,
     fmt_max,
@@ -56,7 +58,8 @@ def quantize_kernel(
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, POWER_OF_TWO)
+    FP8: tl.constexpr = Q == "e4m3" or Q == "e5m2"
+    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, FP8, POWER_OF_TWO)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
@@ -84,7 +87,8 @@ def quantize_transpose_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, POWER_OF_TWO)
+    FP8: tl.constexpr = Q == "e4m3" or Q == "e5m2"
+    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, FP8, POWER_OF_TWO)
     tiles_k = tl.cdiv(K, TILE_K)
     first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
     first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
@@ -105,19 +109,24 @@ def quantize(
     dtype: torch.dtype,
     scale: torch.Tensor | None,
     transpose: bool,
+    granularity: str,
     power_of_two_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     x = x.contiguous()
+    if granularity != "tensor":
+        return quantize_blocks(x, dtype, transpose, granularity, power_of_two_scale)
+    is_fp8 = dtype.itemsize == 1
     K = x.shape[-1] if transpose else 0
     M = x.shape[:-1].numel() if transpose else 0
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     data_t = torch.empty((K, M), dtype=dtype, device=x.device)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    computed = "from amax" if dtype.itemsize == 1 else "one"
-    source = computed if scale is None else "given"
+    scale_inv_t = torch.empty((0,), dtype=torch.float32, device=x.device)
+    source = "given" if scale is not None else "from amax" if is_fp8 else "one"
     if x.numel() == 0:
         one = torch.ones((), dtype=torch.float32, device=x.device)
-        return data, data_t, one if scale is None else scale.reshape(()).reciprocal(), amax
+        used = one if scale is None else torch.where(scale.reshape(()) == 0, one, scale.reshape(()))
+        return data, data_t, used.reciprocal(), scale_inv_t, amax
     scale_inv = torch.empty_like(amax)
     constants = {
         "X": FORMATS[x.dtype],
@@ -128,8 +137,8 @@ def quantize(
     }
     scalars = scale, amax.view(torch.int32), scale_inv
     with on(x):
-        if source == "from amax":
-            amax_into(x, amax)
+        if is_fp8:
+            amax_into(x, amax, scale)
         if transpose:
             quantize_transpose_kernel[(triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)](
                 codes(x), codes(data), codes(data_t), *scalars, M, K, MAX[dtype],
@@ -139,4 +148,4 @@ def quantize(
             quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
                 codes(x), codes(data), *scalars, x.numel(), MAX[dtype], **constants, BLOCK=BLOCK
             )
-    return data, data_t, scale_inv, amax
+    return data, data_t, scale_inv, scale_inv_t, amax

@@ -28,6 +28,12 @@ def store(ptr, offsets, value, n, FULL: tl.constexpr):
 
 
 @triton.jit
+def int64(x):
+    """An integer, where it may also be a constant, in 64 bits."""
+    return tl.zeros((), tl.int64) + x
+
+
+@triton.jit
 def magnitude_bits(x):
     """The bits of |x| as int32: they order as |x| does, with Inf above all numbers and NaN above
     Inf, which a floating-point maximum would drop."""
@@ -98,6 +104,29 @@ def decode(code, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
         return code.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def operand(code, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
+    """A loaded value as tl.dot takes it, exactly: as it is, or from codes where SOFT_CAST.
+
+    FP8 then becomes fp16, which holds every value of both formats, and bf16 fp32, which only the
+    interpreter meets.
+    """
+    if not SOFT_CAST:
+        return code
+    elif FORMAT == "bf16":
+        return decode(code, FORMAT, True)
+    elif FORMAT == "fp16":
+        return code.to(tl.float16, bitcast=True)
+    elif FORMAT == "e5m2":  # fp16 without its low byte
+        return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:  # read as fp16 the shifted bits, subnormal ones too, are the value over 2^(15 - 7)
+        wide = code.to(tl.uint16)
+        magnitude = wide & 0x7F
+        value = ((magnitude << 7).to(tl.float16, bitcast=True) * 256.0).to(tl.uint16, bitcast=True)
+        bits = tl.where(magnitude == 0x7F, 0x7E00, value) | ((wide & 0x80) << 8)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

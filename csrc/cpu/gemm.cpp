@@ -1,9 +1,12 @@
 // gemm and gemm_accumulate_: pack both operands into panels of fp32 words or bf16 pairs, multiply
-// panels into an fp32 tile that stays in the second cache, scale and round each row once.
+// panels into an fp32 tile that stays in the second cache, scale and round each row once. Scales
+// that change along K multiply the sums of each 128 of K, in a second tile, before they are added
+// up.
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 
+#include "cpu/gemm_scales.h"
 #include "cpu/loops.h"
 #include "cpu/parallel.h"
 #include "ops.h"
@@ -42,8 +45,6 @@ constexpr int64_t kPackedBytes = 32 << 20;  // of each operand at a time; bounds
 constexpr int64_t kWordsPerPass = 256;      // of K between two visits to the fp32 tile
 constexpr int64_t kTileRows = 112, kTileCols = 256;  // of the fp32 tile: 112 KB
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Packs rows [first, first + count) of x into panels of `width`; whether a panel lost an element.
 bool pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x, int64_t first,
                  int64_t count, int64_t k, int64_t words, uint32_t* out) {
@@ -79,19 +80,55 @@ Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const G
   return best;
 }
 
-// store(row of the block, first column, n, fp32 accumulators) is called once for each piece of a
-// row of the block's result, when its sum over K is complete.
+// The scales of both operands. b's are laid out by `columns_of`, [chunks][n] or [n]: `b` points at
+// the first column in question.
+struct BothScales {
+  Scales a;
+  const float* b;
+  int64_t n;  // columns of all of b
+  bool b_by_chunk;
+
+  bool by_chunk() const { return a.by_chunk || b_by_chunk; }
+  // What multiplies the sum of one chunk of a row from column `col` on; `ones` are n ones.
+  Epilogue of_chunk(int64_t row, int64_t col, int64_t chunk, const float* ones) const {
+    return {a.by_chunk ? a.at(row, chunk) : 1.0f, b_by_chunk ? b + chunk * n + col : ones, nullptr};
+  }
+  // What multiplies the sum over all chunks.
+  Epilogue at_the_end(int64_t row, int64_t col, const float* bias, const float* ones) const {
+    return {a.by_chunk ? 1.0f : a.at(row, 0), b_by_chunk ? ones : b + col, bias};
+  }
+};
+
+constexpr int64_t kTile = kTileRows * kTileCols;
+
+// One for each column of the tile.
+const float* ones() {
+  static const std::vector<float> all(kTileCols, 1.0f);
+  return all.data();
+}
+
+// A part of the result: rows [row, row + m) by columns [col, col + n).
+struct Part {
+  int64_t row, col, m, n;
+};
+
+// store(row, first column, n, fp32 accumulators) is called once for each piece of a row of the
+// part, when its sum over K is complete.
 template <class Store>
-void multiply_block(const GemmKernel& kernel, const uint32_t* a, const uint32_t* b, int64_t m,
-                    int64_t n, int64_t words, const Store& store) {
+void multiply_part(const GemmKernel& kernel, const uint32_t* a, const uint32_t* b, Part part,
+                   int64_t words, const BothScales& scales, const Store& store) {
+  auto [row0, col0, m, n] = part;
   int64_t panels_m = ceil_div(m, kernel.mr), panels_n = ceil_div(n, kernel.nr);
   double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(words);
   int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
   Split split = split_threads(panels_m, panels_n, threads, kernel);
   int64_t step_m = kTileRows / kernel.mr, step_n = kTileCols / kernel.nr;
+  bool by_chunk = scales.by_chunk();
+  int64_t words_per_pass = by_chunk ? kChunk / kernel.k_per_word : kWordsPerPass;
   torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t first, int64_t last) {
     static thread_local Scratch scratch;
-    float* tile = static_cast<float*>(scratch.get(kTileRows * kTileCols * 4));
+    float* tile = static_cast<float*>(scratch.get(2 * kTile * 4));
+    float* sums = by_chunk ? tile + kTile : tile;  // of one pass, or of all so far
     for (int64_t share = first; share < last; ++share) {
       int64_t sm = share / split.n, sn = share % split.n;
       int64_t m_begin = panels_m * sm / split.m, m_end = panels_m * (sm + 1) / split.m;
@@ -100,21 +137,30 @@ void multiply_block(const GemmKernel& kernel, const uint32_t* a, const uint32_t*
         int64_t count_n = std::min(step_n, n_end - pn);
         for (int64_t pm = m_begin; pm < m_end; pm += step_m) {
           int64_t count_m = std::min(step_m, m_end - pm);
+          int64_t row = pm * kernel.mr, col = pn * kernel.nr;
+          int64_t rows = std::min(count_m * kernel.mr, m - row);
+          int64_t cols = std::min(count_n * kernel.nr, n - col);
+          if (by_chunk) std::fill(tile, tile + rows * kTileCols, 0.0f);
           // At least one pass, so that K = 0 leaves zeros.
-          for (int64_t w = 0; w == 0 || w < words; w += kWordsPerPass) {
-            int64_t pass = std::min(kWordsPerPass, words - w);
+          for (int64_t w = 0; w == 0 || w < words; w += words_per_pass) {
+            int64_t pass = std::min(words_per_pass, words - w);
             for (int64_t j = 0; j < count_n; ++j) {
               for (int64_t i = 0; i < count_m; ++i) {
                 kernel.micro(pass, a + ((pm + i) * words + w) * kernel.mr,
                              b + ((pn + j) * words + w) * kernel.nr,
-                             tile + i * kernel.mr * kTileCols + j * kernel.nr, kTileCols, w > 0);
+                             sums + i * kernel.mr * kTileCols + j * kernel.nr, kTileCols,
+                             w > 0 && !by_chunk);
               }
             }
+            for (int64_t r = 0; by_chunk && r < rows; ++r) {
+              Epilogue scale =
+                  scales.of_chunk(row0 + row + r, col0 + col, w / words_per_pass, ones());
+              loops().accumulate_row(sums + r * kTileCols, scale, tile + r * kTileCols, 1, cols);
+            }
           }
-          int64_t row = pm * kernel.mr, col = pn * kernel.nr;
-          int64_t rows = std::min(count_m * kernel.mr, m - row);
-          int64_t cols = std::min(count_n * kernel.nr, n - col);
-          for (int64_t r = 0; r < rows; ++r) store(row + r, col, cols, tile + r * kTileCols);
+          for (int64_t r = 0; r < rows; ++r) {
+            store(row0 + row + r, col0 + col, cols, tile + r * kTileCols);
+          }
         }
       }
     }
@@ -142,9 +188,11 @@ class Packed {
   uint32_t* data_ = nullptr;
 };
 
-// All of a [M, K] times b [K, N]; b is given with its columns as rows.
+// All of a [M, K] times b [K, N]; b is given with its columns as rows. Applies the scales that
+// change along K; the others are `store`'s business.
 template <class Store>
-void multiply(const Matrix& a, const Matrix& b, int64_t k, const Store& store) {
+void multiply(const Matrix& a, const Matrix& b, int64_t k, const BothScales& scales,
+              const Store& store) {
   static thread_local Scratch scratch[4];
   const GemmKernel& exact = loops().gemm_f32;
   const GemmKernel& kernel = a.dtype == Dtype::f16 ? exact : loops().gemm_bf16;
@@ -160,17 +208,15 @@ void multiply(const Matrix& a, const Matrix& b, int64_t k, const Store& store) {
     for (int64_t m0 = 0; m0 < a.rows; m0 += block_m) {
       int64_t m = std::min(block_m, a.rows - m0);
       if (n0 == 0 || block_m < a.rows) lost_a = packed_a.pack(kernel.pack_a, m0, m, words);
-      auto store_block = [&](int64_t row, int64_t col, int64_t count, const float* acc) {
-        store(m0 + row, n0 + col, count, acc);
-      };
+      Part part{m0, n0, m, n};
       if (lost_a || lost_b) {
         // Subnormal bf16 numbers, which the bf16 dot product reads as zero: fp32 for this block.
         Packed wide_a(a, k, exact.mr, scratch[2]), wide_b(b, k, exact.nr, scratch[3]);
         wide_a.pack(exact.pack_a, m0, m, k);
         wide_b.pack(exact.pack_b, n0, n, k);
-        multiply_block(exact, wide_a.data(), wide_b.data(), m, n, k, store_block);
+        multiply_part(exact, wide_a.data(), wide_b.data(), part, k, scales, store);
       } else {
-        multiply_block(kernel, packed_a.data(), packed_b.data(), m, n, words, store_block);
+        multiply_part(kernel, packed_a.data(), packed_b.data(), part, words, scales, store);
       }
     }
   }
@@ -193,6 +239,33 @@ Matrix columns_of(const Tensor& b) {
   return {dtype_of(b, "gemm"), b.const_data_ptr(), b.sizes()[1], b.strides()[1], b.strides()[0]};
 }
 
+// BothScales and the memory behind them.
+struct Scaling {
+  std::vector<float> columns;
+  BothScales both;
+
+  Scaling(const Tensor& a, const Tensor& b, const MaybeTensor& a_scale_inv,
+          const MaybeTensor& b_scale_inv, const char* op) {
+    int64_t n = b.sizes()[1], k = a.sizes()[1];
+    Scales of_b = scales_of(b_scale_inv, n, k, 1, op, "b_scale_inv");
+    columns = columns_of(of_b, n, k);
+    both = {scales_of(a_scale_inv, a.sizes()[0], k, 0, op, "a_scale_inv"), columns.data(), n,
+            of_b.by_chunk};
+  }
+};
+
+// Whether the ranges of memory that two tensors span meet.
+bool overlap(const Tensor& x, const Tensor& y) {
+  if (x.numel() == 0 || y.numel() == 0) return false;
+  auto end = [](const Tensor& t) {
+    int64_t last = 0;
+    for (size_t i = 0; i < t.sizes().size(); ++i) last += (t.sizes()[i] - 1) * t.strides()[i];
+    return static_cast<const char*>(t.const_data_ptr()) +
+           (last + 1) * element_size(dtype_of(t, "gemm_accumulate_"));
+  };
+  return x.const_data_ptr() < end(y) && y.const_data_ptr() < end(x);
+}
+
 std::vector<float> bias_as_fp32(const Tensor& bias) {
   Dtype dtype = dtype_of(bias, "gemm: bias");
   int64_t n = bias.numel(), stride = n > 0 ? bias.strides()[0] : 1;
@@ -213,23 +286,22 @@ Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv
   Dtype out_dtype = dtype_of(out_type, "gemm: out_dtype");
   STD_TORCH_CHECK(is_float(out_dtype), "gemm: out_dtype must be fp32, bf16 or fp16");
   int64_t m = a.sizes()[0], n = b.sizes()[1];
-  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm", "a_scale_inv"),
-                    read_scalar(b_scale_inv, 1.0f, "gemm", "b_scale_inv"), nullptr};
+  Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm");
   std::vector<float> wide_bias;
   if (bias.has_value()) {
     STD_TORCH_CHECK(bias->dim() == 1 && bias->numel() == n && on_cpu(*bias) &&
                         is_float(dtype_of(*bias, "gemm: bias")),
                     "gemm: bias must be [N], fp32, bf16 or fp16, on the CPU");
     wide_bias = bias_as_fp32(*bias);
-    epilogue.bias = wide_bias.data();
   }
   Tensor out = empty({m, n}, out_type);
   if (m == 0 || n == 0) return out;
   void* data = out.mutable_data_ptr();
-  multiply(rows_of(a), columns_of(b), a.sizes()[1],
+  const float* all_bias = bias.has_value() ? wide_bias.data() : nullptr;
+  multiply(rows_of(a), columns_of(b), a.sizes()[1], scaling.both,
            [&](int64_t row, int64_t col, int64_t count, const float* acc) {
-             Epilogue here = epilogue;
-             if (here.bias != nullptr) here.bias += col;
+             Epilogue here = scaling.both.at_the_end(
+                 row, col, all_bias == nullptr ? nullptr : all_bias + col, ones());
              loops().store_row(out_dtype, acc, here, at(data, out_dtype, row * n + col), count);
            });
   return out;
@@ -242,15 +314,19 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       acc.sizes()[1] == b.sizes()[1] && acc.scalar_type() == ScalarType::Float &&
                       on_cpu(acc) && is_writable(acc),
                   "gemm_accumulate_: acc must be [M, N], fp32, on the CPU, writable");
-  Epilogue epilogue{read_scalar(a_scale_inv, 1.0f, "gemm_accumulate_", "a_scale_inv"),
-                    read_scalar(b_scale_inv, 1.0f, "gemm_accumulate_", "b_scale_inv"), nullptr};
+  STD_TORCH_CHECK(!overlap(acc, a) && !overlap(acc, b) &&
+                      !(a_scale_inv.has_value() && overlap(acc, *a_scale_inv)) &&
+                      !(b_scale_inv.has_value() && overlap(acc, *b_scale_inv)),
+                  "gemm_accumulate_: acc must not overlap in memory with what it is made from");
+  Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm_accumulate_");
   if (acc.numel() == 0 || a.sizes()[1] == 0) return;
   float* data = static_cast<float*>(acc.mutable_data_ptr());
   int64_t stride_m = acc.strides()[0], stride_n = acc.strides()[1];
-  multiply(rows_of(a), columns_of(b), a.sizes()[1],
+  multiply(rows_of(a), columns_of(b), a.sizes()[1], scaling.both,
            [&](int64_t row, int64_t col, int64_t count, const float* sums) {
-             loops().accumulate_row(sums, epilogue, data + row * stride_m + col * stride_n,
-                                    stride_n, count);
+             Epilogue here = scaling.both.at_the_end(row, col, nullptr, ones());
+             loops().accumulate_row(sums, here, data + row * stride_m + col * stride_n, stride_n,
+                                    count);
            });
 }
 

@@ -184,20 +184,28 @@ void store_row(Dtype out_dtype, const float* acc, const Epilogue& e, void* out, 
   with_float(out_dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     T* __restrict result = static_cast<T*>(out);
-    float a_scale_inv = e.a_scale_inv, b_scale_inv = e.b_scale_inv;
+    const float a_scale_inv = e.a_scale_inv;
+    const float* __restrict b_scale_inv = e.b_scale_inv;
     if (e.bias != nullptr) {
       const float* __restrict bias = e.bias;
       for (int64_t i = 0; i < n; ++i) {
-        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv + bias[i]);
+        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv[i] + bias[i]);
       }
     } else {
       for (int64_t i = 0; i < n; ++i) {
-        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv);
+        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv[i]);
       }
     }
   });
 }
 
-void accumulate_row(const float* acc, const Epilogue& e, float* out, int64_t stride, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i * stride] += acc[i] * e.a_scale_inv * e.b_scale_inv;
+void accumulate_row(const float* __restrict acc, const Epilogue& e, float* __restrict out,
+                    int64_t stride, int64_t n) {
+  const float a_scale_inv = e.a_scale_inv;
+  const float* __restrict b_scale_inv = e.b_scale_inv;
+  if (stride == 1) {
+    for (int64_t i = 0; i < n; ++i) out[i] += acc[i] * a_scale_inv * b_scale_inv[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i * stride] += acc[i] * a_scale_inv * b_scale_inv[i];
+  }
 }

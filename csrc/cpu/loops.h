@@ -27,9 +27,11 @@ struct GemmKernel {
                 bool accumulate);
 };
 
+// What happens to a piece of a row of a GEMM's fp32 sums: sum * a_scale_inv * b_scale_inv + bias.
 struct Epilogue {
-  float a_scale_inv = 1.0f, b_scale_inv = 1.0f;
-  const float* bias = nullptr;  // [n], or null
+  float a_scale_inv;         // of the row
+  const float* b_scale_inv;  // [n]
+  const float* bias;         // [n], or null
 };
 
 enum class Master { none, real, remainder };  // remainder: int16 beside a bf16 param
@@ -65,10 +67,17 @@ struct Loops {
   // q <- cast(x * scale); returns the amax of x as above.
   uint32_t (*quantize)(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
                        int64_t n);
-  // The same for `rows` x `cols` of x (row stride cols in x and q), also into q_t (row stride
-  // ld_t), q_t pointing at column `first row` of the transpose.
+  // The same for `rows` x `cols` of x (row stride ld in x and q), also into q_t (row stride ld_t),
+  // q_t pointing at column `first row` of the transpose. At most 64 rows.
   uint32_t (*quantize_transpose)(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
-                                 void* q_t, int64_t rows, int64_t cols, int64_t ld_t);
+                                 void* q_t, int64_t rows, int64_t cols, int64_t ld, int64_t ld_t);
+  // largest[c] <- max(largest[c], |x| of column c), as bits, over rows x cols of x (row stride ld).
+  void (*amax_columns)(Dtype x_dtype, const void* x, int64_t rows, int64_t cols, int64_t ld,
+                       uint32_t* largest);
+  // q_t alone, of at most 64 rows and 128 columns of x, column c with scale[c]; known_finite: x is.
+  void (*quantize_columns)(Dtype x_dtype, Dtype q_dtype, const void* x, const float* scale,
+                           void* q_t, int64_t rows, int64_t cols, int64_t ld, int64_t ld_t,
+                           bool known_finite);
   void (*dequantize)(Dtype q_dtype, Dtype out_dtype, const void* q, float scale_inv, void* out,
                      int64_t n);
   // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many

@@ -9,6 +9,8 @@ constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
       .amax = amax,
       .quantize = quantize,
       .quantize_transpose = quantize_transpose,
+      .amax_columns = amax_columns,
+      .quantize_columns = quantize_columns,
       .dequantize = dequantize,
       .unscale = unscale,
       .grad_stats = grad_stats,

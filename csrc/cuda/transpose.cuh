@@ -2,6 +2,7 @@
 // 16-byte accesses to global memory on all sides.
 #pragma once
 
+#include "cuda/launch.h"
 #include "cuda/vec.cuh"
 
 namespace mixprec::cuda {
@@ -29,8 +30,8 @@ struct QuantizeTile {
 
 // out[0, n) <- run, by one vector where n is all of it and `vectors` says that out is aligned.
 template <int kRun, class Q>
-__device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int n, bool vectors) {
-  if (vectors && n == kRun) {
+__device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t n, bool vectors) {
+  if (vectors && n >= kRun) {
     store(out, run);
   } else {
 #pragma unroll
@@ -39,5 +40,50 @@ __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int n, b
     }
   }
 }
+
+// Where a tile lies in a matrix [rows, cols].
+struct TileAt {
+  int64_t rows, cols, row0, col0;
+
+  // x[row0 + r, col0 + c and on], zeros outside of the matrix. `vectors`: all of them are aligned.
+  template <int n, class X>
+  __device__ __forceinline__ void load(const X* x, int r, int c, X (&in)[n], bool vectors) const {
+    int64_t row = row0 + r, col = col0 + c;
+    const X* from = x + row * cols + col;
+    if (vectors && row < rows && col < cols) {
+      cuda::load(from, in);
+    } else {
+#pragma unroll
+      for (int j = 0; j < n; ++j) in[j] = row < rows && col + j < cols ? from[j] : X{};
+    }
+  }
+
+  template <class Q>
+  __device__ __forceinline__ void store_rows(const QuantizeTile<Q>& tile, Q* q) const {
+    constexpr int side = QuantizeTile<Q>::kSide, run = QuantizeTile<Q>::kRun;
+    bool vectors = is_aligned(q) && cols % run == 0;
+    for (int i = threadIdx.x; i < side * 8; i += kThreads) {
+      int r = i / 8, c = i % 8 * run;
+      if (row0 + r >= rows || col0 + c >= cols) continue;
+      Q line[run];
+      cuda::load(&tile.at[tile.offset(r, c)], line);
+      store_run(q + (row0 + r) * cols + col0 + c, line, cols - col0 - c, vectors);
+    }
+  }
+
+  // q_t [cols, rows]
+  template <class Q>
+  __device__ __forceinline__ void store_columns(const QuantizeTile<Q>& tile, Q* q_t) const {
+    constexpr int side = QuantizeTile<Q>::kSide, run = QuantizeTile<Q>::kRun;
+    bool vectors = is_aligned(q_t) && rows % run == 0;
+    for (int i = threadIdx.x; i < side * 8; i += kThreads) {
+      int c = i / 8, r = i % 8 * run;
+      if (row0 + r >= rows || col0 + c >= cols) continue;
+      Q line[run];
+      tile.gather(r, c, line);
+      store_run(q_t + (col0 + c) * rows + row0 + r, line, rows - row0 - r, vectors);
+    }
+  }
+};
 
 }  // namespace mixprec::cuda

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 LIBRARY = torch.library.Library("mixprec", "DEF")
 
 OPS: dict[str, Callable[..., None]] = {}  # every op that define() made, with its check
+
+Capability = tuple[int, int]  # of a GPU: (9, 0); None in its place where nothing is known of it
+# Why a variant cannot do one call, by its arguments; None if it can.
+WhyNot = Callable[[tuple[Any, ...], Capability | None], str | None]
+
+
+class Choice(NamedTuple):
+    """How the variants of an op on a GPU are chosen call by call.
+
+    order: the backends to try for these arguments, best first (None: for a call of which nothing
+    is known). why_not: by backend, for those that cannot do every call.
+    """
+
+    order: Callable[[tuple[Any, ...] | None, Capability | None], tuple[str, ...]]
+    why_not: Mapping[str, WhyNot]
+
+
+CHOICES: dict[str, Choice] = {}  # of the ops that have one
+DIRECT: dict[str, Callable[..., Any]] = {}  # the vendor's variants, without the way through an op
+VARIANTS: dict[str, Callable[..., Any]] = {}  # what runs gemm_reference, gemm_vendor, …
 
 INSTALL = "pip install --no-build-isolation -e ."
 
@@ -25,6 +45,8 @@ TRITON = {
     "amax": "amax",
     "clip_coef": "scale",
     "dequantize": "dequantize",
+    "gemm": "gemm",
+    "gemm_accumulate_": "gemm",
     "grad_stats_": "grad_stats",
     "inv_scale": "scale",
     "quantize": "quantize",
@@ -76,6 +98,8 @@ def _load_cuda() -> str | None:
 
 
 CUDA_ERROR = _load_cuda()
+# What the CUDA kernels were built for, as TORCH_CUDA_ARCH_LIST writes it; "" if there are none.
+CUDA_ARCHS = C.build_info().get("cuda_archs", "") if C is not None else ""
 
 
 def has_cuda_kernel(name: str) -> bool:
@@ -105,6 +129,10 @@ def variant_name(name: str, variant: str) -> str:
     return f"{name[:-1]}_{variant}_" if name.endswith("_") else f"{name}_{variant}"
 
 
+def has_vendor_kernel(name: str) -> bool:
+    return name in DIRECT
+
+
 def define(
     name: str,
     signature: str,
@@ -112,15 +140,18 @@ def define(
     check: Callable[..., None],
     reference: Callable[..., Any],
     fake: Callable[..., Any] | None = None,
+    vendor: Callable[..., Any] | None = None,
+    choice: Choice | None = None,
 ) -> None:
-    """Define `mixprec::name`, `mixprec::name_reference` and, where there is a Triton kernel,
-    `mixprec::name_triton` from one signature string.
+    """Define `mixprec::name`, `mixprec::name_reference` and, where there is a Triton kernel or one
+    of the vendor's, `mixprec::name_triton` and `mixprec::name_vendor` from one signature string.
 
     The first gets its kernels from the compiled libraries, by device; the second is `reference`
     on every device. `check`, `reference` and `fake` take the schema's arguments in order. `check`
     raises ValueError or TypeError for arguments that do not fit together; `fake` computes output
     shapes, dtypes and strides (None for an op that returns nothing). The compiled kernels check
-    again, in C++.
+    again, in C++. `vendor` runs what torch has for the same job on a GPU; `choice` says for which
+    calls which variant is taken there.
     """
 
     def checked_fake(*args: Any) -> Any:
@@ -137,24 +168,71 @@ def define(
         check(*args)
         return triton_launcher(name)(*args)
 
+    def run_vendor(*args: Any) -> Any:
+        assert vendor is not None
+        check(*args)
+        if torch.is_autocast_enabled(_device_type(args)):
+            with torch.autocast(_device_type(args), enabled=False):
+                return vendor(*args)
+        return vendor(*args)
+
+    def checked_vendor(*args: Any) -> Any:
+        refuses = choice.why_not.get("vendor") if choice is not None else None
+        check(*args)
+        reason = refuses(args, capability(device_index(args))) if refuses is not None else None
+        if reason is not None:
+            raise RuntimeError(f"{name}: {reason}")
+        return run_vendor(*args)
+
     OPS[name] = check
-    reference_name, triton_name = (variant_name(name, v) for v in ("reference", "triton"))
-    for op in (name, reference_name, *([triton_name] if name in TRITON else [])):
+    if choice is not None:
+        CHOICES[name] = choice
+    variants = {"reference": (checked_reference, "CompositeExplicitAutograd")}
+    if name in TRITON:
+        variants["triton"] = (checked_triton, "CUDA")
+    if vendor is not None:
+        variants["vendor"] = (checked_vendor, "CUDA")
+        DIRECT[name] = run_vendor
+    for op in (name, *(variant_name(name, v) for v in variants)):
         LIBRARY.define(op + signature, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"mixprec::{op}", checked_fake, lib=LIBRARY)
-    LIBRARY.impl(reference_name, checked_reference, "CompositeExplicitAutograd")
-    if name in TRITON:
-        LIBRARY.impl(triton_name, checked_triton, "CUDA")
+    for variant, (function, key) in variants.items():
+        VARIANTS[variant_name(name, variant)] = function
+        LIBRARY.impl(variant_name(name, variant), function, key)
 
 
-def _device_type(args: tuple[Any, ...]) -> str:
-    """The device type of the first tensor among the arguments of an op."""
+def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The first tensor among the arguments of an op, lists included."""
     for arg in args:
         if isinstance(arg, (list, tuple)) and arg:
             arg = arg[0]
         if isinstance(arg, torch.Tensor):
-            return arg.device.type
-    return "cpu"
+            return arg
+    return None
+
+
+def _device_type(args: tuple[Any, ...]) -> str:
+    first = _first_tensor(args)
+    return "cpu" if first is None else first.device.type
+
+
+def device_index(args: tuple[Any, ...]) -> int:
+    """The number of the GPU that the arguments are on; 0 where they do not say."""
+    first = _first_tensor(args)
+    return 0 if first is None else first.device.index or 0
+
+
+def capability(index: int) -> Capability | None:
+    """The compute capability of GPU `index`; None where torch sees no GPU."""
+    known = _capabilities.get(index)
+    if known is None and torch.cuda.is_available():
+        known = _capabilities[index] = torch.cuda.get_device_capability(index)
+    return known
+
+
+_capabilities: dict[int, Capability] = {}
+# Asked of the driver, and the same for the life of the process: torch.compile takes it as it is.
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def op_handle(name: str) -> Callable[..., Any]:

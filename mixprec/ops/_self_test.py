@@ -39,9 +39,15 @@ def _awkward(device: str) -> torch.Tensor:
 
 def _quantize(device: str) -> Iterator[Arguments]:
     for dtype in LOW:
-        yield [_random(device), dtype, None, True, True]
-        yield [_random(device).bfloat16(), dtype, None, False, False]
-        yield [_awkward(device), dtype, _scalar(device, 1.0), False, True]
+        yield [_random(device), dtype, None, True, "tensor", True]
+        yield [_random(device).bfloat16(), dtype, None, False, "tensor", False]
+        yield [_awkward(device), dtype, _scalar(device, 1.0), False, "tensor", True]
+        yield [_random(device), dtype, _scalar(device, 0.0), False, "tensor", True]
+    blocks = _random(device, 1, (130, 257))
+    blocks[0, 3], blocks[129, 256], blocks[:, 200] = math.nan, math.inf, 0.0
+    for granularity in ("row", "block1x128", "block128x128"):
+        for dtype in LOW[:2]:
+            yield [blocks, dtype, None, True, granularity, True]
 
 
 def _dequantize(device: str) -> Iterator[Arguments]:
@@ -49,6 +55,9 @@ def _dequantize(device: str) -> Iterator[Arguments]:
     for dtype in LOW:
         data = codes.view(dtype) if dtype.itemsize == 1 else _random(device).to(dtype)
         yield [data, _scalar(device, 0.25), torch.float32]
+    data = _random(device, 1, (130, 257)).to(torch.float8_e5m2)
+    for shape in ((130, 1), (130, 3), (2, 3)):
+        yield [data, _random(device, 2, shape).abs(), torch.bfloat16]
 
 
 def _amax(device: str) -> Iterator[Arguments]:
@@ -57,23 +66,40 @@ def _amax(device: str) -> Iterator[Arguments]:
     yield [_awkward(device)]
 
 
-def _operands(device: str) -> Iterator[Arguments]:
+def _operands(device: str, *, plain: bool = False) -> Iterator[Arguments]:
+    """a, b and their scales; plain: such as every GEMM takes, torch's too."""
     half, quarter = _scalar(device, 0.5), _scalar(device, 0.25)
     for a_dtype, b_dtype in [(d, d) for d in LOW] + [LOW[:2]]:
-        a, b = _integers(device, (19, 70), a_dtype), _integers(device, (70, 23), b_dtype)
-        yield [a, b, half, quarter]
+        fp8 = a_dtype.itemsize == 1
+        m, n, k = (16, 32, 64) if plain and fp8 else (19, 23, 70)
+        a, b = _integers(device, (m, k), a_dtype), _integers(device, (n, k), b_dtype).t()
+        yield [a, b, None, None] if plain and not fp8 else [a, b, half, quarter]
+
+
+def _blocks(device: str) -> Iterator[Arguments]:
+    """Operands with scales of blocks, and with scales of rows. A new kernel of Triton for each."""
+    a = _integers(device, (12, 144), torch.float8_e4m3fn)
+    b = _integers(device, (32, 144), torch.float8_e4m3fn).t()
+    powers = 2.0 ** torch.arange(4.0, device=device)
+    yield [a, b, powers[:2].repeat(12, 1), powers[2:, None]]
+    yield [a, b, powers[:3].repeat(4)[:, None], powers.repeat(8)[None]]
 
 
 def _gemm(device: str) -> Iterator[Arguments]:
     bias = torch.arange(23.0, device=device)
     for operands in _operands(device):
         yield [*operands, bias, torch.float32, False]
+    for operands in _operands(device, plain=True):
+        dtype = operands[0].dtype
+        yield [*operands, None, torch.bfloat16 if dtype.itemsize == 1 else dtype, False]
+    for operands in _blocks(device):
         yield [*operands, None, torch.bfloat16, False]
 
 
 def _gemm_accumulate(device: str) -> Iterator[Arguments]:
-    for operands in _operands(device):
-        yield [_integers(device, (19, 23), torch.float32), *operands]
+    for operands in [*_operands(device, plain=True), *list(_blocks(device))[:1]]:
+        shape = operands[0].shape[0], operands[1].shape[1]
+        yield [_integers(device, shape, torch.float32), *operands]
 
 
 def _grads(device: str) -> list[torch.Tensor]:
@@ -196,9 +222,14 @@ def _difference(x: float, y: float) -> float:
     return abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf
 
 
-def compare(name: str, run: Callable[..., Any], device: str) -> dict[str, Any]:
+def compare(
+    name: str,
+    run: Callable[..., Any],
+    device: str,
+    skip: Callable[[Arguments], bool] | None = None,
+) -> dict[str, Any]:
     """Run op `name` on `device` by `run` and compare results and mutated arguments with its
-    reference's.
+    reference's. skip: says of arguments that `run` does not take them.
 
     Returns ok, worst (the largest absolute difference; ok means that it is 0) and reason (why it
     failed without a comparison, or None).
@@ -209,6 +240,8 @@ def compare(name: str, run: Callable[..., Any], device: str) -> dict[str, Any]:
     worst = 0.0
     try:
         for arguments, same in zip(INPUTS[name](device), INPUTS[name](device), strict=True):
+            if skip is not None and skip(arguments):
+                continue
             got = [*_numbers(run(*arguments)), *_numbers(arguments)]
             expected = [*_numbers(reference(*same)), *_numbers(same)]
             if len(got) != len(expected):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from . import _backends, _checks, _library
+from . import _backends, _checks, _granularity, _library
 
 LOW = (*_checks.FP8, torch.float16, torch.bfloat16)
 
@@ -14,7 +14,9 @@ def dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """data.float() * scale_inv in FP32, then one rounding to dtype (IEEE)."""
-    return (data.float() * scale_inv.reshape(())).to(dtype).contiguous()
+    m, k = _granularity.as_matrix(data.shape)
+    wide = data.reshape(m, k).float() * _granularity.expand(scale_inv, m, k)
+    return wide.to(dtype).reshape(data.shape).contiguous()
 
 
 def _fake(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -25,7 +27,15 @@ def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> N
     op = "dequantize"
     _checks.is_tensor(op, "data", data)
     _checks.has_dtype(op, "data", data, LOW)
-    _checks.is_scalar(op, "scale_inv", scale_inv, torch.float32)
+    _checks.is_tensor(op, "scale_inv", scale_inv)
+    _checks.has_dtype(op, "scale_inv", scale_inv, (torch.float32,))
+    m, k = _granularity.as_matrix(data.shape)
+    if not _granularity.fits(scale_inv, m, k):
+        shapes = [_granularity.scale_shape(name, m, k) for name in _granularity.GRANULARITIES]
+        raise ValueError(
+            f"{op}: scale_inv must have one of the shapes {shapes} for data {tuple(data.shape)}, "
+            f"got {tuple(scale_inv.shape)}"
+        )
     _checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
     if dtype not in _checks.FLOATS:
         raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
@@ -43,11 +53,26 @@ _library.define(
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return q.data * q.scale_inv as `dtype` (fp32, bf16 or fp16), contiguous, in q.data's shape.
 
-    The decode is exact and the product is FP32; the only rounding is the one to `dtype`.
+    Each element with the scale of its row or block, for every granularity of `quantize`, and for
+    `q.t()`, whose scales lie along columns. The decode is exact and the product is FP32; the only
+    rounding is the one to `dtype`. ValueError or TypeError names what does not fit.
     """
+    op = "dequantize"
     if not isinstance(q, Quantized):
         got = type(q).__name__
-        raise TypeError(f"dequantize: q must be a Quantized (from mixprec.quantize), got {got}")
-    _checks.is_tensor("dequantize", "q.data", q.data)
-    _checks.needs_no_grad("dequantize", "detach q", q.data, q.scale_inv)
-    return _backends.call("dequantize", q.data.device.type, q.data, q.scale_inv, dtype)
+        raise TypeError(f"{op}: q must be a Quantized (from mixprec.quantize), got {got}")
+    _checks.is_tensor(op, "q.data", q.data)
+    _checks.is_tensor(op, "q.scale_inv", q.scale_inv)
+    _checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
+    device = q.data.device.type
+    if _along_columns(q):
+        return _backends.call(op, device, q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
+    return _backends.call(op, device, q.data, q.scale_inv, dtype)
+
+
+def _along_columns(q: Quantized) -> bool:
+    """Whether the scales fit the transpose of the data, and not the data itself: q is a `t()`."""
+    if q.data.dim() != 2 or q.scale_inv.dim() != 2:
+        return False
+    m, k = q.data.shape
+    return not _granularity.fits(q.scale_inv, m, k) and _granularity.fits(q.scale_inv.t(), k, m)

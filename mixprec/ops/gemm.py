@@ -5,23 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from . import _backends, _checks, _library
+from . import _backends, _checks, _gemm_choice, _gemm_scales, _gemm_vendor, _library
 
 Operand = torch.Tensor | Quantized
-
-
-def _product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-) -> torch.Tensor:
-    """(a @ b) * a_scale_inv * b_scale_inv in FP32, [M, N]; every product of operands is exact."""
-    acc = a.float() @ b.float()
-    for scale_inv in (a_scale_inv, b_scale_inv):
-        if scale_inv is not None:
-            acc = acc * scale_inv.reshape(())
-    return acc
 
 
 def gemm_reference(
@@ -33,7 +19,7 @@ def gemm_reference(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    acc = _product(a, b, a_scale_inv, b_scale_inv)
+    acc = _gemm_scales.product(a, b, a_scale_inv, b_scale_inv)
     if bias is not None:
         acc = acc + bias.float()
     return acc.to(out_dtype)
@@ -46,7 +32,7 @@ def gemm_accumulate_reference_(
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
 ) -> None:
-    acc.add_(_product(a, b, a_scale_inv, b_scale_inv))
+    acc.add_(_gemm_scales.product(a, b, a_scale_inv, b_scale_inv))
 
 
 def _check_operands(
@@ -74,10 +60,11 @@ def _check_operands(
             f"float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
         )
     _checks.on_device(op, "b", b, a.device, "a")
-    for name, t in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
-        if t is not None:
-            _checks.is_scalar(op, name, t, torch.float32)
-            _checks.on_device(op, name, t, a.device, "a")
+    m, k, n = *a.shape, b.shape[1]
+    if a_scale_inv is not None:
+        _gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, of_b=False)
+    if b_scale_inv is not None:
+        _gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, of_b=True)
 
 
 def _check_gemm(
@@ -100,6 +87,23 @@ def _check_gemm(
         _checks.on_device(op, "bias", bias, a.device, "a")
 
 
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether x and y are of one storage and the ranges that they span in it meet."""
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+        return False
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    (x0, x1), (y0, y1) = _span(x), _span(y)
+    return x0 < y1 and y0 < x1
+
+
+def _span(x: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """The bytes of its storage from x's first element to the end of its last."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    first, size = x.storage_offset(), x.dtype.itemsize
+    return first * size, (first + extent) * size
+
+
 def _check_accumulate(
     acc: torch.Tensor,
     a: torch.Tensor,
@@ -114,6 +118,12 @@ def _check_accumulate(
     _checks.has_shape(op, "acc", acc, (a.shape[0], b.shape[1]), "[M, N]")
     _checks.on_device(op, "acc", acc, a.device, "a")
     _checks.is_writable(op, "acc", acc)
+    others = {"a": a, "b": b, "a_scale_inv": a_scale_inv, "b_scale_inv": b_scale_inv}
+    for name, t in others.items():
+        if t is not None and _overlap(acc, t):
+            raise ValueError(
+                f"{op}: acc is written while {name} is read, so they must not overlap in memory"
+            )
 
 
 def _fake(
@@ -135,12 +145,22 @@ _library.define(
     check=_check_gemm,
     reference=gemm_reference,
     fake=_fake,
+    vendor=_gemm_vendor.gemm_vendor,
+    choice=_library.Choice(
+        _gemm_choice.order,
+        {"vendor": _gemm_vendor.gemm_why_not, "cuda": _gemm_choice.cuda_why_not},
+    ),
 )
 _library.define(
     "gemm_accumulate_",
     "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
     check=_check_accumulate,
     reference=gemm_accumulate_reference_,
+    vendor=_gemm_vendor.gemm_accumulate_vendor_,
+    choice=_library.Choice(
+        _gemm_choice.accumulate_order,
+        {"vendor": _gemm_vendor.gemm_accumulate_why_not, "cuda": _gemm_choice.cuda_why_not},
+    ),
 )
 
 
@@ -153,7 +173,7 @@ def _unpack(
             raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
         return x.data, x.scale_inv
     _checks.is_tensor(op, name, x)
-    return x, _checks.positive_scale(op, f"{name}_scale_inv", scale_inv, x.device)
+    return x, _gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
 
 
 def gemm(
@@ -169,11 +189,20 @@ def gemm(
     """Return (a @ b) * a_scale_inv * b_scale_inv + bias, [M, N] contiguous.
 
     a: [M, K], b: [K, N], any strides: both fp16, both bf16, or FP8 (E4M3 and E5M2 in any mix); a
-    Quantized brings its scale_inv. a_scale_inv, b_scale_inv: fp32, one element (a number is
-    accepted). bias: [N], fp32, bf16 or fp16. out_dtype: fp32, bf16 or fp16; None takes the
-    operands' dtype, bf16 for FP8. Accumulation is FP32 and there is one rounding, at the end.
-    fast_accum lets FP8 tensor cores keep their shorter accumulator; no effect on a CPU.
-    K = 0 gives the bias or zeros. Raises ValueError naming the argument that does not fit.
+    Quantized brings its scale_inv, and its t() is an operand too. a_scale_inv: fp32, any strides:
+
+        one element (a number is accepted)   for all of a
+        [M, 1]                               per row
+        [M, ceil(K/128)]                     per 128 of K in a row
+        [ceil(M/128), ceil(K/128)]           per square of 128 x 128
+
+    b_scale_inv: the transposes of these, for b; the two operands may differ. bias: [N], fp32, bf16
+    or fp16. out_dtype: fp32, bf16 or fp16; None takes the operands' dtype, bf16 for FP8.
+
+    Accumulation is FP32 and there is one rounding, at the end. Scales that change along K multiply
+    the FP32 sum of each 128 of K before it is added up, the others the whole sum. fast_accum lets
+    FP8 tensor cores keep their shorter accumulator; no effect on a CPU. K = 0 gives the bias or
+    zeros. Raises ValueError naming the argument that does not fit.
     """
     a_data, a_inv = _unpack("gemm", "a", a, a_scale_inv)
     b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)
@@ -195,7 +224,8 @@ def gemm_accumulate_(
 ) -> None:
     """acc += (a @ b) * a_scale_inv * b_scale_inv in FP32, in place: weight gradients.
 
-    acc: [M, N] fp32, any strides. a: [M, K], b: [K, N] as in `gemm`. K = 0 leaves acc unchanged.
+    acc: [M, N] fp32, any strides. a: [M, K], b: [K, N] and their scales as in `gemm`. K = 0 leaves
+    acc unchanged. ValueError also if acc overlaps in memory with an operand or its scales.
     """
     op = "gemm_accumulate_"
     a_data, a_inv = _unpack(op, "a", a, a_scale_inv)

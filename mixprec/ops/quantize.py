@@ -6,7 +6,7 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from . import _backends, _checks, _library
+from . import _backends, _checks, _granularity, _library
 from .amax import amax_reference
 from .scale import scale_from_amax
 
@@ -32,34 +32,54 @@ def cast_reference(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return code.view(dtype)
 
 
+def _scale(
+    amax: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype, power_of_two: bool
+) -> torch.Tensor:
+    """The scale of a tensor: the given one unless it is 0, which means not initialised; else from
+    its amax for FP8, and 1 for the 16-bit formats."""
+    current = torch.ones_like(amax)
+    if dtype in _checks.FP8:
+        current = scale_from_amax(amax, formats.parse(dtype).max, 0, power_of_two, current)
+    return current if given is None else torch.where(given.reshape(()) == 0, current, given)
+
+
+def _by_blocks(
+    rows: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """data [M, K] and scale_inv of rows [M, K], every block with the scale of its own amax."""
+    amax = _granularity.block_amax(rows, granularity)
+    scale = _scale(amax, None, dtype, power_of_two)
+    data = cast_reference(rows, _granularity.expand(scale, *rows.shape), dtype)
+    return _packed(data), _packed(1.0 / scale)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy; `contiguous()` and `clone()` keep whatever strides an empty tensor has."""
+    return x.new_empty(x.shape).copy_(x)
+
+
 def quantize_reference(
     x: torch.Tensor,
     dtype: torch.dtype,
     scale: torch.Tensor | None,
     transpose: bool,
+    granularity: str,
     power_of_two_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     amax = amax_reference(x)
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    if scale is None:
-        current = dtype in _checks.FP8
-        fmt_max = formats.parse(dtype).max
-        scale = scale_from_amax(amax, fmt_max, 0, power_of_two_scale, one) if current else one
-    scale = scale.reshape(())
-    data = cast_reference(x, scale, dtype).contiguous()
-    if transpose:
-        data_t = data.reshape(_rows(x), x.shape[-1]).t().contiguous()
+    rows = x.reshape(_granularity.as_matrix(x.shape))
+    if granularity == "tensor":
+        used = _scale(amax, scale, dtype, power_of_two_scale).reshape(())
+        data, scale_inv = _packed(cast_reference(rows, used, dtype)), 1.0 / used
     else:
-        data_t = data.new_empty((0, 0))
-    return data, data_t, 1.0 / scale, amax
-
-
-def _rows(x: torch.Tensor) -> int:
-    """M of x seen as [M, K]: the product of all dimensions but the last."""
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
-    return rows
+        data, scale_inv = _by_blocks(rows, dtype, granularity, power_of_two_scale)
+    if not transpose:
+        data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
+    elif granularity == "tensor":
+        data_t, scale_inv_t = _packed(data.t()), scale_inv.new_empty((0,))
+    else:
+        data_t, scale_inv_t = _by_blocks(rows.t(), dtype, granularity, power_of_two_scale)
+    return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
 
 
 def _fake(
@@ -67,14 +87,23 @@ def _fake(
     dtype: torch.dtype,
     scale: torch.Tensor | None,
     transpose: bool,
+    granularity: str,
     power_of_two_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape_t = (x.shape[-1], _rows(x)) if transpose else (0, 0)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    m, k = _granularity.as_matrix(x.shape)
+    shape_t = _granularity.scale_shape(granularity, k, m)
+    if not transpose or granularity == "tensor":
+        shape_t = (0,)
+
+    def fp32(shape: tuple[int, ...]) -> torch.Tensor:
+        return x.new_empty(shape, dtype=torch.float32)
+
     return (
         x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(shape_t, dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty((k, m) if transpose else (0, 0), dtype=dtype),
+        fp32(_granularity.scale_shape(granularity, m, k)),
+        fp32(shape_t),
+        fp32(()),
     )
 
 
@@ -83,27 +112,52 @@ def _check(
     dtype: torch.dtype,
     scale: torch.Tensor | None,
     transpose: bool,
+    granularity: str,
     power_of_two_scale: bool,
 ) -> None:
     op = "quantize"
     formats.parse(dtype, who=op)
     _checks.is_tensor(op, "x", x)
     _checks.has_dtype(op, "x", x, _checks.FLOATS)
+    _granularity.parse(op, granularity)
+    if granularity != "tensor" and dtype not in _checks.FP8:
+        raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
     if scale is not None:
         _checks.is_scalar(op, "scale", scale, torch.float32)
         _checks.on_device(op, "scale", scale, x.device, "x")
+        if granularity != "tensor":
+            raise ValueError(
+                f"{op}: scale must be None with granularity {granularity!r}, whose scales come "
+                f"from x"
+            )
     if transpose and x.dim() < 2:
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
 
 
 _library.define(
     "quantize",
-    "(Tensor x, ScalarType dtype, Tensor? scale, bool transpose, bool power_of_two_scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, ScalarType dtype, Tensor? scale, bool transpose, str granularity, "
+    "bool power_of_two_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     check=_check,
     reference=quantize_reference,
     fake=_fake,
 )
+
+
+def _reads_zero(scale: torch.Tensor) -> bool:
+    """Whether this is one 0, as far as that can be seen without waiting for a device."""
+    seen = type(scale) is torch.Tensor and scale.device.type == "cpu" and scale.numel() == 1
+    return seen and not torch.compiler.is_compiling() and scale.item() == 0
+
+
+def _given(op: str, scale: float | torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The scale as a tensor on x's device. A tensor may hold 0 (not initialised), a number not."""
+    if isinstance(scale, torch.Tensor) and _reads_zero(scale):
+        _checks.is_scalar(op, "scale", scale, torch.float32)
+        _checks.on_device(op, "scale", scale, x.device, "the input")
+        _checks.needs_no_grad(op, "detach scale", scale)
+        return scale
+    return _checks.positive_scale(op, "scale", scale, x.device)
 
 
 def quantize(
@@ -116,26 +170,44 @@ def quantize(
 ) -> Quantized:
     """Cast x to `fmt`: data = saturate(x * scale), so that x ~ data * scale_inv.
 
-    x: any shape and strides, fp32, bf16 or fp16. fmt: E4M3, E5M2, FP16 or BF16 (a Format, its
-    name or its torch dtype). scale: the multiplier before the cast, fp32 with one element (a
-    number is accepted); None takes fmt.max / amax, rounded down to a power of two unless
-    power_of_two_scale is False (for FP16 and BF16, and where amax is 0 or not finite: 1). The
-    amax returned is that of x, from the same pass. transpose also returns data_t [K, M] of x seen
-    as [M, K]. granularity: "tensor", one scale for all of x.
+    x: any shape and strides, fp32, bf16 or fp16, seen as [M, K] with leading dimensions flattened.
+    fmt: E4M3, E5M2, FP16 or BF16 (a Format, its name or its torch dtype). granularity: how many
+    elements share a scale, hence the shape of scale_inv, fp32:
+
+        "tensor"        all                            []
+        "row"           a row                          [M, 1]
+        "block1x128"    128 elements along K of a row  [M, ceil(K / 128)]
+        "block128x128"  a square of 128 x 128          [ceil(M / 128), ceil(K / 128)]
+
+    scale: the multiplier before the cast, fp32 with one element (a number is accepted), for
+    "tensor" only. None, or a tensor that holds 0 (not initialised yet), takes fmt.max / amax,
+    rounded down to a power of two unless power_of_two_scale is False (where amax is 0 or not
+    finite, and for FP16 and BF16: 1). The other granularities, FP8 only, take the scale of each
+    block from its own amax by the same rule. The amax returned is that of all of x.
+
+    transpose also returns data_t [K, M], x^T quantized with the same granularity: for "tensor" and
+    "block128x128" the transpose of data; for the others its rows, and blocks along M, have scales
+    of their own, scale_inv_t ([K, 1], [K, ceil(M / 128)]), from x itself.
 
     Rounding is to nearest, ties to even. In FP8 finite values saturate and NaN and Inf stay
     visible (Inf is NaN in E4M3); FP16 and BF16 overflow to Inf as IEEE 754 says.
-    Source: FP8 Formats for Deep Learning (Micikevicius et al., 2022).
+    Sources: FP8 Formats for Deep Learning (Micikevicius et al., 2022); DeepSeek-V3 Technical Report
+    (2024) for the blocks.
     """
     op = "quantize"
     parsed = formats.parse(fmt, who=op)
     _checks.is_tensor(op, "x", x)
     _checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
-    if granularity != "tensor":
-        raise ValueError(f'{op}: granularity must be "tensor", got {granularity!r}')
-    scale = _checks.positive_scale(op, "scale", scale, x.device)
-    args = (x, parsed.dtype, scale, transpose, power_of_two_scale)
-    data, data_t, scale_inv, amax = _backends.call(op, x.device.type, *args)
+    scale = _given(op, scale, x)
+    args = (x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
+    data, data_t, scale_inv, scale_inv_t, amax = _backends.call(op, x.device.type, *args)
+    own_scales = transpose and granularity != "tensor"
     return Quantized(
-        data, scale_inv, amax, data_t if transpose else None, None, parsed, granularity
+        data,
+        scale_inv,
+        amax,
+        data_t if transpose else None,
+        scale_inv_t if own_scales else None,
+        parsed,
+        granularity,
     )

@@ -1,12 +1,13 @@
 """make cuda: what can be known of the CUDA kernels without a GPU.
 
-    python tests/cuda_build/check.py --report FILE [--gpus 8.0,9.0a,...]
+    python tests/cuda_build/check.py --report FILE [--gpus 8.0,9.0a,...] [--summary FILE]
 
 Compiles every csrc/cuda/*.cu for every GPU generation that setup.py builds for, and asks the
 compiler and the disassembler: no spilled register, no stack, no warning; 16-byte loads and stores
 in the kernels that move tensors; no local memory. Then loads the built mixprec._C_cuda and takes
 an optimizer step on fake CUDA tensors, where anything that waits for the device raises. Results go
 to FILE as JSON; a table comes last. Exit status 1 if anything is not as it should be.
+--summary writes the few facts per kernel that docs/kernels.md shows.
 """
 
 from __future__ import annotations
@@ -166,10 +167,33 @@ def fake_step() -> list[str]:
     return wrong
 
 
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
+    most shared memory and spilled bytes; and the hash of its sources."""
+    from mixprec.bench import sources
+
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["source"], row["name"].split("<")[0]), []).append(row)
+    return [
+        {
+            "source": source,
+            "name": name,
+            "instances": len({row["name"] for row in same}),
+            "registers": [f(row["registers"] for row in same) for f in (min, max)],
+            "shared": max(row["shared"] for row in same),
+            "spilled": max(row["spilled"] for row in same),
+            "sources": sources.digest_of(source),
+        }
+        for (source, name), same in sorted(groups.items())
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--gpus", default=",".join(gpus()))
+    parser.add_argument("--summary", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     if CUDA_HOME is None:
@@ -194,6 +218,9 @@ def main() -> int:
     args.report.parent.mkdir(parents=True, exist_ok=True)
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "kernels": rows}
     args.report.write_text(json.dumps({**facts, "wrong": wrong}, indent=1) + "\n")
+    if args.summary is not None:
+        short = {**facts, "gpus": args.gpus.split(","), "kernels": summary(rows)}
+        args.summary.write_text(json.dumps(short, indent=1) + "\n")
     print(f"{'kernel':64} {'registers':>12} {'shared':>7} {'spilled':>8}")
     for name in sorted(set(names.values())):
         same = [row for row in rows if row["name"] == name]

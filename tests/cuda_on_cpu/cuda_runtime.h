@@ -16,7 +16,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks run in turn
+#define __shared__ static  // blocks run in turn, and clusters use dynamic shared memory alone
 #define __forceinline__ inline __attribute__((always_inline))
 
 struct uint3 {
@@ -33,18 +33,40 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
+struct alignas(8) float2 {
+  float x, y;
+};
+
 enum cudaError_t {
   cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchFailure = 719
 };
 using cudaStream_t = void*;
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+  return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 namespace cuda_on_cpu {
 
@@ -56,11 +78,12 @@ struct Position {
 const Position& position();
 
 void set_seed(uint64_t seed);
-// Runs kernel() once per thread of every block, blocks one after another in random order.
+// Runs kernel() once per thread of every block. The blocks of a cluster live together; clusters
+// (without the attribute: blocks) run one after another in random order.
 cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
                 const std::function<void()>& kernel);
 
-void* dynamic_shared();            // of the running block, 16-byte aligned, filled with 0xFF
+void* dynamic_shared();            // of the running block, 1024-byte aligned, filled with 0xFF
 void yield();                      // lets another fiber run
 void block_barrier();              // __syncthreads
 int block_or(int value);           // __syncthreads_or

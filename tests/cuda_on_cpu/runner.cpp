@@ -23,12 +23,8 @@ GradList grad_list(int count, const int* dtypes, void** data, const int64_t* num
   return grads;
 }
 
-// What the scratch memory of a kernel must hold again when it is done.
-bool is_clear(const AmaxState& state) { return state.largest == 0 && state.done == 0; }
-
-constexpr int kScratchLeftDirty = -1;
-
 constexpr uint64_t kUnwritten = ~uint64_t{0};
+constexpr uint32_t kDirty = 0xFFFFFFFFu;  // larger than any maximum
 
 // pointers, stored: [count][kStepArrays]; indices may be null
 std::vector<StepTensor> step_tensors(int count, const int* stored, void** pointers,
@@ -118,19 +114,17 @@ int grad_stats(int count, const int* dtypes, void** data, const int64_t* numels,
 }
 
 int amax(int dtype, const void* x, int64_t count, float* result, int sms) {
-  AmaxState state = {0, 0};
-  int error = mixprec::cuda::amax(static_cast<Dtype>(dtype), x, count, &state, result, ScaleOut{},
-                                  sms, nullptr);
-  return error != 0 ? error : is_clear(state) ? 0 : kScratchLeftDirty;
+  std::vector<uint32_t> partials(partials_for(sms), kDirty);
+  return mixprec::cuda::amax(static_cast<Dtype>(dtype), x, count, partials.data(), result, sms,
+                             nullptr);
 }
 
-int quantize(int x_dtype, int q_dtype, const void* x, void* q, void* q_t, int64_t rows,
-             int64_t cols, int transpose, int power_of_two_scale, const float* scale,
-             float* scale_inv, float* amax, int sms) {
-  AmaxState state = {0, 0};
-  float current_scale = __builtin_nanf("");
+int quantize(int x_dtype, int q_dtype, int granularity, const void* x, void* q, void* q_t,
+             int64_t rows, int64_t cols, int transpose, int power_of_two_scale, const float* scale,
+             float* scale_inv, float* scale_inv_t, float* amax, int sms) {
   Quantize args = {static_cast<Dtype>(x_dtype),
                    static_cast<Dtype>(q_dtype),
+                   static_cast<Granularity>(granularity),
                    x,
                    q,
                    q_t,
@@ -140,17 +134,18 @@ int quantize(int x_dtype, int q_dtype, const void* x, void* q, void* q_t, int64_
                    power_of_two_scale != 0,
                    scale,
                    scale_inv,
+                   scale_inv_t,
                    amax,
-                   &current_scale,
-                   &state};
-  int error = mixprec::cuda::quantize(args, sms, nullptr);
-  return error != 0 ? error : is_clear(state) ? 0 : kScratchLeftDirty;
+                   nullptr};
+  std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
+  args.scratch = scratch.data();
+  return mixprec::cuda::quantize(args, sms, nullptr);
 }
 
 int dequantize(int data_dtype, int out_dtype, const void* data, void* out, int64_t count,
-               const float* scale_inv, int sms) {
+               const ScaleGrid* grid, int sms) {
   return mixprec::cuda::dequantize(static_cast<Dtype>(data_dtype), static_cast<Dtype>(out_dtype),
-                                   data, out, count, scale_inv, sms, nullptr);
+                                   data, out, count, *grid, sms, nullptr);
 }
 
 int adamw(const StepCall* call, double lr, double beta1, double beta2, double eps,

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from mixprec.ops import _granularity
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
@@ -27,6 +29,7 @@ FLAGS = (
     *("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", f"-I{HERE}"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
 )
+SUFFIXES = (".h", ".cuh", ".cpp")
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float64),
@@ -36,7 +39,7 @@ DTYPES = (
 def sources(csrc: Path = CSRC) -> list[Path]:
     """Everything that the compiled programs depend on."""
     return sorted(
-        [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), *HERE.glob("*.h"), *HERE.glob("*.cpp")]
+        path for folder in (csrc, HERE) for path in folder.rglob("*") if path.suffix in SUFFIXES
     )
 
 
@@ -69,7 +72,6 @@ def library() -> ctypes.CDLL:
 
 def _call(function: str, *args: object) -> None:
     error = getattr(library(), function)(*args)
-    assert error != -1, f"{function} left its scratch memory dirty"
     assert error == 0, f"{function}: the launch failed with error {error}"
 
 
@@ -135,30 +137,50 @@ def quantize(
     dtype: torch.dtype,
     scale: torch.Tensor | None,
     transpose: bool,
+    granularity: str,
     power_of_two_scale: bool,
     sms: int = 2,
     offset: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    cols = x.shape[-1] if transpose else x.numel()
-    rows = x.shape[:-1].numel() if transpose else 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, cols = _granularity.as_matrix(x.shape)
     q = misaligned(x.shape, dtype, offset)
     q_t = misaligned((cols, rows) if transpose else (0, 0), dtype, offset)
-    scale_inv, largest = torch.full((), -7.0), torch.full((), -7.0)
+    by_tensor = granularity == "tensor"
+    shape_t = (0,)
+    if transpose and not by_tensor:
+        shape_t = _granularity.scale_shape(granularity, cols, rows)
+    scale_inv = torch.full(_granularity.scale_shape(granularity, rows, cols), -7.0)
+    scale_inv_t, largest = torch.full(shape_t, -7.0), torch.full((), -7.0)
     _call(
-        *("quantize", DTYPES.index(x.dtype), DTYPES.index(dtype), _at(x), _at(q), _at(q_t)),
+        *("quantize", DTYPES.index(x.dtype), DTYPES.index(dtype)),
+        *(list(_granularity.GRANULARITIES).index(granularity), _at(x), _at(q), _at(q_t)),
         *(ctypes.c_int64(rows), ctypes.c_int64(cols), transpose, power_of_two_scale),
-        *(_at(scale), _at(scale_inv), _at(largest), sms),
+        *(_at(scale), _at(scale_inv), _at(scale_inv_t), _at(largest), sms),
     )
-    return q, q_t, scale_inv, largest
+    return q, q_t, scale_inv, scale_inv_t, largest
+
+
+class _ScaleGrid(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((f, ctypes.c_int64) for f in ("cols", "rows_each", "cols_each", "stride_0", "stride_1")),
+    ]
 
 
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, sms: int = 2, offset: int = 0
 ) -> torch.Tensor:
+    """The scales may have any strides."""
     out = misaligned(data.shape, dtype, offset)
+    rows, cols = _granularity.as_matrix(data.shape)
+    grid = _ScaleGrid(scale_inv.data_ptr(), cols, 0, 0, 0, 0)
+    if scale_inv.numel() != 1:
+        grid.rows_each = 1 if scale_inv.shape[0] == rows else _granularity.BLOCK
+        grid.cols_each = max(1, cols) if scale_inv.shape[1] == 1 else _granularity.BLOCK
+        grid.stride_0, grid.stride_1 = scale_inv.stride()
     _call(
         *("dequantize", DTYPES.index(data.dtype), DTYPES.index(dtype), _at(data), _at(out)),
-        *(ctypes.c_int64(data.numel()), _at(scale_inv), sms),
+        *(ctypes.c_int64(data.numel()), ctypes.byref(grid), sms),
     )
     return out
 

@@ -1,9 +1,12 @@
 // Kernels over memory of exactly the right size, for the sanitizers and against values computed
 // here: every kernel that has a barrier, and odd sizes and alignments. Exits with 1 where a value
 // is wrong; the sanitizers exit with numbers of their own.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <iterator>
+#include <map>
+#include <tuple>
 #include <vector>
 
 #include "cuda/adamw.cuh"
@@ -62,28 +65,90 @@ void grad_stats_case() {
   }
 }
 
-// Several tiles for one block, some of them ragged; also the reduction of amax.
-void quantize_case(int64_t rows, int64_t cols) {
+// Of a block of `down` rows and `across` columns from row and col on.
+float block_amax(const std::vector<Bf16>& x, int64_t rows, int64_t cols, int64_t row, int64_t col,
+                 int64_t down, int64_t across) {
+  float largest = 0.0f;
+  for (int64_t r = row; r < rows && r < row + down; ++r) {
+    for (int64_t c = col; c < cols && c < col + across; ++c) {
+      largest = std::max(largest, std::abs(decode(x[r * cols + c])));
+    }
+  }
+  return largest;
+}
+
+// Several tiles and rows for one block, some of them ragged; also all reductions of amax. The
+// magnitudes differ between blocks.
+void quantize_case(int64_t rows, int64_t cols, Granularity granularity, bool transpose,
+                   const float* given = nullptr) {
   std::vector<Bf16> x(rows * cols);
   for (size_t i = 0; i < x.size(); ++i) {
-    x[i] = Convert<Bf16>::encode(static_cast<float>(i * 37 % 211) - 100.0f);
+    int64_t r = static_cast<int64_t>(i) / cols, c = static_cast<int64_t>(i) % cols;
+    float size = static_cast<float>(1 << (r / 64 + c / 64) % 5);
+    x[i] = Convert<Bf16>::encode((static_cast<float>(i * 37 % 211) - 100.0f) * size);
   }
-  std::vector<E4m3> q(x.size()), q_t(x.size());
-  AmaxState state = {0, 0};
-  float amax = -1.0f, scale_inv = -1.0f, scale = 2.0f;
-  AmaxOut out = {&state, &amax, {nullptr, &scale_inv, &scale, 0.0f, false}};
-  cudaError_t error = launch(quantize_transpose_kernel<Bf16, E4m3>, 1, kThreads, 0, nullptr,
-                             x.data(), q.data(), q_t.data(), rows, cols, &scale, out);
-  expect(error == cudaSuccess && state.done == 0 && state.largest == 0, "quantize launch");
-  expect(amax == 110.0f && scale_inv == 0.5f, "amax");
+  int64_t down = 1, across = 1, blocks_t = 1;
+  if (granularity != Granularity::tensor) {
+    bool squares = granularity == Granularity::block128x128;
+    down = squares ? (rows + kTile - 1) / kTile : rows;
+    across = granularity == Granularity::row ? 1 : (cols + kTile - 1) / kTile;
+    blocks_t = (squares ? (cols + kTile - 1) / kTile : cols) *
+               (granularity == Granularity::row ? 1 : (rows + kTile - 1) / kTile);
+  }
+  std::vector<E4m3> q(x.size()), q_t(transpose ? x.size() : 0);
+  std::vector<float> scale_inv(down * across, -1.0f), scale_inv_t(transpose ? blocks_t : 0, -1.0f);
+  float amax = -1.0f;
+  Quantize a = {Dtype::bf16,        Dtype::e4m3, granularity, x.data(),
+                q.data(),           q_t.data(),  rows,        cols,
+                transpose,          true,        given,       scale_inv.data(),
+                scale_inv_t.data(), &amax,       nullptr};
+  std::vector<uint32_t> scratch(scratch_words(a, 1), 0xFFFFFFFFu);
+  a.scratch = scratch.data();
+  expect(quantize(a, 1, nullptr) == cudaSuccess, "quantize launch");
+  expect(amax == block_amax(x, rows, cols, 0, 0, rows, cols), "amax");
+
+  // The scales of what is there, by their blocks, for q and then q^T.
+  bool by_squares = granularity == Granularity::block128x128;
+  bool by_tensor = granularity == Granularity::tensor, by_row = granularity == Granularity::row;
+  std::map<std::tuple<bool, int64_t, int64_t>, float> scales;
   bool same = true;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < cols; ++c) {
-      uint8_t want = Convert<E4m3>::encode(decode(x[r * cols + c]), scale).bits;
-      same = same && q[r * cols + c].bits == want && q_t[c * rows + r].bits == want;
+      auto at = [&](int64_t n, bool whole, bool one, int64_t size, int64_t& first) {
+        int64_t width = whole ? size : one ? 1 : kTile;
+        first = n / width * width;
+        return width;
+      };
+      for (bool turned : {false, true}) {
+        if (turned && !transpose) continue;
+        int64_t row = 0, col = 0;
+        // The side along which a block is long is K of q and M of q^T.
+        bool one_row = !turned && !by_squares, one_col = turned && !by_squares;
+        int64_t height = at(r, by_tensor || (turned && by_row), one_row, rows, row);
+        int64_t breadth = at(c, by_tensor || (!turned && by_row), one_col, cols, col);
+        auto [found, is_new] = scales.try_emplace({turned, row, col}, 0.0f);
+        float& s = found->second;
+        if (is_new) {
+          float amax_here = block_amax(x, rows, cols, row, col, height, breadth);
+          s = given != nullptr && *given != 0.0f
+                  ? *given
+                  : scale_from_amax(amax_here, 448.0f, 1.0f, true, 1.0f);
+        }
+        uint8_t want = Convert<E4m3>::encode(decode(x[r * cols + c]), s).bits;
+        same = same && (turned ? q_t[c * rows + r] : q[r * cols + c]).bits == want;
+        if (by_tensor) {
+          same = same && scale_inv[0] == 1.0f / s;
+        } else if (turned) {
+          int64_t wide = by_row ? 1 : (rows + kTile - 1) / kTile;
+          same = same && scale_inv_t[col / breadth * wide + row / height] == 1.0f / s;
+        } else {
+          same = same && scale_inv[row / height * across + col / breadth] == 1.0f / s;
+        }
+        if (!same) break;
+      }
     }
   }
-  expect(same, "q or q_t");
+  expect(same, "q, q_t or their scales");
 }
 
 constexpr int64_t kOdd = 1003;  // elements, of which the kernels see those from `skipped` on
@@ -216,13 +281,31 @@ void clip_coef_case() {
 void quantize_and_back_case(int64_t skipped) {
   std::vector<float> x(kOdd, 7.0f), back(kOdd, -1.0f);
   std::vector<E5m2> q(kOdd);
-  float one = 1.0f;
-  const float* scale = &one;
+  float one = 1.0f, scale_inv = -1.0f, amax = -1.0f;
   int64_t n = kOdd - skipped;
-  launch(quantize_kernel<float, E5m2>, 1, kThreads, 0, nullptr, x.data() + skipped,
-         q.data() + skipped, n, scale, AmaxOut{});
-  launch(dequantize_kernel<E5m2, float>, 1, kThreads, 0, nullptr, q.data() + skipped,
-         back.data() + skipped, n, scale);
+  Quantize a = {Dtype::f32,
+                Dtype::e5m2,
+                Granularity::tensor,
+                x.data() + skipped,
+                q.data() + skipped,
+                nullptr,
+                1,
+                n,
+                false,
+                true,
+                &one,
+                &scale_inv,
+                nullptr,
+                &amax,
+                nullptr};
+  std::vector<uint32_t> scratch(scratch_words(a, 1), 0xFFFFFFFFu);
+  a.scratch = scratch.data();
+  cudaError_t error = quantize(a, 1, nullptr);
+  expect(error == cudaSuccess && scale_inv == 1.0f && amax == 7.0f, "quantize");
+  ScaleGrid grid = {&scale_inv, n, 0, 0, 0, 0};
+  error = dequantize(Dtype::e5m2, Dtype::f32, q.data() + skipped, back.data() + skipped, n, grid, 1,
+                     nullptr);
+  expect(error == cudaSuccess, "dequantize");
   bool same = true;
   for (int64_t i = 0; i < kOdd; ++i) same = same && back[i] == (i < skipped ? -1.0f : 7.0f);
   expect(same, "quantize and dequantize");
@@ -234,8 +317,16 @@ int main() {
   cuda_on_cpu::set_seed(1);
   grad_stats_case<false>();
   grad_stats_case<true>();
-  quantize_case(128, 270);
-  quantize_case(131, 144);
+  const float two = 2.0f, none = 0.0f;
+  quantize_case(128, 270, Granularity::tensor, true, &two);
+  quantize_case(131, 144, Granularity::tensor, true, &none);
+  quantize_case(131, 144, Granularity::tensor, false);
+  quantize_case(19, 150, Granularity::row, false);
+  quantize_case(11, 1030, Granularity::row, false);
+  for (Granularity g : {Granularity::row, Granularity::block1x128, Granularity::block128x128}) {
+    quantize_case(131, 270, g, true);
+    quantize_case(128, 400, g, g == Granularity::row);
+  }
   clip_coef_case();
   for (int64_t skipped : {0, 1, 4, 7}) {
     unscale_case(skipped);

@@ -1,12 +1,15 @@
 // The fibers of cuda_runtime.h. Compiled without ThreadSanitizer, also for the programs that are
 // checked by it: it learns of fibers, barriers and fences through the calls below, and must not see
 // the scheduler's own accesses.
+#include "scheduler.h"
+
 #include <cuda_runtime.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -25,11 +28,9 @@ namespace {
 
 constexpr unsigned kNoSync = 1;  // a switch orders nothing
 constexpr size_t kStack = 256 << 10;
-constexpr int kMaxThreads = 1024;
 constexpr size_t kMaxParameters = 32764;
-constexpr size_t kMaxShared = 227 << 10;
 
-enum class State { ready, block_barrier, warp_barrier, done };
+enum class State { ready, block_barrier, warp_barrier, parked, done };
 
 struct Fiber {
   ucontext_t context;
@@ -37,8 +38,11 @@ struct Fiber {
   void* tsan = nullptr;
   Position position;
   State state = State::done;
+  int rank = 0, thread = 0;  // block within the cluster, thread within the block
   unsigned warp_mask = 0;
   int exchanges = 0;
+  const void* key = nullptr;  // while parked
+  const std::function<std::string()>* why = nullptr;
 };
 
 struct Warp {
@@ -46,18 +50,38 @@ struct Warp {
   char token;
 };
 
+struct Block {
+  int live = 0;     // threads that have not returned
+  int waiting = 0;  // at the barrier of the block
+  int any = 0;
+  char token;
+};
+
+struct Failure {};
+
 Fiber fibers[kMaxThreads];
 Warp warps[kMaxThreads / 32];
+Block blocks[kMaxBlocks];
+int threads_per_block = 0, blocks_alive = 0;
+size_t shared_size = 0;
+int stride = 0;  // fibers from one block to the next: whole warps
 ucontext_t scheduler_context;
 void* scheduler_tsan = nullptr;
 Fiber* running = nullptr;
 std::vector<Fiber*> ready;
-int live = 0;  // threads of the block that have not returned
-int any_of_block = 0;
 const std::function<void()>* body = nullptr;
 std::mt19937_64 generator;
-char block_token, fence_token, launch_token;  // addresses for ThreadSanitizer
-alignas(16) unsigned char shared_memory[kMaxShared];
+char fence_token, launch_token;  // addresses for ThreadSanitizer
+alignas(1024) unsigned char shared_memory[kMaxBlocks][(kMaxShared + 1023) / 1024 * 1024];
+
+Units* units = nullptr;
+std::string error_text;
+bool failed = false;
+// How this launch draws: how often the units go first (per mille), and whether some warps are far
+// quicker than others for a while.
+int eagerness = 0;
+bool skewed = false;
+int speed[kMaxThreads / 32];
 
 void acquire(char& token) {
   if (__tsan_acquire) __tsan_acquire(&token);
@@ -76,21 +100,25 @@ void to_fiber(Fiber* fiber) {
   running = fiber;
   if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber->tsan, kNoSync);
   swapcontext(&scheduler_context, &fiber->context);
+  running = nullptr;
 }
 
 int index_of(const Fiber* fiber) { return static_cast<int>(fiber - fibers); }
+int warp_of(const Fiber* fiber) { return index_of(fiber) / 32; }
 
 void make_ready(Fiber* fiber) {
   fiber->state = State::ready;
   ready.push_back(fiber);
 }
 
-void open_block_barrier(int threads) {
-  int waiting = 0;
-  for (int t = 0; t < threads; ++t) waiting += fibers[t].state == State::block_barrier;
-  if (waiting == 0 || waiting != live) return;
-  for (int t = 0; t < threads; ++t) {
-    if (fibers[t].state == State::block_barrier) make_ready(&fibers[t]);
+// When all threads of the block that have not returned wait at its barrier.
+void open_block_barrier(int rank) {
+  Block& block = blocks[rank];
+  if (block.waiting == 0 || block.waiting != block.live) return;
+  block.waiting = 0;
+  for (int t = 0; t < threads_per_block; ++t) {
+    Fiber* fiber = &fibers[rank * stride + t];
+    if (fiber->state == State::block_barrier) make_ready(fiber);
   }
 }
 
@@ -99,7 +127,10 @@ void entry() {
   (*body)();
   release(launch_token);
   running->state = State::done;
-  --live;
+  int rank = running->rank;
+  bool last = --blocks[rank].live == 0;
+  open_block_barrier(rank);
+  if (last && units != nullptr) units->block_exits(rank);
   to_scheduler();
 }
 
@@ -119,33 +150,148 @@ void start(Fiber* fiber) {
   make_ready(fiber);
 }
 
-// False: the threads that are left wait for each other at different barriers.
-bool run_block(int threads) {
-  ready.clear();
-  live = threads;
-  any_of_block = 0;
-  std::memset(shared_memory, 0xFF, sizeof shared_memory);
-  release(launch_token);
-  for (int t = 0; t < threads; ++t) start(&fibers[t]);
-  while (live > 0) {
-    if (ready.empty()) open_block_barrier(threads);
-    if (ready.empty()) return false;
-    size_t drawn = generator() % ready.size();
+// Which of those that are ready goes on.
+size_t draw_ready() {
+  size_t drawn = draw(ready.size());
+  if (!skewed) return drawn;
+  for (int i = 0; i < 3; ++i) {
+    size_t other = draw(ready.size());
+    if (speed[warp_of(ready[other])] > speed[warp_of(ready[drawn])]) drawn = other;
+  }
+  if (draw(512) == 0) speed[draw(kMaxThreads / 32)] = static_cast<int>(draw(1000));
+  return drawn;
+}
+
+bool any_alive() {
+  for (int b = 0; b < blocks_alive; ++b) {
+    if (blocks[b].live > 0) return true;
+  }
+  return false;
+}
+
+// Who waits where: threads that wait for the same in the same block are counted together.
+void report_deadlock() {
+  std::map<std::string, std::pair<int, int>> reasons;  // -> first thread, threads
+  for (int b = 0; b < blocks_alive; ++b) {
+    for (int t = 0; t < threads_per_block; ++t) {
+      const Fiber& fiber = fibers[b * stride + t];
+      if (fiber.state == State::done) continue;
+      std::string where = fiber.state == State::block_barrier  ? "__syncthreads"
+                          : fiber.state == State::warp_barrier ? "the lanes of its warp"
+                                                               : (*fiber.why)();
+      auto& entry = reasons[text("block %u: ", fiber.position.block.x) + where];
+      if (entry.second++ == 0) entry.first = t;
+    }
+  }
+  error_text = "deadlock: threads wait at barriers that others do not reach";
+  for (const auto& [where, who] : reasons) {
+    error_text += text("\n  %s: thread %d and %d more", where.c_str(), who.first, who.second - 1);
+  }
+  std::fprintf(stderr, "%s\n", error_text.c_str());
+  failed = true;
+}
+
+void step_one() {
+  bool busy = units != nullptr && units->can_step();
+  if (busy && (ready.empty() || draw(1000) < static_cast<uint64_t>(eagerness))) {
+    units->step();
+  } else if (ready.empty()) {
+    report_deadlock();
+  } else {
+    size_t drawn = draw_ready();
     Fiber* next = ready[drawn];
     ready[drawn] = ready.back();
     ready.pop_back();
     to_fiber(next);
   }
+}
+
+// False: it failed, and error_text says how.
+bool run_cluster() {
+  ready.clear();
+  release(launch_token);
+  for (int b = 0; b < blocks_alive; ++b) {
+    blocks[b].live = threads_per_block;
+    blocks[b].waiting = blocks[b].any = 0;
+    std::memset(shared_memory[b], 0xFF, sizeof shared_memory[b]);
+    for (int t = 0; t < threads_per_block; ++t) start(&fibers[b * stride + t]);
+  }
+  try {
+    if (units != nullptr) units->begin_cluster();
+    while (!failed && any_alive()) step_one();
+    while (!failed && units != nullptr && units->can_step()) units->step();
+  } catch (const Failure&) {
+  }
   acquire(launch_token);
-  return true;
+  return !failed;
+}
+
+// Another style of interleaving for each launch.
+void draw_style() {
+  constexpr int rates[] = {0, 2, 20, 200, 700};
+  eagerness = rates[draw(5)];
+  skewed = draw(2) == 0;
+  for (int& s : speed) s = static_cast<int>(draw(1000));
+}
+
+std::string formatted(const char* format, va_list arguments) {
+  char buffer[512];
+  std::vsnprintf(buffer, sizeof buffer, format, arguments);
+  return buffer;
 }
 
 }  // namespace
 
 const Position& position() { return running->position; }
-int lane() { return index_of(running) % 32; }
-void* dynamic_shared() { return shared_memory; }
+int thread_of_block() { return running->thread; }
+int block_rank() { return running->rank; }
+int block_threads() { return threads_per_block; }
+int cluster_blocks() { return blocks_alive; }
+size_t shared_bytes() { return shared_size; }
+uint8_t* shared_of(int rank) { return shared_memory[rank]; }
+bool has_exited(int rank) { return blocks[rank].live == 0; }
+int lane() { return running->thread % 32; }
+void* dynamic_shared() { return shared_memory[running->rank]; }
 void set_seed(uint64_t seed) { generator.seed(seed); }
+uint64_t draw(uint64_t below) { return generator() % below; }
+void attach(Units* u) { units = u; }
+const char* last_error() { return error_text.c_str(); }
+
+std::string text(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::string result = formatted(format, arguments);
+  va_end(arguments);
+  return result;
+}
+
+void fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  error_text = formatted(format, arguments);
+  va_end(arguments);
+  if (running != nullptr) {
+    error_text += text(" (block %u, thread %d)", running->position.block.x, running->thread);
+  }
+  std::fprintf(stderr, "%s\n", error_text.c_str());
+  failed = true;
+  if (running == nullptr) throw Failure{};
+  to_scheduler();  // for good
+  std::abort();
+}
+
+void park(const void* key, const std::function<std::string()>& why) {
+  running->state = State::parked;
+  running->key = key;
+  running->why = &why;
+  to_scheduler();
+}
+
+void wake(const void* key) {
+  for (int f = 0; f < blocks_alive * stride; ++f) {
+    if (fibers[f].state == State::parked && fibers[f].key == key) make_ready(&fibers[f]);
+  }
+}
 
 void yield() {
   ready.push_back(running);
@@ -153,25 +299,29 @@ void yield() {
 }
 
 void block_barrier() {
-  release(block_token);
+  Block& block = blocks[running->rank];
+  release(block.token);
   running->state = State::block_barrier;
+  ++block.waiting;
+  open_block_barrier(running->rank);
   to_scheduler();
-  acquire(block_token);
+  acquire(block.token);
 }
 
 int block_or(int value) {
-  any_of_block |= value != 0;
+  Block& block = blocks[running->rank];
+  block.any |= value != 0;
   block_barrier();
-  int any = any_of_block;
+  int any = block.any;
   block_barrier();
-  any_of_block = 0;
+  block.any = 0;
   block_barrier();
   return any;
 }
 
 // The last lane of the mask to come makes the others ready.
 void warp_wait(unsigned mask) {
-  Fiber* first = &fibers[index_of(running) / 32 * 32];
+  Fiber* first = &fibers[warp_of(running) * 32];
   running->state = State::warp_barrier;
   running->warp_mask = mask;
   for (int l = 0; l < 32; ++l) {
@@ -188,7 +338,7 @@ void warp_wait(unsigned mask) {
 }
 
 void warp_barrier(unsigned mask) {
-  char& token = warps[index_of(running) / 32].token;
+  char& token = warps[warp_of(running)].token;
   release(token);
   warp_wait(mask);
   acquire(token);
@@ -196,7 +346,7 @@ void warp_barrier(unsigned mask) {
 
 // Orders no memory, as in CUDA.
 const uint64_t* warp_exchange(unsigned mask, uint64_t value) {
-  uint64_t* values = warps[index_of(running) / 32].values[running->exchanges++ % 2];
+  uint64_t* values = warps[warp_of(running)].values[running->exchanges++ % 2];
   values[lane()] = value;
   warp_wait(mask);
   return values;
@@ -210,30 +360,52 @@ void fence() {
 cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
                 const std::function<void()>& kernel) {
   const dim3 grid = config.gridDim, block = config.blockDim;
-  size_t threads = size_t{block.x} * block.y * block.z, blocks = size_t{grid.x} * grid.y * grid.z;
-  if (threads == 0 || threads > kMaxThreads || blocks == 0 || grid.x > INT32_MAX ||
-      parameter_bytes > kMaxParameters || config.dynamicSmemBytes > kMaxShared) {
+  size_t threads = size_t{block.x} * block.y * block.z, count = size_t{grid.x} * grid.y * grid.z;
+  size_t cluster = 1;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const auto& c = config.attrs[i].val.clusterDim;
+    if (c.x == 0 || c.y != 1 || c.z != 1) return cudaErrorInvalidConfiguration;
+    cluster = c.x;
+  }
+  if (threads == 0 || threads > kMaxThreads || count == 0 || grid.x > INT32_MAX ||
+      parameter_bytes > kMaxParameters || config.dynamicSmemBytes > kMaxShared ||
+      cluster > kMaxBlocks || grid.x % cluster != 0) {
+    return cudaErrorInvalidConfiguration;
+  }
+  threads_per_block = static_cast<int>(threads);
+  stride = (threads_per_block + 31) / 32 * 32;
+  blocks_alive = static_cast<int>(cluster);
+  shared_size = config.dynamicSmemBytes;
+  if (size_t(stride) * cluster > kMaxThreads) {
+    std::fprintf(stderr, "the shim runs at most %d threads at once\n", kMaxThreads);
     return cudaErrorInvalidConfiguration;
   }
   if (__tsan_get_current_fiber) scheduler_tsan = __tsan_get_current_fiber();
   body = &kernel;
-  std::vector<size_t> order(blocks);
-  for (size_t b = 0; b < blocks; ++b) order[b] = b;
-  for (size_t b = blocks; b > 1; --b) std::swap(order[b - 1], order[generator() % b]);
-  for (size_t b : order) {
-    uint3 at = {static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
-                static_cast<unsigned>(b / grid.x / grid.y)};
-    for (size_t t = 0; t < threads; ++t) {
-      uint3 thread = {static_cast<unsigned>(t % block.x),
-                      static_cast<unsigned>(t / block.x % block.y),
-                      static_cast<unsigned>(t / block.x / block.y)};
-      fibers[t].position = {thread, at, block, grid};
+  failed = false;
+  error_text.clear();
+  if (units != nullptr) draw_style();
+  std::vector<size_t> order(count / cluster);
+  for (size_t c = 0; c < order.size(); ++c) order[c] = c;
+  for (size_t c = order.size(); c > 1; --c) std::swap(order[c - 1], order[generator() % c]);
+  for (size_t c : order) {
+    for (size_t b = 0; b < cluster; ++b) {
+      size_t at = c * cluster + b;
+      uint3 place = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
+                     static_cast<unsigned>(at / grid.x / grid.y)};
+      for (size_t t = 0; t < threads; ++t) {
+        uint3 thread = {static_cast<unsigned>(t % block.x),
+                        static_cast<unsigned>(t / block.x % block.y),
+                        static_cast<unsigned>(t / block.x / block.y)};
+        Fiber& fiber = fibers[b * stride + t];
+        fiber.position = {thread, place, block, grid};
+        fiber.rank = static_cast<int>(b);
+        fiber.thread = static_cast<int>(t);
+        fiber.state = State::done;
+      }
+      for (int t = threads_per_block; t < stride; ++t) fibers[b * stride + t].state = State::done;
     }
-    if (!run_block(static_cast<int>(threads))) {
-      std::fprintf(stderr, "block %zu: %d threads wait at barriers that others do not reach\n", b,
-                   live);
-      return cudaErrorLaunchFailure;
-    }
+    if (!run_cluster()) return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
 }

@@ -1,6 +1,6 @@
 """make gpu-test: the GPU tests in stages, each leaving one JSON file that says what happened.
 
-    python tests/gpu/stages.py --out FOLDER [--stages env,test,sanitize] [--limit SECONDS]
+    python tests/gpu/stages.py [--out FOLDER] [--stages env,test,sanitize] [--limit SECONDS]
 
 Every file holds the machine, the GPU with its driver and clocks, the commit, and pass or fail per
 test, nothing typed by hand. A table comes last. Exit status 1 if anything failed.
@@ -19,6 +19,8 @@ import time
 import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
+
+from mixprec.bench import gpu
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -47,7 +49,8 @@ def run(command: list[str], limit: float, **environment: str) -> tuple[int, str,
         )
         status, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
-        status, output = 124, str(late.stdout or "") + f"\nstopped after {limit:.0f} s"
+        output = late.stdout.decode(errors="replace") if late.stdout else ""
+        status, output = 124, output + f"\nstopped after {limit:.0f} s"
     return status, output, time.monotonic() - start
 
 
@@ -108,13 +111,16 @@ STAGES = {"env": stage_env, "test": stage_test, "sanitize": stage_sanitize}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="default: bench/results/ and the GPU's name")
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all stages")
     args = parser.parse_args()
     stages = args.stages.split(",")
     if unknown := [name for name in stages if name not in STAGES]:
         parser.error(f"stages must be among {', '.join(STAGES)}, got {', '.join(unknown)}")
+    if args.out is None:
+        name = gpu.name()  # none in a rehearsal
+        args.out = ROOT / ("bench/results/" + gpu.folder_name(name) if name else "build/rehearsal")
     args.out.mkdir(parents=True, exist_ok=True)
     commit = run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], 10)[1].strip()
     lines, failed, left = [], False, args.limit

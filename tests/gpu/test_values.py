@@ -53,8 +53,8 @@ def test_amax_and_quantize(
         assert_same("amax", [x], device)
         for low in LOW:
             transpose = x.dim() >= 2 and i % 2 == 0
-            assert_same("quantize", [x, low, None, transpose, True], device)
-            assert_same("quantize", [x, low, scalar(3.7), False, True], device)
+            assert_same("quantize", [x, low, None, transpose, "tensor", True], device)
+            assert_same("quantize", [x, low, scalar(3.7), False, "tensor", True], device)
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=name)
@@ -65,8 +65,61 @@ def test_quantize_of_every_kind_of_number(
     finite = torch.where(torch.isfinite(x), x, 0)
     for low in LOW:
         for scale in (1.0, 2.0**-10, 3.0, 2.0**20):
-            assert_same("quantize", [x, low, scalar(scale), False, True], device)
-        assert_same("quantize", [finite, low, None, False, False], device)
+            assert_same("quantize", [x, low, scalar(scale), False, "tensor", True], device)
+        assert_same("quantize", [finite, low, None, False, "tensor", False], device)
+
+
+BLOCKS = ("row", "block1x128", "block128x128")
+BLOCK_SHAPES = (*SHAPES, (5, 0), (517, 1031), (256, 4096), (1000, 272), (3, 9000))
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_quantize_by_blocks(
+    kernels: str, device: torch.device, dtype: torch.dtype, granularity: str
+) -> None:
+    for i, shape in enumerate(BLOCK_SHAPES):
+        x = normal(shape, dtype, seed=i)
+        bits = random_bits(x.numel(), dtype, seed=i).view(shape)
+        finite = torch.where(bits.isfinite(), bits, torch.zeros((), dtype=dtype))
+        for low in FP8:
+            for transpose in (False, True) if x.dim() >= 2 else (False,):
+                for values in (x, bits, finite):
+                    args = [values, low, None, transpose, granularity, i % 2 == 0]
+                    assert_same("quantize", args, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_quantize_by_blocks_of_any_layout(
+    kernels: str, device: torch.device, layout: Layout
+) -> None:
+    for shape in ((130, 272), (65, 129)):
+        for granularity in BLOCKS:
+            x = layout(normal(shape, torch.bfloat16))
+            args = [x, torch.float8_e4m3fn, None, x.dim() >= 2, granularity, True]
+            assert_same("quantize", args, device)
+
+
+@pytest.mark.parametrize("low", LOW, ids=name)
+def test_quantize_with_a_scale_that_is_not_initialised(
+    kernels: str, device: torch.device, low: torch.dtype
+) -> None:
+    for shape in ((0, 5), (33, 70), (517, 1031)):
+        for transpose in (False, True):
+            x = normal(shape, torch.bfloat16)
+            assert_same("quantize", [x, low, scalar(0.0), transpose, "tensor", True], device)
+
+
+@pytest.mark.parametrize("low", LOW, ids=name)
+def test_dequantize_by_blocks(kernels: str, device: torch.device, low: torch.dtype) -> None:
+    for rows, cols in ((130, 257), (517, 1031), (256, 4096)):
+        data = normal((rows, cols), torch.float32).to(low)
+        blocks = -(-rows // 128), -(-cols // 128)
+        for shape in ((rows, 1), (rows, blocks[1]), blocks):
+            scale_inv = normal(shape, torch.float32)
+            for out in WIDE:
+                assert_same("dequantize", [data, scale_inv, out], device)
+                assert_same("dequantize", [data, scale_inv.t().contiguous().t(), out], device)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)

@@ -1,0 +1,164 @@
+"""The GPU that is measured: its name and limits, its clocks, and what stands in for it elsewhere.
+
+MIXPREC_BENCH_DEVICE=cpu rehearses: every row of the GPU runs, tiny, on the CPU, so that what is
+wrong with the benchmark itself shows without a GPU. Its figures mean nothing, and its files say so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEVICE = torch.device(os.environ.get("MIXPREC_BENCH_DEVICE", "cuda"))
+REHEARSAL = DEVICE.type != "cuda"
+BACKENDS = ("cpp", "reference") if REHEARSAL else ("cuda", "triton", "vendor")
+QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+_FACTS = f"name,driver_version,clocks.max.sm,power.limit,{QUERY}"
+_REHEARSAL_L2 = 1 << 16
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the hardware can do at most: bytes and operations per second."""
+
+    bytes: float
+    flops16: float
+    flops8: float
+
+
+# Dense figures of the data sheets of NVIDIA.
+CEILINGS = {
+    "H200": Ceiling(4.8e12, 989e12, 1979e12),
+    "H100 80GB HBM3": Ceiling(3.35e12, 989e12, 1979e12),
+}
+
+
+def ceiling(name: str | None) -> Ceiling | None:
+    """Of the GPU of this name; None for one that is not in the table."""
+    return next((c for word, c in CEILINGS.items() if word in (name or "")), None)
+
+
+def sized(*sizes: int, tiny: int = 24) -> tuple[int, ...]:
+    """The sizes of a row; in a rehearsal none above `tiny`."""
+    return tuple(min(s, tiny) for s in sizes) if REHEARSAL else sizes
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile of one expression for one set of shapes; in a rehearsal only traced.
+
+    The memory of what was compiled before is cleared: rows share code, and torch stops compiling
+    one piece of code after a few shapes and dtypes.
+    """
+    torch._dynamo.reset()
+    backend = "eager" if REHEARSAL else "inductor"
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random numbers: zeros draw less power, and would be faster than any real data."""
+    return torch.randn(shape, generator=generator(seed), device=DEVICE).to(dtype)
+
+
+def l2_bytes() -> int:
+    return _REHEARSAL_L2 if REHEARSAL else torch.cuda.get_device_properties(DEVICE).L2_cache_size
+
+
+def free_bytes() -> int:
+    """Memory that new tensors can have."""
+    if REHEARSAL:
+        return 1 << 28
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    return free + torch.cuda.memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE)
+
+
+def release() -> None:
+    """Give the memory of the last row back, so that a large row finds it in one piece."""
+    if not REHEARSAL:
+        torch.cuda.empty_cache()
+
+
+def folder_name(name: str | None) -> str:
+    """Where results of this GPU go: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", (name or "no-gpu").lower()).strip("-")
+
+
+def name() -> str | None:
+    if REHEARSAL or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(DEVICE)
+
+
+def facts() -> dict[str, Any]:
+    """The GPU for the environment of a result file."""
+    found: dict[str, Any] = {"rehearsal": REHEARSAL, "gpu_name": name()}
+    if not REHEARSAL:
+        of = torch.cuda.get_device_properties(DEVICE)
+        found |= {
+            "gpu_memory": of.total_memory,
+            "gpu_processors": of.multi_processor_count,
+            "gpu_l2": of.L2_cache_size,
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def _query(fields: str, *more: str) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    format_ = "--format=csv,noheader,nounits"
+    return ["nvidia-smi", f"--query-gpu={fields}", format_, f"--id={visible}", *more]
+
+
+def snapshot() -> dict[str, str] | None:
+    """What nvidia-smi says right now; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    done = subprocess.run(_query(_FACTS), capture_output=True, text=True, timeout=20)
+    values = [v.strip() for v in done.stdout.strip().split(",")]
+    names = _FACTS.split(",")
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else None
+
+
+class Watch:
+    """Notes clocks, power and temperature twice a second while rows run, by one nvidia-smi."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._notes = Path(self._folder.name) / "notes"
+        self._notes.touch()
+        self._process: subprocess.Popen[str] | None = None
+        self._seen = 0
+        if shutil.which("nvidia-smi") is not None:
+            with self._notes.open("w") as file:
+                command = _query(QUERY, "-lms", "500")
+                self._process = subprocess.Popen(command, stdout=file, text=True)
+
+    def since_last(self) -> dict[str, list[float]]:
+        """Every value noted since the last call, by name."""
+        text = self._notes.read_text()[self._seen :]
+        complete = text[: text.rfind("\n") + 1]
+        self._seen += len(complete)
+        noted: dict[str, list[float]] = {}
+        for line in complete.splitlines():
+            for key, value in zip(QUERY.split(","), line.split(","), strict=False):
+                if re.fullmatch(r"\s*\d+(\.\d+)?\s*", value):
+                    noted.setdefault(key, []).append(float(value))
+        return noted
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+        self._folder.cleanup()

@@ -1,0 +1,196 @@
+"""Timing what a GPU does, apart from what it takes to ask for it.
+
+Calls are queued behind a delay, so that the GPU finds all of a sample's work waiting and never
+waits for Python: events at its ends then hold the time of the kernels alone. How long Python took
+to queue a call is noted beside it. Candidates take turns, sample by sample, and every call takes
+the next set of buffers, which together are larger than the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+MIN_SAMPLES = 7  # also when a row's time is up
+SAMPLES = 40
+SHORT = 1e-3  # a sample lasts this long or more; events resolve half a microsecond
+MAX_CALLS = 64  # a GPU's queue holds about a thousand launches
+MAX_DELAY = 0.05
+SETTLE = 3.0  # seconds until the clocks have settled under load
+
+
+class Clock(Protocol):
+    """A queue of work and the times at its marks."""
+
+    def host(self) -> float: ...
+    def delay(self, seconds: float) -> None: ...
+    def mark(self) -> Any: ...
+    def reached(self, mark: Any) -> bool: ...
+    def between(self, first: Any, last: Any) -> float: ...
+    def synchronize(self) -> None: ...
+
+
+class CudaClock:
+    def __init__(self) -> None:
+        cycles = 20_000_000
+        torch.cuda._sleep(1)  # loaded by its first call
+        first = self.mark()
+        torch.cuda._sleep(cycles)
+        self._cycles_per_second = cycles / self.between(first, self.mark())
+
+    host = staticmethod(time.perf_counter)
+
+    def delay(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * self._cycles_per_second))
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        last.synchronize()
+        return first.elapsed_time(last) * 1e-3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class HostClock:
+    """For a rehearsal: work is done when its call returns."""
+
+    host = staticmethod(time.perf_counter)
+
+    def delay(self, seconds: float) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def reached(self, mark: float) -> bool:
+        return False
+
+    def between(self, first: float, last: float) -> float:
+        return last - first
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass
+class Candidate:
+    """run(i) works on the i-th set of buffers; around: a context that every sample is taken in."""
+
+    run: Callable[[int], Any]
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+@dataclass
+class Times:
+    """Of one candidate, seconds per call: on the device, and for Python to queue it.
+
+    waits: the device reached the calls before all were queued, again and again: its times then
+    hold Python's as well (a host sync inside, or more launches than the queue holds).
+    """
+
+    kernel: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    calls: int = 1
+    waits: bool = False
+
+
+class _Turn:
+    """One candidate between samples: how many calls, behind which delay, on which buffers."""
+
+    def __init__(self, candidate: Candidate, sets: int, outputs: list[Any], clock: Clock) -> None:
+        self.candidate, self.sets, self.outputs, self.clock = candidate, sets, outputs, clock
+        self.next = self.late = 0
+        self.times = Times()
+        self.delay = 0.0
+        for _ in range(max(2, sets)):  # warm: code loaded, memory there, every set touched
+            _, host = self.sample()
+        self.delay = min(MAX_DELAY, 2 * host + 50e-6)
+        kernel, host = self.sample()
+        self.times.calls = max(1, min(MAX_CALLS, round(SHORT / max(kernel, 1e-7))))
+        self.delay = min(MAX_DELAY, 1.5 * host * self.times.calls + 50e-6)
+        self.late = 0
+
+    def sample(self) -> tuple[float, float]:
+        """Seconds per call, on the device and to queue it. Waits for the device: what a sample
+        queues must never find the queue full."""
+        clock, calls = self.clock, self.times.calls
+        with self.candidate.around():
+            clock.delay(self.delay)
+            first, before = clock.mark(), clock.host()
+            for _ in range(calls):
+                # Kept until this set's turn comes again: outputs move through memory too.
+                self.outputs[self.next] = self.candidate.run(self.next)
+                self.next = (self.next + 1) % self.sets
+            host = (clock.host() - before) / calls
+            late = clock.reached(first)
+        kernel = clock.between(first, clock.mark()) / calls
+        if late and host > kernel / 2:
+            self.late += 1
+            self.delay = min(MAX_DELAY, 2 * self.delay)
+        return kernel, host
+
+
+def interleave(
+    candidates: Mapping[str, Candidate],
+    *,
+    sets: int,
+    clock: Clock,
+    samples: int = SAMPLES,
+    seconds: float = 10.0,
+) -> dict[str, Times]:
+    """Times of every candidate, in turns that start with another one each round.
+
+    Stops after `samples` rounds, or after `seconds` if there are MIN_SAMPLES: a row short of time
+    has fewer samples, not none.
+    """
+    start = clock.host()
+    outputs: list[Any] = [None] * sets
+    turns = {name: _Turn(c, sets, outputs, clock) for name, c in candidates.items()}
+    names = list(turns)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection inside a sample would be charged to whoever ran then
+    try:
+        for i in range(max(samples, MIN_SAMPLES)):
+            if i >= MIN_SAMPLES and clock.host() - start > seconds:
+                break
+            first = i % len(names)
+            order = names[first:] + names[:first]
+            for name in order:
+                kernel, host = turns[name].sample()
+                turns[name].times.kernel.append(kernel)
+                turns[name].times.host.append(host)
+    finally:
+        if collecting:
+            gc.enable()
+    for turn in turns.values():
+        turn.times.waits = turn.late > len(turn.times.kernel) / 2
+    return {name: turn.times for name, turn in turns.items()}
+
+
+def settle(work: Callable[[], Any], clock: Clock, seconds: float = SETTLE) -> None:
+    """Keep the device busy until its clocks no longer move."""
+    until = clock.host() + seconds
+    while clock.host() < until:
+        for _ in range(20):
+            work()
+        clock.synchronize()
+
+
+def medians(times: Mapping[str, Times], *, host: bool = False) -> dict[str, float]:
+    return {n: statistics.median(t.host if host else t.kernel) for n, t in times.items()}

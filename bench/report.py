@@ -1,0 +1,173 @@
+"""The measured tables of README.md and docs/kernels.md, generated from bench/results/.
+
+Between markers, never typed: <!-- gpu --> in README, <!-- gpu OP ... --> and <!-- build FILE -->
+in docs/kernels.md, each up to <!-- end -->.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from . import gpu, gpu_table, readme, results, sources, table
+from .registry import Row
+from .rows import ROWS
+
+NOT_YET = "not yet measured"
+H200 = gpu.CEILINGS["H200"]
+KERNELS = Path("docs/kernels.md")
+HEADER = ("row", "moves", "floor on an H200", *gpu_table.HEADER[1:4], *gpu_table.HEADER[5:11])
+_BUILD_HEADER = ("kernel", "instances", "registers", "shared memory", "spilled")
+STALE = " (older sources)"
+
+
+def gpu_results(root: Path) -> list[dict[str, Any]]:
+    """Every result of a GPU in bench/results/. ResultError for a rehearsal: its figures mean
+    nothing."""
+    found = []
+    for path in sorted((root / "bench" / "results").glob("*/bench-*.json")):
+        content = results.load(path)
+        if content["environment"].get("rehearsal", True):
+            raise results.ResultError(f"{path}: is a rehearsal without a GPU, and no result")
+        found.append(content)
+    return found
+
+
+def _by_gpu(contents: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each GPU, by its name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for content in contents:
+        found.setdefault(content["environment"]["gpu_name"], []).extend(content["rows"])
+    return found
+
+
+def stale(row: dict[str, Any], backend: str) -> bool:
+    """Whether the kernel that was measured is made of other sources than today's."""
+    variant = row["variants"].get(backend)
+    if variant is None or variant["sources"] is None:
+        return False
+    return sources.digest(tuple(row["ops"]), backend) != variant["sources"]
+
+
+def _measured(row: dict[str, Any], peak: gpu.Ceiling | None) -> list[tuple[str, ...]]:
+    """The cells of HEADER after the floor, one line per variant."""
+    found = []
+    for _, variant, *cells in gpu_table.lines(row, peak):
+        old = STALE if stale(row, variant.rstrip("*")) else ""
+        found.append((variant, cells[0] + old, cells[1], *cells[3:9]))
+    return found
+
+
+def size(count: float) -> str:
+    """Three figures and a unit of bytes."""
+    for unit, factor in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if count < 1000 * factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count / 1e12:.3g} TB"
+
+
+def _lines(row: Row, contents: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row of the docs: what it has to move, and what was measured on each GPU."""
+    floor = table.duration(row.bytes / H200.bytes) if row.bytes else ""
+    first = (row.name.removeprefix("cuda/"), size(row.bytes) if row.bytes else "", floor)
+    found = []
+    for name, rows in _by_gpu(contents).items():
+        for result in rows:
+            if result["name"] == row.name:
+                for variant, *cells in _measured(result, gpu.ceiling(name)):
+                    found.append((*first, f"{variant}, {name}", *cells))
+    share = "" if row.share is None else f"(>= {row.share:.0%})"
+    return found or [(*first, "", NOT_YET, "", share, "", "", "", str(row.target or ""), "")]
+
+
+def kernel_block(ops: list[str], contents: list[dict[str, Any]]) -> str:
+    """The table of some ops: row by row, or by families where there are hundreds of shapes."""
+    rows = [r for r in ROWS.values() if r.device == "cuda" and r.op in ops]
+    if not rows:
+        raise results.ResultError(f"report: there is no row on the GPU for {' '.join(ops)}")
+    if not rows[0].flops:
+        lines = [line for row in rows for line in _lines(row, contents)]
+        return readme.markdown(HEADER, lines)
+    measured: list[tuple[str, ...]] = [
+        (f"{line[0].removeprefix('cuda/')} on {name}", *line[1:])
+        for name, found in _by_gpu(contents).items()
+        for line in gpu_table.families([r for r in found if r["op"] in ops])
+    ]
+    if measured:
+        return readme.markdown(gpu_table.FAMILY_HEADER, measured)
+    counts: dict[str, int] = {}
+    for row in rows:
+        family = row.name.removeprefix("cuda/").rsplit("/", 1)[0]
+        counts[family] = counts.get(family, 0) + 1
+    blank: list[tuple[str, ...]] = [
+        (f, "", "", str(n), NOT_YET, "", "", "") for f, n in counts.items()
+    ]
+    return readme.markdown(gpu_table.FAMILY_HEADER, blank)
+
+
+def build_block(source: str, root: Path) -> str:
+    """What the compiler made of the kernels of one file, over all GPU generations."""
+    facts = json.loads((root / "bench" / "results" / "cuda_build.json").read_text())
+    lines: list[tuple[str, ...]] = []
+    for kernel in facts["kernels"]:
+        if kernel["source"] == source:
+            low, high = kernel["registers"]
+            registers = str(low) if low == high else f"{low} to {high}"
+            shared, spilled = f"{kernel['shared']} B", f"{kernel['spilled']} B"
+            old = "" if kernel["sources"] == sources.digest_of(source) else STALE
+            name = kernel["name"] + old
+            lines.append((name, str(kernel["instances"]), registers, shared, spilled))
+    if not lines:
+        raise results.ResultError(f"report: cuda_build.json has no kernel of {source}")
+    return readme.markdown(_BUILD_HEADER, lines)
+
+
+def gpu_block(contents: list[dict[str, Any]]) -> str:
+    """README: what was measured on each GPU by the variant that a user gets."""
+    if not contents:
+        return f"Nothing: {NOT_YET} on a GPU."
+    parts = []
+    for name, rows in _by_gpu(contents).items():
+        peak = gpu.ceiling(name)
+        single = [r for r in rows if not r.get("flops")]
+        lines = [
+            (r["name"].removeprefix("cuda/"), *cells)
+            for r in single
+            for cells in _measured(r, peak)
+            if cells[0].endswith("*") or len(r["variants"]) < 2
+        ]
+        header = (HEADER[0], *HEADER[3:])
+        parts.append(f"{name}:\n\n{readme.markdown(header, lines)}")
+        if products := gpu_table.families(rows):
+            short = [(line[0].removeprefix("cuda/"), *line[1:]) for line in products]
+            parts.append(readme.markdown(gpu_table.FAMILY_HEADER, short))
+        parts.append(f"{gpu_table.summary(rows)}.")
+    first = contents[0]["environment"]
+    parts.append(f"torch {first['torch']}, commit {first['commit']}.")
+    return "\n\n".join(parts)
+
+
+def render(root: Path) -> dict[Path, str]:
+    """Every generated page as bench/results/ has it today."""
+    contents = gpu_results(root)
+    front = root / "README.md"
+    text = readme.fill(readme.render(front, root / "bench" / "results" / "cpu"), "gpu",
+                       gpu_block(contents))  # fmt: skip
+    kernels = (root / KERNELS).read_text()
+    for name in re.findall(r"<!-- (gpu [\w ]+) -->", kernels):
+        kernels = readme.fill(kernels, name, kernel_block(name.split()[1:], contents))
+    for name in re.findall(r"<!-- build ([\w.]+) -->", kernels):
+        kernels = readme.fill(kernels, f"build {name}", build_block(name, root))
+    return {front: text, root / KERNELS: kernels}
+
+
+def write(root: Path) -> list[Path]:
+    """Bring README and docs up to date; which of them that changed."""
+    changed = []
+    for path, text in render(root).items():
+        if text != path.read_text():
+            path.write_text(text)
+            changed.append(path)
+    return changed

@@ -1,0 +1,54 @@
+// The instances of the Hopper GEMM kernel as rows: the planner chooses one, the launcher finds its
+// kernel by its number, and the kernels are made from the same rows. Host only, no CUDA, no torch.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace mixprec::cuda::sm90 {
+
+// direct: wgmma adds up all of K. promoted: FP8 tensor cores keep about 13 bits of a sum, so each
+// 128 of K are added to FP32 registers. scaled: promoted, with scales for each 128 of K.
+enum class Accumulate { direct, promoted, scaled };
+
+// One tile, for every pair of operand types of its family and every layout that the family has.
+struct GemmRow {
+  bool fp8;  // else fp16 or bf16
+  Accumulate accumulate;
+  int block_m, block_n;
+  int consumers;  // warpgroups that compute; one more loads
+  int cluster;    // blocks that share their tile of b
+  bool base;      // may be chosen unmeasured
+};
+
+constexpr std::array<GemmRow, 15> kGemmRows = {{
+    {false, Accumulate::direct, 64, 128, 1, 1, true},
+    {false, Accumulate::direct, 128, 128, 2, 1, true},
+    {false, Accumulate::direct, 128, 256, 2, 1, true},
+    {false, Accumulate::direct, 128, 256, 2, 2, false},
+    {true, Accumulate::promoted, 64, 128, 1, 1, true},
+    {true, Accumulate::promoted, 128, 128, 2, 1, true},
+    {true, Accumulate::promoted, 256, 128, 2, 1, true},
+    {true, Accumulate::promoted, 256, 128, 2, 2, false},
+    {true, Accumulate::scaled, 64, 128, 1, 1, true},
+    {true, Accumulate::scaled, 128, 128, 2, 1, true},
+    {true, Accumulate::scaled, 256, 128, 2, 1, true},
+    {true, Accumulate::scaled, 256, 128, 2, 2, false},
+    {true, Accumulate::direct, 64, 128, 1, 1, true},
+    {true, Accumulate::direct, 128, 256, 2, 1, true},
+    {true, Accumulate::direct, 128, 256, 2, 2, false},
+}};
+constexpr int kGemmRowCount = static_cast<int>(kGemmRows.size());
+
+constexpr int kChunkBytes =
+    128;  // of K in one stage of the ring, for each row of a and column of b
+
+constexpr int chunk_elements(const GemmRow& r) { return r.fp8 ? kChunkBytes : kChunkBytes / 2; }
+
+// Of a block: per stage the tiles of a and b and two barriers, per consumer 16 KiB for its output.
+constexpr int64_t shared_bytes(const GemmRow& r, int stages) {
+  return int64_t{stages} * ((r.block_m + r.block_n) * kChunkBytes + 16) +
+         int64_t{r.consumers} * (16 << 10);
+}
+
+}  // namespace mixprec::cuda::sm90

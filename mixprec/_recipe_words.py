@@ -1,0 +1,89 @@
+"""The words of other libraries for what is one of our recipes, and why others are none."""
+
+from __future__ import annotations
+
+_WORDS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8": "fp8",
+    # Keras: mixed_precision.set_global_policy
+    "mixed_float16": "fp16",
+    "mixed_bfloat16": "bf16",
+    # Lightning: Trainer(precision=...)
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    # torchao: Float8LinearConfig.from_recipe_name
+    "tensorwise": "fp8",
+    "rowwise": "fp8-rowwise",
+    # Transformer Engine: common.recipe. Ours rounds scales to powers of two, and the delayed one
+    # looks back 16 steps, not 1024.
+    "float8currentscaling": "fp8",
+    "delayedscaling": "fp8-delayed",
+    "float8blockscaling": "fp8-block",
+}
+
+_PLAIN = 'it is no recipe of convert: leave the model as it is (mixprec.compare takes "fp32")'
+_REFUSED = {
+    "fp32": _PLAIN,
+    "float32": _PLAIN,
+    "full": _PLAIN,
+    "rowwise_with_gw_hp": (
+        "here no GEMM of an FP8 recipe runs in 16 bits, because what is saved for grad_weight is "
+        'FP8; "fp8-rowwise" is the nearest'
+    ),
+    "mxfp8blockscaling": 'there are no 1 x 32 blocks yet; "fp8-block" is the nearest',
+    "nvfp4blockscaling": "there is no 4-bit format",
+}
+
+# jmp.get_policy: "params=float32,compute=bfloat16,output=float32", or p=f32,c=bf16,o=f32
+_JMP_KEYS = {"p": "params", "c": "compute", "o": "output"}
+_JMP_TYPES = {
+    "float32": "fp32",
+    "f32": "fp32",
+    "full": "fp32",
+    "float16": "fp16",
+    "f16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+}
+
+
+def name_of(word: str) -> str:
+    """The name of the recipe that `word`, in lower case, stands for; itself if it is no alias.
+
+    ValueError, with the reason, for a recipe of others that has no counterpart.
+    """
+    if "=" in word:
+        word = _compute_type(word)
+    if reason := _REFUSED.get(word):
+        raise ValueError(f'recipe "{word}" is not supported: {reason}')
+    return _WORDS.get(word, word)
+
+
+def _compute_type(policy: str) -> str:
+    """What a jmp policy computes in. Parameters and outputs are no business of a recipe's."""
+    types = {}
+    for part in policy.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        key = _JMP_KEYS.get(key, key)
+        if key not in _JMP_KEYS.values() or key in types or value not in _JMP_TYPES:
+            raise ValueError(
+                f'recipe must be a policy such as "params=float32,compute=bfloat16,output=float32" '
+                f"with types {', '.join(_JMP_TYPES)}, got {policy!r}"
+            )
+        types[key] = _JMP_TYPES[value]
+    if "compute" not in types:
+        raise ValueError(f"recipe must say what to compute in (compute=...), got {policy!r}")
+    if types.get("params", "fp32") != "fp32":
+        raise ValueError(
+            f"recipe must leave parameters alone (params=float32), got {policy!r}: "
+            "mixprec.cast_parameters casts them, for any recipe"
+        )
+    if types.get("output", "fp32") != "fp32":
+        raise ValueError(
+            f"recipe must have output=float32, got {policy!r}: an output has its input's dtype, "
+            "so cast the model's input, or use torch.autocast"
+        )
+    return types["compute"]

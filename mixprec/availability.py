@@ -1,0 +1,107 @@
+"""is_available, why_not: whether a device computes in a recipe's formats, and why it does not."""
+
+from __future__ import annotations
+
+import torch
+
+from .ops import _library
+from .recipes import Recipe
+
+# The compute capability that multiplies in a format with its tensor cores, and its name.
+_NEEDED = {
+    "fp16": ((7, 0), "Volta"),
+    "bf16": ((8, 0), "Ampere"),
+    "fp8": ((8, 9), "Ada or Hopper"),
+}
+_GENERATIONS = (
+    ((5, 0), "Maxwell"), ((6, 0), "Pascal"), ((7, 0), "Volta"), ((7, 5), "Turing"),
+    ((8, 0), "Ampere"), ((8, 9), "Ada"), ((9, 0), "Hopper"), ((10, 0), "Blackwell"),
+)  # fmt: skip
+
+_STILL_RUNS = "the recipe runs, memory is saved as with the format, speed is not gained"
+
+
+def _family(recipe: Recipe) -> str:
+    return "fp8" if recipe.x.bits == 8 else recipe.x.name
+
+
+def _generation(capability: tuple[int, int]) -> str:
+    names = [name for first, name in _GENERATIONS if capability >= first]
+    return names[-1] if names else "an early GPU"
+
+
+def why_not_cuda(recipe: Recipe, capability: tuple[int, int], name: str) -> str | None:
+    """The answer for an NVIDIA GPU of that compute capability and name."""
+    family = _family(recipe)
+    needed, generation = _NEEDED[family]
+    if capability >= needed:
+        return None
+    return (
+        f"{name} ({_generation(capability)}, compute capability {capability[0]}.{capability[1]}) "
+        f"has no tensor cores for {family}, which came with {generation} "
+        f"({needed[0]}.{needed[1]}); {_STILL_RUNS}"
+    )
+
+
+def _why_not_hip(recipe: Recipe) -> str | None:
+    if _family(recipe) != "fp8":
+        return None
+    return (
+        "this torch is built for ROCm: the kernels and formats here are those of the OCP standard "
+        "(e4m3fn), AMD's MI300 has others (e4m3fnuz), and no kernel was tried on a newer one"
+    )
+
+
+def _why_not_cpu(recipe: Recipe) -> str | None:
+    family = _family(recipe)
+    if family == "fp8":
+        return (
+            "no CPU multiplies in fp8: operands are decoded exactly and multiplied in bf16 or "
+            f"fp32; {_STILL_RUNS}"
+        )
+    if family == "fp16":
+        return f"this CPU path multiplies fp16 operands in fp32; {_STILL_RUNS}"
+    if _library.C is not None and "avx512_bf16" in _library.C.isa_available():
+        return None
+    return f"this CPU has no instructions for bf16 products (avx512_bf16); {_STILL_RUNS}"
+
+
+_OTHERS = {
+    "xpu": "Intel GPUs: no kernel of mixprec was written for or tried on them",
+    "mps": "Apple GPUs: Metal has no fp8, and no kernel of mixprec runs there",
+    "xla": "TPUs compile through XLA, which mixprec's ops do not enter",
+    "hpu": "Gaudi has fp8 of its own range (E4M3 up to 240 on Gaudi 2), and no kernel of mixprec",
+    "meta": "a meta tensor has no values",
+}
+
+
+def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None) -> str | None:
+    """Why `device` does not compute in the formats of `recipe`; None where it does.
+
+    device: a torch.device, its name or a CUDA index; None: the current CUDA device if there is one,
+    else the CPU. "Computes" means with instructions of its own for the format. Every recipe runs on
+    CPU and CUDA devices without them too, with the same values; the reason says what is lost. On
+    other devices (ROCm, XPU, MPS, TPU, Gaudi) it says what is in the way. ValueError for an unknown
+    recipe, RuntimeError for what is no device.
+    """
+    recipe = Recipe.parse(recipe)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cpu":
+        return _why_not_cpu(recipe)
+    if device.type != "cuda":
+        return _OTHERS.get(device.type, f"nothing is known here of {device.type} devices")
+    if torch.version.hip is not None:
+        return _why_not_hip(recipe)
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    return why_not_cuda(recipe, capability, torch.cuda.get_device_name(device))
+
+
+def is_available(recipe: Recipe | str, device: torch.device | str | int | None = None) -> bool:
+    """Whether `device` has instructions for the formats of `recipe`: `why_not` is None."""
+    return why_not(recipe, device) is None

@@ -1,0 +1,203 @@
+"""freeze: a trained model for inference, with the weights of its linear layers in 8 bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from . import testing
+from .convert import ModuleFilter
+from .formats import E4M3
+from .ops import dequantize, quantize
+from .ops.int8 import dequantize_int8, quantize_int8
+from .quantized import Quantized
+
+FORMATS = ("int8", "fp8")
+
+
+class FrozenLinear(nn.Module):
+    """y = x @ W^T + bias with W ~ weight * weight_scale_inv in 8 bits, computed in 16.
+
+    weight: [N, K], int8 or E4M3; weight_scale_inv: fp32 [N, 1], one scale per output row. The
+    weight is decoded to x's dtype, or to `compute_dtype` where x is fp32; the output has x's
+    dtype. Gradients flow to x, none to the weight.
+    """
+
+    weight: torch.Tensor
+    weight_scale_inv: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        bias: torch.Tensor | None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale_inv", weight_scale_inv)
+        self.register_buffer("bias", bias)
+        self.compute_dtype = compute_dtype
+
+    @property
+    def fmt(self) -> str:
+        return "int8" if self.weight.dtype == torch.int8 else "fp8"
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] in `dtype`."""
+        if self.weight.dtype == torch.int8:
+            return dequantize_int8(self.weight, self.weight_scale_inv, dtype)
+        scale_inv = self.weight_scale_inv
+        q = Quantized(self.weight, scale_inv, scale_inv, None, None, E4M3, "row")
+        return dequantize(q, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype if x.dtype == torch.float32 else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(x.to(dtype), self.decoded(dtype), bias).to(x.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
+        """Moves between devices; .half() and .to(dtype) leave codes and scales as they are."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if name == "bias" else moved.to(buffer.dtype)
+        return self
+
+    def extra_repr(self) -> str:
+        n, k = self.weight.shape
+        return f"in_features={k}, out_features={n}, bias={self.bias is not None}, {self.fmt}/row"
+
+
+class FrozenLayer(NamedTuple):
+    """One line of the report: sizes in bytes, SQNR of the weight in dB."""
+
+    name: str
+    shape: tuple[int, int]
+    bytes_before: int
+    bytes_after: int
+    sqnr: float
+
+
+class FrozenReport(NamedTuple):
+    """What `freeze` did, layer by layer, and to the whole model (parameters and buffers)."""
+
+    fmt: str
+    layers: list[FrozenLayer]
+    left: dict[str, str]  # layers that stay as they are, and why
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        width = max([5, *(len(layer.name) for layer in self.layers)])
+        lines = [f"{'layer':{width}}  {'N x K':>13}  {'before':>10}  {'after':>10}  {'SQNR':>8}"]
+        for layer in self.layers:
+            n, k = layer.shape
+            sizes = f"{n} x {k}".rjust(13)
+            before, after = f"{layer.bytes_before:10,}", f"{layer.bytes_after:10,}"
+            lines.append(f"{layer.name:{width}}  {sizes}  {before}  {after}  {layer.sqnr:5.1f} dB")
+        lines += [f"{name} is left as it is: {reason}" for name, reason in self.left.items()]
+        lines.append(
+            f"the whole model: {self.bytes_before:,} -> {self.bytes_after:,} bytes "
+            f"({self.bytes_after / max(1, self.bytes_before):.0%}), {self.fmt}"
+        )
+        return "\n".join(lines)
+
+
+def _size(model: nn.Module) -> int:
+    tensors = {*model.parameters(), *model.buffers()}
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _frozen(linear: nn.Linear, fmt: str, compute_dtype: torch.dtype) -> FrozenLinear:
+    weight = linear.weight.detach()
+    if weight.is_meta:  # the shapes alone, for load_state_dict(..., assign=True)
+        code = torch.int8 if fmt == "int8" else E4M3.dtype
+        data = torch.empty_like(weight, dtype=code, memory_format=torch.contiguous_format)
+        scale_inv = weight.new_empty((len(weight), 1), dtype=torch.float32)
+    elif fmt == "int8":
+        data, scale_inv = quantize_int8(weight)
+    else:
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError("freeze: the weight must be finite, got Inf or NaN")
+        q = quantize(weight, E4M3, granularity="row", power_of_two_scale=False)
+        data, scale_inv = q.data, q.scale_inv
+    bias = None if linear.bias is None else linear.bias.detach()
+    return FrozenLinear(data, scale_inv, bias, compute_dtype).train(linear.training)
+
+
+def freeze(
+    model: nn.Module,
+    fmt: str = "int8",
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[nn.Module, FrozenReport]:
+    """Replace every linear layer of `model`, in place, by a FrozenLinear; return model and report.
+
+    fmt: "int8" (scale 127 / amax of the row) or "fp8" (E4M3, 448 / amax). nn.Linear and
+    mixprec.nn.Linear are replaced where module_filter_fn(module, fqn) says so; weights shared with
+    another module stay (the other one would keep its copy, and nothing would be saved).
+    compute_dtype: of the product where the input is fp32.
+
+    The state_dict of the result holds `weight` (8 bits), `weight_scale_inv` and `bias`, plain
+    tensors: save it with torch.save or mixprec.save_checkpoint. To load it, build the model, on
+    the meta device if you like, call `freeze` on it and then load_state_dict (with assign=True
+    from meta). ValueError for an unknown fmt, or a weight that is not finite, with its name and
+    before anything is changed.
+    """
+    if fmt not in FORMATS:
+        raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")
+    if compute_dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"freeze: compute_dtype must be bfloat16 or float16, got {compute_dtype}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"freeze: model must be a torch.nn.Module, got {type(model).__name__}")
+    before = _size(model)
+    owners = Counter(
+        param for module in model.modules() for param in module.parameters(recurse=False)
+    )
+    replacement: dict[nn.Module, nn.Module] = {}
+    layers: list[FrozenLayer] = []
+    left: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        if not _is_plain_linear(module):
+            continue
+        if module_filter_fn is not None and not module_filter_fn(module, fqn):
+            left[fqn] = "module_filter_fn says so"
+        elif owners[module.weight] > 1:
+            left[fqn] = "its weight is shared with another module"
+        else:
+            try:
+                frozen = _frozen(module, fmt, compute_dtype)
+            except ValueError as error:
+                raise ValueError(f"freeze: {fqn or 'the model'}: {error}") from None
+            replacement[module] = frozen
+            layers.append(_line(fqn, module, frozen))
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in replacement:
+                setattr(parent, name, replacement[child])
+    model = replacement.get(model, model)
+    return model, FrozenReport(fmt, layers, left, before, _size(model))
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """nn.Linear or ours; other subclasses may compute something else."""
+    return type(module) is nn.Linear or (
+        isinstance(module, nn.Linear) and type(module).__module__ == "mixprec.nn"
+    )
+
+
+def _line(fqn: str, linear: nn.Linear, frozen: FrozenLinear) -> FrozenLayer:
+    before, after = linear.weight, frozen.weight
+    sqnr = float("nan")
+    if not before.is_meta:
+        sqnr = testing.sqnr(before.detach(), frozen.decoded(torch.float32))
+    n, k = after.shape
+    sizes = [t.numel() * t.element_size() for t in (before, after, frozen.weight_scale_inv)]
+    return FrozenLayer(fqn, (n, k), sizes[0], sizes[1] + sizes[2], sqnr)

@@ -1,0 +1,223 @@
+"""Delayed scaling: each layer's scales, as plain buffers, and the one update at a step's end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .ops.delayed_scales import UNUSED, update_delayed_scales_
+from .recipes import ROLES, Recipe
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Buffers of a layer with a delayed recipe, a row for each of x, w and g: the amax of earlier steps,
+# newest first [3, L], and the scale that the next cast takes [3], 0 where there is none yet.
+SAVED = ("amax_history", "scale")
+# And the largest amax since the last update, of x and w [2] and of g [], which no checkpoint needs:
+# a step ends before it is saved. Apart from each other, because a compiled backward pass writes
+# back the whole of a buffer as it was at the end of its own forward pass.
+BUFFERS = (*SAVED, "amax", "grad_amax")
+
+_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # all with delayed scales
+_automatic = True
+_hooked = False
+_agreed: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+
+
+def has_state(layer: torch.nn.Module) -> bool:
+    return layer in _layers and layer._buffers.get("amax") is not None
+
+
+def _fresh(recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
+    """The buffers before the first step."""
+    assert recipe.history is not None, "a delayed recipe has one"
+    shapes = {"amax_history": (len(ROLES), recipe.history), "scale": (len(ROLES),)}
+    state = {name: torch.zeros(s, device=device, dtype=torch.float32) for name, s in shapes.items()}
+    unused = torch.full_like(state["scale"], UNUSED)
+    return {**state, "amax": unused[:2].clone(), "grad_amax": unused[2].clone()}
+
+
+def _amaxes(layer: torch.nn.Module) -> list[torch.Tensor]:
+    """Of x, w and g, as tensors of one element that share the buffers' memory."""
+    return [*layer.amax.unbind(), layer.grad_amax]  # type: ignore[list-item,operator]
+
+
+def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
+    """Give `layer` the buffers of a delayed recipe, as they are before the first step, or none."""
+    for name in BUFFERS:
+        layer._buffers.pop(name, None)
+        layer._non_persistent_buffers_set.discard(name)
+    if recipe.is_delayed:
+        state = _fresh(recipe, layer.weight.device)  # type: ignore[arg-type]
+        for name in BUFFERS:
+            layer.register_buffer(name, state[name], persistent=name in SAVED)
+        follow(layer)
+
+
+def follow(layer: torch.nn.Module) -> None:
+    """Let the automatic updates know of a layer with delayed scales."""
+    global _hooked
+    _layers.add(layer)
+    if not _hooked:
+        register_optimizer_step_post_hook(lambda *_: after_step())
+        _hooked = True
+
+
+def set_automatic_updates(enabled: bool) -> None:
+    """Whether scales are updated after each optimizer step; if not, call `update_scales`."""
+    global _automatic
+    _automatic = enabled
+
+
+def after_step() -> None:
+    """Update the scales of all layers of this process that were used since their last update."""
+    if _automatic and not torch.compiler.is_compiling():
+        _update(layer for layer in _layers if has_state(layer))
+
+
+def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """End a step of delayed scaling: record each amax of the step, and set the next scales.
+
+        scale = fmt.max / max(amax of the last L steps) * 2^-margin     (`ops.delayed_scales`)
+
+    It runs by itself after each step of any torch optimizer, for all delayed layers of the
+    process, unless `mixprec.scaling.set_automatic_updates(False)` was called; a second update
+    without a forward pass between does nothing. Call it yourself before the optimizer's step to
+    give a process_group: the ranks that share the model but see different data, which then share
+    its scales. Each of them has to call it; it costs one all-reduce MAX of 2 numbers a tensor,
+    the amax and whether it was Inf or NaN, and at the first call the recipes are compared. (With
+    several micro-batches a step, DDP must not broadcast buffers, which would undo what the other
+    ranks saw in the ones before: DistributedDataParallel(..., broadcast_buffers=False).)
+
+    A tensor that was not cast in the step keeps its history, as does one whose amax was Inf or
+    NaN: a step that a GradScaler skips leaves no trace. Forward passes without grad mode use the
+    scales and record nothing. TypeError if `model` is no module; ValueError
+    where ranks have different recipes or layers.
+    """
+    if not isinstance(model, torch.nn.Module):
+        got = type(model).__name__
+        raise TypeError(f"update_scales: model must be a torch.nn.Module, got {got}")
+    named = {name: m for name, m in model.named_modules() if has_state(m)}
+    if process_group is not None:
+        _agree(model, named, process_group)
+        _share([amax for layer in named.values() for amax in _amaxes(layer)], process_group)
+    _update(named.values())
+
+
+@torch.no_grad()
+def _update(layers: Iterable[torch.nn.Module]) -> None:
+    """One call of the op for each recipe and device, which is one in nearly every model."""
+    alike: dict[tuple[Any, torch.device], list[torch.nn.Module]] = {}
+    for layer in layers:
+        alike.setdefault((layer.recipe, layer.amax.device), []).append(layer)  # type: ignore[arg-type]
+    for (recipe, _), group in alike.items():
+        update_delayed_scales_(
+            [row for layer in group for row in layer.amax_history.unbind()],  # type: ignore[operator]
+            [row for layer in group for row in layer.scale.unbind()],  # type: ignore[operator]
+            [amax for layer in group for amax in _amaxes(layer)],
+            [getattr(recipe, role).max for role in ROLES] * len(group),
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two_scale,
+            most_recent=recipe.amax_of == "most_recent",
+        )
+
+
+@torch.no_grad()
+def _share(amaxes: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Make each amax the largest of all ranks, or NaN, which MAX alone would lose, where one is
+    not finite."""
+    import torch.distributed as dist
+
+    if not amaxes:
+        return
+    mine = torch.stack(amaxes)
+    bad = ~torch.isfinite(mine)
+    both = torch.cat([torch.where(bad, UNUSED, mine), bad.float()])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    largest, bad_anywhere = both.chunk(2)
+    shared = torch.where(bad_anywhere != 0, torch.nan, largest)
+    for amax, new in zip(amaxes, shared, strict=True):
+        amax.copy_(new)
+
+
+def _agree(
+    model: torch.nn.Module, named: dict[str, torch.nn.Module], group: dist.ProcessGroup
+) -> None:
+    """ValueError on every rank unless all have the same delayed layers; once for each model."""
+    import torch.distributed as dist
+
+    mine = [f"{name}: {layer.recipe}" for name, layer in named.items()]
+    if _agreed.get(model) == (group, mine):
+        return
+    lists: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lists, mine, group=group)
+    for rank, other in enumerate(lists):
+        if other != mine:
+            differs = sorted(set(mine) ^ set(other))[:2]
+            raise ValueError(
+                "update_scales: all ranks of process_group must have the same layers and recipes, "
+                f"got {len(mine)} here and {len(other)} on rank {rank}; different: {differs}"
+            )
+    _agreed[model] = (group, mine)
+
+
+def plain_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """model.state_dict() without the buffers of delayed scaling: what the same model made of plain
+    torch.nn layers loads. (A converted model loads both, whatever its recipe.)"""
+    state = model.state_dict()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if has_state(module):
+            for buffer in SAVED:
+                state.pop(f"{name}.{buffer}" if name else buffer, None)
+    return state
+
+
+def keep_fp32(layer: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """After layer.to(...): scales are FP32 whatever the parameters are, and never uninitialised."""
+    for name, old in before.items():
+        new = layer._buffers[name]
+        if new is None or (new.dtype == torch.float32 and new.is_meta == old.is_meta):
+            continue
+        if old.is_meta:  # to_empty() gives memory that holds anything
+            old = _fresh(layer.recipe, new.device)[name]  # type: ignore[arg-type]
+        layer._buffers[name] = old.to(new.device)
+
+
+def loadable(
+    layer: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, errors: list[str]
+) -> dict[str, Any]:
+    """A state dict for `layer` with the scales that it needs and no others.
+
+    Those that it lacks start anew: the ones of before belong to other weights. What does not fit
+    is reported in `errors`.
+    """
+    state = dict(state_dict)
+    keys = {name: prefix + name for name in SAVED}
+    if not has_state(layer):
+        return {key: value for key, value in state.items() if key not in keys.values()}
+    recipe: Recipe = layer.recipe  # type: ignore[assignment]
+    fresh = _fresh(recipe, torch.device("cpu"))
+    if not all(key in state for key in keys.values()):
+        return {**state, **{keys[name]: fresh[name] for name in SAVED}}
+    for name, key in keys.items():
+        want, got = fresh[name], state[key]
+        if getattr(got, "shape", None) != want.shape or got.dtype != want.dtype:
+            have = f"{tuple(got.shape)}, {got.dtype}" if hasattr(got, "shape") else type(got)
+            errors.append(
+                f"{key} must have shape {tuple(want.shape)} and dtype float32 for the recipe "
+                f"{recipe}, got {have}"
+            )
+            state[key] = want
+    return state
+
+
+def after_load(layer: torch.nn.Module) -> None:
+    """Nothing has been cast since the state was saved. (assign=True leaves a buffer on meta.)"""
+    if has_state(layer):
+        fresh = _fresh(layer.recipe, layer.scale.device)  # type: ignore[arg-type]
+        layer._buffers.update({name: fresh[name] for name in BUFFERS if name not in SAVED})

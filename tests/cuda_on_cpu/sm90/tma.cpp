@@ -1,0 +1,269 @@
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor,
+// cp.reduce.async.bulk.tensor, cp.async.bulk.commit_group, .wait_group" and "Tensors: Tiled mode,
+// Out of Boundary Access".
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <deque>
+
+#include "units.h"
+
+namespace cuda_on_cpu::sm90 {
+
+namespace {
+
+int line_bytes(const CUtensorMap& map) { return map.box_inner * map.element_size; }
+int box_bytes(const CUtensorMap& map) { return map.box_outer * line_bytes(map); }
+
+// Where byte `byte` of line `line` of a box at `at` lies.
+uint32_t place(const CUtensorMap& map, uint32_t at, int line, int byte) {
+  uint32_t linear = at + static_cast<uint32_t>(line * line_bytes(map) + byte);
+  return map.swizzle ? swizzled(linear) : linear;
+}
+
+// f(place of 16 bytes) for the whole box, or one line of it.
+template <class F>
+void for_words(const CUtensorMap& map, uint32_t at, int line, const F& f) {
+  for (int byte = 0; byte < line_bytes(map); byte += 16) f(place(map, at, line, byte));
+}
+template <class F>
+void for_words(const CUtensorMap& map, uint32_t at, const F& f) {
+  for (int line = 0; line < map.box_outer; ++line) for_words(map, at, line, f);
+}
+
+// The element in the tensor, or null outside of it.
+uint8_t* element(const CUtensorMap& map, int64_t x, int64_t y) {
+  if (x < 0 || x >= map.inner || y < 0 || y >= map.outer) return nullptr;
+  return map.data + y * map.pitch + x * map.element_size;
+}
+
+void check_map(const CUtensorMap* map, const char* what) {
+  if (reinterpret_cast<uintptr_t>(map) % 64 != 0) fail("%s: the tensor map is not aligned", what);
+  if (map->magic != CUtensorMap::kEncoded) fail("%s: the tensor map was not encoded", what);
+  // The pattern is one of 128-byte lines: narrower boxes are not modelled.
+  if (map->swizzle && line_bytes(*map) != 128) fail("%s: swizzled lines are not 128 bytes", what);
+}
+
+// One box on its way into one block.
+struct Load final : Task {
+  CUtensorMap map;
+  int x, y, rank;
+  uint32_t at, barrier;
+  std::vector<int> lines;  // that have not come yet
+
+  void write(int line, std::vector<uint32_t>& words) {
+    uint8_t* shared = shared_of(rank);
+    for (int byte = 0; byte < line_bytes(map); byte += map.element_size) {
+      const uint8_t* from = element(map, int64_t{x} + byte / map.element_size, int64_t{y} + line);
+      uint8_t* to = shared + place(map, at, line, byte);
+      if (from == nullptr) {
+        std::memset(to, 0, map.element_size);
+      } else {
+        std::memcpy(to, from, map.element_size);
+      }
+    }
+    for_words(map, at, line, [&](uint32_t word) { words.push_back(word); });
+  }
+
+  bool step() override {
+    if (has_exited(rank)) fail("TMA load: block %d of the cluster has exited", rank);
+    size_t count = 1 + draw(lines.size() * 2);  // often all that are left
+    count = std::min(count, lines.size());
+    std::vector<uint32_t> words;
+    for (size_t i = 0; i < count; ++i) {
+      size_t drawn = draw(lines.size());
+      write(lines[drawn], words);
+      lines[drawn] = lines.back();
+      lines.pop_back();
+    }
+    land(rank, barrier, static_cast<uint32_t>(count * line_bytes(map)), words);
+    return lines.empty();
+  }
+};
+
+enum class Progress { issued, read, written };
+
+struct Store {
+  CUtensorMap map;
+  int x, y, rank;
+  uint32_t at;
+  bool add;
+  Progress progress = Progress::issued;
+  bool released = false;  // its thread knows that it was read
+  const void* key;        // who waits for it
+  std::vector<uint8_t> box;
+};
+
+struct StoreTask final : Task {
+  std::shared_ptr<Store> store;
+
+  void read(Store& s) {
+    s.box.resize(box_bytes(s.map));
+    for (int line = 0; line < s.map.box_outer; ++line) {
+      for (int byte = 0; byte < line_bytes(s.map); byte += 16) {
+        std::memcpy(s.box.data() + line * line_bytes(s.map) + byte,
+                    shared_of(s.rank) + place(s.map, s.at, line, byte), 16);
+      }
+    }
+    s.progress = Progress::read;
+  }
+
+  void write(Store& s) {
+    const uint8_t* from = s.box.data();
+    for (int line = 0; line < s.map.box_outer; ++line) {
+      for (int i = 0; i < s.map.box_inner; ++i, from += s.map.element_size) {
+        uint8_t* to = element(s.map, int64_t{s.x} + i, int64_t{s.y} + line);
+        if (to == nullptr) continue;
+        if (s.add) {
+          float value, old;
+          std::memcpy(&value, from, 4);
+          std::memcpy(&old, to, 4);
+          value += old;
+          std::memcpy(to, &value, 4);
+        } else {
+          std::memcpy(to, from, s.map.element_size);
+        }
+      }
+    }
+    s.progress = Progress::written;
+  }
+
+  bool step() override {
+    if (store->progress == Progress::issued) {
+      read(*store);
+    } else {
+      write(*store);
+    }
+    wake(store->key);
+    return store->progress == Progress::written;
+  }
+};
+
+// "bulk async-groups" are per thread.
+using Group = std::vector<std::shared_ptr<Store>>;
+struct Stores {
+  Group open;
+  std::deque<Group> committed;
+};
+std::vector<Stores> stores;  // per thread
+std::vector<int> loading;    // per block: boxes that are on their way, to be asked at its end
+std::vector<std::shared_ptr<Store>> unread;
+
+struct CountedLoad final : Task {
+  Load load;
+  bool step() override {
+    bool done = load.step();
+    if (done) --loading[load.rank];
+    return done;
+  }
+};
+
+}  // namespace
+
+void clear_tma() {
+  stores.assign(static_cast<size_t>(cluster_blocks()) * block_threads(), {});
+  loading.assign(cluster_blocks(), 0);
+  unread.clear();
+}
+
+void check_exit_of_tma(int rank) {
+  if (loading[rank] != 0) {
+    fail("block %d exits while %d TMA loads still write to it", rank, loading[rank]);
+  }
+  for (const auto& store : unread) {
+    if (store->rank == rank && !store->released) {
+      fail("block %d exits while a TMA store may read its shared memory", rank);
+    }
+  }
+}
+
+void prefetch_map(const CUtensorMap* map) { check_map(map, "prefetch.tensormap"); }
+
+// ".multicast::cluster": into the same offset of each block of the mask, signalling the mbarrier of
+// the same offset there.
+void tma_load(const void* to, const CUtensorMap* map, const void* b, int x, int y, uint32_t blocks,
+              bool multicast) {
+  yield();
+  check_map(map, "TMA load");
+  uint32_t at = offset_of(to, box_bytes(*map), 128, "TMA load");
+  uint32_t barrier = offset_of(b, 8, 8, "TMA load");
+  if (!multicast) blocks = 1u << block_rank();
+  if (blocks == 0 || blocks >> cluster_blocks() != 0) fail("TMA load: block mask %#x", blocks);
+  for (int rank = 0; rank < cluster_blocks(); ++rank) {
+    if ((blocks >> rank & 1) == 0) continue;
+    if (has_exited(rank)) fail("TMA load: block %d of the cluster has exited", rank);
+    check_for_tma(rank, barrier);
+    for_words(*map, at, [&](uint32_t word) { begin_write(rank, word, "TMA load"); });
+    auto task = std::make_unique<CountedLoad>();
+    Load& load = task->load;
+    load.map = *map;
+    load.x = x;
+    load.y = y;
+    load.rank = rank;
+    load.at = at;
+    load.barrier = barrier;
+    for (int line = 0; line < map->box_outer; ++line) load.lines.push_back(line);
+    ++loading[rank];
+    add_task(std::move(task));
+  }
+}
+
+void tma_store(const CUtensorMap* map, const void* from, int x, int y, bool add) {
+  const char* what = add ? "TMA add" : "TMA store";
+  yield();
+  check_map(map, what);
+  if (add && !map->is_float) fail("TMA add: the tensor is not fp32");
+  uint32_t at = offset_of(from, box_bytes(*map), 128, what);
+  for_words(*map, at, [&](uint32_t word) { begin_read(block_rank(), word, what); });
+  auto store = std::make_shared<Store>();
+  store->map = *map;
+  store->x = x;
+  store->y = y;
+  store->rank = block_rank();
+  store->at = at;
+  store->add = add;
+  store->key = &stores[thread_id()];
+  stores[thread_id()].open.push_back(store);
+  unread.push_back(store);
+  auto task = std::make_unique<StoreTask>();
+  task->store = store;
+  add_task(std::move(task));
+}
+
+void tma_store_commit() {
+  Stores& s = stores[thread_id()];
+  s.committed.push_back(std::move(s.open));
+  s.open.clear();
+}
+
+// Only when this returns may anyone know that the memory was read: until then it counts as read.
+void tma_store_wait(int groups, bool only_read) {
+  Stores& s = stores[thread_id()];
+  size_t due = s.committed.size() - std::min(s.committed.size(), static_cast<size_t>(groups));
+  Progress goal = only_read ? Progress::read : Progress::written;
+  auto reached = [&] {
+    for (size_t g = 0; g < due; ++g) {
+      for (const auto& store : s.committed[g]) {
+        if (store->progress < goal) return false;
+      }
+    }
+    return true;
+  };
+  wait_until(&s, reached, [&] { return text("cp.async.bulk.wait_group %d", groups); });
+  for (size_t g = 0; g < due; ++g) {
+    for (const auto& store : s.committed[g]) {
+      if (store->released) continue;
+      store->released = true;
+      for_words(store->map, store->at, [&](uint32_t word) { end_read(store->rank, word); });
+    }
+  }
+  while (!s.committed.empty() &&
+         std::all_of(s.committed.front().begin(), s.committed.front().end(),
+                     [](const auto& store) { return store->progress == Progress::written; }) &&
+         due-- > 0) {
+    s.committed.pop_front();
+  }
+  std::erase_if(unread, [](const auto& store) { return store->released; });
+}
+
+}  // namespace cuda_on_cpu::sm90

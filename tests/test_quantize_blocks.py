@@ -1,0 +1,330 @@
+"""quantize with a scale per row or block: each block alone, bit for bit, against a loop over them.
+
+The check knows nothing of the op: it cuts x into blocks in Python and computes amax, scale and
+codes of each by the rules in `independent`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import LAYOUTS, WIDE, Layout, contiguous, name, normal, random_bits, transposed
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mixprec
+from mixprec import Quantized
+
+BLOCKS = ("row", "block1x128", "block128x128")
+FP8 = (ind.E4M3, ind.E5M2)
+# Empties first; a vector; one less, one more than a block in each dimension; more than 2-D.
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (0,),
+    (0, 5),
+    (5, 0),
+    (4, 0, 3),
+    (),
+    (1,),
+    (129,),
+    (1, 1),
+    (1, 257),
+    (257, 1),
+    (127, 129),
+    (128, 128),
+    (130, 257),
+    (2, 3, 5, 67),
+)
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """x as [M, K]; a vector is one row."""
+    cols = x.shape[-1] if x.dim() else 1
+    return contiguous(x).view(math.prod(x.shape[:-1]), cols)
+
+
+def side_lengths(x: torch.Tensor, granularity: str) -> tuple[int, int]:
+    rows = 128 if granularity == "block128x128" else 1
+    return rows, max(x.shape[1], 1) if granularity == "row" else 128
+
+
+def block_by_block(
+    x: torch.Tensor, spec: ind.Spec, granularity: str, *, power_of_two: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of x [M, K] and its inverse scales, one block after the other."""
+    (m, k), (height, width) = x.shape, side_lengths(x, granularity)
+    across = 1 if granularity == "row" else math.ceil(k / width)
+    codes = np.zeros((m, k), spec.code_type)
+    scale_inv = np.zeros((math.ceil(m / height), across), np.float32)
+    for i in range(scale_inv.shape[0]):
+        for j in range(across):
+            rows = slice(i * height, (i + 1) * height)
+            cols = slice(j * width, (j + 1) * width)
+            block = x[rows, cols]
+            scale = ind.scale_of(ind.amax(block), spec.max, power_of_two=power_of_two)
+            codes[rows, cols] = ind.cast(block, scale, spec)
+            scale_inv[i, j] = np.float32(1) / np.float32(scale)
+    return codes, scale_inv
+
+
+def is_packed(t: torch.Tensor) -> bool:
+    return t.stride() == torch.empty(t.shape).stride()
+
+
+def check(
+    q: Quantized,
+    x: torch.Tensor,
+    spec: ind.Spec,
+    granularity: str,
+    *,
+    transpose: bool = False,
+    power_of_two: bool = True,
+) -> None:
+    """Every field of q against the definition, bit for bit."""
+    rows = matrix(x)
+    assert (q.fmt.name, q.granularity, q.data.dtype) == (spec.name, granularity, spec.dtype)
+    codes, scale_inv = block_by_block(rows, spec, granularity, power_of_two=power_of_two)
+    ind.assert_bits(q.data, codes.reshape(tuple(x.shape)), f"data of {tuple(x.shape)}")
+    ind.assert_bits(q.scale_inv, scale_inv.view(np.uint32), f"scale_inv of {tuple(x.shape)}")
+    ind.assert_bits(q.amax, ind.narrow(np.array(ind.amax(x)), torch.float32), "amax")
+    assert q.scale_inv.dtype == torch.float32
+    assert is_packed(q.data)
+    assert is_packed(q.scale_inv)
+    if not transpose:
+        assert q.data_t is None
+        assert q.scale_inv_t is None
+        return
+    codes, scale_inv = block_by_block(rows.t(), spec, granularity, power_of_two=power_of_two)
+    assert q.data_t is not None
+    assert q.scale_inv_t is not None
+    ind.assert_bits(q.data_t, codes, f"data_t of {tuple(x.shape)}")
+    ind.assert_bits(q.scale_inv_t, scale_inv.view(np.uint32), f"scale_inv_t of {tuple(x.shape)}")
+    assert is_packed(q.data_t)
+    assert is_packed(q.scale_inv_t)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("granularity", BLOCKS)
+def test_shapes_and_layouts(backend: str, poisoned: None, granularity: str, layout: Layout) -> None:
+    for i, shape in enumerate(SHAPES):
+        dtype, spec, transpose = WIDE[i % 3], FP8[i % 2], len(shape) >= 2
+        x = layout(normal(shape, dtype, seed=i))
+        before = ind.bits(x)
+        q = mixprec.quantize(x, spec.dtype, transpose=transpose, granularity=granularity)
+        check(q, x, spec, granularity, transpose=transpose)
+        q = mixprec.quantize(x, spec.dtype, granularity=granularity, power_of_two_scale=False)
+        check(q, x, spec, granularity, power_of_two=False)
+        assert np.array_equal(ind.bits(x), before), "quantize wrote to its input"
+
+
+def awkward(dtype: torch.dtype) -> torch.Tensor:
+    """[131, 390] of every magnitude, no two blocks alike: zeros, Inf, NaN, tiny and huge amaxes."""
+    x = normal((131, 390), dtype, seed=7) * torch.logspace(-6, 4, 131).unsqueeze(1).to(dtype)
+    x[3] = 0
+    x[:, 256:384] = 0
+    x[5, 7], x[130, 385] = math.nan, -math.inf
+    x[40, :128] = torch.finfo(dtype).smallest_normal / 2  # its scale is clamped
+    x[41, :128] = torch.finfo(dtype).max
+    x[42, 128] = -torch.finfo(dtype).tiny
+    x[43, 128:256] = -0.0
+    return x
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@pytest.mark.parametrize("spec", FP8, ids=name)
+@pytest.mark.parametrize("granularity", BLOCKS)
+def test_awkward_blocks(
+    backend: str,
+    poisoned: None,
+    granularity: str,
+    spec: ind.Spec,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> None:
+    for x in (awkward(dtype), random_bits(130 * 260, dtype).view(130, 260)):
+        q = mixprec.quantize(
+            x,
+            spec.dtype,
+            transpose=True,
+            granularity=granularity,
+            power_of_two_scale=power_of_two,
+        )
+        check(q, x, spec, granularity, transpose=True, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_is_not_finite_stays_in_its_block(
+    backend: str, granularity: str, value: float
+) -> None:
+    x = normal((130, 257), torch.float32)
+    clean = mixprec.quantize(x, "e4m3", transpose=True, granularity=granularity)
+    x[129, 128] = value
+    q = mixprec.quantize(x, "e4m3", transpose=True, granularity=granularity)
+    height, width = side_lengths(x, granularity)
+    changed = torch.zeros(q.scale_inv.shape, dtype=torch.bool)
+    changed[129 // height, 128 // width] = True
+    assert (q.scale_inv[changed] == 1).all()
+    ind.assert_same_bits(q.scale_inv[~changed], clean.scale_inv[~changed])
+    assert q.data[129, 128].float().isnan(), "hidden from whoever looks for overflows"
+    assert q.data.float().isnan().sum() == 1
+    assert q.data_t is not None
+    assert q.data_t.float().isnan().sum() == 1
+    assert q.amax.isnan() if math.isnan(value) else q.amax.isinf()
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+def test_zero_rows_and_blocks(backend: str, granularity: str) -> None:
+    x = normal((256, 256), torch.float32)
+    x[128:, :128], x[9] = 0, 0
+    q = mixprec.quantize(x, "e5m2", transpose=True, granularity=granularity)
+    back = mixprec.dequantize(q)
+    assert torch.isfinite(back).all(), "zeros must not become 0 * Inf"
+    assert (back[x == 0] == 0).all()
+    block = {"row": np.s_[9], "block1x128": np.s_[128:, 0], "block128x128": np.s_[1, 0]}
+    assert (q.scale_inv[block[granularity]] == 1).all()
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+def test_large(poisoned: None, two_threads: None, granularity: str) -> None:
+    """The parallel paths, twice: enough tiles for all threads, large enough to be streamed."""
+    x = normal((1030, 1100), torch.bfloat16)
+    for y in (x, x.t(), normal((1024, 1152), torch.float32)):
+        first, again = (
+            mixprec.quantize(y, "e4m3", transpose=True, granularity=granularity) for _ in range(2)
+        )
+        for one, two in zip(first[:5], again[:5], strict=True):
+            ind.assert_same_bits(one, two, "second run")
+        with mixprec.use_backend("reference"):
+            want = mixprec.quantize(y, "e4m3", transpose=True, granularity=granularity)
+        for one, two in zip(first[:5], want[:5], strict=True):
+            ind.assert_same_bits(one, two, "reference")
+
+
+SIZES = st.sampled_from([0, 1, 2, 127, 128, 129, 200, 257])
+
+
+@given(
+    SIZES,
+    SIZES,
+    st.sampled_from(("tensor", *BLOCKS)),
+    st.sampled_from(WIDE),
+    st.sampled_from(["e4m3", "e5m2"]),
+    st.booleans(),
+)
+def test_the_transpose_is_the_quantized_transpose(
+    m: int, k: int, granularity: str, dtype: torch.dtype, fmt: str, power_of_two: bool
+) -> None:
+    x = normal((m, k), dtype, seed=m + 1000 * k)
+    settings = {"granularity": granularity, "power_of_two_scale": power_of_two}
+    got = mixprec.quantize(x, fmt, transpose=True, **settings).transposed()  # type: ignore[arg-type]
+    want = mixprec.quantize(contiguous(x.t()), fmt, **settings)  # type: ignore[arg-type]
+    for field in ("data", "scale_inv", "amax"):
+        ind.assert_same_bits(getattr(got, field), getattr(want, field), field)
+    assert (got.fmt, got.granularity) == (want.fmt, want.granularity)
+
+
+@given(
+    st.integers(-40, 40),
+    st.sampled_from(BLOCKS),
+    st.sampled_from(["e4m3", "e5m2"]),
+    st.integers(0, 5),
+)
+def test_power_of_two_scaling_of_x_moves_into_the_scales(
+    exponent: int, granularity: str, fmt: str, seed: int
+) -> None:
+    x = normal((131, 140), torch.float32, seed)
+    x[7] = 0
+    one = mixprec.quantize(x, fmt, transpose=True, granularity=granularity)
+    two = mixprec.quantize(x * 2.0**exponent, fmt, transpose=True, granularity=granularity)
+    ind.assert_same_bits(two.data, one.data)
+    assert one.data_t is not None
+    assert two.data_t is not None
+    ind.assert_same_bits(two.data_t, one.data_t)
+    zero = (one.scale_inv == 1) & (two.scale_inv == 1)
+    want = torch.where(zero, 1.0, one.scale_inv * 2.0**exponent)
+    ind.assert_same_bits(two.scale_inv, want)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", *BLOCKS])
+def test_t_and_transposed(backend: str, granularity: str) -> None:
+    x = normal((150, 260), torch.float32)
+    wide = mixprec.dequantize(mixprec.quantize(x, "e4m3", granularity=granularity))
+    for transpose in (False, True):
+        q = mixprec.quantize(x, "e4m3", transpose=transpose, granularity=granularity)
+        t = q.t()
+        assert t.shape == (260, 150)
+        ind.assert_same_bits(mixprec.dequantize(t), contiguous(wide.t()), "t() keeps the values")
+        ind.assert_same_bits(t.t().data, q.data)
+        ind.assert_same_bits(t.t().scale_inv, q.scale_inv)
+        copied = transpose and granularity in ("tensor", "block128x128")
+        assert t.data.is_contiguous() == copied
+        assert t.scale_inv.data_ptr() == q.scale_inv.data_ptr(), "a view"
+    other = q.transposed()
+    want = mixprec.quantize(transposed(x).t(), "e4m3", granularity=granularity)
+    ind.assert_same_bits(mixprec.dequantize(other), mixprec.dequantize(want))
+    with pytest.raises(ValueError, match=r"^Quantized\.transposed: .*transpose=True"):
+        want.transposed()
+
+
+def test_transposed_of_more_dimensions(backend: str) -> None:
+    x = normal((3, 50, 140), torch.bfloat16)
+    q = mixprec.quantize(x, "e4m3", transpose=True, granularity="block1x128").transposed()
+    want = mixprec.quantize(x.flatten(0, 1).t(), "e4m3", granularity="block1x128")
+    ind.assert_same_bits(q.data, want.data)
+    ind.assert_same_bits(q.scale_inv, want.scale_inv)
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize("variant", ["quantize", "quantize_reference"])
+def test_opcheck(variant: str, granularity: str) -> None:
+    raw = getattr(torch.ops.mixprec, variant).default
+    for x in (normal((131, 140), torch.bfloat16).t(), torch.ones(0, 3), torch.ones(3, 0)):
+        args = (x, torch.float8_e4m3fn, None, True, granularity, True)
+        torch.library.opcheck(raw, args)
+        real = raw(*args)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = raw(mode.from_tensor(x), *args[1:])
+        for r, f in zip(real, fake, strict=True):
+            assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+def test_compiles(granularity: str) -> None:
+    def back_and_forth(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = mixprec.quantize(x, "e4m3", transpose=True, granularity=granularity)
+        return mixprec.dequantize(q), mixprec.dequantize(q.transposed(), torch.bfloat16)
+
+    x = normal((130, 140), torch.float32)
+    compiled = torch.compile(back_and_forth, backend="aot_eager", fullgraph=True, dynamic=True)
+    for got, want in zip(compiled(x), back_and_forth(x), strict=True):
+        ind.assert_same_bits(got, want)
+
+
+X = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((X, "fp16"), {"granularity": "row"}, 'granularity must be "tensor" for .*float16'),
+        ((X, "bf16"), {"granularity": "block1x128"}, 'granularity must be "tensor" for .*bfloat16'),
+        ((X, "e4m3", 2.0), {"granularity": "row"}, "scale must be None with granularity 'row'"),
+        (
+            (X, "e4m3", torch.zeros(())),
+            {"granularity": "block128x128"},
+            "scale must be None with granularity 'block128x128'",
+        ),
+        ((X, "e4m3"), {"granularity": "column"}, 'granularity must be one of "tensor", "row"'),
+        ((X, "e4m3"), {"granularity": "Row"}, "granularity must be one of .*got 'Row'"),
+        ((X, "e4m3"), {"granularity": None}, "granularity must be one of .*got None"),
+        ((X[0], "e4m3", None, True), {"granularity": "row"}, "transpose needs x of 2 or more"),
+    ],
+)  # fmt: skip
+def test_bad_input(backend: str, args: tuple, kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^quantize: .*{message}"):
+        mixprec.quantize(*args, **kwargs)

@@ -1,0 +1,180 @@
+"""Recipe: what the names mean, whose words are understood, and what contradicts itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from mixprec.formats import BF16, E4M3, E5M2, FP16, Format
+from mixprec.recipes import GEMMS, RECIPES, Recipe
+
+
+def test_the_named_recipes() -> None:
+    assert list(RECIPES) == ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"]
+    fp8 = Recipe.parse("FP8")
+    assert fp8 == Recipe("fp8", E4M3, E4M3, E5M2, power_of_two_scale=True)
+    assert fp8.forward == (E4M3, E4M3)
+    assert fp8.grad_input == fp8.grad_weight == (E5M2, E4M3)
+    assert Recipe.parse("bf16").forward == (BF16, BF16)
+    assert [name for name, r in RECIPES.items() if r.needs_loss_scaling] == ["fp16"]
+    assert [name for name, r in RECIPES.items() if not r.is_fp8] == ["bf16", "fp16"]
+    assert [name for name, r in RECIPES.items() if r.is_delayed] == ["fp8-delayed"]
+    delayed = Recipe.parse("fp8-delayed")
+    assert (delayed.history, delayed.amax_of, delayed.margin) == (16, "max", 0)
+    rows = Recipe.parse("fp8-rowwise")
+    assert {rows.x_granularity, rows.w_granularity, rows.g_granularity} == {"row"}
+    block = Recipe.parse("fp8-block")
+    granularities = (block.x_granularity, block.w_granularity, block.g_granularity)
+    assert granularities == ("block1x128", "block128x128", "block1x128")
+    assert {f for r in (rows, block) for f in (r.x, r.w, r.g)} == {E4M3}
+
+
+def test_recipes_are_values() -> None:
+    own = Recipe("own", "float8_e5m2", torch.float8_e4m3fn, E5M2)
+    assert (own.x, own.w, own.grad_input) == (E5M2, E4M3, (E5M2, E4M3))
+    assert Recipe.parse(own) is own
+    with pytest.raises(FrozenInstanceError):
+        own.x = E4M3  # type: ignore[misc]
+    fp8 = Recipe.parse("fp8")
+    assert fp8 == replace(fp8)
+    assert len({fp8, replace(fp8), replace(fp8, scaling="delayed")}) == 2
+    assert replace(fp8, fast_accum=True).fast_accum == GEMMS
+    assert replace(fp8, fast_accum=False).fast_accum == ()
+    assert replace(fp8, fast_accum=["grad_weight", "forward"]).fast_accum == GEMMS[::2]
+
+
+def test_a_recipe_prints_all_of_itself() -> None:
+    fp8 = Recipe.parse("fp8")
+    tensors = "x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
+    for recipe, words in (
+        (Recipe.parse("bf16"), "bf16"),
+        (Recipe("mine", FP16, FP16, FP16), "mine: fp16"),
+        (fp8, f"fp8: {tensors}"),
+        (Recipe.parse("fp8-delayed"), f"fp8-delayed: {tensors}, delayed(16,max)"),
+        (
+            replace(fp8, name="d", scaling="delayed", history=4, amax_of="most_recent", margin=1),
+            f"d: {tensors}, delayed(4,most_recent), margin 1",
+        ),
+        (
+            replace(fp8, power_of_two_scale=False, fast_accum=["forward"]),
+            f"fp8: {tensors}, any scale, fast_accum(forward)",
+        ),
+        (
+            Recipe.parse("fp8-block"),
+            "fp8-block: x e4m3/block1x128, w e4m3/block128x128, g e4m3/block1x128",
+        ),
+    ):
+        assert str(recipe) == words
+    assert len({str(recipe) for recipe in RECIPES.values()}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_there_and_back_through_json(name: str) -> None:
+    recipe = replace(RECIPES[name], fast_accum=RECIPES[name].is_fp8)
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_damaged_dicts_are_refused() -> None:
+    settings = Recipe.parse("fp8").to_dict()
+    with pytest.raises(ValueError, match=r"unknown: \['scale'\], missing: \['g', 'x'\]"):
+        Recipe.from_dict({"name": "fp8", "w": "e4m3", "scale": 2})
+    with pytest.raises(ValueError, match="version must be 1, got 2"):
+        Recipe.from_dict({**settings, "version": 2})
+    with pytest.raises(ValueError, match="Recipe fp8: scaling must be one of 'current', 'delayed'"):
+        Recipe.from_dict({**settings, "scaling": "later"})
+    assert Recipe.from_dict({k: settings[k] for k in ("name", "x", "w", "g")}).name == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("mixed_float16", "fp16"),
+        ("mixed_bfloat16", "bf16"),
+        ("bfloat16", "bf16"),
+        ("16-mixed", "fp16"),
+        ("bf16-mixed", "bf16"),
+        ("params=float32,compute=bfloat16,output=float32", "bf16"),
+        ("params=full, compute=half, output=float32", "fp16"),
+        ("p=f32,c=f16,o=f32", "fp16"),
+        ("compute=bf16", "bf16"),
+        ("tensorwise", "fp8"),
+        ("rowwise", "fp8-rowwise"),
+        ("DelayedScaling", "fp8-delayed"),
+        ("Float8CurrentScaling", "fp8"),
+        ("Float8BlockScaling", "fp8-block"),
+        (" FP8-Block ", "fp8-block"),
+    ],
+)
+def test_words_of_other_libraries(word: str, name: str) -> None:
+    assert Recipe.parse(word) is RECIPES[name]
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("fp32", r'recipe "fp32" is not supported: .* leave the model as it is'),
+        ("params=f32,compute=f32,output=f32", "leave the model as it is"),
+        ("rowwise_with_gw_hp", "saved for grad_weight is FP8"),
+        ("MXFP8BlockScaling", "no 1 x 32 blocks yet"),
+        ("params=bfloat16,compute=bfloat16", "mixprec.cast_parameters casts them"),
+        ("compute=bfloat16,output=bfloat16", "an output has its input's dtype"),
+        ("params=float32", "must say what to compute in"),
+        ("compute=int8", "with types float32, f32, full"),
+        ("compute=bf16,compute=bf16", "must be a policy such as"),
+        ("params=float32,out=f32", "must be a policy such as"),
+    ],
+)
+def test_words_without_a_counterpart_are_told_why(word: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Recipe.parse(word)
+
+
+@pytest.mark.parametrize("wrong", ["fp4", "", None, torch.bfloat16, 8])
+def test_an_unknown_recipe_is_told_what_is_valid(wrong: object) -> None:
+    names = ", ".join(f'"{name}"' for name in RECIPES)
+    with pytest.raises(ValueError, match=f"recipe must be {names} or a mixprec.Recipe, got"):
+        Recipe.parse(wrong)
+
+
+@pytest.mark.parametrize("formats", [(BF16, BF16, FP16), (E4M3, E4M3, BF16), (FP16, E4M3, E4M3)])
+def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]) -> None:
+    with pytest.raises(ValueError, match="all FP8, all fp16 or all bf16"):
+        Recipe("mixed", *formats)
+    with pytest.raises(ValueError, match="Recipe: g: fmt must be one of"):
+        Recipe("typo", E4M3, E4M3, "e3m4")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("fp8", {"scaling": "static"}, "scaling must be one of 'current', 'delayed', got 'static'"),
+        ("fp8", {"w_granularity": "column"}, "w_granularity must be one of 'tensor', 'row', 'blo"),
+        ("fp8", {"x_granularity": None}, "x_granularity must be one of"),
+        ("fp8", {"history": 16}, "history must be None unless scaling is 'delayed', got 16"),
+        ("fp8", {"amax_of": "max"}, "amax_of must be None unless scaling is 'delayed'"),
+        ("fp8", {"margin": 1}, "margin must be 0 unless scaling is 'delayed', got 1"),
+        ("fp8", {"power_of_two_scale": 2}, "power_of_two_scale must be True or False, got 2"),
+        ("fp8", {"fast_accum": "forward"}, "fast_accum must be True, False or some of"),
+        ("fp8", {"fast_accum": ["backward"]}, "fast_accum must be True, False or some of"),
+        ("fp8", {"fast_accum": 1.5}, "fast_accum must be True, False or some of"),
+        ("fp8", {"name": ""}, "name must be a string that says something"),
+        ("fp8-rowwise", {"scaling": "delayed"}, "x_granularity must be 'tensor', the only one"),
+        ("fp8-block", {"margin": 1}, "margin must be 0"),
+        ("fp8-delayed", {"g_granularity": "row"}, "g_granularity must be 'tensor', the only one"),
+        ("fp8-delayed", {"history": 0}, "history must be an int of 1 or more, got 0"),
+        ("fp8-delayed", {"history": True}, "history must be an int of 1 or more"),
+        ("fp8-delayed", {"amax_of": "mean"}, "amax_of must be one of 'max', 'most_recent'"),
+        ("fp8-delayed", {"margin": 65}, "margin must be an int between -64 and 64, got 65"),
+        ("fp8-delayed", {"margin": 0.5}, "margin must be an int between"),
+        ("bf16", {"scaling": "delayed"}, "scaling must be 'current': bf16 operands have no scale"),
+        ("bf16", {"x_granularity": "row"}, "x_granularity must be 'tensor': bf16 operands have no"),
+        ("fp16", {"power_of_two_scale": False}, "power_of_two_scale must be True: fp16 operands"),
+        ("fp16", {"fast_accum": True}, r"fast_accum must be \(\): fp16 operands"),
+    ],
+)
+def test_contradictions_are_refused(name: str, settings: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        replace(RECIPES[name], **settings)

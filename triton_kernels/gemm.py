@@ -1,0 +1,197 @@
+"""gemm and gemm_accumulate_: the host side, from tensors to one launch (two where K is split)."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import Config, family, pick, split_k
+from .gemm_kernel import gemm_kernel, reduce_kernel
+from .launch import FORMATS, INTERPRETED, codes, on, soft_cast
+
+REDUCE_M, REDUCE_N = 16, 128  # elements of a program that adds up the parts
+
+
+class Operand(NamedTuple):
+    """[size, K] with a stride of 1 along K (k_major) or along the other, and `ld` between."""
+
+    x: torch.Tensor
+    size: int
+    K: int
+    ld: int
+    k_major: bool
+
+
+class Scale(NamedTuple):
+    """How scale_inv [rows, chunks of K] is read; see gemm_kernel."""
+
+    x: torch.Tensor | None
+    mode: str
+    group: int
+    stride: int
+    stride_k: int
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """Compute capability and multiprocessors. What is no GPU computes with one, tile after tile."""
+    if device.type != "cuda":
+        return 0 if INTERPRETED else driver.active.get_current_target().arch, 1
+    found = torch.cuda.get_device_properties(device)
+    # Other makers' GPUs are numbered otherwise: the plainest rows are theirs.
+    capability = 10 * found.major + found.minor if torch.version.hip is None else 80
+    return capability, found.multi_processor_count
+
+
+def _operand(x: torch.Tensor) -> Operand:
+    """x [size, K] without a copy where one of its strides is 1; a dimension of 1 has no stride."""
+    size, K = x.shape
+    along, across = x.stride(1), x.stride(0)
+    if along == 1 or K == 1:
+        return Operand(x, size, K, across, True)
+    if across == 1 or size == 1:
+        return Operand(x, size, K, along, False)
+    return Operand(x.contiguous(), size, K, K, True)
+
+
+def _fits_tma(x: Operand) -> bool:
+    """TMA: 16-byte aligned base and leading dimension, rows that do not overlap, 32-bit sizes."""
+    inner, outer = (x.K, x.size) if x.k_major else (x.size, x.K)
+    width = x.x.element_size()
+    return (
+        x.ld * width % 16 == 0
+        and x.x.data_ptr() % 16 == 0
+        and inner <= x.ld < 2**40 // width
+        and max(inner, outer) < 2**31
+    )
+
+
+# Triton's own checks of a descriptor take longer than the rest of a call; _fits_tma made them.
+_DEFAULTS = {f.name: f.default for f in fields(TensorDescriptor) if f.default is not MISSING}
+
+
+def _descriptor(x: Operand, block: int, block_k: int) -> TensorDescriptor:
+    descriptor = object.__new__(TensorDescriptor)
+    shape, tile = ([x.size, x.K], [block, block_k])
+    if not x.k_major:
+        shape, tile = shape[::-1], tile[::-1]
+    descriptor.__dict__.update(
+        _DEFAULTS, base=x.x, shape=shape, strides=[x.ld, 1], block_shape=tile
+    )
+    return descriptor
+
+
+def _scale(scale_inv: torch.Tensor | None, size: int) -> Scale:
+    """scale_inv of an operand [size, K]: one element, or [r, c] as the contract of gemm has it."""
+    if scale_inv is None:
+        return Scale(None, "none", 1, 0, 0)
+    if scale_inv.numel() == 1:
+        return Scale(scale_inv, "scalar", 1, 0, 0)
+    rows, chunks = scale_inv.shape
+    mode = "rows" if chunks == 1 else "blocks"
+    return Scale(scale_inv, mode, 1 if rows == size else 128, *scale_inv.stride())
+
+
+def _launch(op: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+            a_scale_inv: torch.Tensor | None, b_scale_inv: torch.Tensor | None,
+            bias: torch.Tensor | None, fast_accum: bool) -> None:  # fmt: skip
+    """out <- a @ b with the epilogue, or out += it; M, N and K are not 0."""
+    left, right = _operand(a), _operand(b.t())
+    M, N, K = left.size, right.size, left.K
+    if b_scale_inv is not None and b_scale_inv.dim() == 2:
+        b_scale_inv = b_scale_inv.t()
+    sa, sb = _scale(a_scale_inv, M), _scale(b_scale_inv, N)
+    capability, multiprocessors = _gpu(a.device)
+    fp8, blocks = a.element_size() == 1, "blocks" in (sa.mode, sb.mode)
+    soft = soft_cast(a.device, a.dtype, b.dtype)
+    row = pick(op, capability, family(fp8, soft and fp8, blocks, fast_accum), M, N, multiprocessors)
+    config = row.config
+    parts = split_k(row, M, N, K, multiprocessors)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n) * parts
+    grid = (min(tiles, multiprocessors * config.per_sm),)
+    use_tma = config.tma and _fits_tma(left) and _fits_tma(right)
+    if soft:
+        left, right = left._replace(x=codes(left.x)), right._replace(x=codes(right.x))
+    x: Any = left.x
+    y: Any = right.x
+    if use_tma:
+        x = _descriptor(left, config.block_m, config.block_k)
+        y = _descriptor(right, config.block_n, config.block_k)
+    epilogue = {
+        "OUT": FORMATS[out.dtype],
+        "A_SCALE": sa.mode,
+        "B_SCALE": sb.mode,
+        "A_GROUP": sa.group,
+        "B_GROUP": sb.group,
+        "ACCUMULATE": op == "gemm_accumulate_",
+        "SOFT_OUT": INTERPRETED,
+    }
+    bias_format = None if bias is None else FORMATS[bias.dtype]
+    if INTERPRETED:
+        out, bias = codes(out), None if bias is None else codes(bias)
+    target = out
+    if parts > 1:
+        target = torch.empty((parts, M, N), dtype=torch.float32, device=a.device)
+    with on(a):
+        gemm_kernel[grid](
+            x, y, target, bias, sa.x, sb.x, M, N, K, left.ld, right.ld, *out.stride(),
+            sa.stride, sa.stride_k, sb.stride, sb.stride_k, parts,
+            A=FORMATS[a.dtype], B=FORMATS[b.dtype], BIAS=bias_format, A_K_MAJOR=left.k_major,
+            B_K_MAJOR=right.k_major, PROMOTE=blocks or (fp8 and not (soft or fast_accum)),
+            SPLIT=parts > 1, SOFT_CAST=soft, TMA=use_tma, **epilogue, **_constants(config),
+        )  # fmt: skip
+        if parts > 1:
+            reduce_kernel[(-(-M // REDUCE_M) * -(-N // REDUCE_N),)](
+                target, out, bias, sa.x, sb.x, M, N, *out.stride(), sa.stride, sb.stride, parts,
+                BIAS=bias_format, BLOCK_M=REDUCE_M, BLOCK_N=REDUCE_N, **epilogue,
+            )  # fmt: skip
+
+
+@cache
+def _constants(config: Config) -> dict[str, Any]:
+    """A config as arguments of the launch."""
+    return {
+        "FLATTEN": config.flatten,
+        "GROUP": config.group,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    if a.shape[1] == 0:
+        return out.zero_() if bias is None else out.copy_(bias)
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    _launch("gemm", out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum)
+    return out
+
+
+def gemm_accumulate_(
+    acc: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+) -> None:
+    if acc.numel() and a.shape[1]:
+        _launch("gemm_accumulate_", acc, a, b, a_scale_inv, b_scale_inv, None, False)
