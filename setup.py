@@ -117,23 +117,15 @@ def cpu_extension() -> Extension:
     )
 
 
-def cuda_extension() -> Extension:
-    """mixprec/_C_cuda.so: the CUDA ops, a shared library without Python in it."""
-    cuda_archs()
-    nvcc = [
-        "-std=c++20",
-        "-O3",
-        "-fmad=false",
-        "--expt-relaxed-constexpr",
-        "-DUSE_CUDA",
-        STABLE_ABI,
-    ]
+def gpu_library(name: str, sources: list[Path], flags: list[str]) -> Extension:
+    """A shared library of CUDA ops, without Python in it."""
+    nvcc = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-DUSE_CUDA", STABLE_ABI, *flags]
     if os.environ.get("MIXPREC_WERROR") == "1":
         nvcc += ["-Werror", "all-warnings"]
     csrc = Path("csrc")
     return Extension(
-        "mixprec._C_cuda",
-        sources=[str(p) for p in sorted((csrc / "cuda").glob("*.cu"))],
+        name,
+        sources=[str(p) for p in sorted(sources)],
         depends=[str(p) for p in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cuh")])],
         include_dirs=[str(csrc.resolve()), *include_paths("cuda")],
         library_dirs=library_paths(),
@@ -144,6 +136,19 @@ def cuda_extension() -> Extension:
         extra_link_args=["-Wl,--no-as-needed", "-ltorch_cuda"],
         language="c++",
     )
+
+
+def cuda_extensions() -> list[Extension]:
+    """mixprec/_C_cuda.so: the CUDA ops for every GPU; mixprec/_C_sm90.so: those that are Hopper's
+    alone, in the *_sm90*.cu files."""
+    hopper = set(Path("csrc/cuda").glob("*_sm90*.cu"))
+    portable = set(Path("csrc/cuda").glob("*.cu")) - hopper
+    libraries = [gpu_library("mixprec._C_cuda", [*portable], ["-fmad=false"])]
+    if re.search(r"\b9\.0a", cuda_archs()):
+        # Where the flags name an architecture, torch adds none of its own.
+        only = ["-gencode", "arch=compute_90a,code=sm_90a"]
+        libraries.append(gpu_library("mixprec._C_sm90", [*hopper], only))
+    return libraries
 
 
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
@@ -159,6 +164,6 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={"mixprec": ["py.typed"]},
-    ext_modules=[cpu_extension(), *([] if NO_CUDA else [cuda_extension()])],
+    ext_modules=[cpu_extension(), *([] if NO_CUDA else cuda_extensions())],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -44,13 +44,14 @@ _PLACES: tuple[ModuleType | type, ...] = (
 _LOW = (torch.float16, torch.bfloat16)
 
 
-@functools.cache
-def _fp32_functions() -> frozenset[Any]:
-    """Every callable of torch that a name of FP32_OPS stands for."""
-    names = [name for group in FP32_OPS.values() for name in group]
-    return frozenset(
-        getattr(place, name) for place in _PLACES for name in names if hasattr(place, name)
-    )
+# Every callable of torch that a name of FP32_OPS stands for.
+_FP32_FUNCTIONS: frozenset[Any] = frozenset(
+    getattr(place, name)
+    for place in _PLACES
+    for names in FP32_OPS.values()
+    for name in names
+    if hasattr(place, name)
+)
 
 
 def _to_fp32(value: Any) -> Any:
@@ -68,13 +69,13 @@ class _KeepFP32(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _fp32_functions() and kwargs.get("dtype") is None:
+        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None:
             args = tuple(_to_fp32(arg) for arg in args)
             kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-class autocast:  # noqa: N801 (a context manager, named like torch's)
+class autocast:
     """A region in which converted modules compute with `recipe`; also a decorator.
 
         with mixprec.autocast("bf16"): ...      # modules of mixprec.convert use bf16 here
@@ -90,11 +91,17 @@ class autocast:  # noqa: N801 (a context manager, named like torch's)
     The setting is global to the process, because backward passes run in threads of their own; the
     FP32 ops are those called by the thread that entered.
 
-    recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one.
+    recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
+    delayed scaling, whose state belongs to the modules that `convert` made for it.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, *, enabled: bool = True) -> None:
         self.recipe = None if recipe is None else Recipe.parse(recipe)
+        if self.recipe is not None and self.recipe.is_delayed:
+            raise ValueError(
+                f"autocast: recipe must not be delayed, got {self.recipe.name!r}, whose scales "
+                "live in the modules: convert with it"
+            )
         self.enabled = enabled
         self._entered: list[tuple[object, TorchFunctionMode | None]] = []
 
@@ -133,7 +140,7 @@ def table() -> Iterator[str]:
     """The lines of the table of docs/autocast.md: groups of ops, where they run, their names."""
     yield "| ops | 16-bit inputs inside `mixprec.autocast` | names in torch |"
     yield "|---|---|---|"
-    yield "| linear layers of `convert` | the recipe of the region, or the module's own | `nn.Linear` |"
+    yield "| layers of `convert` | the recipe of the region, or the module's own | `nn.Linear` |"
     for group, names in FP32_OPS.items():
         listed = ", ".join(f"`{name}`" for name in names if not name.startswith("__"))
         yield f"| {group} | computed and returned in FP32 | {listed} |"

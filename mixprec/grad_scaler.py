@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from . import ops
+from . import ops, scaling
 from ._lagged import Lagged
 from ._scaler_optimizers import any_flag, gradients, has_gradient, params_of, steps_alone
 from ._scaler_rules import NEVER, TORCH_STATE, check
@@ -280,6 +280,7 @@ class GradScaler(torch.amp.GradScaler):
             grow_on_underflow=1.0 if threshold is None else threshold,
         )
         self._per_optimizer_states.clear()
+        scaling.after_step()  # a step of torch's optimizers that was skipped has not done it
         self._lagged.push(self._counters)
         if self._max_skips is not None:
             self._watch(self._max_skips)

@@ -34,10 +34,12 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("ops._backends",),
     ("ops.*",),
     ("ops",),
-    ("recipes", "scaling", "_gradients", "_lagged", "_scaler_rules"),
-    ("functional", "grad_report", "distributed", "_scaler_optimizers", "_region"),
+    ("_recipe_words", "_gradients", "_lagged", "_scaler_rules"),
+    ("recipes",),
+    ("operands", "scaling", "grad_report", "distributed", "_scaler_optimizers", "_region"),
+    ("functional", "_loss_scaling"),
     ("nn", "optim", "grad_scaler", "autocast"),
-    ("convert", "filters", "checkpoint"),
+    ("convert", "filters", "reuse", "checkpoint"),
     ("_plot",),
     ("report",),
     ("_training_run",),
@@ -51,6 +53,7 @@ LEAVES = ("testing", "stats", "env", "freeze", "availability")
 SIDEWAYS = {
     ("ops.quantize", "ops.amax", "amax_reference"),
     ("ops.quantize", "ops.scale", "scale_from_amax"),
+    ("ops.delayed_scales", "ops.scale", "scale_from_amax"),
     *(("ops.grad_stats", "ops.unscale", name) for name in ("COUNTS", "count_reference")),
 }
 

@@ -33,7 +33,7 @@ def test_a_changed_figure_would_be_seen(tmp_path: Path) -> None:
 
 def test_the_tour_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     checks = "\nassert error < 0.5 and w.grad is not None\nassert scaler.skipped.item() == 0\n"
     program = tmp_path / "tour.py"
     program.write_text("\n".join(blocks) + checks)
@@ -41,6 +41,8 @@ def test_the_tour_runs(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor" in run.stdout
+    assert "fp8-delayed" in run.stdout
+    assert "the whole model: " in run.stdout  # the report of freeze
     assert "recipe" in run.stdout
     for command in ("make demo", "make test"):
         assert command in README.read_text()[:1500]

@@ -138,9 +138,10 @@ def block_rows(x: str, q: str, capability: int) -> list[Kernel]:
                       ("block1x128", {})):  # fmt: skip
         label = f"quantize {by} {x} {q}" + (" transpose" if types else "")
         none = {name: None for name in absent if name not in types}
+        maxima = 4 if by == "row" else 0  # 16-byte loads of those of rows and columns
         rows.append(Kernel(
             label, blocks.quantize_tiles_kernel, common | {"M": "i32"} | types,
-            constants | tile | {"BY": by} | none, accesses(half, x),
+            constants | tile | {"BY": by} | none, accesses(half, x) + maxima,
             accesses(half, q) * (2 if types else 1), options,
         ))  # fmt: skip
     return rows

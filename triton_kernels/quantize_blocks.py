@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from .launch import FORMATS, MAX, codes, on, soft_cast
 from .tiles import decode, encode, int64, magnitude_bits, scale_from_amax
 
 TILE = 128
-ROW_BLOCK = 2048
+ROW_BLOCK = 4096
 WARPS = 8  # 64 elements of a tile a thread, in registers
 
 
@@ -44,7 +46,7 @@ def quantize_rows_kernel(
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, K, BLOCK):
         inside = start + columns < K
-        x = tl.load(x_ptr + first + start + columns, mask=inside, other=0)
+        x = tl.load(x_ptr + (first + start + columns), mask=inside, other=0)
         largest = tl.maximum(largest, magnitude_bits(decode(x, X, SOFT_CAST)))
     amax = tl.max(largest, axis=0)
     scale = _scale(amax, fmt_max, POWER_OF_TWO)
@@ -52,10 +54,10 @@ def quantize_rows_kernel(
     tl.atomic_max(amax_ptr, amax, sem="relaxed")
     for start in range(0, K, BLOCK):
         inside = start + columns < K
-        x = tl.load(x_ptr + first + start + columns, mask=inside, other=0)
+        x = tl.load(x_ptr + (first + start + columns), mask=inside, other=0)
         x = decode(x, X, SOFT_CAST)
         q = encode(x, x * scale, Q, SOFT_CAST)
-        tl.store(q_ptr + first + start + columns, q, mask=inside)
+        tl.store(q_ptr + (first + start + columns), q, mask=inside)
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def quantize_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x contiguous, dtype FP8; one launch, two for rows with transpose."""
     M, K = (x.shape[:-1].numel(), x.shape[-1]) if x.dim() else (1, 1)
-    fp32 = {"dtype": torch.float32, "device": x.device}
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     data_t = torch.empty((K, M) if transpose else (0, 0), dtype=dtype, device=x.device)
     scale_inv = torch.empty(_scale_shape(granularity, M, K), **fp32)

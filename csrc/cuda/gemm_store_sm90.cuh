@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/float_of.cuh"
-#include "cuda/gemm_args.h"
+#include "cuda/gemm_epilogue.cuh"
 #include "cuda/ptx_sm90.cuh"
 
 namespace mixprec::cuda::sm90 {
@@ -35,10 +35,10 @@ __device__ __forceinline__ void apply(float (&acc)[block_n / 2], int first, cons
     int col = n + at.col + 8 * j;
     float left = one ? all : b_scale(col), right = one ? all : b_scale(col + 1);
     float* d = acc + 4 * j;
-    d[0] = d[0] * upper * left;
-    d[1] = d[1] * upper * right;
-    d[2] = d[2] * lower * left;
-    d[3] = d[3] * lower * right;
+    d[0] = scaled(d[0], upper, left);
+    d[1] = scaled(d[1], upper, right);
+    d[2] = scaled(d[2], lower, left);
+    d[3] = scaled(d[3], lower, right);
   }
   if (e.bias == nullptr) return;
 #pragma unroll

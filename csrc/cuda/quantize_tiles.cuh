@@ -71,7 +71,7 @@ struct TilesOut {
 };
 
 template <class X, class Q, TileScales scales>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 1)
     quantize_tiles_kernel(const X* __restrict__ x, int64_t rows, int64_t cols, const TilesOut out) {
   using Held = HeldTile<X>;
   static_assert(QuantizeTile<Q>::kSide == kTile);

@@ -4,6 +4,7 @@ from ._backends import use_backend
 from ._rounding import export_master, join_master
 from .adamw import adamw_
 from .amax import amax
+from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
 from .grad_stats import grad_stats_
@@ -28,6 +29,7 @@ __all__ = [
     "sgd_",
     "underflow_share",
     "unscale_",
+    "update_delayed_scales_",
     "update_scale_",
     "use_backend",
 ]

@@ -93,8 +93,17 @@ def accumulate_order(
 
 
 def cuda_why_not(args: tuple[Any, ...], capability: tuple[int, int] | None) -> str | None:
-    """The kernel is made of instructions that one generation of GPUs has."""
-    if capability is None or capability == (9, 0):
-        return None
-    gpu = ".".join(map(str, capability))
-    return f"the CUDA kernel is for compute capability 9.0 (Hopper), this GPU is {gpu}"
+    """The kernel is made of instructions that one generation of GPUs has, and scales along K are
+    for its FP8 instances alone. args: of gemm or, with acc before them, of gemm_accumulate_."""
+    if capability is not None and capability != (9, 0):
+        gpu = ".".join(map(str, capability))
+        return f"the CUDA kernel is for compute capability 9.0 (Hopper), this GPU is {gpu}"
+    if len(args) == 5:
+        args = args[1:]
+    if args:
+        a, _, *scales = args[:4]
+        along_k = zip(scales, (1, 0), strict=True)
+        by_chunk = any(s is not None and s.numel() > 1 and s.shape[dim] > 1 for s, dim in along_k)
+        if by_chunk and a.dtype.itemsize == 2:
+            return "the CUDA kernel takes scales of blocks along K with FP8 operands only"
+    return None

@@ -90,10 +90,13 @@ def _load_cuda() -> str | None:
     if not files:
         reason = C.build_info()["no_cuda"] or "mixprec/_C_cuda.so is gone"
         return f"they were not built: {reason}; to build them, in the source folder run: {INSTALL}"
-    try:
-        torch.ops.load_library(files[0])
-    except OSError as error:
-        return f"{files[0].name} was built but does not load ({error}); to rebuild it: {INSTALL}"
+    # Built only where 9.0a was among the GPUs to build for; on others it has nothing to run.
+    files += sorted(files[0].parent.glob("_C_sm90*.so"))
+    for file in files:
+        try:
+            torch.ops.load_library(file)
+        except OSError as error:
+            return f"{file.name} was built but does not load ({error}); to rebuild it: {INSTALL}"
     return None
 
 

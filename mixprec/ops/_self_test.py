@@ -186,6 +186,15 @@ def _update_scale(device: str) -> Iterator[Arguments]:
         yield [*state, _scalar(device, 0.5), 2.0, 0.5, 20, 2.0**-24, math.inf, 1, 0.25]
 
 
+def _update_delayed_scales(device: str) -> Iterator[Arguments]:
+    amaxes = (-1.0, 0.0, 3.0, math.inf, math.nan)  # not used, zero, plain, not recorded
+    for most_recent in (False, True):
+        histories = [_random(device, seed, (4,)).abs() for seed in range(len(amaxes))]
+        scales = [_scalar(device, 2.0) for _ in amaxes]
+        staged = [_scalar(device, amax) for amax in amaxes]
+        yield [histories, scales, staged, [448.0, 57344.0] * 2 + [448.0], 1, True, most_recent]
+
+
 INPUTS: dict[str, Callable[[str], Iterator[Arguments]]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
@@ -200,6 +209,7 @@ INPUTS: dict[str, Callable[[str], Iterator[Arguments]]] = {
     "inv_scale": _inv_scale,
     "clip_coef": _clip_coef,
     "update_scale_": _update_scale,
+    "update_delayed_scales_": _update_delayed_scales,
 }
 
 

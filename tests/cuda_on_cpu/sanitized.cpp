@@ -317,15 +317,16 @@ int main() {
   cuda_on_cpu::set_seed(1);
   grad_stats_case<false>();
   grad_stats_case<true>();
+  // More than kBlocksPerSm tiles or rows: some blocks have several.
   const float two = 2.0f, none = 0.0f;
   quantize_case(128, 270, Granularity::tensor, true, &two);
-  quantize_case(131, 144, Granularity::tensor, true, &none);
+  quantize_case(131, 656, Granularity::tensor, true, &none);
   quantize_case(131, 144, Granularity::tensor, false);
-  quantize_case(19, 150, Granularity::row, false);
+  quantize_case(75, 150, Granularity::row, false);
   quantize_case(11, 1030, Granularity::row, false);
   for (Granularity g : {Granularity::row, Granularity::block1x128, Granularity::block128x128}) {
-    quantize_case(131, 270, g, true);
-    quantize_case(128, 400, g, g == Granularity::row);
+    quantize_case(131, 656, g, true);
+    if (g != Granularity::row) quantize_case(128, 1200, g, false);
   }
   clip_coef_case();
   for (int64_t skipped : {0, 1, 4, 7}) {

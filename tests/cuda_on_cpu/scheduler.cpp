@@ -192,8 +192,8 @@ void report_deadlock() {
 }
 
 void step_one() {
-  bool busy = units != nullptr && units->can_step();
-  if (busy && (ready.empty() || draw(1000) < static_cast<uint64_t>(eagerness))) {
+  bool first = units != nullptr && draw(1000) < static_cast<uint64_t>(eagerness);
+  if ((first || ready.empty()) && units != nullptr && units->can_step()) {
     units->step();
   } else if (ready.empty()) {
     report_deadlock();
@@ -391,7 +391,8 @@ cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
   for (size_t c : order) {
     for (size_t b = 0; b < cluster; ++b) {
       size_t at = c * cluster + b;
-      uint3 place = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
+      uint3 place = {static_cast<unsigned>(at % grid.x),
+                     static_cast<unsigned>(at / grid.x % grid.y),
                      static_cast<unsigned>(at / grid.x / grid.y)};
       for (size_t t = 0; t < threads; ++t) {
         uint3 thread = {static_cast<unsigned>(t % block.x),

@@ -103,7 +103,8 @@ void barrier_arrive(const void* p) {
 void barrier_arrive_at(const void* p, uint32_t rank) {
   yield();
   uint32_t at = offset_of(p, 8, 8, "mbarrier.arrive.shared::cluster");
-  if (rank >= static_cast<uint32_t>(cluster_blocks())) fail("mapa: the cluster has no block %u", rank);
+  if (rank >= static_cast<uint32_t>(cluster_blocks()))
+    fail("mapa: the cluster has no block %u", rank);
   if (has_exited(rank)) fail("mbarrier.arrive: block %u of the cluster has exited", rank);
   Mbarrier& b = find(rank, at, "mbarrier.arrive.shared::cluster");
   if (static_cast<int>(rank) != block_rank()) {

@@ -83,7 +83,9 @@ void load_kernel(const __grid_constant__ TensorMap map, int fault, int x, int y,
   cluster_sync();
   if (fault == 4 && me == 1) return;
   if (thread() == 0) {
-    barrier_arrive_expect(barrier(0), fault == 5 ? 64 * 128 - 16 : fault == 6 ? 64 * 129 : 64 * 128);
+    barrier_arrive_expect(barrier(0), fault == 5   ? 64 * 128 - 16
+                                      : fault == 6 ? 64 * 129
+                                                   : 64 * 128);
     if (me == 0 && blocks > 1) {
       tma_load_multicast(box, &map, barrier(0), x, y, fault == 7 ? 7 : (1 << blocks) - 1);
     } else if (me == 0) {
@@ -157,8 +159,8 @@ void matrix_kernel(const __grid_constant__ TensorMap map, int fault) {
 // out [64, n] = 2 * a [64, k] @ b [k, n], k being 128 bytes: the product twice on the same
 // accumulators. One warpgroup.
 template <class A, class B, int n, Major a_major, Major b_major>
-void product_kernel(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                    int fault, float* out) {
+void product_kernel(const __grid_constant__ TensorMap a_map,
+                    const __grid_constant__ TensorMap b_map, int fault, float* out) {
   constexpr int depth = 128 / sizeof(A), a_bytes = 64 * 128, chunk = depth * 128;
   constexpr int a_step = a_major == Major::k ? 32 : depth / 4 * 128;
   constexpr int b_step = b_major == Major::k ? 32 : depth / 4 * 128;
@@ -257,13 +259,14 @@ int start(void (*kernel)(Params...), int blocks, int threads, const Args&... arg
 
 template <class A, class B, int n, Major a_major, Major b_major>
 int product(int fault, bool swizzle, const void* a, const void* b, float* out) {
-  constexpr Dtype types[2] = {
-      std::is_same_v<A, Bf16> ? Dtype::bf16 : std::is_same_v<A, Fp16> ? Dtype::f16
-                                          : std::is_same_v<A, E4m3>   ? Dtype::e4m3
-                                                                      : Dtype::e5m2,
-      std::is_same_v<B, Bf16> ? Dtype::bf16 : std::is_same_v<B, Fp16> ? Dtype::f16
-                                          : std::is_same_v<B, E4m3>   ? Dtype::e4m3
-                                                                      : Dtype::e5m2};
+  constexpr Dtype types[2] = {std::is_same_v<A, Bf16>   ? Dtype::bf16
+                              : std::is_same_v<A, Fp16> ? Dtype::f16
+                              : std::is_same_v<A, E4m3> ? Dtype::e4m3
+                                                        : Dtype::e5m2,
+                              std::is_same_v<B, Bf16>   ? Dtype::bf16
+                              : std::is_same_v<B, Fp16> ? Dtype::f16
+                              : std::is_same_v<B, E4m3> ? Dtype::e4m3
+                                                        : Dtype::e5m2};
   constexpr int depth = 128 / sizeof(A);
   auto map = [&](Dtype type, const void* data, Major major, int rows, TensorMap* to) {
     bool k_major = major == Major::k;

@@ -1,5 +1,6 @@
 // The instances of csrc/cuda/gemm_sm90.cuh as plain C functions over host memory, for ctypes.
-// Compiled once for each pair of operand types and way to accumulate: -DTYPE_A= -DTYPE_B= -DSUMS=.
+// Compiled once for each pair of operand types and way to accumulate: -DTYPE_A= -DTYPE_B= -DSUMS=;
+// with -DROW= only for that row, a being K-major and b as -DB_MAJOR= says.
 #include "cuda/gemm_finish.cuh"
 #include "cuda/gemm_instances.cuh"
 #include "cuda/gemm_plan.h"
@@ -33,6 +34,12 @@ namespace {
 
 constexpr int kNoSuchInstance = -2, kMapRefused = -3, kNoPlan = -4;
 
+#if defined(ROW)
+Instance find(const Call& call) {
+  bool same = call.row == ROW && call.a.major == 0 && call.b.major == static_cast<int>(B_MAJOR);
+  return same ? instance_of<TYPE_A, TYPE_B, Major::k, B_MAJOR, ROW>() : Instance{};
+}
+#else
 template <Major a, Major b>
 Instance instance_for(int row) {
   return instance<TYPE_A, TYPE_B, a, b, Accumulate::SUMS>(row);
@@ -49,13 +56,13 @@ Instance find(const Call& call) {
                              : instance_for<Major::mn, Major::mn>(call.row);
   }
 }
+#endif
 
 // rows: of a, or columns of b
 bool encode(const Operand& o, Dtype dtype, int rows, int k, const int (&box)[2], TensorMap* map) {
   bool k_major = o.major == 0;
-  return encode_map({dtype, o.data, k_major ? k : rows, k_major ? rows : k, o.pitch, box[0], box[1],
-                     true},
-                    map);
+  return encode_map(
+      {dtype, o.data, k_major ? k : rows, k_major ? rows : k, o.pitch, box[0], box[1], true}, map);
 }
 
 GemmProblem problem(const Call& c) {

@@ -65,19 +65,23 @@ class Call(ctypes.Structure):
 def units() -> tuple[Path, ...]:
     """The model, compiled: the same for all programs that use it."""
     files = (runner.SCHEDULER, *(HERE / f"{name}.cpp" for name in UNITS))
-    return tuple(runner.compile_([f"-I{HERE}", "-O2", "-c", file], ".o") for file in files)
+    return tuple(runner.compile_([f"-I{HERE}", "-O3", "-c", file], ".o") for file in files)
 
 
 def compile_(source: Path, *flags: str, csrc: Path = runner.CSRC) -> Path:
     return runner.compile_([f"-I{HERE}", *flags, "-shared", *units(), source], ".so", csrc)
 
 
-def library(
-    a: torch.dtype, b: torch.dtype, sums: str = "direct", csrc: Path = runner.CSRC
-) -> ctypes.CDLL:
+def compile_gemm(
+    a: torch.dtype, b: torch.dtype, sums: str, *flags: str, csrc: Path = runner.CSRC
+) -> Path:
     """The instances of csrc for operands of these types; sums: enum class Accumulate."""
     types = (f"-DTYPE_A={TYPES[a]}", f"-DTYPE_B={TYPES[b]}", f"-DSUMS={sums}")
-    return load(compile_(HERE / "runner.cpp", "-O1", *types, csrc=csrc))
+    return compile_(HERE / "runner.cpp", "-O1", *types, *flags, csrc=csrc)
+
+
+def library(a: torch.dtype, b: torch.dtype, sums: str = "direct") -> ctypes.CDLL:
+    return load(compile_gemm(a, b, sums))
 
 
 @cache
@@ -116,7 +120,7 @@ def gemm(
     chunk_scales: Sequence[ScaleView] = (),
     stages: int = 0,
     splits: int = 1,
-    sms: int = 4,
+    sms: int = 2,  # few: blocks walk over several tiles
     tma_store: bool = True,
 ) -> int:
     """out = a [M, K] @ b [K, N], or +=, on instance `row` of csrc/cuda/gemm_rows.h; the error."""

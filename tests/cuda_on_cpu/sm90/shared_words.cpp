@@ -40,18 +40,18 @@ uint32_t offset_of(const void* p, int bytes, int alignment, const char* what) {
     fail("%s: %td..%td is outside of the block's %zu bytes of shared memory", what, at, at + bytes,
          shared_bytes());
   }
-  if (at % alignment != 0) fail("%s: shared memory +%td is not %d-byte aligned", what, at, alignment);
+  if (at % alignment != 0)
+    fail("%s: shared memory +%td is not %d-byte aligned", what, at, alignment);
   return static_cast<uint32_t>(at);
 }
 
-uint32_t shared_address(const void* p) {
-  return kWindow + offset_of(p, 0, 1, "shared_address");
-}
+uint32_t shared_address(const void* p) { return kWindow + offset_of(p, 0, 1, "shared_address"); }
 
 void generic_write(int rank, uint32_t at, int bytes) {
   for (uint32_t i = at / 4; i < (at + bytes) / 4; ++i) {
     Word& w = words[rank][i / 4];
-    if (w.reads != 0) fail("a thread overwrites shared memory +%u that TMA or wgmma may read", i * 4);
+    if (w.reads != 0)
+      fail("a thread overwrites shared memory +%u that TMA or wgmma may read", i * 4);
     if (w.writes != 0) fail("a thread writes shared memory +%u that TMA writes", i * 4);
     if (w.barrier) fail("a thread overwrites the mbarrier in shared memory +%u", i * 4);
     w.writer[i % 4] = static_cast<uint16_t>(thread_id() + 1);

@@ -1,6 +1,6 @@
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async, wgmma.fence,
-// wgmma.commit_group, wgmma.wait_group, Async Proxy". Each warp's 16 rows are computed on their own,
-// some time after that warp has issued; registers hold NaN until that warp waits for them.
+// wgmma.commit_group, wgmma.wait_group, Async Proxy". Each warp's 16 rows are computed on their
+// own, some time after that warp has issued; registers hold NaN until that warp waits for them.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -91,8 +91,7 @@ float truncated_sum(float sum, const float* a, const float* b, int depth, int n)
   return static_cast<float>(total * unit);
 }
 
-__attribute__((optimize("O3"))) void multiply_rows(const float* a, const float* b, float* c,
-                                                   int depth, int n) {
+void multiply_rows(const float* a, const float* b, float* c, int depth, int n) {
   for (int row = 0; row < 16; ++row) {
     for (int k = 0; k < depth; ++k) {
       float x = a[row * depth + k];
@@ -263,7 +262,8 @@ void wgmma_wait(int groups) {
     due = thread.groups[thread.groups.size() - 1 - groups];
   }
   due = std::max(due, group.released[warp()]);
-  const uint64_t* all = warp_exchange(kAll, static_cast<uint64_t>(thread.issued * 1000 + due % 1000));
+  const uint64_t* all =
+      warp_exchange(kAll, static_cast<uint64_t>(thread.issued * 1000 + due % 1000));
   for (int l = 0; l < 32; ++l) {
     if (all[l] != static_cast<uint64_t>(thread.issued * 1000 + due % 1000)) {
       fail("wgmma.wait_group: the lanes of the warp have issued different wgmmas");

@@ -12,9 +12,7 @@ namespace model = cuda_on_cpu::sm90;
 using TensorMap = CUtensorMap;
 using Barrier = uint64_t;
 
-inline uint8_t* dynamic_shared() {
-  return static_cast<uint8_t*>(cuda_on_cpu::dynamic_shared());
-}
+inline uint8_t* dynamic_shared() { return static_cast<uint8_t*>(cuda_on_cpu::dynamic_shared()); }
 inline uint32_t shared_address(const void* p) { return model::shared_address(p); }
 
 inline void barrier_init(Barrier* b, uint32_t arrivals) { model::barrier_init(b, arrivals); }

@@ -1,6 +1,6 @@
-// Stands in for csrc/cuda/tensor_map_sm90.h: the same description, and what the driver refuses (CUDA
-// driver API, cuTensorMapEncodeTiled: alignment of globalAddress and globalStrides, boxDim, the
-// limit of the inner dimension with a swizzle).
+// Stands in for csrc/cuda/tensor_map_sm90.h: the same description, and what the driver refuses
+// (CUDA driver API, cuTensorMapEncodeTiled: alignment of globalAddress and globalStrides, boxDim,
+// the limit of the inner dimension with a swizzle).
 #pragma once
 
 #include <cuda.h>
