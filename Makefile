@@ -135,7 +135,7 @@ bench: needs-build $(READY)
 	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)
 
 # What the checks of make cuda depend on: with the same sources they are not run again.
-CUDA_FILES := setup.py tests/cuda_build/check.py $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CUDA_FILES := setup.py $(wildcard tests/cuda_build/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -153,11 +153,11 @@ build/cuda/.torch:
 build/cuda/.checked: build/cuda/.torch $(CUDA_FILES) $(PY_SOURCES)
 	@[ ! -d build/cuda/base ] || find build/cuda/base -name '*.py' -delete
 	@printf '[build]\nbuild_base = build/cuda/base\n' >build/cuda/build.cfg
-	DIST_EXTRA_CONFIG=build/cuda/build.cfg MIXPREC_BUILD=cuda PATH="$(CURDIR)/build/cuda/venv/bin:$(dir $(NVCC)):$$PATH" "$(CUDA_PY)" \
+	DIST_EXTRA_CONFIG=build/cuda/build.cfg MIXPREC_BUILD=cuda MIXPREC_WERROR=1 PATH="$(CURDIR)/build/cuda/venv/bin:$(dir $(NVCC)):$$PATH" "$(CUDA_PY)" \
 	  -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 	  --upgrade --target build/cuda/site .
 	@mkdir -p build/run && cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" \
-	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/cuda_build/check.py \
+	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/cuda_build/check.py --objects ../cuda/base \
 	  --report ../cuda/report.json --summary ../cuda/summary.json
 	@touch $@
 

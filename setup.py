@@ -121,7 +121,9 @@ def gpu_library(name: str, sources: list[Path], flags: list[str]) -> Extension:
     """A shared library of CUDA ops, without Python in it."""
     nvcc = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-DUSE_CUDA", STABLE_ABI, *flags]
     if os.environ.get("MIXPREC_WERROR") == "1":
+        # ptxas warns, among others, where it serialises wgmma or ignores setmaxnreg.
         nvcc += ["-Werror", "all-warnings"]
+        nvcc += ["-Xptxas", "--warning-as-error,--warn-on-spills,--warn-on-local-memory-usage"]
     csrc = Path("csrc")
     return Extension(
         name,

@@ -1,12 +1,14 @@
 """make cuda: what can be known of the CUDA kernels without a GPU.
 
-    python tests/cuda_build/check.py --report FILE [--gpus 8.0,9.0a,...] [--summary FILE]
+    python tests/cuda_build/check.py --objects FOLDER --report FILE [--gpus 8.0,9.0a,...]
+                                     [--summary FILE]
 
-Compiles every csrc/cuda/*.cu for every GPU generation that setup.py builds for, and asks the
-compiler and the disassembler: no spilled register, no stack, no warning; 16-byte loads and stores
-in the kernels that move tensors; no local memory. Then loads the built mixprec._C_cuda and takes
-an optimizer step on fake CUDA tensors, where anything that waits for the device raises. Results go
-to FILE as JSON; a table comes last. Exit status 1 if anything is not as it should be.
+Asks the disassembler about the object files that setup.py has compiled of csrc/cuda/*.cu, for every
+GPU generation (with MIXPREC_WERROR=1, so that a warning, a spilled register or a serialised wgmma
+ended the build): no stack and no local memory; 16-byte loads and stores in the kernels that move
+tensors; in the Hopper GEMM what each instance declares (hopper.py). Then loads the built libraries
+and takes an optimizer step on fake CUDA tensors, where anything that waits for the device raises.
+Results go to FILE as JSON; a table comes last. Exit status 1 if anything is not as it should be.
 --summary writes the few facts per kernel that docs/kernels.md shows.
 """
 
@@ -19,21 +21,24 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hopper
 import torch
-from torch.utils.cpp_extension import CUDA_HOME, include_paths
+from torch.utils.cpp_extension import CUDA_HOME
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 # Kernels that run on a few numbers, whose accesses are strided by design, or that move their data
 # by TMA: no 16-byte words.
 NARROW = re.compile(
-    "scale_kernel|coef_kernel|amax_kernel|steps_kernel|chunks|transpose|gemm_kernel"
+    "scales?_kernel|coef_kernel|amax_kernel|amax_of_partials|steps_kernel|chunks|transpose|"
+    "gemm_kernel"
 )
+
+GEMM = "gemm_sm90_bf16_k_k.cu"  # one of the files that instances of the Hopper GEMM are in
 
 
 def gpus() -> list[str]:
@@ -48,16 +53,16 @@ class Kernel(NamedTuple):
     gpu: str
     name: str
     registers: int
-    spilled: int  # bytes
-    stack: int  # bytes
+    stack: int  # bytes, of spilled registers too
     shared: int  # bytes
     wide: int  # 16-byte loads and stores of global memory
-    local: int  # loads and stores of local memory
+    local: int  # bytes of local memory, and loads and stores of it
+    code: list[str]  # what is wrong with the machine code of a Hopper GEMM
 
     def wrong(self) -> list[str]:
-        reasons = []
-        if self.spilled or self.stack or self.local:
-            reasons.append(f"{self.spilled} bytes spilled, {self.stack} of stack, {self.local} LDL")
+        reasons = list(self.code)
+        if self.stack or self.local:
+            reasons.append(f"{self.stack} bytes of stack, {self.local} uses of local memory")
         if not self.wide and not NARROW.search(self.name):
             reasons.append("no 16-byte load or store")
         return reasons
@@ -78,62 +83,58 @@ def tool(name: str) -> str:
     return found
 
 
-def compile_(source: Path, gpu: str, folder: Path) -> tuple[Path, str]:
-    number = gpu.replace(".", "")
-    target = folder / f"{source.stem}.{number}.cubin"
-    includes = [word for path in include_paths("cuda") for word in ("-isystem", path)]
-    command = [
-        *(f"{CUDA_HOME}/bin/nvcc", "-cubin", f"-arch=sm_{number}", "-std=c++20", "-O3"),
-        *([] if "_sm90" in source.name else ["-fmad=false"]),
-        *("--expt-relaxed-constexpr", "-DUSE_CUDA", "-Xptxas", "-v"),
-        *("-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{CSRC}", *includes),
-        *("-o", str(target), str(source)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{source.name} does not compile for {gpu}:\n{done.stderr[-4000:]}")
-    return target, done.stderr
+def ask(option: str, file: Path) -> dict[str, dict[str, str]]:
+    """{GPU: {kernel: text}} of what cuobjdump tells of each kernel in an object file."""
+    command = [tool("cuobjdump"), option, str(file)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: dict[str, dict[str, str]] = {}
+    for part in re.split(r"^Fatbin elf code:", text, flags=re.MULTILINE)[1:]:
+        arch = re.search(r"^arch = sm_(\d+)(\d)(a?)$", part, re.MULTILINE)
+        assert arch is not None, f"cuobjdump {option} names no GPU"
+        kernels = re.findall(r"Function ?:? ?(\w+):?\n(.*?)(?=\n\s*Function|\Z)", part, re.DOTALL)
+        found.setdefault(f"{arch[1]}.{arch[2]}{arch[3]}", {}).update(kernels)
+    return found
 
 
-def kernels_of(source: Path, gpu: str, folder: Path) -> tuple[list[Kernel], list[str]]:
-    """The kernels of one file for one GPU, and the compiler's warnings."""
-    cubin, log = compile_(source, gpu, folder)
-    sass = subprocess.run(
-        [tool("cuobjdump"), "-sass", str(cubin)], capture_output=True, text=True, check=True
-    ).stdout
-    code = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s+\.\.\.|\Z)", sass, re.DOTALL))
+def kernels_of(source: str, file: Path) -> list[Kernel]:
+    """The kernels of one source, for every GPU that its object file was compiled for."""
+    usage, sass = ask("-res-usage", file), ask("-sass", file)
+    names = demangled(sorted({name for kernels in usage.values() for name in kernels}))
     found = []
-    for entry in re.split(r"Compiling entry function '", log)[1:]:
-        name = entry.split("'", 1)[0]
-        numbers = {
-            word: int(match[1]) if (match := re.search(pattern, entry)) else 0
-            for word, pattern in (
-                ("registers", r"Used (\d+) registers"),
-                ("stack", r"(\d+) bytes stack frame"),
-                ("stores", r"(\d+) bytes spill stores"),
-                ("loads", r"(\d+) bytes spill loads"),
-                ("shared", r"(\d+) bytes smem"),
+    for gpu, kernels in usage.items():
+        for name, text in kernels.items():
+            uses = {word: int(number) for word, number in re.findall(r"\b(\w+):(\d+)", text)}
+            code, gemm = sass[gpu][name], hopper.instance(names[name])
+            reserved = 1024 if float(gpu.rstrip("a")) >= 9 and uses["SHARED"] else 0
+            found.append(
+                Kernel(
+                    *(source, gpu, names[name], uses["REG"], uses["STACK"]),
+                    uses["SHARED"] - reserved,  # what the system takes of each block
+                    len(re.findall(r"\b(?:LDG|STG)\.\S*128", code)),
+                    uses["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", code)),
+                    [] if gemm is None else hopper.wrong(gemm, code),
+                )
             )
-        }
-        assert name in code, f"{name} was not disassembled"
-        found.append(
-            Kernel(
-                *(source.name, gpu, name, numbers["registers"]),
-                *(numbers["stores"] + numbers["loads"], numbers["stack"], numbers["shared"]),
-                len(re.findall(r"\b(?:LDG|STG)\.\S*128", code[name])),
-                len(re.findall(r"\b(?:LDL|STL)\b", code[name])),
-            )
-        )
-    warnings = [line for line in log.splitlines() if "warning" in line.lower() or "C75" in line]
-    return found, warnings
+    return found
 
 
 def demangled(names: list[str]) -> dict[str, str]:
-    if shutil.which("c++filt") is None:
-        return {name: name for name in names}
-    words = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
-    short = (re.sub(r"\(.*|void |mixprec::(cuda::)?", "", w) for w in words.stdout.splitlines())
+    """Short names with template arguments; values of enums as numbers."""
+    words = subprocess.run(
+        [tool("c++filt")], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout
+    plain = re.sub(r"\([\w:]+\)(\d)", r"\1", words)
+    short = (re.sub(r"\(.*|void |mixprec::(cuda::)?", "", w) for w in plain.splitlines())
     return dict(zip(names, short, strict=True))
+
+
+def missing_gemms(names: set[str]) -> list[str]:
+    """Instances of the planner's table that were not compiled, and others that were."""
+    there = {gemm for name in names if (gemm := hopper.instance(name)) is not None}
+    expected = hopper.expected(CSRC / "cuda" / "gemm_rows.h")
+    return [f"not compiled: {gemm}" for gemm in sorted(expected - there)] + [
+        f"not in gemm_rows.h: {gemm}" for gemm in sorted(there - expected)
+    ]
 
 
 def loaded() -> list[str]:
@@ -177,7 +178,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["source"], row["name"].split("<")[0]), []).append(row)
+        gemm = hopper.instance(row["name"])
+        if gemm is None:
+            key = (row["source"], row["name"].split("<")[0])
+        else:  # by tile; all types and layouts come from the same sources
+            tile = f"{gemm.block_m}x{gemm.block_n}, {gemm.consumers} consumers"
+            key = (GEMM, f"gemm {gemm.accumulate} {tile}, cluster {gemm.cluster}")
+        groups.setdefault(key, []).append(row)
     return [
         {
             "source": source,
@@ -185,7 +192,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "instances": len({row["name"] for row in same}),
             "registers": [f(row["registers"] for row in same) for f in (min, max)],
             "shared": max(row["shared"] for row in same),
-            "spilled": max(row["spilled"] for row in same),
+            "spilled": max(row["stack"] + row["local"] for row in same),
             "sources": sources.digest_of(source),
         }
         for (source, name), same in sorted(groups.items())
@@ -195,43 +202,45 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--objects", type=Path, required=True, help="where setup.py compiled them")
     parser.add_argument("--gpus", default=",".join(gpus()))
     parser.add_argument("--summary", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    if CUDA_HOME is None:
-        sys.exit("there is no nvcc: install the CUDA toolkit that torch was built with")
-    sources = sorted((CSRC / "cuda").glob("*.cu"))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        work = [
-            pool.submit(kernels_of, source, gpu, Path(folder))
-            for source in sources
-            for gpu in args.gpus.split(",")
-            if gpu == "9.0a" or "_sm90" not in source.name  # setup.py: cuda_extensions
-        ]
-        results = [future.result() for future in work]
-    kernels = [kernel for found, _ in results for kernel in found]
-    wrong = [line for _, warnings in results for line in warnings]
-    names = demangled(sorted({kernel.name for kernel in kernels}))
+    wrong: list[str] = []
+    objects: dict[str, Path] = {}
+    for source in sorted((CSRC / "cuda").glob("*.cu")):
+        built = sorted(args.objects.rglob(f"{source.stem}.o"))
+        objects |= {source.name: built[-1]} if built else {}
+        wrong += [] if built else [f"not compiled: {source.name}"]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        kernels = [k for found in pool.map(kernels_of, objects, objects.values()) for k in found]
+    for source in objects:
+        built_for = {kernel.gpu for kernel in kernels if kernel.source == source}
+        # setup.py: cuda_extensions
+        asked = {"9.0a"} if "_sm90" in source else set(args.gpus.split(","))
+        if built_for and built_for != asked:
+            wrong.append(f"{source} was compiled for {sorted(built_for)}, not {sorted(asked)}")
     for kernel in kernels:
-        wrong += [f"{names[kernel.name]} on {kernel.gpu}: {reason}" for reason in kernel.wrong()]
+        wrong += [f"{kernel.name} on {kernel.gpu}: {reason}" for reason in kernel.wrong()]
+    names = {kernel.name for kernel in kernels}
+    if "9.0a" in args.gpus.split(","):
+        wrong += missing_gemms(names)
     wrong += loaded() + fake_step()
-    rows: list[dict[str, Any]] = [
-        {**kernel._asdict(), "name": names[kernel.name]} for kernel in kernels
-    ]
+    rows: list[dict[str, Any]] = [kernel._asdict() for kernel in kernels]
     args.report.parent.mkdir(parents=True, exist_ok=True)
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "kernels": rows}
     args.report.write_text(json.dumps({**facts, "wrong": wrong}, indent=1) + "\n")
     if args.summary is not None:
         short = {**facts, "gpus": args.gpus.split(","), "kernels": summary(rows)}
         args.summary.write_text(json.dumps(short, indent=1) + "\n")
-    print(f"{'kernel':64} {'registers':>12} {'shared':>7} {'spilled':>8}")
-    for name in sorted(set(names.values())):
+    print(f"{'kernel':64} {'registers':>12} {'shared':>7} {'stack':>8}")
+    for name in sorted(names):
         same = [row for row in rows if row["name"] == name]
         registers = sorted({row["registers"] for row in same})
         span = f"{registers[0]}-{registers[-1]}" if len(registers) > 1 else str(registers[0])
-        shared, spilled = (max(row[word] for row in same) for word in ("shared", "spilled"))
-        print(f"{name[:64]:64} {span:>12} {shared:>7} {spilled:>8}")
+        shared, stack = (max(row[word] for row in same) for word in ("shared", "stack"))
+        print(f"{name[:64]:64} {span:>12} {shared:>7} {stack:>8}")
     print(*wrong, sep="\n")
     print(f"{len(kernels)} kernels for {args.gpus}: {'all is well' if not wrong else 'see above'}")
     return 1 if wrong else 0
