@@ -1,4 +1,5 @@
-"""Measure gemm's variants on the GPU at hand and write which is fastest, per operands and size.
+"""Measure gemm's variants on the GPU at hand and write which is fastest, per operands and size; and
+before that the tiles of the Triton one (tune_tiles.py).
 
 The rows go to a file of the user's, which mixprec reads when it next chooses a gemm:
 $MIXPREC_TUNED, or mixprec/gemm_rows.json in the cache folder. What mixprec.ops.gemm_rows says of
@@ -143,6 +144,19 @@ def save(path: Path, rows: list[gemm_rows.Row], arch: str) -> None:
     _gemm_choice.forget()
 
 
+def _tune_tiles(
+    device: str, clock: Clock, properties: Any, capability: tuple[int, int], seconds: float
+) -> None:
+    """First the tiles of the Triton kernel, so that it is compared at its best."""
+    from . import tune_tiles
+
+    number = 10 * capability[0] + capability[1]
+    facts = {"gpu": properties.name, "cache": properties.L2_cache_size, "seconds": seconds}
+    run = _library.op_handle("gemm_triton")
+    rows = list(tune_tiles.measure(device, clock, capability=number, run=run, **facts))
+    print(f"written: {tune_tiles.save(rows, number)} ({len(rows)} rows of tiles)")
+
+
 def tune(argv: list[str] | None = None) -> int:
     """Measure, print, write. 0: done; 1: no CUDA device, or a variant gives wrong values."""
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench tune", description=__doc__)
@@ -160,6 +174,8 @@ def tune(argv: list[str] | None = None) -> int:
     x = torch.randn(4096, 4096, device=device).bfloat16()
     settle(lambda: torch.mm(x, x), clock)
     out = args.out if args.out is not None else _gemm_choice.user_file()
+    if _backends.why_not("gemm", "triton", "cuda", index) is None:
+        _tune_tiles(device, clock, properties, capability, args.seconds)
     try:
         rows = list(
             measure(

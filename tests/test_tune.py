@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mixprec.bench import tune
-from mixprec.ops import _backends, _gemm_choice, _gemm_vendor, gemm_rows
+from mixprec.ops import _backends, _gemm_choice, _gemm_vendor, _library, gemm_rows
 from mixprec.ops.gemm_rows import Row
 
 
@@ -204,11 +204,15 @@ def test_a_whole_run(
     monkeypatch.setattr(tune._library, "capability", lambda _: (8, 9))
     monkeypatch.setattr(tune, "CudaClock", lambda: clock)
     monkeypatch.setattr(tune, "settle", lambda work, clock: None)
+    tiles: list[Any] = []  # which test_tune_tiles.py measures
+    monkeypatch.setattr(tune, "_tune_tiles", lambda *args: tiles.append(args))
+    triton = _library.TRITON_ERROR is None
     randn, arguments = torch.randn, tune.arguments
     monkeypatch.setattr(torch, "randn", lambda *s, device=None, **k: randn(*s, **k))
     monkeypatch.setattr(tune, "arguments", lambda f, s, device, seed: arguments(f, s, "cpu", seed))
     path = tmp_path / "rows.json"
     assert tune.tune(["--out", str(path), "--seconds", "0.01"]) == 0
+    assert [args[3] for args in tiles] == [(8, 9)] * triton
     rows = gemm_rows.parse(json.loads(path.read_text()))
     assert {row.arch for row in rows.values()} == {"8.9"}
     assert len(rows) == len(gemm_rows.FAMILIES) * len(SMALL)

@@ -1,12 +1,15 @@
 """Which tile a GEMM is computed in: rows of data, one per architecture, kind and size of operands.
 
 A row is chosen by the shape alone, so the same call always runs the same kernel, and nothing is
-timed at run time. Rows that were measured on a user's own GPU come first: `use_rows(path)`.
+timed at run time. Rows that were measured on a user's own GPU come first: those in `user_file()`,
+which `python -m mixprec.bench tune` writes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -113,7 +116,38 @@ ROWS: tuple[Row, ...] = (
     *_mma_rows(120, tma=True),
 )  # fmt: skip
 
-_user: tuple[Row, ...] = ()
+logger = logging.getLogger("mixprec")
+
+_user: tuple[Row, ...] | None = None  # None: user_file() was not looked at yet
+
+
+def user_file() -> Path:
+    """The user's own rows: $MIXPREC_TILES, else mixprec/gemm_tiles.json in the cache folder."""
+    named = os.environ.get("MIXPREC_TILES")
+    if named:
+        return Path(named)
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else Path.home() / ".cache") / "mixprec" / "gemm_tiles.json"
+
+
+def _users_rows() -> tuple[Row, ...]:
+    """Read once; a damaged file is named once, and ignored."""
+    if _user is None:
+        try:
+            path = user_file()
+            return use_rows(path if path.exists() else None)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the tuned tiles are ignored (%s)", error)
+            prefer(())
+    return _user or ()
+
+
+def prefer(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Take `rows` before ours for all later calls; returns those that were taken so far."""
+    global _user
+    before, _user = _user or (), tuple(rows)
+    pick.cache_clear()
+    return before
 
 
 def family(fp8: bool, soft: bool, blocks: bool, fast: bool) -> str:
@@ -147,7 +181,7 @@ def shared_bytes(config: Config, arch: int, itemsize: int) -> int:
 def pick(op: str, capability: int, kind: str, M: int, N: int, multiprocessors: int) -> Row:
     """The row for a product [M, K] @ [K, N]: the user's for this very GPU, then ours."""
     size, arch = size_class(M, N, multiprocessors), known_arch(capability)
-    for rows, wanted in ((_user, capability), (ROWS, arch)):
+    for rows, wanted in ((_users_rows(), capability), (ROWS, arch)):
         for name in (op, "gemm"):
             for row in rows:
                 if (row.op, row.arch, row.family, row.size) == (name, wanted, kind, size):
@@ -192,7 +226,6 @@ def use_rows(path: str | Path | None) -> tuple[Row, ...]:
     The file holds a list of objects with the fields of Row, config an object with those of Config.
     ValueError naming the file, the row and what is wrong with it; nothing has changed then.
     """
-    global _user
     rows = []
     entries: Any = [] if path is None else json.loads(Path(path).read_text())
     if not isinstance(entries, list):
@@ -206,9 +239,8 @@ def use_rows(path: str | Path | None) -> tuple[Row, ...]:
         if problem is not None:
             raise ValueError(f"use_rows: {path}, row {i}: {problem}")
         rows.append(row)
-    _user = tuple(rows)
-    pick.cache_clear()
-    return _user
+    prefer(rows)
+    return tuple(rows)
 
 
 def write_rows(path: str | Path, rows: Sequence[Row]) -> None:
