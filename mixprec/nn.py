@@ -31,9 +31,10 @@ class Linear(torch.nn.Linear):
     the formulas and what is raised.
 
     With a delayed recipe there are buffers, fp32 whatever the parameters' dtype, with a row for
-    each of x, w and g: amax_history [3, L], scale [3] (0: none yet) and, in no state dict, what was
-    seen since their last change: amax [2] of x and w, grad_amax [] of g. `mixprec.update_scales`
-    says when that is. State dicts of nn.Linear load, and the scales start anew;
+    each of x and g: amax_history [2, L], scale [2] (0: none yet) and, in no state dict, what was
+    seen since their last change: amax [] of x, grad_amax [] of g. `mixprec.update_scales` says when
+    that is. The weight is always scaled by its own amax. State dicts of nn.Linear load, and the
+    scales start anew;
     `mixprec.scaling.plain_state_dict` makes one for nn.Linear.
     """
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .ops import _backends
-from .recipes import ROLES, Recipe
+from .recipes import DELAYED_ROLES, Recipe
 
 
 class Operand(NamedTuple):
@@ -26,8 +26,8 @@ class Operand(NamedTuple):
 class Delayed(NamedTuple):
     """The state of delayed scaling that a step reads and writes. See `mixprec.scaling`.
 
-    scale: fp32 [3], of x, w and g, for the next cast; 0 means that there is none yet. amax: fp32
-    [2], of x and w, the largest since the scales were last updated; grad_amax: fp32 [], of g.
+    scale: fp32 [2], of x and g, for the next cast; 0 means that there is none yet. amax: fp32 [],
+    of x, the largest since the scales were last updated; grad_amax: fp32 [], of g.
     """
 
     scale: torch.Tensor
@@ -54,8 +54,9 @@ def cast(
     if fmt.bits == 16:
         data = x.to(fmt.dtype).flatten(0, -2)  # x itself, not a copy, where its dtype is right
         return Operand(data, data.t(), None, None)
-    device, row = x.device.type, ROLES.index(role)
-    scale = None if delayed is None else delayed.scale[row]
+    device = x.device.type
+    delayed = delayed if role in DELAYED_ROLES else None
+    scale = None if delayed is None else delayed.scale[DELAYED_ROLES.index(role)]
     apart = granularity in ("row", "block1x128")  # the transpose has other scales
     transpose = use_t and (apart or _wants_k_major(device))
     data, data_t, scale_inv, scale_inv_t, amax = _backends.call(
@@ -65,7 +66,7 @@ def cast(
     if delayed is not None and record:
         # A recomputed forward and a second call in one step change nothing or raise the maximum;
         # NaN stays, and keeps the step out of the history.
-        largest = delayed.grad_amax if role == "g" else delayed.amax[row]
+        largest = delayed.grad_amax if role == "g" else delayed.amax
         largest.copy_(torch.maximum(largest, amax))
     data = data.flatten(0, -2)
     if not use_t:

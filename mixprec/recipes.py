@@ -14,6 +14,7 @@ GRANULARITIES = ("tensor", "row", "block1x128", "block128x128")
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
 ROLES = ("x", "w", "g")
+DELAYED_ROLES = ("x", "g")  # a weight is at hand before the step: it is scaled by its own amax
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,12 @@ class Recipe:
     dimension that the GEMM sums over, so an operand of two GEMMs is quantized for each, both times
     from the unquantized tensor. Seen in memory, x and g are [M, features] and w [N, K].
     scaling: "current", from the amax of the tensor at hand, or "delayed", one scale per tensor,
-    from the amax of earlier steps (`mixprec.update_scales`). history: how many steps count, this
-    one included (16); amax_of: "max" of these, or the "most_recent". margin: delayed scales are
-    divided by 2^margin. power_of_two_scale: round scales down to a power of two, which makes
-    scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the shorter accumulator
-    of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every recipe.
+    of x and g from the amax of earlier steps (`mixprec.update_scales`), of w from its own. history:
+    how many steps count, this one included (16); amax_of: "max" of these, or the "most_recent".
+    margin: delayed scales are divided by 2^margin. power_of_two_scale: round scales down to a power of
+    two, which makes scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the
+    shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
+    recipe.
 
     ValueError, listing what is valid, for settings that do not exist or contradict each other.
 

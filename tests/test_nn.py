@@ -193,7 +193,7 @@ def test_setting_the_recipe_brings_and_drops_the_scales() -> None:
         assert list(layer.state_dict()) == keys
     layer.scale.fill_(2.0)
     layer.recipe = RECIPES["fp8-delayed"]  # the one it has
-    assert layer.scale.tolist() == [2.0] * 3
+    assert layer.scale.tolist() == [2.0] * 2
     with pytest.raises(ValueError, match='recipe must be "bf16"'):
         layer.recipe = "fp4"
     assert layer.recipe is RECIPES["fp8-delayed"]
@@ -233,10 +233,10 @@ def test_inside_a_region_with_another_recipe() -> None:
     assert torch.equal(y, want)
     with mixprec.autocast(enabled=False):
         assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
-    assert layer.amax.tolist() == [-1.0, -1.0], "its own scales have not been used"
+    assert layer.amax == -1.0, "its own scales have not been used"
     with mixprec.autocast():
         layer(x)
-    assert (layer.amax > 0).all()
+    assert layer.amax > 0
     with mixprec.reuse_weights(layer), mixprec.autocast("bf16"):
         assert torch.equal(layer(x), want)
 
