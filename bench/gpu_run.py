@@ -22,6 +22,7 @@ from .registry import FLOOR, Row, best_rival
 MAX_SETS = 64
 _MEMORY = 0.4  # of what is free, for the sets of buffers
 _COPY = 1 << 29  # numbers of 4 bytes
+CHOSEN = sources.CHOSEN
 
 
 @dataclass
@@ -30,7 +31,8 @@ class GpuCase:
 
     ops: all that ours runs, its main op first; none: not ours (the copy). check: as in Case, run
     under each backend. bytes, flops: per call. host: the row is about the time that Python takes.
-    arguments: of the main op's schema, where its variant is chosen call by call.
+    arguments: of the main op's schema, where its variant is chosen call by call. mixed: many calls
+    of several ops, each on the backend that a user gets, instead of every backend in turn.
     """
 
     ops: tuple[str, ...]
@@ -42,6 +44,7 @@ class GpuCase:
     flops: float = 0.0
     host: bool = False
     arguments: Callable[[Any], tuple[Any, ...]] | None = None
+    mixed: bool = False
 
 
 class DeviceLost(Exception):
@@ -61,6 +64,9 @@ def clock() -> gpu_timer.Clock:
 @contextlib.contextmanager
 def on(backend: str, ops: tuple[str, ...]) -> Iterator[None]:
     """Everything inside runs on `backend`, chosen now and not by the first call that is timed."""
+    if backend == CHOSEN:
+        yield
+        return
     with mixprec.use_backend(backend):
         for op in ops:
             _backends.choose(op, gpu.DEVICE.type)
@@ -82,8 +88,9 @@ def _variants(
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
     """What each backend says before it is timed, and the one that a user gets."""
     found: dict[str, dict[str, Any]] = {}
-    for backend in gpu.BACKENDS:
-        reasons = (_backends.why_not(op, backend, gpu.DEVICE.type) for op in case.ops)
+    for backend in (CHOSEN,) if case.mixed else gpu.BACKENDS:
+        ops = () if case.mixed else case.ops
+        reasons = (_backends.why_not(op, backend, gpu.DEVICE.type) for op in ops)
         reason = next((r for r in reasons if r is not None), None)
         status = "refused"
         if backend in broken:
@@ -118,6 +125,8 @@ def _kind_of(error: Exception) -> str:
 
 def _default(case: GpuCase) -> str | None:
     """The backend that a user gets."""
+    if case.mixed:
+        return CHOSEN
     call = None if case.arguments is None else case.arguments(case.inputs(0))
     try:
         return _backends.chosen_backend(case.ops[0], gpu.DEVICE.type, 0, call)

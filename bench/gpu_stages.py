@@ -29,11 +29,12 @@ STAGES: dict[str, tuple[tuple[str, ...], float]] = {
             *("copy", "quantize", "amax", "dequantize", "unscale_", "grad_stats_"),
             *("inv_scale", "clip_coef", "scale_from_amax_"),
         ),
-        0.36,
+        0.32,
     ),
-    "step": (("adamw_", "sgd_"), 0.16),
-    "gemm": (("gemm", "gemm_accumulate_"), 0.42),
-    "overhead": (("overhead",), 0.06),
+    "step": (("adamw_", "sgd_"), 0.14),
+    "gemm": (("gemm", "gemm_accumulate_"), 0.34),
+    "layer": (("layer",), 0.15),
+    "overhead": (("overhead",), 0.05),
 }
 BUDGET = 420.0  # seconds for all stages
 STARTS = 8  # processes per stage

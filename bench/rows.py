@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     rows_cuda_gemm,
+    rows_cuda_layer,
     rows_cuda_memory,
     rows_cuda_overhead,
     rows_cuda_step,
@@ -18,7 +19,8 @@ from .registry import ROWS, select
 
 MODULES = (
     *(rows_gemm, rows_quantize, rows_step, rows_model, rows_training, rows_overhead),
-    *(rows_cuda_memory, rows_cuda_step, rows_cuda_gemm, rows_cuda_overhead),
+    *(rows_cuda_memory, rows_cuda_step, rows_cuda_gemm, rows_cuda_layer),
+    rows_cuda_overhead,
 )
 
 __all__ = ["MODULES", "ROWS", "select"]

@@ -14,6 +14,7 @@ import argparse
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gpt_data
@@ -120,15 +121,49 @@ def commit() -> str | None:
     return result.stdout.strip()
 
 
+def compare(
+    options: argparse.Namespace,
+    text: gpt_data.Text,
+    progress: Callable[[str, int, int | None, float], None] | None = None,
+) -> mixprec.Report:
+    """One GPT per precision of options.recipes, all from options.seed, on the same data."""
+    config = gpt_config(options)
+    evaluations = max(1, VALIDATION_BYTES // (options.batch * options.context))
+    shape = options.batch, options.context
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return mixprec.optim.AdamW(params, options.lr, **ADAMW)
+
+    return mixprec.compare(
+        lambda: GPT(config),
+        gpt_data.Batches(text.train, *shape, options.steps, options.seed),
+        options.recipes,
+        validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
+        make_optimizer=adamw,
+        schedule=lambda step: warmup_then_cosine(step, options.steps),
+        seed=options.seed,
+        device=options.device,
+        count=lambda batch: batch[0].numel(),
+        unit="tokens",
+        loss_name="bits/byte",
+        loss_factor=BITS,
+        progress=progress,
+    )
+
+
+def gpt_config(options: argparse.Namespace) -> GPTConfig:
+    return GPTConfig(options.layers, options.width, options.width // 64, options.context)
+
+
 def run(options: argparse.Namespace) -> int:
     text = gpt_data.load(options.text, options.context)
     unigram = text.unigram_entropy()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
 
-    config = GPTConfig(options.layers, options.width, options.width // 64, options.context)
     with torch.device("meta"):  # shapes and names only
-        shapes = GPT(config)
+        shapes = GPT(gpt_config(options))
     size = sum(p.numel() for p in shapes.parameters())
     block_linears = [
         name
@@ -136,7 +171,6 @@ def run(options: argparse.Namespace) -> int:
         if name.startswith("blocks.") and isinstance(module, nn.Linear)
     ]
     tokens = options.batch * options.context
-    evaluations = max(1, VALIDATION_BYTES // tokens)
     print(
         f"GPT of {size / 1e6:.2f} million parameters on {text.train.numel() / 1e6:.2f} MB of text "
         f"({text.source}), unigram entropy {unigram:.3f} bits per byte\n"
@@ -144,31 +178,8 @@ def run(options: argparse.Namespace) -> int:
         f"{torch.get_num_threads()} threads",
         flush=True,
     )
-
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        params = list(model.parameters())
-        return mixprec.optim.AdamW(params, options.lr, **ADAMW)
-
     with Progress(tokens, BITS) as progress:
-        report = mixprec.compare(
-            lambda: GPT(config),
-            gpt_data.Batches(
-                text.train, options.batch, options.context, options.steps, options.seed
-            ),
-            options.recipes,
-            validation=gpt_data.Batches(
-                text.validation, options.batch, options.context, evaluations, None
-            ),
-            make_optimizer=adamw,
-            schedule=lambda step: warmup_then_cosine(step, options.steps),
-            seed=options.seed,
-            device=options.device,
-            count=lambda batch: batch[0].numel(),
-            unit="tokens",
-            loss_name="bits/byte",
-            loss_factor=BITS,
-            progress=progress.step,
-        )
+        report = compare(options, text, progress.step)
 
     gain = FULL_GAIN if options.full else GAIN
     found = [] if report.interrupted else problems(report, block_linears, unigram, gain)

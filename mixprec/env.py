@@ -185,9 +185,10 @@ def describe(facts: dict[str, Any]) -> str:
         lines += [f"  NOT LOADED   {extension['reason']}"]
     for device, ops in facts["ops"].items():
         lines += ["", f"Ops on {device}: what runs, and whether it agrees with its definition"]
+        width = max(map(len, ops))
         for name, row in ops.items():
             lines.append(
-                f"  {name:18} {row['uses'] or 'NOTHING':10} {_verdict(facts, device, name)}"
+                f"  {name:{width}} {row['uses'] or 'NOTHING':10} {_verdict(facts, device, name)}"
             )
         lines += _reasons(ops)
         if device == "cuda":
