@@ -35,8 +35,8 @@ class Recipe:
     scaling: "current", from the amax of the tensor at hand, or "delayed", one scale per tensor,
     of x and g from the amax of earlier steps (`mixprec.update_scales`), of w from its own. history:
     how many steps count, this one included (16); amax_of: "max" of these, or the "most_recent".
-    margin: delayed scales are divided by 2^margin. power_of_two_scale: round scales down to a power of
-    two, which makes scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the
+    margin: delayed scales are divided by 2^margin. power_of_two_scale: round scales down to a power
+    of two, which makes scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the
     shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
     recipe.
 
