@@ -156,8 +156,11 @@ def cuda_extensions() -> list[Extension]:
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
 packages = {
     "mixprec": "mixprec",
+    "mixprec.functional": "mixprec/functional",
+    "mixprec.nn": "mixprec/nn",
     "mixprec.ops": "mixprec/ops",
     "mixprec.optim": "mixprec/optim",
+    "mixprec.stats": "mixprec/stats",
     "mixprec.bench": "bench",
     "mixprec.triton_kernels": "triton_kernels",
 }

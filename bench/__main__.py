@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import (
     accumulator,
+    footprint,
     gpu,
     gpu_plot,
     gpu_stages,
@@ -20,6 +21,7 @@ from . import (
     sources,
     table,
     tune,
+    underflow,
 )
 from .environment import environment
 from .rows import select
@@ -99,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("tune", help="measure gemm's variants on this GPU, write the choice")
     one = commands.add_parser("accumulator", help="model the sums of FP8 tensor cores, for docs/")
     one.add_argument("--docs", type=Path, default=Path("docs"), help="default: %(default)s")
+    one = commands.add_parser("footprint", help="the bytes that a step holds in each precision")
+    one.add_argument(
+        "--out", type=Path, default=Path("bench/results/cpu/footprint.json"), help="%(default)s"
+    )
+    one = commands.add_parser("underflow", help="fp16 with and without loss scaling, for docs/")
+    one.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
+    one.add_argument("--out", type=Path, help="the picture (default: docs/underflow.png)")
     one = commands.add_parser("readme", help="write the CPU's tables into README.md")
     one.add_argument("file", type=Path, help="the README.md with the markers")
     one.add_argument("folder", type=Path, help="where demo.json and bench.json are")
@@ -205,8 +214,23 @@ def _readme(args: argparse.Namespace) -> int:
     return 0
 
 
+def _footprint(args: argparse.Namespace) -> int:
+    content = footprint.write(args.out)
+    for recipe, sizes in content["training"].items():
+        words = (f"{kind} {count / 1e6:.1f} MB" for kind, count in sizes.items())
+        print(f"{recipe:12} {', '.join(words)}")
+    print(f"written: {args.out}")
+    return 0
+
+
 def _accumulator(args: argparse.Namespace) -> int:
     print(accumulator.write(args.docs))
+    return 0
+
+
+def _underflow(args: argparse.Namespace) -> int:
+    content = underflow.write(args.root, args.out)
+    print(underflow.block(content))
     return 0
 
 
@@ -219,7 +243,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = {
         **{"list": _list, "run": _run, "gpu": _gpu, "gpu-stage": _gpu_stage},
         **{"compare": _compare, "plot": _plot, "report": _report, "readme": _readme},
-        "accumulator": _accumulator,
+        **{"accumulator": _accumulator, "footprint": _footprint},
+        **{"underflow": _underflow},
     }
     try:
         return commands[args.command](args)

@@ -1,6 +1,6 @@
-"""Train one small GPT on several processes, in BF16 or FP16, with the weights' truth in FP32.
+"""Train one small GPT on several processes, in 16 bits or FP8, with the weights' truth in FP32.
 
-    torchrun --nproc-per-node 2 examples/train_ddp.py [--fsdp] [--dtype fp16] [--steps 60] ...
+    torchrun --nproc-per-node 2 examples/train_ddp.py [--fsdp] [--recipe fp8] [--dtype fp16] ...
 
 On GPUs where there are any (one per process, NCCL), else on the CPU (gloo). Two ways to share:
 
@@ -8,12 +8,14 @@ On GPUs where there are any (one per process, NCCL), else on the CPU (gloo). Two
           gradients are averaged in FP32
   --fsdp  every process has a part of all weights, in FP32, and gathers them in 16 bits
 
+--recipe says how the linear layers compute, with mixprec.convert; without it, as --dtype.
 The text is the source code of the Python standard library, or a file of yours (--text FILE).
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import sys
@@ -40,7 +42,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--fsdp", action="store_true", help="shard weights, gradients and optimizer state")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the forward and backward passes")
+    add("--recipe", help="of the linear layers: fp8, fp8-delayed, bf16, ...")
+    add("--dtype", choices=DTYPES, help="of weights and activations; if not given, bf16 or fp16")
     add("--text", metavar="FILE", help="train on this file (default: Python's standard library)")
     add("--steps", type=int, default=60, help="training steps")
     add("--batch", type=int, default=4, help="sequences per step and process")
@@ -54,19 +57,33 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.width % 64:
         parser.error(f"--width must be a multiple of 64, got {options.width}")
+    try:
+        recipe = options.recipe and mixprec.Recipe.parse(options.recipe)
+    except ValueError as error:
+        parser.error(f"--recipe: {error}")
+    scaled = bool(recipe) and recipe.needs_loss_scaling
+    if options.dtype is None:
+        options.dtype = "fp16" if scaled else "bf16"
+    options.loss_scaling = scaled or options.dtype == "fp16"
     return options
 
 
 def distributed(model: GPT, options: argparse.Namespace, device: torch.device) -> nn.Module:
     """The model, shared between the processes in one of the two ways."""
     dtype = DTYPES[options.dtype]
+    if options.recipe:
+        mixprec.convert(model, options.recipe)  # before anything wraps or shards its layers
     if options.fsdp:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
     mixprec.cast_parameters(model, dtype)
-    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    # Rank 0's amax of delayed scaling must not overwrite the others'. (torch 2.13 has a new name.)
+    names = inspect.signature(DistributedDataParallel).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    devices = [device] if device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=devices, **{sync: False})
     reduce_gradients_in_fp32(ddp)
     return ddp
 
@@ -84,15 +101,18 @@ def train(options: argparse.Namespace, device: torch.device) -> int:
     optimizer = mixprec.optim.AdamW(
         model.parameters(), options.lr, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0
     )
-    scaler = mixprec.GradScaler(enabled=options.dtype == "fp16")
+    scaler = mixprec.GradScaler(enabled=options.loss_scaling)
     if rank == 0:
         way = "FSDP" if options.fsdp else "DDP"
-        print(f"{way} in {options.dtype} on {world} processes ({device.type}), {text.source}")
+        how = f"{options.recipe}, stored in {options.dtype}," if options.recipe else options.dtype
+        print(f"{way} in {how} on {world} processes ({device.type}), {text.source}")
 
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()
         loss = model(tokens.to(device), targets.to(device))
         scaler.scale(loss).backward()
+        # Delayed scales from what all ranks saw; nothing to do for other recipes.
+        mixprec.update_scales(model, process_group=dist.group.WORLD)
         scaler.step(optimizer)  # unscales, clips, and steps on all ranks or on none
         scaler.update()
         if step % 10 == 9 or step + 1 == options.steps:

@@ -1,6 +1,6 @@
 """mixprec: mixed-precision training for PyTorch, from its own kernels."""
 
-from . import distributed, filters, functional, nn, optim, scaling
+from . import distributed, filters, functional, nn, optim, scaling, stats
 from .autocast import autocast
 from .availability import is_available, why_not
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -55,6 +55,7 @@ __all__ = [
     "reuse_weights",
     "save_checkpoint",
     "scaling",
+    "stats",
     "unscale_",
     "update_scales",
     "use_backend",

@@ -17,6 +17,7 @@ from torch import nn
 from .functional import observed
 from .nn import Linear
 from .report import Row
+from .stats.products import model_sqnr
 
 PATIENCE = 10  # losses in a row that are Inf or NaN before a run is given up as diverged
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -56,6 +57,7 @@ class TrainingRun:
     ) -> None:
         self.row, self.model, self.optimizer, self.scaler = row, model, optimizer, scaler
         self.device, self.count = device, count
+        self.last: tuple[Any, ...] | None = None  # the arguments of the newest step
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.optimizer_calls, self._was_called = 0, False
         optimizer.register_step_post_hook(self._called)
@@ -99,7 +101,7 @@ class TrainingRun:
             stack.enter_context(self._gemms_counted())
             for step, batch in enumerate(itertools.islice(batches, steps)):
                 row.status = f"interrupted in step {step + 1}"  # until the step is over
-                arguments = self._arguments(batch)
+                self.last = arguments = self._arguments(batch)
                 row.data.append(checksum(arguments, row.data[-1] if row.data else 0))
                 if step < len(same_data) and row.data[step] != same_data[step]:
                     raise ValueError(
@@ -152,6 +154,18 @@ class TrainingRun:
         self.row.skipped_steps = self.row.steps - max(counts, default=self.optimizer_calls)
         if self.scaler is not None:
             self.row.loss_scale = self.scaler.get_scale()
+
+    def measure_sqnr(self) -> None:
+        """One more pass over the last batch, without an optimizer step, to measure each layer."""
+        assert self.last is not None, "a run that is complete has had a batch"
+        arguments = self.last
+
+        def forward_and_backward() -> None:
+            loss = self._loss(arguments)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+        self.row.sqnr = model_sqnr(self.model, forward_and_backward)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def validate(self, batches: Iterable[Any]) -> float:
         """The mean loss of the batches, in evaluation mode; ValueError if there are none."""

@@ -43,6 +43,7 @@ def compare(
     loss_name: str = "loss",
     loss_factor: float = 1.0,
     progress: Callable[[str, int, int | None, float], None] | None = None,
+    sqnr: bool = False,
 ) -> Report:
     """Train the same task once per recipe, from the same seed and data order, and report.
 
@@ -65,6 +66,15 @@ def compare(
     count(batch) says how many units (named by `unit`) a batch holds; the size of the first
     tensor's first dimension if None. loss_name and loss_factor: how the report shows losses.
     progress(recipe, step, steps, loss) is called after each step.
+
+    sqnr: after each complete run, one pass over its last batch with the weights that it ended with,
+    forward and backward without an optimizer step, measures every layer with a recipe: the signal
+    to quantization noise, 20 log10(||ref|| / ||ref - got||) in dB, of the casts of x, w and g (the
+    gradient of its output), and of its y, grad_input and grad_weight against the FP32 products of
+    the very same x, w and g. So it is the error of this layer alone; what the layers before it have
+    done to x is in both. Off by default: it takes that pass, a run of each layer once more in the
+    recipe and in FP32, and the memory for every x and g. Timings, memory figures and losses stay
+    as they are. See `Report.sqnr_table` and `Report.suggest_overrides`.
 
     A run whose loss is Inf or NaN ten times in a row is ended, and its row says so. Ctrl-C ends
     the comparison: the report holds what there is, and report.interrupted is true. ValueError if
@@ -126,6 +136,10 @@ def compare(
                     run.train(data, length, schedule, progress, report.rows[0].data)
                 finally:
                     run.finish()
+                if sqnr and row.status == "complete":
+                    row.status = "interrupted in measuring SQNR"  # until it is over
+                    run.measure_sqnr()
+                    row.status = "complete"
                 if validation is not None and row.status == "complete":
                     row.status = "interrupted in validation"  # until it is over
                     row.validation_loss = run.validate(_read(validation, None)[0])

@@ -1,4 +1,5 @@
-"""convert: an existing model's nn.Linear layers to low precision; cast_parameters: its weights."""
+"""convert: an existing model's linear layers and convolutions to low precision; cast_parameters:
+its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from .nn import Linear
+from .nn import Conv2d, Layer, Linear
 from .recipes import Recipe
 
 logger = logging.getLogger("mixprec")
@@ -31,6 +32,13 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
+# What convert converts, and with what; ours only get another recipe.
+_CONVERTIBLE: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    nn.Linear: Linear.from_linear,
+    nn.Conv2d: Conv2d.from_conv,
+    Linear: Linear.from_linear,
+    Conv2d: Conv2d.from_conv,
+}
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +48,7 @@ def _is_module(op: str, model: object) -> None:
 
 
 def _choose(
-    linears: Mapping[str, nn.Module],
+    layers: Mapping[str, nn.Module],
     recipe: Recipe,
     module_filter_fn: ModuleFilter | None,
     overrides: Mapping[str, Recipe | None],
@@ -49,7 +57,7 @@ def _choose(
     keep: Callable[..., bool] = module_filter_fn or (lambda module, fqn: True)
     takes_recipe = module_filter_fn is not None and "recipe" in _parameters(module_filter_fn)
     chosen, passed, matched = {}, [], set()
-    for fqn, module in linears.items():
+    for fqn, module in layers.items():
         own: Recipe | None = recipe
         matching = [pattern for pattern in overrides if fnmatchcase(fqn, pattern)]
         if matching:
@@ -81,51 +89,52 @@ def convert(
     module_filter_fn: ModuleFilter | None = None,
     overrides: Mapping[str, Recipe | str | None] | None = None,
 ) -> nn.Module:
-    """Replace every nn.Linear in `model`, in place, by a mixprec.nn.Linear; return the model.
+    """Replace every nn.Linear and nn.Conv2d in `model`, in place, by mixprec.nn's; return it.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", a word of
     another library that `Recipe.parse` knows, or a Recipe. module_filter_fn(module, fqn) -> bool:
     convert only where it says True; fqn is the module's path in the model ("" for the root). If
     it has a parameter `recipe`, the layer's is passed. overrides: other recipes, by patterns of
     paths, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, with None for layers to leave alone;
-    the last pattern that matches counts. If the model itself is an nn.Linear, its replacement is
+    the last pattern that matches counts. If the model itself is such a layer, its replacement is
     returned.
 
     Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
     attributes move along. A module that occurs at several places is asked about once, under its
-    first path, and stays one module. Layers that are a mixprec.nn.Linear already get the new
-    recipe; one that they have already changes nothing, scales included. Subclasses of nn.Linear
+    first path, and stays one module. Layers that are mixprec.nn's already get the new recipe; one
+    that they have already changes nothing, scales included. Subclasses of nn.Linear and nn.Conv2d
     are left alone: they may compute something else (the output projection of
     nn.MultiheadAttention is one, and is never called as a module). Where a module reads its
     linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval mode
     without gradients, it computes as before. One INFO line on the logger "mixprec" says how many
-    layers were converted, and to what.
+    layers were converted, and to what. In FP8, convolutions that are not 1 x 1 save memory, not
+    time: `mixprec.filters.worthwhile` leaves them out.
 
-    Warns, listing what the model consists of, where there is no nn.Linear. TypeError if `model`
+    Warns, listing what the model consists of, where there is neither. TypeError if `model`
     is no module; ValueError for an unknown recipe, a pattern that matches no layer to convert
     (with the layers' names) or a layer with its own forward, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)
     parsed = {p: None if r is None else Recipe.parse(r) for p, r in (overrides or {}).items()}
-    linears = {
-        fqn: module for fqn, module in model.named_modules() if type(module) in (nn.Linear, Linear)
-    }
-    if not linears:
+    layers = {fqn: module for fqn, module in model.named_modules() if type(module) in _CONVERTIBLE}
+    if not layers:
         seen = Counter(type(m).__name__ for m in model.modules())
         listed = ", ".join(f"{count} {kind}" for kind, count in seen.most_common())
-        warnings.warn(f"convert: there is no nn.Linear to convert in: {listed}", stacklevel=2)
-    chosen = _choose(linears, recipe, module_filter_fn, parsed)
-    already = sum(getattr(linears[fqn], "recipe", None) == own for fqn, own in chosen.items())
+        warnings.warn(
+            f"convert: there is no nn.Linear or nn.Conv2d to convert in: {listed}", stacklevel=2
+        )
+    chosen = _choose(layers, recipe, module_filter_fn, parsed)
+    already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
     replacement: dict[nn.Module, nn.Module] = {
-        linears[fqn]: Linear.from_linear(linears[fqn], own, name=fqn)
+        layers[fqn]: _CONVERTIBLE[type(layers[fqn])](layers[fqn], own, name=fqn)
         for fqn, own in chosen.items()
-        if type(linears[fqn]) is nn.Linear
+        if not isinstance(layers[fqn], Layer)
     }
     for fqn, own in chosen.items():
-        module = linears[fqn]
-        if isinstance(module, Linear):
+        module = layers[fqn]
+        if isinstance(module, Layer):
             module.recipe, module.name = own, fqn
     for parent in list(model.modules()):
         # _modules, not named_children(): that one leaves out a child's second name.
@@ -135,9 +144,7 @@ def convert(
     used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
     words = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""
-    logger.info(
-        "convert: %d of %d linear layers set to %s%s", len(chosen), len(linears), words, note
-    )
+    logger.info("convert: %d of %d layers set to %s%s", len(chosen), len(layers), words, note)
     return replacement.get(model, model)
 
 

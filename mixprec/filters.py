@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from .functional import is_pointwise
 from .recipes import Recipe
 
 logger = logging.getLogger("mixprec")
@@ -29,7 +30,7 @@ def _too_small(n: int, k: int, recipe: Recipe) -> str | None:
 
 
 def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> bool:
-    """Whether a linear layer is large enough to run faster in `recipe` than in 16 bits.
+    """Whether a layer is of a kind and a size to run faster in `recipe` than in 16 bits.
 
         mixprec.convert(model, "fp8-rowwise", module_filter_fn=mixprec.filters.worthwhile)
 
@@ -39,15 +40,23 @@ def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> boo
         one scale per tensor         K <= 4096 and N <= 1024
         scales per row or block      N <= 2048, or K <= 1024, or K <= 2048 and N <= 4096
 
+    A convolution with a 1 x 1 kernel, without padding and groups, is a GEMM: the same holds for its
+    channels. Any other one computes in 16 bits and saves memory, not time: False for FP8 recipes.
     True for 16-bit recipes, whose casts cost nothing where parameters are 16 bits wide. It says
     nothing of memory, of which FP8 saves as much in small layers, nor of accuracy: to leave out
     the first and the last layer, combine it with a condition on fqn.
     """
     recipe = Recipe.parse(recipe)
-    if not isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear):
+        n, k = module.out_features, module.in_features
+        reason = _too_small(n, k, recipe)
+    elif isinstance(module, nn.Conv2d):
+        n, k = module.out_channels, module.in_channels
+        reason = _too_small(n, k, recipe)
+        if recipe.is_fp8 and not is_pointwise(module.kernel_size, module.padding, module.groups):
+            reason = "a convolution that is not 1x1 saves memory, not time"
+    else:
         return True
-    n, k = module.out_features, module.in_features
-    reason = _too_small(n, k, recipe)
     if reason is None:
         return True
     where = fqn or "the model"

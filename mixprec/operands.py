@@ -1,4 +1,4 @@
-"""The operands of a linear layer's GEMMs: x, weight and gradient, cast as a recipe says."""
+"""The operands of a layer's GEMMs: x, weight and gradient, cast as a recipe says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe: how each operand of a linear layer's three GEMMs is cast, and what its scale is."""
+"""Recipe: how each operand of a layer's three GEMMs is cast, and what its scale is."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ class Recipe:
     shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
     recipe.
 
+    clip_activations, for fp16 alone: an output y that is to be fp16 and is finite, but would become
+    Inf, becomes +-65504, is counted in its layer's buffer `clipped`, and has gradient 0. By default
+    it is Inf, which shows.
+
     ValueError, listing what is valid, for settings that do not exist or contradict each other.
 
     Sources: Mixed Precision Training (Micikevicius et al., 2018) for "fp16"; FP8 Formats for Deep
@@ -61,6 +65,7 @@ class Recipe:
     amax_of: str | None = None
     margin: int = 0
     fast_accum: tuple[str, ...] = ()
+    clip_activations: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -79,6 +84,7 @@ class Recipe:
         valid = listed and set(gemms) <= set(GEMMS)
         self._is("fast_accum", valid, f"True, False or some of {GEMMS}")
         self._set("fast_accum", tuple(kind for kind in GEMMS if kind in gemms))
+        self._is("clip_activations", isinstance(self.clip_activations, bool), "True or False")
         self._check_formats()
         self._check_delayed()
 
@@ -94,14 +100,18 @@ class Recipe:
         self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
 
     def _check_formats(self) -> None:
-        if self.is_fp8:
-            return
-        if not self.x == self.w == self.g:
+        if not self.is_fp8 and not self.x == self.w == self.g:
             raise ValueError(
                 f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, "
                 f"got x {self.x}, w {self.w}, g {self.g}"
             )
+        no_clip = f"False: it is for outputs of fp16 operands, and x is {self.x}"
+        self._is("clip_activations", self.x == FP16 or not self.clip_activations, no_clip)
+        if self.is_fp8:
+            return
         for field in fields(self)[4:]:
+            if field.name == "clip_activations":
+                continue
             given = getattr(self, field.name)
             self._is(
                 field.name,
@@ -164,7 +174,8 @@ class Recipe:
 
     def __str__(self) -> str:
         if not self.is_fp8:
-            return self.name if self.name == self.x.name else f"{self.name}: {self.x}"
+            words = [self.name if self.name == self.x.name else f"{self.name}: {self.x}"]
+            return ", ".join([*words, *(["clip_activations"] if self.clip_activations else [])])
         roles = (f"{r} {getattr(self, r)}/{getattr(self, f'{r}_granularity')}" for r in ROLES)
         words = [f"{self.name}: {', '.join(roles)}"]
         if self.is_delayed:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ._atomic import replace_file
+from .stats.suggest import Overrides, sqnr_table
 
 KINDS = ("forward", "grad_input", "grad_weight")
 
@@ -25,7 +26,8 @@ class Row:
     are per step, of the training step alone. Bytes: parameters, gradients and optimizer state
     (FP32 masters included) after a step; saved: what autograd kept for the first backward pass,
     each storage once and parameters not counted. gemms[module, kind, formats] counts calls;
-    expected[kind] is the recipe's formats. data: one CRC-32 per step of the batches so far.
+    expected[kind] is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr:
+    what compare(sqnr=True) measured, by layer, see `mixprec.stats.products.model_sqnr`.
     """
 
     recipe: str
@@ -43,6 +45,7 @@ class Row:
     gemms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     expected: dict[str, str] = field(default_factory=dict)
     data: list[int] = field(default_factory=list)
+    sqnr: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -146,6 +149,34 @@ class Report:
         rule = "-" * max(map(len, lines))
         return "\n".join([lines[0], rule, *lines[1:]])
 
+    def sqnr_table(self, limit: int | None = 12) -> str:
+        """What compare(sqnr=True) measured, in dB, as text: of each recipe the `limit` worst layers
+        (None: all), a star at what is below its bar, and what would clear the bars instead."""
+        return sqnr_table({row.recipe: row.sqnr for row in self.rows if row.sqnr}, limit)
+
+    def suggest_overrides(self, recipe: str | None = None) -> Overrides:
+        """A finer recipe for each layer whose products lost too much, for
+        `mixprec.convert(model, recipe, overrides=report.suggest_overrides())`.
+
+        Too much is an SQNR of y below 18 dB or of grad_weight below 17 dB (`stats.products.BARS`).
+        "fp8-rowwise" is suggested where it clears both, measured on the same x, w and g, else
+        "bf16". The result is a dict of {layer: recipe}, whose `reasons` have the figures and which
+        prints as a list of them. recipe: which row; None is the first FP8 one that was measured,
+        or else the first. ValueError if nothing was measured (compare(sqnr=True) does), KeyError
+        for a row that is not there.
+        """
+        rows = [row for row in self.rows if row.sqnr]
+        if recipe is not None:
+            rows = [row for row in [self[recipe]] if row.sqnr]
+        if not rows:
+            which = "a recipe" if recipe is None else f"recipe {recipe!r}"
+            raise ValueError(
+                f"Report.suggest_overrides: {which} must have been measured to the end of its run "
+                "by compare(sqnr=True), which measures layers with a recipe"
+            )
+        fp8 = [row for row in rows if "e4m3" in row.expected.get("forward", "")]
+        return Overrides.of((fp8 or rows)[0].sqnr)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain lists, dicts, numbers and strings; NaN and Inf as None."""
         result = {
@@ -179,6 +210,7 @@ class Report:
             "final_loss_scale": row.loss_scale,
             "gemms": row.gemm_counts(),
             "gemms_by_module": {name: row.gemm_counts(name) for name in modules},
+            "sqnr": row.sqnr,
             "data_crc32": row.data[-1] if row.data else None,
             "train_losses": row.losses,
             "step_seconds": row.seconds,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ._gradients import is_sharded
-from .nn import Linear
+from .nn import Layer
 
 
 @contextlib.contextmanager
@@ -31,10 +31,10 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
     if not isinstance(model, torch.nn.Module):
         got = type(model).__name__
         raise TypeError(f"reuse_weights: model must be a torch.nn.Module, got {got}")
-    mine: list[Linear] = []
+    mine: list[Layer] = []
     try:
         for layer in model.modules() if torch.is_grad_enabled() else ():
-            if not isinstance(layer, Linear) or layer._quantized_weight is not None:
+            if not isinstance(layer, Layer) or layer._quantized_weight is not None:
                 continue
             if not is_sharded(layer.weight) and not layer.weight.is_inference():
                 mine.append(layer)

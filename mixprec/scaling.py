@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .ops._checks import MAX_SCALE, MIN_SCALE
 from .ops.delayed_scales import UNUSED, update_delayed_scales_
 from .recipes import DELAYED_ROLES, Recipe
 
@@ -99,14 +100,21 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
 
     A tensor that was not cast in the step keeps its history, as does one whose amax was Inf or
     NaN: a step that a GradScaler skips leaves no trace. Forward passes without grad mode use the
-    scales and record nothing. TypeError if `model` is no module; ValueError
-    where ranks have different recipes or layers.
+    scales and record nothing. TypeError if `model` is no module or
+    process_group no group; ValueError where ranks have different recipes or layers.
     """
     if not isinstance(model, torch.nn.Module):
         got = type(model).__name__
         raise TypeError(f"update_scales: model must be a torch.nn.Module, got {got}")
     named = {name: m for name, m in model.named_modules() if has_state(m)}
     if process_group is not None:
+        import torch.distributed as dist
+
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                "update_scales: process_group must be a ProcessGroup that this rank is in, got "
+                f"{process_group!r}"
+            )
         _agree(model, named, process_group)
         _share([amax for layer in named.values() for amax in _amaxes(layer)], process_group)
     _update(named.values())
@@ -216,7 +224,20 @@ def loadable(
                 f"{recipe}, got {have}"
             )
             state[key] = want
+        elif unusable := _unusable(name, got):
+            low = "0 or between 2^-126 and 2^126" if name == "scale" else "finite, 0 or more"
+            errors.append(f"{key} must be {low}, got {unusable}: the file is damaged")
+            state[key] = want
     return state
+
+
+def _unusable(name: str, saved: torch.Tensor) -> list[float]:
+    """The numbers that no update leaves; not looked for where there are none yet (meta, fake)."""
+    if saved.is_meta or type(saved) is not torch.Tensor:
+        return []
+    low, high = (MIN_SCALE, MAX_SCALE) if name == "scale" else (0.0, torch.finfo(saved.dtype).max)
+    usable = (saved == 0) | ((saved >= low) & (saved <= high))
+    return saved[~usable].tolist()[:3]
 
 
 def after_load(layer: torch.nn.Module) -> None:

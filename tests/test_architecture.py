@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("functional", "_loss_scaling"),
     ("nn", "optim", "grad_scaler", "autocast"),
     ("convert", "filters", "reuse", "checkpoint"),
-    ("_plot",),
+    ("_plot", "stats"),
     ("report",),
     ("_training_run",),
     ("compare",),
@@ -48,7 +48,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "stats", "env", "freeze", "availability")
+LEAVES = ("testing", "env", "freeze", "availability")
 # Between ops, only these: helpers of the reference, and one list of dtypes.
 SIDEWAYS = {
     ("ops.quantize", "ops.amax", "amax_reference"),

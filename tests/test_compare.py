@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -356,6 +357,72 @@ def test_plot_without_matplotlib(
     with pytest.raises(ImportError, match=r"pip install 'mixprec\[demo\]'"):
         report.plot(tmp_path / "r.png")
     assert list(tmp_path.iterdir()) == []
+
+
+class Outliers(nn.Module):
+    """`one_row` sees a sample, and `all_rows` a feature, that is 2^24 times larger than the rest
+    and that its weight ignores: what matters underflows with one scale for the tensor, or even
+    for the row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_row, self.all_rows, self.fine = (nn.Linear(K, CLASSES) for _ in range(3))
+        for layer in (self.one_row, self.all_rows):
+            with torch.no_grad():
+                layer.weight[:, 0] = 0.0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        row, feature = x.clone(), x.clone()
+        row[0] = 0.0
+        row[0, 0] = feature[:, 0] = 2.0**24
+        out = self.one_row(row) + self.all_rows(feature) + self.fine(x)
+        return F.cross_entropy(out.float(), y)
+
+
+def test_sqnr_is_measured_without_a_trace_and_finds_the_layers_that_lose() -> None:
+    recipes = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-block")
+    measured = mixprec.compare(MLP, data(4), recipes, sqnr=True, validation=data(1))
+    plain = mixprec.compare(MLP, data(4), recipes, validation=data(1))
+    for row, other in zip(measured.rows, plain.rows, strict=True):
+        assert row.losses == other.losses
+        assert row.validation_loss == other.validation_loss
+        assert (row.skipped_steps, row.gemms) == (other.skipped_steps, other.gemms)
+        assert other.sqnr == {}
+        assert row.sqnr.keys() == (set() if row.recipe == "fp32" else {"first", "second", "head"})
+        for layer in row.sqnr.values():
+            assert layer["y"] > 20
+            assert layer["grad_weight"] > 20
+            assert layer["remedy"] is None
+    assert "grad_input" not in measured["fp8"].sqnr["first"], "nothing needs it"
+    assert measured["fp16"].sqnr["head"]["y"] > measured["bf16"].sqnr["head"]["y"] > 45
+    assert measured.suggest_overrides() == {}
+    assert str(measured.suggest_overrides()) == "no layer is below its bar"
+    assert json.loads(json.dumps(measured.to_dict()))["rows"][3]["sqnr"].keys() == {
+        *("first", "second", "head")
+    }
+
+
+def test_suggested_overrides_name_the_first_recipe_that_clears_the_bars() -> None:
+    report = mixprec.compare(Outliers, data(2), ("bf16", "fp8"), lr=0.0, sqnr=True)
+    overrides = report.suggest_overrides()
+    assert overrides == {"one_row": "fp8-rowwise", "all_rows": "bf16"}
+    figures = r"y has 0\.\d dB in fp8, below 18, and [23]\d\.\d in fp8-rowwise"
+    assert re.match(figures, overrides.reasons["one_row"])
+    assert str(overrides).splitlines()[1].startswith("all_rows: bf16: y has ")
+    table = report.sqnr_table()
+    assert [line.split()[:2] for line in table.splitlines()[3:]][3:] == [
+        *(["fp8", "one_row"], ["fp8", "all_rows"], ["fp8", "fine"])
+    ]
+    assert re.search(r"one_row .* 0\.\d\*", table)
+    assert "... and 4 more" in report.sqnr_table(limit=1)
+    assert report.suggest_overrides("bf16") == {}
+    model = mixprec.convert(Outliers(), "fp8", overrides=overrides)
+    assert model.one_row.recipe.name == "fp8-rowwise"
+    assert model.fine.recipe.name == "fp8"
+    with pytest.raises(ValueError, match=r"by compare\(sqnr=True\)"):
+        mixprec.Report(rows=[Row("fp32")]).suggest_overrides()
+    with pytest.raises(KeyError, match="there are bf16, fp8"):
+        report.suggest_overrides("fp16")
 
 
 def test_bad_arguments() -> None:

@@ -10,7 +10,7 @@ from cases import normal
 from torch import nn
 
 from mixprec.convert import NORMS, cast_parameters, convert, convert_to_float8_training
-from mixprec.nn import Linear
+from mixprec.nn import Conv2d, Linear
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import SAVED
 
@@ -124,7 +124,7 @@ def test_subclasses_are_left_alone() -> None:
     model = nn.ModuleDict({"own": Own(4, 4), "ours": OwnOfOurs(4, 4, recipe="bf16")})
     model["attention"] = nn.MultiheadAttention(4, 2)
     types = {fqn: type(m) for fqn, m in model.named_modules()}
-    with pytest.warns(UserWarning, match="there is no nn.Linear to convert"):
+    with pytest.warns(UserWarning, match="there is no nn.Linear or nn.Conv2d to convert"):
         convert(model, "fp8")
     assert {fqn: type(m) for fqn, m in model.named_modules()} == types
     assert model["ours"].recipe.name == "bf16"
@@ -161,7 +161,7 @@ def test_one_log_line_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
         convert(Tied(), "fp8", lambda module, fqn: "blocks" in fqn)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("convert")]
     fp8 = "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
-    assert lines == [f"convert: 4 of 5 linear layers set to {fp8}"]
+    assert lines == [f"convert: 4 of 5 layers set to {fp8}"]
 
 
 def test_convert_refuses_before_it_changes_anything() -> None:
@@ -184,7 +184,7 @@ def test_converting_twice_changes_nothing_and_says_so(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, logger="mixprec"):
         convert(model, "fp8-delayed")
     assert caplog.records[-1].getMessage().endswith("delayed(16,max) (2 had it already)")
-    assert model.up.scale.tolist() == [8.0] * 3
+    assert model.up.scale.tolist() == [8.0] * 2
 
 
 def test_overrides_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,9 +216,42 @@ def test_a_pattern_that_matches_nothing_is_told_the_names() -> None:
     assert not any(isinstance(m, Linear) for m in model.modules())
 
 
-def test_a_model_without_linear_layers() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1), nn.ReLU())
-    with pytest.warns(UserWarning, match=r"no nn.Linear to convert in: 2 Conv2d, 1 Sequential, 1"):
+def test_convolutions_are_converted_too(caplog: pytest.LogCaptureFixture) -> None:
+    class OwnConv(nn.Conv2d):
+        pass
+
+    layers = {"stem": nn.Conv2d(3, 8, 3), "own": OwnConv(8, 8, 1), "head": nn.Linear(8, 4)}
+    model = nn.ModuleDict(layers)
+    weights, seen = snapshot(model), []
+
+    def every(module: nn.Module, fqn: str) -> bool:
+        seen.append((type(module), fqn))
+        return True
+
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        convert(model, "fp8-rowwise", every, {"stem": "bf16"})
+    assert seen == [(nn.Conv2d, "stem"), (nn.Linear, "head")]
+    assert [type(m) for m in model.values()] == [Conv2d, OwnConv, Linear]
+    assert (model["stem"].recipe.name, model["head"].recipe.name) == ("bf16", "fp8-rowwise")
+    assert caplog.records[-1].getMessage().startswith("convert: 2 of 2 layers set to bf16 (1); ")
+    assert snapshot(model) == weights
+    stem = model["stem"]
+    convert(model, "fp8-delayed")
+    assert model["stem"] is stem
+    assert (stem.recipe.name, stem.name, stem.scale.tolist()) == ("fp8-delayed", "stem", [0.0] * 2)
+    root = convert(nn.Conv2d(1, 1, 1), "fp16")
+    assert (type(root), root.name) == (Conv2d, "")
+    broken = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(1, 1, 1))
+    broken[1].forward = broken[1].forward
+    with pytest.raises(ValueError, match="1 has its own forward"):
+        convert(broken, "fp8")
+    assert type(broken[0]) is nn.Linear
+
+
+def test_a_model_without_layers_to_convert() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 1), nn.ReLU())
+    nothing = r"no nn.Linear or nn.Conv2d to convert in: 2 Conv1d, 1 Sequential, 1"
+    with pytest.warns(UserWarning, match=nothing):
         assert convert(model) is model
 
 

@@ -51,6 +51,32 @@ def test_as_a_filter_of_convert(caplog: pytest.LogCaptureFixture) -> None:
     assert "up (in 4096, out 2048) stays: fp8-rowwise, out <= 2048" in caplog.text
 
 
+@pytest.mark.parametrize(("k", "n", "per_tensor", "finer"), ROWS)
+def test_a_1x1_convolution_is_judged_like_a_linear_layer(
+    k: int, n: int, per_tensor: bool, finer: bool
+) -> None:
+    for padding in (0, "same", "valid"):
+        layer = nn.Conv2d(k, n, 1, padding=padding, stride=1, device="meta")
+        assert worthwhile(layer, "up", "fp8") == per_tensor
+        assert worthwhile(layer, "up", "fp8-block") == finer
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernel_size": 3}, {"padding": 1}, {"groups": 2}, {"kernel_size": (1, 3)}]
+)
+def test_other_convolutions_save_memory_alone(
+    options: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = nn.Conv2d(8192, 8192, **{"kernel_size": 1} | options, device="meta")
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        recipes = ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "bf16", "fp16")
+        assert [worthwhile(layer, "stem", recipe) for recipe in recipes] == [False] * 4 + [True] * 2
+    assert caplog.records[0].getMessage() == (
+        "worthwhile: stem (in 8192, out 8192) stays: fp8, "
+        "a convolution that is not 1x1 saves memory, not time"
+    )
+
+
 def test_other_modules_are_none_of_its_business() -> None:
     assert worthwhile(nn.LayerNorm(4), "norm")
     with pytest.raises(ValueError, match="recipe must be"):

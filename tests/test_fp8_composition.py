@@ -123,6 +123,47 @@ def test_compiled_checkpointed_and_accumulated(recipe: str, fresh_compiler: None
     assert_same(train(again, forward, micro_batches=3), want)
 
 
+@pytest.mark.parametrize("where", ["x", "g"])
+def test_a_skipped_step_among_compiled_ones(where: str, fresh_compiler: None) -> None:
+    """Delayed scales, checkpointing, three micro-batches: one of the third step overflows."""
+    plain, again = make("fp8-delayed"), make("fp8-delayed")
+    compiled = torch.compile(checkpointed(again, False), backend="aot_eager", fullgraph=True)
+    left: list[list[dict[str, torch.Tensor]]] = []
+    for model, forward in ((plain, plain), (again, compiled)):
+        optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = mixprec.GradScaler(init_scale=2.0**8, growth_interval=100)
+        left.append([])
+        for step in range(5):
+            for i in range(3):
+                bad = step == 2 and i == 1
+                x = batch(10 * step + i)
+                if bad and where == "x":
+                    x[0, 0, 0] = torch.inf
+                loss = forward(x).square().mean()
+                scaler.scale(loss * (1e38 if bad and where == "g" else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            left[-1].append({name: t.clone() for name, t in model.state_dict().items()})
+        assert int(scaler.skipped) == 1
+    for want, got in zip(*left, strict=True):
+        assert_same(list(got.values()), list(want.values()))
+    before, skipped, after = left[1][1:4]
+    params = [name for name, _ in again.named_parameters()]
+    assert all(torch.equal(skipped[name], before[name]) for name in params)
+    assert not any(torch.equal(after[name], skipped[name]) for name in params)
+    for name in (n for n in before if n.endswith("amax_history")):
+        for row, role in enumerate("xg"):
+            old, now, later = (state[name][row] for state in (before, skipped, after))
+            assert now.isfinite().all()
+            if role in ("g", where):  # what was not finite is not recorded, nor rolled
+                assert torch.equal(now, old), f"{name} of {role}"
+            else:
+                assert torch.equal(now[1:], old[:-1]), f"{name} of {role}"
+            assert torch.equal(later[1:], now[:-1]), f"{name} of {role}"
+            assert later[0] > 0
+
+
 def test_two_compiled_passes_before_their_backwards(fresh_compiler: None) -> None:
     models = make("fp8-delayed"), make("fp8-delayed")
     compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True)

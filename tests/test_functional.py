@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import mixprec
 from mixprec import functional, operands
 from mixprec.formats import E4M3, E5M2
-from mixprec.functional import matmul, observed
+from mixprec.functional import _observed, matmul, observed
 from mixprec.operands import Delayed
+from mixprec.ops import _backends
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close, sqnr, tolerance
@@ -167,7 +168,7 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
 
     def run() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
         pairs = []
-        call = functional._backends.call
+        call = _backends.call
 
         def spy(name: str, device: str, *args: object) -> object:
             if name == "gemm":
@@ -177,7 +178,7 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
         x = leaf(small_integers((2, 3, 16), torch.float32))
         w = leaf(small_integers((5, 16), torch.float32, seed=1))
         with monkeypatch.context() as patch:
-            patch.setattr(functional._backends, "call", spy)
+            patch.setattr(_backends, "call", spy)
             y = linear(x, w)
             y.backward(small_integers((2, 3, 5), torch.float32, seed=2))
         assert x.grad is not None
@@ -408,7 +409,7 @@ def test_observers_nest_and_end_with_their_block() -> None:
         linear(x, w)
     linear(x, w)
     assert (len(outer), len(inner)) == (1, 1)
-    assert functional._observer is None
+    assert _observed._observer is None
 
 
 # --- together with the rest of torch ---------------------------------------------------------

@@ -488,7 +488,8 @@ def test_autocast_does_not_reach_into_the_variant(vendor_on_cpu: list[str]) -> N
     args = arguments(*operands(HALF), HALF)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.mm(*args[:2]).dtype == BF16, "what has to be kept out"
-        assert torch.ops.mixprec.gemm_vendor(*args).dtype == HALF
+        assert _library.DIRECT["gemm"](*args).dtype == HALF
+        assert torch.ops.mixprec.gemm_vendor(*args[:5], BF16, False).dtype == BF16
     assert vendor_on_cpu == ["vendor"]
 
 

@@ -52,6 +52,7 @@ def test_a_recipe_prints_all_of_itself() -> None:
     for recipe, words in (
         (Recipe.parse("bf16"), "bf16"),
         (Recipe("mine", FP16, FP16, FP16), "mine: fp16"),
+        (replace(RECIPES["fp16"], clip_activations=True), "fp16, clip_activations"),
         (fp8, f"fp8: {tensors}"),
         (Recipe.parse("fp8-delayed"), f"fp8-delayed: {tensors}, delayed(16,max)"),
         (
@@ -73,7 +74,8 @@ def test_a_recipe_prints_all_of_itself() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_there_and_back_through_json(name: str) -> None:
-    recipe = replace(RECIPES[name], fast_accum=RECIPES[name].is_fp8)
+    options = {"fast_accum": RECIPES[name].is_fp8, "clip_activations": name == "fp16"}
+    recipe = replace(RECIPES[name], **options)
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
@@ -172,6 +174,9 @@ def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]
         ("bf16", {"scaling": "delayed"}, "scaling must be 'current': bf16 operands have no scale"),
         ("bf16", {"x_granularity": "row"}, "x_granularity must be 'tensor': bf16 operands have no"),
         ("fp16", {"power_of_two_scale": False}, "power_of_two_scale must be True: fp16 operands"),
+        ("fp8", {"clip_activations": True}, "clip_activations must be False: .* and x is e4m3"),
+        ("bf16", {"clip_activations": True}, "clip_activations must be False: .* and x is bf16"),
+        ("fp16", {"clip_activations": 1}, "clip_activations must be True or False, got 1"),
         ("fp16", {"fast_accum": True}, r"fast_accum must be \(\): fp16 operands"),
     ],
 )

@@ -190,7 +190,17 @@ def _compare(name: str, backend: str, op: Callable[..., Any], device: str) -> No
 
 
 def call(name: str, device_type: str, *args: Any) -> Any:
-    """Run op `name` on its chosen variant.
+    """Run op `name` on its chosen variant, with the operands as they are, also where torch.autocast
+    is on: the caller has cast them, as its recipe or the autocast dtype asks for."""
+    joins = name in _library.OPERANDS and device_type in _library.AUTOCAST
+    if joins and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return run(name, device_type, args)
+    return run(name, device_type, args)
+
+
+def run(name: str, device_type: str, args: Args) -> Any:
+    """`call` for an op that torch.autocast leaves alone, or where it is off.
 
     A compiled kernel checks its arguments before it touches memory, faster than Python could;
     when it, or the choice of a variant, cannot use them, the op's own check is run to say which

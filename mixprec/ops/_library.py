@@ -36,6 +36,10 @@ CHOICES: dict[str, Choice] = {}  # of the ops that have one
 DIRECT: dict[str, Callable[..., Any]] = {}  # the vendor's variants, without the way through an op
 VARIANTS: dict[str, Callable[..., Any]] = {}  # what runs gemm_reference, gemm_vendor, …
 
+OPERANDS: dict[str, tuple[int, ...]] = {}  # of the ops that join torch.autocast: what it casts
+AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # where they do, by device type
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+
 INSTALL = "pip install --no-build-isolation -e ."
 
 # The ops with a Triton kernel, and the module of mixprec.triton_kernels whose function `op` runs
@@ -136,6 +140,32 @@ def has_vendor_kernel(name: str) -> bool:
     return name in DIRECT
 
 
+def cast_operand(x: torch.Tensor, device_type: str) -> torch.Tensor:
+    """x as torch.autocast, which is on, has an operand: fp32, bf16 and fp16 in the autocast dtype.
+
+    FP8, whose scale means that format, stays, and so does fp64, as with torch's own ops.
+    """
+    if x.dtype not in _CAST or x.device.type != device_type:
+        return x
+    return x.to(torch.get_autocast_dtype(device_type))
+
+
+def _autocast_kernel(op: str, operands: tuple[int, ...], device_type: str) -> Callable[..., Any]:
+    """What runs for a call of torch.ops.mixprec inside torch.autocast; without operands, nothing
+    of its own."""
+    if not operands:
+        return torch.library.fallthrough_kernel
+
+    def kernel(*args: Any) -> Any:
+        cast = list(args)
+        for i in operands:
+            cast[i] = cast_operand(args[i], device_type)
+        with torch.autocast(device_type, enabled=False):
+            return op_handle(op)(*cast)
+
+    return kernel
+
+
 def define(
     name: str,
     signature: str,
@@ -145,6 +175,7 @@ def define(
     fake: Callable[..., Any] | None = None,
     vendor: Callable[..., Any] | None = None,
     choice: Choice | None = None,
+    operands: tuple[int, ...] = (),
 ) -> None:
     """Define `mixprec::name`, `mixprec::name_reference` and, where there is a Triton kernel or one
     of the vendor's, `mixprec::name_triton` and `mixprec::name_vendor` from one signature string.
@@ -154,7 +185,8 @@ def define(
     raises ValueError or TypeError for arguments that do not fit together; `fake` computes output
     shapes, dtypes and strides (None for an op that returns nothing). The compiled kernels check
     again, in C++. `vendor` runs what torch has for the same job on a GPU; `choice` says for which
-    calls which variant is taken there.
+    calls which variant is taken there. `operands`: the arguments, by position, that torch.autocast
+    casts; without any it leaves the op alone.
     """
 
     def checked_fake(*args: Any) -> Any:
@@ -190,6 +222,8 @@ def define(
     OPS[name] = check
     if choice is not None:
         CHOICES[name] = choice
+    if operands:
+        OPERANDS[name] = operands
     variants = {"reference": (checked_reference, "CompositeExplicitAutograd")}
     if name in TRITON:
         variants["triton"] = (checked_triton, "CUDA")
@@ -199,6 +233,8 @@ def define(
     for op in (name, *(variant_name(name, v) for v in variants)):
         LIBRARY.define(op + signature, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"mixprec::{op}", checked_fake, lib=LIBRARY)
+        for device_type, key in AUTOCAST.items():
+            LIBRARY.impl(op, _autocast_kernel(op, operands, device_type), key)
     for variant, (function, key) in variants.items():
         VARIANTS[variant_name(name, variant)] = function
         LIBRARY.impl(variant_name(name, variant), function, key)

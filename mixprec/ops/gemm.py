@@ -150,6 +150,7 @@ _library.define(
         _gemm_choice.order,
         {"vendor": _gemm_vendor.gemm_why_not, "cuda": _gemm_choice.cuda_why_not},
     ),
+    operands=(0, 1),
 )
 _library.define(
     "gemm_accumulate_",
@@ -161,6 +162,7 @@ _library.define(
         _gemm_choice.accumulate_order,
         {"vendor": _gemm_vendor.gemm_accumulate_why_not, "cuda": _gemm_choice.cuda_why_not},
     ),
+    operands=(1, 2),
 )
 
 
@@ -202,16 +204,24 @@ def gemm(
     Accumulation is FP32 and there is one rounding, at the end. Scales that change along K multiply
     the FP32 sum of each 128 of K before it is added up, the others the whole sum. fast_accum lets
     FP8 tensor cores keep their shorter accumulator; no effect on a CPU. K = 0 gives the bias or
-    zeros. Raises ValueError naming the argument that does not fit.
+    zeros. Inside torch.autocast a and b of fp32, bf16 or fp16 are first cast to the autocast dtype;
+    FP8, scales and bias are taken as they are. Raises ValueError naming the argument that does not
+    fit.
     """
     a_data, a_inv = _unpack("gemm", "a", a, a_scale_inv)
     b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)
     hint = "use mixprec.functional.matmul or linear"
     _checks.needs_no_grad("gemm", hint, a_data, b_data, bias)
+    device_type = a_data.device.type
+    autocast = device_type in _library.AUTOCAST and torch.is_autocast_enabled(device_type)
+    if autocast:
+        a_data, b_data = (_library.cast_operand(x, device_type) for x in (a_data, b_data))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a_data.dtype in _checks.FP8 else a_data.dtype
     args = (a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
-    return _backends.call("gemm", a_data.device.type, *args)
+    if autocast:
+        return _backends.call("gemm", device_type, *args)
+    return _backends.run("gemm", device_type, args)
 
 
 def gemm_accumulate_(
@@ -224,12 +234,18 @@ def gemm_accumulate_(
 ) -> None:
     """acc += (a @ b) * a_scale_inv * b_scale_inv in FP32, in place: weight gradients.
 
-    acc: [M, N] fp32, any strides. a: [M, K], b: [K, N] and their scales as in `gemm`. K = 0 leaves
-    acc unchanged. ValueError also if acc overlaps in memory with an operand or its scales.
+    acc: [M, N] fp32, any strides, inside torch.autocast too. a: [M, K], b: [K, N] and their scales
+    as in `gemm`. K = 0 leaves acc unchanged. ValueError also if acc overlaps in memory with an
+    operand or its scales.
     """
     op = "gemm_accumulate_"
     a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
     b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
     _checks.needs_no_grad(op, "use mixprec.functional.linear", acc, a_data, b_data)
-    _backends.call(op, a_data.device.type, acc, a_data, b_data, a_inv, b_inv)
+    device_type = a_data.device.type
+    if device_type in _library.AUTOCAST and torch.is_autocast_enabled(device_type):
+        a_data, b_data = (_library.cast_operand(x, device_type) for x in (a_data, b_data))
+        _backends.call(op, device_type, acc, a_data, b_data, a_inv, b_inv)
+    else:
+        _backends.run(op, device_type, (acc, a_data, b_data, a_inv, b_inv))
     _checks.mutated(acc)

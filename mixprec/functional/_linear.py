@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import operands
-from .operands import Delayed, Operand
-from .ops import _backends, _checks
-from .recipes import Recipe
-
-# kind ("forward", "grad_input", "grad_weight"), layer name, format of a, format of b
-Observer = Callable[[str, str, str, str], None]
-
-_observer: Observer | None = None
-
-
-@contextlib.contextmanager
-def observed(callback: Observer) -> Iterator[None]:
-    """Call callback(kind, name, a_format, b_format) before each GEMM run inside the block.
-
-    kind: "forward", "grad_input" or "grad_weight"; name: the `name` given to `linear`; the
-    formats are names such as "e4m3". A backward pass is seen if it runs inside the block. Blocks
-    nest: the innermost callback is called. The setting is global to the process (CUDA's backward
-    runs in a thread of its own) and restored when the block ends.
-    """
-    global _observer
-    before, _observer = _observer, callback
-    try:
-        yield
-    finally:
-        _observer = before
-
+from .. import operands
+from ..operands import Delayed, Operand
+from ..ops import _backends, _checks
+from ..recipes import Recipe
+from ._arguments import check_dtypes, check_state, main_grad_of
+from ._observed import observe
+from ._saturate import clips, saturate
 
 # Below, the ops are called through _backends.call: `linear` has checked the arguments, and the
 # public functions would do so again at every call (gemm of 8 x 32 x 16: 12 us against 6).
@@ -55,17 +33,11 @@ def _gemm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _observe(kind, ctx)
+    observe(kind, ctx.recipe, ctx.name)
     fast_accum = kind in ctx.recipe.fast_accum
     return _backends.call(
         "gemm", a.device.type, a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum
     )
-
-
-def _observe(kind: str, ctx: Any) -> None:
-    if _observer is not None:
-        a_format, b_format = getattr(ctx.recipe, kind)
-        _observer(kind, ctx.name, a_format.name, b_format.name)
 
 
 class _Linear(torch.autograd.Function):
@@ -136,7 +108,7 @@ class _Linear(torch.autograd.Function):
             if ctx.main_grad is None:
                 grad_w = _gemm("grad_weight", ctx, a, b, a_inv, b_inv, ctx.w_dtype)
             else:
-                _observe("grad_weight", ctx)
+                observe("grad_weight", ctx.recipe, ctx.name)
                 acc = ctx.main_grad
                 _backends.call("gemm_accumulate_", a.device.type, acc, a, b, a_inv, b_inv)
                 _checks.mutated(acc)
@@ -147,39 +119,42 @@ class _Linear(torch.autograd.Function):
 
 
 def _check(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: object
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: object
 ) -> None:
+    op = "linear"
     _checks.is_tensor(op, "x", x)
     _checks.is_tensor(op, "weight", weight)
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be [N, K], got shape {tuple(weight.shape)}")
-    n, k = weight.shape
+    k = weight.shape[1]
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(
             f"{op}: x must be [..., K] with K = {k} as in weight [N, K], got shape {tuple(x.shape)}"
         )
-    _checks.has_dtype(op, "x", x, _checks.FLOATS)
-    _checks.has_dtype(op, "weight", weight, _checks.FLOATS)
-    _checks.on_device(op, "weight", weight, x.device, "x")
-    if bias is not None:
-        _checks.is_tensor(op, "bias", bias)
-        _checks.has_dtype(op, "bias", bias, (*_checks.FLOATS, torch.float64))
-        _checks.has_shape(op, "bias", bias, (n,), "[N]")
-        _checks.on_device(op, "bias", bias, x.device, "x")
-    if out_dtype not in _checks.FLOATS:
-        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+    check_dtypes(op, x, weight, bias, out_dtype, "[N]")
 
 
-def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Where to add the weight's gradient, if the weight says so and has no other."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not weight.requires_grad or weight.grad is not None:
-        return None
-    _checks.is_tensor("linear", "weight.main_grad", main_grad)
-    _checks.has_dtype("linear", "weight.main_grad", main_grad, (torch.float32,))
-    _checks.has_shape("linear", "weight.main_grad", main_grad, weight.shape, "weight's shape")
-    _checks.on_device("linear", "weight.main_grad", main_grad, weight.device, "weight")
-    return main_grad
+def run_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    name: str,
+    delayed: Delayed | None,
+    quantized_weight: Operand | None,
+    clipped: torch.Tensor | None,
+) -> torch.Tensor:
+    """`linear`, for arguments that have been checked."""
+    clip = clips(recipe, out_dtype)
+    y = _Linear.apply(
+        *(x, weight, bias, main_grad),
+        *(delayed if recipe.is_delayed and delayed is not None else (None, None, None)),
+        *(quantized_weight or (None, None, None, None)),
+        *(recipe, torch.float32 if clip else out_dtype, name, torch.is_grad_enabled()),
+    )
+    return saturate(y, clipped) if clip else y
 
 
 def linear(
@@ -192,6 +167,7 @@ def linear(
     name: str = "",
     delayed: Delayed | None = None,
     quantized_weight: Operand | None = None,
+    clipped: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return y = q(x) @ q(weight)^T + bias, [..., N], with gradients computed the same way.
 
@@ -201,6 +177,7 @@ def linear(
     out_dtype: fp32, bf16 or fp16; None takes x's. name: handed to `observed`. delayed: the state
     of a recipe with delayed scaling, which mixprec.nn.Linear keeps. quantized_weight: what
     `operands.cast(weight, "w", recipe, delayed, use_t=True)` returned for this very weight.
+    clipped: int64 [], counts the outputs that a recipe with clip_activations saturated.
 
         grad of x      = q(g) @ q(weight)    in x's dtype
         grad of weight = q(g)^T @ q(x)       in weight's dtype, or added to weight.main_grad
@@ -219,17 +196,13 @@ def linear(
     recipe = Recipe.parse(recipe)
     if out_dtype is None and isinstance(x, torch.Tensor):
         out_dtype = x.dtype
-    _check("linear", x, weight, bias, out_dtype)
-    if recipe.is_delayed and delayed is None:
-        raise ValueError(
-            f"linear: recipe {recipe.name} has delayed scaling, whose state must be given as "
-            "`delayed`: use mixprec.nn.Linear, which keeps it"
-        )
-    return _Linear.apply(
-        *(x, weight, bias, _main_grad(weight)),
-        *(delayed if recipe.is_delayed and delayed is not None else (None, None, None)),
-        *(quantized_weight or (None, None, None, None)),
-        *(recipe, out_dtype, name, torch.is_grad_enabled()),
+    _check(x, weight, bias, out_dtype)
+    assert out_dtype is not None, "checked"
+    check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")
+    main_grad = main_grad_of("linear", weight)
+    return run_linear(
+        *(x, weight, bias, main_grad, recipe, out_dtype, name),
+        *(delayed, quantized_weight, clipped),
     )
 
 

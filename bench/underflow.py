@@ -1,0 +1,206 @@
+"""What loss scaling is for: a task whose gradients fp16 cannot hold, trained with it and without.
+
+A regression in small units: the gradient of a mean over many small errors is far smaller than the
+errors themselves, and fp16 has nothing between 0 and 2^-24.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import mixprec
+
+from . import readme
+from .environment import environment
+
+RESULT = Path("bench/results/cpu/underflow.json")
+PICTURE = Path("docs/underflow.png")
+PAGE = Path("docs/loss_scaling.md")
+COMMAND = "python -m mixprec.bench underflow"
+MARKER = "underflow"
+BATCH, SIZES = 2048, (16, 64, 64, 32)
+UNIT = 2.0**-10  # of the targets: standard deviation
+STEPS, WARM_UP, SEED, LEARNING_RATE = 200, 20, 0, 3e-4
+
+
+class Run(NamedTuple):
+    """One training: the recipe, and whether the loss is scaled."""
+
+    name: str
+    dtype: torch.dtype
+    scaled: bool
+    colour: str
+    line: str
+
+
+RUNS = (
+    Run("fp32", torch.float32, False, "#999999", "-"),
+    Run("bf16", torch.bfloat16, False, "#0072B2", "--"),
+    Run("fp16", torch.float16, False, "#D55E00", "-"),
+    Run("fp16, GradScaler", torch.float16, True, "#000000", ":"),
+)
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(SEED)
+    sizes = list(itertools.pairwise(SIZES))
+    hidden = [layer for n, m in sizes[:-1] for layer in (nn.Linear(n, m), nn.GELU())]
+    out = nn.Linear(*sizes[-1])
+    with torch.no_grad():  # it starts near 0, where the targets are
+        out.weight.mul_(UNIT)
+        out.bias.zero_()
+    model: nn.Module = nn.Sequential(*hidden, out)
+    if dtype == torch.float32:
+        return model
+    recipe = "fp16" if dtype == torch.float16 else "bf16"
+    return mixprec.convert(mixprec.cast_parameters(model, dtype), recipe)
+
+
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the targets: a smooth function of x, in small units."""
+    generator = torch.Generator().manual_seed(SEED)
+    mix = torch.randn(SIZES[0], SIZES[-1], generator=generator) / SIZES[0] ** 0.5
+    x = torch.randn(BATCH, SIZES[0], generator=generator.manual_seed(1000 + step))
+    return x, UNIT * torch.tanh(x @ mix)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean squared error, in FP32."""
+    return (model(x).float() - y).square().mean()
+
+
+def exact_gradients(model: nn.Module, twin: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Of the same weights and batch, in FP32 throughout."""
+    with torch.no_grad():
+        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+            p.copy_(q)
+    return torch.autograd.grad(loss_of(twin, x, y), list(twin.parameters()))
+
+
+def flushed(model: nn.Module, exact: tuple[torch.Tensor, ...]) -> float:
+    """The share of gradient elements that are 0 and should not be."""
+    lost = total = 0
+    for p, e in zip(model.parameters(), exact, strict=True):
+        assert p.grad is not None
+        lost += int(((p.grad == 0) & (e != 0)).sum())
+        total += int((e != 0).sum())
+    return lost / total
+
+
+def train(run: Run, steps: int = STEPS) -> dict[str, Any]:
+    model, twin = make_model(run.dtype), make_model(torch.float32)
+    optimizer = mixprec.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-12, weight_decay=0)
+    scaler = mixprec.GradScaler(enabled=run.scaled)
+    losses, shares = [], []
+    for step in range(steps):
+        x, y = make_batch(step)
+        warm_up, cool_down = min(1.0, (1 + step) / WARM_UP), 1 - step / steps
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * warm_up * cool_down
+        loss = loss_of(model, x.to(run.dtype), y)
+        scaler.scale(loss).backward()
+        losses.append(round(loss.item() / UNIT**2, 6))
+        shares.append(round(flushed(model, exact_gradients(model, twin, x, y)), 6))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {
+        "name": run.name,
+        "losses": losses,
+        "flushed": shares,
+        "skipped": int(scaler.skipped) if run.scaled else 0,
+        "scale": scaler.get_scale(),
+    }
+
+
+def measure(steps: int = STEPS) -> dict[str, Any]:
+    """Losses and shares of every step. The losses are in units of the square of `unit`."""
+    where, start = environment(quick=False), time.perf_counter()
+    with warnings.catch_warnings():  # that fp16 needs a scaler, which is what is shown
+        warnings.filterwarnings("ignore", message=".*fp16 recipe")
+        runs = [train(run, steps) for run in RUNS]
+    x, y = make_batch(0)
+    out = make_model(torch.float32)(x)
+    (of_outputs,) = torch.autograd.grad((out - y).square().mean(), out)
+    return {
+        "environment": where,
+        "command": COMMAND,
+        "what": f"an MLP of {'-'.join(map(str, SIZES))} units, batches of {BATCH}, AdamW with FP32 "
+        f"masters, {steps} steps, seed {SEED}",
+        "unit": UNIT,
+        "output_gradient": of_outputs.square().mean().sqrt().item(),
+        "seconds": round(time.perf_counter() - start, 1),
+        "runs": runs,
+    }
+
+
+HEADER = ("run", "first loss", "last loss", "flushed, first step", "flushed, last step", "skipped")
+
+
+def last(values: list[float]) -> float:
+    """The mean of the last twentieth: single batches differ."""
+    tail = values[-max(1, len(values) // 20) :]
+    return sum(tail) / len(tail)
+
+
+def block(content: dict[str, Any]) -> str:
+    """The table of docs/loss_scaling.md, and where it was measured."""
+    rows: list[tuple[str, ...]] = []
+    for run in content["runs"]:
+        losses, shares = run["losses"], run["flushed"]
+        cells = (
+            f"{losses[0]:.3f}",
+            f"{last(losses):.3f}",
+            f"{shares[0]:.1%}",
+            f"{last(shares):.1%}",
+        )
+        rows.append((run["name"], *cells, str(run["skipped"])))
+    smallest = content["output_gradient"] / 2.0**-24
+    return (
+        f"{readme.markdown(HEADER, rows)}\n\nLosses in units of the targets' own size squared, the "
+        f"last ones a mean over a twentieth of the steps. The gradient of the outputs, root mean "
+        f"square, starts at {content['output_gradient']:.1e}, {smallest:.2f} of FP16's smallest "
+        f"number. The task: {content['what']}. {readme.machine(content['environment'])}"
+    )
+
+
+def plot(content: dict[str, Any], path: Path) -> None:
+    """Losses above, shares of flushed gradients below. ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    widths = (5.0, 2.5, 2.0, 1.6)  # curves that agree lie on each other: the later are thinner
+    for run, known, width in zip(content["runs"], RUNS, widths, strict=True):
+        style: dict[str, Any] = {"color": known.colour, "linestyle": known.line, "linewidth": width}
+        steps = range(1, len(run["losses"]) + 1)
+        above.semilogy(steps, run["losses"], label=run["name"], **style)
+        if run["name"] != "fp32":  # with itself it agrees
+            below.plot(steps, [100 * share for share in run["flushed"]], **style)
+    above.set(ylabel="training loss", title="fp16 stalls where its gradients become 0")
+    below.set(xlabel="training step", ylabel="gradients flushed to 0 (%)", ylim=(-4, 104))
+    above.legend()
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def render(page: Path, content: dict[str, Any]) -> str:
+    return readme.fill(page.read_text(), MARKER, block(content))
+
+
+def write(root: Path, picture: Path | None = None) -> dict[str, Any]:
+    """Train, and write the JSON, the picture and the page's table under the repository `root`."""
+    content = measure()
+    (root / RESULT).parent.mkdir(parents=True, exist_ok=True)
+    (root / RESULT).write_text(json.dumps(content, indent=1) + "\n")
+    plot(content, picture if picture is not None else root / PICTURE)
+    (root / PAGE).write_text(render(root / PAGE, content))
+    return content

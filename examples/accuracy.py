@@ -1,0 +1,161 @@
+"""Measure what each precision costs in accuracy: GPT, CNN and ViT, over several seeds.
+
+    python examples/accuracy.py --task gpt,cnn,vit --seeds 3 --out bench/results/cpu
+
+Each task is trained once per recipe and seed; a seed fixes the initial weights and the order of the
+data, so each run has a partner in FP32. OUT/accuracy-TASK.json is written after every run, and
+`python -m mixprec.bench report` makes docs/accuracy.md of these files. Needs the packages of
+`pip install "mixprec[examples]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpt_data
+import train_gpt
+
+import mixprec
+from mixprec.bench.environment import environment
+
+RECIPES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")
+CONFIDENCE = 0.95
+# metric, whether more is better, what a difference is counted in, the most that FP8 may lose
+GPT = ("bits/byte", False, "%", 0.5)
+IMAGE = ("accuracy (%)", True, "points", 0.6)
+
+
+def gpt_runs(seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
+    """The demo's GPT, on the demo's text, for as many steps as the demo's."""
+    for recipe in RECIPES:
+        words = ["--recipes", recipe, "--seed", str(seed)]
+        options = train_gpt.parse_arguments(words + (["--steps", str(steps)] if steps else []))
+        text = gpt_data.load(None, options.context)
+        row = train_gpt.compare(options, text).rows[0]
+        loss = math.nan if row.validation_loss is None else row.validation_loss
+        yield {
+            "recipe": recipe,
+            "value": loss * train_gpt.BITS,
+            "loss": loss,
+            "samples": train_gpt.VALIDATION_BYTES,
+            "seconds": sum(row.seconds),
+            "skipped": row.skipped_steps,
+            "status": row.status,
+        }
+
+
+def image_runs(model: str, seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
+    """A model of train_image.py on the glyphs."""
+    import train_image
+
+    for recipe in RECIPES:
+        run = train_image.train(model, recipe, seed, steps)
+        yield {
+            "recipe": recipe,
+            "value": 100 * run["accuracy"],
+            **{key: run[key] for key in ("loss", "samples", "seconds", "skipped")},
+            "status": "complete",
+        }
+
+
+TASKS: dict[str, tuple[tuple[str, bool, str, float], Callable[..., Iterator[dict[str, Any]]]]] = {
+    "gpt": (GPT, gpt_runs),
+    "cnn": (IMAGE, lambda seed, steps: image_runs("cnn", seed, steps)),
+    "vit": (IMAGE, lambda seed, steps: image_runs("vit", seed, steps)),
+}
+
+
+def interval(values: list[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean, by Student's t; None for one."""
+    from scipy import stats
+
+    if len(values) < 2:
+        return None
+    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def summary(runs: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
+    """A line per recipe: the mean, and the mean difference to FP32's run of the same seed.
+
+    Differences are in % of FP32's value, or in points.
+    """
+    values: dict[str, dict[int, float]] = {}
+    for run in runs:
+        values.setdefault(run["recipe"], {})[run["seed"]] = run["value"]
+    base = values.get("fp32", {})
+    lines = []
+    for recipe, by_seed in values.items():
+        line: dict[str, Any] = {"recipe": recipe, "seeds": len(by_seed)}
+        line |= {
+            "mean": statistics.fmean(by_seed.values()),
+            "interval": interval([*by_seed.values()]),
+        }
+        paired = [seed for seed in by_seed if seed in base]
+        if recipe != "fp32" and paired:
+            factors = {s: 100 / base[s] if unit == "%" else 1.0 for s in paired}
+            gaps = [(by_seed[s] - base[s]) * factors[s] for s in paired]
+            line |= {"difference": statistics.fmean(gaps), "difference_interval": interval(gaps)}
+        lines.append(line)
+    return lines
+
+
+def measure(task: str, seeds: int, steps: int | None, out: Path) -> None:
+    (metric, more_is_better, unit, limit), runs_of = TASKS[task]
+    where, runs = environment(quick=steps is not None), []
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in range(seeds):
+        for run in runs_of(seed, steps):
+            runs.append({"seed": seed, **run})
+            print(
+                f"{task} seed {seed} {run['recipe']:12} {metric} {run['value']:.4f} "
+                f"({run['seconds']:.0f} s, {run['skipped']} skipped, {run['status']})",
+                flush=True,
+            )
+            content = {
+                "task": task,
+                "command": f"python examples/accuracy.py --task {task} --seeds {seeds}"
+                + (f" --steps {steps}" if steps else ""),
+                "metric": metric,
+                "more_is_better": more_is_better,
+                "unit": unit,
+                "limit": limit,
+                "confidence": CONFIDENCE,
+                "environment": where,
+                "summary": summary(runs, unit),
+                "runs": runs,
+            }
+            path = out / f"accuracy-{task}.json"
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--task", default=",".join(TASKS), help="some of them, separated by commas: %(default)s")
+    add("--seeds", type=int, default=3, help="runs per recipe (%(default)s)")
+    add("--steps", type=int, help="training steps of each run, to try it out")
+    add("--out", type=Path, default=Path("bench/results/cpu"), help="folder of the results")
+    options = parser.parse_args(argv)
+    tasks = options.task.split(",")
+    if unknown := [task for task in tasks if task not in TASKS]:
+        parser.error(f"--task must be among {', '.join(TASKS)}, got {', '.join(unknown)}")
+    if options.seeds < 1:
+        parser.error(f"--seeds must be 1 or more, got {options.seeds}")
+    print(
+        f"mixprec {mixprec.__version__}, {len(RECIPES)} recipes, {options.seeds} seeds", flush=True
+    )
+    for task in tasks:
+        measure(task, options.seeds, options.steps, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

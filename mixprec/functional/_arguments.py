@@ -1,0 +1,61 @@
+"""What linear and conv2d ask of their arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from ..operands import Delayed
+from ..ops import _checks
+from ..recipes import Recipe
+
+
+def check_dtypes(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: object,
+    bias_shape: str,
+) -> None:
+    """dtypes and devices, and the bias, which has an element for each row of the weight."""
+    _checks.has_dtype(op, "x", x, _checks.FLOATS)
+    _checks.has_dtype(op, "weight", weight, _checks.FLOATS)
+    _checks.on_device(op, "weight", weight, x.device, "x")
+    if bias is not None:
+        _checks.is_tensor(op, "bias", bias)
+        _checks.has_dtype(op, "bias", bias, (*_checks.FLOATS, torch.float64))
+        _checks.has_shape(op, "bias", bias, (weight.shape[0],), bias_shape)
+        _checks.on_device(op, "bias", bias, x.device, "x")
+    if out_dtype not in _checks.FLOATS:
+        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+
+
+def check_state(
+    op: str,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    clipped: torch.Tensor | None,
+    device: torch.device,
+    module: str,
+) -> None:
+    """The state that a recipe writes to."""
+    if recipe.is_delayed and delayed is None:
+        raise ValueError(
+            f"{op}: recipe {recipe.name} has delayed scaling, whose state must be given as "
+            f"`delayed`: use {module}, which keeps it"
+        )
+    if clipped is not None:
+        _checks.is_scalar(op, "clipped", clipped, torch.int64)
+        _checks.on_device(op, "clipped", clipped, device, "x")
+
+
+def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
+    """Where to add the weight's gradient, if the weight says so and has no other."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not weight.requires_grad or weight.grad is not None:
+        return None
+    _checks.is_tensor(op, "weight.main_grad", main_grad)
+    _checks.has_dtype(op, "weight.main_grad", main_grad, (torch.float32,))
+    _checks.has_shape(op, "weight.main_grad", main_grad, weight.shape, "weight's shape")
+    _checks.on_device(op, "weight.main_grad", main_grad, weight.device, "weight")
+    return main_grad

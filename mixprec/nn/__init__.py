@@ -1,0 +1,7 @@
+"""Modules that compute in low precision: torch.nn's own, with a recipe."""
+
+from ._layer import Layer, QuantizedWeight
+from .conv import Conv2d
+from .linear import Linear
+
+__all__ = ["Conv2d", "Layer", "Linear", "QuantizedWeight"]

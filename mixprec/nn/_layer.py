@@ -1,0 +1,173 @@
+"""What the layers share: a recipe, delayed scales, a weight that is cast once for many passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .. import _loss_scaling, scaling
+from ..operands import Delayed, Operand
+from ..recipes import Recipe
+
+CLIPPED = "clipped"  # the buffer, int64 []
+Self = TypeVar("Self", bound="Layer")
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+class QuantizedWeight(NamedTuple):
+    """What `mixprec.reuse_weights` leaves in a layer: its weight, cast when it was at `version`."""
+
+    weight: torch.Tensor
+    version: int
+    operand: Operand
+
+
+class Layer(torch.nn.Module):
+    """The part of Linear and Conv2d that is not arithmetic; stands before torch's module.
+
+    With a delayed recipe there are buffers, fp32 whatever the parameters' dtype, with a row for
+    each of x and g: amax_history [2, L], scale [2] (0: none yet) and, in no state dict, what was
+    seen since their last change: amax [] of x, grad_amax [] of g. The weight is always scaled by
+    its own amax. With clip_activations there is, in no state dict, clipped (int64 []): how many
+    outputs have been saturated.
+    """
+
+    name: str
+    weight: torch.Tensor
+    scale: torch.Tensor  # these three with a delayed recipe only
+    amax: torch.Tensor
+    grad_amax: torch.Tensor
+    _recipe: Recipe
+    _quantized_weight: QuantizedWeight | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """How operands are cast. Setting another one drops the state of the one before."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | str) -> None:
+        recipe = Recipe.parse(recipe)
+        if getattr(self, "_recipe", None) != recipe:
+            self._recipe = recipe
+            scaling.reset(self, recipe)
+            _loss_scaling.follow(self, recipe)
+            self._buffers.pop(CLIPPED, None)
+            self._non_persistent_buffers_set.discard(CLIPPED)
+            if recipe.clip_activations:
+                count = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+                self.register_buffer(CLIPPED, count, persistent=False)
+
+    @classmethod
+    def _sharing(
+        cls: type[Self],
+        kind: type[torch.nn.Module],
+        module: torch.nn.Module,
+        recipe: Recipe | str,
+        name: str,
+    ) -> Self:
+        """A layer that shares the parameters, hooks and every other attribute of `module`."""
+        what = kind.__name__.removesuffix("2d").lower()
+        if not isinstance(module, kind):
+            got = type(module).__name__
+            raise TypeError(f"from_{what}: {what} must be a torch.nn.{kind.__name__}, got {got}")
+        recipe = Recipe.parse(recipe)
+        state: dict[str, Any] = dict(module.__dict__)
+        for attribute in ("forward", "_compiled_call_impl"):
+            if state.get(attribute) is not None:
+                raise ValueError(
+                    f"from_{what}: {what} must be a plain torch.nn.{kind.__name__}, but "
+                    f"{name or 'it'} has its own {attribute}: convert it before it is wrapped or "
+                    "compiled"
+                )
+        # The registries are copied, so that a parameter added to one module does not appear in
+        # the other; hook dictionaries stay shared, because their handles point into them.
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            state[registry] = state[registry].copy()
+        converted = cls.__new__(cls)
+        converted.__dict__ = state
+        converted.recipe = recipe
+        converted.name = name
+        return converted
+
+    def _options(self, x: torch.Tensor, recipe: Recipe) -> dict[str, Any]:
+        """What the functional form takes besides the operands, where `recipe` holds."""
+        if not isinstance(x, torch.Tensor):
+            kind, got = type(self).__name__.lower(), type(x).__name__
+            raise TypeError(f"{kind}: x must be a torch.Tensor, got {got}")
+        device = x.device.type
+        out_dtype = None
+        if device != "meta" and torch.is_autocast_enabled(device):  # it knows no meta device
+            out_dtype = torch.get_autocast_dtype(device)
+        own = recipe == self.recipe  # state and cast weights belong to that one
+        return {
+            "recipe": recipe,
+            "out_dtype": out_dtype,
+            "name": self.name,
+            "delayed": self._delayed() if own else None,
+            "quantized_weight": self._reused() if own else None,
+            "clipped": self._buffers.get(CLIPPED) if own else None,
+        }
+
+    def _delayed(self) -> Delayed | None:
+        if not self.recipe.is_delayed:
+            return None
+        return Delayed(self.scale, self.amax, self.grad_amax)
+
+    def _reused(self) -> Operand | None:
+        """The cast weight, unless another one stands in for it (torch.func.functional_call)."""
+        reused = self._quantized_weight
+        if reused is None or reused.weight is not self.weight:
+            return None
+        if not torch.compiler.is_compiling() and self.weight._version != reused.version:
+            raise RuntimeError(
+                f"reuse_weights: the weight of {self.name or 'a ' + type(self).__name__} was "
+                "changed inside the block; end the block before the optimizer's step"
+            )
+        return reused.operand
+
+    def quantize_weight(self) -> None:
+        """Cast the weight now, for all forward passes until `_quantized_weight` is None again."""
+        weight = self.weight
+        if not self.recipe.is_fp8 and weight.dtype == self.recipe.w.dtype:
+            return  # nothing to cast
+        with torch.no_grad():
+            self._quantized_weight = QuantizedWeight(weight, weight._version, self._cast_weight())
+
+    def _cast_weight(self) -> Operand:
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters as torch's module does, and drop what scales there are."""
+        super().reset_parameters()  # type: ignore[misc]
+        if scaling.has_state(self):
+            scaling.reset(self, self.recipe)
+
+    def _apply(
+        self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Self:
+        before = {n: self._buffers[n] for n in scaling.BUFFERS} if scaling.has_state(self) else {}
+        count = self._buffers.get(CLIPPED)
+        super()._apply(fn, recurse)
+        scaling.keep_fp32(self, before)  # type: ignore[arg-type]
+        moved = self._buffers.get(CLIPPED)
+        if count is not None and moved is not None and count.is_meta and not moved.is_meta:
+            moved.zero_()  # to_empty() gives memory that holds anything
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        errors = args[-1]
+        state_dict = scaling.loadable(self, state_dict, prefix, errors)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        scaling.after_load(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by copying and unpickling."""
+        super().__setstate__({**state, "_quantized_weight": None})
+        if self.recipe.is_delayed:
+            scaling.follow(self)
+        _loss_scaling.follow(self, self.recipe)

@@ -1,0 +1,68 @@
+"""Linear: torch.nn.Linear with a recipe."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _region, functional, operands
+from ..operands import Operand
+from ..recipes import Recipe
+from ._layer import Layer
+
+
+class Linear(Layer, torch.nn.Linear):
+    """y = x @ weight^T + bias with the operands of all three GEMMs cast as `recipe` says.
+
+    A torch.nn.Linear in everything else: parameters, initialisation, state_dict keys. Parameters
+    may be fp32, bf16 or fp16 and are never changed. The output has the input's dtype; under
+    torch.autocast, the autocast dtype. recipe: a name, such as "bf16", "fp8" or "fp8-delayed", or
+    a Recipe; inside `mixprec.autocast`, that region's. name: what `mixprec.functional.observed`
+    reports; `mixprec.convert` sets it to the module's path. See `mixprec.functional.linear` for
+    the formulas and what is raised.
+
+    A delayed recipe and one with clip_activations add buffers: see `mixprec.nn.Layer`.
+    `mixprec.update_scales` says when delayed scales change. State dicts of nn.Linear load, and the
+    scales start anew; `mixprec.scaling.plain_state_dict` makes one for nn.Linear.
+    """
+
+    __module__ = "mixprec.nn"  # where pickles look for it
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = "fp8",
+        name: str = "",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe = Recipe.parse(recipe)
+        self.name = name
+
+    @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, recipe: Recipe | str = "fp8", name: str = ""
+    ) -> Linear:
+        """A Linear that shares `linear`'s parameters, hooks and every other attribute.
+
+        Handles of hooks that were registered on `linear` keep working. ValueError if `linear`
+        carries a forward of its own (put there by a wrapper or by .compile()), which would be
+        lost: convert first, then wrap or compile.
+        """
+        return cls._sharing(torch.nn.Linear, linear, recipe, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        recipe = _region.recipe_here(self.recipe)
+        if recipe is None:
+            return super().forward(x)
+        return functional.linear(x, self.weight, self.bias, **self._options(x, recipe))
+
+    def _cast_weight(self) -> Operand:
+        return operands.cast(self.weight, "w", self.recipe, self._delayed(), use_t=True)
+
+    def extra_repr(self) -> str:
+        bias = "" if self.bias is not None else ", bias=False"
+        return f"in={self.in_features}, out={self.out_features}{bias}, {self.recipe}"

@@ -1,0 +1,172 @@
+"""What a Monitor measured, on the host: plain dicts, as a table, JSON lines and scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .measure import FIELDS, decibels
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+WIDTH = 100
+_NAME = 26  # columns of the table for a layer's name
+
+Key = tuple[int, str, str, str, str]  # step, layer, tensor, format, granularity
+Record = dict[str, Any]
+
+
+def add(
+    records: list[Record],
+    samples: Sequence[tuple[Key, Sequence[float]]],
+    scalars: Sequence[tuple[int, str, float]],
+) -> None:
+    """Append one record for each step that ended; tensors of a step that has a record join it."""
+    by_step = {record["step"]: record for record in records[-1:]}
+
+    def of_step(step: int) -> Record:
+        if step not in by_step:
+            by_step[step] = {"step": step, "loss_scale": None, "skipped_steps": None, "clipped": {}}
+            by_step[step]["tensors"] = []
+            records.append(by_step[step])
+        return by_step[step]
+
+    merged: dict[Key, tuple[int, list[float]]] = {}
+    for key, values in samples:
+        calls, before = merged.get(key, (0, []))
+        merged[key] = calls + 1, _merge(before, values) if calls else list(values)
+    for key, (calls, values) in merged.items():
+        of_step(key[0])["tensors"].append(_tensor(key, calls, values))
+    for step, name, value in scalars:
+        record = of_step(step)
+        if name.startswith("clipped/"):
+            record["clipped"][name.removeprefix("clipped/")] = int(value)
+        elif name:
+            record[name] = int(value) if name == "skipped_steps" else value
+
+
+def _merge(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    merged = [x + y for x, y in zip(a, b, strict=True)]
+    amax, low, high = (FIELDS.index(name) for name in ("amax", "scale_min", "scale_max"))
+    nan = math.isnan(a[amax]) or math.isnan(b[amax])
+    merged[amax] = math.nan if nan else max(a[amax], b[amax])
+    merged[low], merged[high] = min(a[low], b[low]), max(a[high], b[high])
+    return merged
+
+
+def _tensor(key: Key, calls: int, values: Sequence[float]) -> Record:
+    sums = dict(zip(FIELDS, values, strict=True))
+    elements = sums["elements"]
+
+    def share(count: float) -> float | None:
+        return None if math.isnan(count) or not elements else count / elements
+
+    measured = not math.isnan(sums["overflow"]) or key[2] != "y"
+    return {
+        "layer": key[1],
+        "tensor": key[2],
+        "format": key[3],
+        "granularity": key[4] or None,
+        "calls": calls,
+        "elements": int(elements),
+        "amax": sums["amax"],
+        "scale_min": sums["scale_min"],
+        "scale_max": sums["scale_max"],
+        "overflow": share(sums["overflow"]),
+        "underflow": share(sums["underflow"]),
+        "inf": int(sums["inf"]),
+        "nan": int(sums["nan"]),
+        "sqnr": decibels(sums["signal"], sums["noise"]) if measured else None,
+    }
+
+
+def badness(row: Record) -> tuple[float, ...]:
+    """Larger is worse: Inf and NaN, then overflow, underflow, and a low SQNR."""
+    sqnr = row["sqnr"]
+    lost = -math.inf if sqnr is None else math.inf if math.isnan(sqnr) else -sqnr
+    wrong = row["inf"] + row["nan"]
+    return (wrong / max(1, row["elements"]), row["overflow"] or 0.0, row["underflow"] or 0.0, lost)
+
+
+def table(record: Record, limit: int | None) -> str:
+    """One record as text: a line of the step, then a line for each tensor, the worst first."""
+    words = [f"step {record['step']}"]
+    if record["loss_scale"] is not None:
+        words.append(f"loss scale {record['loss_scale']:g}")
+    if record["skipped_steps"] is not None:
+        words.append(f"{record['skipped_steps']} steps skipped")
+    if clipped := sum(record["clipped"].values()):
+        words.append(f"{clipped:,} activations clipped")
+    rows = sorted(record["tensors"], key=badness, reverse=True)
+    header = ("layer", "", "format", "amax", "scale", "overflow", "underflow", "inf/nan", "SQNR dB")
+    cells = [header, *(tuple(_cells(row)) for row in rows[:limit])]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    rule = "-" * max(map(len, lines))
+    if limit is not None and len(rows) > limit:
+        lines.append(f"... and {len(rows) - limit} more")
+    return "\n".join([", ".join(words), lines[0], rule, *lines[1:]])
+
+
+def _cells(row: Record) -> Iterator[str]:
+    name = row["layer"] or "(the model)"
+    yield name if len(name) <= _NAME else "..." + name[3 - _NAME :]
+    yield row["tensor"]
+    yield row["format"]
+    yield f"{row['amax']:.3g}"
+    low, high = row["scale_min"], row["scale_max"]
+    yield f"{low:.3g}" if low == high else f"{low:.2g}..{high:.2g}"
+    for share in (row["overflow"], row["underflow"]):
+        yield "-" if share is None else _percent(share)
+    yield "/".join(f"{row[n]:.3g}" for n in ("inf", "nan")) if row["inf"] or row["nan"] else "0"
+    yield "-" if row["sqnr"] is None else f"{row['sqnr']:.1f}"
+
+
+def _percent(share: float) -> str:
+    if not share:
+        return "0"
+    return f"{share:.2%}" if share >= 1e-4 else f"{100 * share:.1g}%"
+
+
+def finite(value: Any) -> Any:
+    """`value` with NaN and Inf, which JSON does not have, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, list) else value
+
+
+def append_jsonl(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
+    lines = [json.dumps(finite(record), allow_nan=False) + "\n" for record in records]
+    if not lines:
+        return
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            lines[0] = lines[0] if file.read(1) == b"\n" else "\n" + lines[0]
+        file.write("".join(lines).encode())
+
+
+def scalars(records: Sequence[Record]) -> Iterator[tuple[str, float, int]]:
+    """(tag, value, step) of every number in `records` that there is."""
+    for record in records:
+        step = record["step"]
+        for name in ("loss_scale", "skipped_steps"):
+            if record[name] is not None:
+                yield name, record[name], step
+        for layer, count in record["clipped"].items():
+            yield f"clipped/{layer}", count, step
+        for row in record["tensors"]:
+            for name in ("amax", "scale_min", "scale_max", "overflow", "underflow", "sqnr"):
+                if row[name] is not None:
+                    yield f"{name}/{row['tensor']}/{row['layer']}", row[name], step
+            yield f"not_finite/{row['tensor']}/{row['layer']}", row["inf"] + row["nan"], step

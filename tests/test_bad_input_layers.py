@@ -1,0 +1,270 @@
+"""Bad input to layers, recipes and checkpoints: a clear message, and nothing is corrupted.
+
+What one op or one class refuses is tested beside it; here are whole models, in every recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import normal
+from torch import nn
+
+import mixprec
+from mixprec import Recipe, convert, update_scales
+from mixprec.nn import Linear
+from mixprec.recipes import RECIPES
+
+NAMES = tuple(RECIPES)
+IN, OUT = 24, 8
+pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
+
+
+def make(recipe: str | Recipe) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, 32), nn.ReLU(), nn.Linear(32, OUT))
+    return convert(model, recipe)  # type: ignore[return-value]
+
+
+def batch(seed: int, rows: int = 6) -> torch.Tensor:
+    return normal((rows, IN), torch.float32, seed=seed)
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, gradients and buffers, those too that no state dict holds."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    grads = {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: t.detach().clone() for name, t in {**named, **grads}.items()}
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    different = [n for n in want if not torch.equal(got[n].nan_to_num(7), want[n].nan_to_num(7))]
+    assert not different
+
+
+# --- a batch that does not fit -------------------------------------------------------------------
+
+BATCHES: dict[str, tuple[Callable[[], object], str]] = {
+    "int": (lambda: torch.ones(2, IN).int(), "x must have dtype float32, .* got torch.int32"),
+    "fp64": (lambda: torch.ones(2, IN).double(), "x must have dtype .* got torch.float64"),
+    "complex": (lambda: torch.ones(2, IN).cfloat(), "x must have dtype .* got torch.complex64"),
+    "fp8": (
+        lambda: torch.ones(2, IN).to(torch.float8_e4m3fn),
+        "x must have dtype .* got torch.float8_e4m3fn",
+    ),
+    "other K": (lambda: torch.ones(2, 7), r"x must be \[..., K\] with K = 24 .* shape \(2, 7\)"),
+    "no dimension": (lambda: torch.ones(()), r"x must be \[..., K\] with K = 24 .* shape \(\)"),
+    "none": (lambda: None, "x must be a torch.Tensor, got NoneType"),
+    "list": (lambda: [1.0], "x must be a torch.Tensor, got list"),
+    "sparse": (lambda: torch.ones(2, IN).to_sparse(), "x must be a dense tensor, got layout"),
+    "other device": (
+        lambda: torch.ones(2, IN, device="meta"),
+        "weight must be on x's device meta, got cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_batch_that_does_not_fit(recipe: str, case: str) -> None:
+    make_x, message = BATCHES[case]
+    model = make(recipe)
+    model(batch(0)).sum().backward()
+    before = snapshot(model)
+    with pytest.raises((ValueError, TypeError), match=f"^linear: {message}"):
+        model(make_x())
+    assert_same(snapshot(model), before)
+
+
+# --- numbers that are none -----------------------------------------------------------------------
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: mixprec.GradScaler,
+         x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:  # fmt: skip
+    y = model(x)
+    scaler.scale(y.square().mean() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return y.detach()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "g"])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: float) -> None:
+    """It is seen in the output or in found_inf, costs one step, and the parameters are those of a
+    run without that batch, to the bit. Delayed scaling records what was finite in it (x before an
+    overflow in g) and nothing else."""
+    runs = []
+    for bad in (False, True):
+        model = make(recipe)
+        optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = mixprec.GradScaler(init_scale=2.0**6, growth_interval=1000)
+        for i in range(2):
+            step(model, optimizer, scaler, batch(i))
+        if bad:
+            before = snapshot(model)
+            x = batch(7)
+            if where == "x":
+                x[2, 3] = number
+            y = step(model, optimizer, scaler, x, number if where == "g" else 1.0)
+            if where == "x":
+                assert y[2].isfinite().logical_not().all(), "the row that it is in"
+                assert y[[0, 1, 3, 4, 5]].isfinite().all(), "and no other"
+            assert scaler.last_step_skipped
+            after = snapshot(model)
+            rows = ["xg".index(role) for role in {"g", where}]
+            for state in (before, after):
+                for name in (n for n in state if n.endswith(("scale", "amax_history"))):
+                    state[name] = state[name][rows]
+            assert_same(after, before)
+        assert int(scaler.skipped) == bad
+        for i in range(2, 4):
+            step(model, optimizer, scaler, batch(i))
+        runs.append(snapshot(model))
+    without, with_bad = runs
+    for name in (n for n in without if n.endswith("amax_history")):
+        for state in runs:
+            assert state[name].isfinite().all()
+    different = {n for n in without if not torch.equal(without[n], with_bad[n])}
+    assert all(n.endswith(("amax_history", ".scale")) for n in different), different
+
+
+# --- convert -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_model_without_linear_layers_is_left_as_it_is(recipe: str) -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Sequential(nn.ReLU()))
+    keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
+    seen = "2 Sequential, 1 Embedding, 1 LayerNorm, 1 ReLU"
+    with pytest.warns(UserWarning, match="convert: there is no .* to convert in: ") as caught:
+        assert convert(model, recipe) is model
+    listed = str(caught[0].message).split(" in: ")[1].split(", ")
+    assert sorted(listed) == sorted(seen.split(", "))
+    assert list(model.state_dict()) == keys
+    assert [type(m) for m in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_converting_twice_in_mid_training(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    models = make(recipe), make(recipe)
+    left = []
+    for model, twice in zip(models, (False, True), strict=True):
+        optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = mixprec.GradScaler(init_scale=2.0**6)
+        step(model, optimizer, scaler, batch(0))
+        if twice:
+            modules = list(model.modules())
+            with caplog.at_level(logging.INFO, logger="mixprec"):
+                assert convert(model, recipe) is model
+            assert "(2 had it already)" in caplog.records[-1].getMessage()
+            assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+        step(model, optimizer, scaler, batch(1))
+        left.append(snapshot(model))
+    assert_same(left[1], left[0])
+
+
+BAD_CONVERSIONS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no such recipe": (
+        lambda: convert(nn.Linear(4, 4), "fp9"),
+        ValueError,
+        r"recipe must be .*fp9",
+    ),
+    "a number": (lambda: convert(nn.Linear(4, 4), 8), ValueError, "recipe must be .* got 8"),
+    "a class": (lambda: convert(nn.Linear), TypeError, "must be a torch.nn.Module, got type"),
+    "formats that do not mix": (
+        lambda: convert(nn.Linear(4, 4), Recipe("mine", "e4m3", "bf16", "e5m2")),
+        ValueError,
+        "x, w and g must be all FP8",
+    ),
+    "a setter": (lambda: setattr(Linear(4, 4), "recipe", "fp9"), ValueError, "recipe must be .*"),
+    "a region": (lambda: mixprec.autocast("fp9"), ValueError, "recipe must be .* got 'fp9'"),
+    "no module to update": (lambda: update_scales(None), TypeError, "model must be a torch.nn.Mod"),
+    "no group": (
+        lambda: update_scales(Linear(4, 4, recipe="fp8-delayed"), "gloo"),
+        TypeError,
+        "update_scales: process_group must be a ProcessGroup that this rank is in, got 'gloo'",
+    ),
+    "no module to reuse": (
+        lambda: mixprec.reuse_weights(None).__enter__(),
+        TypeError,
+        "reuse_weights: model must be a torch.nn.Module, got NoneType",
+    ),
+    "fp64 weights": (
+        lambda: Linear(4, 4, dtype=torch.float64)(torch.ones(2, 4)),
+        ValueError,
+        "linear: weight must have dtype float32, bfloat16, float16, got torch.float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONVERSIONS)
+def test_what_cannot_be_converted_or_run(case: str) -> None:
+    call, kind, message = BAD_CONVERSIONS[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "message"),
+    [
+        ("2.scale", torch.ones(4), r"2\.scale must have shape \(2,\) .* got \(4,\), torch.float32"),
+        ("2.scale", torch.ones(2).int(), r"2\.scale must have .* got \(2,\), torch.int32"),
+        ("2.amax_history", torch.ones(2, 4), r"shape \(2, 16\) .* recipe fp8-delayed.* \(2, 4\)"),
+        ("2.scale", torch.tensor([1, math.nan]), r"2\.scale must be 0 or between .* got \[nan\]"),
+        ("2.scale", torch.tensor([math.inf, 1]), r"2\.scale must be 0 or between .* got \[inf\]"),
+        ("2.scale", torch.tensor([-1.0, 0]), r"2\.scale must be 0 or between .* got \[-1\.0\]"),
+        ("2.scale", torch.tensor([1e-45, 0]), r"2\.scale must be 0 or between .* file is damaged"),
+        (
+            "2.amax_history",
+            torch.full((2, 16), math.inf),
+            r"finite, 0 or more, got \[inf, inf, inf",
+        ),
+        ("2.amax_history", torch.full((2, 16), -1.0), r"must be finite, 0 or more, got \[-1\.0,"),
+        ("2.weight", torch.ones(8, 31), r"size mismatch for 2\.weight.*\[8, 31\].*\[8, 32\]"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_model_trains_on(
+    key: str, wrong: torch.Tensor, message: str
+) -> None:
+    """What does not fit is not loaded, the rest is; no scale is left that belongs to neither."""
+    model = make("fp8-delayed")
+    optimizer, scaler = mixprec.optim.AdamW(model.parameters()), mixprec.GradScaler()
+    for i in range(2):
+        step(model, optimizer, scaler, batch(i))
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict({**state, key: wrong})
+    for name, value in model.state_dict().items():
+        if name == key and "weight" not in key:
+            assert not value.any(), "as before the first step"
+        else:
+            assert torch.equal(value, state[name]), name
+    step(model, optimizer, scaler, batch(2))
+    assert not scaler.last_step_skipped
+    assert all(t.isfinite().all() for t in model.state_dict().values())
+    assert all((t > 0).all() for name, t in model.state_dict().items() if name.endswith("scale"))
+
+
+def test_the_checkpoint_of_another_recipe() -> None:
+    short = make(OTHER_HISTORY)
+    with pytest.raises(RuntimeError, match=r"0\.amax_history must have shape \(2, 4\) .* mine"):
+        short.load_state_dict(make("fp8-delayed").state_dict())
+    plain = make("fp8")
+    plain.load_state_dict(short.state_dict())  # its scales are nothing to a current recipe
+    assert not dict(plain.named_buffers())
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
+        plain.load_state_dict({"scale": torch.ones(3)})
