@@ -42,6 +42,32 @@ def tensor_bytes(tensors: Iterable[object]) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
+class _Clock:
+    """When the parts of a step ended: on a GPU in its own time, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, part: str) -> None:
+        """`part` ends here."""
+        self._marks.append((part, self._now()))
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part; on a GPU to be asked for after it has been waited for."""
+        found = {}
+        for (_, start), (part, end) in itertools.pairwise(self._marks):
+            found[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
+        return found
+
+
 class TrainingRun:
     """A model with its optimizer and scaler, trained once; everything measured goes into `row`."""
 
@@ -96,6 +122,8 @@ class TrainingRun:
     ) -> None:
         """Run the steps; the batches' checksums must agree with `same_data` as far as that goes."""
         row, not_finite = self.row, 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.model.train()
         with ExitStack() as stack:
             stack.enter_context(self._gemms_counted())
@@ -127,25 +155,35 @@ class TrainingRun:
         row.status = "complete"
 
     def _step(self, arguments: tuple[Any, ...], probe: bool) -> float:
+        clock = _Clock(self.device)
         with self._saved_bytes_measured() if probe else nullcontext():
             loss = self._loss(arguments)
+        clock.mark("forward")
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        clock.mark("backward")
         if self.scaler is None:
-            loss.backward()
             self.optimizer.step()
+            clock.mark("optimizer")
         else:
-            self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
+            clock.mark("optimizer")
             self.scaler.update()
+            clock.mark("scaler")
         self.optimizer_calls += self._was_called
         self._was_called = False
         if probe:
             self.row.gradient_bytes = tensor_bytes(p.grad for p in self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # waits for a GPU, so that the time of the step is the whole step
+        number = loss.item()  # waits for a GPU, so that the time of the step is the whole step
+        for name, seconds in clock.parts().items():
+            self.row.parts.setdefault(name, []).append(seconds)
+        return number
 
     def finish(self) -> None:
         """Measure what is there at the end of the run, however it ended."""
         states = list(self.optimizer.state.values())
+        if self.device.type == "cuda":
+            self.row.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.row.parameter_bytes = tensor_bytes(self.model.parameters())
         self.row.optimizer_bytes = tensor_bytes(t for state in states for t in state.values())
         # An optimizer that skips on the device knows it from its step count; one without a count

@@ -23,9 +23,10 @@ class Row:
     """One training run. Losses are as the model returned them; None is "not measured".
 
     status: "complete", or why and where the run ended. seconds and units (tokens, samples, ...)
-    are per step, of the training step alone. Bytes: parameters, gradients and optimizer state
-    (FP32 masters included) after a step; saved: what autograd kept for the first backward pass,
-    each storage once and parameters not counted. gemms[module, kind, formats] counts calls;
+    are per step, of the training step alone, and parts are the seconds of its "forward", "backward",
+    "optimizer" and "scaler". Bytes: parameters, gradients and optimizer state (FP32 masters
+    included) after a step; saved: what autograd kept for the first backward pass, each storage once
+    and parameters not counted; peak: the most that the training held on a GPU. gemms[module, kind, formats] counts calls;
     expected[kind] is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr:
     what compare(sqnr=True) measured, by layer, see `mixprec.stats.products.model_sqnr`.
     """
@@ -35,10 +36,12 @@ class Row:
     validation_loss: float | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
     units: list[int] = field(default_factory=list)
     parameter_bytes: int | None = None
     gradient_bytes: int | None = None
     optimizer_bytes: int | None = None
+    peak_bytes: int | None = None
     saved_bytes: int | None = None
     skipped_steps: int | None = None
     loss_scale: float | None = None
@@ -119,8 +122,20 @@ class Report:
     def table(self) -> list[list[str]]:
         """The header and the rows of the table, as text."""
         header = ["recipe", self.loss_name, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
-        header += ["optimizer", "saved", "skipped", "loss scale", "steps", "status"]
+        header += [
+            "optimizer",
+            "saved",
+            *(["peak"] if self._on_gpu else []),
+            "skipped",
+            "loss scale",
+            "steps",
+            "status",
+        ]
         return [header, *([*self._cells(row)] for row in self.rows)]
+
+    @property
+    def _on_gpu(self) -> bool:
+        return any(row.peak_bytes is not None for row in self.rows)
 
     def _cells(self, row: Row) -> Iterable[str]:
         loss, difference = row.validation_loss, self.difference(row)
@@ -128,7 +143,8 @@ class Report:
         yield "-" if loss is None else f"{loss * self.loss_factor:.4f}"
         yield "-" if difference is None else f"{difference:+.2%}"
         yield "-" if row.speed is None else f"{row.speed:,.0f}"
-        sizes = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes)
+        sizes = [row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes]
+        sizes += [row.peak_bytes] if self._on_gpu else []
         yield from ("-" if n is None else _readable(n) for n in sizes)
         yield "-" if row.skipped_steps is None else str(row.skipped_steps)
         yield "-" if row.loss_scale is None else f"{row.loss_scale:g}"
@@ -205,6 +221,7 @@ class Report:
             "parameter_bytes": row.parameter_bytes,
             "gradient_bytes": row.gradient_bytes,
             "optimizer_bytes": row.optimizer_bytes,
+            "peak_bytes": row.peak_bytes,
             "saved_for_backward_bytes": row.saved_bytes,
             "skipped_steps": row.skipped_steps,
             "final_loss_scale": row.loss_scale,
@@ -214,6 +231,7 @@ class Report:
             "data_crc32": row.data[-1] if row.data else None,
             "train_losses": row.losses,
             "step_seconds": row.seconds,
+            "median_seconds_by_part": {k: statistics.median(v) for k, v in row.parts.items()},
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -99,9 +99,10 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
     ranks saw in the ones before: DistributedDataParallel(..., broadcast_buffers=False).)
 
     A tensor that was not cast in the step keeps its history, as does one whose amax was Inf or
-    NaN: a step that a GradScaler skips leaves no trace. Forward passes without grad mode use the
-    scales and record nothing. TypeError if `model` is no module or
-    process_group no group; ValueError where ranks have different recipes or layers.
+    NaN: what is not finite leaves no trace. In the first step there is no scale to share yet, and
+    each rank takes its own amax. Forward passes without grad mode use the scales and record
+    nothing. TypeError if `model` is no module or process_group no group; ValueError where ranks
+    have different recipes or layers.
     """
     if not isinstance(model, torch.nn.Module):
         got = type(model).__name__

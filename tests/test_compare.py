@@ -113,6 +113,24 @@ class OneLinear(nn.Module):
         return self.linear(x).float().square().mean()
 
 
+def test_the_parts_of_a_step(report: mixprec.Report) -> None:
+    """They fill the step but for reading the loss; only fp16 has a scaler."""
+    for row in report.rows:
+        names = ["forward", "backward", "optimizer", *(["scaler"] if row.recipe == "fp16" else [])]
+        assert list(row.parts) == names
+        assert all(len(seconds) == STEPS for seconds in row.parts.values())
+        for whole, *parts in zip(row.seconds, *row.parts.values(), strict=True):
+            assert 0 < sum(parts) <= whole
+        assert row.peak_bytes is None, "of a GPU only"
+    rows = report.to_dict()["rows"]
+    assert rows[2]["median_seconds_by_part"].keys() == {
+        "forward",
+        "backward",
+        "optimizer",
+        "scaler",
+    }
+
+
 def test_bytes_saved_for_backward() -> None:
     m = 48
     report = mixprec.compare(OneLinear, [torch.randn(m, 64)])

@@ -774,7 +774,11 @@ def test_a_process_group_of_ranks_with_different_params(optimizer: str) -> None:
         assert torch.equal(param, want)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--fsdp", "--dtype=fp16"]], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--fsdp", "--dtype=fp16"], ["--recipe=fp8-delayed"], ["--fsdp", "--recipe=fp8"]],
+    ids=["ddp", "fsdp", "ddp-fp8-delayed", "fsdp-fp8"],
+)
 def test_the_example_trains(arguments: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -221,6 +222,9 @@ def test_nothing_waits_for_the_device_before_flush() -> None:
         assert len(monitor._samples) == 2 * (4 * 3 + 3)
         with pytest.raises(RuntimeError):
             monitor.flush()
+    # No layer of fake tensors may be left for the optimizer steps of other tests to update.
+    del model, optimizer, monitor
+    gc.collect()
 
 
 def test_one_transfer_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:

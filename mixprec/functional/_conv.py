@@ -130,6 +130,9 @@ def conv2d(
         grad of x, grad of weight   in the dtypes of x and weight; or added to weight.main_grad
         grad of bias                sum of the unquantized g in FP32, in bias's dtype
 
+    On a CPU, where torch's fp16 convolution is slow, fp16 operands are multiplied as FP32 copies
+    and results rounded once.
+
     A gradient that nobody needs costs nothing and saves nothing. Inf and NaN in x, weight or g come
     out as Inf or NaN in what is computed from them. There is no second derivative: RuntimeError
     when one is asked for. TypeError or ValueError names an argument that does not fit.

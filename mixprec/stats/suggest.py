@@ -56,7 +56,7 @@ def _margin(row: Mapping[str, Any]) -> float:
 
 def sqnr_table(measured: Mapping[str, Measured], limit: int | None) -> str:
     """Of each recipe the layers, worst first, as text."""
-    header = ("recipe", "layer", *ROLES, "y", "grad_in", "grad_w", "instead")
+    header: tuple[str, ...] = ("recipe", "layer", *ROLES, "y", "grad_in", "grad_w", "instead")
     cells: list[tuple[str, ...]] = [header]
     left_out = 0
     for recipe, layers in measured.items():
