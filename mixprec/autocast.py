@@ -140,7 +140,8 @@ def table() -> Iterator[str]:
     """The lines of the table of docs/autocast.md: groups of ops, where they run, their names."""
     yield "| ops | 16-bit inputs inside `mixprec.autocast` | names in torch |"
     yield "|---|---|---|"
-    yield "| layers of `convert` | the recipe of the region, or the module's own | `nn.Linear`, `nn.Conv2d` |"
+    layers = "`nn.Linear`, `nn.Conv2d`"
+    yield f"| layers of `convert` | the recipe of the region, or the module's own | {layers} |"
     for group, names in FP32_OPS.items():
         listed = ", ".join(f"`{name}`" for name in names if not name.startswith("__"))
         yield f"| {group} | computed and returned in FP32 | {listed} |"

@@ -23,12 +23,13 @@ class Row:
     """One training run. Losses are as the model returned them; None is "not measured".
 
     status: "complete", or why and where the run ended. seconds and units (tokens, samples, ...)
-    are per step, of the training step alone, and parts are the seconds of its "forward", "backward",
+    are per step, of the training step alone; parts: the seconds of its "forward", "backward",
     "optimizer" and "scaler". Bytes: parameters, gradients and optimizer state (FP32 masters
     included) after a step; saved: what autograd kept for the first backward pass, each storage once
-    and parameters not counted; peak: the most that the training held on a GPU. gemms[module, kind, formats] counts calls;
-    expected[kind] is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr:
-    what compare(sqnr=True) measured, by layer, see `mixprec.stats.products.model_sqnr`.
+    and parameters not counted; peak: the most that the training held on a GPU. gemms[module, kind,
+    formats] counts calls; expected[kind] is the recipe's formats. data: one CRC-32 per step of the
+    batches so far. sqnr: what compare(sqnr=True) measured, by layer, see
+    `mixprec.stats.products.model_sqnr`.
     """
 
     recipe: str
