@@ -200,7 +200,7 @@ def quantize(
     _checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
     scale = _given(op, scale, x)
     args = (x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
-    data, data_t, scale_inv, scale_inv_t, amax = _backends.call(op, x.device.type, *args)
+    data, data_t, scale_inv, scale_inv_t, amax = _backends.run(op, x.device.type, args)
     own_scales = transpose and granularity != "tensor"
     return Quantized(
         data,
