@@ -210,7 +210,7 @@ $(TORCH_READY):
 # A changed C++ source alone is compiled in place, without what it left unchanged.
 .venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
 	$(if $(filter-out $(CXX_SOURCES),$?),\
-	  $(WITH) $(PIP) --no-build-isolation -e ".[test]",\
+	  $(WITH) $(PIP) --no-build-isolation -e ".[test,examples]",\
 	  $(WITH) "$(PY)" setup.py -q build_ext --inplace --build-temp build/inplace)
 	@touch $@
 

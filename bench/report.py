@@ -1,7 +1,8 @@
-"""The measured tables of README.md and docs/kernels.md, generated from bench/results/.
+"""The measured tables of README.md and of docs/, generated from bench/results/.
 
 Between markers, never typed: <!-- gpu --> in README, <!-- gpu OP ... --> and <!-- build FILE -->
-in docs/kernels.md, each up to <!-- end -->.
+in docs/kernels.md, <!-- accuracy TASK --> in docs/accuracy.md, <!-- claims --> in docs/claims.md,
+each up to <!-- end -->.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import gpu, gpu_table, readme, results, sources, table
+from . import accuracy, claims, gpu, gpu_table, readme, results, sources, table
 from .registry import Row
 from .rows import ROWS
 
 NOT_YET = "not yet measured"
 H200 = gpu.CEILINGS["H200"]
 KERNELS = Path("docs/kernels.md")
+ACCURACY = Path("docs/accuracy.md")
+CLAIMS = Path("docs/claims.md")
 HEADER = ("row", "moves", "floor on an H200", *gpu_table.HEADER[1:4], *gpu_table.HEADER[5:11])
 _BUILD_HEADER = ("kernel", "instances", "registers", "shared memory", "spilled")
 STALE = " (older sources)"
@@ -152,15 +155,25 @@ def gpu_block(contents: list[dict[str, Any]]) -> str:
 def render(root: Path) -> dict[Path, str]:
     """Every generated page as bench/results/ has it today."""
     contents = gpu_results(root)
-    front = root / "README.md"
-    text = readme.fill(readme.render(front, root / "bench" / "results" / "cpu"), "gpu",
-                       gpu_block(contents))  # fmt: skip
+    front, cpu = root / "README.md", root / "bench" / "results" / "cpu"
+    text = readme.fill(readme.render(front, cpu), "gpu", gpu_block(contents))
     kernels = (root / KERNELS).read_text()
     for name in re.findall(r"<!-- (gpu [\w ]+) -->", kernels):
         kernels = readme.fill(kernels, name, kernel_block(name.split()[1:], contents))
     for name in re.findall(r"<!-- build ([\w.]+) -->", kernels):
         kernels = readme.fill(kernels, f"build {name}", build_block(name, root))
-    return {front: text, root / KERNELS: kernels}
+    parity = (root / ACCURACY).read_text()
+    for task in re.findall(r"<!-- accuracy (\w+) -->", parity):
+        parity = readme.fill(
+            parity, f"accuracy {task}", accuracy.task_block(accuracy.load(cpu, task))
+        )
+    said = readme.fill((root / CLAIMS).read_text(), "claims", claims.block(cpu))
+    return {
+        front: text,
+        root / KERNELS: kernels,
+        root / ACCURACY: parity,
+        root / CLAIMS: said,
+    }
 
 
 def write(root: Path) -> list[Path]:

@@ -1,0 +1,78 @@
+"""docs/accuracy.md: what each precision cost in accuracy, from the runs of examples/accuracy.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from . import readme, results
+
+HEADER = ("recipe", "value", "against fp32", "verdict", "allowed", "skipped")
+SIXTEEN = ("bf16", "fp16")  # they are to stay within the noise of FP32's own seeds
+
+
+def load(folder: Path, task: str) -> dict[str, Any]:
+    path = folder / f"accuracy-{task}.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise results.ResultError(f"{path}: {error}") from error
+    return content
+
+
+def _signed(value: float, half: float | None, unit: str) -> str:
+    gap = " " if unit != "%" else ""
+    width = "" if half is None else f" ± {half:.2f}"
+    return f"{value:+.2f}{width}{gap}{unit}"
+
+
+def worse(content: dict[str, Any], line: dict[str, Any]) -> float:
+    """By how much the recipe is worse than FP32, in the task's unit; below 0 where it is better."""
+    gap: float = line["difference"]
+    return -gap if content["more_is_better"] else gap
+
+
+def verdict(content: dict[str, Any], line: dict[str, Any]) -> str:
+    """A difference smaller than its interval is none that was seen."""
+    half = line["difference_interval"]
+    if half is None:
+        return "one seed: no verdict"
+    if abs(line["difference"]) <= half:
+        return "no difference seen"
+    return "worse" if worse(content, line) > 0 else "better"
+
+
+def allowed(content: dict[str, Any], line: dict[str, Any]) -> tuple[str, bool]:
+    """The most that a recipe may be worse, and whether it is not.
+
+    FP8: the task's limit. 16 bits: the noise of FP32, the interval of the mean over its seeds.
+    """
+    base = next(entry for entry in content["summary"] if entry["recipe"] == "fp32")
+    limit: float = content["limit"]
+    if line["recipe"] in SIXTEEN and base["interval"] is not None:
+        limit = base["interval"] * (100 / base["mean"] if content["unit"] == "%" else 1.0)
+    met = worse(content, line) <= limit
+    unit = content["unit"]
+    return f"{limit:.2f}{'' if unit == '%' else ' '}{unit}: {'yes' if met else 'no'}", met
+
+
+def task_block(content: dict[str, Any]) -> str:
+    rows = []
+    for line in content["summary"]:
+        runs = [run for run in content["runs"] if run["recipe"] == line["recipe"]]
+        half = "" if line["interval"] is None else f" ± {line['interval']:.3f}"
+        skipped = sum(run["skipped"] or 0 for run in runs)
+        against = ("", "", "")
+        if "difference" in line:
+            signed = _signed(line["difference"], line["difference_interval"], content["unit"])
+            against = (signed, verdict(content, line), allowed(content, line)[0])
+        rows.append((line["recipe"], f"{line['mean']:.3f}{half}", *against, str(skipped)))
+    seeds = content["summary"][0]["seeds"]
+    samples = content["runs"][0]["samples"]
+    of = "bytes of text" if content["task"] == "gpt" else "images"
+    header = (HEADER[0], content["metric"], *HEADER[2:])
+    return (
+        f"{readme.markdown(header, rows)}\n\n{seeds} seeds, {samples:,} held-out {of}. "
+        f"`{content['command']}`. {readme.machine(content['environment'])}"
+    )
