@@ -132,7 +132,7 @@ def test_a_first_run_installs_builds_and_runs(clone: Path) -> None:
         '"python3" -m venv .venv',
         "pip install -q --disable-pip-version-check torch==2.12.0",
         "pip install -q --disable-pip-version-check setuptools wheel pybind11 ninja",
-        '--no-build-isolation -e ".[test]"',
+        '--no-build-isolation -e ".[test,examples]"',
         "-m pytest -c ../../pyproject.toml --rootdir ../.. -x ../../tests",
     ]
     places = [done.stdout.find(step) for step in steps]
@@ -172,14 +172,14 @@ def test_a_second_run_only_runs_and_a_changed_source_rebuilds(mode: list[str], c
         assert "setup.py -q build_ext --inplace" in changed
         assert "pip" not in changed, "one changed C++ source needs no new installation"
         os.utime(clone / "setup.py", (later + 1, later + 1))
-        assert '-e ".[test]"' in make("-n", "test", folder=clone).stdout
+        assert '-e ".[test,examples]"' in make("-n", "test", folder=clone).stdout
 
 
 def test_another_torch_is_installed_over_the_first(clone: Path) -> None:
     built(clone, "test")
     other = make("-n", "test", "TORCH=torch==2.12.0", folder=clone).stdout
     assert "check torch==2.12.0" in " ".join(other.split())
-    assert '-e ".[test]"' in other
+    assert '-e ".[test,examples]"' in other
 
 
 def test_lint_compiles_with_warnings_as_errors_apart_from_the_normal_build(clone: Path) -> None:
