@@ -23,6 +23,7 @@ FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu
 PY_SOURCES := $(shell find mixprec bench triton_kernels -name '*.py')
 BUILD_FILES := setup.py pyproject.toml
 BUILD_TOOLS := setuptools wheel pybind11 ninja
+EXTRAS := test,examples
 PIP = "$(PY)" -m pip install -q --disable-pip-version-check
 
 # Sees what only the system's package manager can bring; names all of it in one line.
@@ -210,7 +211,7 @@ $(TORCH_READY):
 # A changed C++ source alone is compiled in place, without what it left unchanged.
 .venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
 	$(if $(filter-out $(CXX_SOURCES),$?),\
-	  $(WITH) $(PIP) --no-build-isolation -e ".[test,examples]",\
+	  $(WITH) $(PIP) --no-build-isolation -e ".[$(EXTRAS)]",\
 	  $(WITH) "$(PY)" setup.py -q build_ext --inplace --build-temp build/inplace)
 	@touch $@
 
