@@ -1,0 +1,196 @@
+"""Whole layers on a GPU: each recipe against the CPU, without host syncs, in graphs, compiled."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from on_gpu import bits_differ
+from torch import nn
+
+import mixprec
+from mixprec.recipes import RECIPES
+from mixprec.testing import sqnr
+
+CURRENT = [name for name, recipe in RECIPES.items() if not recipe.is_delayed]
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """-2 to 2: exact in every format, and so are their scales and the sums of some dozens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).float()
+
+
+def layers(kind: str, recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    """A layer with small integers for weights, and an input for it."""
+    if kind == "linear":
+        layer, x = mixprec.nn.Linear(48, 32, recipe=recipe), integers(5, 24, 48)
+    else:
+        kernel, padding = (1, 0) if kind == "conv1x1" else (3, 1)
+        layer = mixprec.nn.Conv2d(16, 32, kernel, padding=padding, recipe=recipe)
+        x = integers(2, 16, 7, 9)
+    with torch.no_grad():
+        for i, p in enumerate(layer.parameters()):
+            p.copy_(integers(*p.shape, seed=i + 1))
+    return layer, x
+
+
+def passed(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """y, the gradient of x and those of the parameters, all on the CPU."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    g = integers(*y.shape, seed=9).to(y)
+    grads = torch.autograd.grad(y, [x, *layer.parameters()], g)
+    return [t.detach().cpu() for t in (y, *grads)]
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1x1", "conv3x3"])
+@pytest.mark.parametrize("recipe", CURRENT)
+def test_small_integers_are_exact(
+    recipe: str, kind: str, kernels: str, device: torch.device
+) -> None:
+    layer, x = layers(kind, recipe)
+    want = passed(copy.deepcopy(layer), x)
+    got = passed(layer.to(device), x.to(device))
+    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        wrong = bits_differ(mine, theirs)
+        assert wrong is None, f"tensor {i}: {wrong}"
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1x1", "conv3x3"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_random_numbers_are_those_of_the_cpu_but_for_the_order_of_sums(
+    recipe: str, kind: str, device: torch.device
+) -> None:
+    """Casts are the same bit for bit; sums in another order differ in FP32's last bits, and what
+    is rounded to 16 bits on the way, as by a convolution, in those."""
+    layer, x = layers(kind, recipe)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(1))
+    x = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    want = passed(copy.deepcopy(layer), x)
+    got = passed(layer.to(device), x.to(device))
+    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert mine.dtype == theirs.dtype
+        assert sqnr(theirs, mine) >= 45, f"tensor {i}"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(torch.relu(self.up(x))))
+
+
+def made(recipe: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = mixprec.convert(Net(), recipe).to(device)
+    return model, mixprec.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+
+
+def inputs(device: torch.device, count: int = 4) -> list[torch.Tensor]:
+    """Larger from step to step, so that delayed scales move."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(32, 64, generator=generator).to(device) * 2.0**i for i in range(count)]
+
+
+def state(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_waits_for_nothing(recipe: str, device: torch.device, only_cuda: None) -> None:
+    model, optimizer = made(recipe, device)
+    for step, x in enumerate(inputs(device)):
+        if step >= 2:  # the first steps make state, and compare kernels with their references
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(t.isfinite().all() for t in state(model))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"])
+def test_a_step_replays_in_a_graph(recipe: str, device: torch.device, only_cuda: None) -> None:
+    results = []
+    for captured in (False, True):
+        model, optimizer = made(recipe, device)
+        fed = torch.empty_like(inputs(device)[0])
+
+        def step(model: nn.Module = model, optimizer: object = optimizer, x=fed) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        graph, (first, second, *rest) = torch.cuda.CUDAGraph(), inputs(device, 6)
+        stream = torch.cuda.Stream()
+        for x in (first, second):
+            fed.copy_(x)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                step()
+            torch.cuda.synchronize()
+        if captured:
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+        for x in rest:
+            fed.copy_(x)
+            graph.replay() if captured else step()
+            torch.cuda.synchronize()
+        results.append(state(model))
+    for got, want in zip(*results, strict=True):
+        wrong = bits_differ(got, want.cpu())
+        assert wrong is None, wrong
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed"])
+def test_compiles_fullgraph(recipe: str, device: torch.device) -> None:
+    """The losses agree; their last bits are the compiler's affair."""
+    losses = []
+    for compiled in (False, True):
+        model, optimizer = made(recipe, device)
+        torch._dynamo.reset()
+        backend = "inductor" if device.type == "cuda" else "aot_eager"
+        run = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+        losses.append([])
+        for x in inputs(device):
+            loss = run(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_delayed_scales_are_those_of_the_cpu(device: torch.device) -> None:
+    """The amax of x, which no product touches, and what follows from it."""
+    scales = []
+    for where in (torch.device("cpu"), device):
+        layer, _ = layers("linear", "fp8-delayed")
+        layer.to(where)
+        for largest in (3.0, 0.5, float("inf"), 7.0):
+            x = integers(4, 48).to(where)
+            x[0, 0] = largest
+            layer(x).sum().backward()
+            mixprec.update_scales(layer)
+        scales.append([layer.scale[0].cpu(), layer.amax_history[0].cpu()])
+    for got, want in zip(*scales, strict=True):
+        assert torch.equal(got, want)
+    assert scales[0][0] == 64.0
+
+
+def test_norms_in_fp32_under_autocast(device: torch.device) -> None:
+    """16-bit parameters, norms in FP32: the mix that CUDA's layer_norm takes only there."""
+    model, _ = made("fp8", device)
+    mixprec.cast_parameters(model, torch.bfloat16)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = model(inputs(device)[0].bfloat16()).float().square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
