@@ -52,12 +52,13 @@ def _losses(folder: Path, recipes: tuple[str, ...]) -> str:
         content = accuracy.load(folder, task)
         lines = [line for line in content["summary"] if line["recipe"] in recipes]
         worst = max(lines, key=lambda line: accuracy.worse(content, line))
-        unit = content["unit"]
+        gap, unit = accuracy.worse(content, worst), content["unit"]
         words.append(
-            f"{task} {accuracy.worse(content, worst):+.2f}{'' if unit == '%' else ' '}{unit} "
-            f"({worst['recipe']}, {accuracy.verdict(content, worst)})"
+            f"{task} {abs(gap):.2f}{'' if unit == '%' else ' '}{unit} "
+            f"{'worse' if gap > 0 else 'better'} than FP32 ({worst['recipe']}, "
+            f"{accuracy.verdict(content, worst)})"
         )
-    return "worst loss: " + "; ".join(words)
+    return "the worst of them: " + "; ".join(words)
 
 
 def _flushed(folder: Path, name: str) -> str:
