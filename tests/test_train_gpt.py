@@ -183,7 +183,14 @@ def test_bad_options(demo: ModuleType, capsys: Any, argument: str) -> None:
 def test_ctrl_c_ends_it_with_what_it_has(text: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *TINY, "--steps=100000"]
     command += [f"--text={text}", f"--out={tmp_path}/out", "--recipes=bf16,fp8"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Whoever runs the tests in the background of a script has them ignore Ctrl-C, which is inherited.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     try:
         lines = [process.stdout.readline() for _ in range(3)]
