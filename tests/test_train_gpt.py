@@ -183,7 +183,7 @@ def test_bad_options(demo: ModuleType, capsys: Any, argument: str) -> None:
 def test_ctrl_c_ends_it_with_what_it_has(text: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *TINY, "--steps=100000"]
     command += [f"--text={text}", f"--out={tmp_path}/out", "--recipes=bf16,fp8"]
-    # Whoever runs the tests in the background of a script has them ignore Ctrl-C, which is inherited.
+    # In the background of a script Ctrl-C is ignored, and whoever is started there inherits that.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
