@@ -32,6 +32,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that torch.compile keeps comes from another test, or is left to one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def poisoned() -> Iterator[None]:
     """Every tensor allocated without a value is filled with NaN: an element not written shows."""
     before = torch.are_deterministic_algorithms_enabled()

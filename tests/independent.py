@@ -374,3 +374,9 @@ def grad_counts(grad: torch.Tensor, inv_scale: float | None, rounded: bool = Fal
         inf = (np.isinf(raw) | np.isinf(after)) & ~nan
         subnormal = (raw != 0) & (np.abs(raw) < tiny)
     return [int(mask.sum()) for mask in (inf, nan, raw == 0, subnormal)]
+
+
+def assert_same_lists(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(g, w), f"number {i}, {tuple(g.shape)}"

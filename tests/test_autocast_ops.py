@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import independent as ind
@@ -26,11 +26,7 @@ SCALES = (torch.tensor(1 + 2.0**-20), torch.linspace(0.5, 1.7, N)[None, :])
 BIAS = torch.linspace(-1, 1, N) * (1 + 2.0**-20)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def operands(a: torch.dtype, b: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

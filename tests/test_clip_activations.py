@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -160,13 +160,6 @@ def test_the_counter_is_a_buffer_that_no_state_dict_has(
     with mixprec.autocast("fp16"):  # another recipe's region
         layer(shaped(ROWS.half(), layer))
     assert layer.clipped == 0
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_compiled_it_counts_the_same(fresh_compiler: None) -> None:

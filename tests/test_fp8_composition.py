@@ -6,11 +6,12 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from cases import normal
+from independent import assert_same_lists as assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,19 +70,6 @@ def train(
                 left.append(loss.detach())
         optimizer.step()
     return [*left, *(p.detach() for p in model.parameters()), *model.buffers()]
-
-
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert len(got) == len(want)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(g, w), f"number {i}, {tuple(g.shape)}"
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # --- recompute, accumulation, compile ----------------------------------------------------------

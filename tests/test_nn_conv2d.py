@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import WIDE, name, normal
+from independent import assert_same_lists as assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,19 +70,6 @@ def train(
             left.append(loss.detach())
         optimizer.step()
     return [*left, *(p.detach() for p in model.parameters()), *model.buffers()]
-
-
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert len(got) == len(want)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(g, w), f"number {i}, {tuple(g.shape)}"
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # --- the module --------------------------------------------------------------------------------
@@ -416,3 +404,10 @@ def test_made_on_the_meta_device(recipe: str) -> None:
     source = make(recipe)
     model.load_state_dict(source.state_dict())
     assert_same(train(model), train(source))
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect"])
+def test_what_is_no_tensor_is_named(padding_mode: str) -> None:
+    layer = Conv2d(3, 4, 3, padding=1, padding_mode=padding_mode)
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+        layer([1.0])

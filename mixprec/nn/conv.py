@@ -65,12 +65,13 @@ class Conv2d(Layer, torch.nn.Conv2d):
         recipe = _region.recipe_here(self.recipe)
         if recipe is None:
             return super().forward(x)
+        options = self._options(x, recipe)  # also refuses what is no tensor
         if self.padding_mode != "zeros":
             amounts = self._reversed_padding_repeated_twice
             x = torch.nn.functional.pad(x, amounts, mode=self.padding_mode)
         return functional.conv2d(
             *(x, self.weight, self.bias, self.stride, self._zeros, self.dilation, self.groups),
-            **self._options(x, recipe),
+            **options,
         )
 
     @property
