@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -144,7 +145,10 @@ def compare(
                     row.status = "interrupted in validation"  # until it is over
                     row.validation_loss = run.validate(_read(validation, None)[0])
                     row.status = "complete"
-                del run  # before the next model is made: one at a time in memory
+                # Before the next model is made, so that there is one at a time in memory: models
+                # and optimizers with hooks refer to themselves.
+                del run
+                gc.collect()
     except KeyboardInterrupt:
         report.interrupted = True
     return report

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
 import random
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,6 +198,24 @@ def test_overflow_is_skipped_counted_and_backs_off() -> None:
     assert 5 < fp16.skipped_steps < 20
     assert fp16.loss_scale == 2.0 ** (30 - fp16.skipped_steps)
     assert fp16.losses[-1] < fp16.losses[0]
+
+
+def test_one_model_at_a_time_is_in_memory() -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def make() -> nn.Module:
+        assert all(model() is None for model in made), "the model of the last recipe is still there"
+        model = MLP()
+        model.itself = [model]  # as hooks that hold their model do
+        made.append(weakref.ref(model))
+        return model
+
+    gc.disable()
+    try:
+        mixprec.compare(make, data(2), RECIPES)
+    finally:
+        gc.enable()
+    assert len(made) == len(RECIPES)
 
 
 def test_schedule_optimizer_and_count_are_used() -> None:

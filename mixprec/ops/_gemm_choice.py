@@ -95,8 +95,9 @@ def accumulate_order(
 def cuda_why_not(args: tuple[Any, ...], capability: tuple[int, int] | None) -> str | None:
     """The kernel is made of instructions that one generation of GPUs has, and scales along K are
     for its FP8 instances alone. args: of gemm or, with acc before them, of gemm_accumulate_."""
-    if capability is not None and capability != (9, 0):
-        gpu = ".".join(map(str, capability))
+    major, minor = capability or (9, 0)  # torch.compile of torch 2.11 does not trace != of tuples
+    if major != 9 or minor != 0:
+        gpu = f"{major}.{minor}"
         return f"the CUDA kernel is for compute capability 9.0 (Hopper), this GPU is {gpu}"
     if len(args) == 5:
         args = args[1:]
