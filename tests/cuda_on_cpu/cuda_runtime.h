@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <type_traits>
@@ -68,7 +69,17 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
   return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+
 namespace cuda_on_cpu {
+
+constexpr int kDeviceSms = 4;  // few: blocks walk over several pieces
+const char* last_error();      // what the last launch that failed said
 
 // Where the running fiber stands.
 struct Position {
@@ -187,8 +198,49 @@ T atomicMax(T* p, std::type_identity_t<T> value) {
   return seen;
 }
 
+// Of a runtime that captures graphs (tests/cuda_on_cpu/device); without one every launch runs at once.
+extern "C" {
+__attribute__((weak)) int gpu_on_cpu_captures(cudaStream_t stream);
+__attribute__((weak)) void gpu_on_cpu_record(void (*run)(void*), void (*drop)(void*), void* what);
+}
+
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
-  return cuda_on_cpu::run(*config, (sizeof(Params) + ... + 0), [&] { kernel(args...); });
+  constexpr size_t bytes = (sizeof(Params) + ... + 0);
+  if (gpu_on_cpu_captures && gpu_on_cpu_captures(config->stream)) {
+    // As a graph has it: by value, with the arguments of this call.
+    struct Launch {
+      cudaLaunchConfig_t config;
+      cudaLaunchAttribute attribute;
+      std::function<void()> kernel;
+    };
+    auto* launch = new Launch{*config, {}, [=] { kernel(args...); }};
+    if (config->numAttrs > 0) launch->attribute = *config->attrs;
+    launch->config.attrs = &launch->attribute;
+    gpu_on_cpu_record(
+        [](void* what) {
+          auto* recorded = static_cast<Launch*>(what);
+          cudaError_t error = cuda_on_cpu::run(recorded->config, bytes, recorded->kernel);
+          if (error != cudaSuccess) std::abort();  // nobody is there to be told
+        },
+        [](void* what) { delete static_cast<Launch*>(what); }, launch);
+    return cudaSuccess;
+  }
+  return cuda_on_cpu::run(*config, bytes, [&] { kernel(args...); });
 }
+
+// One device, a small Hopper GPU. Errors come from the launches themselves.
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
+           : attribute == cudaDevAttrComputeCapabilityMinor ? 0
+           : attribute == cudaDevAttrMultiProcessorCount    ? cuda_on_cpu::kDeviceSms
+                                                            : 227 << 10;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return cuda_on_cpu::last_error(); }

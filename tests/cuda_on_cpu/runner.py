@@ -29,7 +29,7 @@ FLAGS = (
     *("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", f"-I{HERE}"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
 )
-SUFFIXES = (".h", ".cuh", ".cpp")
+SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float64),

@@ -18,6 +18,11 @@ DEVICE = torch.device(os.environ.get("MIXPREC_TEST_DEVICE", "cuda"))
 BACKENDS = ("cuda", "triton") if DEVICE.type == "cuda" else ("cpp", "reference")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large: tens of GiB of GPU memory, one test at a time")
+    config.addinivalue_line("markers", "slow: such as torch.compile, which takes long to load")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         for item in items:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 import mixprec
 from mixprec.ops import _backends
+
+# tests/cuda_on_cpu/device: a GPU in everything but speed, and without what inductor generates.
+STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == "a GPU on the CPU"
+
+Shape = tuple[int, ...]
+
+
+def affordable(shapes: Iterable[Shape], most: int = 2**16) -> tuple[Shape, ...]:
+    """Those shapes that the device is quick enough for. most: elements of a tensor, or
+    multiplications of a GEMM (M, N, K)."""
+    return tuple(s for s in shapes if not STAND_IN or math.prod(s) <= most)
+
+
+def affordable_gemms(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    return affordable(shapes, most=2**21)
 
 
 def moved(value: Any, device: torch.device) -> Any:

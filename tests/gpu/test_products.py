@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FP8, LAYOUTS, WIDE, contiguous, name, normal, small_integers, transposed
-from on_gpu import bits_differ, moved
+from on_gpu import STAND_IN, affordable_gemms, bits_differ, moved
 
 import mixprec
 from mixprec.testing import assert_close, tolerance
@@ -38,6 +38,7 @@ SHAPES = (
     (128, 128, 128),
     (255, 129, 257),
     (256, 512, 384),
+    (16, 64, 2048),
     (16, 272, 4096),
     (64, 96, 8208),
     (515, 770, 1031),
@@ -101,7 +102,7 @@ def check(got: torch.Tensor | None, want: torch.Tensor, what: str) -> None:
 def test_small_integers(
     variant: Variant, device: torch.device, poisoned: None, pair: tuple[torch.dtype, ...]
 ) -> None:
-    for i, (m, n, k) in enumerate((*SHAPES, *LARGE)):
+    for i, (m, n, k) in enumerate(affordable_gemms((*SHAPES, *LARGE))):
         a, b = integers((m, k), pair[0], device, i), integers((k, n), pair[1], device, -i)
         want, acc = product(a, b), normal((m, n), torch.float32).round().to(device)
         for order_a, order_b in ORDERS:
@@ -138,6 +139,9 @@ def test_all_layouts(variant: Variant, device: torch.device, layout_a: Any, layo
     variant.finish()
 
 
+SCALED = ((160, 208, 384), (150, 131, 300), (16, 256, 1024), (40, 131, 300), (8, 200, 1024))
+
+
 def scale_shapes(size: int, K: int) -> dict[str, tuple[int, int]]:
     chunks = -(-K // 128)
     return {
@@ -168,9 +172,7 @@ def test_scales_and_bias(
     variant: Variant, device: torch.device, kinds: tuple[str, str], out: torch.dtype
 ) -> None:
     """Every granularity with every other, and one rounding after all of it."""
-    for i, ((m, n, k), pair) in enumerate(
-        itertools.product(((160, 208, 384), (150, 131, 300), (16, 256, 1024)), PAIRS[1:4])
-    ):
+    for i, ((m, n, k), pair) in enumerate(itertools.product(affordable_gemms(SCALED), PAIRS[1:4])):
         a, b = integers((m, k), pair[0], device, i), integers((k, n), pair[1], device, -i)
         sa = powers(scale_shapes(m, k)[kinds[0]], device, i)
         sb = powers(scale_shapes(n, k)[kinds[1]], device, i + 1)
@@ -194,7 +196,7 @@ def test_one_hot_rows_select_exactly(
     variant: Variant, device: torch.device, pair: tuple[torch.dtype, ...]
 ) -> None:
     """Layout and scale errors that random data hides."""
-    for m, n, k in ((40, 129, 300), (192, 256, 128), (3, 257, 33)):
+    for m, n, k in affordable_gemms(((40, 129, 300), (192, 256, 128), (3, 257, 33))):
         b = normal((k, n), torch.float32, seed=m).to(pair[1]).to(device)
         rows = torch.randint(0, k, (m,), generator=torch.Generator().manual_seed(n))
         a = torch.zeros(m, k)
@@ -218,7 +220,8 @@ def test_random_and_one_signed_data(
     in every bit."""
     generator = torch.Generator().manual_seed(0)
     for (m, n, k), positive in itertools.product(
-        ((130, 140, 300), (64, 128, 4096), (256, 256, 4096), (9, 33, 4111)), (False, True)
+        affordable_gemms(((130, 140, 300), (64, 128, 4096), (256, 256, 4096), (9, 33, 4111))),
+        (False, True),
     ):
         a = (torch.rand((m, k), generator=generator) - (0 if positive else 0.5)).to(pair[0])
         b = (torch.rand((k, n), generator=generator) - (0 if positive else 0.5)).to(pair[1])
@@ -239,7 +242,7 @@ def test_random_and_one_signed_data(
 def test_fast_accum_is_exact_where_the_short_accumulator_is(
     variant: Variant, device: torch.device, pair: tuple[torch.dtype, ...]
 ) -> None:
-    for m, n, k in ((64, 128, 128), (256, 256, 128), (37, 29, 70)):
+    for m, n, k in affordable_gemms(((64, 128, 128), (256, 256, 128), (37, 29, 70))):
         a, b = integers((m, k), pair[0], device, m), integers((k, n), pair[1], device, n)
         got = variant.gemm(a, transposed(b), out_dtype=torch.float32, fast_accum=True)
         check(got, product(a, b), f"{m} {n} {k}")
@@ -270,12 +273,15 @@ def test_empty_operands(
 def test_replays_in_a_graph(
     variant: Variant, device: torch.device, only_cuda: None, pair: tuple[torch.dtype, ...]
 ) -> None:
-    """Captured after one call, which makes what is made once; replayed on new values. The second
-    shape takes several parts of K."""
-    for m, n, k in ((192, 256, 384), (16, 256, 8192), (65, 33, 127)):
+    """Captured after the same calls, because modules cannot be loaded during a capture; replayed on
+    new values. Shapes of small M and large K take several parts of K."""
+    for m, n, k in affordable_gemms(
+        ((192, 256, 384), (16, 256, 8192), (16, 16, 8192), (65, 33, 127))
+    ):
         a, b = integers((m, k), pair[0], device, 1), integers((k, n), pair[1], device, 2)
         b, acc = transposed(b), torch.zeros(m, n, device=device)
-        if variant.gemm(a, b) is None or variant.accumulate(acc, a, b) is None:
+        got = variant.gemm(a, b, out_dtype=torch.float32)
+        if got is None or variant.accumulate(acc, a, b) is None:
             continue
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -295,22 +301,25 @@ def test_replays_in_a_graph(
 def test_side_stream(
     variant: Variant, device: torch.device, only_cuda: None, pair: tuple[torch.dtype, ...]
 ) -> None:
-    a = integers((512, 1024), pair[0], device, 1)
-    b = transposed(integers((1024, 768), pair[1], device, 2))
+    m, n, k = (64, 96, 128) if STAND_IN else (512, 768, 1024)
+    a = integers((m, k), pair[0], device, 1)
+    b = transposed(integers((k, n), pair[1], device, 2))
     if variant.gemm(a, b) is not None:  # the comparison with the reference, on the default stream
-        source, stream = torch.ones(4096, 4096, device=device), torch.cuda.Stream()
+        size = 256 if STAND_IN else 4096
+        source, stream = torch.ones(size, size, device=device), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(20):
-                source = source @ source * 2.0**-12  # work that the op has to come after
+                source = source @ source / size  # work that the op has to come after
             # Ones, but only when that work is done.
-            late = (a.float() * source[:512, :1024]).to(pair[0])
+            late = (a.float() * source[:m, :k]).to(pair[0])
             got = variant.gemm(late, b, out_dtype=torch.float32)
         stream.synchronize()
         check(got, product(a, b), "side stream")
     variant.finish()
 
 
+@pytest.mark.large
 def test_more_than_2_to_the_31_elements(
     variant: Variant, device: torch.device, only_cuda: None
 ) -> None:
