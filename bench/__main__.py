@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from . import (
     accumulator,
+    evidence,
     footprint,
     gpu,
     gpu_plot,
@@ -22,6 +24,10 @@ from . import (
     table,
     tune,
     underflow,
+    vision,
+    vision_models,
+    vision_row,
+    vision_step,
 )
 from .environment import environment
 from .rows import select
@@ -45,13 +51,38 @@ def _samples(text: str) -> int:
     return int(text)
 
 
-def _stages(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in gpu_stages.STAGES]:
-        raise argparse.ArgumentTypeError(
-            f"must be among {', '.join(gpu_stages.STAGES)}, got {', '.join(unknown)}"
-        )
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+    return int(text)
+
+
+def _names(valid: Collection[str]) -> Callable[[str], list[str]]:
+    """A type for argparse: some of `valid`, separated by commas."""
+
+    def names(text: str) -> list[str]:
+        found = list(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in found if name not in valid]:
+            raise argparse.ArgumentTypeError(
+                f"must be among {', '.join(valid)}, got {', '.join(unknown)}"
+            )
+        return found
+
     return names
+
+
+def _vision(parser: argparse.ArgumentParser, *, needs_out: bool = False) -> None:
+    models, precisions = vision_models.MODELS, vision_step.PRECISIONS
+    parser.add_argument(
+        "--out", type=Path, required=needs_out, help="default: vision.json where `gpu` writes"
+    )
+    parser.add_argument("--models", type=_names(models), default=list(models), metavar="A,B")
+    parser.add_argument(
+        "--precisions", type=_names(precisions), default=list(vision_step.DEFAULT), metavar="A,B",
+        help=f"among {', '.join(precisions)} (default: {','.join(vision_step.DEFAULT)})",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=_positive, help="images a step (default: the model's own)")
+    parser.add_argument("--seconds", type=float, default=vision.SECONDS, help="default %(default)s")
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     one = commands.add_parser("gpu", help="measure the GPU in stages, one JSON each")
     one.add_argument("--out", type=Path, help="default: bench/results/ and the GPU's name")
-    one.add_argument("--stages", type=_stages, default=list(gpu_stages.STAGES), metavar="A,B")
+    one.add_argument(
+        "--stages", type=_names(gpu_stages.STAGES), default=list(gpu_stages.STAGES), metavar="A,B"
+    )
     one.add_argument(
         "--budget",
         type=float,
@@ -88,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--seconds", type=float, required=True)
     one.add_argument("--resume", action="store_true", help="keep the rows that OUT has")
     _sampling(one)
+    _vision(commands.add_parser("vision", help="train ResNet-50, EfficientNet-B0 and ViT-L on it"))
+    one = commands.add_parser("vision-rows", help="its rows, in this process (for `vision`)")
+    _vision(one, needs_out=True)
+    one.add_argument("--resume", action="store_true", help="keep the rows that OUT has")
     one = commands.add_parser("compare", help="exit 1 if a row of NEW is slower than in OLD")
     one.add_argument("old", type=Path)
     one.add_argument("new", type=Path)
@@ -97,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("file", type=Path, nargs="?", default=RESULT, help="or a GPU's folder")
     one.add_argument("--out", type=Path, help="default: the name of FILE, as .png")
     one = commands.add_parser("report", help="write the measured tables into README and docs")
+    one.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
+    one = commands.add_parser("evidence", help="exit 1, saying what a GPU's results lack, if any")
     one.add_argument("--root", type=Path, default=Path(), help="the repository (default: here)")
     commands.add_parser("tune", help="measure gemm's variants on this GPU, write the choice")
     one = commands.add_parser("accumulator", help="model the sums of FP8 tensor cores, for docs/")
@@ -180,13 +219,21 @@ def _plot(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gpu(args: argparse.Namespace) -> int:
+def _gpu_folder(command: str) -> Path | None:
+    """Where results of this GPU go; None, with a word why, where there is none."""
     if not gpu.REHEARSAL and gpu.name() is None:
-        print("gpu: this machine has no GPU that torch can use", file=sys.stderr)
-        return 2
+        print(f"{command}: this machine has no GPU that torch can use", file=sys.stderr)
+        return None
     root = sources.root() or Path()
     of_gpu = root / "bench" / "results" / gpu.folder_name(gpu.name())
-    folder = args.out or (root / "build" / "rehearsal" if gpu.REHEARSAL else of_gpu)
+    return root / "build" / "rehearsal" if gpu.REHEARSAL else of_gpu
+
+
+def _gpu(args: argparse.Namespace) -> int:
+    default = _gpu_folder("gpu")
+    if default is None:
+        return 2
+    folder = args.out or default
     found = gpu_stages.run_all(
         args.stages, folder, budget=args.budget, samples=args.samples, full=args.full
     )
@@ -202,10 +249,32 @@ def _gpu_stage(args: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def _vision_all(args: argparse.Namespace) -> int:
+    folder = _gpu_folder("vision")
+    if folder is None:
+        return 2
+    path = args.out or folder / "vision.json"
+    rows = vision.run_all(
+        args.models, args.precisions, path, batch=args.batch, seconds=args.seconds
+    )
+    status = vision.show(rows)
+    print(f"written: {path}")
+    return status
+
+
+def _vision_rows(args: argparse.Namespace) -> int:
+    rows = vision_row.plan(args.models, args.precisions, args.batch)
+    return vision.run_rows(rows, args.out, seconds=args.seconds, resume=args.resume)
+
+
 def _report(args: argparse.Namespace) -> int:
     for path in report.write(args.root):
         print(f"{path}: brought up to date")
     return 0
+
+
+def _evidence(args: argparse.Namespace) -> int:
+    return evidence.main(args.root)
 
 
 def _readme(args: argparse.Namespace) -> int:
@@ -242,7 +311,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(words)
     commands = {
         **{"list": _list, "run": _run, "gpu": _gpu, "gpu-stage": _gpu_stage},
+        **{"vision": _vision_all, "vision-rows": _vision_rows},
         **{"compare": _compare, "plot": _plot, "report": _report, "readme": _readme},
+        **{"evidence": _evidence},
         **{"accumulator": _accumulator, "footprint": _footprint},
         **{"underflow": _underflow},
     }

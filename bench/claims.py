@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import accuracy, readme, results
+from . import accuracy, gpu_folder, readme, results
+from .gpu_folder import Folder
 
 NOT_MEASURED = "not measured"
 TASKS = ("gpt", "cnn", "vit")
@@ -22,10 +23,36 @@ def _bench_row(bench: dict[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in bench["rows"] if row["name"] == name)
 
 
-def _speed(demo: dict[str, Any]) -> str:
-    speed = {row["recipe"]: row["tokens_per_second"] for row in demo["rows"]}
-    ratios = (f"{name} {speed[name] / speed['fp32']:.2f}x" for name in speed if name != "fp32")
-    return f"this CPU, tokens/s against FP32: {', '.join(ratios)}; GPU: {NOT_MEASURED}"
+def _ratios(training: dict[str, Any]) -> str:
+    """tokens/s of each recipe against FP32's."""
+    speed = {row["recipe"]: row["tokens_per_second"] for row in training["rows"]}
+    if not speed.get("fp32"):
+        return ""
+    known = {name: value for name, value in speed.items() if value and name != "fp32"}
+    return ", ".join(f"{name} {value / speed['fp32']:.2f}x" for name, value in known.items())
+
+
+def _on_gpus(words: dict[str, str]) -> str:
+    """What was measured, by GPU."""
+    found = {gpu: said for gpu, said in words.items() if said} or {"GPU": NOT_MEASURED}
+    return "; ".join(f"{gpu}: {said}" for gpu, said in found.items())
+
+
+def _speed(demo: dict[str, Any], folders: list[Folder]) -> str:
+    name = gpu_folder.TRAINING
+    words = {f.gpu: _ratios(f.files[name]) for f in folders if name in f.files}
+    return f"this CPU, tokens/s against FP32: {_ratios(demo)}; {_on_gpus(words)}"
+
+
+def _figures(folders: list[Folder], *starts: str) -> str:
+    """How many times as fast as their rivals the rows of a GPU are whose names start so."""
+    words = {}
+    for folder in folders:
+        rows = (row for row in folder.rows if row["name"].startswith(starts))
+        figures = {row["name"].split("/", 1)[1]: row.get("figure") for row in rows}
+        known = (f"{name} {value:.2f}x" for name, value in figures.items() if value is not None)
+        words[folder.gpu] = ", ".join(known)
+    return _on_gpus(words)
 
 
 def _held(sizes: dict[str, int]) -> int:
@@ -72,7 +99,8 @@ def _flushed(folder: Path, name: str) -> str:
     )
 
 
-def block(folder: Path) -> str:
+def block(folder: Path, folders: list[Folder]) -> str:
+    """The table; folder: the results of the CPU, folders: those of GPUs."""
     demo, bench = _json(folder / "demo.json"), results.load(folder / "bench.json")
     footprint = _json(folder / "footprint.json")
     mlp = _bench_row(bench, "mlp/fp8/bf16")["figure"]
@@ -86,15 +114,17 @@ def block(folder: Path) -> str:
         f"{name.split('/', 1)[1]} {_bench_row(bench, name)['figure']:.2f}x"
         for name in ("step/fp32/gpt", "step/bf16/gpt", "step/fp32/many")
     )
+    layer = _figures(folders, "cuda/layer/fp8/eager", "cuda/layer/fp8/compiled")
+    on_gpus = _figures(folders, "cuda/adamw_/", "cuda/sgd_/")
     runs, held = "`python examples/accuracy.py`", "`python -m mixprec.bench footprint`"
     scaling = "`python -m mixprec.bench underflow`"
     rows = [
-        ("mixed precision trains 2x faster", _speed(demo), "`make demo`"),
+        ("mixed precision trains 2x faster", _speed(demo, folders), "`make demo`"),
         ("mixed precision halves the memory", _resident(footprint), held),
         ("", _saved(footprint, "bf16", "fp32"), held),
         ("FP8 halves activation memory", _saved(footprint, "fp8", "bf16"), held),
-        ("FP8 is twice as fast as BF16", f"MLP on this CPU: {mlp:.2f}x the time; GPU: "
-         f"{NOT_MEASURED}", "`make bench`"),
+        ("FP8 is twice as fast as BF16", f"MLP on this CPU: {mlp:.2f}x the time; "
+         f"{layer}", "`make bench`"),
         ("16 bits cost no accuracy", _losses(folder, ("bf16", "fp16")), runs),
         ("FP8 costs 0.5 to 2 % of accuracy",
          _losses(folder, ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")), runs),
@@ -103,6 +133,6 @@ def block(folder: Path) -> str:
         ("bf16 needs no loss scaling", _flushed(folder, "bf16"), scaling),
         ("weights in 8 bits are 4x smaller", smaller, held),
         ("a fused optimizer step is faster than torch's fused one", f"with loss scaling and "
-         f"clipping, on this CPU: {step}; GPU: {NOT_MEASURED}", "`make bench`"),
+         f"clipping, on this CPU: {step}; {on_gpus}", "`make bench`"),
     ]  # fmt: skip
     return f"{readme.markdown(HEADER, rows)}\n\n{readme.machine(footprint['environment'])}"

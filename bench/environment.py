@@ -27,7 +27,12 @@ def environment(*, quick: bool) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source that this file comes from, "+" if it was changed; None outside."""
+    """The commit of the source that this file comes from, "+" if it was changed; None outside.
+
+    MIXPREC_COMMIT says it where the source is a copy without its history.
+    """
+    if given := os.environ.get("MIXPREC_COMMIT"):
+        return given
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

@@ -2,6 +2,7 @@
 
 MIXPREC_BENCH_DEVICE=cpu rehearses: every row of the GPU runs, tiny, on the CPU, so that what is
 wrong with the benchmark itself shows without a GPU. Its figures mean nothing, and its files say so.
+MIXPREC_BENCH_TINY=1: the same on a device of torch's, for one that stands in for a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 
 DEVICE = torch.device(os.environ.get("MIXPREC_BENCH_DEVICE", "cuda"))
-REHEARSAL = DEVICE.type != "cuda"
-BACKENDS = ("cpp", "reference") if REHEARSAL else ("cuda", "triton", "vendor")
+ON_CPU = DEVICE.type != "cuda"
+REHEARSAL = ON_CPU or os.environ.get("MIXPREC_BENCH_TINY") == "1"
+BACKENDS = ("cpp", "reference") if ON_CPU else ("cuda", "triton", "vendor")
 QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 _FACTS = f"name,driver_version,clocks.max.sm,power.limit,{QUERY}"
 _REHEARSAL_L2 = 1 << 16
@@ -78,7 +80,7 @@ def l2_bytes() -> int:
 
 def free_bytes() -> int:
     """Memory that new tensors can have."""
-    if REHEARSAL:
+    if ON_CPU:
         return 1 << 28
     free, _ = torch.cuda.mem_get_info(DEVICE)
     return free + torch.cuda.memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE)
@@ -86,7 +88,7 @@ def free_bytes() -> int:
 
 def release() -> None:
     """Give the memory of the last row back, so that a large row finds it in one piece."""
-    if not REHEARSAL:
+    if not ON_CPU:
         torch.cuda.empty_cache()
 
 

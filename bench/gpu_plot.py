@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import Any
 from . import gpu
 from .registry import FLOOR
 from .results import ResultError
+from .sources import CHOSEN
 
-COLORS = {"cuda": "#2a7f62", "triton": "#3a6ea5", "vendor": "#8a6fae"}
+COLORS = {"cuda": "#2a7f62", "triton": "#3a6ea5", "vendor": "#8a6fae", CHOSEN: "#333333"}
 OTHERS = "#d1803c"
 _LONGEST_LIST = 60
-_TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0, 10.0, 30.0)
+# In the order of their worth: where two would stand too close, the later one is left out.
+_TICKS = (
+    *(1.0, 2.0, 0.5, 5.0, 0.2, 10.0, 0.1, 1.4, 0.7),
+    *(1.2, 0.8, 1.1, 0.9, 3.0, 0.3, 1.7, 30.0, 0.03),
+)
+_TICKS_APART = 0.05  # of the width
 
 
 def save(contents: list[dict[str, Any]], path: Path) -> list[Path]:
@@ -26,7 +33,7 @@ def save(contents: list[dict[str, Any]], path: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError:
         raise ResultError("plot: matplotlib is not installed: pip install matplotlib") from None
-    rows = [r for c in contents for r in c["rows"] if r["status"] == "ok" and not r["host"]]
+    rows = drawable(contents)
     if not rows:
         raise ResultError("plot: the file holds no measured row")
     environment = contents[0]["environment"]
@@ -47,6 +54,11 @@ def save(contents: list[dict[str, Any]], path: Path) -> list[Path]:
         _write(figure, target)
         written.append(target)
     return written
+
+
+def drawable(contents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that a picture shows: measured, and not about Python's time."""
+    return [r for c in contents for r in c["rows"] if r["status"] == "ok" and not r["host"]]
 
 
 def _write(figure: Any, path: Path) -> None:
@@ -108,9 +120,21 @@ def _judged(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
     return sorted(found, key=lambda pair: pair[1] / pair[0]["median"]["ours"])
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """Those between low and high (and 0.9 to 1.1 in any case) that have room on a log axis."""
+    low, high = min(low, 0.9), max(high, 1.1)
+    found: list[float] = []
+    for tick in (t for t in _TICKS if low <= t <= high):
+        apart = (abs(math.log(tick / other)) / math.log(high / low) for other in found)
+        if all(gap >= _TICKS_APART for gap in apart):
+            found.append(tick)
+    return sorted(found)
+
+
 def _ratio(axes: Any, rows: list[dict[str, Any]], peak: gpu.Ceiling | None) -> None:
     """How many times as fast as the best rival each variant is, the worst on top."""
-    judged = _judged(rows)[:_LONGEST_LIST]
+    every = _judged(rows)
+    judged = every[:_LONGEST_LIST]
     seen: set[str] = set()
     for place, (row, rival) in enumerate(judged):
         for name, seconds in _timed(row).items():
@@ -123,11 +147,12 @@ def _ratio(axes: Any, rows: list[dict[str, Any]], peak: gpu.Ceiling | None) -> N
     )
     axes.set_ylim(len(judged) - 0.5, -0.5)  # the first on top
     axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    ticks = [t for t in _TICKS if min(low, 0.9) <= t <= max(high, 1.1)]
+    ticks = _ticks(*axes.get_xlim())
     axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("times as fast as the best rival (1: equally fast; to the right is better)")
+    of = f"; the {len(judged)} worst of {len(every)} rows" if len(judged) < len(every) else ""
+    words = f"times as fast as the best rival (1: equally fast; to the right is better{of})"
+    axes.set_xlabel(words)
     axes.grid(axis="y", linewidth=0.3)
     if seen:
         axes.legend(frameon=False, fontsize=8)

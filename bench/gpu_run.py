@@ -58,7 +58,7 @@ def one_line(error: BaseException) -> str:
 
 @cache
 def clock() -> gpu_timer.Clock:
-    return gpu_timer.HostClock() if gpu.REHEARSAL else gpu_timer.CudaClock()
+    return gpu_timer.HostClock() if gpu.ON_CPU else gpu_timer.CudaClock()
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def on(backend: str, ops: tuple[str, ...]) -> Iterator[None]:
 
 def answers() -> None:
     """Wait for the GPU. DeviceLost if it no longer works for this process."""
-    if gpu.REHEARSAL:
+    if gpu.ON_CPU:
         return
     try:
         torch.cuda.synchronize()

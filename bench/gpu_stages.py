@@ -27,7 +27,7 @@ STAGES: dict[str, tuple[tuple[str, ...], float]] = {
     "memory": (
         (
             *("copy", "quantize", "amax", "dequantize", "unscale_", "grad_stats_"),
-            *("inv_scale", "clip_coef", "scale_from_amax_"),
+            *("inv_scale", "clip_coef", "scale_from_amax_", "update_delayed_scales_"),
         ),
         0.32,
     ),

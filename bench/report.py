@@ -1,8 +1,9 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
-Between markers, never typed: <!-- gpu --> in README, <!-- gpu OP ... --> and <!-- build FILE -->
-in docs/kernels.md, <!-- accuracy TASK --> in docs/accuracy.md, <!-- claims --> in docs/claims.md,
-each up to <!-- end -->.
+Between markers, never typed: <!-- gpu --> and <!-- gpu state --> in README, <!-- gpu OP ... -->
+and <!-- build FILE --> in docs/kernels.md, <!-- accuracy TASK --> in docs/accuracy.md,
+<!-- claims --> in docs/claims.md, those of gpu_page in docs/gpu.md, each up to <!-- end -->. And
+the pictures of each GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import accuracy, claims, gpu, gpu_table, readme, results, sources, table
+from . import (
+    accuracy,
+    claims,
+    gpu,
+    gpu_folder,
+    gpu_page,
+    gpu_plot,
+    gpu_table,
+    readme,
+    results,
+    sources,
+    table,
+)
 from .registry import Row
 from .rows import ROWS
 
@@ -21,21 +34,17 @@ H200 = gpu.CEILINGS["H200"]
 KERNELS = Path("docs/kernels.md")
 ACCURACY = Path("docs/accuracy.md")
 CLAIMS = Path("docs/claims.md")
+GPU = Path("docs/gpu.md")
 HEADER = ("row", "moves", "floor on an H200", *gpu_table.HEADER[1:4], *gpu_table.HEADER[5:11])
 _BUILD_HEADER = ("kernel", "instances", "registers", "shared memory", "spilled")
+PRODUCTS = ("gemm", "gemm_accumulate_")  # of hundreds of shapes, shown by families
+STATE = "gpu state"
 STALE = " (older sources)"
 
 
 def gpu_results(root: Path) -> list[dict[str, Any]]:
-    """Every result of a GPU in bench/results/. ResultError for a rehearsal: its figures mean
-    nothing."""
-    found = []
-    for path in sorted((root / "bench" / "results").glob("*/bench-*.json")):
-        content = results.load(path)
-        if content["environment"].get("rehearsal", True):
-            raise results.ResultError(f"{path}: is a rehearsal without a GPU, and no result")
-        found.append(content)
-    return found
+    """Every result of gpu-bench in bench/results/. ResultError for a rehearsal."""
+    return [content for folder in gpu_folder.load(root) for content in folder.bench.values()]
 
 
 def _by_gpu(contents: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -48,7 +57,7 @@ def _by_gpu(contents: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def stale(row: dict[str, Any], backend: str) -> bool:
     """Whether the kernel that was measured is made of other sources than today's."""
-    variant = row["variants"].get(backend)
+    variant = row.get("variants", {}).get(backend)
     if variant is None or variant["sources"] is None:
         return False
     return sources.digest(tuple(row["ops"]), backend) != variant["sources"]
@@ -127,6 +136,10 @@ def build_block(source: str, root: Path) -> str:
     return readme.markdown(_BUILD_HEADER, lines)
 
 
+def _is_product(row: dict[str, Any]) -> bool:
+    return row["op"] in PRODUCTS and row["status"] == "ok"
+
+
 def gpu_block(contents: list[dict[str, Any]]) -> str:
     """README: what was measured on each GPU by the variant that a user gets."""
     if not contents:
@@ -134,29 +147,32 @@ def gpu_block(contents: list[dict[str, Any]]) -> str:
     parts = []
     for name, rows in _by_gpu(contents).items():
         peak = gpu.ceiling(name)
-        single = [r for r in rows if not r.get("flops")]
         lines = [
             (r["name"].removeprefix("cuda/"), *cells)
-            for r in single
+            for r in rows
+            if not _is_product(r)
             for cells in _measured(r, peak)
-            if cells[0].endswith("*") or len(r["variants"]) < 2
+            if cells[0].endswith("*") or len(r.get("variants", ())) < 2
         ]
         header = (HEADER[0], *HEADER[3:])
         parts.append(f"{name}:\n\n{readme.markdown(header, lines)}")
-        if products := gpu_table.families(rows):
+        if products := gpu_table.families([r for r in rows if _is_product(r)]):
             short = [(line[0].removeprefix("cuda/"), *line[1:]) for line in products]
             parts.append(readme.markdown(gpu_table.FAMILY_HEADER, short))
         parts.append(f"{gpu_table.summary(rows)}.")
     first = contents[0]["environment"]
-    parts.append(f"torch {first['torch']}, commit {first['commit']}.")
+    commit = f", commit {first['commit']}" if first["commit"] else ""
+    parts.append(f"torch {first['torch']}{commit}.")
     return "\n\n".join(parts)
 
 
 def render(root: Path) -> dict[Path, str]:
     """Every generated page as bench/results/ has it today."""
-    contents = gpu_results(root)
+    contents, folders = gpu_results(root), gpu_folder.load(root)
     front, cpu = root / "README.md", root / "bench" / "results" / "cpu"
     text = readme.fill(readme.render(front, cpu), "gpu", gpu_block(contents))
+    if f"<!-- {STATE} -->" in text:
+        text = readme.fill(text, STATE, gpu_page.state(folders))
     kernels = (root / KERNELS).read_text()
     for name in re.findall(r"<!-- (gpu [\w ]+) -->", kernels):
         kernels = readme.fill(kernels, name, kernel_block(name.split()[1:], contents))
@@ -167,20 +183,38 @@ def render(root: Path) -> dict[Path, str]:
         parity = readme.fill(
             parity, f"accuracy {task}", accuracy.task_block(accuracy.load(cpu, task))
         )
-    said = readme.fill((root / CLAIMS).read_text(), "claims", claims.block(cpu))
+    said = readme.fill((root / CLAIMS).read_text(), "claims", claims.block(cpu, folders))
     return {
         front: text,
         root / KERNELS: kernels,
+        root / GPU: gpu_page.render((root / GPU).read_text(), folders),
         root / ACCURACY: parity,
         root / CLAIMS: said,
     }
 
 
+def out_of_date(root: Path) -> list[Path]:
+    """The pages that are not as bench/results/ has them."""
+    return [path for path, text in render(root).items() if text != path.read_text()]
+
+
+def _pictures(root: Path) -> list[Path]:
+    """Draw those of every GPU beside its results; which of them that changed."""
+    changed = []
+    for folder in gpu_folder.load(root):
+        if gpu_plot.drawable([*folder.bench.values()]):
+            drawn = {p: p.read_bytes() for p in folder.path.glob(f"{gpu_page.PICTURE}-*.png")}
+            for path in gpu_plot.save([*folder.bench.values()], folder.path / gpu_page.PICTURE):
+                if path.read_bytes() != drawn.get(path):
+                    changed.append(path)
+    return changed
+
+
 def write(root: Path) -> list[Path]:
-    """Bring README and docs up to date; which of them that changed."""
+    """Bring README, docs and the pictures up to date; which of them that changed."""
     changed = []
     for path, text in render(root).items():
         if text != path.read_text():
             path.write_text(text)
             changed.append(path)
-    return changed
+    return changed + _pictures(root)

@@ -8,7 +8,14 @@ from functools import partial
 import torch
 
 import mixprec
-from mixprec.ops import clip_coef, grad_stats_, inv_scale, scale_from_amax_, unscale_
+from mixprec.ops import (
+    clip_coef,
+    grad_stats_,
+    inv_scale,
+    scale_from_amax_,
+    unscale_,
+    update_delayed_scales_,
+)
 
 from . import gpu, steps, verify
 from .gpu_run import GpuCase
@@ -371,6 +378,7 @@ for _dtype, _type in DTYPES.items():
 # Kernels that compute a few numbers: their time is that of a launch
 
 FEW_NUMBERS = 4096
+LAYERS, HISTORY = 64, 16  # of delayed scales: two tensors a layer, so many amaxes each
 LAUNCH = 5.0  # us
 
 
@@ -396,6 +404,40 @@ def _number_case(op: str, count: int) -> GpuCase:
     return GpuCase((op,), lambda _: None, ours, {}, check, bytes=float(size))
 
 
+def _delayed_case(count: int) -> GpuCase:
+    new = gpu.randn(count).abs() + 0.5
+
+    def tensors() -> tuple[list[torch.Tensor], ...]:
+        histories = torch.ones(count, HISTORY, device=gpu.DEVICE)
+        return [*histories], [*torch.ones(count, device=gpu.DEVICE)], [*new.clone()]
+
+    def ours(lists: tuple[list[torch.Tensor], ...]) -> torch.Tensor:
+        update_delayed_scales_(*lists, [E4M3_MAX] * count)
+        return torch.cat([t.view(-1) for tensors in lists for t in tensors])
+
+    def check() -> str | None:
+        got = ours(tensors())
+        with mixprec.use_backend("reference"):
+            return verify.equal("the result", got, ours(tensors()))
+
+    # From the second call on there is nothing new to record: the time is that of the launch.
+    return GpuCase(
+        ("update_delayed_scales_",),
+        lambda _: tensors(),
+        lambda lists: update_delayed_scales_(*lists, [E4M3_MAX] * count),
+        {},
+        check,
+        bytes=8.0 * count * (HISTORY + 2),
+    )
+
+
+row(
+    f"cuda/update_delayed_scales_/{2 * LAYERS}",
+    f"the end of a step of delayed scaling: {2 * LAYERS} histories of {HISTORY} amaxes",
+    at_most(LAUNCH, "us"),
+    device="cuda",
+    quick=True,
+)(partial(_delayed_case, 2 * LAYERS))
 for _op, _number in (("inv_scale", 1), ("clip_coef", 1000), ("scale_from_amax_", FEW_NUMBERS)):
     row(
         f"cuda/{_op}/{_number}",

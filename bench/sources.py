@@ -32,9 +32,10 @@ def files(op: str, backend: str) -> list[Path]:
         return [*files(op, "cuda"), *files(op, "triton")]
     if backend == "cuda":
         made_in = re.compile(rf'\.impl\("{op}"')
-        return _with_headers(
-            [p for p in sorted(top.glob("csrc/cuda/*.cu")) if made_in.search(p.read_text())], top
-        )
+        files_ = [p for p in sorted(top.glob("csrc/cuda/*.cu")) if made_in.search(p.read_text())]
+        # gemm_sm90.cu only launches what is compiled in gemm_sm90_bf16_k_k.cu and the like.
+        kernels = [p for file in files_ for p in sorted(top.glob(f"csrc/cuda/{file.stem}_*.cu"))]
+        return _with_headers([*files_, *kernels], top)
     if backend == "triton" and op in _library.TRITON:
         folder = top / "triton_kernels"
         return _closure([folder / f"{_library.TRITON[op]}.py"], _imports, folder)

@@ -6,52 +6,76 @@ The text is the source code of the Python standard library, or a file of yours. 
 table, DIR/results.json and DIR/loss.png. The exit code is 0 only if every layer of every block
 ran all its matrix products in its recipe's format, each precision's validation loss is within 2 %
 of FP32's, and each learned clearly more than the frequencies of single bytes.
+
+On a GPU the FP32 baseline is trained twice, as fp32 and as tf32: with torch's FP32 products in full
+and in TF32, which is off in every other run. results.json then also holds the driver, the clocks
+while each precision ran, and the hashes of the kernels' sources. It is written anew after each
+precision, and a precision that fails does not end the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
-from collections.abc import Callable
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import gpt_data
 import torch
-from gpt_model import GPT, GPTConfig
+from gpt_model import GPT
 from gpt_progress import Progress
+from gpt_runs import (
+    ADAMW,
+    BITS,
+    TF32,
+    VALIDATION_BYTES,
+    GpuRecord,
+    compare,
+    gpt_config,
+    warmup_then_cosine,
+)
 from torch import nn
 
 import mixprec
 import mixprec.env
+from mixprec.bench.environment import environment
 
-BITS = 1 / math.log(2)  # a loss in nats, times this, is in bits
+__all__ = ["BITS", "VALIDATION_BYTES", "check_device", "compare", "main", "warmup_then_cosine"]
+
 MAX_DIFFERENCE = 0.02  # to FP32's validation loss
 GAIN, FULL_GAIN = 0.25, 0.33  # how far below the text's unigram entropy each run must come
 STEPS, FULL_STEPS = 320, 1000
-VALIDATION_BYTES = 32768
-ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
+RECIPES = "fp32,bf16,fp16,fp8"
+GPU_RECIPES = "fp32,tf32,bf16,fp16,fp8"
+GPU_LIMIT = 480.0  # seconds
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train one small GPT in several precisions and compare them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--text", metavar="FILE", help="train on this file (default: Python's standard library)")
-    add("--full", action="store_true", help=f"{FULL_STEPS} steps instead of {STEPS}")
-    add("--steps", type=int, help="training steps per precision (default: as --full says)")
-    add("--recipes", default="fp32,bf16,fp16,fp8", help="precisions, separated by commas")
-    add("--device", default="cpu", help="cpu or cuda")
-    add("--out", default="demo", metavar="DIR", help="where results.json and loss.png go")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--batch", type=int, default=4, help="sequences per step")
-    add("--context", type=int, default=128, help="bytes per sequence")
-    add("--layers", type=int, default=3, help="transformer blocks")
-    add("--width", type=int, default=256, help="size of the residual stream, a multiple of 64")
+    words = "Train one small GPT in several precisions and compare them."
+    parser = argparse.ArgumentParser(description=words)
+
+    def add(name: str, words: str, **how: Any) -> None:
+        default = f" (default: {how['default']})" if "default" in how else ""
+        parser.add_argument(name, help=words + default, **how)
+
+    add("--text", "train on this file (default: Python's standard library)", metavar="FILE")
+    add("--full", f"{FULL_STEPS} steps instead of {STEPS}", action="store_true")
+    add("--steps", "training steps per precision (default: as --full says)", type=int)
+    words = f"precisions, separated by commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
+    add("--recipes", words, metavar="A,B")
+    add("--device", "cpu or cuda", default="cpu")
+    words = f"end it after this time as Ctrl-C does (default: never; on a GPU {GPU_LIMIT:.0f})"
+    add("--limit", words, type=float, metavar="SECONDS")
+    add("--out", "where results.json and loss.png go", default="demo", metavar="DIR")
+    add("--seed", "of the weights and of the order of the data", type=int, default=0)
+    add("--lr", "highest learning rate", type=float, default=3e-3)
+    add("--batch", "sequences per step", type=int, default=4)
+    add("--context", "bytes per sequence", type=int, default=128)
+    add("--layers", "transformer blocks", type=int, default=3)
+    add("--width", "size of the residual stream, a multiple of 64", type=int, default=256)
     options = parser.parse_args(argv)
     if options.steps is None:
         options.steps = FULL_STEPS if options.full else STEPS
@@ -60,9 +84,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.width % 64:
         parser.error(f"--width must be a multiple of 64, got {options.width}")
-    options.recipes = options.recipes.split(",")
+    on_gpu = options.device.startswith("cuda")
+    if options.limit is None and on_gpu:
+        options.limit = GPU_LIMIT
+    options.recipes = (options.recipes or (GPU_RECIPES if on_gpu else RECIPES)).split(",")
     for name in options.recipes:
-        if name != "fp32":
+        if name == TF32 and not on_gpu:
+            parser.error(f"--recipes: {TF32} must come with --device cuda")
+        if name not in ("fp32", TF32):
             try:
                 mixprec.recipes.Recipe.parse(name)
             except ValueError as error:
@@ -80,18 +109,15 @@ def check_device(name: str) -> None:
         sys.exit(f"error: --device {name}: there is no GPU to use ({reason})")
 
 
-def warmup_then_cosine(step: int, steps: int) -> float:
-    """The learning rate's factor: up over the first 20 steps, then down to 5 % on half a cosine."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-    return min(1.0, (step + 1) / 20) * (0.05 + 0.95 * cosine)
-
-
 def problems(
     report: mixprec.Report, block_linears: list[str], unigram: float, gain: float
 ) -> list[str]:
     """What a complete run should have reached and did not, one sentence each."""
     found = [f"{row.recipe} {row.status}" for row in report.rows if row.status != "complete"]
-    found += report.wrong_gemms(block_linears)
+    ran = mixprec.Report(rows=[row for row in report.rows if row.steps])
+    found += ran.wrong_gemms(block_linears)
+    data = max((row.data for row in report.rows), key=len)
+    found += [f"{r.recipe} got other data" for r in report.rows if r.data != data[: len(r.data)]]
     for row in report.rows:
         if row.validation_loss is None:
             continue
@@ -109,51 +135,6 @@ def problems(
                 f"the {unigram:.3f} of single bytes"
             )
     return found
-
-
-def commit() -> str | None:
-    """The git commit of this checkout, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
-
-
-def compare(
-    options: argparse.Namespace,
-    text: gpt_data.Text,
-    progress: Callable[[str, int, int | None, float], None] | None = None,
-) -> mixprec.Report:
-    """One GPT per precision of options.recipes, all from options.seed, on the same data."""
-    config = gpt_config(options)
-    evaluations = max(1, VALIDATION_BYTES // (options.batch * options.context))
-    shape = options.batch, options.context
-
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        params = list(model.parameters())
-        return mixprec.optim.AdamW(params, options.lr, **ADAMW)
-
-    return mixprec.compare(
-        lambda: GPT(config),
-        gpt_data.Batches(text.train, *shape, options.steps, options.seed),
-        options.recipes,
-        validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
-        make_optimizer=adamw,
-        schedule=lambda step: warmup_then_cosine(step, options.steps),
-        seed=options.seed,
-        device=options.device,
-        count=lambda batch: batch[0].numel(),
-        unit="tokens",
-        loss_name="bits/byte",
-        loss_factor=BITS,
-        progress=progress,
-    )
-
-
-def gpt_config(options: argparse.Namespace) -> GPTConfig:
-    return GPTConfig(options.layers, options.width, options.width // 64, options.context)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -178,21 +159,43 @@ def run(options: argparse.Namespace) -> int:
         f"{torch.get_num_threads()} threads",
         flush=True,
     )
-    with Progress(tokens, BITS) as progress:
-        report = compare(options, text, progress.step)
+    where = environment(quick=False)
+    record = GpuRecord() if options.device.startswith("cuda") else None
+    end = math.inf if options.limit is None else time.monotonic() + options.limit
+
+    def describe(report: mixprec.Report, problems: list[str]) -> None:
+        report.options |= vars(options) | ADAMW | {"parameters": size}
+        report.environment |= {
+            **where,
+            **(record.facts() if record is not None else {}),
+            "text": text.source,
+            "text_bytes": {"train": text.train.numel(), "validation": text.validation.numel()},
+            "unigram_bits_per_byte": unigram,
+            "problems": problems,
+        }
+
+    def step(*where: Any) -> None:
+        progress.step(*where)
+        if time.monotonic() > end:
+            raise KeyboardInterrupt  # as Ctrl-C: what there is is kept
+
+    def finished(report: mixprec.Report, recipe: str) -> None:
+        if record is not None:
+            record.finished(recipe)
+        describe(report, ["not complete: a later precision ended the program"])
+        with suppress(OSError):  # which is reported at the end
+            report.save(out / "results.json")
+
+    try:
+        with Progress(tokens, BITS) as progress:
+            report = compare(options, text, step, finished)
+    finally:
+        if record is not None:
+            record.close()
 
     gain = FULL_GAIN if options.full else GAIN
     found = [] if report.interrupted else problems(report, block_linears, unigram, gain)
-    report.options |= vars(options) | ADAMW | {"parameters": size}
-    report.environment |= {
-        **mixprec.env.versions(),
-        **mixprec.env.machine(),
-        "commit": commit(),
-        "text": text.source,
-        "text_bytes": {"train": text.train.numel(), "validation": text.validation.numel()},
-        "unigram_bits_per_byte": unigram,
-        "problems": found,
-    }
+    describe(report, found)
     print(f"\n{report}\n", flush=True)
     for path, write in ((out / "results.json", report.save), (out / "loss.png", report.plot)):
         try:

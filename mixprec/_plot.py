@@ -16,6 +16,9 @@ STYLES = (
     {"color": "#0072B2", "linewidth": 3.0, "linestyle": "-"},
     {"color": "#D55E00", "linewidth": 2.0, "linestyle": "--"},
     {"color": "#000000", "linewidth": 1.2, "linestyle": ":"},
+    {"color": "#009E73", "linewidth": 1.2, "linestyle": "-."},
+    {"color": "#CC79A7", "linewidth": 1.2, "linestyle": "--"},
+    {"color": "#56B4E9", "linewidth": 1.2, "linestyle": "-"},
 )
 
 

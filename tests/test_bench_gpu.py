@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import mixprec
 from mixprec.bench import __main__ as cli
 from mixprec.bench import (
     gpu,
+    gpu_plot,
     gpu_run,
     gpu_stages,
     gpu_table,
@@ -42,6 +44,7 @@ CUDA_ROWS = [r for r in ROWS.values() if r.device == "cuda"]
 def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What MIXPREC_BENCH_DEVICE=cpu does."""
     monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(gpu, "ON_CPU", True)
     monkeypatch.setattr(gpu, "REHEARSAL", True)
     monkeypatch.setattr(gpu, "BACKENDS", ("cpp", "reference"))
     gpu_run.clock.cache_clear()
@@ -318,6 +321,9 @@ def test_sources_of_a_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert "adamw.py" not in names
     assert sources.digest(("amax",), "vendor") is None
 
+    names = {p.name for p in sources.files("gemm", "cuda")}
+    assert {"gemm_sm90.cuh", "wgmma_sm90.cuh", "gemm_sm90_e4m3_e5m2_scaled.cu"} <= names
+
     for folder in ("csrc", "triton_kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     ops = ("adamw_", "grad_stats_")
@@ -540,6 +546,8 @@ def a_gpu_result(names: list[str], gpu_name: str = "NVIDIA H200") -> dict[str, A
             }
         )  # fmt: skip
     where = {"gpu_name": gpu_name, "rehearsal": False, "torch": "2.11.0", "commit": "abc"}
+    rows.append(run.heading(ROWS["cuda/layer/fp8/torchao"]) | {"status": "not measured", "reason":
+                "torchao is not installed"})  # fmt: skip
     return {"environment": where, "rows": rows}
 
 
@@ -567,7 +575,12 @@ def test_tables_follow_from_the_results(tree: Path) -> None:
     before = (tree / "docs" / "kernels.md").read_text()
     put(tree, a_gpu_result(MEMORY), "memory")
     put(tree, a_gpu_result(PRODUCTS), "gemm")
-    assert report.write(tree) == [tree / "README.md", tree / "docs" / "kernels.md"]
+    folder = tree / "bench" / "results" / "nvidia-h200"
+    assert report.write(tree) == [
+        tree / "README.md",
+        *(tree / "docs" / name for name in ("kernels.md", "gpu.md", "claims.md")),
+        *(folder / f"bench-{kind}.png" for kind in ("roofline", "ratio")),
+    ]
     kernels = (tree / "docs" / "kernels.md").read_text()
     line = next(x for x in kernels.splitlines() if x.startswith("| quantize/bf16/given/8192x8192"))
     cells = [c.strip() for c in line.strip("|").split("|")]
@@ -576,12 +589,13 @@ def test_tables_follow_from_the_results(tree: Path) -> None:
     assert "gemm/bf16/nt on NVIDIA H200 | cuda | torch |" in kernels
     assert kernels.count(report.NOT_YET) < before.count(report.NOT_YET)
     readme = (tree / "README.md").read_text()
+    assert "| layer/fp8/torchao |  |  |  |  |  |  | NOT MEASURED | >= 1.05x |" in readme
     assert "quantize/bf16/given/8192x8192 | cuda* |" in readme
     assert "| triton" not in readme.split("<!-- gpu -->")[1].split("| family |")[0]
     assert report.write(tree) == []
 
-    shutil.rmtree(tree / "bench" / "results" / "nvidia-h200")
-    assert len(report.write(tree)) == 2
+    shutil.rmtree(folder)
+    assert len(report.write(tree)) == 4
     assert (tree / "docs" / "kernels.md").read_text() == before
 
 
@@ -626,6 +640,18 @@ def test_pictures_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert png.name in capsys.readouterr().out or kind == "ratio"
     assert cli.main(["plot", str(tmp_path)]) == 2
     assert "holds no bench-*.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.005, 1.5), (0.95, 1.05), (0.5, 3.0), (0.9, 40.0), (0.2, 1.2)]
+)
+def test_ticks_of_ratios_have_room(low: float, high: float) -> None:
+    ticks = gpu_plot._ticks(low, high)
+    assert 1.0 in ticks
+    assert len(ticks) >= 3
+    width = math.log(max(high, 1.1) / min(low, 0.9))
+    gaps = [math.log(b / a) / width for a, b in itertools.pairwise(ticks)]
+    assert min(gaps) >= 0.05
 
 
 def test_summary_of_the_compiler_s_report(monkeypatch: pytest.MonkeyPatch) -> None:

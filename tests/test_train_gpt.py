@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,6 +127,137 @@ def test_every_condition_of_the_verdict(demo: ModuleType) -> None:
     assert verdict(2.9, 2.9, "diverged") == ["fp8 diverged"]
 
 
+def test_other_data_would_be_named(demo: ModuleType) -> None:
+    rows = [Row("fp32", data=[1, 2, 3]), Row("bf16", data=[1, 2]), Row("fp8", data=[1, 7, 3])]
+    for row in rows:
+        row.status, row.seconds = "complete", [0.1] * len(row.data)
+    assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 got other data"]
+    rows[0].data = []  # it has failed
+    assert demo.problems(Report(rows=rows[:2]), [], 4.0, 0.25) == []
+
+
+def test_tf32_is_on_in_its_own_run_alone(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """On a GPU, where no run is made here: what compare would be called with, and under which
+    setting of torch."""
+    import gpt_data
+
+    options = demo.parse_arguments([*TINY, "--device=cuda", f"--text={text}"])
+    assert options.recipes == ["fp32", "tf32", "bf16", "fp16", "fp8"]
+    assert options.limit == demo.GPU_LIMIT
+    calls: list[tuple[str, str, str]] = []
+
+    def compare(make: Any, batches: Any, recipe: str, **more: Any) -> Report:
+        calls.append((recipe, torch.get_float32_matmul_precision(), more["device"]))
+        more["progress"](recipe, 1, 1, 0.5)
+        return Report(rows=[Row(recipe)], environment={"device": more["device"]})
+
+    monkeypatch.setattr(mixprec, "compare", compare)
+    seen: list[str] = []
+    before = torch.get_float32_matmul_precision()
+    report = demo.compare(
+        options, gpt_data.load(text, options.context), lambda recipe, *_: seen.append(recipe)
+    )
+    assert torch.get_float32_matmul_precision() == before
+    names = ["fp32", "tf32", "bf16", "fp16", "fp8"]
+    assert calls == [
+        ("fp32" if name == "tf32" else name, "high" if name == "tf32" else "highest", "cuda")
+        for name in names
+    ]
+    assert [row.recipe for row in report.rows] == names == seen
+    assert report.options == {"tf32": {name: name == "tf32" for name in names}}
+
+
+def test_a_precision_that_fails_does_not_end_the_others(
+    demo: ModuleType, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    compare = mixprec.compare
+    out = tmp_path / "results.json"
+    kept: list[list[str]] = []
+
+    def fails(make: Any, batches: Any, recipe: str, **more: Any) -> Report:
+        if out.exists():  # what is there if the program is killed now
+            kept.append([row["status"] for row in json.loads(out.read_text())["rows"]])
+        if recipe == "bf16":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore of it")
+        return compare(make, batches, recipe, **more)
+
+    monkeypatch.setattr(mixprec, "compare", fails)
+    arguments = [*TINY, "--steps=2", f"--text={text}", f"--out={tmp_path}"]
+    assert demo.main([*arguments, "--recipes=fp32,bf16,fp8"]) == 1
+    failed = "failed: OutOfMemoryError: CUDA out of memory."
+    assert kept == [["complete", "not started", "not started"], ["complete", failed, "not started"]]
+    results = json.loads(out.read_text())
+    assert [row["status"] for row in results["rows"]] == ["complete", failed, "complete"]
+    assert f"bf16 {failed}" in results["environment"]["problems"]
+    assert f"failed: bf16 {failed}\n" in capsys.readouterr().err
+
+
+def test_one_model_is_in_memory_at_a_time(
+    demo: ModuleType, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last one's would count in the peak of the next."""
+    import gpt_data
+    import gpt_runs
+
+    made: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[int] = []
+
+    class Noted(gpt_runs.GPT):
+        def __init__(self, config: Any) -> None:
+            alive.append(sum(model() is not None for model in made))
+            super().__init__(config)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(gpt_runs, "GPT", Noted)
+    options = demo.parse_arguments(
+        [*TINY, "--steps=1", f"--text={text}", "--recipes=fp32,bf16,fp8"]
+    )
+    gc.disable()
+    try:
+        demo.compare(options, gpt_data.load(text, options.context))
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
+
+
+def test_a_limit_ends_it_with_what_it_has(
+    demo: ModuleType, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = [*TINY, "--steps=1000", f"--text={text}", f"--out={tmp_path}", "--limit=0"]
+    assert demo.main([*arguments, "--recipes=fp32,fp8"]) == 130
+    assert "interrupted: the table and the files hold what there is" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["interrupted"] is True
+    assert [row["steps"] for row in results["rows"]] == [1, 0]
+
+
+def test_what_is_noted_of_a_gpu(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpt_runs
+
+    from mixprec.bench import gpu, sources
+
+    snapshots = iter([{"clocks.sm": "345"}, {"clocks.sm": "1700"}])
+    watched = iter([{"clocks.sm": [1980.0]}, {"clocks.sm": [1800.0]}])
+    monkeypatch.setattr(gpu, "snapshot", lambda: next(snapshots))
+    monkeypatch.setattr(gpu, "facts", lambda: {"gpu_name": "NVIDIA H200", "rehearsal": False})
+    monkeypatch.setattr(gpu.Watch, "since_last", lambda self: next(watched))
+    record = gpt_runs.GpuRecord()
+    for recipe in ("fp32", "fp8"):
+        record.finished(recipe)
+    facts = record.facts()
+    record.close()
+    assert facts.pop("sources")["quantize"] == sources.digest(("quantize",), sources.CHOSEN)
+    assert facts == {
+        "gpu_name": "NVIDIA H200",
+        "rehearsal": False,
+        "gpu_before": {"clocks.sm": "345"},
+        "gpu_after": {"clocks.sm": "1700"},
+        "watched": {"fp32": {"clocks.sm": [1980.0]}, "fp8": {"clocks.sm": [1800.0]}},
+    }
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -171,7 +304,8 @@ def test_no_gpu(demo: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "argument", ["--recipes=fp32,fp4", "--steps=0", "--width=33", "--layers=x"]
+    "argument",
+    ["--recipes=fp32,fp4", "--recipes=tf32", "--steps=0", "--width=33", "--layers=x"],
 )
 def test_bad_options(demo: ModuleType, capsys: Any, argument: str) -> None:
     with pytest.raises(SystemExit) as stopped:
