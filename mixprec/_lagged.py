@@ -21,7 +21,7 @@ class Lagged:
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # a graph would copy to the same place at every replay, unnoticed
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record()

@@ -198,7 +198,7 @@ T atomicMax(T* p, std::type_identity_t<T> value) {
   return seen;
 }
 
-// Of a runtime that captures graphs (tests/cuda_on_cpu/device); without one every launch runs at once.
+// Of a runtime that captures graphs (device/cudart.cpp); without one every launch runs at once.
 extern "C" {
 __attribute__((weak)) int gpu_on_cpu_captures(cudaStream_t stream);
 __attribute__((weak)) void gpu_on_cpu_record(void (*run)(void*), void (*drop)(void*), void* what);

@@ -13,14 +13,14 @@ from mixprec import ops
 def parameters(device: torch.device, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((64, 33), (7,), (1000, 129))
-    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    values = [torch.randn(s, generator=generator, device="cpu").to(dtype) for s in shapes]
     return [torch.nn.Parameter(v.to(device)) for v in values]
 
 
 def set_gradients(params: list[torch.nn.Parameter], scale: float, step: int, bad: bool) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in params:
-        grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+        grad = (torch.randn(p.shape, generator=generator, device="cpu") * scale).to(p.dtype)
         if bad:
             grad.view(-1)[-1] = float("inf")
         if p.grad is None:
@@ -59,6 +59,27 @@ def test_training_gives_the_bits_of_the_cpu(
             states = [t for p in params for t in optimizer.state[p].values()]
             runs[where.type] = [*params, *states, scaler.skipped, scaler._scale]
     for got, want in zip(runs[device.type], runs["cpu"], strict=True):
+        wrong = bits_differ(got, want)
+        assert wrong is None, wrong
+
+
+def test_tensors_that_are_made_here_by_default(kernels: str, device: torch.device) -> None:
+    """torch.set_default_device changes no result, nor where numbers wait for the host."""
+    runs = []
+    for default in (torch.device("cpu"), device):
+        with default:
+            params = parameters(torch.device("cpu"), torch.bfloat16)
+            params = [torch.nn.Parameter(p.detach().to(device)) for p in params]
+            optimizer = mixprec.optim.AdamW(params, max_grad_norm=1.0)
+            scaler = mixprec.GradScaler(init_scale=2.0**8, max_consecutive_skips=3)
+            scaler.scale(torch.zeros((), device=device))
+            for step in range(3):
+                set_gradients(params, 2.0**8, step, bad=step == 1)
+                scaler.step(optimizer)
+                scaler.update()
+        runs.append([p.cpu() for p in params])
+        assert scaler.skipped.item() == 1
+    for got, want in zip(*runs, strict=True):
         wrong = bits_differ(got, want)
         assert wrong is None, wrong
 
