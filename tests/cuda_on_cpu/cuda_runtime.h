@@ -198,17 +198,20 @@ T atomicMax(T* p, std::type_identity_t<T> value) {
   return seen;
 }
 
-// Of a runtime that captures graphs (device/cudart.cpp); without one every launch runs at once.
+#ifdef CUDA_ON_CPU_GRAPHS
+// Of a runtime that captures graphs (device/cudart.cpp).
 extern "C" {
-__attribute__((weak)) int gpu_on_cpu_captures(cudaStream_t stream);
-__attribute__((weak)) void gpu_on_cpu_record(void (*run)(void*), void (*drop)(void*), void* what);
+int gpu_on_cpu_captures(cudaStream_t stream);
+void gpu_on_cpu_record(void (*run)(void*), void (*drop)(void*), void* what);
 }
+#endif
 
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
   constexpr size_t bytes = (sizeof(Params) + ... + 0);
-  if (gpu_on_cpu_captures && gpu_on_cpu_captures(config->stream)) {
+#ifdef CUDA_ON_CPU_GRAPHS
+  if (gpu_on_cpu_captures(config->stream)) {
     // As a graph has it: by value, with the arguments of this call.
     struct Launch {
       cudaLaunchConfig_t config;
@@ -227,6 +230,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
         [](void* what) { delete static_cast<Launch*>(what); }, launch);
     return cudaSuccess;
   }
+#endif
   return cuda_on_cpu::run(*config, bytes, [&] { kernel(args...); });
 }
 

@@ -31,13 +31,13 @@ RUNTIME.gpu_on_cpu_captures.argtypes = (ctypes.c_void_p,)
 def _seen_by_cpu(x: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the memory of x; where there is none, one that can grow."""
     if x.numel() == 0:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     storage = x.untyped_storage()
     bytes_ = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
     with torch._C._DisableTorchDispatch():
-        there = torch.empty(0, dtype=x.dtype)
+        there = torch.empty(0, dtype=x.dtype, device="cpu")
         there.set_(bytes_, x.storage_offset(), x.shape, x.stride())
     return there
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
+from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -20,16 +22,28 @@ SITE = runner.ROOT / "build" / "cuda_on_cpu" / "site"
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # as in setup.py
 
 
+def cuda_headers() -> list[str]:
+    """The options by which nvcc finds CUDA's headers."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise RuntimeError("the GPU is compiled with the headers that come with nvcc: not in PATH")
+    command = [nvcc, "-dryrun", "-x", "cu", "-c", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r'INCLUDES="([^"]+)"', said)
+    assert found is not None, f"nvcc -dryrun names no include folder: {said}"
+    return [f"-isystem{word.removeprefix('-I')}" for word in found[1].split()]
+
+
 def runtime() -> Path:
     """The GPU, under the name by which torch asks for the driver."""
-    words = ["-O1", "-shared", "-Wl,-soname,libcuda.so.1", f"-isystem{CUDA_HOME}/include"]
+    words = ["-O1", "-shared", "-Wl,-soname,libcuda.so.1", *cuda_headers()]
     return runner.compile_([*words, HERE / "cudart.cpp", HERE / "driver.cpp"], ".so")
 
 
 def ops() -> Path:
     """csrc/cuda/*.cu, launchers and kernels, over the model of the GPU's instructions."""
-    torch_words = [f"-isystem{path}" for path in include_paths()]
-    words = ["-O1", "-Wno-attributes", "-DUSE_CUDA", STABLE_ABI, f"-I{sm90.HERE}", *torch_words]
+    words = ["-O1", "-Wno-attributes", "-DUSE_CUDA", "-DCUDA_ON_CPU_GRAPHS", STABLE_ABI]
+    words += [f"-I{sm90.HERE}", *(f"-isystem{path}" for path in include_paths())]
 
     def compiled(source: Path) -> Path:
         return runner.compile_([*words, "-x", "c++", "-c", source], ".o")
