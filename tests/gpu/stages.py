@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -42,10 +41,9 @@ from mixprec.ops import _library
 def run_stage(name: str, limit: float, args: argparse.Namespace) -> tuple[float, dict[str, Any]]:
     """Seconds, and what the stage found; the file in args.out says the same."""
     start = time.monotonic()
-    # MIXPREC_COMMIT: where the sources are a copy without their history.
     where = environment(quick=False)
-    commit = os.environ.get("MIXPREC_COMMIT") or where["commit"]
-    facts = {"stage": name, "commit": commit, "rehearsal": REHEARSAL, "gpu": nvidia_smi(QUERY)}
+    facts = {"stage": name, "commit": where["commit"], "rehearsal": REHEARSAL}
+    facts["gpu"] = nvidia_smi(QUERY)
     kernels = {op: sources.digest((op,), sources.CHOSEN) for op in _library.OPS}
     facts["environment"] = where | {"gpu_name": gpu.name(), "sources": kernels}
 
