@@ -177,13 +177,13 @@ def _stage_processes(stage: str, path: Path, seconds: float, arguments: list[str
         left = max(end - time.monotonic(), 1.0)
         command = [sys.executable, "-m", "mixprec.bench", "gpu-stage", stage, "--out", str(path)]
         command += ["--seconds", f"{left:.1f}", *arguments, *(["--resume"] if start else [])]
-        status = _watched(command, path, last=time.monotonic() + 1.25 * left + GRACE)
+        status = watched(command, path, last=time.monotonic() + 1.25 * left + GRACE)
         if status == 0 or time.monotonic() > end + 0.25 * seconds:
             return
         print(f"{stage}: the process ended with status {status}; going on", file=sys.stderr)
 
 
-def _watched(command: list[str], path: Path, last: float) -> int:
+def watched(command: list[str], path: Path, last: float) -> int:
     """Run a stage; kill it when its file has not changed for too long, or at `last`."""
     process = subprocess.Popen(command)
     changed = time.monotonic()

@@ -113,7 +113,7 @@ def run_all(
         left = max(end - time.monotonic(), 1.0)
         more = ["--seconds", f"{left:.1f}", *(["--resume"] if path.exists() else [])]
         last = time.monotonic() + 1.1 * left + GRACE
-        status = gpu_stages._watched([*command, *more], path, last=last)
+        status = gpu_stages.watched([*command, *more], path, last=last)
         if status == 0 or time.monotonic() > end:
             break
         print(f"vision: the process ended with status {status}; going on", file=sys.stderr)

@@ -481,7 +481,7 @@ def test_a_variant_that_kills_the_process_is_left_out(
             return -9
 
     monkeypatch.setattr(gpu_run, "on", kills)
-    monkeypatch.setattr(gpu_stages, "_watched", watched)
+    monkeypatch.setattr(gpu_stages, "watched", watched)
     found = gpu_stages.run_all(["overhead"], tmp_path, budget=60, samples=7, full=False)
     content = found["overhead"]
     assert starts == [False, True, True]
@@ -498,7 +498,7 @@ def test_rows_that_were_never_reached_are_named(
     rehearsal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "bench-overhead.json").write_text("an old one")
-    monkeypatch.setattr(gpu_stages, "_watched", lambda *_, **__: 1)
+    monkeypatch.setattr(gpu_stages, "watched", lambda *_, **__: 1)
     found = gpu_stages.run_all(["overhead"], tmp_path, budget=0.1, samples=7, full=False)
     rows = found["overhead"]["rows"]
     assert len(rows) == len(gpu_stages.rows_of("overhead", full=False))
@@ -509,9 +509,9 @@ def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(gpu_stages, "SILENT", 0.8)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     start = time.monotonic()
-    assert gpu_stages._watched(command, tmp_path / "none", last=start + 50) == -9
+    assert gpu_stages.watched(command, tmp_path / "none", last=start + 50) == -9
     assert time.monotonic() - start < 20
-    assert gpu_stages._watched([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, 1e9) == 3
+    assert gpu_stages.watched([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, 1e9) == 3
 
 
 # Tables and pictures

@@ -89,7 +89,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
 def measured(precision: str = "fp32", batch: int | None = None, **more: Any) -> dict[str, Any]:
     (row,) = vision_row.plan(["tiny"], [precision], batch)
-    return vision_row.run_row(row, lambda _: None, **{"seconds": 20.0, **more})
+    return vision_row.run_row(row, lambda _: None, **{"seconds": 3600.0, **more})
 
 
 def trainer(precision: str) -> steps.Trainer:
@@ -102,7 +102,7 @@ def trainer(precision: str) -> steps.Trainer:
 def test_every_precision_fills_its_row(install: Install, tmp_path: Path) -> None:
     path, names = tmp_path / "vision.json", list(steps.PRECISIONS)
     planned = vision_row.plan(["tiny"], names, None)
-    assert vision.run_rows(planned, path, seconds=60.0, resume=False) == 0
+    assert vision.run_rows(planned, path, seconds=3600.0, resume=False) == 0
     content = json.loads(path.read_text())
     assert content["schema"] == results.SCHEMA
     assert content["environment"]["rehearsal"] is True
@@ -504,7 +504,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch, statuses: list[int]) -> None:
             statuses.append(-9)
         return statuses[-1]
 
-    monkeypatch.setattr(gpu_stages, "_watched", watched)
+    monkeypatch.setattr(gpu_stages, "watched", watched)
 
 
 NAMES = ["fp32", "tf32", "bf16"]
@@ -590,7 +590,7 @@ def test_rows_that_were_never_reached_are_named(
         starts.append("--resume" in command)
         return 1
 
-    monkeypatch.setattr(gpu_stages, "_watched", never)
+    monkeypatch.setattr(gpu_stages, "watched", never)
     path = tmp_path / "v.json"
     rows = vision.run_all(["tiny"], NAMES, path, batch=None, seconds=60.0)
     assert starts == [False] * vision.IDLE
@@ -605,7 +605,7 @@ def test_rows_that_were_never_reached_are_named(
         file.save()
         return 0
 
-    monkeypatch.setattr(gpu_stages, "_watched", one_row)
+    monkeypatch.setattr(gpu_stages, "watched", one_row)
     rows = vision.run_all(["tiny"], NAMES, path, batch=None, seconds=0.1)
     assert [r["status"] for r in rows] == ["ok", "not measured", "not measured"]
     content = json.loads(path.read_text())

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 import mixprec
+from mixprec.bench import gpu_folder
 from mixprec.ops import _backends
 
 # tests/cuda_on_cpu/device: a GPU in everything but speed, and without what inductor generates.
-STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == "a GPU on the CPU"
+STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == gpu_folder.STAND_IN
 
 Shape = tuple[int, ...]
 

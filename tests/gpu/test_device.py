@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -53,10 +54,11 @@ def test_a_host_sync_is_noticed(device: torch.device, only_cuda: None) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_events_tell_the_order_of_work(device: torch.device, only_cuda: None) -> None:
+def test_events_tell_how_much_time_has_passed(device: torch.device, only_cuda: None) -> None:
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
-    torch.ones(10, device=device)
+    first.synchronize()
+    time.sleep(0.05)
     last.record()
-    torch.cuda.synchronize()
-    assert first.elapsed_time(last) >= 0.0
+    last.synchronize()
+    assert 40 < first.elapsed_time(last) < 5000

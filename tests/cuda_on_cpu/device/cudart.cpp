@@ -1,7 +1,7 @@
 // The CUDA runtime that a CUDA build of torch finds when this library is preloaded: one GPU whose
 // memory is the host's. Tests only. Memory, copies, streams and events work, at once and in order;
-// no kernel of torch's can run (aten.py computes its ops on the CPU), and those of mixprec come
-// compiled for the CPU, beside this library (mixprec_cuda.cpp).
+// no kernel of torch's can run (aten.py computes its ops on the CPU), and those of mixprec are
+// compiled for the CPU (build.py).
 #include <cuda_runtime_api.h>  // not the cuda_runtime.h beside this folder
 
 #include <atomic>

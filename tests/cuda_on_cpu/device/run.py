@@ -4,11 +4,12 @@
     python tests/cuda_on_cpu/device/run.py examples/train_gpt.py --device cuda --steps 3
     python tests/cuda_on_cpu/device/run.py -m mixprec.env
 
-Needs a CUDA build of torch, mixprec built for it (make cuda has both), g++, and no GPU. torch sees
-a device of 8 GiB and compute capability 9.0 (cudart.cpp). The CUDA sources of mixprec, launchers
-and kernels, run on it as the model in tests/cuda_on_cpu runs them; torch's own ops are computed by
-the CPU (aten.py). Streams, graphs and what may wait for the device behave as on a GPU, but for
-order: work is done when it is launched. There is no Triton, no cuDNN, no NCCL, and no speed.
+Needs a CUDA build of torch, mixprec built for it (make cuda has both), g++, nvcc for its headers,
+and no GPU. torch sees a device of 8 GiB and compute capability 9.0 (cudart.cpp). The CUDA sources
+of mixprec, launchers and kernels, run on it as the model in tests/cuda_on_cpu runs them; torch's
+own ops are computed by the CPU (aten.py). Streams, graphs and what may wait for the device behave
+as on a GPU, but for order: work is done when it is launched. A generator that is given to an op
+starts from its seed again at every call. There is no Triton, no cuDNN, no NCCL, and no speed.
 """
 
 from __future__ import annotations
