@@ -525,7 +525,7 @@ def test_a_row_that_kills_the_process_does_not_take_the_others(
     in_processes(monkeypatch, statuses)
     path = tmp_path / "vision.json"
     path.write_text("an old one")
-    rows = vision.run_all(["tiny"], NAMES, path, batch=None, seconds=60.0)
+    rows = vision.run_all(["tiny"], NAMES, path, batch=None, seconds=600.0)
     assert statuses == [-9, 0]
     assert [r["status"] for r in rows] == ["ok", "failed", "ok"]
     assert rows[1]["reason"] == vision_row.DIED
@@ -543,7 +543,7 @@ def test_as_many_processes_as_there_are_rows(
     monkeypatch.setattr(steps.Trainer, "step", kills)
     in_processes(monkeypatch, statuses)
     names = list(steps.PRECISIONS)
-    rows = vision.run_all(["tiny"], names, tmp_path / "v.json", batch=None, seconds=60.0)
+    rows = vision.run_all(["tiny"], names, tmp_path / "v.json", batch=None, seconds=600.0)
     assert statuses == [-9] * len(names) + [0]
     assert {r["reason"] for r in rows} == {vision_row.DIED}
     assert len(rows) == len(names)
@@ -571,7 +571,7 @@ def test_a_search_that_ends_the_process_keeps_what_was_timed(
 
         monkeypatch.setattr(gpu_run, "answers", answers)
     in_processes(monkeypatch, statuses)
-    rows = vision.run_all(["tiny"], NAMES, tmp_path / "v.json", batch=8, seconds=60.0)
+    rows = vision.run_all(["tiny"], NAMES, tmp_path / "v.json", batch=8, seconds=600.0)
     assert statuses == [gpu_stages.LOST if lost else -9, 0]
     assert [r["status"] for r in rows] == ["ok"] * 3
     assert [r["largest_batch"] for r in rows] == [32, 16, 32]
@@ -592,7 +592,7 @@ def test_rows_that_were_never_reached_are_named(
 
     monkeypatch.setattr(gpu_stages, "watched", never)
     path = tmp_path / "v.json"
-    rows = vision.run_all(["tiny"], NAMES, path, batch=None, seconds=60.0)
+    rows = vision.run_all(["tiny"], NAMES, path, batch=None, seconds=600.0)
     assert starts == [False] * vision.IDLE
     assert {(r["status"], r["reason"]) for r in rows} == {
         ("not measured", "the program did not start")
