@@ -101,7 +101,7 @@ RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
 help:
 	@echo 'make demo    train one GPT in fp32, bf16, fp16 and fp8; results in demo/ (FULL=1: longer)'
-	@echo 'make test    run the tests (TESTS=tests/test_gemm.py ARGS=-x for some of them)'
+	@echo 'make test    run the tests (TESTS=tests/ops/test_gemm.py ARGS=-x for some of them)'
 	@echo 'make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors'
 	@echo 'make bench   measure every op against its rivals on this CPU; results in build/bench/'
 	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
@@ -142,8 +142,8 @@ bench: needs-build $(READY)
 	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)
 
 # What the checks of make cuda depend on: with the same sources they are not run again.
-CUDA_FILES := setup.py $(wildcard tests/cuda_build/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-STAND_IN_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/cuda_on_cpu -name '*.py' -o -name '*.h' -o -name '*.cpp')
+CUDA_FILES := setup.py $(wildcard tests/emulated/cuda_build/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+STAND_IN_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/emulated/cuda_on_cpu -name '*.py' -o -name '*.h' -o -name '*.cpp')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -166,7 +166,7 @@ build/cuda/.checked: build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 	  -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 	  --upgrade --target build/cuda/site .
 	@mkdir -p build/run && cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" \
-	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/cuda_build/check.py --objects ../cuda/base \
+	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/cuda_build/check.py --objects ../cuda/base \
 	  --report ../cuda/report.json --summary ../cuda/summary.json
 	@touch $@
 
@@ -175,7 +175,7 @@ build/cuda/.checked: build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 STAND_IN := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
 build/cuda/.ran: build/cuda/.checked $(STAND_IN_FILES)
 	@cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" PATH="$(dir $(NVCC)):$$PATH" \
-	  "$(CURDIR)/$(CUDA_PY)" ../../tests/cuda_on_cpu/device/run.py ../../tests/gpu/stages.py \
+	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/cuda_on_cpu/device/run.py ../../tests/gpu/stages.py \
 	  --out ../cuda/stand-in --stages env,self,cuda --patience 4 --limit 1200 --only "$(STAND_IN)" >../cuda/stand-in.log 2>&1 || \
 	  { cat ../cuda/stand-in.log; exit 1; }
 	@tail -n 3 build/cuda/stand-in.log >$@

@@ -107,7 +107,7 @@ def cpu_extension() -> Extension:
     csrc = Path("csrc")
     return Extension(
         "mixprec._C",
-        sources=[str(p) for p in sorted([*csrc.glob("*.cpp"), *(csrc / "cpu").glob("*.cpp")])],
+        sources=[str(p) for p in sorted([*csrc.glob("*.cpp"), *(csrc / "cpu").rglob("*.cpp")])],
         depends=[str(p) for p in sorted(csrc.rglob("*.h"))],
         include_dirs=[str(csrc.resolve())],
         library_dirs=library_paths(),
@@ -143,8 +143,8 @@ def gpu_library(name: str, sources: list[Path], flags: list[str]) -> Extension:
 def cuda_extensions() -> list[Extension]:
     """mixprec/_C_cuda.so: the CUDA ops for every GPU; mixprec/_C_sm90.so: those that are Hopper's
     alone, in the *_sm90*.cu files."""
-    hopper = set(Path("csrc/cuda").glob("*_sm90*.cu"))
-    portable = set(Path("csrc/cuda").glob("*.cu")) - hopper
+    hopper = set(Path("csrc/cuda").rglob("*_sm90*.cu"))
+    portable = set(Path("csrc/cuda").rglob("*.cu")) - hopper
     libraries = [gpu_library("mixprec._C_cuda", [*portable], ["-fmad=false"])]
     if re.search(r"\b9\.0a", cuda_archs()):
         # Where the flags name an architecture, torch adds none of its own.
@@ -154,13 +154,12 @@ def cuda_extensions() -> list[Extension]:
 
 
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+# bench and triton_kernels are installed under our name: others have packages that are called so.
 packages = {
-    "mixprec": "mixprec",
-    "mixprec.functional": "mixprec/functional",
-    "mixprec.nn": "mixprec/nn",
-    "mixprec.ops": "mixprec/ops",
-    "mixprec.optim": "mixprec/optim",
-    "mixprec.stats": "mixprec/stats",
+    **{
+        ".".join(init.parent.parts): str(init.parent)
+        for init in Path("mixprec").rglob("__init__.py")
+    },
     "mixprec.bench": "bench",
     "mixprec.triton_kernels": "triton_kernels",
 }

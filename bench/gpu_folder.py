@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mixprec.ops import _library
+from mixprec.ops._dispatch import library
 
 from . import gpu_stages, results, sources
 
@@ -26,7 +26,7 @@ SANITIZERS = {
     "gpu-sanitize-triton.json": ("triton", ("memcheck",)),
 }
 TRAINING, VISION = "train-gpt-results.json", "vision.json"
-STAND_IN = "a GPU on the CPU"  # of tests/cuda_on_cpu/device, as torch names it
+STAND_IN = "a GPU on the CPU"  # of tests/emulated/cuda_on_cpu/device, as torch names it
 PASSED, SKIPPED = "passed", "skipped"
 # Every file, in the order in which the commands that write them are run.
 FILES = {
@@ -112,7 +112,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[tuple[str, str], Measured]:
     """By op and backend, for every kernel that there is."""
     found = {
         (op, backend): Measured()
-        for op in _library.OPS
+        for op in library.OPS
         for backend in BACKENDS
         if sources.files(op, backend)
     }
@@ -140,7 +140,7 @@ def changed(content: dict[str, Any]) -> list[str] | None:
     noted = {op: digest for op, digest in (fact(content, "sources") or {}).items() if digest}
     if not noted:
         return None
-    kernels = {op: sources.digest((op,), sources.CHOSEN) for op in _library.OPS if op in noted}
+    kernels = {op: sources.digest((op,), sources.CHOSEN) for op in library.OPS if op in noted}
     return [op for op, digest in kernels.items() if noted[op] != digest]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import mixprec
-from mixprec.ops import _backends
+from mixprec.ops._dispatch import backends
 
 from . import gpu, gpu_timer, sources
 from .gpu_timer import Candidate
@@ -69,7 +69,7 @@ def on(backend: str, ops: tuple[str, ...]) -> Iterator[None]:
         return
     with mixprec.use_backend(backend):
         for op in ops:
-            _backends.choose(op, gpu.DEVICE.type)
+            backends.choose(op, gpu.DEVICE.type)
         yield
 
 
@@ -90,7 +90,7 @@ def _variants(
     found: dict[str, dict[str, Any]] = {}
     for backend in (CHOSEN,) if case.mixed else gpu.BACKENDS:
         ops = () if case.mixed else case.ops
-        reasons = (_backends.why_not(op, backend, gpu.DEVICE.type) for op in ops)
+        reasons = (backends.why_not(op, backend, gpu.DEVICE.type) for op in ops)
         reason = next((r for r in reasons if r is not None), None)
         status = "refused"
         if backend in broken:
@@ -129,7 +129,7 @@ def _default(case: GpuCase) -> str | None:
         return CHOSEN
     call = None if case.arguments is None else case.arguments(case.inputs(0))
     try:
-        return _backends.chosen_backend(case.ops[0], gpu.DEVICE.type, 0, call)
+        return backends.chosen_backend(case.ops[0], gpu.DEVICE.type, 0, call)
     except RuntimeError:
         return None
 

@@ -83,9 +83,9 @@ row(
     "fp32 -> e4m3, amax and transpose, scale from this amax, 4M elements",
     times_faster(8.0),
 )(partial(_case, False))
-for _granularity in BLOCKS:
+for granularity in BLOCKS:
     row(
-        f"quantize/{_granularity}",
-        f"fp32 -> e4m3, amax and transpose, granularity {_granularity}, 4M elements",
+        f"quantize/{granularity}",
+        f"fp32 -> e4m3, amax and transpose, granularity {granularity}, 4M elements",
         times_faster(3.0),
-    )(partial(_block_case, _granularity))
+    )(partial(_block_case, granularity))

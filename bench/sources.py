@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from mixprec.ops import _library
+from mixprec.ops._dispatch import library
 
 CHOSEN = "as chosen"  # every call on the backend that a user gets
 
@@ -32,13 +32,13 @@ def files(op: str, backend: str) -> list[Path]:
         return [*files(op, "cuda"), *files(op, "triton")]
     if backend == "cuda":
         made_in = re.compile(rf'\.impl\("{op}"')
-        files_ = [p for p in sorted(top.glob("csrc/cuda/*.cu")) if made_in.search(p.read_text())]
+        files_ = [p for p in sorted(top.glob("csrc/cuda/**/*.cu")) if made_in.search(p.read_text())]
         # gemm_sm90.cu only launches what is compiled in gemm_sm90_bf16_k_k.cu and the like.
-        kernels = [p for file in files_ for p in sorted(top.glob(f"csrc/cuda/{file.stem}_*.cu"))]
+        kernels = [p for file in files_ for p in sorted(top.glob(f"csrc/cuda/**/{file.stem}_*.cu"))]
         return _with_headers([*files_, *kernels], top)
-    if backend == "triton" and op in _library.TRITON:
+    if backend == "triton" and op in library.TRITON:
         folder = top / "triton_kernels"
-        return _closure([folder / f"{_library.TRITON[op]}.py"], _imports, folder)
+        return _closure([folder / f"{library.TRITON[op]}.py"], _imports, folder)
     return []
 
 
@@ -74,7 +74,11 @@ def digest(ops: tuple[str, ...], backend: str) -> str | None:
 def digest_of(source: str) -> str | None:
     """The same for one file of csrc/cuda and all that it includes."""
     top = root()
-    return None if top is None else _hash(set(_with_headers([top / "csrc/cuda" / source], top)))
+    return (
+        None
+        if top is None
+        else _hash(set(_with_headers([*top.glob(f"csrc/cuda/**/{source}")], top)))
+    )
 
 
 def _hash(paths: set[Path]) -> str | None:

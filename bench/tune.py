@@ -2,7 +2,7 @@
 before that the tiles of the Triton one (tune_tiles.py).
 
 The rows go to a file of the user's, which mixprec reads when it next chooses a gemm:
-$MIXPREC_TUNED, or mixprec/gemm_rows.json in the cache folder. What mixprec.ops.gemm_rows says of
+$MIXPREC_TUNED, or mixprec/gemm_rows.json in the cache folder. What the rows of mixprec say of
 the same classes then no longer counts.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 import mixprec
 from mixprec._atomic import replace_file
-from mixprec.ops import _backends, _gemm_choice, _library, gemm_rows
+from mixprec.ops._dispatch import backends, gemm_choice, gemm_rows, library
 
 from . import verify
 from .gpu_timer import Candidate, Clock, CudaClock, interleave, medians, settle
@@ -58,9 +58,9 @@ def contenders(args: tuple[Any, ...], index: int) -> dict[str, Callable[..., tor
     """The variants that can do this call on GPU `index`, compared with the reference before."""
     able = {}
     for backend in gemm_rows.BACKENDS:
-        if _backends.why_not("gemm", backend, "cuda", index, args) is None:
+        if backends.why_not("gemm", backend, "cuda", index, args) is None:
             with mixprec.use_backend(backend):
-                able[backend] = _backends.choose("gemm", "cuda", args)
+                able[backend] = backends.choose("gemm", "cuda", args)
     return able
 
 
@@ -141,7 +141,7 @@ def save(path: Path, rows: list[gemm_rows.Row], arch: str) -> None:
     text = json.dumps([row._asdict() for row in every], indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    _gemm_choice.forget()
+    gemm_choice.forget()
 
 
 def _tune_tiles(
@@ -152,7 +152,7 @@ def _tune_tiles(
 
     number = 10 * capability[0] + capability[1]
     facts = {"gpu": properties.name, "cache": properties.L2_cache_size, "seconds": seconds}
-    run = _library.op_handle("gemm_triton")
+    run = library.op_handle("gemm_triton")
     rows = list(tune_tiles.measure(device, clock, capability=number, run=run, **facts))
     print(f"written: {tune_tiles.save(rows, number)} ({len(rows)} rows of tiles)")
 
@@ -168,13 +168,13 @@ def tune(argv: list[str] | None = None) -> int:
         return 1
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
-    capability = _library.capability(index) or (0, 0)
+    capability = library.capability(index) or (0, 0)
     arch, device = ".".join(map(str, capability)), f"cuda:{index}"
     clock = CudaClock()
     x = torch.randn(4096, 4096, device=device).bfloat16()
     settle(lambda: torch.mm(x, x), clock)
-    out = args.out if args.out is not None else _gemm_choice.user_file()
-    if _backends.why_not("gemm", "triton", "cuda", index) is None:
+    out = args.out if args.out is not None else gemm_choice.user_file()
+    if backends.why_not("gemm", "triton", "cuda", index) is None:
         _tune_tiles(device, clock, properties, capability, args.seconds)
     try:
         rows = list(

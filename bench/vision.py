@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mixprec.ops import _library
+from mixprec.ops._dispatch import library
 
 from . import gpu, gpu_run, gpu_stages, results, sources, table
 from .environment import environment
@@ -35,7 +35,7 @@ class File:
     def __init__(self, path: Path, resume: bool) -> None:
         self.path, self.rows = path, []
         self.environment: dict[str, Any] = {**environment(quick=False), **gpu.facts()}
-        ops = sorted(_library.TRITON)
+        ops = sorted(library.TRITON)
         self.facts: dict[str, Any] = {
             "gpu_before": gpu.snapshot(),
             "sources": {op: sources.digest((op,), sources.CHOSEN) for op in ops},

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/loops.h"
+#include "cpu/simd/loops.h"
 
 namespace mixprec {
 void bind_gemm_plan(pybind11::module_& m);  // plan_binding.cpp

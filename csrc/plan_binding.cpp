@@ -2,8 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cuda/gemm_layout.h"
-#include "cuda/gemm_plan_text.h"
+#include "cuda/gemm/config/gemm_layout.h"
+#include "cuda/gemm/config/gemm_plan_text.h"
 
 namespace mixprec {
 

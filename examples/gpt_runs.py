@@ -18,8 +18,8 @@ from torch import nn
 import mixprec
 from mixprec.bench import gpu, sources
 from mixprec.bench.gpu_run import one_line
-from mixprec.ops import _library
-from mixprec.report import Row
+from mixprec.diagnostics.report import Row
+from mixprec.ops._dispatch import library
 
 BITS = 1 / math.log(2)  # a loss in nats, times this, is in bits
 TF32 = "tf32"  # fp32, with torch's products in TF32: only GPUs have it
@@ -135,7 +135,7 @@ class GpuRecord:
         self.watched[recipe] = self.watch.since_last()
 
     def facts(self) -> dict[str, Any]:
-        kernels = {op: sources.digest((op,), sources.CHOSEN) for op in _library.OPS}
+        kernels = {op: sources.digest((op,), sources.CHOSEN) for op in library.OPS}
         after = gpu.snapshot()
         return {
             **gpu.facts(),

@@ -1,14 +1,18 @@
 """mixprec: mixed-precision training for PyTorch, from its own kernels."""
 
-from . import distributed, filters, functional, nn, optim, scaling, stats
-from .autocast import autocast
+from . import _aliases, distributed, functional, nn, optim, scaling
+from .amp.grad_scaler import GradScaler
 from .availability import is_available, why_not
 from .checkpoint import load_checkpoint, save_checkpoint
-from .compare import compare
-from .convert import cast_parameters, convert, convert_to_float8_training
+from .diagnostics import stats
+from .diagnostics.compare import compare
+from .diagnostics.report import Report
 from .formats import BF16, E4M3, E5M2, FP16, Format
 from .freeze import freeze
-from .grad_scaler import GradScaler
+from .nn import filters
+from .nn.autocast import autocast
+from .nn.convert import cast_parameters, convert, convert_to_float8_training
+from .nn.reuse_weights import reuse_weights
 from .ops import (
     amax,
     dequantize,
@@ -20,8 +24,6 @@ from .ops import (
 )
 from .quantized import Quantized
 from .recipes import Recipe
-from .report import Report
-from .reuse import reuse_weights
 from .scaling import update_scales
 
 __all__ = [
@@ -63,3 +65,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_aliases.install(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .ops import _library
+from .ops._dispatch import library
 from .recipes import Recipe
 
 # The compute capability that multiplies in a format with its tensor cores, and its name.
@@ -61,7 +61,7 @@ def _why_not_cpu(recipe: Recipe) -> str | None:
         )
     if family == "fp16":
         return f"this CPU path multiplies fp16 operands in fp32; {_STILL_RUNS}"
-    if _library.C is not None and "avx512_bf16" in _library.C.isa_available():
+    if library.C is not None and "avx512_bf16" in library.C.isa_available():
         return None
     return f"this CPU has no instructions for bf16 products (avx512_bf16); {_STILL_RUNS}"
 

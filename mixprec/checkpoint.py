@@ -20,7 +20,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ._atomic import replace_file
-from ._gradients import is_sharded
+from ._local_gradients import is_sharded
 
 FORMAT, VERSION = "mixprec checkpoint", 1
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._gradients import LOW_PRECISION, is_sharded
+from ._local_gradients import LOW_PRECISION, is_sharded
 
 if TYPE_CHECKING:
     import torch.distributed as dist

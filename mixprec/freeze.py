@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from . import testing
-from .convert import ModuleFilter
 from .formats import E4M3
+from .nn.convert import ModuleFilter
 from .ops import dequantize, quantize
 from .ops.int8 import dequantize_int8, quantize_int8
 from .quantized import Quantized

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import _recipe_words, formats
+from . import _recipe_aliases, formats
 from .formats import BF16, E4M3, E5M2, FP16, Format
 
 GEMMS = ("forward", "grad_input", "grad_weight")
@@ -212,14 +212,14 @@ class Recipe:
 
         Names: those of `RECIPES`. Aliases: the words of Keras ("mixed_bfloat16"), of jmp
         ("params=float32,compute=bfloat16,output=float32"), of torchao and of Transformer Engine;
-        all in `mixprec._recipe_words`, upper or lower case. ValueError lists the names, or says
+        all in `mixprec._recipe_aliases`, upper or lower case. ValueError lists the names, or says
         why a recipe of others is none of these.
         """
         if isinstance(recipe, Recipe):
             return recipe
         if isinstance(recipe, str):
             word = recipe.strip().lower()
-            if found := RECIPES.get(_recipe_words.name_of(word)):
+            if found := RECIPES.get(_recipe_aliases.name_of(word)):
                 return found
         names = ", ".join(f'"{name}"' for name in RECIPES)
         raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")

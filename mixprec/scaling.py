@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .ops._checks import MAX_SCALE, MIN_SCALE
+from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE
 from .ops.delayed_scales import UNUSED, update_delayed_scales_
 from .recipes import DELAYED_ROLES, Recipe
 

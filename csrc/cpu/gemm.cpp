@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "cpu/gemm_scales.h"
-#include "cpu/loops.h"
+#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
 #include "ops.h"
 

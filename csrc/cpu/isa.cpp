@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "loops.h"
+#include "cpu/simd/loops.h"
 
 namespace mixprec::cpu {
 

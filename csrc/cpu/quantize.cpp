@@ -1,7 +1,7 @@
 // amax, quantize and dequantize.
 #include <atomic>
 
-#include "cpu/loops.h"
+#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize_blocks.h"
 #include "math/scale.h"

@@ -1,7 +1,7 @@
 // The walks over rows and blocks; the loops within a block are in quantize_loops.h.
 #include "cpu/quantize_blocks.h"
 
-#include "cpu/loops.h"
+#include "cpu/simd/loops.h"
 #include "math/scale.h"
 
 namespace mixprec::cpu {

@@ -2,7 +2,7 @@
 // over all params. An update adds its constants and its loop (adamw.cpp, sgd.cpp).
 #pragma once
 
-#include "cpu/loops.h"
+#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
 #include "ops.h"
 

@@ -1,7 +1,7 @@
 // unscale_ and grad_stats_.
 #include <atomic>
 
-#include "cpu/loops.h"
+#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
 #include "ops.h"
 

@@ -1,6 +1,6 @@
 """linear, matmul and conv2d with gradients: forward and backward as a recipe says."""
 
-from ._conv import IntOrPair, cast_conv_weight, conv2d, is_pointwise
+from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._linear import linear, matmul
 from ._observed import Observer, observed
 

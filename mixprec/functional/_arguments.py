@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..operands import Delayed
-from ..ops import _checks
+from ..ops._dispatch import checks
 from ..recipes import Recipe
+from .operands import Delayed
 
 
 def check_dtypes(
@@ -18,15 +18,15 @@ def check_dtypes(
     bias_shape: str,
 ) -> None:
     """dtypes and devices, and the bias, which has an element for each row of the weight."""
-    _checks.has_dtype(op, "x", x, _checks.FLOATS)
-    _checks.has_dtype(op, "weight", weight, _checks.FLOATS)
-    _checks.on_device(op, "weight", weight, x.device, "x")
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    checks.on_device(op, "weight", weight, x.device, "x")
     if bias is not None:
-        _checks.is_tensor(op, "bias", bias)
-        _checks.has_dtype(op, "bias", bias, (*_checks.FLOATS, torch.float64))
-        _checks.has_shape(op, "bias", bias, (weight.shape[0],), bias_shape)
-        _checks.on_device(op, "bias", bias, x.device, "x")
-    if out_dtype not in _checks.FLOATS:
+        checks.is_tensor(op, "bias", bias)
+        checks.has_dtype(op, "bias", bias, (*checks.FLOATS, torch.float64))
+        checks.has_shape(op, "bias", bias, (weight.shape[0],), bias_shape)
+        checks.on_device(op, "bias", bias, x.device, "x")
+    if out_dtype not in checks.FLOATS:
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
 
 
@@ -45,8 +45,8 @@ def check_state(
             f"`delayed`: use {module}, which keeps it"
         )
     if clipped is not None:
-        _checks.is_scalar(op, "clipped", clipped, torch.int64)
-        _checks.on_device(op, "clipped", clipped, device, "x")
+        checks.is_scalar(op, "clipped", clipped, torch.int64)
+        checks.on_device(op, "clipped", clipped, device, "x")
 
 
 def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
@@ -54,8 +54,8 @@ def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not weight.requires_grad or weight.grad is not None:
         return None
-    _checks.is_tensor(op, "weight.main_grad", main_grad)
-    _checks.has_dtype(op, "weight.main_grad", main_grad, (torch.float32,))
-    _checks.has_shape(op, "weight.main_grad", main_grad, weight.shape, "weight's shape")
-    _checks.on_device(op, "weight.main_grad", main_grad, weight.device, "weight")
+    checks.is_tensor(op, "weight.main_grad", main_grad)
+    checks.has_dtype(op, "weight.main_grad", main_grad, (torch.float32,))
+    checks.has_shape(op, "weight.main_grad", main_grad, weight.shape, "weight's shape")
+    checks.on_device(op, "weight.main_grad", main_grad, weight.device, "weight")
     return main_grad

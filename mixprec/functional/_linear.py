@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import operands
-from ..operands import Delayed, Operand
-from ..ops import _backends, _checks
+from ..ops._dispatch import backends, checks
 from ..recipes import Recipe
+from . import operands
 from ._arguments import check_dtypes, check_state, main_grad_of
 from ._observed import observe
 from ._saturate import clips, saturate
+from .operands import Delayed, Operand
 
 # Below, the ops are called through _backends.call: `linear` has checked the arguments, and the
 # public functions would do so again at every call (gemm of 8 x 32 x 16: 12 us against 6).
@@ -35,7 +35,7 @@ def _gemm(
 ) -> torch.Tensor:
     observe(kind, ctx.recipe, ctx.name)
     fast_accum = kind in ctx.recipe.fast_accum
-    return _backends.call(
+    return backends.call(
         "gemm", a.device.type, a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum
     )
 
@@ -110,8 +110,8 @@ class _Linear(torch.autograd.Function):
             else:
                 observe("grad_weight", ctx.recipe, ctx.name)
                 acc = ctx.main_grad
-                _backends.call("gemm_accumulate_", a.device.type, acc, a, b, a_inv, b_inv)
-                _checks.mutated(acc)
+                backends.call("gemm_accumulate_", a.device.type, acc, a, b, a_inv, b_inv)
+                checks.mutated(acc)
         if need_bias:
             rows = g.unsqueeze(0) if g.dim() == 1 else g.flatten(0, -2)
             grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -122,8 +122,8 @@ def _check(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: object
 ) -> None:
     op = "linear"
-    _checks.is_tensor(op, "x", x)
-    _checks.is_tensor(op, "weight", weight)
+    checks.is_tensor(op, "x", x)
+    checks.is_tensor(op, "weight", weight)
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight must be [N, K], got shape {tuple(weight.shape)}")
     k = weight.shape[1]
@@ -219,12 +219,12 @@ def matmul(
     fp16. out_dtype: None takes a's dtype. Raises what `linear` raises.
     """
     recipe = Recipe.parse(recipe)
-    _checks.is_tensor("matmul", "a", a)
-    _checks.is_tensor("matmul", "b", b)
+    checks.is_tensor("matmul", "a", a)
+    checks.is_tensor("matmul", "b", b)
     if b.dim() != 2 or a.dim() == 0 or a.shape[-1] != b.shape[0]:
         raise ValueError(
             f"matmul: a must be [..., K] and b [K, N], got a {tuple(a.shape)}, b {tuple(b.shape)}"
         )
-    _checks.has_dtype("matmul", "a", a, _checks.FLOATS)
-    _checks.has_dtype("matmul", "b", b, _checks.FLOATS)
+    checks.has_dtype("matmul", "a", a, checks.FLOATS)
+    checks.has_dtype("matmul", "b", b, checks.FLOATS)
     return linear(a, b.t(), recipe=recipe, out_dtype=out_dtype)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .. import _loss_scaling, scaling
-from ..operands import Delayed, Operand
+from .. import scaling
+from ..functional.operands import Delayed, Operand
 from ..recipes import Recipe
+from . import _loss_scaling
 
 CLIPPED = "clipped"  # the buffer, int64 []
 Self = TypeVar("Self", bound="Layer")

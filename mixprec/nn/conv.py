@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import _region, functional
+from .. import functional
 from ..functional import IntOrPair
-from ..operands import Operand
+from ..functional.operands import Operand
 from ..recipes import Recipe
+from . import _region
 from ._layer import Layer
 
 

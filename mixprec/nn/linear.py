@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import _region, functional, operands
-from ..operands import Operand
+from .. import functional
+from ..functional import operands
+from ..functional.operands import Operand
 from ..recipes import Recipe
+from . import _region
 from ._layer import Layer
 
 

@@ -1,7 +1,7 @@
 """The ops: each with one definition, one reference, and variants that must agree with it."""
 
-from ._backends import use_backend
-from ._rounding import export_master, join_master
+from ._dispatch.backends import use_backend
+from ._dispatch.rounding import export_master, join_master
 from .adamw import adamw_
 from .amax import amax
 from .delayed_scales import update_delayed_scales_

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backends, _checks, _library, _rounding, _step
+from ._dispatch import backends, checks, library, optimizer_update, rounding
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -57,33 +57,33 @@ def adamw_reference_(
     clip: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    skip, counts = _step.advance(steps, found_inf)
+    skip, counts = optimizer_update.advance(steps, found_inf)
     rate = torch.full((), lr, dtype=torch.float64, device=steps.device)
     if lr_tensor is not None:
         rate = lr_tensor.reshape(()).double()
     step_sizes = rate / _bias_corrections(counts, beta1)
     inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(counts, beta2))
     for i, (param, grad, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        real = _step.real_dtype(param)
+        real = optimizer_update.real_dtype(param)
         master = masters[i] if masters else None
-        g = _step.gradient(grad, real, inv_scale, clip, max_value, maximize)
-        p = _step.truth(param, master)
+        g = optimizer_update.gradient(grad, real, inv_scale, clip, max_value, maximize)
+        p = optimizer_update.truth(param, master)
         # No decay leaves an infinite p alone: 0 * Inf would be NaN.
         if decoupled_weight_decay:
             decay = (rate * weight_decay).to(real)
             p = torch.where(decay != 0, p - p * decay, p)
-        elif (decay_of_grad := _step.rounded(weight_decay, real)) != 0:
+        elif (decay_of_grad := optimizer_update.rounded(weight_decay, real)) != 0:
             g = g + p * decay_of_grad
-        new_m = m.to(real) + (g - m.to(real)) * _step.rounded(1 - beta1, real)
-        new_v = v.to(real) * _step.rounded(beta2, real)
-        new_v = new_v + (g * g) * _step.rounded(1 - beta2, real)
-        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real) + _step.rounded(eps, real)
+        new_m = m.to(real) + (g - m.to(real)) * optimizer_update.rounded(1 - beta1, real)
+        new_v = v.to(real) * optimizer_update.rounded(beta2, real)
+        new_v = new_v + (g * g) * optimizer_update.rounded(1 - beta2, real)
+        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real) + optimizer_update.rounded(eps, real)
         p = p - (new_m / denom) * step_sizes[i].to(real)
         random = (seed, counts[i], indices[i]) if indices else (0, counts[i], 0)
-        _step.write_state(m, new_m, skip, (*random, _rounding.FIRST_STATE))
-        _step.write_state(v, new_v, skip, (*random, _rounding.SECOND_STATE))
-        stochastic = (*random, _rounding.PARAM) if stochastic_rounding else None
-        _step.write_param(param, master, p, skip, stochastic)
+        optimizer_update.write_state(m, new_m, skip, (*random, rounding.FIRST_STATE))
+        optimizer_update.write_state(v, new_v, skip, (*random, rounding.SECOND_STATE))
+        stochastic = (*random, rounding.PARAM) if stochastic_rounding else None
+        optimizer_update.write_param(param, master, p, skip, stochastic)
 
 
 def _check(
@@ -112,14 +112,14 @@ def _check(
     states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     options = (max_value, stochastic_rounding, indices)
     scalars = (lr_tensor, inv_scale, clip, found_inf)
-    _step.check("adamw_", params, grads, states, masters, steps, *options, *scalars)
+    optimizer_update.check("adamw_", params, grads, states, masters, steps, *options, *scalars)
 
 
-_library.define(
+library.define(
     "adamw_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor(e!) steps, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, bool decoupled_weight_decay, " + _step.SHARED_SCHEMA,
+    "float weight_decay, bool decoupled_weight_decay, " + optimizer_update.SHARED_SCHEMA,
     check=_check,
     reference=adamw_reference_,
 )
@@ -178,17 +178,17 @@ def adamw_(
     lists = (params, grads, exp_avgs, exp_avg_sqs, masters)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
     for name, tensors in zip(names, lists, strict=True):
-        _checks.is_sequence("adamw_", name, tensors)
+        checks.is_sequence("adamw_", name, tensors)
     if not params:
         return
-    _checks.is_tensor("adamw_", "steps", steps)
-    _checks.needs_no_grad("adamw_", "call it under torch.no_grad()", *params)
+    checks.is_tensor("adamw_", "steps", steps)
+    checks.needs_no_grad("adamw_", "call it under torch.no_grad()", *params)
     lr_tensor, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
     numbers = (lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay)
     shared = (maximize, max_value, stochastic_rounding, seed, indices)
     device = steps.device.type
-    _backends.call(
+    backends.call(
         *("adamw_", device, *lists, steps, *numbers, *shared),
         *(lr_tensor, inv_scale, clip, found_inf),
     )
-    _checks.mutated(*params, *exp_avgs, *exp_avg_sqs, *masters, steps)
+    checks.mutated(*params, *exp_avgs, *exp_avg_sqs, *masters, steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _backends, _checks, _library
+from ._dispatch import backends, checks, library
 
 
 def amax_reference(x: torch.Tensor) -> torch.Tensor:
@@ -19,11 +19,11 @@ def _fake(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check(x: torch.Tensor) -> None:
-    _checks.is_tensor("amax", "x", x)
-    _checks.has_dtype("amax", "x", x, _checks.FLOATS)
+    checks.is_tensor("amax", "x", x)
+    checks.has_dtype("amax", "x", x, checks.FLOATS)
 
 
-_library.define("amax", "(Tensor x) -> Tensor", check=_check, reference=amax_reference, fake=_fake)
+library.define("amax", "(Tensor x) -> Tensor", check=_check, reference=amax_reference, fake=_fake)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +32,6 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     x: any shape and strides, fp32, bf16 or fp16. NaN if any element is NaN, else Inf if any is
     infinite; 0 for an empty tensor. Raises TypeError or ValueError for other inputs.
     """
-    _checks.is_tensor("amax", "x", x)
-    _checks.needs_no_grad("amax", "call it on x.detach()", x)
-    return _backends.call("amax", x.device.type, x)
+    checks.is_tensor("amax", "x", x)
+    checks.needs_no_grad("amax", "call it on x.detach()", x)
+    return backends.call("amax", x.device.type, x)

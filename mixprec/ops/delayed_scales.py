@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backends, _checks, _library
+from ._dispatch import backends, checks, library
 from .scale import scale_from_amax
 
 UNUSED = -1.0  # an amax that no tensor has: nothing was cast since the last update
@@ -49,7 +49,7 @@ def _check(
     op = "update_delayed_scales_"
     lists = {"amax_histories": amax_histories, "scales": scales, "amaxes": amaxes}
     for name, tensors in lists.items():
-        _checks.is_list(op, name, tensors)
+        checks.is_list(op, name, tensors)
     for name, items in {**lists, "fmt_max": fmt_max}.items():
         if len(items) != len(scales):
             raise ValueError(
@@ -70,13 +70,13 @@ def _check(
     for name, tensors in lists.items():
         shape, meaning = (first.shape, "[L]") if name == "amax_histories" else ((), "[]")
         for i, t in enumerate(tensors):
-            _checks.has_dtype(op, f"{name}[{i}]", t, (torch.float32,))
-            _checks.has_shape(op, f"{name}[{i}]", t, shape, meaning)
-            _checks.on_device(op, f"{name}[{i}]", t, device, "scales[0]")
-            _checks.is_writable(op, f"{name}[{i}]", t)
+            checks.has_dtype(op, f"{name}[{i}]", t, (torch.float32,))
+            checks.has_shape(op, f"{name}[{i}]", t, shape, meaning)
+            checks.on_device(op, f"{name}[{i}]", t, device, "scales[0]")
+            checks.is_writable(op, f"{name}[{i}]", t)
 
 
-_library.define(
+library.define(
     "update_delayed_scales_",
     "(Tensor(a!)[] amax_histories, Tensor(b!)[] scales, Tensor(c!)[] amaxes, float[] fmt_max, "
     "int margin, bool power_of_two, bool most_recent) -> ()",
@@ -113,12 +113,12 @@ def update_delayed_scales_(
     """
     op = "update_delayed_scales_"
     for name, t in (("amax_histories", amax_histories), ("scales", scales), ("amaxes", amaxes)):
-        _checks.is_sequence(op, name, t)
-    _checks.is_list(op, "scales", scales)
+        checks.is_sequence(op, name, t)
+    checks.is_list(op, "scales", scales)
     lists = list(amax_histories), list(scales), list(amaxes)
     arguments = (*lists, [float(limit) for limit in fmt_max], margin, power_of_two, most_recent)
     if not scales:  # the dispatcher finds a kernel by the tensors
         _check(*arguments)
         return
-    _backends.call(op, scales[0].device.type, *arguments)
-    _checks.mutated(*amax_histories, *scales, *amaxes)
+    backends.call(op, scales[0].device.type, *arguments)
+    checks.mutated(*amax_histories, *scales, *amaxes)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from . import _backends, _checks, _granularity, _library
+from ._dispatch import backends, checks, library, scale_layout
 
-LOW = (*_checks.FP8, torch.float16, torch.bfloat16)
+LOW = (*checks.FP8, torch.float16, torch.bfloat16)
 
 
 def dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """data.float() * scale_inv in FP32, then one rounding to dtype (IEEE)."""
-    m, k = _granularity.as_matrix(data.shape)
-    wide = data.reshape(m, k).float() * _granularity.expand(scale_inv, m, k)
+    m, k = scale_layout.as_matrix(data.shape)
+    wide = data.reshape(m, k).float() * scale_layout.expand(scale_inv, m, k)
     return wide.to(dtype).reshape(data.shape).contiguous()
 
 
@@ -25,23 +25,23 @@ def _fake(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> to
 
 def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> None:
     op = "dequantize"
-    _checks.is_tensor(op, "data", data)
-    _checks.has_dtype(op, "data", data, LOW)
-    _checks.is_tensor(op, "scale_inv", scale_inv)
-    _checks.has_dtype(op, "scale_inv", scale_inv, (torch.float32,))
-    m, k = _granularity.as_matrix(data.shape)
-    if not _granularity.fits(scale_inv, m, k):
-        shapes = [_granularity.scale_shape(name, m, k) for name in _granularity.GRANULARITIES]
+    checks.is_tensor(op, "data", data)
+    checks.has_dtype(op, "data", data, LOW)
+    checks.is_tensor(op, "scale_inv", scale_inv)
+    checks.has_dtype(op, "scale_inv", scale_inv, (torch.float32,))
+    m, k = scale_layout.as_matrix(data.shape)
+    if not scale_layout.fits(scale_inv, m, k):
+        shapes = [scale_layout.scale_shape(name, m, k) for name in scale_layout.GRANULARITIES]
         raise ValueError(
             f"{op}: scale_inv must have one of the shapes {shapes} for data {tuple(data.shape)}, "
             f"got {tuple(scale_inv.shape)}"
         )
-    _checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
-    if dtype not in _checks.FLOATS:
+    checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
+    if dtype not in checks.FLOATS:
         raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
 
 
-_library.define(
+library.define(
     "dequantize",
     "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
     check=_check,
@@ -61,13 +61,13 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     if not isinstance(q, Quantized):
         got = type(q).__name__
         raise TypeError(f"{op}: q must be a Quantized (from mixprec.quantize), got {got}")
-    _checks.is_tensor(op, "q.data", q.data)
-    _checks.is_tensor(op, "q.scale_inv", q.scale_inv)
-    _checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
+    checks.is_tensor(op, "q.data", q.data)
+    checks.is_tensor(op, "q.scale_inv", q.scale_inv)
+    checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
     device = q.data.device.type
     if _along_columns(q):
-        return _backends.call(op, device, q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
-    return _backends.call(op, device, q.data, q.scale_inv, dtype)
+        return backends.call(op, device, q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
+    return backends.call(op, device, q.data, q.scale_inv, dtype)
 
 
 def _along_columns(q: Quantized) -> bool:
@@ -75,4 +75,4 @@ def _along_columns(q: Quantized) -> bool:
     if q.data.dim() != 2 or q.scale_inv.dim() != 2:
         return False
     m, k = q.data.shape
-    return not _granularity.fits(q.scale_inv, m, k) and _granularity.fits(q.scale_inv.t(), k, m)
+    return not scale_layout.fits(q.scale_inv, m, k) and scale_layout.fits(q.scale_inv.t(), k, m)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from . import _backends, _checks, _gemm_choice, _gemm_scales, _gemm_vendor, _library
+from ._dispatch import backends, checks, gemm_choice, gemm_scales, gemm_vendor, library
 
 Operand = torch.Tensor | Quantized
 
@@ -19,7 +19,7 @@ def gemm_reference(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    acc = _gemm_scales.product(a, b, a_scale_inv, b_scale_inv)
+    acc = gemm_scales.product(a, b, a_scale_inv, b_scale_inv)
     if bias is not None:
         acc = acc + bias.float()
     return acc.to(out_dtype)
@@ -32,7 +32,7 @@ def gemm_accumulate_reference_(
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
 ) -> None:
-    acc.add_(_gemm_scales.product(a, b, a_scale_inv, b_scale_inv))
+    acc.add_(gemm_scales.product(a, b, a_scale_inv, b_scale_inv))
 
 
 def _check_operands(
@@ -42,8 +42,8 @@ def _check_operands(
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
 ) -> None:
-    _checks.is_tensor(op, "a", a)
-    _checks.is_tensor(op, "b", b)
+    checks.is_tensor(op, "a", a)
+    checks.is_tensor(op, "b", b)
     if a.dim() != 2:
         raise ValueError(f"{op}: a must be [M, K], got shape {tuple(a.shape)}")
     if b.dim() != 2:
@@ -53,18 +53,18 @@ def _check_operands(
             f"{op}: a [M, K] and b [K, N] must agree in K, "
             f"got a {tuple(a.shape)} and b {tuple(b.shape)}"
         )
-    both_fp8 = a.dtype in _checks.FP8 and b.dtype in _checks.FP8
+    both_fp8 = a.dtype in checks.FP8 and b.dtype in checks.FP8
     if not both_fp8 and (a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16)):
         raise ValueError(
             f"{op}: a and b must both be float16, both bfloat16, or FP8 in any mix of "
             f"float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
         )
-    _checks.on_device(op, "b", b, a.device, "a")
+    checks.on_device(op, "b", b, a.device, "a")
     m, k, n = *a.shape, b.shape[1]
     if a_scale_inv is not None:
-        _gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, of_b=False)
+        gemm_scales.check(op, "a_scale_inv", a_scale_inv, m, k, a, of_b=False)
     if b_scale_inv is not None:
-        _gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, of_b=True)
+        gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, of_b=True)
 
 
 def _check_gemm(
@@ -78,13 +78,13 @@ def _check_gemm(
 ) -> None:
     op = "gemm"
     _check_operands(op, a, b, a_scale_inv, b_scale_inv)
-    if out_dtype not in _checks.FLOATS:
+    if out_dtype not in checks.FLOATS:
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     if bias is not None:
-        _checks.is_tensor(op, "bias", bias)
-        _checks.has_dtype(op, "bias", bias, _checks.FLOATS)
-        _checks.has_shape(op, "bias", bias, (b.shape[1],), "[N]")
-        _checks.on_device(op, "bias", bias, a.device, "a")
+        checks.is_tensor(op, "bias", bias)
+        checks.has_dtype(op, "bias", bias, checks.FLOATS)
+        checks.has_shape(op, "bias", bias, (b.shape[1],), "[N]")
+        checks.on_device(op, "bias", bias, a.device, "a")
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -113,11 +113,11 @@ def _check_accumulate(
 ) -> None:
     op = "gemm_accumulate_"
     _check_operands(op, a, b, a_scale_inv, b_scale_inv)
-    _checks.is_tensor(op, "acc", acc)
-    _checks.has_dtype(op, "acc", acc, (torch.float32,))
-    _checks.has_shape(op, "acc", acc, (a.shape[0], b.shape[1]), "[M, N]")
-    _checks.on_device(op, "acc", acc, a.device, "a")
-    _checks.is_writable(op, "acc", acc)
+    checks.is_tensor(op, "acc", acc)
+    checks.has_dtype(op, "acc", acc, (torch.float32,))
+    checks.has_shape(op, "acc", acc, (a.shape[0], b.shape[1]), "[M, N]")
+    checks.on_device(op, "acc", acc, a.device, "a")
+    checks.is_writable(op, "acc", acc)
     others = {"a": a, "b": b, "a_scale_inv": a_scale_inv, "b_scale_inv": b_scale_inv}
     for name, t in others.items():
         if t is not None and _overlap(acc, t):
@@ -138,29 +138,29 @@ def _fake(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-_library.define(
+library.define(
     "gemm",
     "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
     "ScalarType out_dtype, bool fast_accum) -> Tensor",
     check=_check_gemm,
     reference=gemm_reference,
     fake=_fake,
-    vendor=_gemm_vendor.gemm_vendor,
-    choice=_library.Choice(
-        _gemm_choice.order,
-        {"vendor": _gemm_vendor.gemm_why_not, "cuda": _gemm_choice.cuda_why_not},
+    vendor=gemm_vendor.gemm_vendor,
+    choice=library.Choice(
+        gemm_choice.order,
+        {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_choice.cuda_why_not},
     ),
     operands=(0, 1),
 )
-_library.define(
+library.define(
     "gemm_accumulate_",
     "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
     check=_check_accumulate,
     reference=gemm_accumulate_reference_,
-    vendor=_gemm_vendor.gemm_accumulate_vendor_,
-    choice=_library.Choice(
-        _gemm_choice.accumulate_order,
-        {"vendor": _gemm_vendor.gemm_accumulate_why_not, "cuda": _gemm_choice.cuda_why_not},
+    vendor=gemm_vendor.gemm_accumulate_vendor_,
+    choice=library.Choice(
+        gemm_choice.accumulate_order,
+        {"vendor": gemm_vendor.gemm_accumulate_why_not, "cuda": gemm_choice.cuda_why_not},
     ),
     operands=(1, 2),
 )
@@ -174,8 +174,8 @@ def _unpack(
         if scale_inv is not None:
             raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
         return x.data, x.scale_inv
-    _checks.is_tensor(op, name, x)
-    return x, _gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
+    checks.is_tensor(op, name, x)
+    return x, gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
 
 
 def gemm(
@@ -211,17 +211,17 @@ def gemm(
     a_data, a_inv = _unpack("gemm", "a", a, a_scale_inv)
     b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)
     hint = "use mixprec.functional.matmul or linear"
-    _checks.needs_no_grad("gemm", hint, a_data, b_data, bias)
+    checks.needs_no_grad("gemm", hint, a_data, b_data, bias)
     device_type = a_data.device.type
-    autocast = device_type in _library.AUTOCAST and torch.is_autocast_enabled(device_type)
+    autocast = device_type in library.AUTOCAST and torch.is_autocast_enabled(device_type)
     if autocast:
-        a_data, b_data = (_library.cast_operand(x, device_type) for x in (a_data, b_data))
+        a_data, b_data = (library.cast_operand(x, device_type) for x in (a_data, b_data))
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if a_data.dtype in _checks.FP8 else a_data.dtype
+        out_dtype = torch.bfloat16 if a_data.dtype in checks.FP8 else a_data.dtype
     args = (a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
     if autocast:
-        return _backends.call("gemm", device_type, *args)
-    return _backends.run("gemm", device_type, args)
+        return backends.call("gemm", device_type, *args)
+    return backends.run("gemm", device_type, args)
 
 
 def gemm_accumulate_(
@@ -241,11 +241,11 @@ def gemm_accumulate_(
     op = "gemm_accumulate_"
     a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
     b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
-    _checks.needs_no_grad(op, "use mixprec.functional.linear", acc, a_data, b_data)
+    checks.needs_no_grad(op, "use mixprec.functional.linear", acc, a_data, b_data)
     device_type = a_data.device.type
-    if device_type in _library.AUTOCAST and torch.is_autocast_enabled(device_type):
-        a_data, b_data = (_library.cast_operand(x, device_type) for x in (a_data, b_data))
-        _backends.call(op, device_type, acc, a_data, b_data, a_inv, b_inv)
+    if device_type in library.AUTOCAST and torch.is_autocast_enabled(device_type):
+        a_data, b_data = (library.cast_operand(x, device_type) for x in (a_data, b_data))
+        backends.call(op, device_type, acc, a_data, b_data, a_inv, b_inv)
     else:
-        _backends.run(op, device_type, (acc, a_data, b_data, a_inv, b_inv))
-    _checks.mutated(acc)
+        backends.run(op, device_type, (acc, a_data, b_data, a_inv, b_inv))
+    checks.mutated(acc)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backends, _checks, _library
+from ._dispatch import backends, checks, library
 from .unscale import COUNTS, count_reference
 
 
@@ -36,23 +36,23 @@ def _check(
     counts: torch.Tensor | None,
 ) -> None:
     op = "grad_stats_"
-    _checks.is_scalar(op, "found_inf", found_inf, torch.float32)
+    checks.is_scalar(op, "found_inf", found_inf, torch.float32)
     if inv_scale is not None:
-        _checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
-        _checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
-    for i, grad in enumerate(_checks.is_list(op, "grads", grads)):
-        _checks.has_dtype(op, f"grads[{i}]", grad, _checks.REALS)
-        _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
+        checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
+        checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
+    for i, grad in enumerate(checks.is_list(op, "grads", grads)):
+        checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
+        checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
     for name, t, dtype, columns in (
         ("sum_sq", sum_sq, torch.float64, ()),
         ("counts", counts, torch.int64, (COUNTS,)),
     ):
         if t is not None:
             shape = (len(grads), *columns)
-            _checks.is_table(op, name, t, dtype, shape, found_inf.device, "found_inf")
+            checks.is_table(op, name, t, dtype, shape, found_inf.device, "found_inf")
 
 
-_library.define(
+library.define(
     "grad_stats_",
     "(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_sq, "
     "Tensor(c!)? counts) -> ()",
@@ -79,9 +79,9 @@ def grad_stats_(
     The products are FP32 (FP64 for fp64 gradients), the squares and their sums FP64 in a fixed
     order: two runs give the same bits, and finite gradients of any size do not overflow them.
     """
-    _checks.is_sequence("grad_stats_", "grads", grads)
-    _checks.is_tensor("grad_stats_", "found_inf", found_inf)
-    _checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
+    checks.is_sequence("grad_stats_", "grads", grads)
+    checks.is_tensor("grad_stats_", "found_inf", found_inf)
+    checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
     device = found_inf.device.type
-    _backends.call("grad_stats_", device, grads, inv_scale, found_inf, sum_sq, counts)
-    _checks.mutated(found_inf, sum_sq, *([] if counts is None else [counts]))
+    backends.call("grad_stats_", device, grads, inv_scale, found_inf, sum_sq, counts)
+    checks.mutated(found_inf, sum_sq, *([] if counts is None else [counts]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _checks
+from ._dispatch import checks
 
 _MAX = 127.0  # -128 is not used: the codes are symmetric
 
@@ -18,8 +18,8 @@ def quantize_int8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for Inf or NaN.
     """
     op = "quantize_int8"
-    _checks.is_tensor(op, "w", w)
-    _checks.has_dtype(op, "w", w, _checks.FLOATS)
+    checks.is_tensor(op, "w", w)
+    checks.has_dtype(op, "w", w, checks.FLOATS)
     if w.dim() != 2:
         raise ValueError(f"{op}: w must be [N, K], got shape {tuple(w.shape)}")
     wide = w.detach().float()

@@ -6,7 +6,7 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from . import _backends, _checks, _granularity, _library
+from ._dispatch import backends, checks, library, scale_layout
 from .amax import amax_reference
 from .scale import scale_from_amax
 
@@ -22,7 +22,7 @@ def cast_reference(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     """
     wide = x.float()
     scaled = wide * scale
-    if dtype not in _checks.FP8:
+    if dtype not in checks.FP8:
         return scaled.to(dtype)
     fmt = formats.parse(dtype)
     code = scaled.clamp(-fmt.max, fmt.max).to(dtype).view(torch.uint8)
@@ -38,7 +38,7 @@ def _scale(
     """The scale of a tensor: the given one unless it is 0, which means not initialised; else from
     its amax for FP8, and 1 for the 16-bit formats."""
     current = torch.ones_like(amax)
-    if dtype in _checks.FP8:
+    if dtype in checks.FP8:
         current = scale_from_amax(amax, formats.parse(dtype).max, 0, power_of_two, current)
     return current if given is None else torch.where(given.reshape(()) == 0, current, given)
 
@@ -47,9 +47,9 @@ def _by_blocks(
     rows: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """data [M, K] and scale_inv of rows [M, K], every block with the scale of its own amax."""
-    amax = _granularity.block_amax(rows, granularity)
+    amax = scale_layout.block_amax(rows, granularity)
     scale = _scale(amax, None, dtype, power_of_two)
-    data = cast_reference(rows, _granularity.expand(scale, *rows.shape), dtype)
+    data = cast_reference(rows, scale_layout.expand(scale, *rows.shape), dtype)
     return _packed(data), _packed(1.0 / scale)
 
 
@@ -67,7 +67,7 @@ def quantize_reference(
     power_of_two_scale: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     amax = amax_reference(x)
-    rows = x.reshape(_granularity.as_matrix(x.shape))
+    rows = x.reshape(scale_layout.as_matrix(x.shape))
     if granularity == "tensor":
         used = _scale(amax, scale, dtype, power_of_two_scale).reshape(())
         data, scale_inv = _packed(cast_reference(rows, used, dtype)), 1.0 / used
@@ -90,8 +90,8 @@ def _fake(
     granularity: str,
     power_of_two_scale: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    m, k = _granularity.as_matrix(x.shape)
-    shape_t = _granularity.scale_shape(granularity, k, m)
+    m, k = scale_layout.as_matrix(x.shape)
+    shape_t = scale_layout.scale_shape(granularity, k, m)
     if not transpose or granularity == "tensor":
         shape_t = (0,)
 
@@ -101,7 +101,7 @@ def _fake(
     return (
         x.new_empty(x.shape, dtype=dtype),
         x.new_empty((k, m) if transpose else (0, 0), dtype=dtype),
-        fp32(_granularity.scale_shape(granularity, m, k)),
+        fp32(scale_layout.scale_shape(granularity, m, k)),
         fp32(shape_t),
         fp32(()),
     )
@@ -117,14 +117,14 @@ def _check(
 ) -> None:
     op = "quantize"
     formats.parse(dtype, who=op)
-    _checks.is_tensor(op, "x", x)
-    _checks.has_dtype(op, "x", x, _checks.FLOATS)
-    _granularity.parse(op, granularity)
-    if granularity != "tensor" and dtype not in _checks.FP8:
+    checks.is_tensor(op, "x", x)
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    scale_layout.parse(op, granularity)
+    if granularity != "tensor" and dtype not in checks.FP8:
         raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
     if scale is not None:
-        _checks.is_scalar(op, "scale", scale, torch.float32)
-        _checks.on_device(op, "scale", scale, x.device, "x")
+        checks.is_scalar(op, "scale", scale, torch.float32)
+        checks.on_device(op, "scale", scale, x.device, "x")
         if granularity != "tensor":
             raise ValueError(
                 f"{op}: scale must be None with granularity {granularity!r}, whose scales come "
@@ -134,7 +134,7 @@ def _check(
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
 
 
-_library.define(
+library.define(
     "quantize",
     "(Tensor x, ScalarType dtype, Tensor? scale, bool transpose, str granularity, "
     "bool power_of_two_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -153,11 +153,11 @@ def _reads_zero(scale: torch.Tensor) -> bool:
 def _given(op: str, scale: float | torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """The scale as a tensor on x's device. A tensor may hold 0 (not initialised), a number not."""
     if isinstance(scale, torch.Tensor) and _reads_zero(scale):
-        _checks.is_scalar(op, "scale", scale, torch.float32)
-        _checks.on_device(op, "scale", scale, x.device, "the input")
-        _checks.needs_no_grad(op, "detach scale", scale)
+        checks.is_scalar(op, "scale", scale, torch.float32)
+        checks.on_device(op, "scale", scale, x.device, "the input")
+        checks.needs_no_grad(op, "detach scale", scale)
         return scale
-    return _checks.positive_scale(op, "scale", scale, x.device)
+    return checks.positive_scale(op, "scale", scale, x.device)
 
 
 def quantize(
@@ -196,11 +196,11 @@ def quantize(
     """
     op = "quantize"
     parsed = formats.parse(fmt, who=op)
-    _checks.is_tensor(op, "x", x)
-    _checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
+    checks.is_tensor(op, "x", x)
+    checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
     scale = _given(op, scale, x)
     args = (x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
-    data, data_t, scale_inv, scale_inv_t, amax = _backends.run(op, x.device.type, args)
+    data, data_t, scale_inv, scale_inv_t, amax = backends.run(op, x.device.type, args)
     own_scales = transpose and granularity != "tensor"
     return Quantized(
         data,

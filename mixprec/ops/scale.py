@@ -7,7 +7,7 @@ import math
 import torch
 
 from .. import formats
-from . import _backends, _checks, _library
+from ._dispatch import backends, checks, library
 
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
 
@@ -28,7 +28,7 @@ def scale_from_amax(
     if power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     usable = torch.isfinite(amax) & (amax > 0)
-    return torch.where(usable, scale.clamp(_checks.MIN_SCALE, _checks.MAX_SCALE), previous)
+    return torch.where(usable, scale.clamp(checks.MIN_SCALE, checks.MAX_SCALE), previous)
 
 
 def scale_from_amax_reference_(
@@ -55,17 +55,17 @@ def _check_scale_from_amax(
     op = "scale_from_amax_"
     formats.parse(dtype, who=op)
     for name, t in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
-        _checks.is_tensor(op, name, t)
-        _checks.has_dtype(op, name, t, (torch.float32,))
-        _checks.has_shape(op, name, t, scale.shape, "scale's shape")
-        _checks.on_device(op, name, t, scale.device, "scale")
+        checks.is_tensor(op, name, t)
+        checks.has_dtype(op, name, t, (torch.float32,))
+        checks.has_shape(op, name, t, scale.shape, "scale's shape")
+        checks.on_device(op, name, t, scale.device, "scale")
         if t is not amax:
-            _checks.is_writable(op, name, t)
+            checks.is_writable(op, name, t)
     if not isinstance(margin, int) or not -64 <= margin <= 64:
         raise ValueError(f"{op}: margin must be an int between -64 and 64, got {margin!r}")
 
 
-_library.define(
+library.define(
     "scale_from_amax_",
     "(Tensor(a!) scale, Tensor(b!) scale_inv, Tensor amax, ScalarType dtype, int margin, "
     "bool power_of_two) -> ()",
@@ -91,10 +91,10 @@ def scale_from_amax_(
     """
     op = "scale_from_amax_"
     dtype = formats.parse(fmt, who=op).dtype
-    _checks.is_tensor(op, "scale", scale)
+    checks.is_tensor(op, "scale", scale)
     device = scale.device.type
-    _backends.call(op, device, scale, scale_inv, amax, dtype, margin, power_of_two)
-    _checks.mutated(scale, scale_inv)
+    backends.call(op, device, scale, scale_inv, amax, dtype, margin, power_of_two)
+    checks.mutated(scale, scale_inv)
 
 
 def inv_scale_reference(scale: torch.Tensor) -> torch.Tensor:
@@ -103,10 +103,10 @@ def inv_scale_reference(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _check_inv_scale(scale: torch.Tensor) -> None:
-    _checks.is_scalar("inv_scale", "scale", scale, torch.float32)
+    checks.is_scalar("inv_scale", "scale", scale, torch.float32)
 
 
-_library.define(
+library.define(
     "inv_scale",
     "(Tensor scale) -> Tensor",
     check=_check_inv_scale,
@@ -117,8 +117,8 @@ _library.define(
 
 def inv_scale(scale: torch.Tensor) -> torch.Tensor:
     """Return 1 / scale (fp32, one element), computed in FP64 and rounded once to FP32."""
-    _checks.is_tensor("inv_scale", "scale", scale)
-    return _backends.call("inv_scale", scale.device.type, scale)
+    checks.is_tensor("inv_scale", "scale", scale)
+    return backends.call("inv_scale", scale.device.type, scale)
 
 
 def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -133,15 +133,15 @@ def _fake_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
-    _checks.is_tensor("clip_coef", "sum_sq", sum_sq)
-    _checks.has_dtype("clip_coef", "sum_sq", sum_sq, (torch.float64,))
+    checks.is_tensor("clip_coef", "sum_sq", sum_sq)
+    checks.has_dtype("clip_coef", "sum_sq", sum_sq, (torch.float64,))
     if not sum_sq.is_contiguous():
         raise ValueError(f"clip_coef: sum_sq must be contiguous, got strides {sum_sq.stride()}")
     if not max_norm > 0:
         raise ValueError(f"clip_coef: max_norm must be positive, got {max_norm}")
 
 
-_library.define(
+library.define(
     "clip_coef",
     "(Tensor sum_sq, float max_norm) -> Tensor",
     check=_check_clip_coef,
@@ -158,8 +158,8 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     a fixed order. Returns fp32 [] on the same device; NaN if the sum is NaN. ValueError if
     max_norm is not positive.
     """
-    _checks.is_tensor("clip_coef", "sum_sq", sum_sq)
-    return _backends.call("clip_coef", sum_sq.device.type, sum_sq, float(max_norm))
+    checks.is_tensor("clip_coef", "sum_sq", sum_sq)
+    return backends.call("clip_coef", sum_sq.device.type, sum_sq, float(max_norm))
 
 
 def underflow_share(counts: torch.Tensor, elements: int) -> torch.Tensor:
@@ -241,9 +241,9 @@ def _check_update_scale(
         ("underflow", underflow, torch.float32),
     ):
         if t is not None:
-            _checks.is_scalar(op, name, t, dtype)
-            _checks.on_device(op, name, t, scale.device, "scale")
-    _checks.is_table(op, "counters", counters, torch.int64, (COUNTERS,), scale.device, "scale")
+            checks.is_scalar(op, name, t, dtype)
+            checks.on_device(op, name, t, scale.device, "scale")
+    checks.is_table(op, "counters", counters, torch.int64, (COUNTERS,), scale.device, "scale")
     for name, number, valid, meaning in (
         ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, "finite, 1 or more"),
         ("backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "in (0, 1]"),
@@ -257,7 +257,7 @@ def _check_update_scale(
             raise ValueError(f"{op}: {name} must be {meaning}, got {number}")
 
 
-_library.define(
+library.define(
     "update_scale_",
     "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, "
     "Tensor(d!) counters, Tensor found_inf, Tensor? underflow, float growth_factor, "
@@ -298,8 +298,8 @@ def update_scale_(
     (Micikevicius et al., 2018); hysteresis as in Megatron-LM.
     """
     op = "update_scale_"
-    _checks.is_tensor(op, "scale", scale)
-    _backends.call(
+    checks.is_tensor(op, "scale", scale)
+    backends.call(
         op,
         scale.device.type,
         scale,
@@ -316,4 +316,4 @@ def update_scale_(
         hysteresis,
         grow_on_underflow,
     )
-    _checks.mutated(scale, growth_tracker, hysteresis_tracker, counters)
+    checks.mutated(scale, growth_tracker, hysteresis_tracker, counters)

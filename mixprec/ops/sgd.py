@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backends, _checks, _library, _rounding, _step
+from ._dispatch import backends, checks, library, optimizer_update, rounding
 
 
 def sgd_reference_(
@@ -31,27 +31,27 @@ def sgd_reference_(
     clip: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
-    skip, counts = _step.advance(steps, found_inf)
+    skip, counts = optimizer_update.advance(steps, found_inf)
     rate = torch.full((), lr, dtype=torch.float64, device=steps.device)
     if lr_tensor is not None:
         rate = lr_tensor.reshape(()).double()
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        real = _step.real_dtype(param)
+        real = optimizer_update.real_dtype(param)
         master = masters[i] if masters else None
         random = (seed, counts[i], indices[i]) if indices else (0, counts[i], 0)
-        p = _step.truth(param, master)
-        g = _step.gradient(grad, real, inv_scale, clip, max_value, maximize)
-        if (decay := _step.rounded(weight_decay, real)) != 0:  # 0 * Inf would be NaN
+        p = optimizer_update.truth(param, master)
+        g = optimizer_update.gradient(grad, real, inv_scale, clip, max_value, maximize)
+        if (decay := optimizer_update.rounded(weight_decay, real)) != 0:  # 0 * Inf would be NaN
             g = g + p * decay
         if momentum_buffers:
-            buffer, factor = momentum_buffers[i], _step.rounded(momentum, real)
-            later = buffer.to(real) * factor + g * _step.rounded(1 - dampening, real)
+            buffer, factor = momentum_buffers[i], optimizer_update.rounded(momentum, real)
+            later = buffer.to(real) * factor + g * optimizer_update.rounded(1 - dampening, real)
             b = torch.where(counts[i] == 1, g, later)
             g = g + b * factor if nesterov else b
-            _step.write_state(buffer, b, skip, (*random, _rounding.FIRST_STATE))
+            optimizer_update.write_state(buffer, b, skip, (*random, rounding.FIRST_STATE))
         p = p - g * rate.to(real)
-        stochastic = (*random, _rounding.PARAM) if stochastic_rounding else None
-        _step.write_param(param, master, p, skip, stochastic)
+        stochastic = (*random, rounding.PARAM) if stochastic_rounding else None
+        optimizer_update.write_param(param, master, p, skip, stochastic)
 
 
 def _check(
@@ -79,14 +79,14 @@ def _check(
     options = (max_value, stochastic_rounding, indices)
     scalars = (lr_tensor, inv_scale, clip, found_inf)
     empty = ("momentum_buffers", "masters")
-    _step.check("sgd_", params, grads, states, masters, steps, *options, *scalars, empty)
+    optimizer_update.check("sgd_", params, grads, states, masters, steps, *options, *scalars, empty)
 
 
-_library.define(
+library.define(
     "sgd_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
     "Tensor(d!) steps, float lr, float momentum, float dampening, float weight_decay, "
-    "bool nesterov, " + _step.SHARED_SCHEMA,
+    "bool nesterov, " + optimizer_update.SHARED_SCHEMA,
     check=_check,
     reference=sgd_reference_,
 )
@@ -131,17 +131,17 @@ def sgd_(
     lists = (params, grads, momentum_buffers, masters)
     for name, tensors in zip(("params", "grads", "momentum_buffers", "masters"), lists,
                              strict=True):  # fmt: skip
-        _checks.is_sequence("sgd_", name, tensors)
+        checks.is_sequence("sgd_", name, tensors)
     if not params:
         return
-    _checks.is_tensor("sgd_", "steps", steps)
-    _checks.needs_no_grad("sgd_", "call it under torch.no_grad()", *params)
+    checks.is_tensor("sgd_", "steps", steps)
+    checks.needs_no_grad("sgd_", "call it under torch.no_grad()", *params)
     lr_tensor, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
     numbers = (lr, momentum, dampening, weight_decay, nesterov)
     shared = (maximize, max_value, stochastic_rounding, seed, indices)
     device = steps.device.type
-    _backends.call(
+    backends.call(
         *("sgd_", device, *lists, steps, *numbers, *shared),
         *(lr_tensor, inv_scale, clip, found_inf),
     )
-    _checks.mutated(*params, *momentum_buffers, *masters, steps)
+    checks.mutated(*params, *momentum_buffers, *masters, steps)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _backends, _checks, _library
+from ._dispatch import backends, checks, library
 
 COUNTS = 4  # Inf, NaN, zeros, subnormals
 
@@ -48,20 +48,20 @@ def _check(
     counts: torch.Tensor | None,
 ) -> None:
     op = "unscale_"
-    _checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
-    _checks.is_scalar(op, "found_inf", found_inf, torch.float32)
-    _checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
-    for i, grad in enumerate(_checks.is_list(op, "grads", grads)):
-        _checks.has_dtype(op, f"grads[{i}]", grad, _checks.REALS)
-        _checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
-        _checks.is_writable(op, f"grads[{i}]", grad)
+    checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
+    checks.is_scalar(op, "found_inf", found_inf, torch.float32)
+    checks.on_device(op, "inv_scale", inv_scale, found_inf.device, "found_inf")
+    for i, grad in enumerate(checks.is_list(op, "grads", grads)):
+        checks.has_dtype(op, f"grads[{i}]", grad, checks.REALS)
+        checks.on_device(op, f"grads[{i}]", grad, found_inf.device, "found_inf")
+        checks.is_writable(op, f"grads[{i}]", grad)
     if counts is not None:
         shape, device = (len(grads), COUNTS), found_inf.device
-        _checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
+        checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
 
 
 # 3. The schema, shared by all variants; the C++ kernel is csrc/cpu/unscale.cpp.
-_library.define(
+library.define(
     "unscale_",
     "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!)? counts) -> ()",
     check=_check,
@@ -86,8 +86,8 @@ def unscale_(
     dtype (both before). No host sync. TypeError or ValueError names a bad argument, before
     anything is written.
     """
-    _checks.is_sequence("unscale_", "grads", grads)
-    _checks.is_tensor("unscale_", "found_inf", found_inf)
-    _checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)
-    _backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf, counts)
-    _checks.mutated(*grads, found_inf, *([] if counts is None else [counts]))
+    checks.is_sequence("unscale_", "grads", grads)
+    checks.is_tensor("unscale_", "found_inf", found_inf)
+    checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)
+    backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf, counts)
+    checks.mutated(*grads, found_inf, *([] if counts is None else [counts]))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .._gradients import LOW_PRECISION, local
+from .._local_gradients import LOW_PRECISION, local
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
-from ..ops._checks import REALS
-from . import _gradients, _settings
+from ..ops._dispatch.checks import REALS
+from . import _grad_norms, _settings
 from ._batches import Batch, Batches
 from ._state import Policy, hide_tensors, show_tensors
 
@@ -206,9 +206,9 @@ class Optimizer(torch.optim.Optimizer):
                 self.grad_counts.start()
             if must_read:
                 counts = None if seen else self.grad_counts
-                self._sums = _gradients.read(batches, unscale, found_inf, counts)
+                self._sums = _grad_norms.read(batches, unscale, found_inf, counts)
             if not alone:
-                sums = _gradients.agree(
+                sums = _grad_norms.agree(
                     self.ranks, batches, found_inf, self._sums, self.param_groups
                 )
                 self._sums = sums if must_read else {}
@@ -216,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.grad_counts.finish(found_inf)
             self.skipped = self.skipped.to(found_inf.device)
             self.skipped += found_inf.reshape(()) != 0
-        clips = _gradients.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
+        clips = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
         for batch in batches:
             self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
         self._batches.remember()
@@ -253,15 +253,15 @@ class Optimizer(torch.optim.Optimizer):
             *(group, batch.data, batch.grads, state),
             list(map(local, masters)) if sharded else masters,
             self._batches.steps(batch),
-            lr=_gradients.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
+            lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
             maximize=group["maximize"],
             max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
             stochastic_rounding=self._policy.stochastic_rounding,
             seed=self._seed,
             indices=[self._index[id(p)] for p in batch.params] if self._policy.random else (),
-            inv_scale=_gradients.on(device, unscale),
-            clip=_gradients.on(device, clip),
-            found_inf=_gradients.on(device, found_inf),
+            inv_scale=_grad_norms.on(device, unscale),
+            clip=_grad_norms.on(device, clip),
+            found_inf=_grad_norms.on(device, found_inf),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._gradients import LOW_PRECISION, any_sharded, gradient_of, local, placed_like
+from .._local_gradients import LOW_PRECISION, any_sharded, gradient_of, local, placed_like
 from ._state import Policy
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._gradients import LOW_PRECISION
+from .._local_gradients import LOW_PRECISION
 from ..ops import export_master
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._gradients import LOW_PRECISION, is_sharded, local
+from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
 
 _MASTERS = {"master": torch.float32, "remainder": torch.int16}

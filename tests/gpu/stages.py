@@ -35,7 +35,7 @@ from summary import failures, row, summary
 from mixprec._atomic import replace_file
 from mixprec.bench import gpu, sources
 from mixprec.bench.environment import environment
-from mixprec.ops import _library
+from mixprec.ops._dispatch import library
 
 
 def run_stage(name: str, limit: float, args: argparse.Namespace) -> tuple[float, dict[str, Any]]:
@@ -44,7 +44,7 @@ def run_stage(name: str, limit: float, args: argparse.Namespace) -> tuple[float,
     where = environment(quick=False)
     facts = {"stage": name, "commit": where["commit"], "rehearsal": REHEARSAL}
     facts["gpu"] = nvidia_smi(QUERY)
-    kernels = {op: sources.digest((op,), sources.CHOSEN) for op in _library.OPS}
+    kernels = {op: sources.digest((op,), sources.CHOSEN) for op in library.OPS}
     facts["environment"] = where | {"gpu_name": gpu.name(), "sources": kernels}
 
     def write(result: dict[str, Any], running: bool = True) -> None:

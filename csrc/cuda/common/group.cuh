@@ -1,0 +1,141 @@
+// Eight neighbouring elements of an array whose format is known at run time: read and written in
+// 16-byte accesses where the array's alignment allows it, else one by one. The groups of all arrays
+// of a tensor start at the same elements, multiples of eight, as the random bits of rounding do.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/vec.cuh"
+#include "math/philox.h"
+#include "math/rounding.h"
+
+namespace mixprec::cuda {
+
+constexpr int kGroup = 8;
+
+// How the elements of an array are stored. i16: remainders of masters.
+enum class Stored : uint32_t { absent, f32, bf16, f16, i16, f64 };
+
+struct Array {
+  void* data;
+  Stored stored;
+};
+
+// The elements as they lie in memory, in the first words where they are of 16 bits. Real: float or
+// double, the arithmetic's; an array of f64 needs a group of doubles. Loading and decoding are
+// apart so that all arrays' loads are under way before the first is waited for.
+template <class Real>
+struct Group {
+  static constexpr bool kDouble = sizeof(Real) == 8;
+  uint32_t word[kGroup * sizeof(Real) / 4] = {};
+
+  static __device__ __forceinline__ int element_bytes(Stored s) {
+    return kDouble ? 8 : s == Stored::f32 ? 4 : 2;
+  }
+
+  // Elements [i, i + count) of a, 0 < count <= 8, i a multiple of 8.
+  __device__ __forceinline__ void load(const Array& a, int64_t i, int count) {
+    const int bytes = element_bytes(a.stored);
+    const char* from = static_cast<const char*>(a.data) + i * bytes;
+    if (count == kGroup && is_aligned(from)) {
+#pragma unroll
+      for (int v = 0; v < kGroup * static_cast<int>(sizeof(Real)) / 16; ++v) {
+        if (v * 2 >= bytes) break;
+        uint4 x = reinterpret_cast<const uint4*>(from)[v];
+        word[4 * v] = x.x, word[4 * v + 1] = x.y, word[4 * v + 2] = x.z, word[4 * v + 3] = x.w;
+      }
+      return;
+    }
+    // Elements beyond `count` repeat the last one, so that no load waits for a branch.
+    auto at = [&](int j) { return j < count ? j : count - 1; };
+#pragma unroll
+    for (int j = 0; kDouble && j < kGroup; ++j) {
+      uint2 x = reinterpret_cast<const uint2*>(from)[at(j)];
+      word[2 * j] = x.x, word[2 * j + 1] = x.y;
+    }
+    if (bytes == 4) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) word[j] = reinterpret_cast<const uint32_t*>(from)[at(j)];
+    } else if (bytes == 2) {
+      uint16_t x[kGroup];
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x[j] = reinterpret_cast<const uint16_t*>(from)[at(j)];
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) set_half(j, x[j]);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Array& a, int64_t i, int count) const {
+    const int bytes = element_bytes(a.stored);
+    char* to = static_cast<char*>(a.data) + i * bytes;
+    if (count == kGroup && is_aligned(to)) {
+#pragma unroll
+      for (int v = 0; v < kGroup * static_cast<int>(sizeof(Real)) / 16; ++v) {
+        if (v * 2 >= bytes) break;
+        reinterpret_cast<uint4*>(to)[v] = {word[4 * v], word[4 * v + 1], word[4 * v + 2],
+                                           word[4 * v + 3]};
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      if (j >= count) break;
+      if constexpr (kDouble) {
+        reinterpret_cast<uint2*>(to)[j] = {word[2 * j], word[2 * j + 1]};
+      } else if (bytes == 4) {
+        reinterpret_cast<uint32_t*>(to)[j] = word[j];
+      } else {
+        reinterpret_cast<uint16_t*>(to)[j] = half(j);
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint16_t half(int j) const {
+    return static_cast<uint16_t>(word[j / 2] >> (16 * (j % 2)));
+  }
+  __device__ __forceinline__ void set_half(int j, uint16_t bits) {
+    uint32_t other = word[j / 2] & (j % 2 == 0 ? 0xFFFF0000u : 0xFFFFu);
+    word[j / 2] = other | static_cast<uint32_t>(bits) << (16 * (j % 2));
+  }
+
+  __device__ __forceinline__ void decode(Stored stored, Real (&x)[kGroup]) const {
+    if constexpr (kDouble) {
+      __builtin_memcpy(x, word, sizeof x);
+    } else if (stored == Stored::f32) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x[j] = bits_float(word[j]);
+    } else if (stored == Stored::bf16) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x[j] = Convert<Bf16>::decode({half(j)});
+    } else {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) x[j] = Convert<Fp16>::decode({half(j)});
+    }
+  }
+
+  // Rounds to nearest even.
+  __device__ __forceinline__ void encode(Stored stored, const Real (&x)[kGroup]) {
+    if constexpr (kDouble) {
+      __builtin_memcpy(word, x, sizeof x);
+    } else if (stored == Stored::f32) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) word[j] = float_bits(x[j]);
+    } else if (stored == Stored::bf16) {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) set_half(j, Convert<Bf16>::encode(x[j]).bits);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) set_half(j, Convert<Fp16>::encode(x[j]).bits);
+    }
+  }
+
+  // To bf16, at random.
+  __device__ __forceinline__ void encode(const Real (&x)[kGroup], const PhiloxWords& random) {
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      set_half(j, stochastic_bf16(x[j], random16(random, j)).bits);
+    }
+  }
+};
+
+}  // namespace mixprec::cuda

@@ -1,0 +1,80 @@
+// The operands of gemm: torch's tensors, and what the Hopper kernel is told of them.
+#pragma once
+
+#include "cuda/gemm/config/gemm_layout.h"
+#include "cuda/common/on_device.h"
+
+namespace mixprec::cuda::sm90 {
+
+// a [M, K], or b [K, N], whose rows here are its columns.
+struct Operand {
+  Tensor tensor;
+  int row;  // its dimension
+  Dtype dtype;
+  ScaleView scale = {};  // where none was given: 1
+  Granularity granularity = Granularity::tensor;
+  Arrangement lies = {};  // set by arrange()
+
+  int64_t rows() const { return tensor.size(row); }
+  int64_t k() const { return tensor.size(1 - row); }
+};
+
+inline Strided strided(const Tensor& t, int row) {
+  return {reinterpret_cast<uint64_t>(t.const_data_ptr()),
+          {t.size(0), t.size(1)},
+          {t.stride(0), t.stride(1)},
+          row};
+}
+
+inline void set_scale(Operand& x, const MaybeTensor& given, const char* op, const char* name) {
+  if (!given.has_value()) return;
+  const Tensor& s = *given;
+  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Float && on_device_of(s, x.tensor), op, ": ", name,
+                  "_scale_inv must be fp32 on ", name, "'s device");
+  auto* data = static_cast<const float*>(s.const_data_ptr());
+  std::optional<Scales> found;
+  if (s.dim() == 2) {
+    found = scales_of(data, strided(s, x.row), strided(x.tensor, x.row));
+  } else if (s.numel() == 1) {
+    found = Scales{{data, 0, 0, 0}, Granularity::tensor};
+  }
+  STD_TORCH_CHECK(found.has_value(), op, ": ", name,
+                  "_scale_inv must have one element, or one per ", x.row == 0 ? "row" : "column",
+                  ", per 128 of K of it, or per 128 x 128 of ", name);
+  x.scale = found->view;
+  x.granularity = found->granularity;
+}
+
+inline Operand operand_of(const Tensor& x, int row, const MaybeTensor& scale, const char* op,
+                          const char* name) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_cuda(), op, ": ", name,
+                  " must be a matrix on a CUDA device");
+  Operand made = {x, row, dtype_of(x, name)};
+  STD_TORCH_CHECK(is_fp8(made.dtype) || made.dtype == Dtype::f16 || made.dtype == Dtype::bf16, op,
+                  ": ", name, " must be fp16, bf16 or FP8");
+  set_scale(made, scale, op, name);
+  return made;
+}
+
+// Copies the operand if it does not lie as it must.
+inline void arrange(Operand& x) {
+  x.lies = arrangement_of(strided(x.tensor, x.row), element_size(x.dtype));
+  if (!x.lies.copy) return;
+  int inner = x.lies.major == Major::k ? 1 - x.row : x.row;
+  Tensor lines =
+      empty_on(x.tensor, {x.tensor.size(1 - inner), x.lies.pitch}, x.tensor.scalar_type());
+  Tensor copy = torch::stable::narrow(lines, 1, 0, x.tensor.size(inner));
+  if (inner == 0) copy = torch::stable::transpose(copy, 0, 1);
+  torch::stable::copy_(copy, x.tensor);
+  x.tensor = copy;
+}
+
+// A scale that does not differ along K is applied at the end.
+inline ScaleView at_end(const Operand& x) {
+  return is_per_chunk(x.granularity) ? ScaleView{} : x.scale;
+}
+inline ScaleView in_loop(const Operand& x) {
+  return is_per_chunk(x.granularity) ? x.scale : ScaleView{};
+}
+
+}  // namespace mixprec::cuda::sm90

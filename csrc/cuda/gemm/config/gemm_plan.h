@@ -1,0 +1,210 @@
+// Description of a GEMM -> which instance of the Hopper kernel runs it, and how. Host only, no
+// CUDA, no torch; the same description always gives the same plan.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+
+#include "cuda/gemm/kernel/descriptor_sm90.h"
+#include "cuda/gemm/config/gemm_cost.h"
+#include "dispatch.h"
+
+namespace mixprec::cuda::sm90 {
+
+// What one scale is for (mixprec/ops/quantize.py); the last two are applied to each 128 of K.
+enum class Granularity { tensor, row, block1x128, block128x128 };
+
+struct GemmProblem {
+  int64_t m, n, k;
+  Dtype a, b, out;
+  Major a_major = Major::k, b_major = Major::k;
+  Granularity a_scale = Granularity::tensor, b_scale = Granularity::tensor;
+  bool fast_accum = false;
+  bool accumulate = false;  // into fp32
+  // The base and the pitch are multiples of 16 bytes.
+  bool a_aligned = true, b_aligned = true, out_aligned = true;
+};
+
+struct GpuFacts {
+  int major, minor;  // compute capability
+  int sms;
+  int64_t shared_bytes;  // that a block may have
+};
+
+// Overrides, for tests and measurements. 0, or -1 for the row: as the planner likes.
+struct GemmWish {
+  int row = -1, splits = 0, group = 0;
+
+  constexpr bool is_empty() const { return row < 0 && splits == 0 && group == 0; }
+};
+
+// A measured choice for a class of problems: both bounds of a range belong to it.
+struct MeasuredGemm {
+  bool fp8;
+  Accumulate accumulate;
+  int64_t m[2], n[2], k[2];
+  GemmWish choice;
+};
+
+// None yet: a row comes here with the GPU, the date and the figure that speak for it.
+constexpr std::array<MeasuredGemm, 0> kMeasured = {};
+
+struct GemmConfig {
+  int row;     // of kGemmRows
+  int stages;  // of the ring
+  GemmTiles tiles;
+  int chunks_per_split;
+  int64_t grid;             // blocks: a multiple of the cluster
+  int64_t shared_bytes;     // of a block
+  int64_t workspace_bytes;  // fp32 [splits, m, n]; 0 for one split
+  bool tma_store;
+  double clocks;  // by the cost model
+};
+
+constexpr int kMaxStages = 8, kMinStages = 2;
+constexpr int64_t kMaxWorkspaceBytes = 64 << 20;
+// Fewer chunks than this do not hide the latency of the first one: no split gets less.
+constexpr int64_t kMinChunksPerSplit = 4;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr bool is_8bit(Dtype d) { return d == Dtype::e4m3 || d == Dtype::e5m2; }
+
+constexpr bool is_per_chunk(Granularity g) {
+  return g == Granularity::block1x128 || g == Granularity::block128x128;
+}
+
+constexpr Accumulate accumulate_of(const GemmProblem& p) {
+  if (!is_8bit(p.a)) return Accumulate::direct;
+  if (is_per_chunk(p.a_scale) || is_per_chunk(p.b_scale)) return Accumulate::scaled;
+  return p.fast_accum ? Accumulate::direct : Accumulate::promoted;
+}
+
+// As many as fit.
+constexpr int stages_of(const GemmRow& r, const GpuFacts& gpu) {
+  int stages = kMaxStages;
+  while (stages >= kMinStages && shared_bytes(r, stages) > gpu.shared_bytes) --stages;
+  return stages;
+}
+
+// Why nothing here can do the problem as it is; null if something can.
+inline const char* why_none(const GemmProblem& p, const GpuFacts& gpu) {
+  bool fp8 = is_8bit(p.a) && is_8bit(p.b), sixteen = p.a == Dtype::f16 || p.a == Dtype::bf16;
+  if (gpu.major != 9 || gpu.minor != 0) return "the GPU is not of compute capability 9.0";
+  if (!fp8 && !(sixteen && p.a == p.b)) return "a and b are not both fp16, both bf16 or both FP8";
+  if (p.accumulate && p.out != Dtype::f32) return "only fp32 is accumulated into";
+  if (p.m <= 0 || p.n <= 0 || p.k <= 0) return "m, n or k is 0: there is nothing to multiply";
+  if (p.m > INT32_MAX - 512 || p.n > INT32_MAX - 512 || p.k > INT32_MAX - 512) {
+    return "m, n or k does not fit into 32 bits";
+  }
+  if (!p.a_aligned) return "a's base or pitch is no multiple of 16 bytes: it has to be copied";
+  if (!p.b_aligned) return "b's base or pitch is no multiple of 16 bytes: it has to be copied";
+  if (fp8 && p.a_major != Major::k) return "a is FP8 and not contiguous along K: has to be copied";
+  if (fp8 && p.b_major != Major::k) return "b is FP8 and not contiguous along K: has to be copied";
+  if (sixteen && (is_per_chunk(p.a_scale) || is_per_chunk(p.b_scale))) {
+    return "scales of blocks along K are for FP8 operands";
+  }
+  return nullptr;
+}
+
+// Why this row cannot do the problem, or should not; null if it may. wanted: by force or by a
+// measurement, so only what cannot be counts.
+inline const char* why_not(const GemmRow& r, const GemmProblem& p, const GpuFacts& gpu,
+                           bool wanted) {
+  if (const char* reason = why_none(p, gpu)) return reason;
+  if (r.fp8 != is_8bit(p.a)) return r.fp8 ? "for FP8 operands" : "for 16-bit operands";
+  if (r.accumulate != accumulate_of(p)) {
+    return r.accumulate == Accumulate::direct     ? "keeps the tensor core's short accumulator"
+           : r.accumulate == Accumulate::promoted ? "not for these scales or fast_accum"
+                                                  : "for scales of blocks along K";
+  }
+  if (stages_of(r, gpu) < kMinStages) return "two stages do not fit into shared memory";
+  if (gpu.sms < r.cluster) return "the GPU is smaller than a cluster";
+  if (wanted) return nullptr;
+  if (!r.base) return "only where it was measured, or by force";
+  bool too_big = 2 * p.m <= r.block_m * r.cluster || 2 * p.n <= r.block_n;
+  if (too_big && r.consumers > 1) return "at least half of each tile would lie outside of C";
+  return nullptr;
+}
+
+// The problem on one row with about that many splits: none is empty. Nothing if the partial sums
+// would need too much memory.
+inline std::optional<GemmConfig> config_of(int row, const GemmProblem& p, const GpuFacts& gpu,
+                                           int64_t splits, int group) {
+  const GemmRow& r = kGemmRows[row];
+  int64_t chunks = ceil_div(p.k, chunk_elements(r));
+  int64_t per_split = ceil_div(chunks, std::min(splits, chunks));
+  splits = ceil_div(chunks, per_split);
+  int64_t workspace = splits > 1 ? p.m * p.n * 4 : 0;
+  if (workspace > kMaxWorkspaceBytes / splits) return std::nullopt;
+  int64_t m_tiles = ceil_div(p.m, r.block_m * r.cluster);
+  GemmTiles tiles = {static_cast<int>(m_tiles), static_cast<int>(ceil_div(p.n, r.block_n)),
+                     static_cast<int>(splits),
+                     group > 0 ? group : raster_group(r, m_tiles, gpu.sms)};
+  int stages = stages_of(r, gpu);
+  GemmWork work = {p.m, p.n, p.k, static_cast<int>(element_size(p.a)),
+                   static_cast<int>(element_size(p.out))};
+  return GemmConfig{row,
+                    stages,
+                    tiles,
+                    static_cast<int>(per_split),
+                    std::min<int64_t>(tile_count(tiles), gpu.sms / r.cluster) * r.cluster,
+                    shared_bytes(r, stages),
+                    workspace * splits,
+                    p.out_aligned && splits == 1,
+                    gemm_clocks(r, work, tiles, per_split, gpu.sms)};
+}
+
+// The best number of splits for one row. K is split only where the tiles of C leave SMs idle.
+inline std::optional<GemmConfig> best_on(int row, const GemmProblem& p, const GpuFacts& gpu,
+                                         const GemmWish& wish) {
+  if (wish.splits > 0) return config_of(row, p, gpu, wish.splits, wish.group);
+  const GemmRow& r = kGemmRows[row];
+  int64_t tiles = ceil_div(p.m, r.block_m * r.cluster) * ceil_div(p.n, r.block_n);
+  int64_t most =
+      std::min(gpu.sms / r.cluster / tiles, ceil_div(p.k, chunk_elements(r)) / kMinChunksPerSplit);
+  std::optional<GemmConfig> best = config_of(row, p, gpu, 1, wish.group);
+  // Beyond 8, steps of an eighth: the plan is made anew for each call.
+  for (int64_t splits = 2; splits <= most; splits += std::max<int64_t>(1, splits / 8)) {
+    std::optional<GemmConfig> c = config_of(row, p, gpu, splits, wish.group);
+    if (c && c->clocks < best->clocks) best = c;
+  }
+  return best;
+}
+
+inline GemmWish measured_choice(const GemmProblem& p, std::span<const MeasuredGemm> measured) {
+  auto in = [](int64_t x, const int64_t (&range)[2]) { return x >= range[0] && x <= range[1]; };
+  for (const MeasuredGemm& row : measured) {
+    if (row.fp8 == is_8bit(p.a) && row.accumulate == accumulate_of(p) && in(p.m, row.m) &&
+        in(p.n, row.n) && in(p.k, row.k)) {
+      return row.choice;
+    }
+  }
+  return {};
+}
+
+// The cheapest config among the rows that the wish allows; the first one of equals.
+inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const GpuFacts& gpu,
+                                          const GemmWish& wish) {
+  std::optional<GemmConfig> best;
+  for (int row = 0; row < kGemmRowCount; ++row) {
+    bool wanted = row == wish.row;
+    if ((wish.row >= 0 && !wanted) || why_not(kGemmRows[row], p, gpu, wanted) != nullptr) continue;
+    std::optional<GemmConfig> c = best_on(row, p, gpu, wish);
+    if (c && (!best || c->clocks < best->clocks)) best = c;
+  }
+  return best;
+}
+
+// As wished, else as measured, else by the cost model. Nothing if no row can do it, or not the one
+// that was wished for: explain() says why.
+inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const GpuFacts& gpu,
+                                           const GemmWish& wish = {},
+                                           std::span<const MeasuredGemm> measured = kMeasured) {
+  if (!wish.is_empty()) return cheapest(p, gpu, wish);
+  std::optional<GemmConfig> best = cheapest(p, gpu, measured_choice(p, measured));
+  return best ? best : cheapest(p, gpu, {});
+}
+
+}  // namespace mixprec::cuda::sm90

@@ -1,0 +1,259 @@
+// gemm and gemm_accumulate_ on Hopper: plan, launch, and the end of a split K.
+#include <atomic>
+#include <string>
+
+#include "cuda/gemm/kernel/gemm_finish.cuh"
+#include "cuda/gemm/instances/gemm_instances.h"
+#include "cuda/gemm/config/gemm_operand.h"
+#include "cuda/gemm/config/gemm_plan_text.h"
+#include "cuda/gemm/kernel/map_cache_sm90.h"
+
+namespace mixprec::cuda::sm90 {
+
+namespace {
+
+std::atomic<int64_t> forced_row{-1}, forced_splits{0}, forced_group{0};
+
+GemmWish wish() {
+  return {static_cast<int>(forced_row), static_cast<int>(forced_splits),
+          static_cast<int>(forced_group)};
+}
+
+const GpuFacts& facts_of(int device) {
+  static const std::vector<GpuFacts> all = [] {
+    int count = 0;
+    check_launch(cudaGetDeviceCount(&count), "gemm");
+    std::vector<GpuFacts> found(count);
+    for (int d = 0; d < count; ++d) {
+      auto get = [d](cudaDeviceAttr attribute) {
+        int value = 0;
+        check_launch(cudaDeviceGetAttribute(&value, attribute, d), "gemm");
+        return value;
+      };
+      found[d] = {get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
+                  get(cudaDevAttrMultiProcessorCount),
+                  get(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+    }
+    return found;
+  }();
+  return all[device];
+}
+
+template <class A, class B>
+Instance fp8_instance(int row) {
+  constexpr Major k = Major::k;
+  switch (kGemmRows[row].accumulate) {
+    case Accumulate::direct:
+      return instance<A, B, k, k, Accumulate::direct>(row);
+    case Accumulate::promoted:
+      return instance<A, B, k, k, Accumulate::promoted>(row);
+    default:
+      return instance<A, B, k, k, Accumulate::scaled>(row);
+  }
+}
+
+template <class T>
+Instance wide_instance(int row, Major a, Major b) {
+  constexpr Major k = Major::k, mn = Major::mn;
+  constexpr Accumulate direct = Accumulate::direct;
+  if (a == k) {
+    return b == k ? instance<T, T, k, k, direct>(row) : instance<T, T, k, mn, direct>(row);
+  }
+  return b == k ? instance<T, T, mn, k, direct>(row) : instance<T, T, mn, mn, direct>(row);
+}
+
+Instance instance_of(int row, const Operand& a, const Operand& b) {
+  if (a.dtype == Dtype::bf16) return wide_instance<Bf16>(row, a.lies.major, b.lies.major);
+  if (a.dtype == Dtype::f16) return wide_instance<Fp16>(row, a.lies.major, b.lies.major);
+  if (a.dtype == Dtype::e4m3) {
+    return b.dtype == Dtype::e4m3 ? fp8_instance<E4m3, E4m3>(row) : fp8_instance<E4m3, E5m2>(row);
+  }
+  return b.dtype == Dtype::e4m3 ? fp8_instance<E5m2, E4m3>(row) : fp8_instance<E5m2, E5m2>(row);
+}
+
+TensorMap map_of(const MapArgs& args, const char* op) {
+  TensorMap map;
+  STD_TORCH_CHECK(map_cache().get(args, &map), op, ": the driver refuses a tensor map of ",
+                  args.inner, " x ", args.outer, " elements, pitch ", args.pitch, " bytes");
+  return map;
+}
+
+TensorMap map_of(const Operand& x, const int (&box)[2], const char* op) {
+  bool along_k = x.lies.major == Major::k;
+  return map_of(
+      {x.dtype, x.tensor.const_data_ptr(), along_k ? x.k() : x.rows(), along_k ? x.rows() : x.k(),
+       x.lies.pitch * element_size(x.dtype), box[0], box[1], true},
+      op);
+}
+
+// Where C is, [M, N] in rows of contiguous elements.
+struct Output {
+  void* data;
+  int64_t pitch;  // elements
+  Dtype dtype;
+  bool accumulate;
+};
+
+// Of C or C^T, whose rows are along dimension `rows`. A single row has any pitch: one for TMA.
+int64_t pitch_of(const Tensor& out, int rows) {
+  return out.size(rows) > 1 ? out.stride(rows) : round_up(out.size(1 - rows), 8);
+}
+
+GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out, bool fast_accum,
+                          const GpuFacts& gpu, const char* op) {
+  GemmProblem problem = {a.rows(), b.rows(), a.k(), a.dtype, b.dtype, out.dtype};
+  problem.a_major = a.lies.major;
+  problem.b_major = b.lies.major;
+  problem.a_scale = a.granularity;
+  problem.b_scale = b.granularity;
+  problem.fast_accum = fast_accum;
+  problem.accumulate = out.accumulate;
+  problem.out_aligned = out.pitch * element_size(out.dtype) % 16 == 0 &&
+                        reinterpret_cast<uint64_t>(out.data) % 16 == 0;
+  std::optional<GemmConfig> plan = plan_gemm(problem, gpu, wish());
+  if (plan) return *plan;
+  std::string why;
+  for (const std::string& line : explain(problem, gpu, wish())) {
+    if (why.find(line) == std::string::npos) why += "; " + line;
+  }
+  STD_TORCH_CHECK(false, op, ": ", to_string(problem), why);
+}
+
+TensorMap map_of(const Output& out, int64_t m, int64_t n, const char* op) {
+  int64_t size = element_size(out.dtype);
+  int box = static_cast<int>(128 / size);
+  return map_of({out.dtype, out.data, n, m, out.pitch * size, box, 64, true}, op);
+}
+
+// C (+)= a @ b. bias: [N] contiguous, or null.
+void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype bias_dtype,
+              bool fast_accum, const char* op) {
+  int64_t m = a.rows(), n = b.rows();
+  OnDevice device(a.tensor);
+  Epilogue epilogue = {out.data, out.pitch,  out.dtype, out.accumulate,
+                       bias,     bias_dtype, at_end(a), at_end(b)};
+  if (a.k() == 0) {
+    STD_TORCH_CHECK(m <= INT32_MAX && n <= INT32_MAX, op, ": M and N must fit into 32 bits");
+    epilogue.a_scale = epilogue.b_scale = {};
+    check_launch(gemm_finish(nullptr, 0, static_cast<int>(m), static_cast<int>(n), epilogue,
+                             device.sms, device.stream),
+                 op);
+    return;
+  }
+  arrange(a);
+  arrange(b);
+  GemmConfig plan =
+      plan_or_refuse(a, b, out, fast_accum, facts_of(a.tensor.get_device_index()), op);
+  Instance kernel = instance_of(plan.row, a, b);
+  STD_TORCH_CHECK(kernel.run != nullptr, op, ": no kernel for ", to_string(plan));
+
+  GemmArgs args = {};
+  args.m = static_cast<int>(m);
+  args.n = static_cast<int>(n);
+  args.k = static_cast<int>(a.k());
+  args.chunks_per_split = plan.chunks_per_split;
+  args.stages = plan.stages;
+  args.tiles = plan.tiles;
+  args.epilogue = epilogue;
+  args.tma_store = plan.tma_store;
+  args.a_chunk = in_loop(a);
+  args.b_chunk = in_loop(b);
+  std::optional<Tensor> workspace;
+  if (plan.workspace_bytes > 0) {
+    workspace = empty_on(a.tensor, {plan.workspace_bytes / 4}, ScalarType::Float);
+    args.partial = static_cast<float*>(workspace->mutable_data_ptr());
+  }
+  TensorMap out_map = plan.tma_store ? map_of(out, m, n, op) : TensorMap{};
+  check_launch(kernel.run(map_of(a, kernel.a_box, op), map_of(b, kernel.b_box, op), out_map, args,
+                          plan.grid, device.stream),
+               op);
+  if (!workspace.has_value()) return;
+  check_launch(gemm_finish(args.partial, plan.tiles.splits, args.m, args.n, epilogue, device.sms,
+                           device.stream),
+               op);
+}
+
+void check_pair(const Operand& a, const Operand& b, const char* op) {
+  STD_TORCH_CHECK(a.k() == b.k() && on_device_of(a.tensor, b.tensor), op,
+                  ": a [M, K] and b [K, N] must agree in K and in their device");
+}
+
+void check_arch(const Tensor& t, const char* op) {
+  const GpuFacts& gpu = facts_of(t.get_device_index());
+  STD_TORCH_CHECK(gpu.major == 9 && gpu.minor == 0, op,
+                  ": this kernel is for GPUs of compute capability 9.0, got ", gpu.major, ".",
+                  gpu.minor);
+}
+
+Tensor gemm_op(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
+               MaybeTensor bias, ScalarType out_type, bool fast_accum) {
+  Operand x = operand_of(a, 0, a_scale_inv, "gemm", "a");
+  Operand y = operand_of(b, 1, b_scale_inv, "gemm", "b");
+  check_pair(x, y, "gemm");
+  Dtype out_dtype = dtype_of(out_type, "gemm: out_dtype"), bias_dtype = Dtype::f32;
+  STD_TORCH_CHECK(is_float(out_dtype), "gemm: out_dtype must be fp32, bf16 or fp16");
+  if (bias.has_value()) {
+    bias_dtype = dtype_of(*bias, "gemm: bias");
+    STD_TORCH_CHECK(is_float(bias_dtype) && bias->dim() == 1 && bias->numel() == y.rows() &&
+                        on_device_of(*bias, a),
+                    "gemm: bias must be [N], fp32, bf16 or fp16, on a's device");
+    bias = row_major(*bias);
+  }
+  check_arch(a, "gemm");
+  Tensor out = empty_on(a, {x.rows(), y.rows()}, out_type);
+  if (out.numel() == 0) return out;
+  multiply(x, y, {out.mutable_data_ptr(), pitch_of(out, 0), out_dtype, false},
+           bias.has_value() ? bias->const_data_ptr() : nullptr, bias_dtype, fast_accum, "gemm");
+  return out;
+}
+
+void gemm_accumulate_op(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
+                        MaybeTensor b_scale_inv) {
+  const char* op = "gemm_accumulate_";
+  Operand x = operand_of(a, 0, a_scale_inv, op, "a"), y = operand_of(b, 1, b_scale_inv, op, "b");
+  check_pair(x, y, op);
+  STD_TORCH_CHECK(acc.dim() == 2 && acc.size(0) == x.rows() && acc.size(1) == y.rows() &&
+                      acc.scalar_type() == ScalarType::Float && on_device_of(acc, a) &&
+                      is_writable(acc),
+                  "gemm_accumulate_: acc must be [M, N], fp32, on a's device, writable");
+  check_arch(a, op);
+  if (acc.numel() == 0 || x.k() == 0) return;
+  bool rows_lie = acc.size(1) == 1 || acc.stride(1) == 1;
+  bool columns_lie = acc.size(0) == 1 || acc.stride(0) == 1;
+  Tensor target = rows_lie || columns_lie ? acc : torch::stable::contiguous(acc);
+  // Where C lies along M, C^T = b^T a^T lies along N.
+  if (!rows_lie && columns_lie) std::swap(x, y);
+  int outer = !rows_lie && columns_lie ? 1 : 0;
+  multiply(x, y, {target.mutable_data_ptr(), pitch_of(target, outer), Dtype::f32, true}, nullptr,
+           Dtype::f32, false, op);
+  write_back(acc, target);
+}
+
+// For tests and measurements: from now on every gemm of this process takes this row, this many
+// splits, this band (gemm_plan.h), or fails where it cannot. -1, 0, 0: the planner's choice again.
+void force_op(int64_t row, int64_t splits, int64_t group) {
+  STD_TORCH_CHECK(row >= -1 && row < kGemmRowCount && splits >= 0 && splits < (1 << 16) &&
+                      group >= 0 && group < (1 << 16),
+                  "gemm_sm90_force: row must be -1 to ", kGemmRowCount - 1,
+                  ", splits and group must not be negative");
+  forced_row = row;
+  forced_splits = splits;
+  forced_group = group;
+}
+
+}  // namespace
+
+}  // namespace mixprec::cuda::sm90
+
+STABLE_TORCH_LIBRARY_FRAGMENT(mixprec, m) {
+  m.def("gemm_sm90_force(int row=-1, int splits=0, int group=0) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CompositeExplicitAutograd, m) {
+  m.impl("gemm_sm90_force", TORCH_BOX(&mixprec::cuda::sm90::force_op));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
+  m.impl("gemm", TORCH_BOX(&mixprec::cuda::sm90::gemm_op));
+  m.impl("gemm_accumulate_", TORCH_BOX(&mixprec::cuda::sm90::gemm_accumulate_op));
+}

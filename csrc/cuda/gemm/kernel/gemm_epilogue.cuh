@@ -1,0 +1,45 @@
+// What becomes of a sum of products: the same functions for the GEMM kernels and for the kernel
+// that finishes split-K.
+#pragma once
+
+#include "cuda/gemm/config/gemm_args.h"
+
+namespace mixprec::cuda {
+
+// The factors are for whoever has them at hand for a whole row or column.
+MIXPREC_HD float scaled(float sum, float a_scale, float b_scale) {
+  return (sum * a_scale) * b_scale;
+}
+
+MIXPREC_HD float scaled(const Epilogue& e, float sum, int64_t row, int64_t col) {
+  return scaled(sum, e.a_scale.at(row, 0), e.b_scale.at(col, 0));
+}
+
+MIXPREC_HD float with_bias(const Epilogue& e, float value, int64_t col) {
+  if (e.bias == nullptr) return value;
+  with_float(e.bias_dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    value += decode(static_cast<const T*>(e.bias)[col]);
+  });
+  return value;
+}
+
+// What C[row, col] is, or with `accumulate` what is added to it.
+MIXPREC_HD float finished(const Epilogue& e, float sum, int64_t row, int64_t col) {
+  return with_bias(e, scaled(e, sum, row, col), col);
+}
+
+// The one rounding; O: what e.out_dtype names.
+template <class O>
+MIXPREC_HD void store_finished(const Epilogue& e, float value, int64_t row, int64_t col) {
+  O* to = static_cast<O*>(e.out) + row * e.pitch + col;
+  if (e.accumulate) value += decode(*to);
+  *to = Convert<O>::encode(value);
+}
+
+MIXPREC_HD void store_finished(const Epilogue& e, float value, int64_t row, int64_t col) {
+  with_float(e.out_dtype,
+             [&](auto t) { store_finished<typename decltype(t)::type>(e, value, row, col); });
+}
+
+}  // namespace mixprec::cuda

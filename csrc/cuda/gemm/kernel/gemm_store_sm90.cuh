@@ -1,0 +1,153 @@
+// From the accumulators of a warpgroup to C: scales, bias, one rounding; then through shared memory
+// and TMA, or directly where C is not aligned.
+#pragma once
+
+#include "cuda/common/float_of.cuh"
+#include "cuda/gemm/kernel/gemm_epilogue.cuh"
+#include "cuda/gemm/kernel/ptx_sm90.cuh"
+
+namespace mixprec::cuda::sm90 {
+
+constexpr int kStagingBytes = 2 * 64 * 128;  // of a warpgroup: two boxes of 64 rows, 128 bytes each
+
+// The place of thread t among the accumulators of wgmma: rows row, row + 8, columns col, col + 1
+// and every eighth after them.
+struct Fragment {
+  int row = static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+  int col = static_cast<int>(threadIdx.x % 4 * 2);
+};
+
+// acc <- (acc * a_scale) * b_scale + bias in columns [first, first + count) of the warpgroup's
+// rows, which start at row m and column n of C. Some columns at a time: the compiler loads all
+// scales and biases of one call at once, and those of 256 columns would not fit into registers.
+template <int count, int block_n>
+__device__ __forceinline__ void apply(float (&acc)[block_n / 2], int first, const GemmArgs& args,
+                                      int m, int n) {
+  const Epilogue& e = args.epilogue;
+  Fragment at;
+  auto a_scale = [&](int row) { return e.a_scale.at(row < args.m ? row : args.m - 1, 0); };
+  auto b_scale = [&](int col) { return e.b_scale.at(col < args.n ? col : args.n - 1, 0); };
+  float upper = a_scale(m + at.row), lower = a_scale(m + at.row + 8);
+  bool one = e.b_scale.row_stride == 0;
+  float all = one ? b_scale(0) : 0.0f;
+#pragma unroll
+  for (int j = first / 8; j < (first + count) / 8; ++j) {
+    int col = n + at.col + 8 * j;
+    float left = one ? all : b_scale(col), right = one ? all : b_scale(col + 1);
+    float* d = acc + 4 * j;
+    d[0] = scaled(d[0], upper, left);
+    d[1] = scaled(d[1], upper, right);
+    d[2] = scaled(d[2], lower, left);
+    d[3] = scaled(d[3], lower, right);
+  }
+  if (e.bias == nullptr) return;
+#pragma unroll
+  for (int j = first / 8; j < (first + count) / 8; ++j) {
+    int col = n + at.col + 8 * j;
+    float left = col < args.n ? load_float(e.bias, e.bias_dtype, col) : 0.0f;
+    float right = col + 1 < args.n ? load_float(e.bias, e.bias_dtype, col + 1) : 0.0f;
+    acc[4 * j] += left;
+    acc[4 * j + 1] += right;
+    acc[4 * j + 2] += left;
+    acc[4 * j + 3] += right;
+  }
+}
+
+// Columns [first, first + 128 bytes) of the warpgroup's 64 rows -> box, with TMA's swizzle.
+template <int bytes, int block_n>
+__device__ __forceinline__ void stage(const float (&acc)[block_n / 2], uint8_t* box, int first,
+                                      Dtype dtype) {
+  if constexpr (bytes == 2) {
+    int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x % 128 / 32);
+    int row = warp * 16 + lane % 16, word = lane / 16;
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {  // 16 columns: two words of a row
+      int j = first / 8 + 2 * pair;
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        r[i] = pack_pair(dtype, acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+      }
+      stmatrix(box + row * 128 + ((2 * pair + word) ^ (row % 8)) * 16, r);
+    }
+  } else {
+    Fragment at;
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {  // 8 columns: two words of a row
+      int word = 2 * group + at.col / 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int row = at.row + 8 * half, i = 4 * (first / 8 + group) + 2 * half;
+        uint8_t* to = box + row * 128 + (word ^ (row % 8)) * 16 + at.col % 4 * 4;
+        store_shared(reinterpret_cast<float*>(to), acc[i], acc[i + 1]);
+      }
+    }
+  }
+}
+
+// Through shared memory, two boxes in turn: while TMA stores one, the next is filled.
+template <int bytes, int block_n>
+__device__ __forceinline__ void store_by_tma(float (&acc)[block_n / 2], uint8_t* staging,
+                                             const TensorMap* out_map, const GemmArgs& args, int m,
+                                             int n, int consumer) {
+  constexpr int cols = 128 / bytes;
+  bool leader = threadIdx.x % 128 == 0;
+#pragma unroll
+  for (int first = 0; first < block_n; first += cols) {
+    uint8_t* box = staging + first / cols % 2 * (64 * 128);
+    if (leader) tma_store_wait_read<1>();  // the store before the last one, from this box
+    named_barrier(1 + consumer, 128);
+    apply<cols, block_n>(acc, first, args, m, n);
+    stage<bytes, block_n>(acc, box, first, args.epilogue.out_dtype);
+    fence_async_proxy();
+    named_barrier(1 + consumer, 128);
+    if (leader) {
+      if (args.epilogue.accumulate) {
+        tma_add(out_map, box, n + first, m);
+      } else {
+        tma_store(out_map, box, n + first, m);
+      }
+      tma_store_commit();
+    }
+  }
+}
+
+// out[m.., n..] <- acc, or += acc, element by element within C; or the sums of a split.
+template <int block_n>
+__device__ __forceinline__ void store_plainly(float (&acc)[block_n / 2], const GemmArgs& args,
+                                              int m, int n, int split) {
+  constexpr int count = 32;
+  const Epilogue& e = args.epilogue;
+  bool is_partial = args.partial != nullptr, add = e.accumulate && !is_partial;
+  void* out = is_partial ? args.partial + int64_t{split} * args.m * args.n : e.out;
+  int64_t pitch = is_partial ? args.n : e.pitch;
+  Dtype dtype = is_partial ? Dtype::f32 : e.out_dtype;
+  Fragment at;
+#pragma unroll
+  for (int first = 0; first < block_n; first += count) {
+    if (!is_partial) apply<count, block_n>(acc, first, args, m, n);
+#pragma unroll
+    for (int i = first / 2; i < (first + count) / 2; ++i) {
+      int row = m + at.row + i / 2 % 2 * 8, col = n + at.col + i / 4 * 8 + i % 2;
+      if (row >= args.m || col >= args.n) continue;
+      int64_t place = row * pitch + col;
+      store_float(out, dtype, place, add ? load_float(out, dtype, place) + acc[i] : acc[i]);
+    }
+  }
+}
+
+// The warpgroup's 64 rows from m and block_n columns from n on.
+template <int block_n>
+__device__ __forceinline__ void store_tile(float (&acc)[block_n / 2], uint8_t* staging,
+                                           const TensorMap* out_map, const GemmArgs& args, int m,
+                                           int n, int split, int consumer) {
+  if (!args.tma_store) {
+    store_plainly<block_n>(acc, args, m, n, split);
+  } else if (args.epilogue.out_dtype == Dtype::f32) {
+    store_by_tma<4, block_n>(acc, staging, out_map, args, m, n, consumer);
+  } else {
+    store_by_tma<2, block_n>(acc, staging, out_map, args, m, n, consumer);
+  }
+}
+
+}  // namespace mixprec::cuda::sm90

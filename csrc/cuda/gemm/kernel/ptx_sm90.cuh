@@ -1,0 +1,212 @@
+// The Hopper instructions that the GEMM uses, each as a function of its name; nothing else in
+// csrc/cuda contains inline assembly for them. tests/emulated/cuda_on_cpu/sm90 holds a file of the same name
+// that does on a CPU what the PTX manual says of each.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace mixprec::cuda::sm90 {
+
+using TensorMap = CUtensorMap;  // a __grid_constant__ parameter of the kernel
+using Barrier = uint64_t;       // an mbarrier, in shared memory
+
+// The dynamic shared memory of the block. TMA's 128-byte swizzle repeats every 1024 bytes.
+__device__ __forceinline__ uint8_t* dynamic_shared() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  return memory;
+}
+
+// The address in the shared window, as descriptors and instructions take it.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- mbarrier: a phase ends when `arrivals` threads have arrived and all expected bytes came ----
+
+__device__ __forceinline__ void barrier_init(Barrier* b, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals)
+               : "memory");
+}
+
+// Makes the inits of this thread visible to the cluster and to TMA; a barrier of the block or of
+// the cluster has to follow.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival, and `bytes` more that TMA will have to bring in this phase.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* b, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
+      "r"(bytes)
+      : "memory");
+}
+
+// One arrival at the barrier of the same place in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(Barrier* b, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(
+          shared_address(b)),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b))
+               : "memory");
+}
+
+// Returns when the phase of parity `parity` (0 for the first) has ended. `cluster`: other blocks
+// arrive at it too.
+template <bool cluster>
+__device__ __forceinline__ void barrier_wait(Barrier* b, uint32_t parity) {
+  if constexpr (cluster) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(b)),
+        "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(b)),
+        "r"(parity)
+        : "memory");
+  }
+}
+
+// ---- TMA: boxes of a 2-D tensor (x: inner dimension), zeros where the box leaves the tensor ----
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Box at (x, y) -> `to`, 128-byte aligned; its bytes count at `b`. One thread.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier* b, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(b)), "r"(x), "r"(y)
+      : "memory");
+}
+
+// The same into the same place of every block of the cluster in `blocks`, at the barrier of each.
+__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, Barrier* b,
+                                                   int x, int y, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(b)), "h"(blocks), "r"(x), "r"(y)
+      : "memory");
+}
+
+// `from` -> box at (x, y), without what leaves the tensor. One thread; part of its open group.
+__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(x), "r"(y)
+      : "memory");
+}
+
+// The same for fp32, added to what is there.
+__device__ __forceinline__ void tma_add(const TensorMap* map, const void* from, int x, int y) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::
+          "l"(map),
+      "r"(shared_address(from)), "r"(x), "r"(y)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until at most n of this thread's groups have yet to read their shared memory.
+template <int n>
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(n) : "memory");
+}
+
+// Until at most n of this thread's groups have yet to be written.
+template <int n>
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(n) : "memory");
+}
+
+// What this thread wrote to shared memory becomes visible to TMA and wgmma.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- wgmma: all 128 threads of a warpgroup, asynchronous ----
+
+// Before the first wgmma, and whenever accumulators were touched by other instructions.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most n of this warp's committed groups run.
+template <int n>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+}
+// Until none runs. `acc` is what they write: the compiler reads none of it before.
+template <int count>
+__device__ __forceinline__ void wgmma_wait_for(float (&acc)[count]) {
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// ---- the rest ----
+
+// Four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8, and
+// in r[m] elements 2 * (l % 4) and the next of row l / 4 of matrix m.
+__device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// A plain store to shared memory, by name because TMA reads it later: fence_async_proxy is due.
+__device__ __forceinline__ void store_shared(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+
+// Barrier `id` (1..15) among `threads` threads.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster; orders their memory.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+template <int n>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
+}
+template <int n>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
+}
+
+}  // namespace mixprec::cuda::sm90

@@ -1,0 +1,61 @@
+// grad_stats_ on the GPU: of each gradient the sum of (g * inv_scale)^2 and how many elements are
+// Inf, NaN, zero, subnormal; and found_inf.
+#pragma once
+
+#include "cuda/grads/chunk_stats.cuh"
+#include "cuda/common/vec.cuh"
+
+namespace mixprec::cuda {
+
+template <class T>
+__device__ __forceinline__ double square(T x) {
+  return static_cast<double>(x) * static_cast<double>(x);
+}
+
+template <class T, bool counting>
+__global__ void __launch_bounds__(kThreads)
+    grad_stats_kernel(const __grid_constant__ GradLaunch grads, const float* inv_scale,
+                      float* found_inf, const ChunkStats chunks) {
+  using Real = typename Unscale<T>::Real;
+  constexpr int n = 2 * kVector<T>;
+  Real s = inv_scale != nullptr ? *inv_scale : 1.0f;
+  bool bad = false;
+  for (int c = blockIdx.x; c < grads.chunks(); c += gridDim.x) {
+    Chunk chunk = grads.chunk(c);
+    const T* g = grads.at<T>(0, chunk);
+    double sum = 0.0;
+    KindCounter counter;
+    for_each<n>(split<n>(chunk.size, g), threadIdx.x, kThreads, [&](auto width, int64_t i) {
+      T x[decltype(width)::value];
+      load(g + i, x);
+#pragma unroll
+      for (const T& value : x) {
+        Real unscaled = Unscale<T>::apply(value, s);
+        bad |= Unscale<T>::bad(value) | is_nonfinite(unscaled);
+        sum += square(unscaled);
+        if constexpr (counting) counter.add(Unscale<T>::kind(value, unscaled));
+      }
+    });
+    sum = block_reduce<kThreads, Sum>(sum);
+    if (threadIdx.x == 0) chunks.sum_sq[place_of(grads, chunk)] = sum;
+    if constexpr (counting) counter.finish(chunks.counts, place_of(grads, chunk));
+  }
+  raise_flag(found_inf, bad);
+}
+
+// One launch per dtype in the list, more where it is long, and one that adds up. inv_scale, counts:
+// may be null, and then also the scratch for counts.
+inline cudaError_t grad_stats(const GradList& grads, const float* inv_scale, float* found_inf,
+                              double* sum_sq, int64_t* counts, const ChunkStats& chunks, int sms,
+                              cudaStream_t stream) {
+  cudaError_t error = for_grads(grads, [&](auto t, const GradLaunch& list) {
+    using T = typename decltype(t)::type;
+    auto* kernel = counts != nullptr ? grad_stats_kernel<T, true> : grad_stats_kernel<T, false>;
+    return launch(kernel, grid_for(list.chunks(), sms), kThreads, 0, stream, list, inv_scale,
+                  found_inf, chunks);
+  });
+  if (error != cudaSuccess) return error;
+  return add_chunks(grads, chunks, sum_sq, counts, sms, stream);
+}
+
+}  // namespace mixprec::cuda

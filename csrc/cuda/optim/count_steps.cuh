@@ -1,0 +1,50 @@
+// The first launch of an optimizer's update: counts the steps, and forms the constants of each
+// tensor from its count, once instead of in every thread.
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "math/step.h"
+
+namespace mixprec::cuda {
+
+// What the tensors of a call share.
+struct StepArgs {
+  float* steps;  // [tensors]
+  // Device memory, one element each; null: the rule's lr (at most one is not null), 1, 1, 0
+  const float* lr_f32;
+  const double* lr_f64;
+  const float *inv_scale, *clip, *found_inf;
+  double max_value;
+  bool maximize, stochastic_rounding;
+  int64_t seed;
+
+  __device__ __forceinline__ bool skip() const {
+    return found_inf != nullptr && *found_inf != 0.0f;
+  }
+};
+
+// The constants of one tensor at this step, in both widths.
+template <class Rule>
+struct StepConstants {
+  typename Rule::template Scalars<float> narrow;
+  typename Rule::template Scalars<double> wide;
+  int64_t step;
+};
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads)
+    count_steps_kernel(Rule rule, const StepArgs args, int count, StepConstants<Rule>* constants) {
+  int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= count || args.skip()) return;
+  float steps = args.steps[i] + 1.0f;
+  args.steps[i] = steps;
+  if (args.lr_f32 != nullptr) rule.settings.lr = *args.lr_f32;
+  if (args.lr_f64 != nullptr) rule.settings.lr = *args.lr_f64;
+  GradSettings grad = {args.inv_scale != nullptr ? *args.inv_scale : 1.0,
+                       args.clip != nullptr ? *args.clip : 1.0, args.max_value, args.maximize};
+  int64_t step = static_cast<int64_t>(steps);
+  constants[i] = {rule.template scalars<float>(grad, step),
+                  rule.template scalars<double>(grad, step), step};
+}
+
+}  // namespace mixprec::cuda

@@ -1,0 +1,174 @@
+// An optimizer's update on the GPU: one tiny launch that counts the steps and forms their
+// constants, then one launch for all tensors, of whatever formats (fp64 params take one more). Both
+// read found_inf on the device and do nothing where it is set. The formula comes as a rule
+// (adamw.cuh).
+#pragma once
+
+#include <vector>
+
+#include "cuda/optim/count_steps.cuh"
+#include "cuda/common/group.cuh"
+#include "cuda/common/tensor_list.cuh"
+
+namespace mixprec::cuda {
+
+enum StepArray { kParam, kGrad, kMaster, kState };  // and further states
+constexpr int kStepArrays = kState + 2;
+
+struct StepTensor {
+  void* data[kStepArrays];     // device memory, numel elements each
+  Stored stored[kStepArrays];  // master, states: may be absent. f64: all that are not, or none
+  int64_t numel;
+  int64_t index;  // for random rounding
+};
+
+// The tags of a tensor: its place in the call's list, its index, how its arrays are stored.
+enum StepTag { kNumber, kIndex, kStored, kStepTags };
+using StepLaunch = TensorList<kStepArrays, kStepTags>;
+
+// What the elements of a chunk have in common.
+template <class Rule, class Real>
+struct StepChunk {
+  Array array[kState + Rule::kStates];
+  typename Rule::template Scalars<Real> scalars;
+  int64_t step;
+  int index;
+
+  __device__ __forceinline__ StepChunk(const StepLaunch& list, int tensor,
+                                       const StepConstants<Rule>& constants)
+      : step(constants.step), index(list.tag[kIndex][tensor]) {
+    uint32_t stored = list.tag[kStored][tensor];
+#pragma unroll
+    for (int a = 0; a < kState + Rule::kStates; ++a) {
+      array[a] = {list.data[a][tensor], static_cast<Stored>(stored >> (4 * a) & 0xFu)};
+    }
+    if constexpr (sizeof(Real) == 8) {
+      scalars = constants.wide;
+    } else {
+      scalars = constants.narrow;
+    }
+  }
+};
+
+// Elements [i, i + count) of a tensor, at most eight.
+template <class Rule, class Real>
+__device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const Rule& rule,
+                                           const StepArgs& args, int64_t i, int count) {
+  constexpr int states = Rule::kStates;
+  const Array &param = c.array[kParam], &master = c.array[kMaster];
+  const bool has_master = master.stored != Stored::absent, split = master.stored == Stored::i16;
+  const bool has_state = Rule::kNeedsState || c.array[kState].stored != Stored::absent;
+  Group<Real> weight, rest, grad, state[states];
+  grad.load(c.array[kGrad], i, count);
+#pragma unroll
+  for (int k = 0; k < states; ++k) {
+    if (has_state) state[k].load(c.array[kState + k], i, count);
+  }
+  weight.load(has_master && !split ? master : param, i, count);
+  Real p[kGroup], g[kGroup], s[states][kGroup];
+  if (split) {
+    rest.load(master, i, count);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      p[j] = join_master({weight.half(j)}, static_cast<int16_t>(rest.half(j)));
+    }
+  } else {
+    weight.decode(has_master ? master.stored : param.stored, p);
+  }
+  grad.decode(c.array[kGrad].stored, g);
+#pragma unroll
+  for (int k = 0; k < states; ++k) state[k].decode(c.array[kState + k].stored, s[k]);
+
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) {
+    Real now[states];
+#pragma unroll
+    for (int k = 0; k < states; ++k) now[k] = s[k][j];
+    p[j] = rule.update(p[j], g[j], now, has_state, c.step, c.scalars);
+#pragma unroll
+    for (int k = 0; k < states; ++k) s[k][j] = now[k];
+  }
+
+  auto random = [&](int stream) {
+    RandomStream of = random_stream(args.seed, c.step, c.index, static_cast<Stream>(stream));
+    return random_words(of, i / kGroup);
+  };
+#pragma unroll
+  for (int k = 0; k < states; ++k) {
+    const Array& a = c.array[kState + k];
+    if (!has_state) break;
+    if (sizeof(Real) == 4 && a.stored == Stored::bf16) {
+      state[k].encode(s[k], random(kFirstStateStream + k));
+    } else {
+      state[k].encode(a.stored, s[k]);
+    }
+    state[k].store(a, i, count);
+  }
+  if (split) {
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      SplitMaster both = split_master(static_cast<float>(p[j]));
+      weight.set_half(j, both.param.bits);
+      rest.set_half(j, static_cast<uint16_t>(both.remainder));
+    }
+    rest.store(master, i, count);
+  } else if (has_master) {
+    rest.encode(master.stored, p);
+    rest.store(master, i, count);
+    weight.encode(param.stored, p);
+  } else if (args.stochastic_rounding && param.stored == Stored::bf16) {
+    weight.encode(p, random(kParamStream));
+  } else {
+    weight.encode(param.stored, p);
+  }
+  weight.store(param, i, count);
+}
+
+template <class Rule, class Real>
+__global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
+    step_kernel(const __grid_constant__ StepLaunch list, const Rule rule, const StepArgs args,
+                const StepConstants<Rule>* constants) {
+  if (args.skip()) return;
+  for (int c = blockIdx.x; c < list.chunks(); c += gridDim.x) {
+    Chunk chunk = list.chunk(c);
+    StepChunk<Rule, Real> shared(list, chunk.tensor, constants[list.tag[kNumber][chunk.tensor]]);
+    for (int i = threadIdx.x * kGroup; i < chunk.size; i += kThreads * kGroup) {
+      int left = static_cast<int>(chunk.size) - i;
+      step_group(shared, rule, args, chunk.begin + i, left < kGroup ? left : kGroup);
+    }
+  }
+}
+
+// constants: scratch, one for each tensor.
+template <class Rule>
+cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
+                 StepConstants<Rule>* constants, int sms, cudaStream_t stream) {
+  int count = static_cast<int>(tensors.size());
+  if (count == 0) return cudaSuccess;
+  cudaError_t error = launch(count_steps_kernel<Rule>, (count + kThreads - 1) / kThreads, kThreads,
+                             0, stream, rule, args, count, constants);
+  for (bool wide : {false, true}) {
+    if (error != cudaSuccess) return error;
+    auto entry = [&](int64_t i, TensorEntry<kStepArrays, kStepTags>& e) {
+      const StepTensor& t = tensors[i];
+      uint32_t stored = 0;
+      for (int a = 0; a < kStepArrays; ++a) {
+        e.data[a] = t.data[a];
+        stored |= static_cast<uint32_t>(t.stored[a]) << (4 * a);
+      }
+      e.numel = t.numel;
+      e.tag[kNumber] = static_cast<int32_t>(i);
+      e.tag[kIndex] = static_cast<int32_t>(t.index);
+      e.tag[kStored] = static_cast<int32_t>(stored);
+      return t.numel > 0 && (t.stored[kParam] == Stored::f64) == wide;
+    };
+    auto* kernel = wide ? step_kernel<Rule, double> : step_kernel<Rule, float>;
+    error = for_lists<kStepArrays, kStepTags>(count, entry, [&](const StepLaunch& list) {
+      return launch(kernel, grid_for(list.chunks(), sms), kThreads, 0, stream, list, rule, args,
+                    constants);
+    });
+  }
+  return error;
+}
+
+}  // namespace mixprec::cuda

@@ -1,0 +1,137 @@
+// quantize on the GPU: which kernels run for which granularity, over memory that nobody cleared.
+#pragma once
+
+#include "cuda/quantize/quantize_rows.cuh"
+#include "cuda/quantize/quantize_tensor.cuh"
+#include "cuda/quantize/quantize_tiles.cuh"
+
+namespace mixprec::cuda {
+
+enum class Granularity : int32_t { tensor, row, block1x128, block128x128 };
+
+struct Quantize {
+  Dtype x_dtype, q_dtype;
+  Granularity granularity;
+  const void* x;  // [rows, cols], row-major
+  void* q;        // [rows, cols]
+  void* q_t;      // [cols, rows], if `transpose`
+  int64_t rows, cols;
+  bool transpose, power_of_two_scale;
+  const float* scale;  // null, or 0 in it: not given; "tensor" only
+  float *scale_inv, *scale_inv_t;
+  float* amax;
+  uint32_t* scratch;  // [scratch_words]
+
+  int64_t down() const { return (rows + kTile - 1) / kTile; }
+  int64_t across() const { return (cols + kTile - 1) / kTile; }
+  bool is_fp8() const { return q_dtype == Dtype::e4m3 || q_dtype == Dtype::e5m2; }
+  bool by_lines() const { return granularity == Granularity::row && transpose; }
+  // Of the kernels with a scale per row or block; 0: without a given scale it is 1.
+  float fmt_max() const { return is_fp8() ? format_max(q_dtype) : 0.0f; }
+};
+
+// An AmaxState, the maxima of the blocks, and for rows with transpose the maxima of the rows and
+// columns of the tiles and the scales that follow.
+inline int64_t scratch_words(const Quantize& a, int sms) {
+  int64_t words = 2 + partials_for(sms);
+  if (a.by_lines()) words += a.rows * (a.across() + 1) + a.cols * (a.down() + 1);
+  return words;
+}
+
+inline cudaError_t finish_partials(const Quantize& a, int64_t blocks, cudaStream_t stream) {
+  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch + 2, blocks, a.amax);
+}
+
+// With a scale given, or not: two launches.
+template <class X, class Q>
+cudaError_t quantize_tensor(const Quantize& a, int sms, cudaStream_t stream) {
+  const X* x = static_cast<const X*>(a.x);
+  Q *q = static_cast<Q*>(a.q), *q_t = static_cast<Q*>(a.q_t);
+  int64_t count = a.rows * a.cols, searched = a.is_fp8() ? count : 0;
+  auto* state = reinterpret_cast<AmaxState*>(a.scratch);
+  uint32_t* partials = a.scratch + 2;
+  int64_t blocks = amax_grid<X>(searched, sms);
+  cudaError_t error =
+      launch(amax_kernel<X>, blocks, kThreads, 0, stream, x, searched, a.scale, partials, state);
+  if (error != cudaSuccess) return error;
+  TensorScale scale = {
+      a.scale, a.fmt_max(), a.power_of_two_scale, partials, static_cast<int>(blocks), a.scale_inv,
+      a.amax,  state};
+  if (a.transpose) {
+    constexpr int64_t side = QuantizeTile<Q>::kSide;
+    int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
+    return launch(quantize_transpose_kernel<X, Q>, grid_for(tiles, sms), kThreads, 0, stream, x, q,
+                  q_t, a.rows, a.cols, scale);
+  }
+  return launch(quantize_kernel<X, Q>, grid_for(count / kVector<Q> / kThreads, sms), kThreads, 0,
+                stream, x, q, count, scale);
+}
+
+// Two launches: the cast, and the maxima of its blocks.
+template <class X, class Q>
+cudaError_t quantize_rows(const Quantize& a, int sms, cudaStream_t stream) {
+  // A block to a short row would leave most of its threads idle.
+  bool is_short = a.cols < 4 * kThreads;
+  int64_t at_once = is_short ? kThreads / kWarp : 1;
+  int64_t blocks = grid_for((a.rows + at_once - 1) / at_once, sms);
+  auto kernel = is_short ? quantize_rows_kernel<X, Q, kWarp> : quantize_rows_kernel<X, Q, kThreads>;
+  cudaError_t error =
+      launch(kernel, blocks, kThreads, 0, stream, static_cast<const X*>(a.x), static_cast<Q*>(a.q),
+             a.rows, a.cols, a.scale_inv, a.fmt_max(), a.power_of_two_scale, a.scratch + 2);
+  return error != cudaSuccess ? error : finish_partials(a, blocks, stream);
+}
+
+// Blocks: two launches, as above. Rows and columns: three, the maxima, the scales, the cast.
+template <class X, class Q>
+cudaError_t quantize_tiles(const Quantize& a, int sms, cudaStream_t stream) {
+  const X* x = static_cast<const X*>(a.x);
+  int64_t blocks = grid_for(a.down() * a.across(), sms);
+  uint32_t* partials = a.scratch + 2;
+  TilesOut out = {
+      a.q,         a.transpose ? a.q_t : nullptr, nullptr, nullptr, a.scale_inv, a.scale_inv_t,
+      a.fmt_max(), a.power_of_two_scale,          partials};
+  if (!a.by_lines()) {
+    auto kernel = a.granularity == Granularity::block1x128
+                      ? quantize_tiles_kernel<X, Q, TileScales::lines>
+                      : quantize_tiles_kernel<X, Q, TileScales::squares>;
+    cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, x, a.rows, a.cols, out);
+    return error != cudaSuccess ? error : finish_partials(a, blocks, stream);
+  }
+  uint32_t* row_max = partials + partials_for(sms);
+  uint32_t* col_max = row_max + a.rows * a.across();
+  float* row_scale = reinterpret_cast<float*>(col_max + a.cols * a.down());
+  float* col_scale = row_scale + a.rows;
+  cudaError_t error = launch(tile_maxima_kernel<X>, blocks, kThreads, 0, stream, x, a.rows, a.cols,
+                             row_max, col_max, partials);
+  if (error != cudaSuccess) return error;
+  Lines rows = {row_max, a.across(), a.rows, row_scale, a.scale_inv};
+  Lines cols = {col_max, a.down(), a.cols, col_scale, a.scale_inv_t};
+  int64_t threads = std::max<int64_t>(1, a.rows + a.cols);
+  error = launch(line_scales_kernel, (threads + kThreads - 1) / kThreads, kThreads, 0, stream, rows,
+                 cols, a.fmt_max(), a.power_of_two_scale, partials, blocks, a.amax);
+  if (error != cudaSuccess) return error;
+  out.row_scale = row_scale;
+  out.col_scale = col_scale;
+  return launch(quantize_tiles_kernel<X, Q, TileScales::known>, blocks, kThreads, 0, stream, x,
+                a.rows, a.cols, out);
+}
+
+// Also for empty x: amax 0, scales 1. Granularities other than tensor: fp8 only.
+inline cudaError_t quantize(const Quantize& a, int sms, cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  with_float(a.x_dtype, [&](auto tx) {
+    with_low(a.q_dtype, [&](auto tq) {
+      using X = typename decltype(tx)::type;
+      using Q = typename decltype(tq)::type;
+      if (a.granularity == Granularity::tensor) {
+        error = quantize_tensor<X, Q>(a, sms, stream);
+      } else if constexpr (sizeof(Q) == 1) {
+        bool rows = a.granularity == Granularity::row && !a.transpose;
+        error = rows ? quantize_rows<X, Q>(a, sms, stream) : quantize_tiles<X, Q>(a, sms, stream);
+      }
+    });
+  });
+  return error;
+}
+
+}  // namespace mixprec::cuda

@@ -1,0 +1,92 @@
+// quantize with one scale for all of x, in two launches: amax, or where a scale is given nothing;
+// then the cast, which finds the amax on the way where it is not known yet.
+#pragma once
+
+#include "cuda/quantize/amax.cuh"
+#include "cuda/quantize/transpose.cuh"
+#include "math/scale.h"
+
+namespace mixprec::cuda {
+
+struct TensorScale {
+  const float* given;  // null, or 0 in it: not given
+  float fmt_max;       // without a given scale: from amax; 1 where this is 0
+  bool power_of_two;
+  const uint32_t* partials;  // the maxima of the blocks before, where it is from amax
+  int count;
+  float *scale_inv, *amax;
+  AmaxState* state;
+};
+
+// For all threads of the block, which must all call it.
+__device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& amax_known) {
+  float scale = t.given != nullptr ? *t.given : 0.0f;
+  bool writes = blockIdx.x == 0 && threadIdx.x == 0;
+  amax_known = scale == 0.0f && t.fmt_max != 0.0f;
+  if (amax_known) {
+    float amax = bits_float(max_of_partials(t.partials, t.count));
+    scale = scale_from_amax(amax, t.fmt_max, 1.0f, t.power_of_two, 1.0f);
+    if (writes) *t.amax = amax;
+  } else if (scale == 0.0f) {
+    scale = 1.0f;
+  }
+  if (writes) *t.scale_inv = 1.0f / scale;
+  return scale;
+}
+
+template <class X, class Q>
+__global__ void __launch_bounds__(kThreads)
+    quantize_kernel(const X* __restrict__ x, Q* __restrict__ q, int64_t count,
+                    const TensorScale scale) {
+  constexpr int n = kVector<Q>;
+  bool amax_known;
+  float s = scale_of_tensor(scale, amax_known);
+  uint32_t largest = 0;
+  int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for_each<n>(split<n>(count, q, x), first, int64_t{gridDim.x} * kThreads,
+              [&](auto width, int64_t i) {
+                X in[decltype(width)::value];
+                Q rounded[decltype(width)::value];
+                load(x + i, in);
+                largest = largest_of(in, largest);
+                encode_run(in, rounded, [&](int) { return s; });
+                store(q + i, rounded);
+              });
+  if (!amax_known) finish_amax(largest, scale.state, scale.amax);
+}
+
+// x, q [rows, cols], q_t [cols, rows]
+template <class X, class Q>
+__global__ void __launch_bounds__(kThreads)
+    quantize_transpose_kernel(const X* __restrict__ x, Q* __restrict__ q, Q* __restrict__ q_t,
+                              int64_t rows, int64_t cols, const TensorScale scale) {
+  using Tile = QuantizeTile<Q>;
+  constexpr int side = Tile::kSide, run = Tile::kRun, n = kVector<X> < run ? kVector<X> : run;
+  __shared__ Tile tile;
+  bool amax_known;
+  float s = scale_of_tensor(scale, amax_known);
+  uint32_t largest = 0;
+  bool x_vectors = is_aligned(x) && cols % n == 0;
+  int64_t across = (cols + side - 1) / side, tiles = across * ((rows + side - 1) / side);
+
+  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
+    TileAt at = {rows, cols, t / across * side, t % across * side};
+#pragma unroll 4
+    for (int i = threadIdx.x; i < side * side / n; i += kThreads) {
+      int r = i / (side / n), c = i % (side / n) * n;
+      X in[n];
+      Q rounded[n];
+      at.load(x, r, c, in, x_vectors);
+      largest = largest_of(in, largest);
+      encode_run(in, rounded, [&](int) { return s; });
+      store(&tile.at[tile.offset(r, c)], rounded);
+    }
+    __syncthreads();
+    at.store_rows(tile, q);
+    at.store_columns(tile, q_t);
+    __syncthreads();  // the tile is read before the next one overwrites it
+  }
+  if (!amax_known) finish_amax(largest, scale.state, scale.amax);
+}
+
+}  // namespace mixprec::cuda

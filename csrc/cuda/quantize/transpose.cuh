@@ -1,0 +1,89 @@
+// A tile of q in shared memory, written along the rows of x and read along those of q and q^T, with
+// 16-byte accesses to global memory on all sides.
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "cuda/common/vec.cuh"
+
+namespace mixprec::cuda {
+
+// rows x cols of at most kSide x kSide elements. A side is 128 bytes: a cache line of global
+// memory, eight vectors, and all 32 banks. Vector v of row r lies at v ^ (r / kRun % 8), so that
+// threads that go down eight groups of rows in one column meet eight groups of banks.
+template <class Q>
+struct QuantizeTile {
+  static constexpr int kRun = kVector<Q>;  // elements per vector
+  static constexpr int kSide = 8 * kRun;
+
+  alignas(16) Q at[kSide * kSide];
+
+  __device__ __forceinline__ int offset(int row, int col) const {
+    return row * kSide + ((col / kRun) ^ (row / kRun % 8)) * kRun + col % kRun;
+  }
+
+  // Column col, rows [row, row + kRun).
+  __device__ __forceinline__ void gather(int row, int col, Q (&run)[kRun]) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) run[i] = at[offset(row + i, col)];
+  }
+};
+
+// out[0, n) <- run, by one vector where n is all of it and `vectors` says that out is aligned.
+template <int kRun, class Q>
+__device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t n, bool vectors) {
+  if (vectors && n >= kRun) {
+    store(out, run);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if (i < n) out[i] = run[i];
+    }
+  }
+}
+
+// Where a tile lies in a matrix [rows, cols].
+struct TileAt {
+  int64_t rows, cols, row0, col0;
+
+  // x[row0 + r, col0 + c and on], zeros outside of the matrix. `vectors`: all of them are aligned.
+  template <int n, class X>
+  __device__ __forceinline__ void load(const X* x, int r, int c, X (&in)[n], bool vectors) const {
+    int64_t row = row0 + r, col = col0 + c;
+    const X* from = x + row * cols + col;
+    if (vectors && row < rows && col < cols) {
+      cuda::load(from, in);
+    } else {
+#pragma unroll
+      for (int j = 0; j < n; ++j) in[j] = row < rows && col + j < cols ? from[j] : X{};
+    }
+  }
+
+  template <class Q>
+  __device__ __forceinline__ void store_rows(const QuantizeTile<Q>& tile, Q* q) const {
+    constexpr int side = QuantizeTile<Q>::kSide, run = QuantizeTile<Q>::kRun;
+    bool vectors = is_aligned(q) && cols % run == 0;
+    for (int i = threadIdx.x; i < side * 8; i += kThreads) {
+      int r = i / 8, c = i % 8 * run;
+      if (row0 + r >= rows || col0 + c >= cols) continue;
+      Q line[run];
+      cuda::load(&tile.at[tile.offset(r, c)], line);
+      store_run(q + (row0 + r) * cols + col0 + c, line, cols - col0 - c, vectors);
+    }
+  }
+
+  // q_t [cols, rows]
+  template <class Q>
+  __device__ __forceinline__ void store_columns(const QuantizeTile<Q>& tile, Q* q_t) const {
+    constexpr int side = QuantizeTile<Q>::kSide, run = QuantizeTile<Q>::kRun;
+    bool vectors = is_aligned(q_t) && rows % run == 0;
+    for (int i = threadIdx.x; i < side * 8; i += kThreads) {
+      int c = i / 8, r = i % 8 * run;
+      if (row0 + r >= rows || col0 + c >= cols) continue;
+      Q line[run];
+      tile.gather(r, c, line);
+      store_run(q_t + (col0 + c) * rows + row0 + r, line, rows - row0 - r, vectors);
+    }
+  }
+};
+
+}  // namespace mixprec::cuda

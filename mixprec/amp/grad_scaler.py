@@ -1,0 +1,455 @@
+"""GradScaler: dynamic loss scaling that stays on the device, with a floor it recovers from."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from .. import ops, scaling
+from ..distributed import Ranks
+from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
+from .lagged import Lagged
+from .optimizers import any_flag, gradients, has_gradient, params_of, steps_alone
+from .rules import NEVER, TORCH_STATE, check
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales losses by a factor that backs off when gradients overflow and grows when they do not.
+
+    A drop-in torch.amp.GradScaler (a subclass: the same methods, order of calls, errors and state
+    dict keys), for one or several optimizers, of torch or of mixprec, under one scale:
+
+        scaler.scale(loss).backward();  scaler.step(optimizer);  scaler.update()
+
+    update(): when an optimizer's gradients held Inf or NaN, before or after unscaling,
+    scale = max(scale * backoff_factor, min_scale) and that optimizer's step was skipped; after
+    growth_interval updates in a row without, scale = min(scale * growth_factor, max_scale).
+    growth_interval=None: the scale stays as it is; overflowing steps are still skipped.
+    hysteresis: how many overflows since the scale last grew it takes to back off. The floor keeps
+    the scale, and with it the training, recoverable whatever overflowed.
+
+    max_consecutive_skips: after so many skipped updates in a row, update() raises RuntimeError
+    with the worst parameter and whether it held Inf or NaN, or, with on_max_skips, calls that with
+    the overflow report (and again after as many more). Parameters are called as `model` names
+    them, if given, or the optimizer, if made with named_parameters(). On a GPU this, like
+    `last_step_skipped`, lags some updates behind, because nothing waits for the device.
+    grow_on_underflow: let the scale grow already after a twentieth of growth_interval when, of
+    the gradients that are not 0, more than this share is subnormal in its dtype.
+    process_group: with torch's optimizers, ranks that hold different parameters and must skip
+    together (mixprec's take one themselves; for DTensors it is known).
+
+    device: where the scale lives follows the first loss, whatever is said here; the scaler never
+    disables itself. With mixprec's optimizers nothing waits for the device, gradients may be fp16,
+    and unscaling is part of the update. ValueError for settings out of range (not looked at with
+    enabled=False).
+
+    The gradient of an fp16 loss is itself the scale in fp16, so let losses be fp32: with an fp16
+    loss, scales above 65504 back off at once. Source: Mixed Precision Training (Micikevicius et
+    al., 2018).
+    """
+
+    _model: Callable[[], torch.nn.Module | None] | None  # who names the parameters
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int | None = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 2.0**-24,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+        on_max_skips: Callable[[list[Overflow]], object] | None = None,
+        grow_on_underflow: float | None = None,
+        model: torch.nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if enabled:
+            check(
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                hysteresis=hysteresis,
+                max_consecutive_skips=max_consecutive_skips,
+                grow_on_underflow=grow_on_underflow,
+            )
+        self._static = growth_interval is None
+        interval = NEVER if growth_interval is None else growth_interval
+        # torch's constructor disables the scaler when "cuda", its default, is not available.
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, interval, enabled)
+        if device is not None:
+            self._device = device
+        self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
+        self._max_skips, self._on_max_skips = max_consecutive_skips, on_max_skips
+        self._grow_on_underflow = grow_on_underflow
+        self._init_hysteresis_tracker, self._init_counters = hysteresis, [0, 0, 0]
+        # Like torch's _scale and _growth_tracker, made when the first loss tells the device.
+        self._hysteresis_tracker: torch.Tensor | None = None
+        self._counters: torch.Tensor | None = None
+        self._warned_fp16 = False
+        self._ranks = Ranks(process_group)
+        self._forget()
+        self._model = None if model is None else weakref.ref(model)
+
+    def _forget(self) -> None:
+        """Nothing is known of any optimizer, and nothing on its way from the device."""
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradCounts] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._start_watch()
+        self._model = None
+
+    def _start_watch(self) -> None:
+        """Nothing is on its way from the device; what was to say of the past has been said."""
+        self._lagged = Lagged()
+        limit = self._max_skips if self._enabled else None
+        self._said = 0 if limit is None else self._init_counters[2] // limit
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._device = dev.type
+        self._hysteresis_tracker = torch.full(
+            (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
+        )
+        self._counters = torch.tensor(self._init_counters, dtype=torch.int64, device=dev)
+
+    def _counter(self, i: int) -> torch.Tensor:
+        if self._counters is None:
+            return torch.tensor(self._init_counters[i])
+        return self._counters[i].clone()
+
+    @property
+    def skipped(self) -> torch.Tensor:
+        """How many updates found an overflow: int64 [], on the scale's device, safe to keep."""
+        return self._counter(0)
+
+    @property
+    def applied_steps(self) -> torch.Tensor:
+        """How many updates found none, in any optimizer: what an LR schedule should count."""
+        return self._counter(1)
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the newest update that the host knows of found an overflow.
+
+        On the CPU that is the last one; on a GPU it may be some updates ago, because this does
+        not wait for the device.
+        """
+        return self._skipped_in_a_row() > 0
+
+    def _skipped_in_a_row(self) -> int:
+        """As far as the host knows."""
+        latest = self._lagged.latest()
+        return (self._init_counters if latest is None else latest)[2]
+
+    def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
+        """Which parameters' gradients held Inf or NaN, and how many, the worst first: of each
+        optimizer, at its last step that overflowed. Waits for the device."""
+        optimizers, name = list(self._counts), self._namer(model)
+        return worst_first([r for o in optimizers for r in self._counts[o].overflows(name)])
+
+    def underflow_report(self, model: torch.nn.Module | None = None) -> list[Underflow]:
+        """How many zeros and subnormal numbers each parameter's gradient held at the last step,
+        still scaled and in its own dtype. Waits for the device."""
+        optimizers, name = list(self._counts), self._namer(model)
+        return [row for o in optimizers for row in self._counts[o].underflows(name)]
+
+    def _namer(self, model: torch.nn.Module | None) -> Callable[[torch.Tensor], str]:
+        if model is None and self._model is not None:
+            model = self._model()
+        return namer(list(self._counts), model)
+
+    def scale(self, outputs: Any) -> Any:
+        """Return outputs * scale: a tensor, or tensors in (nested) lists, tuples or iterables.
+
+        An fp16 tensor of one element is multiplied in FP32 and returned so: the product of a loss
+        and the scale does not overflow. ValueError for anything that is not a tensor.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None, "made just above"
+            if outputs.dtype == torch.float16 and outputs.numel() == 1:
+                outputs = outputs.float()
+            return outputs * self._scale.to(outputs.device, non_blocking=True)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer with unscaled gradients, or skip where they hold Inf or NaN.
+
+        An optimizer of mixprec does all three itself, without a host sync; for torch's see
+        torch.amp.GradScaler.step. RuntimeError for a closure or a second step before update(),
+        AssertionError where no param has a gradient.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(callable(arg) for arg in args):
+            raise RuntimeError("GradScaler.step: a closure cannot be used with loss scaling")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        flags, unscaled = state["found_inf_per_device"], state["stage"] is OptState.UNSCALED
+        ours = getattr(optimizer, "_raises_found_inf", False)
+        if ours:
+            self._counts[optimizer] = optimizer.grad_counts  # type: ignore[attr-defined]
+        if flags:  # whoever reduced them over ranks may have made a sum of 2 of them
+            flags = state["found_inf_per_device"] = {
+                scale.device: any_flag(flags.values(), scale.device)
+            }
+        if not ours:
+            return super().step(optimizer, *args, **kwargs)
+        if not unscaled and (has_gradient(optimizer) or not steps_alone(optimizer)):
+            flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
+        if not flags:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        optimizer.grad_scale = None if unscaled else scale  # type: ignore[attr-defined]
+        optimizer.found_inf = flags[scale.device]  # type: ignore[attr-defined]
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """End the iteration: let the scale back off or grow, or set it to `new_scale`.
+
+        new_scale: a positive finite number (ValueError otherwise) or a tensor of one element on
+        the scale's device; min_scale and max_scale do not bound it. RuntimeError, with the scale
+        updated, when max_consecutive_skips is reached.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            if isinstance(new_scale, torch.Tensor):
+                new_scale = new_scale.reshape(()) if new_scale.numel() == 1 else new_scale
+            else:
+                check(new_scale=new_scale)
+                new_scale = float(new_scale)
+            super().update(new_scale)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        assert self._hysteresis_tracker is not None, "made with the scale"
+        assert self._counters is not None, "made with the scale"
+        share, threshold = None, self._grow_on_underflow
+        if threshold is not None:
+            stepped = [c for o, c in self._counts.items() if id(o) in self._per_optimizer_states]
+            shares = [c.underflow_share(scale.device) for c in stepped]
+            known = [share for share in shares if share is not None]
+            share = torch.stack(known).max() if known else None
+        ops.update_scale_(
+            scale,
+            growth_tracker,
+            self._hysteresis_tracker,
+            self._counters,
+            any_flag(flags, scale.device),
+            share,
+            growth_factor=1.0 if self._static else self._growth_factor,
+            backoff_factor=1.0 if self._static else self._backoff_factor,
+            growth_interval=self._growth_interval,
+            min_scale=self._min_scale,
+            max_scale=self._max_scale,
+            hysteresis=self._hysteresis,
+            grow_on_underflow=1.0 if threshold is None else threshold,
+        )
+        self._per_optimizer_states.clear()
+        scaling.after_step()  # a step of torch's optimizers that was skipped has not done it
+        self._lagged.push(self._counters)
+        if self._max_skips is not None:
+            self._watch(self._max_skips)
+
+    def _watch(self, limit: int) -> None:
+        """Speak up after every `limit` skipped updates in a row, as far as the host knows."""
+        in_a_row = self._skipped_in_a_row()
+        said, self._said = self._said, in_a_row // limit
+        if self._said <= said:
+            return
+        report = self.overflow_report()
+        if self._on_max_skips is not None:
+            self._on_max_skips(report)
+            return
+        worst = f" Worst: {report[0]}." if report else ""
+        raise RuntimeError(
+            f"GradScaler: the last {in_a_row} updates were all skipped "
+            f"(max_consecutive_skips={limit}); the loss scale is {self.get_scale():g}.{worst} If "
+            "it goes on while the scale falls, the cause is the model or its data, not the scale. "
+            "(Names come from model=, or from an optimizer made with named_parameters().)"
+        )
+
+    # torch's unscale_() and step() call the next two; both return found_inf flags by device.
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        ours = getattr(optimizer, "_raises_found_inf", False)
+        per_device = gradients(optimizer, allow_fp16=allow_fp16 or ours)
+        fp16 = any(g.dtype == torch.float16 for _, grads in per_device.values() for g in grads)
+        if ours and fp16 and not self._warned_fp16:
+            self._warned_fp16 = True
+            warnings.warn(
+                "GradScaler.unscale_: unscaled gradients are rounded to fp16 again, where values "
+                "below 6e-8 become 0. Leave them scaled: step() unscales them in FP32; to clip, "
+                "give the optimizer max_grad_norm.",
+                stacklevel=3,
+            )
+        flags = []
+        counts = self._start_counts(optimizer)
+        with torch.no_grad():
+            for device, (params, grads) in per_device.items():
+                flags.append(found_inf.to(device, copy=True))
+                table = counts.table(device, params, [g.numel() for g in grads])
+                ops.unscale_(grads, inv_scale.to(device, non_blocking=True), flags[-1], table)
+        return self._found(optimizer, flags, found_inf.device)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
+        """For torch's fused optimizers: look at the gradients as they will be unscaled.
+
+        One flag for all devices, because those optimizers skip only where their sum is exactly 1.
+        """
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        inv_scale, flags = ops.inv_scale(scale), []
+        counts = self._start_counts(optimizer)
+        with torch.no_grad():
+            for device, (params, grads) in gradients(optimizer, allow_fp16=True).items():
+                flags.append(torch.zeros((), device=device))
+                sum_sq = torch.empty(len(grads), dtype=torch.float64, device=device)
+                table = counts.table(device, params, [g.numel() for g in grads])
+                here = inv_scale.to(device, non_blocking=True)
+                ops.grad_stats_(grads, here, flags[-1], sum_sq, table)
+        found = self._found(optimizer, flags, scale.device)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _start_counts(self, optimizer: torch.optim.Optimizer) -> GradCounts:
+        counts = getattr(optimizer, "grad_counts", None)
+        if not isinstance(counts, GradCounts):
+            counts = self._counts.get(optimizer) or GradCounts()
+        self._counts[optimizer] = counts
+        counts.start()
+        return counts
+
+    def _found(
+        self, optimizer: torch.optim.Optimizer, flags: list[torch.Tensor], home: torch.device
+    ) -> dict[torch.device, torch.Tensor]:
+        """The flags of all devices, and of all ranks that must agree, as one."""
+        params = params_of(optimizer)
+        alone = self._ranks.alone(params)
+        if not flags and alone:
+            return {}
+        found_inf = any_flag(flags, home) if flags else torch.zeros((), device=home)
+        if not alone:
+            none = torch.zeros(0, dtype=torch.float64, device=home)
+            self._ranks.agree_(found_inf, none, [], [], 0, params)
+        self._counts[optimizer].finish(found_inf)
+        return {home: found_inf}
+
+    def get_growth_interval(self) -> int | None:  # type: ignore[override]
+        """After how many updates without overflow the scale grows; None if it stays as it is."""
+        return None if self._static else super().get_growth_interval()
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows; ValueError unless finite and above 1."""
+        check(growth_factor=new_factor)
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale backs off; ValueError unless between 0 and 1."""
+        check(backoff_factor=new_factor)
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int | None) -> None:
+        """Set after how many updates without overflow the scale grows, None for a scale that
+        stays; ValueError if below 1."""
+        check(growth_interval=new_interval)
+        self._static = new_interval is None
+        super().set_growth_interval(NEVER if new_interval is None else new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the state, as numbers: torch's keys, which a torch scaler loads, and our own."""
+        if not self._enabled:
+            return {}
+        tracker, counters = self._hysteresis_tracker, self._counters
+        counts = self._init_counters if counters is None else counters.tolist()
+        return {
+            **super().state_dict(),
+            "static": self._static,
+            "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
+            "hysteresis": self._hysteresis,
+            "_hysteresis_tracker": (
+                self._init_hysteresis_tracker if tracker is None else int(tracker.item())
+            ),
+            **dict(zip(_COUNTERS, counts, strict=True)),
+            "version": 1,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch.amp.GradScaler, whose lack of our keys means
+        that those settings stay as they are, with nothing skipped or applied yet.
+
+        RuntimeError for an empty dict, ValueError, changing nothing, for one that is damaged.
+        """
+        if not self._enabled:
+            return
+        if state_dict:  # an empty one is torch's error
+            if missing := [key for key in TORCH_STATE if key not in state_dict]:
+                raise ValueError(f"GradScaler: state_dict must hold {TORCH_STATE}, lacks {missing}")
+            settings = ("min_scale", "max_scale", "hysteresis", "static")
+            own = {name: getattr(self, f"_{name}") for name in settings}
+            state = {**own, **dict.fromkeys(_COUNTERS, 0), **state_dict}
+            state.setdefault("_hysteresis_tracker", state["hysteresis"])
+            check(**state)
+        super().load_state_dict(state_dict)
+        for name in settings:
+            setattr(self, f"_{name}", state[name])
+        self._init_hysteresis_tracker = state["_hysteresis_tracker"]
+        self._init_counters = [state[name] for name in _COUNTERS]
+        if self._hysteresis_tracker is not None and self._counters is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+            self._counters.copy_(torch.tensor(self._init_counters))
+        self._start_watch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = self.state_dict()
+        state = super().__getstate__()
+        for name in ("_counts", "_lagged", "_model"):  # of this process alone
+            del state[name]
+        if own:
+            state["_init_hysteresis_tracker"] = own["_hysteresis_tracker"]
+            state["_init_counters"] = [own[name] for name in _COUNTERS]
+            state["_hysteresis_tracker"] = state["_counters"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()

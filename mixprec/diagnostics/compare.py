@@ -1,0 +1,181 @@
+"""compare: one training task under several recipes, and what each of them cost and reached."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..amp.grad_scaler import GradScaler
+from ..nn.convert import cast_parameters, convert
+from ..optim import AdamW
+from ..recipes import Recipe
+from .report import KINDS, Report, Row
+from .training_run import TrainingRun, torch_formats
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+def compare(
+    make_model: Callable[[], nn.Module],
+    batches: Batches,
+    recipes: Sequence[Recipe | str] | Recipe | str = ("fp32", "bf16", "fp16", "fp8"),
+    *,
+    validation: Batches | None = None,
+    steps: int | None = None,
+    lr: float = 1e-3,
+    schedule: Callable[[int], float] | None = None,
+    weight_decay: float = 1e-2,
+    max_grad_norm: float | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    make_scaler: Callable[[], torch.amp.GradScaler] | None = None,
+    module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    cast_inputs: bool = True,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    count: Callable[[Any], int] | None = None,
+    unit: str = "samples",
+    loss_name: str = "loss",
+    loss_factor: float = 1.0,
+    progress: Callable[[str, int, int | None, float], None] | None = None,
+    sqnr: bool = False,
+) -> Report:
+    """Train the same task once per recipe, from the same seed and data order, and report.
+
+    make_model() returns a model whose forward(*batch) gives the scalar loss. batches: what one
+    run trains on: a list, a DataLoader, or a function that returns an iterable; a batch is a tuple
+    of forward's arguments or a single tensor. steps: at most so many of them (None: all).
+    validation: batches whose mean loss is measured at the end of a run. recipes:
+
+        "fp32"           the plain model: torch's Linear, FP32 parameters
+        "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer
+        "fp8"            mixprec.convert, bf16 parameters, FP32 masters
+        a Recipe         as the one of these that its formats resemble
+
+    fp16 trains with a mixprec.GradScaler (make_scaler: with the one this returns).
+    module_filter_fn(module, fqn) keeps layers out of the conversion, as in `mixprec.convert`.
+    cast_inputs: floating-point tensors of a batch are cast to the parameters' dtype.
+
+    The optimizer is mixprec.optim.AdamW with lr, weight_decay and max_grad_norm, or what
+    make_optimizer(model) returns; schedule(step), step = 0, 1, ..., multiplies its learning rates.
+    count(batch) says how many units (named by `unit`) a batch holds; the size of the first
+    tensor's first dimension if None. loss_name and loss_factor: how the report shows losses.
+    progress(recipe, step, steps, loss) is called after each step.
+
+    sqnr: after each complete run, one pass over its last batch with the weights that it ended with,
+    forward and backward without an optimizer step, measures every layer with a recipe: the signal
+    to quantization noise, 20 log10(||ref|| / ||ref - got||) in dB, of the casts of x, w and g (the
+    gradient of its output), and of its y, grad_input and grad_weight against the FP32 products of
+    the very same x, w and g. So it is the error of this layer alone; what the layers before it have
+    done to x is in both. Off by default: it takes that pass, a run of each layer once more in the
+    recipe and in FP32, and the memory for every x and g. Timings, memory figures and losses stay
+    as they are. See `Report.sqnr_table` and `Report.suggest_overrides`.
+
+    A run whose loss is Inf or NaN ten times in a row is ended, and its row says so. Ctrl-C ends
+    the comparison: the report holds what there is, and report.interrupted is true. ValueError if
+    batches turn out not to be the same for each recipe, or the loss is not one number; TypeError
+    if batches can be read only once. Random states are put back as they were.
+    """
+    device = torch.device(device)
+    if make_optimizer is not None and max_grad_norm is not None:
+        raise ValueError("compare: max_grad_norm must be given to your own optimizer, not here")
+    for name, value in (("batches", batches), ("validation", validation)):
+        if isinstance(value, Iterator):
+            raise TypeError(
+                f"compare: {name} must be readable once per recipe (a list, a DataLoader, or a "
+                f"function that returns an iterable), got {type(value).__name__}"
+            )
+    if isinstance(recipes, (str, Recipe)):
+        recipes = (recipes,)
+    chosen = [None if r == "fp32" else Recipe.parse(r) for r in recipes]
+    report = Report(unit, loss_name, loss_factor)
+    report.rows = [Row("fp32" if r is None else r.name) for r in chosen]
+    names = [row.recipe for row in report.rows]
+    if len(set(names)) != len(names):
+        raise ValueError(f"compare: recipes must have different names, got {names}")
+    report.environment = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    report.options = {"recipes": names, "seed": seed, "max_steps": steps}
+    if make_optimizer is None:
+        report.options |= {"lr": lr, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if p.requires_grad]
+        return AdamW(params, lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+
+    def prepare(row: Row, recipe: Recipe | None) -> TrainingRun:
+        model, scaler = make_model().to(device), None
+        if recipe is None:
+            row.expected = dict.fromkeys(KINDS, torch_formats(torch.float32))
+        else:
+            row.expected = {k: " x ".join(f.name for f in getattr(recipe, k)) for k in KINDS}
+            model = convert(model, recipe, module_filter_fn)
+            cast_parameters(model, torch.float16 if recipe.needs_loss_scaling else torch.bfloat16)
+            if recipe.needs_loss_scaling:
+                scaler = make_scaler() if make_scaler else GradScaler(device.type)
+        optimizer = (make_optimizer or adamw)(model)
+        return TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
+
+    try:
+        with _random_states_kept(device), torch.enable_grad():
+            for row, recipe in zip(report.rows, chosen, strict=True):
+                _seed_all(seed)
+                run = prepare(row, recipe)
+                _seed_all(seed)  # a DataLoader that shuffles draws its order from here
+                data, length = _read(batches, steps)
+                try:
+                    run.train(data, length, schedule, progress, report.rows[0].data)
+                finally:
+                    run.finish()
+                if sqnr and row.status == "complete":
+                    row.status = "interrupted in measuring SQNR"  # until it is over
+                    run.measure_sqnr()
+                    row.status = "complete"
+                if validation is not None and row.status == "complete":
+                    row.status = "interrupted in validation"  # until it is over
+                    row.validation_loss = run.validate(_read(validation, None)[0])
+                    row.status = "complete"
+                # Before the next model is made, so that there is one at a time in memory: models
+                # and optimizers with hooks refer to themselves.
+                del run
+                gc.collect()
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def _read(batches: Batches, steps: int | None) -> tuple[Iterable[Any], int | None]:
+    """The batches of one run, and how many there will be if that can be known."""
+    data = batches() if callable(batches) else batches
+    try:
+        length = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return data, steps
+    return data, length if steps is None else min(steps, length)
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Put the random states of torch (CPU and `device`) and of `random` back at the end."""
+    state = random.getstate()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)

@@ -1,0 +1,249 @@
+"""python -m mixprec.env: what was built and loaded or why not, what each op uses, does it work.
+
+`report()` gives the same as a dict of plain values. A leaf: nothing in mixprec imports this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..ops._dispatch import backends, gemm_choice, library, self_check
+
+# The processor features that the kernels, or torch's, choose by.
+FEATURES = (
+    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"),
+    *("avx512_fp16", "amx_tile", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"),
+)
+OPTIONAL = ("triton", "rich", "matplotlib", "numpy", "torchao")
+
+
+def versions() -> dict[str, str]:
+    """The versions of mixprec, Python, torch, and of the optional packages that are installed."""
+    found = {"mixprec": __version__, "python": platform.python_version()}
+    found["torch"] = str(torch.__version__)
+    for name in OPTIONAL:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip().lower(): value.strip() for key, value in pairs}
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores and features, the threads and instruction sets in use, the GPU."""
+    info = _cpuinfo()
+    flags = (info.get("flags") or info.get("features") or "").split()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu, gpu_reason = _gpu()
+    return {
+        "system": platform.platform(),
+        "processor": info.get("model name") or platform.processor() or platform.machine(),
+        "cores": usable,
+        "threads": torch.get_num_threads(),
+        "features": [name for name in FEATURES if name in flags],
+        "isa": library.C.isa() if library.C is not None else None,
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "gpu": gpu,
+        "gpu_reason": gpu_reason,
+    }
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    """The name of the first GPU, or why there is none."""
+    if torch.version.cuda is None:
+        return None, "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return None, f"torch is built for CUDA {torch.version.cuda} but finds no usable GPU"
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"{torch.cuda.get_device_name(0)} (compute capability {major}.{minor})", None
+
+
+def build() -> dict[str, Any]:
+    """Whether mixprec._C is loaded, what it was built with, which levels run here; or why not."""
+    extension = library.C
+    if extension is None:
+        return {"loaded": False, "reason": library.LOAD_ERROR}
+    return {
+        "loaded": True,
+        "file": extension.__file__,
+        **extension.build_info(),
+        "cuda_reason": library.CUDA_ERROR,
+        "isa": extension.isa(),
+        "isa_available": list(extension.isa_available()),
+        "isa_forced": os.environ.get("MIXPREC_ISA") or None,
+    }
+
+
+def variants(device_type: str) -> dict[str, dict[str, Any]]:
+    """Per op: the backend that tensors on `device_type` get, and why not each of the others."""
+    table: dict[str, dict[str, Any]] = {}
+    for name in library.OPS:
+        tried = backends.order(device_type, name)
+        reasons = {b: backends.why_not(name, b, device_type) for b in backends.BACKENDS}
+        uses = next((b for b in tried if reasons[b] is None), None)
+        for backend in backends.BACKENDS:
+            if reasons[backend] is None and backend != uses:
+                reasons[backend] = (
+                    f"{uses} comes first"
+                    if backend in tried
+                    else f"runs only when asked for: mixprec.use_backend({backend!r})"
+                )
+        table[name] = {
+            "uses": uses,
+            "others": {b: reason for b, reason in reasons.items() if b != uses},
+        }
+    return table
+
+
+def describe_gemm_choice() -> dict[str, Any]:
+    """How gemm's variant is chosen for a call on the first GPU: the order, the measured rows."""
+    capability = library.capability(0)
+    arch = None if capability is None else ".".join(map(str, capability))
+    rows = gemm_choice.rows().values()
+    return {
+        "order": list(gemm_choice.DEFAULT),
+        "arch": arch,
+        "rows": [row._asdict() for row in rows if row.arch == arch],
+        "file": str(gemm_choice.user_file()),
+    }
+
+
+def self_test(name: str, device: str) -> dict[str, Any]:
+    """Whether the variant of op `name` that is used on `device` agrees with its reference."""
+    return self_check.compare(name, partial(backends.call, name, device), device)
+
+
+def report() -> dict[str, Any]:
+    """Everything `python -m mixprec.env` prints, as plain values."""
+    extension = build()
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    by_device = {device: variants(device) for device in devices}
+    tests = {
+        device: {name: self_test(name, device) for name, row in ops.items() if row["uses"]}
+        for device, ops in by_device.items()
+    }
+    passed = all(test["ok"] for of_device in tests.values() for test in of_device.values())
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "extension": extension,
+        "ops": by_device,
+        "gemm": describe_gemm_choice(),
+        "self_test": tests,
+        "ok": extension["loaded"] and passed,
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """A report as text for people."""
+    where, extension = facts["machine"], facts["extension"]
+    lines = ["Versions", *(f"  {name:12} {text}" for name, text in facts["versions"].items())]
+    lines += [
+        "",
+        "Machine",
+        f"  system       {where['system']}",
+        f"  processor    {where['processor']}, {where['cores']} cores, "
+        f"torch uses {where['threads']} threads",
+        f"  features     {' '.join(where['features']) or 'none that the kernels look for'}",
+        f"  gpu          {where['gpu'] or 'none: ' + where['gpu_reason']}",
+        "",
+        "Compiled kernels (mixprec._C)",
+    ]
+    if extension["loaded"]:
+        forced = extension["isa_forced"]
+        for_cuda = extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}"
+        why = f"forced by MIXPREC_ISA={forced}" if forced else "the best that this processor runs"
+        lines += [
+            f"  loaded       {extension['file']}",
+            f"  built with   compiler {extension['compiler']}, torch {extension['torch']}",
+            f"  level in use {extension['isa']} ({why}; available: "
+            f"{', '.join(extension['isa_available'])})",
+            f"  for CUDA     {for_cuda}",
+        ]
+    else:
+        lines += [f"  NOT LOADED   {extension['reason']}"]
+    for device, ops in facts["ops"].items():
+        lines += ["", f"Ops on {device}: what runs, and whether it agrees with its definition"]
+        width = max(map(len, ops))
+        for name, row in ops.items():
+            lines.append(
+                f"  {name:{width}} {row['uses'] or 'NOTHING':10} {_verdict(facts, device, name)}"
+            )
+        lines += _reasons(ops)
+        if device == "cuda":
+            lines += _describe_choice(facts["gemm"])
+    lines += ["", "All is well." if facts["ok"] else "Something is wrong: see above."]
+    return "\n".join(lines)
+
+
+def _describe_choice(choice: dict[str, Any]) -> list[str]:
+    """Which variant of gemm runs on a GPU, call by call."""
+    first = "the first that can do the call"
+    lines = [f"  gemm uses, of {', '.join(choice['order'])}, {first}; but as measured here:"]
+    for row in choice["rows"]:
+        lines.append(
+            f"    {row['family']:5} {row['size']:10} {row['backend']:8} "
+            f"{row['speedup']:.2f}x ({row['gpu']}, {row['date']})"
+        )
+    if not choice["rows"]:
+        lines[0] = f"  gemm uses, of {', '.join(choice['order'])}, {first}"
+        lines.append(
+            f"    nothing is measured for compute capability {choice['arch']}: "
+            f"python -m mixprec.bench tune measures, and writes {choice['file']}"
+        )
+    return lines
+
+
+def _verdict(facts: dict[str, Any], device: str, name: str) -> str:
+    test = facts["self_test"][device].get(name)
+    if test is None:
+        return "not tested: no backend can run it"
+    worst = f"worst difference {test['worst']:.3g}"
+    return f"ok, {worst}" if test["ok"] else f"FAILED, {test['reason'] or worst}"
+
+
+def _reasons(ops: dict[str, dict[str, Any]]) -> list[str]:
+    """Why ops do not use the other backends, each reason once with the ops it holds for."""
+    holds: dict[tuple[str, str], list[str]] = {}
+    for name, row in ops.items():
+        for backend, reason in row["others"].items():
+            holds.setdefault((backend, reason), []).append(name)
+    return [
+        f"  not {backend} ({'all ops' if len(names) == len(ops) else ', '.join(names)}): {reason}"
+        for (backend, reason), names in holds.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report. 0: all is well; 1: mixprec._C is missing or an op failed its self-test."""
+    parser = argparse.ArgumentParser(prog="python -m mixprec.env", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    args = parser.parse_args(argv)
+    facts = report()
+    print(json.dumps(facts, indent=1) if args.json else describe(facts))
+    return 0 if facts["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

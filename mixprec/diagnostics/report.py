@@ -1,0 +1,268 @@
+"""What compare() found: one row per recipe, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .._atomic import replace_file
+from .stats.suggest import Overrides, sqnr_table
+
+KINDS = ("forward", "grad_input", "grad_weight")
+
+
+@dataclass
+class Row:
+    """One training run. Losses are as the model returned them; None is "not measured".
+
+    status: "complete", or why and where the run ended. seconds and units (tokens, samples, ...)
+    are per step, of the training step alone; parts: the seconds of its "forward", "backward",
+    "optimizer" and "scaler". Bytes: parameters, gradients and optimizer state (FP32 masters
+    included) after a step; saved: what autograd kept for the first backward pass, each storage once
+    and parameters not counted; peak: the most that the training held on a GPU. gemms[module, kind,
+    formats] counts calls; expected[kind] is the recipe's formats. data: one CRC-32 per step of the
+    batches so far. sqnr: what compare(sqnr=True) measured, by layer, see
+    `mixprec.diagnostics.stats.products.model_sqnr`.
+    """
+
+    recipe: str
+    status: str = "not started"
+    validation_loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    units: list[int] = field(default_factory=list)
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
+    gemms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    expected: dict[str, str] = field(default_factory=dict)
+    data: list[int] = field(default_factory=list)
+    sqnr: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Training steps that were run to their end, skipped ones included."""
+        return len(self.seconds)
+
+    @property
+    def speed(self) -> float | None:
+        """The median over the steps of units per second: a pause of the machine does not count."""
+        if not self.seconds:
+            return None
+        return statistics.median(u / s for u, s in zip(self.units, self.seconds, strict=True))
+
+    def gemm_counts(self, module: str | None = None) -> dict[str, dict[str, int]]:
+        """{kind: {formats: calls}} of one module, or summed over all of them."""
+        counts: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        for (name, kind, formats), n in self.gemms.items():
+            if module in (None, name):
+                counts[kind][formats] = counts[kind].get(formats, 0) + n
+        return counts
+
+
+@dataclass
+class Report:
+    """The rows of a comparison in the order they were run; `str(report)` is the table.
+
+    The table shows losses times loss_factor under loss_name (1 / ln 2 turns nats into bits).
+    options and environment say what was run and on what; interrupted, that Ctrl-C ended it.
+    """
+
+    unit: str = "samples"
+    loss_name: str = "loss"
+    loss_factor: float = 1.0
+    interrupted: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def __getitem__(self, recipe: str) -> Row:
+        """The row of that recipe; KeyError, naming the rows there are, if none."""
+        for row in self.rows:
+            if row.recipe == recipe:
+                return row
+        raise KeyError(f"no row {recipe!r}; there are {', '.join(r.recipe for r in self.rows)}")
+
+    def difference(self, row: Row) -> float | None:
+        """Validation loss relative to the fp32 row's: 0.01 is one per cent worse."""
+        base = next((r.validation_loss for r in self.rows if r.recipe == "fp32"), None)
+        if not base or row.validation_loss is None:
+            return None
+        return row.validation_loss / base - 1
+
+    def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
+        """One sentence for each recipe, module and GEMM kind that did not run as the recipe says.
+
+        Right is: called in every step, and always with the recipe's operand formats.
+        """
+        names = list(modules)
+        wrong = []
+        for row in self.rows:
+            for name in names:
+                for kind, got in row.gemm_counts(name).items():
+                    if set(got) != {row.expected[kind]} or sum(got.values()) < row.steps:
+                        seen = ", ".join(f"{n} x ({f})" for f, n in got.items()) or "nothing"
+                        wrong.append(
+                            f"{row.recipe}: {kind} of {name} should have run as "
+                            f"{row.expected[kind]} in each of {row.steps} steps, but ran {seen}"
+                        )
+        return wrong
+
+    def table(self) -> list[list[str]]:
+        """The header and the rows of the table, as text."""
+        header = ["recipe", self.loss_name, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
+        header += [
+            "optimizer",
+            "saved",
+            *(["peak"] if self._on_gpu else []),
+            "skipped",
+            "loss scale",
+            "steps",
+            "status",
+        ]
+        return [header, *([*self._cells(row)] for row in self.rows)]
+
+    @property
+    def _on_gpu(self) -> bool:
+        return any(row.peak_bytes is not None for row in self.rows)
+
+    def _cells(self, row: Row) -> Iterable[str]:
+        loss, difference = row.validation_loss, self.difference(row)
+        yield row.recipe
+        yield "-" if loss is None else f"{loss * self.loss_factor:.4f}"
+        yield "-" if difference is None else f"{difference:+.2%}"
+        yield "-" if row.speed is None else f"{row.speed:,.0f}"
+        sizes = [row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes]
+        sizes += [row.peak_bytes] if self._on_gpu else []
+        yield from ("-" if n is None else _readable(n) for n in sizes)
+        yield "-" if row.skipped_steps is None else str(row.skipped_steps)
+        yield "-" if row.loss_scale is None else f"{row.loss_scale:g}"
+        yield str(row.steps)
+        yield row.status
+
+    def __str__(self) -> str:
+        table = self.table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        last = len(widths) - 1
+        lines = [
+            "  ".join(
+                cell.ljust(w) if i in (0, last) else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+            ).rstrip()
+            for cells in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:]])
+
+    def sqnr_table(self, limit: int | None = 12) -> str:
+        """What compare(sqnr=True) measured, in dB, as text: of each recipe the `limit` worst layers
+        (None: all), a star at what is below its bar, and what would clear the bars instead."""
+        return sqnr_table({row.recipe: row.sqnr for row in self.rows if row.sqnr}, limit)
+
+    def suggest_overrides(self, recipe: str | None = None) -> Overrides:
+        """A finer recipe for each layer whose products lost too much, for
+        `mixprec.convert(model, recipe, overrides=report.suggest_overrides())`.
+
+        Too much is an SQNR of y below 18 dB or of grad_weight below 17 dB (`stats.products.BARS`).
+        "fp8-rowwise" is suggested where it clears both, measured on the same x, w and g, else
+        "bf16". The result is a dict of {layer: recipe}, whose `reasons` have the figures and which
+        prints as a list of them. recipe: which row; None is the first FP8 one that was measured,
+        or else the first. ValueError if nothing was measured (compare(sqnr=True) does), KeyError
+        for a row that is not there.
+        """
+        rows = [row for row in self.rows if row.sqnr]
+        if recipe is not None:
+            rows = [row for row in [self[recipe]] if row.sqnr]
+        if not rows:
+            which = "a recipe" if recipe is None else f"recipe {recipe!r}"
+            raise ValueError(
+                f"Report.suggest_overrides: {which} must have been measured to the end of its run "
+                "by compare(sqnr=True), which measures layers with a recipe"
+            )
+        fp8 = [row for row in rows if "e4m3" in row.expected.get("forward", "")]
+        return Overrides.of((fp8 or rows)[0].sqnr)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain lists, dicts, numbers and strings; NaN and Inf as None."""
+        result = {
+            "unit": self.unit,
+            "loss_name": self.loss_name,
+            "loss_factor": self.loss_factor,
+            "interrupted": self.interrupted,
+            "options": self.options,
+            "environment": self.environment,
+            "table": self.table(),
+            "rows": [self._row_dict(row) for row in self.rows],
+        }
+        return _finite(result)
+
+    def _row_dict(self, row: Row) -> dict[str, Any]:
+        modules = sorted({name for name, _, _ in row.gemms})
+        loss = row.validation_loss
+        return {
+            "recipe": row.recipe,
+            "status": row.status,
+            "steps": row.steps,
+            "validation_loss": loss,
+            f"validation {self.loss_name}": None if loss is None else loss * self.loss_factor,
+            "difference_to_fp32": self.difference(row),
+            f"{self.unit}_per_second": row.speed,
+            "parameter_bytes": row.parameter_bytes,
+            "gradient_bytes": row.gradient_bytes,
+            "optimizer_bytes": row.optimizer_bytes,
+            "peak_bytes": row.peak_bytes,
+            "saved_for_backward_bytes": row.saved_bytes,
+            "skipped_steps": row.skipped_steps,
+            "final_loss_scale": row.loss_scale,
+            "gemms": row.gemm_counts(),
+            "gemms_by_module": {name: row.gemm_counts(name) for name in modules},
+            "sqnr": row.sqnr,
+            "data_crc32": row.data[-1] if row.data else None,
+            "train_losses": row.losses,
+            "step_seconds": row.seconds,
+            "median_seconds_by_part": {k: statistics.median(v) for k, v in row.parts.items()},
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to_dict() to `path` as JSON: the whole file or, with an OSError, nothing."""
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the training losses, and their difference to fp32, to an image file.
+
+        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without
+        matplotlib; written whole or not at all, as `save` does.
+        """
+        from .plotting import draw
+
+        figure = draw(self)
+        suffix = Path(path).suffix.removeprefix(".") or "png"
+        replace_file(path, lambda temporary: figure.savefig(temporary, format=suffix, dpi=130))
+
+
+def _readable(n: int) -> str:
+    return f"{n / 1e6:.2f} MB" if n < 1e8 else f"{n / 1e9:.2f} GB"
+
+
+def _finite(value: Any) -> Any:
+    """`value` with NaN and Inf, which JSON does not have, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,64 @@
+"""The layers that have a recipe: what they compute with, and the same product in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ...functional import is_pointwise
+from ...functional.operands import Delayed
+from ...nn import _region
+from ...recipes import Recipe
+
+
+def recipe_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of `model` that casts its operands by a recipe, once, with its path."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "recipe", None), Recipe):
+            yield name, module
+
+
+def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:
+    """The recipe that `layer` computes with in this region of the program, and the state of delayed
+    scaling if it has one; None where `mixprec.autocast` switched recipes off."""
+    own: Recipe = layer.recipe  # type: ignore[assignment]
+    recipe = _region.recipe_here(own)
+    if recipe is None:
+        return None
+    if not recipe.is_delayed or recipe != own:
+        return recipe, None
+    return recipe, Delayed(*(getattr(layer, name) for name in ("scale", "amax", "grad_amax")))
+
+
+def as_operand(layer: nn.Module, role: str, t: torch.Tensor) -> torch.Tensor:
+    """t ("x", "w" or "g" of `layer`) in the shape in which it is cast, whose rows and blocks may
+    have scales of their own.
+
+    A convolution with FP8 operands is a GEMM over pixels where it mixes nothing but channels;
+    otherwise its operands are cast as [first dimension, all the rest]. (The zeros of padding are
+    left out.)
+    """
+    if not isinstance(layer, nn.Conv2d):
+        return t
+    if role == "w":
+        return t.flatten(1)
+    t = t.unsqueeze(0) if t.dim() == 3 else t
+    if not is_pointwise(layer.kernel_size, layer.padding, layer.groups):
+        return t.flatten(1)
+    if role == "x":
+        t = t[:, :, :: layer.stride[0], :: layer.stride[1]]
+    return t.permute(0, 2, 3, 1)
+
+
+def product_fp32(
+    layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What torch's own module computes in FP32; None for a kind of layer that is not known."""
+    x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    if isinstance(layer, nn.Linear):
+        return nn.functional.linear(x, weight, bias)
+    if isinstance(layer, nn.Conv2d):
+        return layer._conv_forward(x, weight, bias)  # with its padding, whatever kind it is
+    return None

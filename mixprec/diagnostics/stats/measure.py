@@ -1,0 +1,106 @@
+"""What a cast did to one tensor, as one small tensor of sums that stays on the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...formats import Format
+from ...functional import operands
+from ...functional.operands import Delayed
+from ...ops._dispatch import scale_layout
+from ...recipes import Recipe
+
+# What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
+# added, but for amax and the scales, of which the extremes are kept.
+FIELDS = (
+    *("elements", "amax", "scale_min", "scale_max", "overflow", "underflow", "inf", "nan"),
+    *("signal", "noise"),
+)
+
+
+def _row(*values: torch.Tensor | float) -> torch.Tensor:
+    device = next(v.device for v in values if isinstance(v, torch.Tensor))
+    made = [
+        v.detach().double().reshape(())
+        if isinstance(v, torch.Tensor)
+        else torch.full((), v, dtype=torch.float64, device=device)
+        for v in values
+    ]
+    return torch.stack(made)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x|: NaN if any element is NaN."""
+    return x.abs().amax() if x.numel() else x.new_zeros(())
+
+
+def squares(ref: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of ref^2, sum of (ref - x)^2) in FP64, the two halves of an SQNR."""
+    signal, noise = ref.double(), ref.double() - x.double()
+    return signal.square().sum(), noise.square().sum()
+
+
+def decibels(signal: float, noise: float) -> float | None:
+    """10 log10(signal / noise); inf for no noise, nan where either is not finite, None where both
+    are 0: there was nothing to lose."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0:
+        return math.inf if signal > 0 else None
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def largest_kept(fmt: Format) -> float:
+    """The magnitude above which rounding to nearest would go beyond fmt.max: max + half a step."""
+    step = 2.0 ** math.floor(math.log2(fmt.max)) * fmt.eps
+    return fmt.max + step / 2
+
+
+@torch.no_grad()
+def cast_sums(
+    x: torch.Tensor, role: str, recipe: Recipe, delayed: Delayed | None, *, sqnr: bool
+) -> torch.Tensor:
+    """FIELDS of the cast that `recipe` makes of x [..., C] as `role`: "x", "w" or "g".
+
+    The cast is made once more, by the same op, from the same scale; delayed state is read only.
+    overflow: finite elements that come out as Inf, or, in FP8, that saturate: |x * scale| is more
+    than half a step above the format's maximum. underflow: elements other than 0 that become 0.
+    signal, noise: see `squares`, of x and q(x) / scale; NaN unless sqnr.
+    """
+    x = x.detach()
+    fmt: Format = getattr(recipe, role)
+    operand = operands.cast(x, role, recipe, delayed, use_t=False, record=False)
+    wide, data = x.float().reshape(operand.data.shape), operand.data.float()
+    finite = torch.isfinite(wide)
+    if operand.scale_inv is None:
+        overflow = finite & ~torch.isfinite(data)
+        low = high = scale_inv = torch.ones((), device=x.device)
+    else:
+        scale_inv = scale_layout.expand(operand.scale_inv, *wide.shape)
+        overflow = finite & (wide.abs() > largest_kept(fmt) * scale_inv)
+        scales = 1.0 / operand.scale_inv
+        none = scales.new_ones(())
+        low, high = (scales.amin(), scales.amax()) if scales.numel() else (none, none)
+    return _row(
+        *(float(x.numel()), _amax(wide), low, high),
+        *(overflow.sum(), ((wide != 0) & (data == 0)).sum()),
+        *(torch.isinf(wide).sum(), torch.isnan(wide).sum()),
+        *(squares(wide, data * scale_inv) if sqnr else (math.nan, math.nan)),
+    )
+
+
+@torch.no_grad()
+def output_sums(y: torch.Tensor, ref: torch.Tensor | None) -> torch.Tensor:
+    """FIELDS of a layer's output y. ref: what it is in FP32; without it overflow, underflow, signal
+    and noise are NaN: a rounded number alone does not tell. An output has no scale: 1."""
+    wide = y.detach().float()
+    lost: tuple[torch.Tensor | float, ...] = (math.nan,) * 4
+    if ref is not None:
+        overflow = torch.isfinite(ref) & ~torch.isfinite(wide)
+        lost = overflow.sum(), ((ref != 0) & (wide == 0)).sum(), *squares(ref, wide)
+    return _row(
+        *(float(y.numel()), _amax(wide), 1.0, 1.0, *lost[:2]),
+        *(torch.isinf(wide).sum(), torch.isnan(wide).sum(), *lost[2:]),
+    )

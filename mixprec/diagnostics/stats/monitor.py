@@ -1,0 +1,277 @@
+"""Monitor: hooks that measure, on sampled steps, what is cast in every layer with a recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..._local_gradients import is_sharded
+from . import measure, records
+from .layers import as_operand, product_fp32, recipe_layers, state_here
+
+
+class _Sample(NamedTuple):
+    """One measured tensor of one call of a layer."""
+
+    step: int
+    layer: str
+    tensor: str
+    fmt: str
+    granularity: str
+    sums: torch.Tensor
+
+
+class _Scalar(NamedTuple):
+    """One number of a step, still on its device: a loss scale, a count."""
+
+    step: int
+    name: str
+    value: torch.Tensor
+
+
+class Monitor:
+    """What happened to the numbers while a model trains: every `every`-th step, each tensor.
+
+        with mixprec.stats.Monitor(model, every=100, scaler=scaler) as monitor:
+            for batch in batches:
+                ...                      # forward, backward, optimizer step
+                monitor.step()           # at the end of each training step
+        print(monitor.table())
+
+    model: its modules that have a `recipe` (`mixprec.convert`) are watched. Steps 0, every,
+    2 * every, ... are sampled. Of x, w and g (the gradient of the output, loss scale included) of
+    each layer: amax, the scale of the cast (delayed scaling: the layer's; else as the op derives
+    it; the smallest and the largest of rows and blocks), how many elements overflow (finite, and
+    saturate in FP8 or become Inf in 16 bits), underflow (not 0, and become 0), are Inf, are NaN;
+    of the output y: amax, Inf and NaN. x and w are seen as the forward GEMM casts them, g as the
+    grad_input GEMM does. sqnr=True adds the SQNR of each cast, and of y against torch's product
+    in FP32, with how much of y overflows and underflows: one FP32 product more for each layer.
+    scaler: its loss scale and skipped steps are noted; optimizer: for a scaler that does not count
+    (torch's), or none, the steps that its `step` counts lack. Several calls in one step
+    (micro-batches, a layer used twice) are one row: largest amax, summed counts.
+
+    Nothing waits for the device until `flush`, which transfers all at once; nothing of what the
+    model computes changes. Off the sampled steps a hook is one Python comparison. Not measured:
+    passes without grad mode, forwards that activation checkpointing repeats (each counts once),
+    what torch.compile compiled or a CUDA graph replays, where the hooks do nothing, and the weights
+    of a layer that FSDP shards by itself. `close` removes the hooks.
+
+    TypeError if `model` is no module; ValueError if it has no layer with a recipe or `every` is no
+    int of 1 or more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 100,
+        sqnr: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            got = type(model).__name__
+            raise TypeError(f"Monitor: model must be a torch.nn.Module, got {got}")
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"Monitor: every must be an int of 1 or more, got {every!r}")
+        if not any(True for _ in recipe_layers(model)):
+            raise ValueError("Monitor: model must have layers with a recipe: mixprec.convert it")
+        self.model, self.every, self.sqnr = model, every, sqnr
+        self.scaler, self.optimizer = scaler, optimizer
+        self.steps = 0  # that ended
+        self.records: list[dict[str, Any]] = []  # one for each sampled step, after flush()
+        self._samples: list[_Sample] = []
+        self._scalars: list[_Scalar] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._written: dict[Any, int] = {}  # how many records a file or writer has
+        if optimizer is not None:
+            self._applied_before = _applied(optimizer)
+        self._start_step()
+
+    def attach(self) -> Monitor:
+        """Start to watch; entering the monitor as a context does it. Again: nothing."""
+        if not self._handles:
+            for name, layer in recipe_layers(self.model):
+                hook = self._after_forward(name)
+                self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def close(self) -> None:
+        """Remove the hooks, and flush."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._sampling = False
+        self.flush()
+
+    def __enter__(self) -> Monitor:
+        return self.attach()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start_step(self) -> None:
+        self._sampling = self.steps % self.every == 0
+        self._seen: set[str] = set()  # layers that were called outside of a backward pass
+        self._loss_scale: torch.Tensor | None = None  # that the gradients of this step carry
+
+    def step(self) -> None:
+        """End a training step: after the optimizer's step and the scaler's update."""
+        if self._sampling:
+            self._end_sample()
+        self.steps += 1
+        self._start_step()
+
+    @torch.no_grad()
+    def _end_sample(self) -> None:
+        self._note_loss_scale()
+        if self._loss_scale is not None:
+            self._note("loss_scale", self._loss_scale)
+        skipped = getattr(self.scaler, "skipped", None)
+        if isinstance(skipped, torch.Tensor):
+            self._note("skipped_steps", skipped)
+        elif self.optimizer is not None:
+            taken = _applied(self.optimizer)
+            before = self._applied_before.to(taken.device, non_blocking=True)
+            self._note("skipped_steps", self.steps + 1 - (taken - before))
+        for name, layer in recipe_layers(self.model):
+            clipped = getattr(layer, "clipped", None)
+            if isinstance(clipped, torch.Tensor):
+                self._note(f"clipped/{name}", clipped.sum())
+        self._note("", torch.zeros(()))  # the step was sampled, even if no layer was called
+
+    def _note(self, name: str, value: torch.Tensor) -> None:
+        self._scalars.append(_Scalar(self.steps, name, value.detach().double().reshape(())))
+
+    def _note_loss_scale(self) -> None:
+        scale = getattr(self.scaler, "_scale", None)
+        if self._loss_scale is None and isinstance(scale, torch.Tensor):
+            self._loss_scale = scale.clone()  # update() writes to it
+
+    def _after_forward(self, name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+            if torch.compiler.is_compiling() or not self._sampling:
+                return
+            x = args[0] if args else next(iter(kwargs.values()))
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return  # a graph would write to the same place at every replay, unnoticed
+            if torch.is_grad_enabled():
+                self._measure(name, layer, x, y)
+
+        return hook
+
+    def _measure(self, name: str, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        state = state_here(layer)
+        if state is None or not isinstance(y, torch.Tensor):
+            return
+        recipe, delayed = state
+        step = self.steps
+
+        def note(role: str, t: torch.Tensor) -> None:
+            t = as_operand(layer, role, t.detach())
+            sums = measure.cast_sums(t, role, recipe, delayed, sqnr=self.sqnr)
+            granularity = getattr(recipe, f"{role}_granularity")
+            fmt = getattr(recipe, role).name
+            self._samples.append(_Sample(step, name, role, fmt, granularity, sums))
+
+        def after_backward(g: torch.Tensor) -> None:
+            if self._sampling and self.steps == step:
+                self._note_loss_scale()
+                with _no_autocast(g.device.type):
+                    note("g", g)
+
+        if y.requires_grad:
+            y.register_hook(after_backward)
+        # Inside a backward pass a forward is a repeated one; of a layer that was not yet called,
+        # it is the first that has a graph (checkpoint with use_reentrant=True).
+        if torch._C._current_graph_task_id() == -1:
+            self._seen.add(name)
+        elif name in self._seen:
+            return
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        with torch.no_grad(), _no_autocast(x.device.type):
+            note("x", x)
+            ref, whole = None, not is_sharded(weight)  # else it is known during the forward only
+            if whole:
+                note("w", weight)
+            if self.sqnr and whole:
+                bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
+                ref = product_fp32(layer, x.detach(), weight, bias)
+            fmt = str(y.dtype).removeprefix("torch.")
+            sums = measure.output_sums(y, ref)
+            self._samples.append(_Sample(step, name, "y", records.SHORT.get(fmt, fmt), "", sums))
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Bring what was measured since the last flush to the host, in one transfer, and add it to
+        `records`, which are returned. The only call here that waits for the device."""
+        rows = [s.sums for s in self._samples]
+        width = len(measure.FIELDS)
+        with torch.no_grad():
+            flat = [*rows, *(s.value.reshape(1) for s in self._scalars)]
+            home = next((t.device for t in flat if t.device.type != "cpu"), torch.device("cpu"))
+            together = torch.cat([t.to(home, non_blocking=True) for t in flat]) if flat else None
+        numbers = [] if together is None else together.tolist()
+        samples, self._samples = self._samples, []
+        scalars, self._scalars = self._scalars, []
+        keys = [(s.step, s.layer, s.tensor, s.fmt, s.granularity) for s in samples]
+        values = [numbers[i * width : (i + 1) * width] for i in range(len(samples))]
+        of_steps = numbers[len(samples) * width :]
+        named = [(s.step, s.name, v) for s, v in zip(scalars, of_steps, strict=True)]
+        records.add(self.records, list(zip(keys, values, strict=True)), named)
+        return self.records
+
+    def table(self, limit: int | None = None) -> str:
+        """The newest sample that was flushed, as text of at most 100 columns: a line for each layer
+        and tensor (`limit`: so many), the worst first: Inf and NaN, then overflow, underflow and
+        SQNR."""
+        return records.table(self.records[-1], limit) if self.records else "nothing was sampled"
+
+    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Append the records that this monitor has not written there yet, a line each, with None
+        for NaN and Inf. All lines go in one write; a line that a crash cut short stays alone."""
+        done = self._written.get(os.path.abspath(path), 0)
+        records.append_jsonl(self.records[done:], path)
+        self._written[os.path.abspath(path)] = len(self.records)
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Call writer.add_scalar(tag, value, step) for every number not yet given to `writer`.
+
+        Tags: "loss_scale", "skipped_steps", "amax/x/LAYER", "overflow/g/LAYER", ...
+        """
+        for tag, value, step in records.scalars(self.records[self._written.get(writer, 0) :]):
+            writer.add_scalar(tag, value, step)
+        self._written[writer] = len(self.records)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,
+        to an image file whose suffix says the format. ImportError without matplotlib."""
+        from .draw import save
+
+        save(self.records, path)
+
+
+def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """How many steps the optimizer took: the largest `step` of its params, on their device."""
+    counts = [torch.as_tensor(s["step"]) for s in optimizer.state.values() if "step" in s]
+    if not counts:
+        return torch.zeros((), dtype=torch.float64)
+    home = counts[0].device
+    wide = [c.detach().double().reshape(()).to(home, non_blocking=True) for c in counts]
+    return torch.stack(wide).max()
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """What is measured is FP32, whatever region of torch.autocast runs."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

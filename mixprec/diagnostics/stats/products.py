@@ -1,0 +1,133 @@
+"""How far the three products of each layer, computed as a recipe says, are from FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ...nn import _region
+from ...recipes import ROLES, Recipe
+from .layers import as_operand, product_fp32, recipe_layers, state_here
+from .measure import FIELDS, cast_sums, decibels, squares
+
+PRODUCTS = ("y", "grad_input", "grad_weight")
+Sqnr = dict[str, float | None]
+
+# What an FP8 product should reach, in dB: the bars of torchao's tests.
+BARS = {"y": 18.0, "grad_weight": 17.0}
+REMEDIES = ("fp8-rowwise", "bf16")  # in this order
+
+
+def below_bar(sqnr: Sqnr) -> dict[str, float]:
+    """The products that do not reach their bar, or hold Inf or NaN where FP32 does not."""
+    found = {name: sqnr.get(name) for name in BARS}
+    return {n: value for n, value in found.items() if value is not None and not value >= BARS[n]}
+
+
+@torch.enable_grad()
+def product_sqnr(
+    layer: nn.Module, x: torch.Tensor, g: torch.Tensor, recipe: Recipe | None = None
+) -> Sqnr:
+    """SQNR in dB of each cast of `layer` (x, w, g), and of what it computes: y, grad_input and
+    grad_weight, against the same products of the same tensors in FP32.
+
+    x: the layer's input; g: the gradient of its output. recipe: computed with this one (not a
+    delayed one) instead of the layer's own. The layer is run once more on copies: its parameters,
+    gradients, scales and counts stay as they are. No grad_input where x requires no grad, no
+    grad_weight of a frozen weight, and no products of a kind of layer that torch has no FP32
+    product for. Waits for the device.
+    """
+    before = _region.swap(recipe) if recipe is not None else None
+    try:
+        state = state_here(layer)
+        if state is None:
+            return {}
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        tensors = {
+            role: cast_sums(as_operand(layer, role, t), role, *state, sqnr=True)
+            for role, t in zip(ROLES, (x, weight, g), strict=True)
+        }
+        halves = {role: sums[FIELDS.index("signal") :] for role, sums in tensors.items()}
+        copies = {name: _leaf(p) for name, p in layer.named_parameters(recurse=False)}
+        buffers = {name: b.clone() for name, b in layer.named_buffers(recurse=False)}
+        there = _leaf(x)
+        y = functional_call(layer, {**copies, **buffers}, (there,))
+        got = y, *torch.autograd.grad(y, (there, copies["weight"]), g.to(y.dtype))
+    finally:
+        if recipe is not None:
+            _region.swap(before)
+    wide = {name: _leaf(p.float()) for name, p in copies.items()}
+    there = _leaf(x.float())
+    ref = product_fp32(layer, there, wide["weight"], wide.get("bias"))
+    if ref is not None:
+        want = ref, *torch.autograd.grad(ref, (there, wide["weight"]), g.float())
+        used = True, x.requires_grad, weight.requires_grad
+        for name, a, b, wanted in zip(PRODUCTS, want, got, used, strict=True):
+            if wanted:
+                halves[name] = torch.stack(squares(a.detach(), b.detach()))
+    numbers = torch.stack(list(halves.values())).tolist()
+    return {name: decibels(*pair) for name, pair in zip(halves, numbers, strict=True)}
+
+
+def _leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().requires_grad_()
+
+
+def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[str, Any]]:
+    """`product_sqnr` of every layer of `model`, for the x and g that it sees in run(), which goes
+    forward and backward once. Of a layer that is called more than once, the last call counts.
+
+    Returns {layer: {"recipe", the SQNRs, "remedy"}}. remedy: for a layer below BARS the first of
+    REMEDIES that clears them, measured on the same x, w and g, or else the last of them, as
+    {"recipe", the SQNRs}; None for the others. Buffers and the random state of torch are put back;
+    gradients are the caller's.
+    """
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    handles = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+        def after_forward(layer: nn.Module, inputs: Any, y: torch.Tensor) -> None:
+            state = state_here(layer)
+            if state is None or state[0] != layer.recipe or not y.requires_grad:
+                return  # a region with another recipe, or nothing to go backward through
+            x = inputs[0]
+            kept = x.detach().clone().requires_grad_(x.requires_grad)  # may be written to later
+
+            def after_backward(g: torch.Tensor) -> None:
+                seen[name] = kept, g.detach().clone()
+
+            y.register_hook(after_backward)
+
+        return after_forward
+
+    layers = dict(recipe_layers(model))
+    before = [(b, b.clone()) for b in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        handles = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+        with torch.random.fork_rng(devices=devices):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+    return {name: _judged(layers[name], *seen.pop(name)) for name in layers if name in seen}
+
+
+def _judged(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> dict[str, Any]:
+    own: Recipe = layer.recipe  # type: ignore[assignment]
+    found: dict[str, Any] = {"recipe": own.name, **product_sqnr(layer, x, g), "remedy": None}
+    if below_bar(found):
+        others = [Recipe.parse(name) for name in REMEDIES]
+        for other in others if own.is_fp8 else others[1:]:
+            if other != own:
+                found["remedy"] = {"recipe": other.name, **product_sqnr(layer, x, g, other)}
+                if not below_bar(found["remedy"]):
+                    break
+    return found

@@ -1,0 +1,273 @@
+"""One training run of compare(), and the measuring of it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..functional import observed
+from ..nn import Linear
+from .report import Row
+from .stats.products import model_sqnr
+
+PATIENCE = 10  # losses in a row that are Inf or NaN before a run is given up as diverged
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def torch_formats(dtype: torch.dtype) -> str:
+    """How a GEMM of a torch.nn.Linear, which mixprec does not run, is written in a Row."""
+    name = _SHORT.get(dtype, str(dtype))
+    return f"{name} x {name} (torch)"
+
+
+def checksum(batch: tuple[Any, ...], start: int) -> int:
+    """CRC-32 of the bytes of the batch's tensors, continued from `start`."""
+    for item in batch:
+        if isinstance(item, torch.Tensor):
+            flat = item.detach().cpu().contiguous()
+            start = zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes), start)
+    return start
+
+
+def tensor_bytes(tensors: Iterable[object]) -> int:
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+class _Clock:
+    """When the parts of a step ended: on a GPU in its own time, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, part: str) -> None:
+        """`part` ends here."""
+        self._marks.append((part, self._now()))
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part; on a GPU to be asked for after it has been waited for."""
+        found = {}
+        for (_, start), (part, end) in itertools.pairwise(self._marks):
+            found[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
+        return found
+
+
+class TrainingRun:
+    """A model with its optimizer and scaler, trained once; everything measured goes into `row`."""
+
+    def __init__(
+        self,
+        row: Row,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        device: torch.device,
+        cast_inputs: bool,
+        count: Callable[[Any], int] | None,
+    ) -> None:
+        self.row, self.model, self.optimizer, self.scaler = row, model, optimizer, scaler
+        self.device, self.count = device, count
+        self.last: tuple[Any, ...] | None = None  # the arguments of the newest step
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.optimizer_calls, self._was_called = 0, False
+        optimizer.register_step_post_hook(self._called)
+        # Of the parameters that are not norms, which stay FP32: the dtype that most elements have.
+        sizes: dict[torch.dtype, int] = {}
+        for p in model.parameters():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+        self.input_dtype = max(sizes, key=lambda d: sizes[d]) if cast_inputs and sizes else None
+
+    def _called(self, *_: Any) -> None:
+        self._was_called = True  # perhaps once more, from a subclass that calls super().step()
+
+    def _on_device(self, item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        dtype = self.input_dtype if item.is_floating_point() else None
+        return item.to(self.device, dtype)
+
+    def _arguments(self, batch: Any) -> tuple[Any, ...]:
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+    def _loss(self, arguments: tuple[Any, ...]) -> torch.Tensor:
+        loss = self.model(*(self._on_device(item) for item in arguments))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"compare: the model's forward must return one number, got {got}")
+        return loss.reshape(())
+
+    def train(
+        self,
+        batches: Iterable[Any],
+        steps: int | None,
+        schedule: Callable[[int], float] | None,
+        progress: Callable[[str, int, int | None, float], None] | None,
+        same_data: list[int],
+    ) -> None:
+        """Run the steps; the batches' checksums must agree with `same_data` as far as that goes."""
+        row, not_finite = self.row, 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.model.train()
+        with ExitStack() as stack:
+            stack.enter_context(self._gemms_counted())
+            for step, batch in enumerate(itertools.islice(batches, steps)):
+                row.status = f"interrupted in step {step + 1}"  # until the step is over
+                self.last = arguments = self._arguments(batch)
+                row.data.append(checksum(arguments, row.data[-1] if row.data else 0))
+                if step < len(same_data) and row.data[step] != same_data[step]:
+                    raise ValueError(
+                        f"compare: batches must be the same for every recipe, but step {step + 1} "
+                        f"of {row.recipe} got other data than in the first run: seed what shuffles"
+                    )
+                units = self.count(batch) if self.count else _first_size(arguments)
+                for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+                    group["lr"] = base * (schedule(step) if schedule else 1.0)
+                start = time.perf_counter()
+                loss = self._step(arguments, probe=step == 0)
+                row.seconds.append(time.perf_counter() - start)
+                row.units.append(units)
+                row.losses.append(loss)
+                if progress is not None:
+                    progress(row.recipe, step + 1, steps, loss)
+                not_finite = 0 if math.isfinite(loss) else not_finite + 1
+                if not_finite == PATIENCE:
+                    row.status = f"diverged: {PATIENCE} losses in a row not finite, step {step + 1}"
+                    return
+        if not row.steps:
+            raise ValueError("compare: batches must hold at least one batch, got none")
+        row.status = "complete"
+
+    def _step(self, arguments: tuple[Any, ...], probe: bool) -> float:
+        clock = _Clock(self.device)
+        with self._saved_bytes_measured() if probe else nullcontext():
+            loss = self._loss(arguments)
+        clock.mark("forward")
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        clock.mark("backward")
+        if self.scaler is None:
+            self.optimizer.step()
+            clock.mark("optimizer")
+        else:
+            self.scaler.step(self.optimizer)
+            clock.mark("optimizer")
+            self.scaler.update()
+            clock.mark("scaler")
+        self.optimizer_calls += self._was_called
+        self._was_called = False
+        if probe:
+            self.row.gradient_bytes = tensor_bytes(p.grad for p in self.model.parameters())
+        self.optimizer.zero_grad(set_to_none=True)
+        number = loss.item()  # waits for a GPU, so that the time of the step is the whole step
+        for name, seconds in clock.parts().items():
+            self.row.parts.setdefault(name, []).append(seconds)
+        return number
+
+    def finish(self) -> None:
+        """Measure what is there at the end of the run, however it ended."""
+        states = list(self.optimizer.state.values())
+        if self.device.type == "cuda":
+            self.row.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        self.row.parameter_bytes = tensor_bytes(self.model.parameters())
+        self.row.optimizer_bytes = tensor_bytes(t for state in states for t in state.values())
+        # An optimizer that skips on the device knows it from its step count; one without a count
+        # is skipped by not being called.
+        counts = [int(state["step"]) for state in states if "step" in state]
+        self.row.skipped_steps = self.row.steps - max(counts, default=self.optimizer_calls)
+        if self.scaler is not None:
+            self.row.loss_scale = self.scaler.get_scale()
+
+    def measure_sqnr(self) -> None:
+        """One more pass over the last batch, without an optimizer step, to measure each layer."""
+        assert self.last is not None, "a run that is complete has had a batch"
+        arguments = self.last
+
+        def forward_and_backward() -> None:
+            loss = self._loss(arguments)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+        self.row.sqnr = model_sqnr(self.model, forward_and_backward)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def validate(self, batches: Iterable[Any]) -> float:
+        """The mean loss of the batches, in evaluation mode; ValueError if there are none."""
+        self.model.eval()
+        with torch.no_grad():
+            losses = [self._loss(self._arguments(batch)).item() for batch in batches]
+        if not losses:
+            raise ValueError("compare: validation must hold at least one batch, got none")
+        return math.fsum(losses) / len(losses)
+
+    @contextmanager
+    def _saved_bytes_measured(self) -> Iterator[None]:
+        """Sum the storages that autograd keeps in this block, each once, parameters left out.
+
+        A kept storage lives until the backward pass, so its address is its own.
+        """
+        params = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in params:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            yield
+        self.row.saved_bytes = sum(kept.values())
+
+    @contextmanager
+    def _gemms_counted(self) -> Iterator[None]:
+        """Count the GEMMs of every Linear: ours say so themselves, torch's are watched by hooks."""
+        gemms = self.row.gemms
+
+        def ours(kind: str, name: str, a: str, b: str) -> None:
+            gemms[name, kind, f"{a} x {b}"] += 1
+
+        def watch(name: str) -> Callable[[nn.Linear, Any, torch.Tensor], None]:
+            def after_forward(module: nn.Linear, inputs: Any, out: torch.Tensor) -> None:
+                formats = torch_formats(out.dtype)
+                gemms[name, "forward", formats] += 1
+                operands = (("grad_input", inputs[0]), ("grad_weight", module.weight))
+                kinds = [kind for kind, t in operands if t.requires_grad]
+
+                def after_backward(grad: torch.Tensor) -> None:
+                    gemms.update((name, kind, formats) for kind in kinds)
+
+                if out.requires_grad:
+                    out.register_hook(after_backward)
+
+            return after_forward
+
+        with ExitStack() as stack:
+            stack.enter_context(observed(ours))
+            for name, module in self.model.named_modules():
+                if isinstance(module, nn.Linear) and not isinstance(module, Linear):
+                    handle = module.register_forward_hook(watch(name))
+                    stack.callback(handle.remove)
+            yield
+
+
+def _first_size(arguments: tuple[Any, ...]) -> int:
+    """Samples in a batch: the first dimension of its first tensor."""
+    for item in arguments:
+        if isinstance(item, torch.Tensor) and item.dim():
+            return item.shape[0]
+    return 1

@@ -1,0 +1,168 @@
+"""A convolution and its gradients through the vendor's kernels, with operands saved in FP8."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..ops._dispatch import backends
+from ..recipes import Recipe
+from . import operands
+from ._observed import observe
+from .operands import Delayed, Operand
+
+_aten = torch.ops.aten
+
+
+def _in_fp32(t: torch.Tensor) -> bool:
+    """Whether fp16 operands like t are multiplied as FP32 copies, the result rounded once. On a CPU
+    torch's fp16 convolution is 30 (forward) to 50 times (backward) slower than that. (Recipes with
+    clip_activations do it everywhere: no vendor's convolution gives FP32 sums of fp16.)"""
+    return t.dtype == torch.float16 and t.device.type == "cpu"
+
+
+class Geometry(NamedTuple):
+    """What a convolution does besides multiplying; pairs are (height, width)."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def for_aten(self) -> tuple[Any, ...]:
+        """As aten.convolution takes it; it also does transposed convolutions, with more padding."""
+        stride, padding, dilation, groups = self
+        return [*stride], [*padding], [*dilation], False, [0, 0], groups
+
+
+def is_channels_last(t: torch.Tensor) -> bool:
+    """Whether t [B, C, H, W] lies in memory as [B, H, W, C], and not also as it is."""
+    return not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+
+
+def _in_memory_order(t: torch.Tensor, granularity: str) -> bool:
+    """Whether t is cast as [B, H, W, C]. The order does not matter to one scale for all or for each
+    row; a block of 128 is one of [B, C, H, W], so that values do not depend on strides."""
+    return granularity in ("tensor", "row") and is_channels_last(t)
+
+
+def encode(
+    t: torch.Tensor, role: str, recipe: Recipe, delayed: Delayed | None, *, record: bool = True
+) -> Operand:
+    """Cast t for role "x", "w" or "g"; in FP8 as a matrix [first dimension, all the rest]."""
+    fmt = getattr(recipe, role)
+    if fmt.bits == 16:
+        return Operand(t.to(fmt.dtype), None, None, None)
+    if _in_memory_order(t, getattr(recipe, f"{role}_granularity")):
+        t = t.permute(0, 2, 3, 1)
+    return operands.cast(t.flatten(1), role, recipe, delayed, use_t=False, record=record)
+
+
+class Layout(NamedTuple):
+    """How `decode` gives back what `encode` was given."""
+
+    shape: tuple[int, ...]
+    channels_last: bool
+    in_memory_order: bool
+
+    @staticmethod
+    def of(t: torch.Tensor, role: str, recipe: Recipe) -> Layout:
+        granularity = getattr(recipe, f"{role}_granularity")
+        return Layout(tuple(t.shape), is_channels_last(t), _in_memory_order(t, granularity))
+
+    def decode(self, data: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
+        """16 bits as they are; FP8 as bf16, in which an FP8 value times a power of two is exact."""
+        if scale_inv is None:
+            return data
+        wide = backends.call("dequantize", data.device.type, data, scale_inv, torch.bfloat16)
+        b, c, h, w = self.shape
+        if self.in_memory_order:
+            return wide.view(b, h, w, c).permute(0, 3, 1, 2)
+        wide = wide.view(b, c, h, w)
+        return wide.contiguous(memory_format=torch.channels_last) if self.channels_last else wide
+
+    def nothing(self, like: torch.Tensor) -> torch.Tensor:
+        """In place of the operand, where a backward pass asks for its shape alone."""
+        order = torch.channels_last if self.channels_last else torch.contiguous_format
+        return torch.empty(self.shape, dtype=like.dtype, device=like.device, memory_format=order)
+
+
+class Convolution(torch.autograd.Function):
+    """y [B, O, H', W'] = x [B, C, H, W] * weight [O, C / groups, kh, kw] + bias [O]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        amax: torch.Tensor | None,
+        grad_amax: torch.Tensor | None,
+        w_data: torch.Tensor | None,
+        w_scale_inv: torch.Tensor | None,
+        geometry: Geometry,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        name: str,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
+        ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
+        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # Not saved tensors, which nothing may write before backward is over: these are written.
+        ctx.scale, ctx.amax, ctx.grad_amax, ctx.main_grad = scale, amax, grad_amax, main_grad
+        delayed = None if scale is None else Delayed(scale, amax, grad_amax)  # type: ignore[arg-type]
+        need_x, need_w = ctx.needs_input_grad[:2]
+        qx = encode(x, "x", recipe, delayed, record=grad_enabled)
+        if w_data is None:
+            qw = encode(weight, "w", recipe, delayed, record=grad_enabled)
+        else:
+            qw = Operand(w_data, None, w_scale_inv, None)
+        saved_x = (qx.data, qx.scale_inv) if need_w else (None, None)
+        saved_w = (qw.data, qw.scale_inv) if need_x else (None, None)
+        ctx.save_for_backward(*saved_x, *saved_w)
+        a = ctx.x_layout.decode(qx.data, qx.scale_inv)
+        b = ctx.w_layout.decode(qw.data, qw.scale_inv)
+        if recipe.clip_activations or _in_fp32(a):
+            a, b = a.float(), b.float()
+        observe("forward", recipe, name)
+        c = None if bias is None else bias.to(a.dtype)
+        return _aten.convolution.default(a, b, c, *geometry.for_aten()).to(out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_data, x_scale_inv, w_data, w_scale_inv = ctx.saved_tensors
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_w = grad_bias = None
+        if need_x or need_w:
+            delayed = None if ctx.scale is None else Delayed(ctx.scale, ctx.amax, ctx.grad_amax)
+            g_layout = Layout.of(g, "g", ctx.recipe)
+            qg = encode(g, "g", ctx.recipe, delayed)
+            wide = g_layout.decode(qg.data, qg.scale_inv)
+            x_layout, w_layout = ctx.x_layout, ctx.w_layout
+            x = x_layout.decode(x_data, x_scale_inv) if need_w else x_layout.nothing(wide)
+            w = w_layout.decode(w_data, w_scale_inv) if need_x else w_layout.nothing(wide)
+            if _in_fp32(wide):
+                wide, x, w = wide.float(), x.float(), w.float()
+            if need_x:
+                observe("grad_input", ctx.recipe, ctx.name)
+            if need_w:
+                observe("grad_weight", ctx.recipe, ctx.name)
+            mask = [need_x, need_w, False]
+            of_x, of_w, _ = _aten.convolution_backward.default(
+                *(wide, x, w, None, *ctx.geometry.for_aten(), mask)
+            )
+            grad_x = of_x.to(ctx.x_dtype) if need_x else None
+            if need_w and ctx.main_grad is not None:
+                ctx.main_grad.add_(of_w)
+            elif need_w:
+                grad_w = of_w.to(ctx.w_dtype)
+        if need_bias:
+            grad_bias = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_w, grad_bias, *[None] * 11

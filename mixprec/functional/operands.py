@@ -1,0 +1,87 @@
+"""The operands of a layer's GEMMs: x, weight and gradient, cast as a recipe says."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..ops._dispatch import backends
+from ..recipes import DELAYED_ROLES, Recipe
+
+
+class Operand(NamedTuple):
+    """A tensor seen as a matrix and cast, and its transpose, cast with scales of its own.
+
+    data [R, C]; scale_inv: fp32, of a shape that gemm takes for an a [M, K]; None in 16 bits.
+    data_t [C, R] and scale_inv_t are the same for the transpose, or None where no GEMM reads it.
+    """
+
+    data: torch.Tensor
+    data_t: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+    scale_inv_t: torch.Tensor | None
+
+
+class Delayed(NamedTuple):
+    """The state of delayed scaling that a step reads and writes. See `mixprec.scaling`.
+
+    scale: fp32 [2], of x and g, for the next cast; 0 means that there is none yet. amax: fp32 [],
+    of x, the largest since the scales were last updated; grad_amax: fp32 [], of g.
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+    grad_amax: torch.Tensor
+
+
+def cast(
+    x: torch.Tensor,
+    role: str,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    *,
+    use_t: bool,
+    record: bool = True,
+) -> Operand:
+    """Cast x [..., C] as the recipe says for `role`: "x", "w" or "g".
+
+    use_t: whether a GEMM will read the transpose; record: whether delayed scaling notes the amax.
+    """
+    fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
+    if x.dim() == 1:
+        x = x.unsqueeze(0)
+    if fmt.bits == 16:
+        data = x.to(fmt.dtype).flatten(0, -2)  # x itself, not a copy, where its dtype is right
+        return Operand(data, data.t(), None, None)
+    device = x.device.type
+    delayed = delayed if role in DELAYED_ROLES else None
+    scale = None if delayed is None else delayed.scale[DELAYED_ROLES.index(role)]
+    apart = granularity in ("row", "block1x128")  # the transpose has other scales
+    transpose = use_t and (apart or _wants_k_major(device))
+    data, data_t, scale_inv, scale_inv_t, amax = backends.call(
+        *("quantize", device, x, fmt.dtype, scale, transpose, granularity),
+        recipe.power_of_two_scale,
+    )
+    if delayed is not None and record:
+        # A recomputed forward and a second call in one step change nothing or raise the maximum;
+        # NaN stays, and keeps the step out of the history.
+        largest = delayed.grad_amax if role == "g" else delayed.amax
+        largest.copy_(torch.maximum(largest, amax))
+    data = data.flatten(0, -2)
+    if not use_t:
+        return Operand(data, None, scale_inv, None)
+    if not transpose:
+        data_t = data.t()
+    if not (apart or (transpose and granularity == "block128x128")):
+        scale_inv_t = scale_inv.t()
+    return Operand(data, data_t, scale_inv, scale_inv_t)
+
+
+def _wants_k_major(device_type: str) -> bool:
+    """Whether the FP8 GEMM reads operands only with K contiguous in memory.
+
+    FP8 tensor cores do, and K is another dimension in the backward GEMMs than in the forward one:
+    there `quantize` writes the transposed copy in the same pass. A CPU kernel reads any strides.
+    """
+    return device_type == "cuda"

@@ -1,0 +1,50 @@
+"""A warning, once, where an fp16 recipe is trained without loss scaling."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..recipes import Recipe
+
+_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose gradients are fp16
+_fine: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with no param of theirs
+_hooked = _warned = False
+
+
+def follow(layer: torch.nn.Module, recipe: Recipe) -> None:
+    """Watch over `layer` if its recipe needs loss scaling."""
+    global _hooked
+    if not recipe.needs_loss_scaling:
+        _layers.discard(layer)
+        return
+    _layers.add(layer)
+    _fine.clear()
+    if not _hooked:
+        register_optimizer_step_pre_hook(_before_step)
+        _hooked = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Of an optimizer of mixprec only: a GradScaler leaves its flag there for the step. Torch's
+    are stepped in the same way with and without one."""
+    global _warned
+    if _warned or optimizer in _fine or not getattr(optimizer, "_raises_found_inf", False):
+        return
+    if getattr(optimizer, "found_inf", None) is not None:
+        return
+    weights = {id(layer.weight) for layer in _layers}
+    if not any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
+        _fine.add(optimizer)
+        return
+    _warned = True
+    warnings.warn(
+        "a model with an fp16 recipe is being trained without loss scaling: gradients below 6e-8 "
+        "become 0. Use scaler = mixprec.GradScaler(), scaler.scale(loss).backward(), "
+        "scaler.step(optimizer), scaler.update(); or a bf16 recipe",
+        stacklevel=4,
+    )

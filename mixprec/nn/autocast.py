@@ -1,0 +1,148 @@
+"""autocast: a region in which converted modules use a recipe, or none, and delicate ops FP32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..recipes import Recipe
+from . import _region
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The ops that lose too much in 16 bits: what they are, and under which names torch has them. The
+# list is that of torch.autocast on CUDA, with mean, RMSNorm and batch norm; on a CPU
+# torch.autocast leaves all of them in 16 bits.
+FP32_OPS: dict[str, tuple[str, ...]] = {
+    "exponentials": (
+        *("exp", "expm1", "log", "log10", "log1p", "log2", "pow", "__pow__", "__rpow__"),
+        *("logsumexp", "cosh", "sinh", "tan", "acos", "asin", "erfinv", "rsqrt", "reciprocal"),
+    ),
+    "softmax": ("softmax", "log_softmax", "softmin", "gumbel_softmax"),
+    "norms": (
+        *("layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm", "norm"),
+        *("local_response_norm", "normalize", "renorm", "vector_norm", "matrix_norm"),
+    ),
+    "losses": (
+        *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+        *("kl_div", "poisson_nll_loss", "gaussian_nll_loss", "cosine_embedding_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss"),
+        *("margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss"),
+        *("multilabel_soft_margin_loss", "triplet_margin_loss", "ctc_loss"),
+        *("cosine_similarity", "pdist", "cdist", "dist"),
+    ),
+    "reductions": ("sum", "mean", "prod", "cumsum", "cumprod", "var", "std", "var_mean"),
+}
+_PLACES: tuple[ModuleType | type, ...] = (
+    *(torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg),
+)
+_LOW = (torch.float16, torch.bfloat16)
+
+
+# Every callable of torch that a name of FP32_OPS stands for.
+_FP32_FUNCTIONS: frozenset[Any] = frozenset(
+    getattr(place, name)
+    for place in _PLACES
+    for names in FP32_OPS.values()
+    for name in names
+    if hasattr(place, name)
+)
+
+
+def _to_fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in _LOW else value
+    if type(value) in (list, tuple):
+        return type(value)(_to_fp32(item) for item in value)
+    return value
+
+
+class _KeepFP32(TorchFunctionMode):
+    """Runs the FP32_OPS on FP32 copies of 16-bit arguments, unless a dtype is asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None:
+            args = tuple(_to_fp32(arg) for arg in args)
+            kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class autocast:
+    """A region in which converted modules compute with `recipe`; also a decorator.
+
+        with mixprec.autocast("bf16"): ...      # modules of mixprec.convert use bf16 here
+        with mixprec.autocast(enabled=False):   # and here they are torch's own modules
+            ...
+        with mixprec.autocast(): ...            # each with its own recipe
+
+    Inside, exponentials, softmax, norms, losses and reductions of 16-bit tensors run in FP32 and
+    return FP32, on every device, as torch.autocast does on CUDA only (`FP32_OPS` lists them; a
+    dtype= argument is left to decide). torch.autocast is not touched and may be used with it.
+    Regions nest: the innermost one holds; leaving one, also by an exception, restores what held
+    before. With enabled=False a region is as if `convert` had not been called, without FP32 ops.
+    The setting is global to the process, because backward passes run in threads of their own; the
+    FP32 ops are those called by the thread that entered.
+
+    recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
+    delayed scaling, whose state belongs to the modules that `convert` made for it.
+    """
+
+    def __init__(self, recipe: Recipe | str | None = None, *, enabled: bool = True) -> None:
+        self.recipe = None if recipe is None else Recipe.parse(recipe)
+        if self.recipe is not None and self.recipe.is_delayed:
+            raise ValueError(
+                f"autocast: recipe must not be delayed, got {self.recipe.name!r}, whose scales "
+                "live in the modules: convert with it"
+            )
+        self.enabled = enabled
+        self._entered: list[tuple[object, TorchFunctionMode | None]] = []
+
+    def __enter__(self) -> autocast:
+        mode = _KeepFP32() if self.enabled else None
+        if mode is not None:
+            mode.__enter__()
+        if self.enabled and self.recipe is None:
+            before = _region.swap(_region._NONE)
+        else:
+            before = _region.swap(self.recipe if self.enabled else None)
+        self._entered.append((before, mode))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        before, mode = self._entered.pop()
+        _region.swap(before)
+        if mode is not None:
+            mode.__exit__(kind, error, trace)
+
+    def __call__(self, function: Function) -> Function:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with autocast(self.recipe, enabled=self.enabled):
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+
+def table() -> Iterator[str]:
+    """The lines of the table of docs/autocast.md: groups of ops, where they run, their names."""
+    yield "| ops | 16-bit inputs inside `mixprec.autocast` | names in torch |"
+    yield "|---|---|---|"
+    layers = "`nn.Linear`, `nn.Conv2d`"
+    yield f"| layers of `convert` | the recipe of the region, or the module's own | {layers} |"
+    for group, names in FP32_OPS.items():
+        listed = ", ".join(f"`{name}`" for name in names if not name.startswith("__"))
+        yield f"| {group} | computed and returned in FP32 | {listed} |"
+    yield "| everything else | as torch computes it | |"

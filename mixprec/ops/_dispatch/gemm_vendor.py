@@ -1,0 +1,153 @@
+"""The vendor's GEMMs, torch.mm and torch._scaled_mm, for the calls that they do exactly as gemm is
+defined: FP32 accumulation and one rounding, in one call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import checks
+
+Capability = tuple[int, int]
+
+# What lets torch.mm add up in less than FP32: parts of a split K, or everything.
+_LOOSE = {
+    torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
+    torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
+}
+_flags = threading.RLock()  # they are global to the process, and backward runs in its own thread
+
+
+def gemm_why_not(args: tuple[Any, ...], capability: Capability | None) -> str | None:
+    """Why torch has no single call for these arguments of gemm; None if it has."""
+    a, b, a_scale_inv, b_scale_inv, bias, out_dtype, _ = args
+    if a.dtype in checks.FP8:
+        return _scaled_why_not(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, capability)
+    if a_scale_inv is not None or b_scale_inv is not None:
+        return f"torch.mm takes no scales for {_name(a.dtype)} operands"
+    if bias is not None and not bias.dtype == out_dtype == a.dtype:
+        return f"torch.addmm takes a bias only where it, the operands and the result are {a.dtype}"
+    if out_dtype != a.dtype and out_dtype != torch.float32:
+        return f"torch.mm gives {_name(a.dtype)} operands no {_name(out_dtype)} result"
+    return None
+
+
+def gemm_accumulate_why_not(args: tuple[Any, ...], capability: Capability | None) -> str | None:
+    """Why torch cannot give this product in FP32, to be added to acc; None if it can."""
+    return gemm_why_not((*args[1:], None, torch.float32, False), capability)
+
+
+def _scaled_why_not(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    capability: Capability | None,
+) -> str | None:
+    if capability is not None and capability < (8, 9):
+        return "torch._scaled_mm needs compute capability 8.9 or more"
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "torch._scaled_mm does not multiply float8_e5m2 by float8_e5m2"
+    m, k = a.shape
+    n = b.shape[1]
+    if m == 0 or n == 0 or k == 0 or n % 16 or k % 16:
+        return f"torch._scaled_mm needs K and N that are multiples of 16, got K = {k}, N = {n}"
+    (line_a, step_a), (step_b, line_b) = a.stride(), b.stride()
+    if step_a != 1 or step_b != 1 or line_a < k or line_b < k or line_a % 16 or line_b % 16:
+        return (
+            "torch._scaled_mm needs K next to each other in memory and lines 16 bytes apart, "
+            f"or a multiple, got strides {a.stride()} of a and {b.stride()} of b"
+        )
+    if bias is not None and (bias.dtype != out_dtype or out_dtype == torch.float32):
+        return f"torch._scaled_mm takes no {_name(bias.dtype)} bias for a {_name(out_dtype)} result"
+    if bias is not None and not bias.is_contiguous():
+        return "torch._scaled_mm needs a contiguous bias"
+    one_a = a_scale_inv is None or a_scale_inv.numel() == 1
+    one_b = b_scale_inv is None or b_scale_inv.numel() == 1
+    if one_a and one_b:
+        return None
+    if one_a or one_b or a_scale_inv is None or b_scale_inv is None:
+        return "torch._scaled_mm takes scales of one granularity for both operands"
+    if a_scale_inv.shape != (m, 1) or b_scale_inv.shape != (1, n):
+        return "torch._scaled_mm is not used with scales of blocks"
+    if capability is not None and capability[0] not in (9, 10):
+        return "torch._scaled_mm takes scales per row only on compute capability 9 and 10"
+    if out_dtype != torch.bfloat16 or b.dtype != torch.float8_e4m3fn:
+        return (
+            "torch._scaled_mm takes scales per row only for float8_e4m3fn b and a bfloat16 result"
+        )
+    if not (a_scale_inv.is_contiguous() and b_scale_inv.is_contiguous()):
+        return "torch._scaled_mm needs contiguous scales"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sum_in_fp32(run: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """run(*args), during whose launch nothing is on that lets torch.mm sum in less than FP32."""
+    matmul = torch.backends.cuda.matmul
+    with _flags:
+        loose = [flag for flag in _LOOSE[args[-1].dtype] if getattr(matmul, flag)]
+        try:
+            for flag in loose:
+                setattr(matmul, flag, False)
+            return run(*args, **options)
+        finally:
+            for flag in loose:
+                setattr(matmul, flag, True)
+
+
+def gemm_vendor(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    if a.dtype in checks.FP8:
+        return torch._scaled_mm(
+            _aligned(a),
+            _aligned(b.t()).t(),
+            _scale(a_scale_inv, a),
+            _scale(b_scale_inv, a),
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )
+    if bias is not None:
+        return _sum_in_fp32(torch.addmm, bias, a, b)
+    if out_dtype == a.dtype:
+        return _sum_in_fp32(torch.mm, a, b)
+    return _sum_in_fp32(torch.mm, a, b, out_dtype=out_dtype)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where x is a view that starts off 16 bytes: rare, and unseen by a tracer."""
+    if x.storage_offset() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _scale(t: torch.Tensor | None, a: torch.Tensor) -> torch.Tensor:
+    if t is None:
+        return torch.ones((), dtype=torch.float32, device=a.device)
+    return t.reshape(()) if t.numel() == 1 else t
+
+
+def gemm_accumulate_vendor_(
+    acc: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+) -> None:
+    acc.add_(gemm_vendor(a, b, a_scale_inv, b_scale_inv, None, torch.float32, False))

@@ -1,0 +1,158 @@
+"""How the Hopper GEMM finds its operands and their scales (gemm_layout.h), no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec import _C
+
+plan = _C.gemm_plan
+Major, Granularity = plan.Major, plan.Granularity
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def strided(t: torch.Tensor, row: int, address: int | None = None) -> object:
+    where = t.data_ptr() if address is None else address
+    return plan.Strided(where, tuple(t.shape), t.stride(), row)
+
+
+def check_arrangement(t: torch.Tensor, row: int) -> tuple[object, int, bool]:
+    """What is said of t is what TMA needs, and true where t is used in place."""
+    size = t.element_size()
+    major, pitch, copied = plan.arrangement_of(strided(t, row), size)
+    inner = 1 - row if major == Major.k else row
+    assert size > 1 or major == Major.k, "FP8 has to lie along K"
+    assert pitch * size % 16 == 0
+    assert pitch >= t.shape[inner]
+    if not copied:
+        assert t.data_ptr() % 16 == 0
+        # Every element where the lines say it is; a dimension of one element has any stride.
+        wanted = {inner: 1, 1 - inner: pitch}
+        assert all(t.shape[d] <= 1 or t.stride(d) == wanted[d] for d in (0, 1))
+    return major, pitch, copied
+
+
+def test_in_place_or_copied() -> None:
+    x = torch.zeros(64, 96, dtype=BF16)
+    q = torch.zeros(64, 96, dtype=FP8)
+    k, mn = Major.k, Major.mn
+    rows = (
+        # a [M, K] in the rows of x; b [K, N]; a's transpose as a [K, M]^T
+        (x, 0, k, 96, False),
+        (x, 1, mn, 96, False),
+        (x.t(), 0, mn, 96, False),
+        (x.t(), 1, k, 96, False),
+        (q, 0, k, 96, False),
+        (q, 1, k, 64, True),  # FP8 along N
+        (q.t(), 0, k, 64, True),
+        (q.t(), 1, k, 96, False),
+        (x[:, :40], 0, k, 96, False),  # a pitch larger than the line
+        (x[:, 8:40], 0, k, 96, False),
+        (x[:, 4:40], 0, k, 40, True),  # 8 bytes after a boundary
+        (x[:, 4:40], 1, mn, 40, True),
+        (q[:, 16:20], 0, k, 96, False),
+        (q[:, 8:20], 0, k, 16, True),
+        (x[::2], 0, k, 192, False),
+        (x[:, ::2], 0, k, 48, True),  # no unit stride at all
+        (x[:1, ::2], 0, k, 48, True),
+        (x[:1, :5], 0, k, 8, False),  # one line: its pitch is never used
+        (x[:, :1], 0, k, 96, False),
+        (x[:1].expand(64, 96), 0, k, 96, True),  # every row the same memory
+        (torch.zeros(7, 13, dtype=BF16), 0, k, 16, True),
+        (torch.zeros(13, 7, dtype=BF16).t(), 0, mn, 8, True),
+        (torch.zeros(7, 13, dtype=FP8), 0, k, 16, True),
+        (torch.zeros(7, 1, dtype=FP8), 1, k, 16, False),  # one line of 7 along K
+    )
+    for t, row, *want in rows:
+        found = check_arrangement(t, row)
+        assert list(found) == want, (t.shape, t.stride(), t.dtype, row)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(0, 1),
+    st.sampled_from((BF16, FP8)),
+    st.booleans(),
+    st.integers(0, 24),
+    st.integers(0, 24),
+    st.integers(1, 2),
+)
+def test_any_view(
+    m: int, n: int, row: int, dtype: torch.dtype, turned: bool, gap: int, offset: int, step: int
+) -> None:
+    storage = torch.zeros((m * step + 1) * (n * step + gap) + offset, dtype=dtype)
+    view = storage[offset:].as_strided((m, n), (n * step + gap, step))
+    check_arrangement(view.t() if turned else view, row)
+
+
+def scale_of_contract(
+    shape: tuple[int, int], rows: int, k: int
+) -> tuple[list[int], list[int]] | None:
+    """Which row and column of the scales (r, c) belongs to each row and chunk of a."""
+    r, c = shape
+    chunks = -(-k // 128)
+    if r == rows:
+        by_row = list(range(rows))
+    elif r == -(-rows // 128):
+        by_row = [i // 128 for i in range(rows)]
+    elif (r, c) == (1, 1):
+        by_row = [0] * rows
+    else:
+        return None
+    if c not in (1, chunks):
+        return None
+    return by_row, [j if c > 1 else 0 for j in range(chunks)]
+
+
+def check_scales(scales: torch.Tensor, rows: int, k: int, row: int) -> None:
+    """scales: (r, c) for a (row 0), (c, r) for b (row 1)."""
+    shape = tuple(scales.shape if row == 0 else scales.t().shape)
+    operand = torch.empty((rows, k) if row == 0 else (k, rows), device="meta")
+    found = plan.scales_of(strided(scales, row), strided(operand, row, 0))
+    want = scale_of_contract(shape, rows, k)
+    assert (found is None) == (want is None), (shape, rows, k)
+    if found is None or want is None:
+        return
+    row_stride, chunk_stride, shift, granularity = found
+    per_chunk = granularity in (Granularity.block1x128, Granularity.block128x128)
+    assert per_chunk == (shape[1] > 1)
+    start = scales.storage_offset()
+    memory = scales.as_strided((scales.untyped_storage().size() // 4,), (1,), 0)
+    matrix = scales if row == 0 else scales.t()
+    for i in range(rows):
+        for j in range(-(-k // 128)):
+            at = start + (i >> shift) * row_stride + j * chunk_stride
+            assert memory[at] == matrix[want[0][i], want[1][j]], (shape, rows, k, i, j)
+
+
+@pytest.mark.parametrize("row", [0, 1], ids=["a", "b"])
+def test_scales_are_found_where_the_contract_says(row: int) -> None:
+    for rows in (1, 3, 128, 129, 300):
+        for k in (1, 128, 129, 500):
+            block_rows, chunks = -(-rows // 128), -(-k // 128)
+            for r in {1, 2, block_rows, rows}:
+                for c in {1, 2, chunks}:
+                    values = torch.arange(r * c, dtype=torch.float32).reshape(r, c)
+                    for laid in (values, values.t().contiguous().t()):
+                        check_scales(laid if row == 0 else laid.t(), rows, k, row)
+                    spaced = torch.zeros(2 * r, 3 * c)
+                    spaced[::2, ::3] = values
+                    view = spaced[::2, ::3]
+                    check_scales(view if row == 0 else view.t(), rows, k, row)
+
+
+def test_granularities() -> None:
+    a = torch.empty(300, 500, device="meta")
+    G = Granularity
+    for shape, want in (
+        *(((1, 1), G.tensor), ((300, 1), G.row), ((3, 1), G.row)),
+        *(((300, 4), G.block1x128), ((3, 4), G.block128x128)),
+    ):
+        found = plan.scales_of(strided(torch.zeros(shape), 0), strided(a, 0, 0))
+        assert found[3] == want, shape
+    for shape in ((1, 4), (300, 3), (2, 4), (4, 3), (299, 1)):
+        assert plan.scales_of(strided(torch.zeros(shape), 0), strided(a, 0, 0)) is None, shape

@@ -1,0 +1,345 @@
+"""Which instance of the Hopper GEMM runs a problem, and how: gemm_plan.h, no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec import _C
+
+plan = _C.gemm_plan
+D, Major, Granularity, Accumulate = plan.Dtype, plan.Major, plan.Granularity, plan.Accumulate
+ROWS = plan.ROWS
+H200 = plan.GpuFacts(9, 0, 132, 232448)
+LOW = {"bf16": (D.bf16, D.bf16), "fp16": (D.f16, D.f16), "fp8": (D.e4m3, D.e5m2)}
+BLOCKS = (Granularity.block1x128, Granularity.block128x128)
+
+
+def problem(m: int, n: int, k: int, kind: str = "bf16", out: Any = D.bf16, **how: Any) -> Any:
+    return plan.GemmProblem(m, n, k, *LOW[kind], out, **how)
+
+
+def row_of(fp8: bool, accumulate: Any, block: tuple[int, int], cluster: int = 1) -> int:
+    """The number of the one row with these parameters."""
+    (found,) = [
+        i
+        for i, r in enumerate(ROWS)
+        if (r.fp8, r.accumulate, r.block_m, r.block_n, r.cluster)
+        == (fp8, accumulate, *block, cluster)
+    ]
+    return found
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def check(config: Any, m: int, n: int, k: int, gpu_sms: int, gpu_shared: int) -> None:
+    """What must hold of every plan."""
+    row, tiles = ROWS[config.row], config.tiles
+    height = row.block_m * row.cluster
+    assert (tiles.m_tiles, tiles.n_tiles) == (ceil_div(m, height), ceil_div(n, row.block_n))
+    count = tiles.m_tiles * tiles.n_tiles * tiles.splits
+    assert config.grid % row.cluster == 0
+    assert config.grid == min(count, gpu_sms // row.cluster) * row.cluster
+    assert tiles.group >= 1
+
+    chunks = ceil_div(k, row.chunk_elements())
+    bounds = [
+        (s * config.chunks_per_split, min((s + 1) * config.chunks_per_split, chunks))
+        for s in range(tiles.splits)
+    ]
+    assert all(first < last for first, last in bounds), "a split has nothing to add up"
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == chunks
+    assert config.workspace_bytes == (tiles.splits * m * n * 4 if tiles.splits > 1 else 0)
+    assert config.workspace_bytes <= plan.MAX_WORKSPACE_BYTES
+
+    stage = (row.block_m + row.block_n) * 128
+    assert 2 <= config.stages <= 8
+    used = config.stages * stage + row.consumers * 16384
+    barriers = config.shared_bytes - used
+    assert 2 * 8 * config.stages <= barriers <= 1024
+    assert config.shared_bytes <= gpu_shared
+    assert config.stages == 8 or config.shared_bytes + stage + 16 > gpu_shared
+
+
+problems = st.fixed_dictionaries(
+    {
+        "m": st.one_of(st.integers(1, 700), st.integers(1, 40000)),
+        "n": st.one_of(st.integers(1, 700), st.integers(1, 140000)),
+        "k": st.one_of(st.integers(1, 700), st.integers(1, 40000)),
+        "kind": st.sampled_from(tuple(LOW)),
+        "out": st.sampled_from((D.f32, D.bf16, D.f16)),
+        "fast_accum": st.booleans(),
+        "out_aligned": st.booleans(),
+    }
+)
+gpus = st.tuples(st.sampled_from((1, 2, 7, 78, 114, 132)), st.sampled_from((101376, 232448)))
+
+
+@given(problems, gpus, st.sampled_from((None, *BLOCKS)))
+def test_every_plan_holds_what_the_kernel_needs(
+    how: dict[str, Any], gpu: tuple[int, int], blocks: Any
+) -> None:
+    if blocks is not None and how["kind"] == "fp8":
+        how = how | {"b_scale": blocks}
+    m, n, k = how["m"], how["n"], how["k"]
+    config = plan.plan_gemm(problem(**how), plan.GpuFacts(9, 0, *gpu))
+    assert config is not None
+    check(config, m, n, k, *gpu)
+    row = ROWS[config.row]
+    assert row.base
+    assert row.fp8 == (how["kind"] == "fp8")
+    scaled = row.accumulate == Accumulate.scaled
+    assert scaled == ("b_scale" in how)
+    assert scaled or (row.accumulate == Accumulate.promoted) == (row.fp8 and not how["fast_accum"])
+    assert config.tma_store == (how["out_aligned"] and config.tiles.splits == 1)
+    assert repr(plan.plan_gemm(problem(**how), plan.GpuFacts(9, 0, *gpu))) == repr(config)
+
+
+@given(problems, st.integers(0, len(ROWS) - 1), st.integers(0, 9), st.integers(0, 20))
+def test_every_wish_that_is_granted_is_sound(
+    how: dict[str, Any], row: int, splits: int, group: int
+) -> None:
+    wish = plan.GemmWish(row=row, splits=splits, group=group)
+    config = plan.plan_gemm(problem(**how), H200, wish)
+    lines = plan.explain(problem(**how), H200, wish)
+    if config is None:
+        assert not any(line.startswith("chosen") for line in lines)
+        return
+    check(config, how["m"], how["n"], how["k"], 132, 232448)
+    assert config.row == row
+    assert splits == 0 or config.tiles.splits <= splits
+    assert group == 0 or config.tiles.group == group
+
+
+@given(*[st.integers(1, n) for n in (40, 40, 6, 20, 17)])
+def test_the_tile_order_is_a_permutation(
+    m_tiles: int, n_tiles: int, splits: int, group: int, blocks: int
+) -> None:
+    tiles = plan.GemmTiles(m_tiles, n_tiles, splits, group)
+    every = {(i, j, s) for i in range(m_tiles) for j in range(n_tiles) for s in range(splits)}
+    order = plan.tiles_in_order(tiles)
+    assert len(order) == len(every)
+    assert set(order) == every
+    shares = [plan.tiles_in_order(tiles, first, blocks) for first in range(blocks)]
+    assert sorted(t for share in shares for t in share) == sorted(every)
+    # Bands: a tile row comes `group` rows at a time, column by column.
+    bands = [t[0] // group for t in order]
+    assert bands == sorted(bands)
+
+
+# Ragged, small enough to count; the rows below take each of them.
+COUNTED = ((1, 1, 1), (64, 128, 64), (65, 129, 130), (300, 257, 1000), (513, 100, 300))
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_every_element_is_computed_once(row: int) -> None:
+    r = ROWS[row]
+    for m, n, k in COUNTED:
+        how = {"fast_accum": r.accumulate == Accumulate.direct}
+        if r.accumulate == Accumulate.scaled:
+            how["a_scale"] = Granularity.block1x128
+        for splits in (1, 2, 3):
+            wish = plan.GemmWish(row=row, splits=splits, group=2)
+            asked = problem(m, n, k, "fp8" if r.fp8 else "fp16", **how)
+            config = plan.plan_gemm(asked, plan.GpuFacts(9, 0, 6, 232448), wish)
+            assert config is not None, asked
+            check(config, m, n, k, 6, 232448)
+            clusters = config.grid // r.cluster
+            chunks = ceil_div(k, r.chunk_elements())
+            seen = np.zeros((m, n, chunks), dtype=np.int8)
+            for block in range(config.grid):
+                cluster, rank = divmod(block, r.cluster)
+                for i, j, s in plan.tiles_in_order(config.tiles, cluster, clusters):
+                    top, left = (i * r.cluster + rank) * r.block_m, j * r.block_n
+                    first = s * config.chunks_per_split
+                    last = first + config.chunks_per_split
+                    seen[top : top + r.block_m, left : left + r.block_n, first:last] += 1
+            assert (seen == 1).all(), config
+
+
+# (M, N, K), operands -> tile, splits, band: the shapes of training, and odd ones. From the cost
+# model alone: a measured row changes this table.
+NAMED = (
+    ((1, 6144, 4096), "bf16", (64, 128), 2, 1),
+    ((16, 4096, 4096), "bf16", (64, 128), 3, 1),
+    ((64, 28672, 4096), "bf16", (64, 128), 1, 1),
+    ((512, 6144, 4096), "bf16", (128, 256), 1, 4),
+    ((2048, 4096, 14336), "bf16", (128, 256), 1, 16),
+    ((8192, 128256, 4096), "bf16", (128, 256), 1, 16),
+    ((16384, 28672, 4096), "fp8", (256, 128), 1, 8),
+    ((64, 2112, 7168), "fp8", (64, 128), 7, 1),
+    ((128, 576, 7168), "fp8", (64, 128), 12, 2),
+    ((4096, 32768, 512), "fp8", (256, 128), 1, 8),
+    ((4096, 7168, 16384), "fp8", (256, 128), 1, 8),
+    ((15872, 12288, 4096), "fp8", (256, 128), 1, 8),
+    ((4096, 12288, 15872), "bf16", (128, 256), 1, 16),
+    ((512, 512, 512), "bf16", (64, 128), 1, 8),
+    ((1024, 1024, 1024), "bf16", (64, 128), 1, 16),
+    ((4096, 4096, 4096), "fp16", (128, 256), 1, 16),
+    ((16384, 16384, 16384), "fp8", (256, 128), 1, 8),
+    ((8193, 2501, 5008), "bf16", (128, 256), 1, 16),
+    ((4095, 511, 10000), "bf16", (128, 256), 2, 16),
+    ((127, 4097, 12288), "bf16", (128, 128), 4, 1),
+)
+
+
+@pytest.mark.parametrize(("shape", "kind", "block", "splits", "group"), NAMED, ids=str)
+def test_named_shapes(
+    shape: tuple[int, int, int], kind: str, block: tuple[int, int], splits: int, group: int
+) -> None:
+    config = plan.plan_gemm(problem(*shape, kind), H200)
+    row = ROWS[config.row]
+    found = ((row.block_m, row.block_n), config.tiles.splits, config.tiles.group)
+    assert found == (block, splits, group), config
+    check(config, *shape, 132, 232448)
+
+
+@given(st.integers(1, 64), st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([*LOW]))
+def test_small_m_takes_the_low_tile(m: int, n: int, k: int, kind: str) -> None:
+    config = plan.plan_gemm(problem(m, n, k, kind), H200)
+    assert ROWS[config.row].block_m == 64
+    lines = plan.explain(problem(m, n, k, kind), H200)
+    assert "at least half of each tile would lie outside of C" in lines
+
+
+def test_k_is_split_only_where_sms_are_idle() -> None:
+    for kind in LOW:
+        for m, n in ((64, 128), (64, 4096), (128, 576), (256, 256)):
+            config = plan.plan_gemm(problem(m, n, 16384, kind), H200)
+            assert config.tiles.splits > 1, config
+            assert config.grid <= 132
+            assert config.tiles.m_tiles * config.tiles.n_tiles * config.tiles.splits <= 132
+        for m, n in ((4096, 4096), (64, 128 * 132), (16384, 256)):
+            assert plan.plan_gemm(problem(m, n, 16384, kind), H200).tiles.splits == 1
+        assert plan.plan_gemm(problem(64, 128, 64, kind), H200).tiles.splits == 1
+
+
+def test_partial_sums_stay_within_their_memory() -> None:
+    m, n = 4096, 2048
+    wish = plan.GemmWish(row=row_of(False, Accumulate.direct, (128, 256)), splits=2)
+    assert plan.plan_gemm(problem(m, n, 4096), H200, wish).workspace_bytes == 2 * m * n * 4
+    wish = plan.GemmWish(row=row_of(False, Accumulate.direct, (128, 256)), splits=3)
+    assert plan.plan_gemm(problem(m, n, 4096), H200, wish) is None
+    (line,) = [x for x in plan.explain(problem(m, n, 4096), H200, wish) if "partial" in x]
+    assert line == "the partial sums of 3 splits exceed 67108864 bytes"
+
+
+REFUSED = (
+    ({"kind": "fp8", "a_major": Major.mn}, "a is FP8 and not contiguous along K"),
+    ({"kind": "fp8", "b_major": Major.mn}, "b is FP8 and not contiguous along K"),
+    ({"a_scale": Granularity.block1x128}, "scales of blocks along K are for FP8 operands"),
+    ({"b_scale": Granularity.block128x128}, "scales of blocks along K are for FP8 operands"),
+    ({"a_aligned": False}, "a's base or pitch is no multiple of 16 bytes"),
+    ({"b_aligned": False}, "b's base or pitch is no multiple of 16 bytes"),
+    ({"accumulate": True}, "only fp32 is accumulated into"),
+    ({"m": 0}, "m, n or k is 0"),
+    ({"k": 1 << 31}, "m, n or k does not fit into 32 bits"),
+)
+
+
+@pytest.mark.parametrize(("how", "reason"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_no_row_can_do_is_refused_with_the_reason(how: dict[str, Any], reason: str) -> None:
+    asked = problem(**({"m": 256, "n": 256, "k": 256} | how))
+    assert plan.plan_gemm(asked, H200) is None
+    lines = plan.explain(asked, H200)
+    assert len(lines) == len(ROWS)
+    assert all(line.startswith(reason) for line in lines), lines
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_are_refused(capability: tuple[int, int]) -> None:
+    gpu = plan.GpuFacts(*capability, 132, 232448)
+    assert plan.plan_gemm(problem(256, 256, 256), gpu) is None
+    reason = "the GPU is not of compute capability 9.0"
+    assert set(plan.explain(problem(256, 256, 256), gpu)) == {reason}
+
+
+def test_mixed_operands_are_refused() -> None:
+    for a, b in ((D.bf16, D.f16), (D.bf16, D.e4m3), (D.e5m2, D.f16), (D.f32, D.f32)):
+        asked = plan.GemmProblem(64, 64, 64, a, b, D.f32)
+        assert plan.plan_gemm(asked, H200) is None
+        assert set(plan.explain(asked, H200)) == {
+            "a and b are not both fp16, both bf16 or both FP8"
+        }
+
+
+@given(problems)
+def test_every_row_that_was_not_chosen_has_its_reason(how: dict[str, Any]) -> None:
+    asked = problem(**how)
+    config, lines = plan.plan_gemm(asked, H200), plan.explain(asked, H200)
+    for i, (row, line) in enumerate(zip(ROWS, lines, strict=True)):
+        assert "\n" not in line
+        if i == config.row:
+            assert line == f"chosen: {config!r}"
+        elif row.fp8 != (how["kind"] == "fp8"):
+            assert line == ("for FP8 operands" if row.fp8 else "for 16-bit operands")
+        elif row.accumulate == ROWS[config.row].accumulate and not row.base:
+            assert line == "only where it was measured, or by force"
+        elif row.accumulate == ROWS[config.row].accumulate:
+            too_big = "at least half of each tile would lie outside of C"
+            assert line == too_big or f"clocks, row {config.row} " in line
+        else:
+            assert line in {
+                "keeps the tensor core's short accumulator",
+                "not for these scales or fast_accum",
+                "for scales of blocks along K",
+            }
+
+
+def test_bolder_rows_wait_for_a_measurement() -> None:
+    bold = row_of(False, Accumulate.direct, (128, 256), cluster=2)
+    assert not ROWS[bold].base
+    asked = problem(8192, 8192, 8192)
+    assert plan.plan_gemm(asked, H200).row != bold
+    assert plan.plan_gemm(asked, H200, plan.GemmWish(row=bold)).row == bold
+    measured = [
+        plan.MeasuredGemm(
+            *(False, Accumulate.direct, (4096, 8192), (1, 8192), (8192, 9000)),
+            plan.GemmWish(row=bold, group=4),
+        )
+    ]
+    config = plan.plan_gemm(asked, H200, measured=measured)
+    assert (config.row, config.tiles.group) == (bold, 4)
+    for m, n, k in ((4095, 8192, 8192), (8193, 64, 8192), (8192, 8193, 8192), (8192, 64, 8191)):
+        assert plan.plan_gemm(problem(m, n, k), H200, measured=measured).row != bold
+    fp8 = plan.plan_gemm(problem(8192, 8192, 8192, "fp8"), H200, measured=measured)
+    assert ROWS[fp8.row].cluster == 1
+
+
+def test_a_measured_row_that_cannot_run_is_passed_over() -> None:
+    bold = row_of(False, Accumulate.direct, (128, 256), cluster=2)
+    everything = (1, 1 << 40)
+    measured = [
+        plan.MeasuredGemm(
+            *(False, Accumulate.direct, everything, everything, everything),
+            plan.GemmWish(row=bold),
+        )
+    ]
+    one_sm = plan.GpuFacts(9, 0, 1, 232448)
+    asked = problem(512, 512, 512)
+    assert plan.plan_gemm(asked, H200, measured=measured).row == bold
+    want = plan.plan_gemm(asked, one_sm)
+    assert repr(plan.plan_gemm(asked, one_sm, measured=measured)) == repr(want)
+    assert plan.plan_gemm(asked, one_sm, plan.GemmWish(row=bold)) is None
+    assert plan.explain(asked, one_sm, plan.GemmWish(row=bold))[bold] == (
+        "the GPU is smaller than a cluster"
+    )
+
+
+def test_the_structs_print_themselves() -> None:
+    asked = problem(3, 5, 7, "fp8", D.f32, accumulate=True, b_scale=Granularity.block128x128)
+    assert repr(asked) == (
+        "3x5x7: a e4m3 K-major scaled by tensor, b e5m2 K-major scaled by block128x128, "
+        "added into fp32"
+    )
+    assert repr(H200) == "compute capability 9.0, 132 SMs, 232448 bytes of shared memory"
+    assert repr(ROWS[0]) == "16-bit direct 64x128, 1 consumer"
+    config = plan.plan_gemm(asked, H200)
+    assert repr(config).startswith("row 8 (fp8 scaled 64x128, 1 consumer), 8 stages, 1x1 tiles")

@@ -1,0 +1,201 @@
+"""autocast: regions with another recipe or none, and the ops that stay in FP32."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mixprec
+from mixprec.functional import observed
+from mixprec.nn.autocast import FP32_OPS, table
+
+LOW = (torch.bfloat16, torch.float16)
+DOC = Path(__file__).resolve().parents[2] / "docs" / "autocast.md"
+
+
+def model(recipe: str = "fp8") -> nn.Sequential:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+    return mixprec.convert(plain, recipe)  # type: ignore[return-value]
+
+
+def formats(run: nn.Module, x: torch.Tensor) -> set[str]:
+    """The formats of the operands of the GEMMs that a forward pass runs."""
+    seen: set[str] = set()
+    with observed(lambda kind, name, a, b: seen.update((a, b))):
+        run(x)
+    return seen
+
+
+def test_regions_choose_the_recipe() -> None:
+    converted, x = model(), torch.randn(4, 32)
+    assert formats(converted, x) == {"e4m3"}
+    with mixprec.autocast("bf16"):
+        assert formats(converted, x) == {"bf16"}
+        with mixprec.autocast(enabled=False):
+            assert formats(converted, x) == set()
+            with mixprec.autocast():
+                assert formats(converted, x) == {"e4m3"}
+            assert formats(converted, x) == set()
+        assert formats(converted, x) == {"bf16"}
+    assert formats(converted, x) == {"e4m3"}
+
+
+def test_switched_off_is_the_plain_model_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+    x = torch.randn(4, 32)
+    with mixprec.autocast(enabled=False):
+        y = model()(x)
+    assert torch.equal(y, plain(x))
+    assert not torch.equal(model()(x), plain(x))
+
+
+def test_a_decorator_and_an_exception_restore_what_held() -> None:
+    converted, x = model(), torch.randn(4, 32)
+
+    @mixprec.autocast("fp16")
+    def run() -> set[str]:
+        """a docstring"""
+        return formats(converted, x)
+
+    assert run() == {"fp16"}
+    assert run.__doc__ == "a docstring"
+    with pytest.raises(ZeroDivisionError), mixprec.autocast("bf16"):
+        _ = 1 / 0
+    assert formats(converted, x) == {"e4m3"}
+    context = mixprec.autocast("bf16")
+    with context, context:  # one object may be entered again
+        assert formats(converted, x) == {"bf16"}
+    assert formats(converted, x) == {"e4m3"}
+
+
+def test_gradients_follow_the_recipe_of_the_forward_pass() -> None:
+    converted, x = model(), torch.randn(4, 32, requires_grad=True)
+    with mixprec.autocast("bf16"):
+        y = converted(x)
+    seen: set[str] = set()
+    with observed(lambda kind, name, a, b: seen.update((a, b))):
+        y.sum().backward()
+    assert seen == {"bf16"}
+
+
+CALLS = {
+    "exp": lambda x: x.exp(),
+    "log": lambda x: torch.log(x.abs() + 1),
+    "pow": lambda x: x**3,
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "softmax": lambda x: F.softmax(x, -1),
+    "torch.softmax": lambda x: torch.softmax(x, -1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "norm": lambda x: x.norm(),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x),
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(-1),
+    "cumsum": lambda x: x.cumsum(0),
+    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)),
+    "logsumexp": lambda x: torch.logsumexp(x, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("call", CALLS)
+def test_delicate_ops_compute_and_return_fp32(call: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 64).to(dtype)
+    assert CALLS[call](x).dtype == dtype  # torch's own CPU ops, outside
+    with mixprec.autocast():
+        y = CALLS[call](x)
+    assert y.dtype == torch.float32
+    if call not in ("log", "rsqrt", "bce"):  # those have 16-bit ops inside the call
+        assert torch.equal(y, CALLS[call](x.float()))
+
+
+def test_other_ops_and_wanted_dtypes_are_left_alone() -> None:
+    x = torch.randn(4, 8).bfloat16()
+    with mixprec.autocast():
+        assert (x + x).dtype == torch.bfloat16
+        assert (x @ x.t()).dtype == torch.bfloat16
+        assert x.sum(dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert F.relu(x).dtype == torch.bfloat16
+        assert torch.arange(4).sum().dtype == torch.int64
+        assert x.double().sum().dtype == torch.float64
+    with mixprec.autocast(enabled=False):
+        assert x.exp().dtype == torch.bfloat16
+
+
+def test_what_fp32_saves() -> None:
+    """exp of 12 overflows FP16; a softmax of many equal 16-bit logits loses their sum."""
+    x = torch.full((1, 100), 12.0).half()
+    assert torch.isinf(x.exp().sum(dtype=torch.float16))
+    with mixprec.autocast():
+        assert torch.isfinite(x.exp().sum())
+
+
+def test_training_in_16_bits_with_norms_and_loss() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    net = mixprec.convert(net.bfloat16(), "bf16")
+    x, target = torch.randn(64, 16).bfloat16(), torch.randint(0, 4, (64,))
+    optimizer = mixprec.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        with mixprec.autocast():
+            loss = F.cross_entropy(net(x), target)
+        assert loss.dtype == torch.float32
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_under_compile(recipe: str | None) -> None:
+    converted, x = model(), torch.randn(4, 32).bfloat16()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with mixprec.autocast(recipe):
+            return F.softmax(converted(x), -1)
+
+    expected = run(x)
+    assert expected.dtype == torch.float32
+    assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
+
+
+def test_with_torchs_autocast() -> None:
+    converted, x = model(), torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16), mixprec.autocast():
+        y = converted(x)
+        assert y.dtype == torch.bfloat16
+        assert F.softmax(y, -1).dtype == torch.float32
+
+
+def test_bad_recipes() -> None:
+    with pytest.raises(ValueError, match="recipe must be"):
+        mixprec.autocast("fp4")
+    with pytest.raises(ValueError, match=r"fp8-delayed.*convert"):
+        mixprec.autocast("fp8-delayed")
+
+
+def test_every_name_is_one_of_torchs() -> None:
+    places = (torch, torch.Tensor, F, torch.special, torch.linalg)
+    for group, names in FP32_OPS.items():
+        for name in names:
+            assert any(hasattr(place, name) for place in places), f"{group}: {name}"
+
+
+def test_the_table_of_the_docs_is_that_of_the_code() -> None:
+    text = DOC.read_text()
+    inside = re.search(r"<!-- table -->\n(.*?)\n<!-- end -->", text, re.S)
+    assert inside is not None
+    assert inside[1] == "\n".join(table())

@@ -1,0 +1,465 @@
+"""functional.conv2d: against FP64, against torch's own in 16 bits, what is saved and refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import WIDE, every_second, name, normal, permuted, small_integers
+from torch import nn
+
+import mixprec
+from mixprec import functional
+from mixprec.formats import E4M3, E5M2
+from mixprec.functional import observed
+from mixprec.functional.operands import Delayed
+from mixprec.ops.delayed_scales import UNUSED
+from mixprec.recipes import RECIPES, Recipe
+from mixprec.testing import assert_close, sqnr
+
+NAMES = tuple(RECIPES)
+LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_fp8)
+FP8 = tuple(name for name, recipe in RECIPES.items() if recipe.is_fp8)
+MIXES = (
+    Recipe("e5m2", E5M2, E5M2, E5M2),
+    Recipe("rows of w", E4M3, E4M3, E5M2, w_granularity="row"),
+    Recipe("squares", E4M3, E4M3, E4M3, x_granularity="block128x128"),
+)
+ROWS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ((0, 8, 9, 7), (16, 8, 3, 3), {}),  # no sample
+    ((2, 8, 9, 7), (16, 8, 3, 3), {"padding": 1}),
+    ((2, 8, 9, 7), (16, 8, 3, 3), {"stride": 2, "padding": (1, 0)}),
+    ((2, 3, 11, 11), (5, 3, 5, 5), {}),
+    ((2, 8, 9, 9), (6, 8, 3, 3), {"dilation": (2, 1), "padding": 2}),
+    ((3, 8, 9, 7), (12, 2, 3, 3), {"groups": 4, "padding": "same"}),
+    ((2, 9, 9, 7), (9, 1, 3, 3), {"groups": 9, "padding": 1}),  # depthwise
+    ((2, 4, 9, 7), (6, 4, 2, 4), {"padding": "same"}),  # more zeros at one end
+    ((2, 4, 9, 7), (6, 4, 1, 5), {"padding": (0, 2), "stride": (2, 1)}),
+    ((2, 8, 5, 7), (6, 8, 1, 1), {"padding": 1}),
+    ((2, 8, 5, 7), (6, 4, 1, 1), {"groups": 2}),
+    ((8, 9, 7), (16, 8, 3, 3), {"padding": "valid"}),
+    ((3, 40, 13, 11), (24, 40, 3, 3), {"padding": 1}),  # more than one block of 128
+    ((1, 4, 3, 3), (6, 4, 3, 3), {}),  # one output
+)
+POINTWISE: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ((0, 8, 5, 7), (6, 8, 1, 1), {}),
+    ((2, 8, 5, 7), (6, 8, 1, 1), {"padding": "same"}),
+    ((2, 8, 9, 7), (6, 8, 1, 1), {"stride": (2, 3), "padding": "valid", "dilation": 2}),
+    ((2, 160, 5, 7), (6, 160, 1, 1), {}),
+    ((8, 5, 7), (6, 8, 1, 1), {"stride": 2}),
+    ((2, 8, 1, 1), (6, 8, 1, 1), {}),
+)
+
+
+def channels_last(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+
+
+def conv2d(*args: object, recipe: str | Recipe = "fp8", **options: object) -> torch.Tensor:
+    """functional.conv2d, with scales that have not been used yet where the recipe wants some."""
+    if Recipe.parse(recipe).is_delayed:
+        options["delayed"] = Delayed(torch.zeros(2), torch.tensor(UNUSED), torch.tensor(UNUSED))
+    return functional.conv2d(*args, recipe=recipe, **options)
+
+
+def leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().requires_grad_()
+
+
+def operands_of(
+    x_shape: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    draw: Callable[..., torch.Tensor] = normal,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and bias, which require gradients."""
+    tensors = draw(x_shape, dtype), draw(w_shape, dtype, seed=1), draw(w_shape[:1], dtype, seed=2)
+    x, w, bias = (leaf(t) for t in tensors)
+    return x, w, bias
+
+
+def value(t: torch.Tensor, role: str, recipe: Recipe) -> torch.Tensor:
+    """What a tensor stands for once it is cast as a matrix [first dimension, the rest]; FP64."""
+    fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
+    rows = t.detach().reshape(t.shape[0], math.prod(t.shape[1:]))
+    q = mixprec.quantize(rows, fmt, granularity=granularity)
+    return mixprec.dequantize(q).double().reshape(t.shape)
+
+
+def gradients(
+    y: torch.Tensor, of: tuple[torch.Tensor, ...], g: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(y, of, g)
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def bound(exact: torch.Tensor, magnitude: torch.Tensor, count: int, out: torch.dtype) -> object:
+    """Of a sum of `count` products in FP32 that is rounded to bf16 and then to `out`."""
+    rounding = torch.finfo(torch.bfloat16).eps + torch.finfo(out).eps
+    return rounding * exact.abs() + 4 * count * 2.0**-24 * magnitude + torch.finfo(out).tiny
+
+
+@pytest.mark.parametrize("recipe", [*(RECIPES[n] for n in FP8), *MIXES], ids=name)
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_last], ids=name)
+def test_fp8_against_fp64(layout: Callable[..., torch.Tensor], recipe: Recipe) -> None:
+    """A convolution of the dequantized operands, forward and backward, within its roundings."""
+    for i, (x_shape, w_shape, options) in enumerate(ROWS):
+        dtype = WIDE[i % 3]
+        x, w, bias = operands_of(x_shape, w_shape, dtype)
+        y = conv2d(leaf_x := leaf(layout(x.detach())), w, bias, recipe=recipe, **options)
+        g = normal(tuple(y.shape), dtype, seed=3)
+        got = [y.detach(), *gradients(y, (leaf_x, w, bias), layout(g))]
+        assert [t.dtype for t in got] == [dtype] * 4
+
+        single = x.dim() == 3
+        x4, g4 = (t.detach().unsqueeze(0) if single else t.detach() for t in (x, g))
+        more = 1 if options.get("padding") == "same" and w_shape[2] % 2 == 0 else 0
+        padded = F.pad(x4, (0, more, 0, more))  # changes blocks, so it comes before the cast
+        if more:
+            options = {**options, "padding": tuple((k - 1) // 2 for k in w_shape[2:])}
+        qx, qw, qg = value(padded, "x", recipe), value(w, "w", recipe), value(g4, "g", recipe)
+        b16 = bias.detach().bfloat16().double()
+        qx, qw, b16 = leaf(qx), leaf(qw), leaf(b16)
+        exact = F.conv2d(qx, qw, b16, **options)
+        want_x, want_w = gradients(exact, (qx, qw), qg)
+        ax, aw = leaf(qx.abs()), leaf(qw.abs())
+        size = F.conv2d(ax, aw, b16.detach().abs(), **options)
+        size_x, size_w = gradients(size, (ax, aw), qg.abs())
+        h, width = x4.shape[2:]
+        counts = (w[0].numel() + 1, w_shape[0] * w[0, 0].numel(), g4[:, 0].numel())
+        pairs = zip(
+            got[:3],
+            (exact.detach(), want_x[..., :h, :width], want_w),
+            (size.detach(), size_x[..., :h, :width], size_w),
+            counts,
+            strict=True,
+        )
+        for t, e, s, count in pairs:
+            e, s = (u.squeeze(0) if single and u.dim() > t.dim() else u for u in (e, s))
+            assert_close(t, e, bound(e, s, count, dtype))
+        of_bias = g4.double().sum((0, 2, 3))
+        limit = 2 * torch.finfo(dtype).eps * g4.double().abs().sum((0, 2, 3)) + 1e-6
+        assert_close(got[3], of_bias, limit)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_last], ids=name)
+def test_a_1x1_kernel_is_linear_over_the_pixels(
+    layout: Callable[..., torch.Tensor], recipe: str
+) -> None:
+    for i, (x_shape, w_shape, options) in enumerate(POINTWISE):
+        dtype = WIDE[i % 3]
+        x, w, bias = operands_of(x_shape, w_shape, dtype)
+        x = leaf(layout(x.detach()))
+        y = conv2d(x, w, bias, recipe=recipe, **options)
+        g = normal(tuple(y.shape), dtype, seed=3)
+        got = [y, *gradients(y, (x, w, bias), layout(g))]
+
+        stride = options.get("stride", 1)
+        step_h, step_w = stride if isinstance(stride, tuple) else (stride, stride)
+        pixels = leaf(x.detach()[..., ::step_h, ::step_w].movedim(-3, -1).contiguous())
+        rows, b = leaf(w.detach().flatten(1)), leaf(bias.detach())
+        state = Delayed(torch.zeros(2), torch.tensor(UNUSED), torch.tensor(UNUSED))
+        delayed = state if Recipe.parse(recipe).is_delayed else None
+        want = functional.linear(pixels, rows, b, recipe=recipe, delayed=delayed)
+        assert torch.equal(y, want.movedim(-1, -3))
+        of_x, of_w, of_b = gradients(want, (pixels, rows, b), g.movedim(-3, -1).contiguous())
+        spread = torch.zeros_like(x.detach())
+        spread[..., ::step_h, ::step_w] = of_x.movedim(-1, -3)
+        for mine, theirs in zip(got[1:], (spread, of_w.view(w.shape), of_b), strict=True):
+            # The same FP32 sums in another order.
+            assert_close(mine, theirs, 1e-4 + 2 * torch.finfo(dtype).eps * theirs.abs())
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("recipe", LOW)
+def test_16_bits_are_torch_s_own(recipe: str) -> None:
+    """Bit for bit the convolution of torch with 16-bit operands, the bias' gradient aside; with
+    fp16's, which torch multiplies slowly on a CPU, that of FP32 copies of them."""
+    low = Recipe.parse(recipe).x.dtype
+    inside = torch.float32 if low == torch.float16 else low
+    for x_shape, w_shape, options in (*ROWS, *POINTWISE):
+        for layout in (torch.Tensor.contiguous, channels_last):
+            x, w, bias = operands_of(x_shape, w_shape)
+            x = leaf(layout(x.detach()))
+            y = conv2d(x, w, bias, recipe=recipe, **options)
+            g = normal(tuple(y.shape), torch.float32, seed=3)
+            got = gradients(y, (x, w, bias), g)
+            theirs = [leaf(t.detach().to(low).to(inside)) for t in (x, w)]
+            theirs.append(leaf(bias.detach().to(inside)))
+            want = F.conv2d(*theirs, **options)
+            assert torch.equal(y, want.float())
+            assert y.stride() == want.stride()
+            of_x, of_w, of_bias = gradients(want, tuple(theirs), g.to(low).to(inside))
+            assert_close(got[0], of_x.float(), 0.0)
+            assert_close(got[1], of_w.float(), 0.0)
+            # Theirs is the sum of the rounded g, rounded.
+            limit = 2.0**-7 * g.reshape(-1, *g.shape[-3:]).abs().sum((0, 2, 3))
+            assert_close(got[2], of_bias.float(), limit)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_small_integers_are_exact(backend: str, recipe: str) -> None:
+    """As long as the sums are representable in 16 bits."""
+    for x_shape, w_shape, options in (*ROWS[:12], *POINTWISE):
+        if len(x_shape) == 4 and x_shape[1] > 100:
+            continue
+        x, w, bias = operands_of(
+            x_shape, w_shape, draw=lambda *a, **k: small_integers(*a, limit=1, **k)
+        )
+        y = conv2d(x, w, bias, recipe=recipe, **options)
+        g = small_integers(tuple(y.shape), torch.float32, limit=1, seed=3)
+        got = [y, *gradients(y, (x, w, bias), g)]
+        theirs = tuple(leaf(t.double()) for t in (x, w, bias))
+        want = F.conv2d(*theirs, **options)
+        for a, b in zip(got, [want, *gradients(want, theirs, g.double())], strict=True):
+            if b.numel() == 0 or b.abs().max() <= 256:
+                assert torch.equal(a.double(), b), (x_shape, w_shape, options)
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "one-signed"])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_signal_to_noise(recipe: str, kernel: int, draw: Callable[..., torch.Tensor]) -> None:
+    """Against the FP32 layer: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
+    x, w = leaf(draw(4, 64, 12, 12)), leaf(draw(48, 64, kernel, kernel))
+    y = conv2d(x, w, recipe=recipe, padding=kernel // 2)
+    g = draw(*y.shape)
+    want = F.conv2d(x, w, padding=kernel // 2)
+    assert sqnr(want, y) >= 18
+    of_x, of_w = gradients(y, (x, w), g)
+    want_x, want_w = gradients(want, (x, w), g)
+    assert sqnr(want_x, of_x) >= 18
+    assert sqnr(want_w, of_w) >= 17
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("layout", [channels_last, permuted, every_second], ids=name)
+def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: str) -> None:
+    """Other values than small integers too, blocks included: up to the order of FP32 sums."""
+    for x_shape, w_shape, options in (ROWS[1], ROWS[5], ROWS[12], POINTWISE[3]):
+        results = []
+        for arrange in (torch.Tensor.contiguous, layout):
+            x, w, _ = operands_of(x_shape, w_shape)
+            x, w = leaf(arrange(x.detach())), leaf(arrange(w.detach()))
+            y = conv2d(x, w, recipe=recipe, **options)
+            g = arrange(normal(tuple(y.shape), torch.float32, seed=3))
+            results.append([y.detach(), *gradients(y, (x, w), g)])
+        for a, b in zip(*results, strict=True):
+            assert_close(b, a, 0.02 + 2.0**-7 * a.abs(), rms=2.0**-8)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_memory_format_is_torch_s() -> None:
+    for x_shape, w_shape, options in (*ROWS, *POINTWISE):
+        x, w, _ = operands_of(x_shape, w_shape)
+        for layout in (torch.Tensor.contiguous, channels_last):
+            want = F.conv2d(layout(x), w, **options).stride()
+            for recipe in NAMES:
+                y = conv2d(layout(x), w, recipe=recipe, **options)
+                if y.numel() and y.shape[-1] * y.shape[-2] > 1:
+                    assert y.stride() == want, (recipe, x_shape, w_shape)
+
+
+# --- overflow stays visible ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_non_finite_values_come_out_non_finite(
+    backend: str, recipe: str, kernel: int, number: float
+) -> None:
+    shapes = {"x": (2, 4, 5, 5), "w": (6, 4, kernel, kernel), "g": (2, 6, 5, 5)}
+    for where, results in {"x": "yw", "w": "yx", "g": "xwb"}.items():
+        data = {k: normal(s, torch.float32, seed=i) for i, (k, s) in enumerate(shapes.items())}
+        data[where].view(-1)[-1] = number
+        x, w, bias = leaf(data["x"]), leaf(data["w"]), leaf(torch.zeros(6))
+        y = conv2d(x, w, bias, padding=kernel // 2, recipe=recipe)
+        got = dict(zip("yxwb", [y, *gradients(y, (x, w, bias), data["g"])], strict=True))
+        for result in results:
+            assert not got[result].isfinite().all(), f"{number} in {where} is lost in {result}"
+
+
+# --- what is saved and what is skipped -------------------------------------------------------
+
+
+def saved_by(x: torch.Tensor, w: torch.Tensor, recipe: str) -> list[tuple[torch.dtype, int]]:
+    saved: list[tuple[torch.dtype, int]] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append((t.dtype, t.numel()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        conv2d(x, w, leaf(torch.zeros(w.shape[0])), recipe=recipe)
+    return saved
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kernel: int) -> None:
+    parsed = Recipe.parse(recipe)
+    fx, fw, fg = parsed.x.name, parsed.w.name, parsed.g.name
+    for x_grad, w_grad, bias_grad in (
+        (True, True, True),
+        (True, False, False),  # frozen weight
+        (False, True, True),  # first layer
+        (False, False, True),  # only the bias is trained
+    ):
+        x = normal((2, 4, 6, 5), torch.float32).requires_grad_(x_grad)
+        w = normal((8, 4, kernel, kernel), torch.float32, seed=1).requires_grad_(w_grad)
+        bias = torch.zeros(8).requires_grad_(bias_grad)
+        seen: list[tuple[str, str, str, str]] = []
+        with observed(lambda *call, into=seen: into.append(call)):
+            y = conv2d(x, w, bias, recipe=recipe, name="block.0")
+            assert seen == [("forward", "block.0", fx, fw)]
+            y.backward(torch.ones_like(y))
+        want = [("grad_input", "block.0", fg, fw)] if x_grad else []
+        want += [("grad_weight", "block.0", fg, fx)] if w_grad else []
+        assert seen[1:] == want
+        assert (x.grad is None, w.grad is None) == (not x_grad, not w_grad)
+        assert (bias.grad is None) == (not bias_grad)
+        saved = saved_by(x, w, recipe)
+        elements = sum(n for dtype, n in saved if dtype != torch.float32)  # not the scales
+        assert elements == w.numel() * x_grad + x.numel() * w_grad
+        assert all(dtype.itemsize == parsed.x.bits // 8 for dtype, n in saved if n > 60)
+
+
+def bytes_saved(recipe: str, kernel: int) -> int:
+    """What a stack of convolutions keeps for backward, parameters and their casts aside."""
+    layers = (nn.Conv2d(64, 64, kernel, padding=kernel // 2) for _ in range(4))
+    model = mixprec.cast_parameters(mixprec.convert(nn.Sequential(*layers), recipe), torch.bfloat16)
+    saved: dict[int, int] = {}
+    kept = []
+    with mixprec.reuse_weights(model):
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        for layer in model:
+            if layer._quantized_weight is not None:
+                operand = layer._quantized_weight.operand
+                own |= {t.untyped_storage().data_ptr() for t in operand if t is not None}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+                kept.append(t)  # or its memory would serve the next
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(normal((8, 64, 16, 16), torch.bfloat16).requires_grad_())
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", FP8)
+def test_half_the_bytes_are_saved_for_backward(recipe: str, kernel: int) -> None:
+    assert bytes_saved(recipe, kernel) <= 0.55 * bytes_saved("bf16", kernel)
+
+
+def test_main_grad_takes_the_weight_gradient() -> None:
+    for kernel in (1, 3):
+        x, w, bias = operands_of((2, 4, 6, 5), (8, 4, kernel, kernel))
+        conv2d(x, w, bias).sum().backward()
+        want, w.grad = w.grad, None
+        w.main_grad = torch.ones_like(w)
+        conv2d(x, w, bias).sum().backward()
+        assert w.grad is None
+        assert_close(w.main_grad, want + 1, 1e-5 + 1e-6 * want.abs())
+        w.main_grad = torch.ones(3)
+        with pytest.raises(ValueError, match=r"conv2d: weight.main_grad must have shape"):
+            conv2d(x, w, bias)
+
+
+# --- together with the rest of torch ---------------------------------------------------------
+
+
+def test_there_is_no_second_derivative() -> None:
+    x, w, bias = operands_of((1, 4, 5, 5), (3, 4, 3, 3))
+    (grad,) = torch.autograd.grad(conv2d(x, w, bias).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_autocast_outside_does_not_change_the_arithmetic(recipe: str, dtype: torch.dtype) -> None:
+    for kernel in (1, 3):
+        x, w, _ = operands_of((1, 4, 5, 5), (3, 4, kernel, kernel))
+        plain = conv2d(x, w, recipe=recipe)
+        (plain_grad,) = torch.autograd.grad(plain.sum(), w)
+        with torch.autocast("cpu", dtype):
+            y = conv2d(x, w, recipe=recipe)
+            (grad,) = torch.autograd.grad(y.sum(), w)
+        assert torch.equal(y, plain)
+        assert torch.equal(grad, plain_grad)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-block"])
+def test_compiles_without_graph_breaks(recipe: str, kernel: int) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.relu(conv2d(x, w, bias, 1, kernel // 2, recipe=recipe))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for rows, size in ((2, 6), (3, 9)):  # the second is traced with symbolic shapes
+        tensors = operands_of((rows, 4, size, size), (8, 4, kernel, kernel))
+        results = []
+        for run in (step, compiled):
+            y = run(*tensors)
+            results.append([y.detach(), *gradients(y.square().sum(), tensors, torch.ones(()))])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_out_dtype() -> None:
+    for kernel in (1, 3):
+        x, w, bias = operands_of((2, 4, 5, 5), (3, 4, kernel, kernel), torch.bfloat16)
+        for recipe in NAMES:
+            for out_dtype in WIDE:
+                y = conv2d(x, w, bias, recipe=recipe, out_dtype=out_dtype)
+                assert y.dtype == out_dtype
+                assert {t.dtype for t in gradients(y, (x, w, bias), torch.ones_like(y))} == {
+                    torch.bfloat16
+                }
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": [1.0]}, TypeError, "conv2d: x must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(4, 5)}, ValueError, r"conv2d: x must be \[B, C, H, W\] or \[C, H, W\]"),
+        ({"x": torch.zeros(1, 3, 5, 5)}, ValueError, r"with C = 4 .* got shape \(1, 3, 5, 5\)"),
+        ({"x": torch.zeros(1, 4, 5, 5).double()}, ValueError, "conv2d: x must have dtype float32"),
+        ({"weight": torch.zeros(6, 4)}, ValueError, r"weight must be \[O, C / groups, kh, kw\]"),
+        ({"weight": torch.zeros(6, 4, 3, 3).long()}, ValueError, "weight must have dtype"),
+        ({"weight": torch.zeros(6, 4, 3, 3, device="meta")}, ValueError, "weight must be on x's"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias must have shape \[O\] = \(6,\), got \(4,\)"),
+        ({"bias": torch.zeros(6).long()}, ValueError, "conv2d: bias must have dtype"),
+        ({"stride": 0}, ValueError, "stride must be an int of 1 or more, or a pair of them, got 0"),
+        ({"stride": (1, 2, 3)}, ValueError, "conv2d: stride must be an int of 1 or more"),
+        ({"dilation": 1.5}, ValueError, "conv2d: dilation must be an int of 1 or more"),
+        ({"padding": (-1, 0)}, ValueError, "conv2d: padding must be an int of 0 or more"),
+        ({"padding": "full"}, ValueError, 'padding must be "same", "valid" or a number, got'),
+        ({"padding": "same", "stride": 2}, ValueError, r'padding "same" needs a stride of 1'),
+        ({"groups": 0}, ValueError, "groups must be an int of 1 or more that divides O = 6, got 0"),
+        ({"groups": 4}, ValueError, "that divides O = 6, got 4"),
+        ({"out_dtype": torch.float64}, ValueError, "conv2d: out_dtype must be float32, bfloat16"),
+        ({"recipe": "int8"}, ValueError, 'recipe must be "bf16"'),
+        ({"recipe": "fp8-delayed"}, ValueError, "delayed scaling, whose .* use mixprec.nn.Conv2d"),
+        ({"clipped": torch.zeros(2)}, ValueError, "conv2d: clipped must hold one int64"),
+    ],
+)
+def test_errors_name_the_argument(
+    change: dict[str, object], error: type[Exception], match: str
+) -> None:
+    args: dict[str, object] = {"x": torch.zeros(1, 4, 5, 5), "weight": torch.zeros(6, 4, 3, 3)}
+    with pytest.raises(error, match=match):
+        functional.conv2d(**(args | change))

@@ -1,0 +1,501 @@
+"""linear and matmul: gradients against FP64, what is saved, what is skipped, what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import LAYOUTS, WIDE, Layout, name, normal, small_integers
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec import functional
+from mixprec.formats import E4M3, E5M2
+from mixprec.functional import _observed, matmul, observed, operands
+from mixprec.functional.operands import Delayed
+from mixprec.ops._dispatch import backends
+from mixprec.ops.delayed_scales import UNUSED
+from mixprec.recipes import RECIPES, Recipe
+from mixprec.testing import assert_close, sqnr, tolerance
+
+NAMES = tuple(RECIPES)
+FP8_MIXES = (
+    Recipe("e4m3", E4M3, E4M3, E4M3),
+    Recipe("e5m2", E5M2, E5M2, E5M2),
+    Recipe("unfloored", E4M3, E4M3, E5M2, power_of_two_scale=False),
+)
+CURRENT = tuple(name for name, recipe in RECIPES.items() if not recipe.is_delayed)
+X_SHAPES = (
+    ((0, 16), 5),
+    ((4, 0, 16), 5),
+    ((3, 0), 5),  # K = 0: y is the bias
+    ((3, 7), 0),
+    ((1,), 1),
+    ((17,), 3),
+    ((1, 16), 8),
+    ((5, 7), 3),
+    ((33, 64), 48),
+    ((130, 129), 257),  # blocks of 128, and one more
+    ((2, 3, 16), 5),
+    ((3, 2, 5, 13), 11),
+    ((2, 1, 2, 3, 8), 9),
+)
+
+
+BLOCKS = {"row": (1, 10**9), "block1x128": (1, 128), "block128x128": (128, 128)}
+
+
+def linear(*args: object, recipe: str | Recipe = "fp8", **options: object) -> torch.Tensor:
+    """functional.linear, with scales that have not been used yet where the recipe wants some."""
+    if Recipe.parse(recipe).is_delayed:
+        options["delayed"] = Delayed(torch.zeros(3), torch.full((2,), UNUSED), torch.tensor(UNUSED))
+    return functional.linear(*args, recipe=recipe, **options)
+
+
+def value(t: torch.Tensor, role: str, recipe: Recipe, *, transposed: bool = False) -> torch.Tensor:
+    """The numbers that a tensor stands for once it is cast, [rows, columns] in FP64.
+
+    transposed: as an operand of the GEMM that sums over its rows, where scales lie along these.
+    """
+    fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
+    rows = t.detach().reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    if fmt.bits == 16:
+        return rows.to(fmt.dtype).double()
+    rows = rows.t() if transposed else rows
+    power_of_two = recipe.power_of_two_scale
+    q = mixprec.quantize(rows, fmt, granularity=granularity, power_of_two_scale=power_of_two)
+    scale_inv = q.scale_inv.double()
+    if granularity != "tensor":
+        for dim, size in enumerate(BLOCKS[granularity]):
+            size = min(size, rows.shape[dim])
+            scale_inv = scale_inv.repeat_interleave(size, dim).narrow(dim, 0, rows.shape[dim])
+    result = q.data.double() * scale_inv
+    return result.t() if transposed else result
+
+
+def leaf(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().requires_grad_()
+
+
+def plant(t: torch.Tensor, number: float) -> torch.Tensor:
+    t = t.clone()
+    t.view(-1)[-1] = number
+    return t
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def check_against_fp64(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe
+) -> None:
+    """y and all gradients lie within the derived tolerance of FP64 sums of the cast operands."""
+    x, w = leaf(x), leaf(w)
+    bias = None if bias is None else leaf(bias)
+    y = linear(x, w, bias, recipe=recipe)
+    assert (y.shape, y.dtype) == ((*x.shape[:-1], w.shape[0]), x.dtype)
+    g = normal(tuple(y.shape), y.dtype, seed=3)
+    y.backward(g)
+
+    qx, qw, qg = (value(t, role, recipe) for role, t in (("x", x), ("w", w), ("g", g)))
+    qx_t, qw_t, qg_t = (
+        value(t, role, recipe, transposed=True) for role, t in (("x", x), ("w", w), ("g", g))
+    )
+    exact = qx @ qw.t() + (0.0 if bias is None else bias.detach().double())
+    assert_close(y.detach().view(exact.shape), exact, tolerance(exact, qx, qw.t(), y.dtype))
+    for grad, of, a, b in ((x.grad, x, qg, qw_t), (w.grad, w, qg_t.t(), qx_t)):
+        assert grad is not None
+        assert (grad.dtype, grad.shape) == (of.dtype, of.shape)
+        exact = a @ b
+        assert_close(grad.view(exact.shape), exact, tolerance(exact, a, b, grad.dtype))
+    if bias is not None:
+        assert bias.grad is not None
+        assert bias.grad.dtype == bias.dtype
+        rows = g.double().reshape(-1, w.shape[0]) if g.numel() else torch.zeros(0, w.shape[0])
+        ones = torch.ones(1, rows.shape[0], dtype=torch.float64)
+        exact = rows.double().sum(0)
+        rounded_to = torch.float32 if bias.dtype == torch.float64 else bias.dtype
+        bound = tolerance(exact, ones, rows, rounded_to)
+        assert_close(bias.grad, exact, bound.view(exact.shape))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), *FP8_MIXES], ids=name)
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_shapes(backend: str, dtype: torch.dtype, recipe: Recipe) -> None:
+    for shape, n in X_SHAPES:
+        x, w = normal(shape, dtype), normal((n, shape[-1]), dtype, seed=1)
+        check_against_fp64(x, w, normal((n,), dtype, seed=2), recipe)
+        check_against_fp64(x, w, None, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
+@pytest.mark.parametrize("bias_dtype", [*WIDE, torch.float64], ids=name)
+@pytest.mark.parametrize("w_dtype", WIDE, ids=name)
+@pytest.mark.parametrize("x_dtype", WIDE, ids=name)
+def test_every_gradient_has_the_dtype_of_its_tensor(
+    x_dtype: torch.dtype, w_dtype: torch.dtype, bias_dtype: torch.dtype, recipe: Recipe
+) -> None:
+    x, w = normal((9, 16), x_dtype), normal((5, 16), w_dtype, seed=1)
+    check_against_fp64(x, w, normal((5,), bias_dtype, seed=2), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
+    def run(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        x, w = leaf(x), leaf(w)
+        y = linear(x, w, recipe=recipe)
+        y.backward(g)
+        assert x.grad is not None
+        assert w.grad is not None
+        return [y.detach(), x.grad, w.grad]
+
+    dtype = recipe.x.dtype if recipe.x.bits == 16 else torch.float32
+    for shape, n in (((5, 7), 3), ((2, 3, 16), 5), ((2, 3, 4, 9), 6)):
+        # Small integers: exact in whatever order the kernel adds.
+        x = layout(small_integers(shape, dtype))
+        w = layout(small_integers((n, shape[-1]), dtype, seed=1))
+        g = layout(small_integers((*shape[:-1], n), dtype, seed=2))
+        plain = run(*(t.clone(memory_format=torch.contiguous_format) for t in (x, w, g)))
+        for got, want in zip(run(x, w, g), plain, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
+
+    def run() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
+        pairs = []
+        call = backends.call
+
+        def spy(name: str, device: str, *args: object) -> object:
+            if name == "gemm":
+                pairs.append((args[0], args[1]))
+            return call(name, device, *args)
+
+        x = leaf(small_integers((2, 3, 16), torch.float32))
+        w = leaf(small_integers((5, 16), torch.float32, seed=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(backends, "call", spy)
+            y = linear(x, w)
+            y.backward(small_integers((2, 3, 5), torch.float32, seed=2))
+        assert x.grad is not None
+        assert w.grad is not None
+        return pairs, [y.detach(), x.grad, w.grad]
+
+    _, strided = run()
+    monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
+    seen, copied = run()
+    assert len(seen) == 3
+    for a, b in seen:
+        assert a.stride(1) == 1, "a [M, K] is not K-major"
+        assert b.stride(0) == 1, "b [K, N] is not K-major"
+    for got, want in zip(copied, strided, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
+def test_small_integers_are_exact(backend: str, recipe: Recipe) -> None:
+    for shape, n in X_SHAPES:
+        for dtype in WIDE:
+            x = leaf(small_integers(shape, dtype))
+            w = leaf(small_integers((n, shape[-1]), torch.float32, seed=1))
+            bias = leaf(small_integers((n,), torch.float32, seed=2))
+            y = linear(x, w, bias, recipe=recipe, out_dtype=torch.float32)
+            g = small_integers(tuple(y.shape), torch.float32, seed=3)
+            y.backward(g)
+            x64, w64 = leaf(x.double()), leaf(w.double())
+            bias64 = leaf(bias.double())
+            y64 = torch.nn.functional.linear(x64, w64, bias64)
+            y64.backward(g.double())
+            for got, want in ((y, y64), (x.grad, x64.grad), (w.grad, w64.grad)):
+                assert torch.equal(got, want.to(got.dtype)), (shape, n, dtype)
+            assert torch.equal(bias.grad, bias64.grad.float())
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "one-signed"])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_signal_to_noise(recipe: str, draw: object) -> None:
+    """Against the FP32 layer: 25 dB for a cast, 18 dB for y, 17 dB for grad_weight."""
+    x, w, g = draw(512, 768), draw(256, 768), draw(512, 256)
+    parsed = Recipe.parse(recipe)
+    for role, t in (("x", x), ("w", w), ("g", g)):
+        assert sqnr(t, value(t, role, parsed)) >= 25
+    x, w = leaf(x), leaf(w)
+    y = linear(x, w, recipe=recipe)
+    y.backward(g)
+    assert sqnr(x.detach().double() @ w.detach().double().t(), y) >= 18
+    assert sqnr(g.double() @ w.detach().double(), x.grad) >= 18
+    assert sqnr(g.double().t() @ x.detach().double(), w.grad) >= 17
+
+
+def test_weight_gradient_of_an_fp32_weight_is_not_rounded_to_16_bits() -> None:
+    x, w = leaf(normal((64, 32), torch.bfloat16)), leaf(normal((16, 32), torch.float32, seed=1))
+    for recipe in NAMES:
+        w.grad = None
+        linear(x, w, recipe=recipe).backward(normal((64, 16), torch.bfloat16, seed=2))
+        assert not torch.equal(w.grad, w.grad.bfloat16().float())
+        assert not torch.equal(w.grad, w.grad.half().float())
+
+
+def test_out_dtype_and_accumulation_into_grad() -> None:
+    x, w = leaf(normal((4, 8), torch.bfloat16)), leaf(normal((3, 8), torch.bfloat16, seed=1))
+    for out_dtype in WIDE:
+        assert linear(x, w, out_dtype=out_dtype).dtype == out_dtype
+    y = linear(x, w, out_dtype=torch.float32)
+    y.sum().backward()
+    once = w.grad.clone()
+    linear(x, w, out_dtype=torch.float32).sum().backward()
+    assert torch.equal(w.grad, 2 * once)
+
+
+@pytest.mark.parametrize("recipe", CURRENT)
+def test_matmul_is_linear_without_the_transpose(recipe: str) -> None:
+    a, b = leaf(normal((2, 3, 16), torch.float32)), leaf(normal((16, 5), torch.float32, seed=1))
+    x, w = leaf(a), leaf(b.t().contiguous())
+    g = normal((2, 3, 5), torch.float32, seed=2)
+    c, y = matmul(a, b, recipe=recipe), linear(x, w, recipe=recipe)
+    c.backward(g)
+    y.backward(g)
+    assert_close(c.detach(), y.detach(), 2e-6)
+    assert_close(a.grad, x.grad, 2e-6)
+    assert b.grad.shape == b.shape
+    assert_close(b.grad, w.grad.t(), 2e-6)
+    assert matmul(a, b, recipe=recipe, out_dtype=torch.float16).dtype == torch.float16
+
+
+# --- overflow stays visible ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("recipe", [*NAMES, *FP8_MIXES], ids=str)
+def test_non_finite_values_reach_the_gradients(
+    backend: str, recipe: str | Recipe, number: float
+) -> None:
+    shapes = {"x": (4, 16), "w": (8, 16), "g": (4, 8)}
+    seen_in = {"x": ("y", "w"), "w": ("y", "x"), "g": ("x", "w", "bias")}
+    for where, results in seen_in.items():
+        data = {k: normal(s, torch.float32, seed=i) for i, (k, s) in enumerate(shapes.items())}
+        data[where] = plant(data[where], number)
+        x, w, bias = leaf(data["x"]), leaf(data["w"]), leaf(torch.zeros(8))
+        y = linear(x, w, bias, recipe=recipe)
+        y.backward(data["g"])
+        got = {"y": y.detach(), "x": x.grad, "w": w.grad, "bias": bias.grad}
+        for result in results:
+            assert not got[result].isfinite().all(), f"{number} in {where} is lost in {result}"
+
+
+def test_overflow_in_a_cast() -> None:
+    """A gradient above fp16's maximum is Inf in fp16 and stays a number in scaled FP8."""
+    x, w = leaf(normal((4, 16), torch.float32)), leaf(normal((8, 16), torch.float32, seed=1))
+    g = plant(normal((4, 8), torch.float32, seed=2), 1e6)
+    linear(x, w, recipe="fp16").backward(g)
+    assert not x.grad.isfinite().all()
+    assert not w.grad.isfinite().all()
+    x.grad = w.grad = None
+    linear(x, w, recipe="fp8").backward(g)
+    assert sqnr(g.double() @ w.detach().double(), x.grad) >= 18
+    # The result is rounded to the dtype of its tensor, as IEEE 754 says: 2^17 is Inf in fp16.
+    half = leaf(torch.ones(1, 16, dtype=torch.float16))
+    linear(half, torch.full((1, 16), 2.0), out_dtype=torch.float32).backward(
+        torch.full((1, 1), 2.0**16)
+    )
+    assert half.grad.isposinf().all()
+
+
+# --- what is saved and what is skipped -------------------------------------------------------
+
+
+def saved_by(
+    x: torch.Tensor, w: torch.Tensor, recipe: str | Recipe
+) -> list[tuple[torch.dtype, int, int]]:
+    """(dtype, elements, storage address) of what linear saves for backward."""
+    saved: list[tuple[torch.dtype, int, int]] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append((t.dtype, t.numel(), t.untyped_storage().data_ptr()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        linear(x, w, leaf(torch.zeros(w.shape[0])), recipe=recipe)
+    return saved
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_fp8_saves_one_byte_an_element(dtype: torch.dtype) -> None:
+    x, w = leaf(normal((6, 4, 16), dtype)), leaf(normal((8, 16), dtype))
+    saved = saved_by(x, w, "fp8")
+    assert sum(d.itemsize * n for d, n, _ in saved) == x.numel() + w.numel() + 2 * 4
+    scales = [n for d, n, _ in saved if d == torch.float32]
+    assert scales == [1, 1]
+    saved = saved_by(x, w, replace(Recipe.parse("fp8"), x=E5M2))
+    assert {d for d, n, _ in saved if n > 1} == {torch.float8_e5m2, torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_16_bits_save_the_tensors_themselves_or_a_16_bit_copy(recipe: str) -> None:
+    dtype = Recipe.parse(recipe).x.dtype
+    x, w = leaf(normal((6, 4, 16), dtype)), leaf(normal((8, 16), dtype))
+    assert {a for _, _, a in saved_by(x, w, recipe)} == {x.data_ptr(), w.data_ptr()}
+    saved = saved_by(leaf(x.float()), leaf(w.float()), recipe)
+    assert sum(d.itemsize * n for d, n, _ in saved) == 2 * (x.numel() + w.numel())
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_gradients_that_nobody_needs_cost_nothing(recipe: str) -> None:
+    fx, fw = (f.name for f in Recipe.parse(recipe).forward)
+    fg = Recipe.parse(recipe).g.name
+    for x_grad, w_grad, bias_grad in (
+        (True, True, True),
+        (True, False, False),  # frozen weight
+        (False, True, True),  # first layer
+        (False, False, True),  # only the bias is trained
+    ):
+        x = normal((6, 16), torch.float32).requires_grad_(x_grad)
+        w = normal((8, 16), torch.float32, seed=1).requires_grad_(w_grad)
+        bias = torch.zeros(8).requires_grad_(bias_grad)
+        seen: list[tuple[str, str, str, str]] = []
+        with observed(lambda *call, into=seen: into.append(call)):
+            y = linear(x, w, bias, recipe=recipe, name="block.0")
+            assert seen == [("forward", "block.0", fx, fw)]
+            y.backward(torch.ones_like(y))
+        want = [("grad_input", "block.0", fg, fw)] if x_grad else []
+        want += [("grad_weight", "block.0", fg, fx)] if w_grad else []
+        assert seen[1:] == want
+        assert (x.grad is None, w.grad is None) == (not x_grad, not w_grad)
+        assert (bias.grad is None) == (not bias_grad)
+        saved = saved_by(x, w, recipe)
+        elements = sum(n for dtype, n, _ in saved if dtype != torch.float32)  # not the scales
+        assert elements == w.numel() * x_grad + x.numel() * w_grad
+
+
+def test_without_grad_mode_nothing_is_recorded() -> None:
+    x, w = leaf(normal((6, 16), torch.float32)), leaf(normal((8, 16), torch.float32))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y = linear(x, w)
+        assert not y.requires_grad
+        assert y.grad_fn is None
+
+
+def test_saved_16_bit_tensors_are_guarded_against_being_overwritten() -> None:
+    x = normal((6, 16), torch.bfloat16)
+    w = leaf(normal((8, 16), torch.bfloat16))
+    y = linear(x, w, recipe="bf16")
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    x = normal((6, 16), torch.bfloat16)
+    y = linear(x, w, recipe="fp8")  # saved its own bytes
+    x.zero_()
+    y.sum().backward()
+    assert w.grad.norm() > 0
+
+
+def test_observers_nest_and_end_with_their_block() -> None:
+    x, w = normal((2, 4), torch.float32), normal((3, 4), torch.float32)
+    outer: list[object] = []
+    inner: list[object] = []
+
+    def fail(*call: object) -> None:
+        inner.append(call)
+        raise KeyError
+
+    with observed(lambda *call: outer.append(call)):
+        with pytest.raises(KeyError), observed(fail):
+            linear(x, w)
+        linear(x, w)
+    linear(x, w)
+    assert (len(outer), len(inner)) == (1, 1)
+    assert _observed._observer is None
+
+
+# --- together with the rest of torch ---------------------------------------------------------
+
+
+def test_there_is_no_second_derivative() -> None:
+    x, w = leaf(normal((2, 4), torch.float32)), leaf(normal((3, 4), torch.float32))
+    (grad,) = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_activation_checkpointing(recipe: str, use_reentrant: bool) -> None:
+    x, w = normal((6, 16), torch.float32), normal((16, 16), torch.float32, seed=1)
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return linear(torch.relu(linear(x, w, recipe=recipe)), w, recipe=recipe)
+
+    plain, again = (leaf(x), leaf(w)), (leaf(x), leaf(w))
+    block(*plain).sum().backward()
+    checkpoint(block, *again, use_reentrant=use_reentrant).sum().backward()
+    for p, a in zip(plain, again, strict=True):
+        assert torch.equal(p.grad, a.grad)
+
+
+def test_autocast_outside_does_not_change_the_arithmetic() -> None:
+    x, w = leaf(normal((6, 64), torch.float32)), leaf(normal((8, 64), torch.float32, seed=1))
+    plain = linear(x, w)
+    (plain_grad,) = torch.autograd.grad(plain.sum(), w)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w)
+        (grad,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(y, plain)
+    assert torch.equal(grad, plain_grad)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_compiles_without_graph_breaks(recipe: str) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.relu(linear(x, w, bias, recipe=recipe))
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    w, bias = normal((8, 16), torch.float32, seed=1), normal((8,), torch.float32, seed=2)
+    for rows in (6, 11):  # the second size is traced with a symbolic shape
+        x = normal((rows, 2, 16), torch.float32)
+        eager = leaf(x), leaf(w), leaf(bias)
+        traced = leaf(x), leaf(w), leaf(bias)
+        y, y_traced = step(*eager), compiled(*traced)
+        assert torch.equal(y, y_traced)
+        y.square().sum().backward()
+        y_traced.square().sum().backward()
+        for e, t in zip(eager, traced, strict=True):
+            assert torch.equal(t.grad, e.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": [1.0]}, TypeError, "linear: x must be a torch.Tensor, got list"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"linear: x must be \[..., K\] with K = 4"),
+        ({"x": torch.zeros(2, 5)}, ValueError, r"K = 4 .* got shape \(2, 5\)"),
+        ({"x": torch.zeros(2, 4).double()}, ValueError, "linear: x must have dtype float32"),
+        ({"x": torch.zeros(2, 4).long()}, ValueError, "linear: x must have dtype float32"),
+        ({"weight": torch.zeros(3, 4, 1)}, ValueError, r"linear: weight must be \[N, K\]"),
+        ({"weight": torch.zeros(3, 4).double()}, ValueError, "linear: weight must have dtype"),
+        ({"weight": torch.zeros(3, 4, device="meta")}, ValueError, "weight must be on x's device"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias must have shape \[N\] = \(3,\), got \(4,\)"),
+        ({"bias": torch.zeros(3).long()}, ValueError, "linear: bias must have dtype"),
+        ({"out_dtype": torch.float64}, ValueError, "linear: out_dtype must be float32, bfloat16"),
+        ({"recipe": "int8"}, ValueError, 'recipe must be "bf16"'),
+    ],
+)
+def test_errors_name_the_argument(
+    change: dict[str, object], error: type[Exception], match: str
+) -> None:
+    args: dict[str, object] = {"x": torch.zeros(2, 4), "weight": torch.zeros(3, 4), "bias": None}
+    with pytest.raises(error, match=match):
+        linear(**(args | change))
+
+
+def test_matmul_errors() -> None:
+    with pytest.raises(ValueError, match=r"matmul: a must be \[..., K\] and b \[K, N\]"):
+        matmul(torch.zeros(2, 4), torch.zeros(3, 4), recipe="fp8")
+    with pytest.raises(ValueError, match=r"matmul: a must be \[..., K\] and b \[K, N\]"):
+        matmul(torch.zeros(2, 4), torch.zeros(1, 4, 3), recipe="fp8")
+    with pytest.raises(ValueError, match="matmul: b must have dtype"):
+        matmul(torch.zeros(2, 4), torch.zeros(4, 3).double(), recipe="fp8")

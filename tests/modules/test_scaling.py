@@ -1,0 +1,440 @@
+"""Delayed scaling in a layer: when an amax is recorded, when scales change, what is kept."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import normal
+from ranks import RankError, on_ranks
+from torch import nn
+
+import mixprec
+from mixprec import scaling
+from mixprec.nn import Linear
+from mixprec.nn.convert import convert
+from mixprec.ops.delayed_scales import UNUSED
+from mixprec.recipes import RECIPES, Recipe
+from mixprec.scaling import plain_state_dict, update_scales
+
+DELAYED = RECIPES["fp8-delayed"]
+SHORT = replace(DELAYED, name="short", history=2)
+
+
+def make(recipe: Recipe | str = DELAYED, bias: bool = False) -> Linear:
+    return Linear(4, 4, bias=bias, recipe=recipe)
+
+
+def amaxes(layer: Linear) -> list[float]:
+    """What was seen of x and g since the last update."""
+    return [layer.amax.item(), layer.grad_amax.item()]
+
+
+def run(layer: nn.Module, x: float = 1.0, g: float = 1.0) -> None:
+    """A pass forward and backward with these as the largest input and gradient."""
+    leaf = torch.full((2, 4), x).requires_grad_()
+    layer(leaf).backward(torch.full((2, 4), g))
+
+
+@pytest.fixture
+def by_hand() -> Iterator[None]:
+    scaling.set_automatic_updates(False)
+    yield
+    scaling.set_automatic_updates(True)
+
+
+def test_the_first_step_takes_the_scale_of_its_own_amax() -> None:
+    layer, current = make(), Linear(4, 4, bias=False)
+    current.load_state_dict(plain_state_dict(layer))
+    x, results = normal((8, 4), torch.float32) * 1e3, []
+    for module in (layer, current):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(normal((8, 4), torch.float32, seed=1) * 1e-6)
+        results.append([y.detach(), leaf.grad, module.weight.grad])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert layer.scale.tolist() == [0.0] * 2
+
+
+def test_a_step_casts_with_the_scale_of_the_one_before() -> None:
+    layer = make(SHORT)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    rows = [  # amax of x, amax of g -> scales of x and g after the step
+        (7.0, 1.0, 64.0, 32768.0),
+        (1.0, 8.0, 64.0, 4096.0),  # the window holds two steps
+        (1.0, 1.0, 256.0, 4096.0),
+        (1.0, 1.0, 256.0, 32768.0),
+    ]
+    for x, g, x_scale, g_scale in rows:
+        before = layer.scale.clone()
+        run(layer, x, g)
+        assert torch.equal(layer.scale, before), "nothing may change inside a step"
+        assert amaxes(layer) == [x, g]
+        update_scales(layer)
+        assert layer.scale.tolist() == [x_scale, g_scale]
+        assert amaxes(layer) == [UNUSED] * 2
+    # E4M3 holds 448: with scale 256, what is larger than 1.75 saturates in the first step.
+    y = layer(torch.full((1, 4), 7.0))
+    assert y.tolist() == [[1.75 * 0.5 * 4] * 4]
+
+
+def test_a_weight_is_scaled_by_its_own_amax() -> None:
+    """It starts at zero and doubles from step to step, as under Adam: nothing of it saturates."""
+    layer = make()
+    for largest in (0.0, 0.001, 0.0021, 0.5, 100.0):
+        with torch.no_grad():
+            layer.weight.fill_(largest)
+        y = layer(torch.eye(4))
+        assert y.max().item() == pytest.approx(largest, rel=2**-4)
+        update_scales(layer)
+
+
+def test_several_passes_in_a_step_count_as_their_maximum() -> None:
+    layer = make()
+    for x, g in ((3.0, 0.5), (2.0, 4.0), (1.0, 1.0)):
+        run(layer, x, g)
+    assert amaxes(layer) == [3.0, 4.0]
+    update_scales(layer)
+    assert layer.amax_history[0, :2].tolist() == [3.0, 0.0]
+
+
+def test_what_was_not_used_is_not_rolled() -> None:
+    used, idle = make(), make()
+    model = nn.ModuleList([used, idle])
+    run(idle, 2.0)
+    update_scales(model)
+    history, scale = idle.amax_history.clone(), idle.scale.clone()
+    for _ in range(3):
+        run(used)
+        update_scales(model)
+    assert torch.equal(idle.amax_history, history)
+    assert torch.equal(idle.scale, scale)
+    assert (used.amax_history[0] > 0).sum() == 3
+    # Of one layer, the gradient alone may be missing.
+    used(torch.full((2, 4), 5.0))
+    update_scales(model)
+    assert used.amax_history[0, 0] == 5.0
+    assert (used.amax_history[1] > 0).sum() == 3
+
+
+def test_without_grad_mode_nothing_is_recorded() -> None:
+    layer = make().eval()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            layer(torch.full((2, 4), 9.0))
+    assert amaxes(layer) == [UNUSED] * 2
+    before = layer.scale.clone()
+    update_scales(layer)
+    assert torch.equal(layer.scale, before)
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+@pytest.mark.parametrize("where", ["x", "g"])
+def test_a_step_that_is_not_finite_leaves_no_trace(where: str, number: float) -> None:
+    layer = make()
+    run(layer, 2.0, 3.0)
+    update_scales(layer)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    row = "xg".index(where)
+    run(layer, **{where: number})
+    run(layer)  # a finite pass in the same step does not hide it
+    assert not math.isfinite(amaxes(layer)[row])
+    update_scales(layer)
+    for name in scaling.SAVED:
+        assert torch.equal(layer.state_dict()[name][row], before[name][row]), name
+    run(layer, 2.0, 3.0)
+    update_scales(layer)
+    assert layer.amax_history[row, 0] == {"x": 2.0, "g": 3.0}[where]
+
+
+def test_zeros_keep_the_scale() -> None:
+    layer = make(SHORT)
+    run(layer, 0.0, 0.0)
+    update_scales(layer)
+    assert layer.scale.tolist() == [0.0, 0.0]  # still none
+    run(layer, 7.0)
+    update_scales(layer)
+    for _ in range(3):
+        run(layer, 0.0)
+        update_scales(layer)
+    assert layer.scale[0] == 64.0
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, mixprec.optim.AdamW])
+def test_every_optimizer_step_updates_the_scales(make_optimizer: Callable) -> None:
+    layer = make()
+    optimizer = make_optimizer(layer.parameters(), lr=0.1)
+    run(layer, 7.0)
+    run(layer, 3.0)
+    optimizer.step()
+    assert layer.scale[0] == 64.0
+    assert (layer.amax_history[0] > 0).sum() == 1
+    update_scales(layer)  # once more, by hand: nothing was used since
+    optimizer.step()
+    assert (layer.amax_history[0] > 0).sum() == 1
+
+
+def test_automatic_updates_can_be_turned_off(by_hand: None) -> None:
+    layer = make()
+    run(layer, 7.0)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert layer.amax == 7.0
+    update_scales(layer)
+    assert layer.scale[0] == 64.0
+
+
+def test_a_frozen_base_is_updated_too() -> None:
+    base, adapter = make(), nn.Linear(4, 4)
+    base.requires_grad_(False)
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+    base(adapter(torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+    assert (base.scale > 0).all()
+
+
+def test_an_overflow_that_a_scaler_skips() -> None:
+    layer = make()
+    optimizer, scaler = mixprec.optim.AdamW(layer.parameters()), mixprec.GradScaler()
+    for largest in (1.0, math.inf, 1.0):
+        before = {name: t.clone() for name, t in layer.state_dict().items()}
+        loss = (layer(torch.ones(2, 4)) * largest).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if largest == math.inf:
+            assert scaler.last_step_skipped
+            assert torch.equal(layer.weight, before["weight"])
+            assert torch.equal(layer.amax_history[1], before["amax_history"][1])
+            assert torch.equal(layer.scale, before["scale"])
+        assert amaxes(layer) == [UNUSED] * 2
+    assert (layer.amax_history[1] > 0).sum() == 2
+
+
+def test_one_op_call_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), "fp8-delayed")
+    model(torch.ones(2, 4)).sum().backward()
+    calls: list[int] = []
+    update = scaling.update_delayed_scales_
+    monkeypatch.setattr(
+        scaling,
+        "update_delayed_scales_",
+        lambda *a, **k: (calls.append(len(a[0])), update(*a, **k)),
+    )
+    update_scales(model)
+    assert calls == [10]
+
+
+# --- state -----------------------------------------------------------------------------------
+
+
+def trained() -> Linear:
+    layer = make(bias=True)
+    run(layer, 3.0)
+    update_scales(layer)
+    return layer
+
+
+def through_a_file(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts(assign: bool) -> None:
+    layer = trained()
+    assert list(layer.state_dict()) == ["weight", "bias", "amax_history", "scale"]
+    saved = through_a_file(layer.state_dict())
+
+    other = make(bias=True)
+    run(other, 100.0)
+    other.load_state_dict(saved, assign=assign)
+    assert torch.equal(other.amax_history, layer.amax_history)
+    assert torch.equal(other.scale, layer.scale)
+    assert amaxes(other) == [UNUSED] * 2, "a step that was under way is over"
+
+    # Into any other recipe and into torch's own layer, and back from there.
+    for recipe in ("fp8", "bf16", "fp8-rowwise"):
+        make(recipe, bias=True).load_state_dict(saved, assign=assign)
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict(through_a_file(plain_state_dict(layer)), assign=assign)
+    assert torch.equal(plain.weight, layer.weight)
+    other.load_state_dict(plain.state_dict(), assign=assign)
+    assert other.scale.tolist() == [0.0] * 2, "scales belong to the weights of before"
+    assert set(saved) == {"weight", "bias", "amax_history", "scale"}, "the file was written to"
+
+
+def test_plain_state_dict_of_a_model() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.BatchNorm1d(4))
+    keys = list(plain.state_dict())
+    model = convert(copy.deepcopy(plain), "fp8-delayed")
+    assert list(plain_state_dict(model)) == keys
+    plain.load_state_dict(plain_state_dict(model))
+    model.load_state_dict(plain.state_dict())
+    assert "0.scale" in model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "match"),
+    [
+        (
+            "amax_history",
+            torch.zeros(2, 8),
+            r"up\.amax_history must have shape \(2, 16\) and dtype",
+        ),
+        (
+            "scale",
+            torch.zeros(()),
+            r"up\.scale must have shape \(2,\) and dtype float32 .* got \(\)",
+        ),
+        ("scale", torch.zeros(2).half(), r"got \(2,\), torch.float16"),
+        ("scale", [1.0], "got <class 'list'>"),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(key: str, wrong: object, match: str) -> None:
+    model = nn.ModuleDict({"up": trained()})
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=match) as caught:
+        model.load_state_dict({**model.state_dict(), f"up.{key}": wrong})
+    assert "fp8-delayed" in str(caught.value)
+    assert torch.equal(model.state_dict()["up.scale"], before["up.scale"]) or key == "scale"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
+    layer = trained()
+    history = layer.amax_history.clone()
+    layer.amax_history[1, 0] = math.pi
+    history[1, 0] = math.pi
+    nn.Sequential(layer).to(dtype)
+    assert layer.weight.dtype == dtype
+    assert {layer._buffers[name].dtype for name in scaling.BUFFERS} == {torch.float32}
+    assert torch.equal(layer.amax_history, history)
+    assert layer.half().scale.dtype == torch.float32
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        layer = make(bias=True)
+    assert all(b.is_meta for b in layer.buffers())
+    for fill in ("to_empty", "reset", "assign"):
+        other = copy.deepcopy(layer)
+        if fill == "assign":
+            other.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
+        else:
+            other.to_empty(device="cpu")
+            with torch.no_grad():
+                other.weight.fill_(0.5)
+        if fill == "reset":
+            other.scale.fill_(3.0)
+            other.reset_parameters()
+        assert not any(b.is_meta for b in other.buffers())
+        assert other.scale.tolist() == [0.0] * 2, fill
+        assert other.amax_history.count_nonzero() == 0
+        run(other, 7.0)
+        update_scales(other)
+        assert other.scale[0] == 64.0
+
+
+def test_copies_have_their_own_scales_and_are_updated() -> None:
+    layer = trained()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert torch.equal(other.amax_history, layer.amax_history)
+        history = layer.amax_history.clone()
+        run(other, 50.0)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert other.amax_history[0, 0] == 50.0
+        assert torch.equal(layer.amax_history, history)
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        TypeError, match=r"update_scales: model must be a torch.nn.Module, got list"
+    ):
+        update_scales([make()])
+    with pytest.raises(ValueError, match=r"fp8-delayed has delayed scaling, .*nn.Linear"):
+        mixprec.functional.linear(torch.ones(2, 4), torch.ones(4, 4), recipe="fp8-delayed")
+
+
+# --- ranks -----------------------------------------------------------------------------------
+
+
+def on_one_rank(recipes: list[str], largest: list[float]) -> tuple[list[float], list[float], int]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    model = nn.ModuleDict({"a": make(recipes[rank]), "b": make(recipes[rank])})
+    calls = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: (calls.append(a[0].numel()), all_reduce(*a, **k))[1]
+    run(model["a"], largest[rank])
+    if rank == 0:
+        run(model["b"], 2.0)
+    update_scales(model, dist.group.WORLD)
+    dist.all_reduce = all_reduce
+    return model["a"].scale.tolist(), model["b"].amax_history[:, 0].tolist(), calls
+
+
+def test_ranks_share_the_largest_amax_in_one_call() -> None:
+    results = on_ranks(2, on_one_rank, recipes=["fp8-delayed"] * 2, largest=[1.0, 7.0])
+    (scale, history, calls), other = results
+    assert scale[0] == 64.0
+    assert history[0] == 2.0, "used on one rank, so rolled on both"
+    assert (scale, history) == other[:2]
+    assert calls == [2 * 4]
+
+
+def test_nan_on_one_rank_keeps_the_step_out_on_all() -> None:
+    results = on_ranks(2, on_one_rank, recipes=["fp8-delayed"] * 2, largest=[1.0, math.nan])
+    for scale, history, _ in results:
+        assert scale[0] == 0.0
+        assert history[0] == 2.0
+
+
+def test_ranks_with_different_recipes_are_told() -> None:
+    with pytest.raises(RankError, match="must have the same layers and recipes, got 2 here and 0"):
+        on_ranks(2, on_one_rank, recipes=["fp8-delayed", "fp8"], largest=[1.0, 1.0])
+
+
+def sharded_on_one_rank() -> tuple[list[float], list[float], int]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank()
+    model = nn.Sequential(*(make() for _ in range(3)))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for largest in (7.0, 1.0):
+            with mixprec.reuse_weights(model):  # which leaves sharded weights alone
+                run(model, largest * (1 + rank))
+        update_scales(model, dist.group.WORLD)
+        optimizer.step()
+    scales = [number for layer in model for number in layer.scale.tolist()]
+    return scales, model[0].amax_history[0].tolist(), len(list(model[0].state_dict()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_sharded_layers() -> None:
+    """FSDP2: whole weights are cast, buffers stay whole, and ranks agree on the scales."""
+    (scales, history, keys), other = on_ranks(2, sharded_on_one_rank)
+    assert (scales, history, keys) == other
+    assert all(scale > 0 for scale in scales)
+    assert history[:3] == [14.0, 14.0, 0.0]
+    assert keys == 3

@@ -1,0 +1,586 @@
+"""adamw_: operation by operation, bit for bit, against an FP32 step written in NumPy."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import (
+    LARGE,
+    SHAPES,
+    WIDE,
+    WRITABLE,
+    Layout,
+    contiguous,
+    name,
+    normal,
+    random_bits,
+    transposed,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec.ops import adamw_, clip_coef, grad_stats_
+from mixprec.ops._dispatch.rounding import split_master
+
+HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
+OTHER = {"lr": 0.37, "beta1": 0.0, "beta2": 0.5, "eps": 1e-3, "weight_decay": 0.0}
+
+
+@dataclass
+class Lists:
+    """The arguments of one call, and what they must hold after it."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    exp_avgs: list[torch.Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    masters: list[torch.Tensor] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    steps: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def add(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype | None = None,
+        *,
+        master: bool | str = False,
+        moments: torch.dtype | None = None,
+        step: int = 0,
+        layouts: tuple[Layout, ...] = (contiguous,) * 5,
+        seed: int = 0,
+    ) -> None:
+        """master: False, True for one in fp32, "remainder" for the bits that a bf16 param lacks."""
+        real = torch.float64 if dtype == torch.float64 else torch.float32
+        moments = moments or real
+        truth = normal(shape, real, seed)
+        old = float(step > 0)
+        self.params.append(layouts[0](truth.to(dtype)))
+        self.grads.append(layouts[1](normal(shape, grad_dtype or dtype, seed + 1)))
+        self.exp_avgs.append(layouts[2]((normal(shape, real, seed + 2) * old).to(moments)))
+        second = normal(shape, real, seed + 3).square() * old
+        self.exp_avg_sqs.append(layouts[3](second.to(moments)))
+        if master == "remainder":
+            param, remainder = split_master(truth)
+            self.params[-1] = layouts[0](param)
+            # every_second and padded_rows surround it with NaN, which integers have not
+            self.masters.append(transposed(remainder))
+        elif master:
+            self.masters.append(layouts[4](truth))
+        self.counts.append(step)
+        self.steps = torch.tensor(self.counts, dtype=torch.float32)
+
+    def lists(self) -> tuple[list[torch.Tensor], ...]:
+        return self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters
+
+    def all(self) -> list[torch.Tensor]:
+        return [*(t for tensors in self.lists() for t in tensors), self.steps]
+
+    def clone(self) -> Lists:
+        # torch.clone keeps the strides of dense tensors, which is all that is needed here
+        lists = ([t.clone() for t in tensors] for tensors in self.lists())
+        return Lists(*lists, list(self.counts), self.steps.clone())
+
+    def call(self, **settings: object) -> None:
+        hyper = HYPER | settings
+        for key in ("inv_scale", "clip", "found_inf"):
+            if hyper.get(key) is not None:
+                hyper[key] = torch.tensor(hyper[key], dtype=torch.float32)
+        adamw_(*self.lists(), self.steps, **hyper)  # type: ignore[arg-type]
+
+
+NOT_NUMPYS = ("found_inf", "stochastic_rounding", "seed", "indices")
+
+
+def patterns(t: torch.Tensor) -> np.ndarray:
+    return t.numpy() if t.dtype == torch.int16 else ind.bits(t)
+
+
+def truth_of(lists: Lists, i: int) -> torch.Tensor:
+    if not lists.masters:
+        return lists.params[i]
+    master = lists.masters[i]
+    if master.dtype != torch.int16:
+        return master
+    high = ind.bits(lists.params[i]).astype(np.int64) << 16
+    code = (high + master.numpy()) & 0xFFFFFFFF
+    return torch.from_numpy(np.array(code, np.uint32).view(np.float32))
+
+
+def check(lists: Lists, **settings: object) -> None:
+    """One call, and every bit of params, moments, masters and steps against NumPy."""
+    hyper = HYPER | {k: v for k, v in settings.items() if k not in NOT_NUMPYS}
+    if isinstance(hyper["lr"], torch.Tensor):
+        hyper["lr"] = hyper["lr"].item()
+    want = []
+    for i, param in enumerate(lists.params):
+        real = np.float64 if param.dtype == torch.float64 else np.float32
+        arrays = (truth_of(lists, i), lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
+        step = int(lists.steps[i].item()) + 1
+        want.append(ind.adamw(*(ind.values(t) for t in arrays), step, real=real, **hyper))
+    before = lists.steps.clone()
+    grads = [ind.bits(g).copy() for g in lists.grads]
+    lists.call(**settings)
+    assert torch.equal(lists.steps, before + 1)
+    for i, (param, (p, m, v)) in enumerate(zip(lists.params, want, strict=True)):
+
+        def rounded(x: np.ndarray, to: torch.Tensor, stream: int, i: int = i) -> np.ndarray:
+            """With the random bits where there are to be some."""
+            wants = stream > 0 or (settings.get("stochastic_rounding") and not lists.masters)
+            if to.dtype != torch.bfloat16 or not wants:
+                return ind.narrow(x, to.dtype)
+            seed, index = settings.get("seed", 0), settings["indices"][i]
+            step = int(lists.steps[i].item())
+            return ind.stochastic_bf16(x, ind.random16(x.size, seed, step, index, stream))
+
+        if lists.masters and lists.masters[i].dtype == torch.int16:
+            code = np.array(p, np.float32).view(np.uint32).astype(np.int64)
+            high = (code + 0x8000) >> 16
+            ind.assert_bits(param, high.astype(np.uint16), f"params[{i}]")
+            got = lists.masters[i].numpy()
+            assert np.array_equal(got, code - (high << 16)), f"masters[{i}]"
+        else:
+            ind.assert_bits(param, rounded(p, param, 0), f"params[{i}]")
+            if lists.masters:
+                master = lists.masters[i]
+                ind.assert_bits(master, ind.narrow(p, master.dtype), f"masters[{i}]")
+        ind.assert_bits(lists.exp_avgs[i], rounded(m, lists.exp_avgs[i], 1), f"exp_avgs[{i}]")
+        second = lists.exp_avg_sqs[i]
+        ind.assert_bits(second, rounded(v, second, 2), f"exp_avg_sqs[{i}]")
+        assert np.array_equal(ind.bits(lists.grads[i]), grads[i]), "adamw_ wrote to a gradient"
+
+
+KINDS = [(p, g, m) for p in WIDE for g in WIDE for m in (False, True)]
+KINDS.append((torch.float64, torch.float64, False))
+
+
+@pytest.mark.parametrize(("param", "grad", "master"), KINDS, ids=str)
+def test_every_dtype_mix(backend: str, param: torch.dtype, grad: torch.dtype, master: bool) -> None:
+    lists = Lists()
+    for i, shape in enumerate(SHAPES):  # the empty ones among them
+        lists.add(shape, param, grad, master=master, step=i % 5, seed=10 * i)
+    for settings in ({}, {"inv_scale": 2.0**-9, "clip": 0.7}, OTHER | {"maximize": True}):
+        check(lists, **settings)
+    check(lists, decoupled_weight_decay=False, max_value=0.5)
+
+
+RANDOM = [
+    (torch.float32, False, torch.bfloat16, False),
+    (torch.float16, True, torch.bfloat16, True),
+    (torch.bfloat16, False, torch.bfloat16, True),
+    (torch.bfloat16, False, torch.bfloat16, False),
+    (torch.bfloat16, False, torch.float32, True),
+    (torch.bfloat16, True, torch.bfloat16, True),
+    (torch.bfloat16, "remainder", torch.bfloat16, False),
+    (torch.bfloat16, "remainder", torch.float32, False),
+]
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=name)
+@pytest.mark.parametrize(("param", "master", "moments", "stochastic"), RANDOM, ids=str)
+def test_bf16_moments_remainders_and_stochastic_params(
+    backend: str,
+    param: torch.dtype,
+    master: bool | str,
+    moments: torch.dtype,
+    stochastic: bool,
+    layout: Layout,
+) -> None:
+    """Random bits are counted in row-major order whatever the memory order is."""
+    at = WRITABLE.index(layout)
+    layouts = tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
+    lists = Lists()
+    for i, shape in enumerate(SHAPES):
+        each = (layout,) * 5 if i % 2 else layouts
+        lists.add(shape, param, torch.float32 if i % 3 else param, master=master, moments=moments,
+                  step=i % 4, layouts=each, seed=10 * i)  # fmt: skip
+    indices = [(7 * i) % 1000 for i in range(len(SHAPES))]
+    random = {"indices": indices, "stochastic_rounding": stochastic}
+    check(lists, seed=5, **random)
+    check(lists, seed=2**62 + 12345, inv_scale=0.3, decoupled_weight_decay=False, **random)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
+def test_lr_as_a_tensor(backend: str, dtype: torch.dtype) -> None:
+    lists = Lists()
+    lists.add((33,), step=2)
+    lists.add((33,), torch.float64, step=2)
+    for shape in ((), (1,)):
+        check(lists, lr=torch.full(shape, 3e-3, dtype=dtype))
+
+
+def test_no_decay_leaves_an_infinite_param_alone(backend: str) -> None:
+    """A mask of -inf that is a param: 0 * inf would be NaN."""
+    for decoupled in (True, False):
+        lists = Lists()
+        lists.add((3,))
+        lists.params[0].copy_(torch.tensor([1.0, -math.inf, -0.0]))
+        lists.grads[0].copy_(torch.tensor([1.0, 0.0, 0.0]))
+        check(lists, weight_decay=0.0, decoupled_weight_decay=decoupled)
+        assert lists.params[0][1] == -math.inf
+
+
+@pytest.mark.parametrize("layout", WRITABLE, ids=name)
+@pytest.mark.parametrize("dtype", [*WIDE, torch.float64], ids=name)
+def test_layouts_each_tensor_with_its_own(backend: str, dtype: torch.dtype, layout: Layout) -> None:
+    lists = Lists()
+    at = WRITABLE.index(layout)
+    layouts = tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
+    master = dtype in (torch.bfloat16, torch.float16)
+    for i, shape in enumerate(SHAPES):
+        lists.add(shape, dtype, master=master, layouts=layouts, seed=10 * i)
+        lists.add(shape, dtype, master=master, layouts=(layout,) * 5, seed=10 * i + 5)
+    check(lists)
+    check(lists, inv_scale=0.3)
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("dtype", [*WIDE, torch.float64], ids=name)
+def test_large(two_threads: None, dtype: torch.dtype, master: bool) -> None:
+    lists = Lists()
+    transpose = WRITABLE[1]
+    for i, shape in enumerate(LARGE):
+        real = master and dtype != torch.float64
+        mixed = (contiguous, transpose, contiguous, transpose, contiguous)
+        lists.add(shape, dtype, master=real, step=3, seed=i, layouts=mixed)
+        lists.add(shape, dtype, master=real, step=3, seed=i + 50)
+    again = lists.clone()
+    check(lists, inv_scale=0.125)
+    again.call(inv_scale=0.125)
+    for one, two in zip(lists.all(), again.all(), strict=True):
+        ind.assert_same_bits(one, two, "second run")
+
+
+def test_large_at_random(two_threads: None) -> None:
+    lists = Lists()
+    for i, shape in enumerate(LARGE):
+        lists.add(shape, torch.bfloat16, moments=torch.bfloat16, step=3, seed=i)
+    check(lists, indices=[1, 0], stochastic_rounding=True, seed=9)
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.5},
+        {"lr": 3e-4},
+        {"lr": 0.0},
+        {"beta1": 0.95, "beta2": 0.98},
+        {"beta1": 0.0},
+        {"eps": 1e-3},
+        {"decoupled_weight_decay": False, "weight_decay": 0.1},
+        {"max_value": 0.1},
+        {"maximize": True},
+        {"inv_scale": 1 / 3},
+        {"clip": 1 / 3},
+        {"inv_scale": 2.0**-16, "clip": 0.9, "maximize": True},
+    ],
+    ids=name,
+)
+def test_every_setting_has_its_effect(backend: str, hyper: dict[str, float]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        lists = Lists()
+        lists.add((401,), dtype, step=2)
+        plain = lists.clone()
+        check(lists, **hyper)
+        plain.call()
+        assert not torch.equal(lists.params[0], plain.params[0]), "no effect"
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 7, 99, 1000, 12345, 999_999, 2**23 - 1, 2**24 - 2])
+def test_bias_correction_at_any_step(backend: str, step: int) -> None:
+    for betas in ((0.9, 0.999), (0.95, 0.95), (0.5, 0.99999)):
+        lists = Lists()
+        for dtype in (torch.float32, torch.float64):
+            lists.add((33,), dtype, step=step, seed=step)
+        check(lists, beta1=betas[0], beta2=betas[1])
+
+
+def test_the_last_step_that_fp32_can_count(backend: str) -> None:
+    """At 2^24 an FP32 counter stands still: the update must stay finite there."""
+    lists = Lists()
+    lists.add((5,), step=2**24 - 1)
+    check(lists)
+    assert lists.steps.item() == 2.0**24
+    lists.call()
+    assert lists.params[0].isfinite().all()
+
+
+def test_steps_differ_within_a_list(backend: str) -> None:
+    lists = Lists()
+    for i in range(20):
+        lists.add((i,), step=i * i, seed=i)
+    check(lists)
+
+
+def test_extreme_values(backend: str) -> None:
+    """Any bit pattern in any role: NaN and Inf included, subnormals not flushed."""
+    for dtype in (*WIDE, torch.float64):
+        real = torch.float64 if dtype == torch.float64 else torch.float32
+        lists = Lists()
+        lists.add((20_000,), dtype, step=4)
+        lists.params[0].copy_(random_bits(20_000, dtype, 1))
+        lists.grads[0].copy_(random_bits(20_000, dtype, 2))
+        lists.exp_avgs[0].copy_(random_bits(20_000, real, 3))
+        lists.exp_avg_sqs[0].copy_(random_bits(20_000, real, 4).abs())
+        check(lists)
+        check(lists, inv_scale=2.0**20)
+        check(lists, max_value=1.0, weight_decay=0.0)
+
+
+def test_zero_gradients_and_zero_state(backend: str) -> None:
+    lists = Lists()
+    lists.add((17,))
+    lists.grads[0].zero_()
+    check(lists)
+    lists = Lists()
+    lists.add((3,))
+    lists.grads[0].zero_()
+    check(lists, eps=0.0)  # 0 / 0 is NaN by the formula, on every backend
+
+
+@given(st.integers(1, 100), st.integers(0, 1 << 30), st.booleans())
+def test_lists(count: int, seed: int, masters: bool) -> None:
+    rng = random.Random(seed)
+    lists = Lists()
+    for i in range(count):
+        dtype = rng.choice(WIDE if masters else (*WIDE, torch.float64))
+        grad = dtype if dtype == torch.float64 else rng.choice(WIDE)
+        shape = rng.choice([(0,), (1,), (), (5, 0), (17,), (3, 7), (64,)])
+        layouts = tuple(rng.choice(WRITABLE) for _ in range(5))
+        lists.add(shape, dtype, grad, master=masters, step=rng.choice([0, 1, 9]),
+                  layouts=layouts, seed=i)  # fmt: skip
+    check(lists, inv_scale=rng.choice([1.0, 2.0**-12, 0.3]))
+
+
+@pytest.mark.parametrize("flag", [1.0, 2.0, 0.5, math.inf, math.nan, -1.0])
+def test_found_inf_skips_everything(backend: str, flag: float) -> None:
+    lists = Lists()
+    for i, (param, grad, master) in enumerate(KINDS[::2]):
+        if not master:
+            lists.add((5, 7), param, grad, step=i, seed=i)
+    lists.grads[0][0] = math.nan
+    with_masters = Lists()
+    for i, (param, grad, master) in enumerate(KINDS):
+        if master:
+            with_masters.add((0,) if i == 5 else (33,), param, grad, master=True, step=i, seed=i)
+    remainders = Lists()
+    for i in range(3):
+        remainders.add((i, 33), torch.bfloat16, master="remainder", moments=torch.bfloat16, seed=i)
+    for each in (lists, with_masters, remainders):
+        assert each.params
+        before = [patterns(t).copy() for t in each.all()]
+        each.call(found_inf=flag, inv_scale=0.5, indices=list(range(len(each.params))))
+        for t, pattern in zip(each.all(), before, strict=True):
+            assert np.array_equal(patterns(t), pattern), "a skipped step wrote"
+
+
+def test_found_inf_zero_changes_nothing(backend: str) -> None:
+    for flag in (0.0, -0.0):
+        lists = Lists()
+        lists.add((40,), torch.bfloat16, master=True)
+        check(lists, found_inf=flag)
+
+
+def test_masters_are_the_truth(backend: str) -> None:
+    """Updates far below half a unit of the param add up in the master, and the param follows."""
+    param = torch.ones(4).bfloat16()
+    master, m, v, step = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(1)
+    for _ in range(30):
+        adamw_([param], [torch.ones(4).bfloat16()], [m], [v], [master], step,
+               **(HYPER | {"lr": 1e-3, "weight_decay": 0.0}))  # fmt: skip
+    assert master[0].item() == pytest.approx(0.97, rel=1e-4)
+    assert param[0].item() == 0.96875  # BF16 nearest to 0.97
+    lists = Lists()  # what the param held before does not matter
+    lists.add((9,), torch.float16, master=True)
+    lists.params[0].fill_(math.nan)
+    check(lists)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
+def test_agrees_with_torch(
+    backend: str, dtype: torch.dtype, maximize: bool, kind: type[torch.optim.Optimizer]
+) -> None:
+    ours, theirs = normal((500,), dtype), normal((500,), dtype).requires_grad_()
+    m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(1)
+    hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
+    reference = kind([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
+    decoupled = kind is torch.optim.AdamW
+    for i in range(20):
+        theirs.grad = normal((500,), dtype, seed=i + 1)
+        reference.step()
+        adamw_([ours], [theirs.grad], [m], [v], [], step, beta1=0.9, beta2=0.99,
+               decoupled_weight_decay=decoupled, **hyper)  # fmt: skip
+    unit = torch.finfo(dtype).eps
+    state = reference.state[theirs]
+    for got, want in ((ours, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+        torch.testing.assert_close(got, want, rtol=32 * unit, atol=8 * unit)
+    assert step.item() == 20
+
+
+def test_clipping_from_grad_stats(backend: str) -> None:
+    """The chain of a step: statistics, clip factor, update, all on the device."""
+    lists = Lists()
+    for i in range(3):
+        lists.add((50,), seed=i)
+    sum_sq, found_inf = torch.zeros(3, dtype=torch.float64), torch.zeros(1)
+    grad_stats_(lists.grads, torch.tensor(0.5), found_inf, sum_sq)
+    norm = math.sqrt(ind.sum_of_squares(lists.grads, 0.5))
+    clip = clip_coef(sum_sq, 1.0).item()
+    assert clip == pytest.approx(1 / norm, rel=1e-6)
+    check(lists, inv_scale=0.5, clip=clip)
+
+
+def test_no_params(backend: str) -> None:
+    adamw_([], [], [], [], [], torch.zeros(0), **HYPER)
+
+
+def one(**changes: object) -> dict[str, object]:
+    """The arguments for one FP32 param of shape [3], some of them replaced."""
+    t = torch.ones(3)
+    lists = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    args: dict[str, object] = {key: [t.clone()] for key in lists}
+    return args | {"masters": [], "steps": torch.zeros(1)} | HYPER | changes
+
+
+T = torch.ones(3)
+META = torch.ones(3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
+        ({"params": [None]}, TypeError, r"params\[0\] must be a torch.Tensor"),
+        ({"params": [T, 1.0]}, TypeError, r"params\[1\] must be a torch.Tensor"),
+        ({"params": [T.int()]}, ValueError, r"params\[0\] must have dtype .*int32"),
+        ({"params": [T[:1].expand(3)]}, ValueError, r"params\[0\] is written in place"),
+        ({"params": [torch.ones(9).as_strided((2, 3), (1, 1))]}, ValueError, r"params\[0\] is wr"),
+        ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
+        ({"grads": T}, TypeError, "grads must be a list of tensors, got Tensor"),
+        ({"grads": [None]}, TypeError, r"grads\[0\] must be a torch.Tensor, got NoneType"),
+        ({"grads": []}, ValueError, r"grads must have one tensor per param \(1\), got 0"),
+        ({"grads": [T, T]}, ValueError, r"grads must have one tensor per param \(1\), got 2"),
+        ({"grads": [T[:2]]}, ValueError, r"grads\[0\] must have shape"),
+        ({"grads": [T[None]]}, ValueError, r"grads\[0\] must have shape"),
+        ({"grads": [T.double()]}, ValueError, r"grads\[0\] must have dtype .*float64"),
+        ({"grads": [META]}, ValueError, r"grads\[0\] must be on"),
+        ({"grads": [T.to_sparse()]}, ValueError, r"grads\[0\] must be a dense tensor"),
+        ({"exp_avgs": []}, ValueError, "exp_avgs must have one tensor per param"),
+        ({"exp_avgs": [T.half()]}, ValueError, r"exp_avgs\[0\] must have dtype float32"),
+        ({"exp_avgs": [T[:1].expand(3)]}, ValueError, r"exp_avgs\[0\] is written in place"),
+        ({"exp_avg_sqs": [T[:2]]}, ValueError, r"exp_avg_sqs\[0\] must have shape"),
+        ({"exp_avg_sqs": [META]}, ValueError, r"exp_avg_sqs\[0\] must be on"),
+        ({"masters": [T, T]}, ValueError, "masters must have one tensor per param"),
+        ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype float32"),
+        ({"masters": [T[:1].expand(3)]}, ValueError, r"masters\[0\] is written in place"),
+        ({"exp_avgs": [T.bfloat16()]}, ValueError, r"exp_avgs\[0\] must have .*with indices"),
+        ({"masters": [T.short()]}, ValueError, r"masters\[0\] must have dtype float32"),
+        ({"steps": [T[:1]]}, TypeError, "steps must be a torch.Tensor, got list"),
+        ({"steps": torch.zeros(1).long()}, ValueError, "steps must have dtype float32"),
+        ({"steps": torch.zeros(2)}, ValueError, r"steps must have shape .* = \(1,\)"),
+        ({"steps": torch.zeros(())}, ValueError, r"steps must have shape .* = \(1,\)"),
+        ({"params": [META]}, ValueError, r"params\[0\] must be on"),
+        ({"max_value": 0.0}, ValueError, "max_value must be positive"),
+        ({"max_value": math.nan}, ValueError, "max_value must be positive"),
+        ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
+        ({"indices": [1, 2]}, ValueError, r"indices must have one number per param \(1\)"),
+        ({"indices": [-1]}, ValueError, r"indices must be in \[0, 2\^30\)"),
+        ({"indices": [2**30]}, ValueError, r"indices must be in \[0, 2\^30\)"),
+        ({"lr": T}, ValueError, "lr_tensor must hold one float32"),
+        ({"lr": T[:1].half()}, ValueError, "lr_tensor must hold one float32"),
+        ({"lr": META[:1]}, ValueError, "lr_tensor must be on"),
+        ({"inv_scale": 0.5}, TypeError, "inv_scale must be a torch.Tensor, got float"),
+        ({"inv_scale": T}, ValueError, "inv_scale must hold one float32"),
+        ({"inv_scale": META[:1]}, ValueError, "inv_scale must be on"),
+        ({"clip": T[:1].double()}, ValueError, "clip must hold one float32"),
+        ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
+        ({"found_inf": META[:1]}, ValueError, "found_inf must be on"),
+    ],
+    ids=name,
+)
+def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:
+    args = one(**changes)
+    tensors = [t for v in args.values() if isinstance(v, list) for t in v]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    before = [t.detach().clone() for t in tensors]
+    with pytest.raises(error, match=f"^adamw_: .*{message}"):
+        adamw_(**args)  # type: ignore[arg-type]
+    for t, saved in zip(tensors, before, strict=True):
+        assert t.is_meta or torch.equal(t, saved), "written before the error"
+    assert torch.equal(T, torch.ones(3))
+
+
+def test_nothing_is_written_before_an_error_in_the_last_tensor(backend: str) -> None:
+    lists = Lists()
+    for i in range(3):
+        lists.add((5,), seed=i)
+    lists.grads[-1] = lists.grads[-1][:4]
+    before = [t.clone() for t in lists.all()]
+    with pytest.raises(ValueError, match=r"^adamw_: grads\[2\] must have shape"):
+        lists.call()
+    for t, saved in zip(lists.all(), before, strict=True):
+        assert torch.equal(t, saved)
+
+
+def test_fp64_masters_of_fp64_params(backend: str) -> None:
+    lists = Lists()
+    lists.add((11,), torch.float64, master=True)
+    check(lists)
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 30))
+def test_split_and_permuted_lists_give_the_same_bits(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    lists = Lists()
+    for i in range(count):
+        lists.add(rng.choice([(0,), (5,), (16, 3)]), torch.bfloat16, moments=torch.bfloat16,
+                  step=i % 3, seed=i)  # fmt: skip
+    whole = lists.clone()
+    whole.call(indices=list(range(count)), stochastic_rounding=True, seed=seed)
+    order = rng.sample(range(count), count)
+    cut = rng.randrange(count + 1)
+    for part in (order[:cut], order[cut:]):
+        columns = [[tensors[i] for i in part] for tensors in lists.lists()[:4]]
+        adamw_(*columns, [], lists.steps[part], indices=part, stochastic_rounding=True,
+               seed=seed, **HYPER)  # fmt: skip
+    for got, want in zip(lists.lists(), whole.lists(), strict=True):
+        for one, two in zip(got, want, strict=True):
+            ind.assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 31, 511, 513, 2000])
+def test_nothing_beside_a_tensor_is_touched(size: int) -> None:
+    """64 elements on either side of every tensor keep their bits."""
+    storages = []
+
+    def guarded(x: torch.Tensor) -> torch.Tensor:
+        storage = torch.full(((size + 128) * x.element_size(),), 0xAB, dtype=torch.uint8)
+        storages.append((storage, 64 * x.element_size()))
+        inside = storage.view(x.dtype)[64:-64]
+        inside.copy_(x)
+        return inside
+
+    for dtype, master, moments in (
+        (torch.float32, False, torch.float32),
+        (torch.bfloat16, True, torch.float32),
+        (torch.bfloat16, "remainder", torch.bfloat16),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float64, False, torch.float64),
+    ):
+        lists = Lists()
+        lists.add((size,), dtype, master=master, moments=moments, step=1)
+        for tensors in lists.lists():
+            tensors[:] = [guarded(t) for t in tensors]
+        check(lists, indices=[3], stochastic_rounding=True)
+    for storage, guard in storages:
+        assert (storage[:guard] == 0xAB).all()
+        assert (storage[-guard:] == 0xAB).all()

@@ -1,0 +1,330 @@
+"""Raw ops inside torch.autocast: GEMM casts its operands, every other op takes what it is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import independent as ind
+import pytest
+import torch
+from cases import FP8, WIDE, normal
+from torch import nn
+
+import mixprec
+from mixprec import ops
+from mixprec.functional import observed
+from mixprec.ops._dispatch import library
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = (BF16, FP16)
+M, K, N = 5, 24, 7
+PAIRS = (*((a, b) for a in WIDE for b in WIDE), *((a, b) for a in FP8 for b in FP8))
+# Scales of one element and of a row each, with more bits than 16-bit formats have: a cast shows.
+SCALES = (torch.tensor(1 + 2.0**-20), torch.linspace(0.5, 1.7, N)[None, :])
+BIAS = torch.linspace(-1, 1, N) * (1 + 2.0**-20)
+
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def operands(a: torch.dtype, b: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal((M, K), FP32, seed=1).to(a), normal((K, N), FP32, seed=2).to(b)
+
+
+def as_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rule, written down once more."""
+    return x if x.dtype in FP8 else x.to(dtype)
+
+
+# Each way to reach the two ops: (a, b, out_dtype) -> c, as a user would write it.
+Call = Callable[[torch.Tensor, torch.Tensor, torch.dtype | None], torch.Tensor]
+
+
+def public(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+    a_inv, b_inv = SCALES
+    return mixprec.gemm(a, b, a_scale_inv=a_inv, b_scale_inv=b_inv, bias=BIAS, out_dtype=out_dtype)
+
+
+def direct(variant: str, a: torch.Tensor, b: torch.Tensor, out_dtype: Any) -> torch.Tensor:
+    op = getattr(torch.ops.mixprec, variant)
+    return op(a, b, *SCALES, BIAS, out_dtype or FP32, False)
+
+
+def accumulated(a: torch.Tensor, b: torch.Tensor, out_dtype: Any) -> torch.Tensor:
+    acc = torch.full((M, N), 1 + 2.0**-20)
+    mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=SCALES[0], b_scale_inv=SCALES[1])
+    return acc
+
+
+def accumulated_direct(
+    variant: str, a: torch.Tensor, b: torch.Tensor, out_dtype: Any
+) -> torch.Tensor:
+    acc = torch.full((M, N), 1 + 2.0**-20)
+    getattr(torch.ops.mixprec, variant)(acc, a, b, *SCALES)
+    return acc
+
+
+CALLS: dict[str, Call] = {
+    "gemm": public,
+    "ops.gemm": functools.partial(direct, "gemm"),
+    "ops.gemm_reference": functools.partial(direct, "gemm_reference"),
+    "gemm_accumulate_": accumulated,
+    "ops.gemm_accumulate_": functools.partial(accumulated_direct, "gemm_accumulate_"),
+    "ops.gemm_accumulate_reference_": functools.partial(
+        accumulated_direct, "gemm_accumulate_reference_"
+    ),
+}
+
+
+@pytest.mark.parametrize("out_dtype", [None, *WIDE], ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_only_the_operands_are_cast(
+    call: str, dtype: torch.dtype, out_dtype: torch.dtype | None
+) -> None:
+    """Every pair of operand dtypes: the bits of the same call, outside, on operands cast by hand.
+
+    Scales, bias and accumulator hold numbers that no 16-bit format does.
+    """
+    run = CALLS[call]
+    for pair in PAIRS:
+        a, b = operands(*pair)
+        want = run(as_autocast(a, dtype), as_autocast(b, dtype), out_dtype)
+        with torch.autocast("cpu", dtype):
+            got = run(a, b, out_dtype)
+            assert torch.is_autocast_enabled("cpu")
+        ind.assert_same_bits(got, want, str(pair))
+        assert got.dtype == want.dtype
+        if call == "gemm" and out_dtype is None:
+            assert got.dtype == (BF16 if pair[0] in FP8 else dtype)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_outside_and_switched_off_nothing_is_cast(call: str) -> None:
+    run, wide, half = CALLS[call], operands(FP32, FP32), operands(FP16, FP16)
+    want = run(*half, FP32)
+    with torch.autocast("cpu", BF16), torch.autocast("cpu", enabled=False):
+        ind.assert_same_bits(run(*half, FP32), want)
+        with pytest.raises((ValueError, RuntimeError), match="a and b must both be"):
+            run(*wide, None)
+    with torch.autocast("cpu", BF16):
+        assert not torch.equal(run(*half, FP32), want), "the region makes a difference"
+    ind.assert_same_bits(run(*half, FP32), want)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_cannot_be_cast_is_refused_and_leaves_autocast_on(call: str) -> None:
+    run = CALLS[call]
+    a, b = operands(FP32, FP32)
+    refused = "a and b must both be|has a dtype that this op does not take"
+    with torch.autocast("cpu", BF16):
+        for bad in ((a.double(), b.double()), (a, b.to(FP8[0])), (a.int(), b.int())):
+            with pytest.raises((ValueError, RuntimeError), match=refused):
+                run(*bad, None)
+            assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled(call: str, dtype: torch.dtype) -> None:
+    """The region inside the compiled function, and around it."""
+    run = CALLS[call]
+
+    def inside(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return run(a, b, None)
+
+    compiled = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    around = torch.compile(lambda a, b: run(a, b, None), backend="aot_eager", fullgraph=True)
+    for pair in ((FP32, FP32), (FP16, BF16), (FP8[0], FP8[1])):
+        a, b = operands(*pair)
+        want = inside(a, b)
+        ind.assert_same_bits(compiled(a, b), want, f"inside {pair}")
+        with torch.autocast("cpu", dtype):
+            ind.assert_same_bits(around(a, b), want, f"around {pair}")
+    half = operands(FP16, FP16)  # and once more without the region: compiled anew
+    ind.assert_same_bits(around(*half), run(*half, None), "outside")
+
+
+@pytest.mark.parametrize("pair", [(FP32, FP32), (BF16, FP16), FP8], ids=str)
+def test_fake_tensors(pair: tuple[torch.dtype, torch.dtype]) -> None:
+    def run(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> list[torch.Tensor]:
+        mixprec.gemm_accumulate_(acc, a, b)
+        torch.ops.mixprec.gemm_accumulate_(acc, a, b, None, None)
+        raw = torch.ops.mixprec.gemm(a, b, None, None, None, FP32, False)
+        return [mixprec.gemm(a, b), mixprec.gemm(a, b, out_dtype=FP32), raw, acc]
+
+    inputs = (*operands(*pair), torch.zeros(M, N))
+    with torch.autocast("cpu", BF16):
+        real = run(*inputs)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = run(*map(mode.from_tensor, inputs))
+    for f, r in zip(fake, real, strict=True):
+        assert (f.dtype, f.shape, f.stride()) == (r.dtype, r.shape, r.stride())
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_meta_tensors_are_in_no_region(device_type: str) -> None:
+    """As with torch's own ops: torch has no autocast for the meta device."""
+    a, b = (x.to("meta") for x in operands(BF16, BF16))
+    torch.set_autocast_enabled(device_type, True)  # torch.autocast("cuda") refuses without a GPU
+    try:
+        assert (a @ b).dtype == BF16
+        assert mixprec.gemm(a, b).dtype == BF16
+        raw = torch.ops.mixprec.gemm(a, b, None, None, None, FP32, False)
+        assert raw.dtype == FP32
+        mixprec.gemm_accumulate_(torch.zeros((M, N), device="meta"), a, b)
+    finally:
+        torch.set_autocast_enabled(device_type, False)
+
+
+def test_another_devices_region_is_none_of_ours() -> None:
+    a, b = operands(FP16, FP16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert mixprec.gemm(a, b).dtype == FP16
+        assert torch.ops.mixprec.gemm(a, b, None, None, None, FP16, False).dtype == FP16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("quantized", ["fp16", "bf16", "e4m3"])
+def test_quantized_operands(quantized: str) -> None:
+    """16-bit data is cast like any other, FP8 keeps its format and its scale."""
+    a, b = (mixprec.quantize(x, quantized) for x in operands(FP32, FP32))
+    want = mixprec.gemm(
+        as_autocast(a.data, BF16),
+        as_autocast(b.data, BF16),
+        a_scale_inv=a.scale_inv,
+        b_scale_inv=b.scale_inv,
+    )
+    with torch.autocast("cpu", BF16):
+        ind.assert_same_bits(mixprec.gemm(a, b), want)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+def test_on_every_backend(backend: str) -> None:
+    a, b = operands(FP32, FP32)
+    with mixprec.use_backend(backend):
+        want = public(as_autocast(a, BF16), as_autocast(b, BF16), FP32)
+        with torch.autocast("cpu", BF16):
+            ind.assert_same_bits(public(a, b, FP32), want)
+
+
+@pytest.mark.parametrize("where", ["forward", "forward and backward", "compiled"])
+@pytest.mark.parametrize(("recipe", "dtype"), [("fp16", BF16), ("bf16", FP16), ("fp8", FP16)])
+def test_recipes_are_stronger_than_the_region(recipe: str, dtype: torch.dtype, where: str) -> None:
+    """The operands of a layer's three GEMMs are the recipe's; only its output's dtype is not."""
+    torch.manual_seed(0)
+    layer = mixprec.nn.Linear(K, N, recipe=recipe)
+    x = normal((M, K), FP32).requires_grad_()
+
+    def gradients(y: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(y, [x, layer.weight, layer.bias], torch.ones_like(y)))
+
+    y = mixprec.functional.linear(x, layer.weight, layer.bias, recipe=recipe, out_dtype=dtype)
+    want = [y, *gradients(y)]
+    run = torch.compile(layer, backend="aot_eager") if where == "compiled" else layer
+    with torch.autocast("cpu", dtype):
+        y = run(x)
+        got = [y, *gradients(y)] if where == "forward and backward" else []
+    got = got or [y, *gradients(y)]
+    for g, w in zip(got, want, strict=True):
+        ind.assert_same_bits(g.detach(), w.detach())
+
+
+def test_the_formats_seen_in_a_region() -> None:
+    seen: set[str] = set()
+    layer = mixprec.nn.Linear(K, N, recipe="fp16")
+    with observed(lambda kind, name, a, b: seen.update((a, b))), torch.autocast("cpu", BF16):
+        assert layer(torch.ones(M, K)).dtype == BF16
+    assert seen == {"fp16"}
+
+
+# --- the ops that are left alone -----------------------------------------------------------------
+
+
+def test_gemm_alone_has_a_rule() -> None:
+    """And each op, variants included, a kernel on both keys: none is left to what torch falls back
+    to, which would show a rule of torch's."""
+    assert set(library.OPERANDS) == {"gemm", "gemm_accumulate_"}
+    for name in (*library.OPS, *library.VARIANTS):
+        for key in library.AUTOCAST.values():
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", key), name
+
+
+@pytest.mark.parametrize("x_dtype", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_casts_read_what_they_are_given(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    x = normal((6, 8), x_dtype) * 1.001
+    scale = torch.tensor(1 + 2.0**-20)
+    calls: dict[str, Callable[[], Any]] = {
+        "amax": lambda: mixprec.amax(x),
+        "quantize": lambda: mixprec.quantize(x, "e4m3", power_of_two_scale=False)[:3],
+        "quantize with a scale": lambda: mixprec.quantize(x, "e5m2", scale=scale)[:3],
+        "dequantize": lambda: mixprec.dequantize(mixprec.quantize(x, "e4m3")),
+        "inv_scale": lambda: ops.inv_scale(scale),
+        "clip_coef": lambda: ops.clip_coef(torch.tensor(9.0).double(), 2.0),
+    }
+    for name, call in calls.items():
+        want = call()
+        with torch.autocast("cpu", dtype):
+            got = call()
+        want, got = ((w,) if isinstance(w, torch.Tensor) else w for w in (want, got))
+        for g, w in zip(got, want, strict=True):
+            assert g.dtype == w.dtype, name
+            ind.assert_same_bits(g, w, name)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_scaler_and_optimizer_inside_a_region(dtype: torch.dtype, optimizer: str) -> None:
+    """A user may put the whole step into it: no bit of params, FP32 state or loss scale changes."""
+
+    def train(inside: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = mixprec.convert(nn.Sequential(nn.Linear(K, 16), nn.Linear(16, N)), "bf16")
+        model = mixprec.cast_parameters(model, BF16)
+        options = {"momentum": 0.9} if optimizer == "SGD" else {}
+        optim = getattr(mixprec.optim, optimizer)(
+            model.parameters(), lr=1e-2, max_grad_norm=0.5, **options
+        )
+        scaler = mixprec.GradScaler(init_scale=2.0**10, growth_interval=2)
+        for step in range(4):
+            loss = model(normal((M, K), BF16, seed=step)).float().square().mean()
+            scaler.scale(loss).backward()
+            with torch.autocast("cpu", dtype, enabled=inside):
+                if step == 1:
+                    scaler.unscale_(optim)
+                scaler.step(optim)
+                scaler.update()
+                optim.zero_grad()
+        state = {
+            f"{i}.{k}": v for i, s in optim.state_dict()["state"].items() for k, v in s.items()
+        }
+        params = {n: p.detach() for n, p in model.named_parameters()}
+        return {**params, **state, "scale": torch.tensor(scaler.get_scale())}
+
+    want, got = train(False), train(True)
+    assert want.keys() == got.keys()
+    assert any(key.endswith("master") for key in want)
+    for key, value in want.items():
+        assert value.dtype == got[key].dtype, key
+        ind.assert_same_bits(got[key].double(), value.double(), key)
+    assert {v.dtype for k, v in got.items() if k.endswith(("master", "exp_avg_sq"))} == {FP32}
+    assert want["scale"] == 2.0**12
+
+
+def test_delayed_scales_inside_a_region() -> None:
+    layers = [mixprec.nn.Linear(K, N, recipe="fp8-delayed") for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for inside, layer in enumerate(layers):
+        for step in range(2):
+            layer(normal((M, K), FP32, seed=step) * 3.3).sum().backward()
+            with torch.autocast("cpu", BF16, enabled=bool(inside)):
+                mixprec.update_scales(layer)
+    for name, buffer in layers[0].named_buffers():
+        ind.assert_same_bits(layers[1].get_buffer(name), buffer, name)
+        assert buffer.dtype == FP32

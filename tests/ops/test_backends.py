@@ -1,0 +1,295 @@
+"""Which variant runs: the order, the forced one, and the reasons when none can."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import mixprec
+from mixprec import ops
+from mixprec.ops._dispatch import arch, backends, library
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing is chosen, compared or logged yet."""
+    for name, empty in (("_chosen", {}), ("_able", {}), ("_ready", {}), ("_logged", set())):
+        monkeypatch.setattr(backends, name, empty)
+    return monkeypatch
+
+
+@pytest.fixture
+def gpu(fresh: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As on a GPU of compute capability 9.0 with everything built. The tensors are on the CPU, and
+    what is chosen for them is looked at, not run."""
+    fresh.setattr(library, "TRITON_ERROR", None)
+    fresh.setattr(library, "CUDA_ERROR", None)
+    fresh.setattr(library, "CUDA_ARCHS", "8.0;9.0a;12.0+PTX")
+    fresh.setattr(library, "has_cuda_kernel", lambda op: True)
+    fresh.setattr(library, "TRITON", {**library.TRITON, "gemm": "gemm"})
+    fresh.setattr(library, "capability", lambda index: (9, 0))
+    return fresh
+
+
+def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
+    assert library.LOAD_ERROR is None
+    assert library.C is not None
+    for op in library.OPS:
+        assert backends.why_not(op, "cpp", "cpu") is None
+        assert backends.chosen_backend(op, "cpu") == "cpp"
+
+
+def test_every_op_has_its_variants() -> None:
+    expected = {
+        "adamw_", "amax", "clip_coef", "dequantize", "gemm", "gemm_accumulate_", "grad_stats_",
+        "inv_scale", "quantize", "scale_from_amax_", "sgd_", "unscale_", "update_scale_",
+    }  # fmt: skip
+    assert set(library.OPS) >= expected
+    for op in library.OPS:
+        kernel = getattr(torch.ops.mixprec, op).default
+        written = str(kernel._schema).split("(", 1)[1]
+        triton = ["triton"] if op in library.TRITON else []
+        vendor = ["vendor"] if library.has_vendor_kernel(op) else []
+        for variant in ("reference", *triton, *vendor):
+            other = getattr(torch.ops.mixprec, library.variant_name(op, variant)).default
+            assert str(other._schema).split("(", 1)[1] == written, "the signatures differ"
+        mutates = op.endswith("_")
+        assert (
+            any(a.alias_info and a.alias_info.is_write for a in kernel._schema.arguments) is mutates
+        )
+        assert not (mutates and kernel._schema.returns), "a mutated argument is never returned"
+        assert hasattr(ops, op)
+
+
+def test_variant_names() -> None:
+    assert library.variant_name("gemm", "triton") == "gemm_triton"
+    assert library.variant_name("unscale_", "reference") == "unscale_reference_"
+
+
+def test_use_backend_runs_that_variant(fresh: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def spy(name: str) -> object:
+        calls.append(name)
+        return getattr(torch.ops.mixprec, name).default
+
+    fresh.setattr(library, "op_handle", spy)
+    x = torch.ones(3)
+    mixprec.amax(x)
+    with mixprec.use_backend("reference"):
+        mixprec.amax(x)
+        with mixprec.use_backend("cpp"):
+            mixprec.amax(x)
+        mixprec.amax(x)
+    mixprec.amax(x)
+    assert calls == ["amax", "amax_reference", "amax"], "choices are remembered and restored"
+
+
+def test_use_backend_is_restored_after_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^dequantize"), mixprec.use_backend("reference"):
+        mixprec.dequantize(mixprec.quantize(torch.ones(2), "fp16"), torch.int8)
+    assert backends.chosen_backend("amax", "cpu") == "cpp"
+    assert mixprec.amax(torch.tensor([-2.0])).item() == 2.0
+
+
+@pytest.mark.parametrize("backend", ["CUDA", "", None, "CPP"])
+def test_unknown_backend(backend: object) -> None:
+    with (
+        pytest.raises(ValueError, match=r"^use_backend: backend must be one of .*cpp.*got"),
+        mixprec.use_backend(backend),  # type: ignore[arg-type]
+    ):
+        raise AssertionError("the block must not run")
+    assert backends.chosen_backend("gemm", "cpu") == "cpp"
+    reason = backends.why_not("gemm", "opencl", "cpu")
+    assert reason is not None
+    assert "unknown backend" in reason
+
+
+def test_missing_build_is_an_error_with_the_command(fresh: pytest.MonkeyPatch) -> None:
+    """No silent slow path: without the kernels, the first op says how to build them."""
+    why = f"mixprec._C is not built: run: {library.INSTALL}"
+    fresh.setattr(library, "LOAD_ERROR", why)
+    with pytest.raises(RuntimeError, match=r"^amax: no backend can run on cpu.*cpp: .*pip install"):
+        mixprec.amax(torch.ones(2))
+    with mixprec.use_backend("reference"):
+        assert mixprec.amax(torch.ones(2)).item() == 1.0
+
+
+def test_forced_backend_that_cannot_run_says_why() -> None:
+    with (
+        mixprec.use_backend("cpp"),
+        pytest.raises(RuntimeError, match=r"amax: no backend can run on cuda.*run on cpu tensors"),
+    ):
+        backends.choose("amax", "cuda")
+
+
+def test_on_a_gpu_cuda_comes_first_then_triton(gpu: pytest.MonkeyPatch) -> None:
+    """Where one cannot run the next does, and the reason is given."""
+    gpu.setattr(library, "has_cuda_kernel", lambda op: op == "amax")
+    assert backends.order("cuda") == ("cuda", "triton", "reference")
+    assert backends.chosen_backend("amax", "cuda") == "cuda"
+    assert backends.chosen_backend("quantize", "cuda") == "triton"
+    assert backends.why_not("gemm", "cuda", "cuda") == "it has no CUDA kernel"
+    assert backends.why_not("amax", "vendor", "cuda") == "torch has no kernel for the same job"
+    gpu.delitem(library.TRITON, "amax")
+    with mixprec.use_backend("triton"):
+        for op in library.TRITON:
+            assert backends.chosen_backend(op, "cuda") == "triton"
+        with pytest.raises(RuntimeError, match=r"^amax: .*triton: it has no Triton kernel"):
+            backends.choose("amax", "cuda")
+    for backend in ("triton", "cuda", "vendor"):
+        reason = backends.why_not("gemm", backend, "cpu")
+        assert reason is not None
+        assert reason.endswith("kernels run on cuda tensors, not cpu")
+    gpu.setattr(library, "TRITON_ERROR", "triton is not installed: pip install triton")
+    gpu.setattr(library, "CUDA_ERROR", "they were not built: no nvcc")
+    assert backends.chosen_backend("quantize", "cuda") == "reference"
+    with (
+        mixprec.use_backend("triton"),
+        pytest.raises(RuntimeError, match=r"^quantize: no backend can run .*pip install triton"),
+    ):
+        backends.choose("quantize", "cuda")
+    with (
+        mixprec.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*cuda: .*no nvcc"),
+    ):
+        backends.choose("amax", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (8, 0), True),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (8, 7), True),  # code for 8.6
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (9, 0), True),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (10, 3), True),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (7, 5), False),
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (11, 0), False),  # the code for later ones is of 12.0
+        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (13, 1), True),
+        ("9.0a", (9, 0), True),
+        ("9.0a", (10, 0), False),
+        ("9.0a+PTX", (10, 0), False),
+        ("8.6", (8, 0), False),
+        ("8.0+PTX", (9, 0), True),
+        ("10.0f", (10, 3), True),
+        ("10.0f", (12, 0), False),
+        ("7.0 7.5", (7, 5), True),  # torch takes spaces too
+        ("Hopper", (8, 0), True),  # a name that only torch knows: nothing is refused
+        ("", (5, 0), True),
+    ],
+)
+def test_which_gpus_a_build_is_for(archs: str, capability: tuple[int, int], runs: bool) -> None:
+    reason = arch.why_not(archs, capability)
+    assert (reason is None) is runs
+    if reason is not None:
+        assert reason.startswith("the CUDA kernels were built for ")
+        assert f"this GPU is {capability[0]}.{capability[1]};" in reason
+
+
+def test_a_gpu_that_the_build_is_not_for_falls_to_triton(gpu: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (9, 0), 1: (7, 5)}
+    gpu.setattr(library, "capability", capabilities.__getitem__)
+    assert backends.chosen_backend("amax", "cuda", 0) == "cuda"
+    assert backends.chosen_backend("amax", "cuda", 1) == "triton"
+    reason = backends.why_not("amax", "cuda", "cuda", 1)
+    assert reason is not None
+    assert "built for 8.0, 9.0a, 12.0+PTX, and this GPU is 7.5" in reason
+    gpu.setattr(library, "capability", lambda index: None)  # torch sees no GPU: nothing to refuse
+    assert backends.chosen_backend("amax", "cuda", 1) == "cuda"
+
+
+class OnGpu:
+    """Stands for a tensor on GPU `index`: choosing looks at nothing else of these arguments."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def test_a_gpu_kernel_is_compared_before_its_first_use(gpu: pytest.MonkeyPatch) -> None:
+    """Once per kernel and GPU: what one GPU gets right another need not."""
+    asked = []
+
+    def right(name: str, op: object, device: str, skip: object) -> dict:
+        assert skip is None
+        asked.append((name, device))
+        return {"ok": name == "amax", "worst": 0.5, "reason": None}
+
+    gpu.setattr(backends._self_test, "compare", right)
+    gpu.setattr(library, "device_index", lambda args: args[0].index)
+    gpu.setattr(backends, "_can_compare", lambda: False)
+    one, other = (OnGpu(0),), (OnGpu(1),)
+    backends.choose("amax", "cuda", one)
+    assert not asked, "while tracing, say"
+    gpu.setattr(backends, "_can_compare", lambda: True)
+    for _ in range(2):
+        backends.choose("amax", "cuda", one)
+        with mixprec.use_backend("cuda"):
+            backends.choose("amax", "cuda", one)
+    assert asked == [("amax", "cuda:0")], "once, and not forgotten because tracing came first"
+    for _ in range(2):
+        backends.choose("amax", "cuda", other)
+    assert asked == [("amax", "cuda:0"), ("amax", "cuda:1")]
+    for _ in range(2):  # and no silent stand-in the second time
+        with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
+            backends.choose("quantize", "cuda", one)
+    with mixprec.use_backend("reference"):
+        backends.choose("quantize", "cuda", one)
+
+
+def test_the_device_of_a_call() -> None:
+    x = torch.ones(2)
+    assert library.device_index((x,)) == 0
+    assert library.device_index(()) == 0
+    assert library.device_index((None, 1.0, [torch.empty(2, device="meta")])) == 0
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        there = torch.empty(2, device="meta")
+    assert library.device_index(([there], x)) == 0
+    assert library.capability(0) is None or torch.cuda.is_available()
+
+
+def test_nothing_is_compared_while_values_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not backends._can_compare()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backends._can_compare()
+    with torch._subclasses.FakeTensorMode():
+        assert not backends._can_compare()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not backends._can_compare()
+
+
+def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
+    with (
+        mixprec.use_backend("triton"),
+        pytest.raises(RuntimeError, match=r"triton: the Triton kernels run on cuda tensors"),
+    ):
+        mixprec.amax(torch.ones(2))
+    with pytest.raises(NotImplementedError, match="amax_triton"):
+        torch.ops.mixprec.amax_triton(torch.ones(2))
+
+
+def test_a_reference_that_was_not_asked_for_is_logged_once(
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh.setattr(backends, "_ORDER", {"cuda": ("reference",)})
+    with caplog.at_level(logging.WARNING, "mixprec"):
+        for _ in range(3):
+            backends.choose("amax", "cuda")
+        assert [r.getMessage().split()[0] for r in caplog.records] == ["amax"]
+        caplog.clear()
+        with mixprec.use_backend("reference"):
+            backends.choose("quantize", "cuda")
+        assert not caplog.records, "no warning where it was asked for"
+
+
+def test_meta_tensors_give_shapes_only() -> None:
+    x = torch.empty(4, 6, device="meta")
+    q = mixprec.quantize(x, "e4m3", transpose=True)
+    assert (q.data.device.type, q.data.dtype) == ("meta", torch.float8_e4m3fn)
+    assert q.data_t is not None
+    assert q.data_t.shape == (6, 4)
+    c = mixprec.gemm(q.data, q.data_t, out_dtype=torch.float16)
+    assert (c.shape, c.dtype, c.device.type) == ((4, 4), torch.float16, "meta")

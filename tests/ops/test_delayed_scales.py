@@ -1,0 +1,176 @@
+"""update_delayed_scales_: amax histories and the scales that follow, against plain Python."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+from itertools import chain
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import every_second, offset
+from emulated.cuda_on_cpu import runner
+
+import mixprec
+from mixprec.ops._dispatch import library
+from mixprec.ops.delayed_scales import UNUSED, update_delayed_scales_
+
+LIMITS = (448.0, 448.0, 57344.0)
+AMAXES = (0.0, 2.0**-149, 1e-30, 0.3, 1.0, 447.0, 1e4, 3e38, math.inf, math.nan, UNUSED)
+
+
+def tensors(rng: random.Random, n: int, length: int) -> tuple[list[torch.Tensor], ...]:
+    def draw(*shape: int, low: bool = False) -> torch.Tensor:
+        numbers = [rng.choice(AMAXES[: 8 if low else 11]) for _ in range(math.prod(shape))]
+        return torch.tensor(numbers, dtype=torch.float32).view(shape)
+
+    histories = [draw(length, low=True) for _ in range(n)]
+    scales = [torch.tensor(rng.choice([0.0, 0.5, 3.0])) for _ in range(n)]
+    return histories, scales, [draw() for _ in range(n)]
+
+
+def expected(
+    history: list[float], scale: float, amax: float, limit: float, margin: int, **rule: bool
+) -> tuple[list[float], float]:
+    """One tensor's update, as numerics.md 4 says it in words."""
+    if amax == UNUSED or not math.isfinite(amax):
+        return history, scale
+    history = [amax, *history][: len(history)]
+    largest = amax if rule["most_recent"] else max(history)
+    two = rule["power_of_two"]
+    return history, ind.scale_of(largest, limit, margin=margin, power_of_two=two, previous=scale)
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("n", "length", "margin"), [(0, 1, 0), (1, 1, 0), (3, 5, 2), (40, 16, -1)])
+def test_against_plain_numbers(
+    backend: str, n: int, length: int, margin: int, power_of_two: bool, most_recent: bool
+) -> None:
+    rng, rule = random.Random(n), {"power_of_two": power_of_two, "most_recent": most_recent}
+    histories, scales, amaxes = tensors(rng, n, length)
+    limits = [LIMITS[i % 3] for i in range(n)]
+    want = [
+        expected(h.tolist(), s.item(), a.item(), limit, margin, **rule)
+        for h, s, a, limit in zip(histories, scales, amaxes, limits, strict=True)
+    ]
+    update_delayed_scales_(histories, scales, amaxes, limits, margin=margin, **rule)
+    assert [h.tolist() for h in histories] == [h for h, _ in want]
+    for scale, (_, number) in zip(scales, want, strict=True):
+        ind.assert_bits(scale, np.array(number, np.float32).view(np.uint32))
+    assert [a.item() for a in amaxes] == [UNUSED] * n
+
+
+def test_a_training_run_in_plain_numbers(backend: str) -> None:
+    history, scale, amax = torch.zeros(3), torch.zeros(()), torch.tensor(UNUSED)
+    rows = [  # amax of the step -> scale of the next, history
+        (UNUSED, 0.0, [0, 0, 0]),  # not used: still without a scale
+        (0.0, 0.0, [0, 0, 0]),  # only zeros so far
+        (math.nan, 0.0, [0, 0, 0]),
+        (7.0, 64.0, [7, 0, 0]),
+        (100.0, 4.0, [100, 7, 0]),
+        (math.inf, 4.0, [100, 7, 0]),  # a skipped step leaves no trace
+        (UNUSED, 4.0, [100, 7, 0]),
+        (1.0, 4.0, [1, 100, 7]),
+        (1.0, 4.0, [1, 1, 100]),
+        (1.0, 256.0, [1, 1, 1]),  # the 100 is out of the window
+        (0.0, 256.0, [0, 1, 1]),
+    ]
+    for step, (number, want, recorded) in enumerate(rows):
+        amax.fill_(number)
+        update_delayed_scales_([history], [scale], [amax], [448.0])
+        assert (scale.tolist(), history.tolist()) == (want, recorded), f"step {step}"
+
+
+def test_both_backends_agree_on_any_layout() -> None:
+    results = []
+    for backend in ("cpp", "reference"):
+        for layout in (torch.clone, every_second, offset):
+            histories, scales, amaxes = (
+                [layout(t) for t in table] for table in tensors(random.Random(1), 20, 7)
+            )
+            with mixprec.use_backend(backend):
+                update_delayed_scales_(histories, scales, amaxes, LIMITS[1:] * 10)
+            results.append([ind.bits(torch.cat([t.flatten() for t in (*histories, *scales)]))])
+    assert all(np.array_equal(results[0], other) for other in results)
+
+
+def test_opcheck_and_versions() -> None:
+    for name in ("update_delayed_scales_", "update_delayed_scales_reference_"):
+        arguments = (*tensors(random.Random(0), 2, 4), list(LIMITS[1:]), 0, True, False)
+        torch.library.opcheck(library.op_handle(name), arguments)
+    lists = tensors(random.Random(0), 2, 4)
+    before = [t._version for table in lists for t in table]
+    update_delayed_scales_(*lists, LIMITS[1:])
+    assert all(t._version > v for t, v in zip(chain(*lists), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"amaxes": torch.zeros(3)}, TypeError, "amaxes must be a list of tensors, got Tensor"),
+        ({"scales": [1.0]}, TypeError, r"scales\[0\] must be a torch.Tensor, got float"),
+        ({"amaxes": []}, ValueError, "amaxes must be as many as scales, 1, got 0"),
+        ({"fmt_max": LIMITS}, ValueError, "fmt_max must be as many as scales, 1, got 3"),
+        ({"amax_histories": [torch.zeros(2, 4)]}, ValueError, r"must be \[L\] with L of 1 or more"),
+        ({"amax_histories": [torch.zeros(0)]}, ValueError, r"must be \[L\] with L of 1 or more"),
+        ({"scales": [torch.zeros(1)]}, ValueError, r"scales\[0\] must have shape \[\] = \(\)"),
+        ({"scales": [torch.zeros(()).half()]}, ValueError, "must have dtype float32"),
+        ({"amax_histories": [torch.ones(1).expand(4)]}, ValueError, "must not share memory"),
+        ({"amaxes": [torch.zeros((), device="meta")]}, ValueError, "must be on scales"),
+        ({"fmt_max": [0.0]}, ValueError, "fmt_max must be positive and finite"),
+        ({"margin": 65}, ValueError, "margin must be an int between -64 and 64"),
+    ],
+)
+def test_errors_name_the_argument(
+    backend: str, change: dict[str, object], error: type[Exception], match: str
+) -> None:
+    good = {"amax_histories": [torch.zeros(4)], "scales": [torch.ones(())]}
+    arguments = {**good, "amaxes": [torch.ones(())], "fmt_max": LIMITS[:1], **change}
+    with pytest.raises(error, match=match):
+        update_delayed_scales_(**arguments)
+    assert good["scales"][0] == 1
+
+
+class DelayedScale(ctypes.Structure):
+    """csrc/cuda/scale/delayed_scales.cuh: struct DelayedScale."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("history", "scale", "amax")),
+        ("fmt_max", ctypes.c_float),
+    )
+
+
+class DelayedRule(ctypes.Structure):
+    """csrc/cuda/scale/delayed_scales.cuh: struct DelayedRule."""
+
+    _fields_ = (
+        *(("length", ctypes.c_int64), ("two_to_minus_margin", ctypes.c_float)),
+        *((name, ctypes.c_bool) for name in ("power_of_two", "most_recent")),
+    )
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("n", "length", "margin"), [(1, 1, 0), (7, 5, 2), (1001, 4, -1)])
+def test_the_cuda_kernel_on_the_cpu(
+    n: int, length: int, margin: int, power_of_two: bool, most_recent: bool
+) -> None:
+    source = runner.HERE / "delayed_scales.cpp"
+    library = ctypes.CDLL(str(runner.compile_(["-O2", "-shared", runner.SCHEDULER, source], ".so")))
+    lists = tensors(random.Random(n), n, length)
+    limits = [LIMITS[i % 3] for i in range(n)]
+    same = [[t.clone() for t in tensors] for tensors in lists]
+    rows = (DelayedScale * n)(
+        *(DelayedScale(*(t.data_ptr() for t in row), limit)
+          for *row, limit in zip(*lists, limits, strict=True))
+    )  # fmt: skip
+    rule = DelayedRule(length, 2.0**-margin, power_of_two, most_recent)
+    assert library.update_delayed_scales(rows, ctypes.c_int64(n), ctypes.byref(rule)) == 0
+    rules = (margin, power_of_two, most_recent)
+    torch.ops.mixprec.update_delayed_scales_reference_(*same, limits, *rules)
+    for got, want in zip(chain(*lists), chain(*same), strict=True):
+        ind.assert_same_bits(got, want, "update_delayed_scales_")

@@ -1,0 +1,147 @@
+"""All 2^32 fp32 patterns through every cast, against the runs of codes that rounding makes.
+
+The cast is monotone: over the fp32 patterns from 0 up, each code is one run of consecutive
+patterns, which ends at the tie to the next code (a tie belongs to the even one). So the expected
+codes of any chunk are the run's codes repeated, and no cast is needed to know them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import name
+
+import mixprec
+from mixprec.ops._dispatch import library
+
+CHUNK = 1 << 24
+INF_PATTERN = 0x7F800000
+
+
+def runs(spec: ind.Spec) -> tuple[np.ndarray, np.ndarray]:
+    """(first pattern, code) of every run of the patterns 0 .. 0x7F800000, both ascending."""
+    ties = ind.midpoints(spec)
+    patterns = ties.astype(np.float32).view(np.uint32).astype(np.int64)
+    assert np.array_equal(ties.astype(np.float32).astype(np.float64), ties), (
+        "a tie between patterns"
+    )
+    codes = np.arange(len(ties) + 1)
+    # Code i + 1 starts at the tie if it is even there, else one pattern after it.
+    starts = np.concatenate([[0], patterns + (codes[1:] % 2 == 1)])
+    if spec.bits == 8:  # finite values saturate; Inf is a run of its own
+        starts, codes = starts[:-1], codes[:-1]
+    infinity = spec.nan_code if spec.inf_code is None else spec.inf_code
+    if spec.bits == 8:
+        starts, codes = np.append(starts, INF_PATTERN), np.append(codes, infinity)
+    return starts, codes
+
+
+def expected(spec: ind.Spec, first: int, count: int) -> torch.Tensor:
+    """The codes of `count` non-NaN patterns from `first` on, from the runs they fall in."""
+    starts, codes = runs(spec)
+    low = int(np.searchsorted(starts, first, side="right")) - 1
+    high = int(np.searchsorted(starts, first + count, side="left"))
+    edges = np.concatenate([[first], starts[low + 1 : high], [first + count]])
+    as_int = torch.from_numpy(codes[low:high].astype(np.int32))
+    narrow = as_int.to(torch.uint8 if spec.bits == 8 else torch.int16)
+    return torch.repeat_interleave(narrow, torch.from_numpy(np.diff(edges)))
+
+
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_runs_agree_with_the_search_in_the_value_table(spec: ind.Spec) -> None:
+    """The two independent ways to know a code agree (fast, so it runs by default)."""
+    rng = np.random.default_rng(0)
+    starts, _ = runs(spec)
+    for first in (0, 1000, 0x33000000, 0x3F7FFF00, 0x43E00000, 0x477FE000, INF_PATTERN - 4095):
+        pattern = np.arange(first, first + 4096, dtype=np.uint32)
+        want = ind.encode(pattern.view(np.float32), spec)
+        got = expected(spec, first, 4096).numpy().view(spec.code_type)
+        assert np.array_equal(got, want), hex(first)
+    for first in rng.choice(starts[:-1], 50):
+        first = max(int(first) - 2, 0)
+        want = ind.encode(np.arange(first, first + 4, dtype=np.uint32).view(np.float32), spec)
+        assert np.array_equal(expected(spec, first, 4).numpy().view(spec.code_type), want)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
+def test_all_fp32_patterns(spec: ind.Spec) -> None:
+    sign_bit = spec.sign_bit - (1 << spec.bits) if spec.bits == 16 else spec.sign_bit
+    last_code = spec.max_code if spec.inf_code is None else spec.inf_code
+    for first in range(0, 1 << 31, CHUNK):
+        positive = torch.arange(first, first + CHUNK, dtype=torch.int32)
+        numbers = min(max(INF_PATTERN + 1 - first, 0), CHUNK)  # the rest are NaN
+        want = expected(spec, first, numbers) if numbers else None
+        for negative in (False, True):
+            pattern = positive | (-(1 << 31)) if negative else positive
+            x = pattern.view(torch.float32)
+            q = mixprec.quantize(x, spec.dtype, scale=1.0)
+            got = q.data.view(torch.uint8 if spec.bits == 8 else torch.int16)
+            where = f"{spec.name}: patterns from {first | negative << 31:#x}"
+            if want is not None:
+                signed = want | sign_bit if negative else want
+                assert torch.equal(got[:numbers], signed), where
+            if numbers < CHUNK:
+                assert ((got[numbers:] & spec.nan_code) > last_code).all(), f"{where}: NaN lost"
+                assert q.amax.isnan()
+            else:
+                assert q.amax.view(torch.int32).item() == first + CHUNK - 1, f"{where}: amax"
+
+
+ISAS = ("base", "avx2", "avx512", "avx512_bf16")
+
+SCRIPT = """
+import independent as ind, mixprec, numpy as np, torch
+from cases import from_bits, random_bits
+from test_quantize import boundaries, check, neighbours_of_ties
+for spec in ind.SPECS:
+    for dtype in (torch.float16, torch.bfloat16):
+        codes = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
+        check(mixprec.quantize(codes, spec.dtype, scale=1.0), codes, spec, 1.0)
+    x = torch.cat([neighbours_of_ties(spec), boundaries(spec)])
+    for part in (x, *random_bits(1 << 24, torch.float32).split(1 << 20)):
+        check(mixprec.quantize(part, spec.dtype, scale=1.0), part, spec, 1.0)
+print("casts agree")
+"""
+
+
+def supported(isa: str) -> bool:
+    """Whether this processor has what `isa` needs, by the flags that Linux lists."""
+    needs = {
+        "base": set(),
+        "avx2": {"avx2", "fma", "f16c", "bmi2"},
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+        "avx512_bf16": {"avx512_bf16"},
+    }
+    info = Path("/proc/cpuinfo")
+    words = set(info.read_text().split()) if info.exists() else set()
+    return needs[isa] <= words
+
+
+def skip_unless_worth_it(isa: str) -> None:
+    if not supported(isa):
+        pytest.skip(f"this processor has no {isa}")
+    if library.C is not None and library.C.isa() == isa:
+        pytest.skip(f"{isa} is what all other tests run on here")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("isa", ISAS)
+def test_other_instruction_sets(isa: str) -> None:
+    """Ties, boundaries, all 16-bit codes and 2^24 random patterns, in a process of its own."""
+    skip_unless_worth_it(isa)
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    env = os.environ | {"MIXPREC_ISA": isa, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "casts agree" in done.stdout

@@ -1,0 +1,155 @@
+"""Stochastic rounding and remainders: the random bits, the two neighbours, and nothing lost."""
+
+from __future__ import annotations
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import from_bits, random_bits
+
+from mixprec.ops import sgd_
+from mixprec.ops._dispatch import rounding
+
+# Random123's known answers for Philox4x32-10: counter, key (low word first), result.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (
+        (0xFFFFFFFF,) * 4,
+        (0xFFFFFFFF,) * 2,
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def store(values: torch.Tensor, **random: object) -> torch.Tensor:
+    """`values` (fp32) rounded to a bf16 param by the kernel: p - (p - value) * 1, exactly."""
+    param = torch.zeros(values.shape, dtype=torch.bfloat16)
+    options = {"stochastic_rounding": True, "indices": [0], **random}
+    sgd_([param], [-values], [], [], torch.zeros(1), lr=1.0, **options)
+    return param
+
+
+@pytest.mark.parametrize(("counter", "key", "want"), KNOWN, ids=range(3))
+def test_philox_known_answers(counter: tuple, key: tuple, want: tuple) -> None:
+    seed = key[0] | key[1] << 32
+    got = rounding.philox(tuple(torch.tensor([c]) for c in counter), seed)
+    assert got.tolist() == [list(want)]
+    assert ind.philox(counter, seed) == list(want)
+
+
+def test_random_bits_are_those_of_the_docs() -> None:
+    for count, seed, step, index, stream in ((1, 0, 1, 0, 0), (37, 2**62 + 3, 2**24, 2**30 - 1, 2)):
+        shape = torch.Size((count,))
+        got = rounding.random_bits(shape, seed, torch.tensor(float(step)), index, stream)
+        assert got.tolist() == ind.random16(count, seed, step, index, stream).tolist()
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
+def test_the_kernel_rounds_with_these_bits(backend: str, seed: int) -> None:
+    values = random_bits(4099, torch.float32)
+    values = torch.where(torch.isfinite(values), values, 1.5)
+    bits = ind.random16(4099, seed, 1, 5, 0)
+    want = ind.stochastic_bf16(values.numpy(), bits)
+    ind.assert_bits(store(values, seed=seed, indices=[5]), want)
+
+
+def test_only_the_two_neighbours_and_on_average_the_value(backend: str) -> None:
+    low, high = 1.0, 1.0 + 2.0**-7
+    for part in (0.0, 2.0**-16, 0.25, 0.5, 0.9, 1 - 2.0**-16):
+        value = low + part * (high - low)
+        got = store(torch.full((40_000,), value), seed=3).float()
+        assert set(got.tolist()) <= ({low} if part == 0.0 else {low, high})
+        share = (got == high).double().mean().item()
+        # six standard deviations of the mean of 40,000 draws
+        assert abs(share - part) <= 6 * max(part * (1 - part), 1e-6) ** 0.5 / 200
+
+
+def test_signs_and_subnormals(backend: str) -> None:
+    for value in (-1.003, 2.0**-140, -(2.0**-130) * 1.1, 3.3e38):
+        got = store(torch.full((1000,), value, dtype=torch.float32)).float()
+        below, above = got.min().item(), got.max().item()
+        assert below <= torch.tensor(value).item() <= above
+        assert above - below <= max(2.0**-7 * abs(value), 2.0**-133) * 1.01
+
+
+def test_inf_and_nan_stay(backend: str) -> None:
+    """A carry out of 0x7FFFFFFF would be -0."""
+    codes = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32)
+    values = from_bits(codes, torch.float32).repeat(50)
+    param = torch.zeros(250, dtype=torch.bfloat16)
+    sgd_([param], [-values], [], [], torch.zeros(1), lr=1.0, stochastic_rounding=True, indices=[0])
+    got = param.view(50, 5).float()
+    assert (got[:, 0] == float("inf")).all()
+    assert (got[:, 1] == -float("inf")).all()
+    assert got[:, 2:].isnan().all()
+
+
+def test_streams_steps_seeds_and_params_draw_apart(backend: str) -> None:
+    value = torch.full((512,), 1.0 + 2.0**-8)
+    seen = {tuple(store(value, seed=s, indices=[i]).tolist()) for s in (0, 1) for i in (0, 1)}
+    assert len(seen) == 4
+    param, buffer, steps = torch.zeros(512).bfloat16(), torch.zeros(512).bfloat16(), torch.zeros(1)
+    draws = set()
+    for _ in range(3):
+        param.zero_()
+        sgd_([param], [-value], [buffer], [], steps, lr=1.0, momentum=1e-30,
+             stochastic_rounding=True, indices=[0])  # fmt: skip
+        draws |= {tuple(param.tolist()), tuple((-buffer).tolist())}
+    assert len(draws) == 6
+
+
+def test_split_and_join_lose_nothing() -> None:
+    edges = [0, 0x8000, 0x7FFF, 0x18000, 0x17FFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000]
+    edges += [0x7F7F7FFF, 0x7F800000, 0x00000001, 0x00008000, 0x007FFFFF]
+    codes = np.array(edges + [e | 0x80000000 for e in edges], np.uint32)
+    masters = torch.cat([from_bits(codes, torch.float32), random_bits(1 << 20, torch.float32)])
+    param, remainder = rounding.split_master(masters)
+    ind.assert_same_bits(rounding.join_master(param, remainder), masters)
+    finite = masters.abs() < 3e38
+    nearest = (param.float().double() - masters.double()).abs()[finite]
+    even = (masters.bfloat16().float().double() - masters.double()).abs()[finite]
+    assert torch.equal(nearest, even), "the param is not the nearest"
+    away = param.float().abs() >= masters.bfloat16().float().abs()
+    assert away[finite].all(), "a tie went towards zero"
+
+
+def test_the_kernel_keeps_fp32_in_param_and_remainder(backend: str) -> None:
+    masters = random_bits(10_000, torch.float32)
+    masters = torch.where(masters.abs() < 1e38, masters, 1.0)
+    param, remainder = rounding.split_master(masters)
+    whole = masters.clone()
+    for i in range(3):
+        grad = random_bits(10_000, torch.float32, seed=i).clamp(-1e30, 1e30).nan_to_num()
+        sgd_([param], [grad], [], [remainder], torch.zeros(1), lr=0.01)
+        sgd_([whole], [grad], [], [], torch.zeros(1), lr=0.01)
+        ind.assert_same_bits(rounding.join_master(param, remainder), whole)
+
+
+def test_a_param_that_was_set_to_zero_stays_zero(backend: str) -> None:
+    """With a remainder below zero there is no number below it: -1 would be a NaN."""
+    for zero in (0.0, -0.0):
+        param = torch.full((4,), zero, dtype=torch.bfloat16)
+        remainder = torch.tensor([-1, -(2**15), 0, 5], dtype=torch.int16)
+        sgd_([param], [torch.zeros(4)], [], [remainder], torch.zeros(1), lr=0.1)
+        assert param.float().abs().max().item() <= 2.0**-133
+        assert not param.isnan().any()
+
+
+def test_the_mean_of_many_steps_is_the_fp32_run(backend: str) -> None:
+    """Updates of a thousandth of a unit: to nearest they would all be lost."""
+    param, steps = torch.ones(20_000, dtype=torch.bfloat16), torch.zeros(1)
+    nearest, others = param.clone(), torch.zeros(1)
+    grad = torch.full((20_000,), -(2.0**-17))
+    for _ in range(64):
+        sgd_([param], [grad], [], [], steps, lr=1.0, stochastic_rounding=True, indices=[0])
+        sgd_([nearest], [grad], [], [], others, lr=1.0)
+    assert (nearest == 1.0).all()
+    # each element is 1 or a neighbour or two; the mean has moved as FP32 would
+    mean = param.double().mean().item() - 1.0
+    assert mean == pytest.approx(64 * 2.0**-17, rel=0.1)

@@ -1,0 +1,68 @@
+"""The model of the short accumulator: its arithmetic, what it shows, and the page that shows it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mixprec.bench import accumulator
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_addends_are_cut_off_below_the_largest_one() -> None:
+    products = np.zeros((1, 1, accumulator.INSTRUCTION))
+    products[0, 0, :3] = 1.0, 2.0**-13, 1.5 * 2.0**-13
+    assert accumulator.short_sum(np.zeros((1, 1)), products)[0, 0] == 1.0 + 2 * 2.0**-13
+    # beside a sum of 4096, where the unit is 2^-1, they are nothing
+    assert accumulator.short_sum(np.full((1, 1), 4096.0), products)[0, 0] == 4097.0
+    assert accumulator.short_sum(np.full((1, 1), -8192.0), -products)[0, 0] == -8193.0
+    assert accumulator.short_sum(np.zeros((1, 1)), np.zeros_like(products))[0, 0] == 0.0
+
+
+def test_small_integers_are_exact() -> None:
+    generator = np.random.default_rng(0)
+    a, b = (generator.integers(-4, 5, shape).astype(float) for shape in ((8, 256), (256, 8)))
+    for promote in (None, accumulator.PROMOTE):
+        assert np.array_equal(accumulator.short_gemm(a, b, promote), a @ b)
+
+
+@pytest.mark.parametrize(("data", "without"), [("randn", 1e-3), ("uniform [0, 1]", 3e-2)])
+def test_promotion_is_what_keeps_long_sums(data: str, without: float) -> None:
+    assert accumulator.relative_error(data, 4096, None) > without
+    assert accumulator.relative_error(data, 4096, accumulator.PROMOTE) < without / 8
+
+
+def test_the_page_shows_what_the_model_gives() -> None:
+    page = (DOCS / "numerics.md").read_text()
+    start, end = (re.escape(marker) for marker in accumulator.MARKERS)
+    found = re.search(f"{start}\n(.*?)\n{end}", page, re.S)
+    assert found is not None
+    rows = found[1].splitlines()[2:]
+    assert [int(row.split("|")[1]) for row in rows] == list(accumulator.SIZES)
+    errors = accumulator.measure(accumulator.SIZES[:2])
+    for i, row in enumerate(rows[:2]):
+        cells = [cell.strip() for cell in row.split("|")[2:-1]]
+        ways = [(data, way) for data in accumulator.DATA for way in ("without", "with")]
+        assert cells == [f"{errors[data][way][i]:.1e}" for data, way in ways]
+    assert (DOCS / "accumulator.png").stat().st_size > 10_000
+
+
+def test_the_command_writes_table_and_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulator, "SIZES", (128, 256))
+    (tmp_path / "numerics.md").write_text(f"before\n{'x'.join(accumulator.MARKERS)}\nafter\n")
+    monkeypatch.setattr(accumulator, "measure", lambda: MEASURED)
+    text = accumulator.write(tmp_path)
+    page = (tmp_path / "numerics.md").read_text()
+    assert text in page
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert (tmp_path / "accumulator.png").read_bytes().startswith(b"\x89PNG")
+
+
+MEASURED = {data: {way: [1e-3, 2e-3] for way in ("without", "with")} for data in accumulator.DATA}

@@ -1,0 +1,121 @@
+"""What is said of accuracy and memory: the statistics, the verdicts, and what the runs leave."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixprec.bench import accuracy as page
+from mixprec.bench import footprint, results
+
+ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("scipy", reason="the intervals need scipy, which scikit-learn brings")
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch):
+    """examples/accuracy.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for name in ("accuracy", "train_gpt", "train_image"):
+        sys.modules.pop(name, None)
+    import accuracy
+
+    return accuracy
+
+
+def content(runs: list[dict[str, object]], program, *, image: bool = False) -> dict[str, object]:
+    metric, more, unit, limit = program.IMAGE if image else program.GPT
+    return {
+        "task": "cnn" if image else "gpt",
+        "metric": metric,
+        "more_is_better": more,
+        "unit": unit,
+        "limit": limit,
+        "command": "a command",
+        "environment": {"processor": "P", "threads": 2, "torch": "T", "commit": None},
+        "summary": program.summary(runs, unit),
+        "runs": [{"samples": 10, "seconds": 1.0, "skipped": 0, **run} for run in runs],
+    }
+
+
+def of(recipe: str, *values: float) -> list[dict[str, object]]:
+    return [{"recipe": recipe, "seed": seed, "value": value} for seed, value in enumerate(values)]
+
+
+def test_interval_is_students(program) -> None:
+    """For three values t = 4.3027 (any table of the distribution), s = 1, so 4.3027 / sqrt(3)."""
+    assert program.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert program.interval([1.0]) is None
+
+
+def test_differences_are_between_partners(program) -> None:
+    """Seeds differ by far more than recipes do: only their pairs show the recipe."""
+    runs = of("fp32", 1.0, 2.0, 4.0) + of("fp8", 1.01, 2.02, 4.04)
+    line = program.summary(runs, "%")[1]
+    assert line["difference"] == pytest.approx(1.0)
+    assert line["difference_interval"] == pytest.approx(0.0, abs=1e-9)
+    assert line["interval"] > 1
+
+
+@pytest.mark.parametrize(
+    ("image", "fp8", "verdict", "met"),
+    [
+        (False, (2.001, 2.0, 1.999), "no difference seen", True),
+        (False, (2.02, 2.0201, 2.0199), "worse", False),
+        (False, (1.98, 1.9801, 1.9799), "better", True),
+        (True, (1.5, 1.5001, 1.4999), "worse", True),
+        (True, (1.3, 1.3001, 1.2999), "worse", False),
+    ],
+)
+def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool, program) -> None:
+    given = content(of("fp32", 2.0, 2.0, 2.0) + of("fp8", *fp8), program, image=image)
+    line = given["summary"][1]
+    assert page.verdict(given, line) == verdict
+    assert page.allowed(given, line)[1] is met
+    block = page.task_block(given)
+    assert verdict in block
+    assert "3 seeds, 10 held-out" in block
+
+
+def test_16_bits_are_held_to_the_noise_of_fp32(program) -> None:
+    given = content(of("fp32", 2.0, 2.1, 1.9) + of("bf16", 2.2, 2.3, 2.1), program)
+    noise = 100 * program.interval([2.0, 2.1, 1.9]) / 2.0
+    said, met = page.allowed(given, given["summary"][1])
+    assert said.startswith(f"{noise:.2f}%")
+    assert met is (noise >= 10.0)
+
+
+def test_a_missing_result_is_named(tmp_path: Path) -> None:
+    with pytest.raises(results.ResultError, match=r"accuracy-gpt\.json"):
+        page.load(tmp_path, "gpt")
+
+
+def test_the_program_runs(program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps a run: the file has a run per recipe, and the page can be made of it."""
+    assert (
+        program.main(["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]) == 0
+    )
+    measured = page.load(tmp_path, "vit")
+    assert [run["recipe"] for run in measured["runs"]] == list(program.RECIPES)
+    assert all(0 <= run["value"] <= 100 for run in measured["runs"])
+    assert "one seed: no verdict" in page.task_block(measured)
+    assert "vit seed 0 fp8-block" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        program.main(["--task", "dog"])
+
+
+def test_footprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 keeps half of what bf16 keeps, and nobody saves parameter memory."""
+    monkeypatch.setattr(footprint, "WIDTH", 64)
+    monkeypatch.setattr(footprint, "TOKENS", 2048)
+    footprint.write(tmp_path / "footprint.json")
+    sizes = json.loads((tmp_path / "footprint.json").read_text())["training"]
+    assert sizes["bf16"]["saved"] == sizes["fp32"]["saved"] / 2
+    for recipe in ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"):
+        assert sizes[recipe]["saved"] <= 0.55 * sizes["bf16"]["saved"]
+    held = {r: s["parameters"] + s["gradients"] + s["optimizer"] for r, s in sizes.items()}
+    assert held["bf16"] == pytest.approx(held["fp32"], rel=0.01)

@@ -1,0 +1,256 @@
+"""Who may import whom, where arithmetic may stand, and what `import mixprec` must not do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mixprec
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "mixprec"
+
+# From the bottom up: a module imports only from layers below its own, never sideways. The names are
+# modules of mixprec; a package stands for all its modules, except that ops is taken apart.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("formats", "_atomic", "_aliases"),
+    ("quantized",),
+    (
+        *("ops._dispatch.library", "ops._dispatch.checks", "ops._dispatch.scale_layout"),
+        *("ops._dispatch.rounding", "ops._dispatch.arch", "ops._dispatch.gemm_rows"),
+    ),
+    ("ops._dispatch",),
+    ("ops._dispatch.backends",),
+    ("ops.*",),
+    ("ops",),
+    ("_recipe_aliases", "_local_gradients"),
+    ("recipes",),
+    ("functional.operands", "scaling", "grad_report", "distributed"),
+    ("functional",),
+    ("nn", "optim", "amp"),
+    ("checkpoint",),
+    ("diagnostics",),
+    ("integrations",),
+    ("mixprec",),  # the package itself, __init__.py
+)
+# Leaves use anything and are used by nothing but __init__.
+LEAVES = ("testing", "env", "diagnostics.env", "freeze", "availability")
+# Between ops, only these: helpers of the reference, and one list of dtypes.
+SIDEWAYS = {
+    ("ops.quantize", "ops.amax", "amax_reference"),
+    ("ops.quantize", "ops.scale", "scale_from_amax"),
+    ("ops.delayed_scales", "ops.scale", "scale_from_amax"),
+    *(("ops.grad_stats", "ops.unscale", name) for name in ("COUNTS", "count_reference")),
+}
+
+# Arithmetic on tensor elements stands in the ops (their references), in functional and stats, and
+# where results are judged.
+ARITHMETIC = {
+    *("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
+    *("add_", "sub_", "mul_", "div_", "lerp", "lerp_", "addcmul", "addcmul_"),
+    *("addcdiv", "addcdiv_", "rsqrt", "square", "clamp", "clamp_", "amax", "aminmax"),
+}
+MAY_COMPUTE = ("ops", "functional", "diagnostics", "testing")
+
+
+def module_name(path: Path) -> str:
+    """mixprec/ops/gemm.py -> "ops.gemm"; a package's __init__.py is the package."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts) or "mixprec"
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under `if TYPE_CHECKING:`, which import nothing when run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imports(module: str, source: str, *, is_package: bool) -> Iterator[tuple[str, str]]:
+    """(imported module of mixprec, name taken from it or "") for each import in `source`."""
+    here = [] if module == "mixprec" else module.split(".")
+    package = here if is_package else here[:-1]
+    for node in runtime_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "mixprec":
+                    yield ".".join(alias.name.split(".")[1:]) or "mixprec", ""
+        elif isinstance(node, ast.ImportFrom):
+            target = (node.module or "").split(".") if node.module else []
+            if node.level == 0:
+                if target[0] != "mixprec":
+                    continue
+                target = target[1:]
+            else:
+                target = package[: len(package) - node.level + 1] + target
+            for alias in node.names:
+                inner = ".".join([*target, alias.name])
+                if inner in SOURCES:  # `from . import formats`
+                    yield inner, ""
+                else:
+                    yield ".".join(target) or "mixprec", alias.name
+
+
+def unit(module: str) -> str:
+    """The name under which LAYERS knows a module, e.g. optim.adamw -> optim, ops.gemm -> ops.*"""
+    named = {name for layer in LAYERS for name in layer} | set(LEAVES)
+    parts = module.split(".")
+    if parts[0] == "ops" and len(parts) == 2 and parts[1] != "_dispatch":
+        return "ops.*"
+    for n in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:n])) in named:
+            return name
+    raise AssertionError(f"mixprec.{module} stands in no layer: give it its place in LAYERS")
+
+
+def height(module: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if unit(module) in layer)
+
+
+def wrong_imports(module: str, source: str, *, is_package: bool) -> list[str]:
+    wrong = []
+    for target, name in imports(module, source, is_package=is_package):
+        inside_one_package = unit(module) == unit(target) != "ops.*"
+        if unit(module) in LEAVES or inside_one_package or (module, target, name) in SIDEWAYS:
+            continue
+        is_leaf = unit(target) in LEAVES
+        allowed = module == "mixprec" if is_leaf else height(target) < height(module)
+        if not allowed:
+            wrong.append(f"mixprec.{module} imports {name or 'all'} from mixprec.{target}")
+    return wrong
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_downwards(module: str) -> None:
+    path = SOURCES[module]
+    assert not wrong_imports(module, path.read_text(), is_package=path.name == "__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ops.gemm", "from .quantize import quantize"),
+        ("ops.gemm", "from . import amax"),
+        ("ops._dispatch.checks", "from . import backends"),
+        ("recipes", "from .functional import linear"),
+        ("recipes", "import mixprec.nn"),
+        ("functional", "def f():\n    from mixprec import testing"),
+        ("formats", "from . import gemm"),
+        ("amp.grad_scaler", "from ..optim.adamw import AdamW"),
+        ("optim.adamw", "from ..amp import grad_scaler"),
+        ("nn.linear", "from ..diagnostics.stats import summary"),
+    ],
+)
+def test_the_import_rule_catches(module: str, source: str) -> None:
+    assert wrong_imports(module, source, is_package=False)
+
+
+def arithmetic(source: str) -> list[str]:
+    """The calls of ARITHMETIC, and of torch._foreach_*, in a source text, by line."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    found = []
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if name in ARITHMETIC or name.startswith("_foreach_"):
+            found.append(f"line {call.lineno}: {ast.unparse(call.func)}")
+    return found
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if m.split(".")[0] not in MAY_COMPUTE])
+def test_arithmetic_stands_where_it_belongs(module: str) -> None:
+    assert not arithmetic(SOURCES[module].read_text())
+
+
+def test_the_arithmetic_rule_catches() -> None:
+    source = "p.addcdiv_(m, v)\ntorch._foreach_mul_(g, s)\nx = a.clamp(min=0)\ns.add(1)"
+    assert arithmetic(source) == [
+        "line 1: p.addcdiv_",
+        "line 2: torch._foreach_mul_",
+        "line 3: a.clamp",
+    ]
+
+
+def test_formulas_in_csrc_math_include_neither_torch_nor_cuda() -> None:
+    headers = sorted((ROOT / "csrc" / "math").glob("*.h"))
+    assert headers, "csrc/math holds no headers"
+    for header in headers:
+        included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', header.read_text(), re.M)
+        foreign = [i for i in included if re.match(r"(torch|ATen|c10|pybind11|cuda|cub)", i)]
+        assert not foreign, f"{header.name} includes {foreign}"
+
+
+@pytest.mark.parametrize("folder", ["bench", "triton_kernels"])
+def test_renamed_packages_import_themselves_relatively(folder: str) -> None:
+    """They are installed as mixprec.bench and mixprec.triton_kernels: their folder name is another
+    package's, or nobody's. bench may import mixprec, which it measures; triton_kernels may not."""
+    forbidden = ["bench", "triton_kernels", "mixprec.bench", "mixprec.triton_kernels"]
+    if folder == "triton_kernels":
+        forbidden.append("mixprec")
+        if not (ROOT / folder).exists():
+            pytest.skip("there are no Triton kernels yet")
+    sources = sorted((ROOT / folder).rglob("*.py"))
+    assert sources
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                wrong = [f for f in forbidden if name == f or name.startswith(f + ".")]
+                assert not wrong, f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
+
+
+def test_nothing_imports_what_stands_above_the_library() -> None:
+    for path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(alias.name for alias in node.names)]
+            above = {"bench", "examples"} & {n.split(".")[0] for n in names}
+            assert not above, f"{path.relative_to(ROOT)}:{node.lineno} imports {above}"
+
+
+def test_import_is_light(tmp_path: Path) -> None:
+    """No Triton, no CUDA context, and no torch._dynamo (1.3 s), unless torch brings it itself."""
+    code = """
+import json, sys, torch
+before = set(sys.modules)
+import mixprec
+print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    new, cuda_initialized = json.loads(out)
+    assert "mixprec.ops" in new
+    heavy = [m for m in new if re.match(r"(triton|torch\._(dynamo|inductor)|numpy|matplotlib)", m)]
+    assert not heavy
+    assert not cuda_initialized
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    assert len(set(mixprec.__all__)) == len(mixprec.__all__)
+    for name in mixprec.__all__:
+        value = getattr(mixprec, name)
+        own = vars(value).get("__doc__") if hasattr(value, "__dict__") else None
+        doc = own or type(value).__doc__ or ""
+        assert len(doc) > 40, f"mixprec.{name} has no docstring"

@@ -1,0 +1,234 @@
+"""tests/gpu/stages.py recovers from tests that crash, hang or break CUDA, and names them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPU = Path(__file__).resolve().parents[1] / "gpu"
+sys.path.append(str(GPU))
+
+import pool  # noqa: E402
+import sanitize  # noqa: E402
+import stages  # noqa: E402
+import summary  # noqa: E402
+
+
+def run(folder: Path, tests: str, **options: Any) -> dict[str, Any]:
+    """The result of a pool on a file with these tests."""
+    (folder / "test_planted.py").write_text(textwrap.dedent(tests))
+    settings = {"workers": 1, "limit": 60, "test_limit": 30, **options}
+    planted = pool.Pool([str(folder / "test_planted.py")], folder / "pool", **settings)
+    pool.run([planted], lambda: None)
+    result = planted.result()
+    result["tests"] = {t.split("::")[1]: words for t, words in result["tests"].items()}
+    result["culprits"] = [t.split("::")[1] for t in result["culprits"]]
+    return result
+
+
+def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        """
+        import os, sys, time, types
+        import pytest
+
+        def test_hang():
+            time.sleep(60)
+
+        def test_abort():
+            os.abort()
+
+        def test_exit():
+            os._exit(0)
+
+        def test_wrong():
+            assert 1 + 1 == 3, "that is not so"
+
+        def test_fixture(nowhere):
+            pass
+
+        def test_skipped():
+            print("left out: a reason")
+            pytest.skip("no such thing here")
+
+        def test_cuda_breaks(monkeypatch):
+            def synchronize():
+                raise RuntimeError("illegal access to memory")
+            cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+            sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+
+        def test_after_all_that():
+            assert "torch" not in sys.modules
+        """,
+        workers=2,
+        test_limit=3,
+    )
+    ended = "failure: its process was ended: "
+    fixture = result["tests"].pop("test_fixture")
+    assert fixture.startswith("error: file ")
+    assert "fixture 'nowhere' not found" in fixture
+    assert result["tests"] == {
+        "test_hang": ended + "it took more than 3 s",
+        "test_abort": ended + "SIGABRT",
+        "test_exit": ended + "exit status 0",
+        "test_wrong": "failure: AssertionError: that is not so; assert (1 + 1) == 3",
+        "test_skipped": "skipped: no such thing here",
+        "test_cuda_breaks": "failure: CUDA fails after it: illegal access to memory",
+        "test_after_all_that": "passed",
+    }
+    assert result["culprits"] == ["test_abort", "test_cuda_breaks", "test_exit", "test_hang"]
+    assert result["status"] == 1
+    assert result["processes"] == 6
+    assert result["left_out"] == ["left out: a reason"]
+    assert any("time.sleep(60)" in t or "in test_hang" in t for t in result["tails"]), "no stack"
+    assert any("that is not so" in text for text in result["details"].values())
+
+
+def test_a_kind_of_test_that_ends_processes_is_left_out(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        """
+        import os, pytest
+
+        @pytest.mark.parametrize("i", range(5))
+        def test_abort(i):
+            os.abort()
+
+        def test_other():
+            pass
+        """,
+    )
+    words = list(result["tests"].values())
+    assert [w.split(":")[0] for w in words] == ["failure"] * 3 + ["not run"] * 2 + ["passed"]
+    assert result["processes"] == 4
+    assert result["status"] == 1
+
+
+def test_what_was_not_run_in_time_says_so(tmp_path: Path) -> None:
+    tests = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass"
+    result = run(tmp_path, tests, limit=4)
+    a, b, c = result["tests"].values()
+    assert (a, c) == ("passed", "not run")
+    assert b.startswith("not finished after")
+    assert result["status"] == 124
+
+
+def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
+    result = run(tmp_path, "import nothing_of_this_name", workers=2)
+    assert (result["status"], result["tests"], result["processes"]) == (2, {}, 2)
+    assert "nothing_of_this_name" in result["tails"][0]
+    assert result["processes_without_a_test"] == 2
+    assert "FAILED (2)" in summary.row("x", 1.0, result)
+
+
+TOOL = """#!/bin/sh
+# Takes the words of compute-sanitizer up to the command, and says what it would say.
+while [ "$1" != "{python}" ]; do
+  [ "$1" = --log-file ] && log=$(echo "$2" | sed "s/%p/$$/")
+  shift
+done
+"$@"; status=$?
+echo "========= ERROR SUMMARY: 2 errors" >"$log"
+exit 9
+"""
+
+
+def test_under_a_tool(tmp_path: Path) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(TOOL.format(python=sys.executable))
+    program.chmod(0o755)
+    log = tmp_path / "log"
+    prefix = sanitize.command(str(program), "memcheck", log, "--launch-timeout arg")
+    result = run(tmp_path, "def test_a(): pass", prefix=prefix)
+    assert result["tests"] == {"test_a": "passed"}
+    assert result["processes"] == 1
+    assert sanitize.findings(log) == {"errors": 2, "log": "========= ERROR SUMMARY: 2 errors\n"}
+
+
+def test_only_options_that_the_tool_knows(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    words = sanitize.command("x", "racecheck", log, "--kernel-regex-exclude --print-limit")
+    always = ["x", "--tool", "racecheck", "--log-file", f"{log}.%p", "--error-exitcode", "9"]
+    exclude = ["--kernel-regex-exclude", sanitize.TORCHS]
+    assert words == [*always, "--print-limit", "50", *exclude]
+    words = sanitize.command("x", "memcheck", log, "--kernel-name-exclude --report-api-errors")
+    exclude = ["--kernel-name-exclude", sanitize.TORCHS]
+    assert words[7:] == ["--report-api-errors", "no", *exclude]
+    assert sanitize.command("x", "initcheck", log, "--kernel-name-exclude")[7:] == []
+    assert sanitize.findings(log) == {"errors": None, "log": ""}
+    hazards = "===== RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n"
+    (tmp_path / "log.7").write_text("a" * 50_000 + hazards)
+    found = sanitize.findings(log)
+    assert found["errors"] == 3
+    assert len(found["log"]) < 2 * sanitize.KEPT + 100
+
+
+def test_the_summary_is_short_and_begins_with_what_failed() -> None:
+    tests = {f"test_x.py::test_{i % 80}[{i}]": f"failure: {'w' * 400}" for i in range(160)}
+    lines = summary.failures("cuda", {"tests": {**tests, "test_y.py::test_y": "passed"}})
+    assert len(lines) == 80
+    assert lines[0].startswith("cuda: test_x.py::test_0[0] (and 1 more like it): failure: w")
+    rows = [summary.row("cuda", 3.0, {"status": 1, "tests": tests})] * 7
+    text = summary.summary(rows, lines)
+    assert len(text.splitlines()) <= summary.LINES
+    assert len(text) < 12_000
+    assert text.splitlines()[-1].split()[:4] == ["cuda", "3.0", "s", "FAILED"]
+    assert "and 29 more, in the JSON files" in text
+
+
+def test_a_stage_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(set(stages.FILES.values())) == len(stages.STAGES) <= 8
+    monkeypatch.setenv("MIXPREC_TEST_DEVICE", "cpu")
+    monkeypatch.setattr(stages, "REHEARSAL", True)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    command = ["stages.py", "--out", str(tmp_path), "--workers", "1", "--stages"]
+    monkeypatch.setattr(sys, "argv", [*command, "all"])
+    with pytest.raises(SystemExit):
+        stages.main()
+    assert "stages must be among env, self, cuda" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "self", "--only", "inv_scale and cpp"])
+    assert stages.main() == 0
+    assert "1 passed, 0 failed" in capsys.readouterr().out
+    report = json.loads((tmp_path / "gpu-test-self.json").read_text())
+    assert report["tests"] == {"test_values.py::test_self_test[cpp-inv_scale]": "passed"}
+    assert (report["stage"], report["status"], report["running"]) == ("self", 0, False)
+    assert {"commit", "seconds", "gpu", "rehearsal"} <= set(report)
+
+
+def test_without_a_gpu_nothing_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(stages, "REHEARSAL", False)
+    monkeypatch.setattr(stages.gpu, "name", lambda: None)
+    monkeypatch.setattr(
+        sys, "argv", ["stages.py", "--out", str(tmp_path), "--stages", "self,large"]
+    )
+    assert stages.main() == 1
+    assert "large            not run: torch finds no GPU" in capsys.readouterr().out
+
+
+def test_a_slow_test_has_more_time(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_configure(config): config.addinivalue_line('markers', 'slow: takes long')"
+    )
+    tests = """
+        import time, pytest
+
+        @pytest.mark.slow
+        def test_slow(): time.sleep(2)
+
+        def test_other(): time.sleep(2)
+        """
+    result = run(tmp_path, tests, test_limit=1, workers=2)
+    late = "failure: its process was ended: it took more than 1 s"
+    assert result["tests"] == {"test_slow": "passed", "test_other": late}

@@ -1,0 +1,146 @@
+"""examples/train_pruned.py: masks that hold through low-precision training, and the proof of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import image_data
+    import train_pruned
+
+    monkeypatch.setattr(image_data, "CHARACTERS", "0147XS")
+    images = image_data.glyph_images(train=300, held_out=60)
+    monkeypatch.setattr(image_data, "load", lambda name: images)
+    return train_pruned
+
+
+def test_the_mask_takes_the_smallest(example: ModuleType) -> None:
+    weight = torch.tensor([[0.5, -0.1, 0.3], [-2.0, 0.0, 0.2]])
+    mask = example.magnitude_mask(weight, 0.5)
+    assert mask.tolist() == [[1, 0, 1], [1, 0, 0]]
+    assert example.magnitude_mask(torch.ones(10), 0.7).sum() == 3, "ties are broken"
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "forms"),
+    [
+        ("cnn", "fp32", ["param"]),
+        ("cnn", "fp8", ["param", "master", "FP8"]),
+        ("vit", "fp16", ["param", "master"]),
+        ("vit", "fp8-delayed", ["param", "master", "FP8"]),
+        ("vit", "fp8-block", ["param", "master", "FP8"]),
+    ],
+)
+def test_the_pruned_weights_stay_zero_and_the_others_move(
+    example: ModuleType, model: str, recipe: str, forms: list[str]
+) -> None:
+    pruner = example.Pruner(0.7, last_dense_step=3)
+    before: dict[str, torch.Tensor] = {}
+
+    def after_step(step: int, model: Any, optimizer: Any) -> None:
+        pruner(step, model, optimizer)
+        if step == 3:
+            before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    example.train(model, recipe, 0, 12, "glyphs", "cpu", after_step)
+    shares = pruner.shares()
+    assert list(shares) == forms
+    assert all(0.699 < shares[form] < 0.701 for form in forms if form != "FP8")
+    assert shares[forms[-1]] >= shares["param"], "a cast may underflow, but brings nothing back"
+    assert len(pruner.masks) >= 7
+    assert "head" not in pruner.masks
+    for name, mask in pruner.masks.items():
+        weight = pruner.model.get_submodule(name).weight
+        assert weight[mask == 0].count_nonzero() == 0
+        moved = weight != before[f"{name}.weight"]
+        assert moved[mask == 1].float().mean() > 0.5, f"{name} does not train any more"
+        moments = [pruner.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
+        assert all(m[mask == 0].count_nonzero() == 0 for m in moments)
+        assert all(m[mask == 1].count_nonzero() > 0 for m in moments)
+
+
+def test_an_overflow_in_a_pruned_place_is_still_seen(example: ModuleType) -> None:
+    pruner = example.Pruner(0.5, last_dense_step=0)
+    skipped = []
+
+    def after_step(step: int, model: Any, optimizer: Any) -> None:
+        pruner(step, model, optimizer)
+        if step == 1:
+            weight = pruner.model.get_submodule("blocks.0.up").weight
+            weight.grad = None
+            scaled = weight * torch.full_like(weight, torch.inf)
+            scaled.backward(pruner.masks["blocks.0.up"].to(weight.dtype).logical_not().to(weight))
+            assert not weight.grad.isfinite().all()
+            optimizer.step()
+            skipped.append(int(optimizer.skipped))
+
+    example.train("vit", "bf16", 0, 3, "glyphs", "cpu", after_step)
+    assert skipped == [1]
+    assert 0.499 < pruner.shares()["master"] < 0.501
+
+
+@pytest.mark.parametrize("form", ["param", "master"])
+def test_a_weight_that_came_back_is_found(example: ModuleType, form: str) -> None:
+    pruner = example.Pruner(0.5, last_dense_step=0)
+    example.train("vit", "bf16", 0, 3, "glyphs", "cpu", pruner)
+    weight = pruner.model.get_submodule("blocks.1.down").weight
+    place = tuple((pruner.masks["blocks.1.down"] == 0).nonzero()[0].tolist())
+    tensor = weight if form == "param" else pruner.optimizer.state[weight]["master"]
+    with torch.no_grad():
+        tensor[place] = 0.5
+    words = f"blocks.1.down: a pruned weight is not zero in the {form}"
+    with pytest.raises(example.PruningError, match=words):
+        pruner.shares()
+
+
+def test_masking_the_param_alone_would_not_do(example: ModuleType) -> None:
+    """What the example is for: the moments' rest moves a master whose gradient is masked."""
+
+    class ParamOnly(example.Pruner):
+        def _prune(self, weight: Any, optimizer: Any) -> torch.Tensor:
+            mask = example.magnitude_mask(weight.detach(), self.sparsity)
+            with torch.no_grad():
+                weight.mul_(mask)
+            weight.register_hook(lambda grad: grad * mask)
+            return mask
+
+    pruner = ParamOnly(0.5, last_dense_step=4)
+    example.train("vit", "bf16", 0, 8, "glyphs", "cpu", pruner)
+    with pytest.raises(example.PruningError, match="a pruned weight is not zero in the param"):
+        pruner.shares()
+
+
+def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--model=cnn", "--recipe=fp8", "--steps=10", "--sparsity=0.6"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].startswith("dense ")
+    assert printed[2].startswith("pruned ")
+    assert "60.0% in the param, 60.0% in the master, " in printed[2]
+    assert printed[3] == "passed: all pruned weights of 7 layers are exactly zero"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--sparsity=1", "--sparsity must be between 0 and 1, got 1.0"),
+        ("--warmup=0", "--warmup must be between 0 and 1, got 0.0"),
+        ("--steps=1", "--steps must be at least 2, got 1"),
+        ("--recipe=fp4", '--recipe: recipe must be "bf16"'),
+        ("--model=rnn", "invalid choice: 'rnn'"),
+    ],
+)
+def test_bad_options(example: ModuleType, capsys: Any, argument: str, message: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        example.main([argument])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

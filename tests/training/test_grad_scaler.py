@@ -1,0 +1,700 @@
+"""GradScaler: torch.amp.GradScaler's contract, step by step, and where ours is stricter."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import name, normal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import SGD, Adam, AdamW
+
+F16_MAX = 65504.0
+Optimizer = torch.optim.Optimizer
+Scaler = torch.amp.GradScaler
+Params = list[torch.Tensor]
+
+
+def sgd(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def plain(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, foreach=False)
+
+
+def foreach(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, foreach=True)
+
+
+def fused(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, fused=True)
+
+
+def ours(params: list[torch.Tensor]) -> Optimizer:
+    return AdamW(params, lr=0.1)
+
+
+TORCHS = (sgd, plain, foreach, fused)
+ALL = (*TORCHS, ours)
+Make = Callable[[list[torch.Tensor]], Optimizer]
+
+
+def make(make_optimizer: Make, dtype: torch.dtype = torch.float32) -> tuple:
+    """Two parameters, and an optimizer of both."""
+    shapes = ((3, 5), (7,))
+    params = [torch.nn.Parameter(normal(s, dtype, seed=i)) for i, s in enumerate(shapes)]
+    return params, make_optimizer(params)
+
+
+def backward(scaler: torch.amp.GradScaler, params: list[torch.Tensor], *bad: float) -> None:
+    """Scaled gradients of one loss; each of `bad` is written into the last gradient's end."""
+    for p in params:
+        p.grad = None
+    loss = sum((p.float() * normal(p.shape, torch.float32, seed=9)).sum() for p in params)
+    scaler.scale(loss).backward()
+    for value in bad:
+        params[-1].grad[-1] = value
+
+
+def iterate(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: list[torch.Tensor], *bad: float
+) -> None:
+    backward(scaler, params, *bad)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def tracker(scaler: torch.amp.GradScaler) -> int:
+    return scaler.state_dict()["_growth_tracker"]
+
+
+# The settings
+
+
+BAD_SETTINGS = (
+    *({"init_scale": x} for x in (0.0, -1.0, math.inf, math.nan, 1e39, "big", None)),
+    *({"growth_factor": x} for x in (1.0, 0.5, math.inf, math.nan)),
+    *({"backoff_factor": x} for x in (0.0, 1.0, -0.5, 2.0, math.nan)),
+    *({"growth_interval": x} for x in (0, -1, 2.5, 2**31)),
+    *({"min_scale": x} for x in (0.0, -1.0, math.nan, math.inf)),
+    *({"max_scale": x} for x in (0.0, math.nan, math.inf)),
+    {"min_scale": 2.0, "max_scale": 1.0},
+    *({"hysteresis": x} for x in (0, -1, 1.5)),
+    *({"max_consecutive_skips": x} for x in (0, -1, 2.5, "3")),
+    *({"grow_on_underflow": x} for x in (-0.1, 1.1, math.nan, "much")),
+)
+
+
+@pytest.mark.parametrize("settings", BAD_SETTINGS, ids=str)
+def test_settings_out_of_range(settings: dict) -> None:
+    word = "max_scale" if len(settings) == 2 else next(iter(settings))
+    with pytest.raises(ValueError, match=f"GradScaler: {word} must be"):
+        GradScaler(**settings)
+    GradScaler(**settings, enabled=False)  # not looked at
+
+
+def test_setters_check_too() -> None:
+    scaler = GradScaler()
+    for setter, bad, good in (
+        (scaler.set_growth_factor, 1.0, 4.0),
+        (scaler.set_backoff_factor, 1.0, 0.25),
+        (scaler.set_growth_interval, 0, 7),
+        (scaler.set_growth_interval, 2.5, 7),
+    ):
+        with pytest.raises(ValueError, match="GradScaler: "):
+            setter(bad)
+        setter(good)
+    state = scaler.state_dict()
+    assert (state["growth_factor"], state["backoff_factor"], state["growth_interval"]) == (
+        4,
+        0.25,
+        7,
+    )
+
+
+def test_is_a_torch_scaler_and_has_its_defaults() -> None:
+    scaler, theirs = GradScaler(), torch.amp.GradScaler("cpu")
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.is_enabled()
+    for key, value in theirs.state_dict().items():
+        assert scaler.state_dict()[key] == value
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+def test_never_disables_itself(device: str | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = GradScaler(device)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 2.0**16
+    assert scaler.scale(torch.ones(())).item() == 2.0**16
+    assert scaler._scale.device.type == scaler._growth_tracker.device.type == "cpu"
+    scaler.update(torch.tensor(4.0))  # torch compares its device type with the scaler's
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("make_optimizer", ALL, ids=name)
+def test_disabled_passes_everything_through(make_optimizer: Make) -> None:
+    params, optimizer = make(make_optimizer)
+    other, expected = make(make_optimizer)
+    scaler = GradScaler(enabled=False)
+    loss = params[0].sum() + params[1].sum()
+    assert scaler.scale(loss) is loss
+    nested = [loss, (loss,)]
+    assert scaler.scale(nested) is nested
+    loss.backward()
+    (other[0].sum() + other[1].sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    expected.step()
+    scaler.update()
+    scaler.load_state_dict({})
+    assert all(torch.equal(p, o) for p, o in zip(params, other, strict=True))
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    assert scaler.skipped.item() == 0
+    assert scaler.step(optimizer, lambda: 3.0) == 3.0  # closures too
+
+
+# scale()
+
+
+def test_scale_nested() -> None:
+    scaler = GradScaler(init_scale=8.0)
+    a, b, c = torch.tensor(1.0), torch.tensor([2.0, 3.0]), torch.tensor(4.0, dtype=torch.float64)
+    out = scaler.scale([a, (b, [c])])
+    assert type(out) is list
+    assert type(out[1]) is tuple
+    assert type(out[1][1]) is list
+    assert out[0].item() == 8.0
+    assert out[1][0].tolist() == [16.0, 24.0]
+    assert out[1][1][0].item() == 32.0
+    assert out[1][1][0].dtype == torch.float64
+    lazy = scaler.scale(x for x in (a, b))
+    assert [x.sum().item() for x in lazy] == [8.0, 40.0]
+    for wrong in (3.0, [a, None], "loss"):
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+            scaler.scale(wrong)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_scaling_an_fp16_loss_does_not_overflow(shape: tuple[int, ...]) -> None:
+    loss = torch.full(shape, 3.0, dtype=torch.float16, requires_grad=True)
+    scaler = GradScaler(init_scale=2.0**15)
+    scaled = scaler.scale(loss)
+    assert scaled.dtype == torch.float32
+    assert scaled.item() == 3.0 * 2.0**15 > F16_MAX
+    scaled.sum().backward()
+    assert loss.grad.dtype == torch.float16
+    assert loss.grad.item() == 2.0**15
+    assert scaler.scale(torch.ones(2, dtype=torch.float16)).dtype == torch.float16  # as torch
+
+
+# Against torch, step by step
+
+
+@pytest.mark.parametrize("make_optimizer", ALL, ids=name)
+@given(overflows=st.lists(st.sampled_from([None, math.inf, -math.inf, math.nan]), max_size=25),
+       seed=st.integers(0, 99))  # fmt: skip
+def test_same_as_torch_step_by_step(
+    make_optimizer: Make, overflows: list[float | None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    settings = {
+        "init_scale": rng.choice([1.0, 2.0**10, 12345.0]),
+        "growth_factor": rng.choice([2.0, 1.5]),
+        "backoff_factor": rng.choice([0.5, 0.75]),
+        "growth_interval": rng.choice([1, 2, 3, 7]),
+    }
+    params, optimizer = make(make_optimizer)
+    mine = GradScaler(**settings)
+    other, expected = make(plain if make_optimizer is ours else make_optimizer)
+    theirs = torch.amp.GradScaler("cpu", **settings)
+    for overflow in overflows:
+        explicit = rng.random() < 0.3
+        for scaler, opt, ps in ((mine, optimizer, params), (theirs, expected, other)):
+            backward(scaler, ps, *([] if overflow is None else [overflow]))
+            if explicit:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        assert mine.get_scale() == theirs.get_scale()
+        assert tracker(mine) == tracker(theirs)
+        for p, o in zip(params, other, strict=True):
+            if make_optimizer is ours:
+                torch.testing.assert_close(p, o, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(p, o)
+    assert mine.skipped.item() == sum(o is not None for o in overflows)
+
+
+def scaler_of(kind: str) -> torch.amp.GradScaler:
+    return GradScaler() if kind == "mixprec" else torch.amp.GradScaler("cpu")
+
+
+def unscale_twice(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def step_twice(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+def unscale_after_step(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def update_without_checks(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.update()
+
+
+def update_twice(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    iterate(scaler, optimizer, params)
+    scaler.update()
+
+
+def step_before_scale(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    params[0].grad = torch.zeros_like(params[0])
+    scaler.step(optimizer)
+
+
+def unscale_before_scale(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    scaler.unscale_(optimizer)
+
+
+def update_before_scale(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    scaler.update()
+
+
+def new_scale_before_scale(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    scaler.update(2.0)
+
+
+def step_without_gradients(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+
+
+def step_without_gradients_unscaled(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def closure(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.step(optimizer, closure=lambda: 1.0)
+
+
+def pickle_inside_an_iteration(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.unscale_(optimizer)
+    pickle.dumps(scaler)
+
+
+def new_scale_of_two_elements(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.update(torch.ones(2))
+
+
+def new_scale_that_requires_grad(scaler: Scaler, optimizer: Optimizer, params: Params) -> None:
+    backward(scaler, params)
+    scaler.update(torch.ones((), requires_grad=True))
+
+
+MISUSES = (
+    (RuntimeError, unscale_twice),
+    (RuntimeError, step_twice),
+    (RuntimeError, unscale_after_step),
+    (AssertionError, update_without_checks),
+    (AssertionError, update_twice),
+    (AssertionError, step_before_scale),
+    (AssertionError, unscale_before_scale),
+    (AssertionError, update_before_scale),
+    (AssertionError, new_scale_before_scale),
+    (AssertionError, step_without_gradients),
+    (AssertionError, step_without_gradients_unscaled),
+    (RuntimeError, closure),
+    (AssertionError, pickle_inside_an_iteration),
+    (AssertionError, new_scale_of_two_elements),
+    (AssertionError, new_scale_that_requires_grad),
+)
+
+
+@pytest.mark.parametrize(("error", "misuse"), MISUSES, ids=name)
+@pytest.mark.parametrize("make_optimizer", [plain, ours], ids=name)
+def test_misuse_raises_what_torch_raises(
+    make_optimizer: Make, error: type[Exception], misuse: Callable
+) -> None:
+    for kind in ("mixprec", "torch") if make_optimizer is plain else ("mixprec",):
+        params, optimizer = make(make_optimizer)
+        before = [p.detach().clone() for p in params]
+        with pytest.raises(error) as caught:
+            misuse(scaler_of(kind), optimizer, params)
+        assert type(caught.value) is error, kind
+        if misuse not in (step_twice, unscale_after_step, update_twice):
+            assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("make_optimizer", [plain, ours], ids=name)
+def test_a_positional_closure_is_refused_and_none_is_not(make_optimizer: Make) -> None:
+    params, optimizer = make(make_optimizer)
+    scaler = GradScaler()
+    backward(scaler, params)
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(optimizer, lambda: 1.0)
+    scaler.step(optimizer, None)  # what accelerate passes
+    scaler.update()
+
+
+def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
+    params, optimizer = make(ours)
+    scaler = GradScaler()
+    iterate(scaler, optimizer, params)
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(2)
+    backward(scaler, params)
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\] must have"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+# What counts as an overflow
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("make_optimizer", ALL, ids=name)
+def test_overflow_by_unscaling_is_found(make_optimizer: Make, explicit: bool) -> None:
+    """A scale below 1: finite gradients that are infinite once unscaled."""
+    params, optimizer = make(make_optimizer)
+    before = [p.detach().clone() for p in params]
+    scaler = GradScaler(init_scale=2.0**-10)
+    backward(scaler, params, 1e37)
+    if explicit:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert scaler.skipped.item() == 1
+    assert scaler.get_scale() == 2.0**-11
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("make_optimizer", ALL, ids=name)
+def test_a_sum_of_flags_skips_like_one(make_optimizer: Make, shape: tuple[int, ...]) -> None:
+    """Two ranks that both overflow make 2.0, which torch's fused optimizers take for a go."""
+    params, optimizer = make(make_optimizer)
+    before = [p.detach().clone() for p in params]
+    scaler = GradScaler()
+    backward(scaler, params)
+    scaler.unscale_(optimizer)
+    flags = scaler._found_inf_per_device(optimizer)
+    assert len(flags) == 1
+    for device in flags:
+        flags[device] = torch.full(shape, 2.0)
+    scaler.step(optimizer)
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert all(s["step"] == 0 for s in optimizer.state.values() if "step" in s)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_found_inf_of_an_explicit_unscale_is_honoured(
+    bad: float, max_grad_norm: float | None
+) -> None:
+    params, _ = make(ours)
+    optimizer = AdamW(params, max_grad_norm=max_grad_norm)
+    scaler = GradScaler()
+    before = [p.detach().clone() for p in params]
+    backward(scaler, params, bad)
+    scaler.unscale_(optimizer)
+    params[-1].grad[-1] = 0.0  # what happens to the gradients afterwards does not matter
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_an_explicit_unscale_changes_nothing_else(max_grad_norm: float | None) -> None:
+    """With a power of two as the scale, fp32 gradients unscaled early or late are the same."""
+    runs = []
+    for explicit in (False, True):
+        params, _ = make(ours)
+        optimizer = AdamW(params, lr=0.1, max_grad_norm=max_grad_norm)
+        scaler = GradScaler()
+        for _ in range(3):
+            backward(scaler, params)
+            scaled = [p.grad.clone() for p in params]
+            if explicit:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            for p, grad in zip(params, scaled, strict=True):
+                assert torch.equal(p.grad, grad * 2.0**-16 if explicit else grad)
+        runs.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("make_optimizer", TORCHS[:3], ids=name)
+def test_fp16_gradients_with_torch_optimizers(make_optimizer: Make) -> None:
+    params, optimizer = make(make_optimizer, torch.float16)
+    scaler = GradScaler(init_scale=8.0)
+    backward(scaler, params)
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            call(optimizer)
+
+
+def test_unscale_on_fp16_gradients_warns_once() -> None:
+    params, optimizer = make(ours, torch.float16)
+    scaler = GradScaler(init_scale=8.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            backward(scaler, params)
+            grads = [p.grad.clone() for p in params]
+            scaler.unscale_(optimizer)
+            assert all(torch.equal(p.grad, g / 8) for p, g in zip(params, grads, strict=True))
+            scaler.step(optimizer)
+            scaler.update()
+    assert [str(w.message).split(":")[0] for w in caught] == ["GradScaler.unscale_"]
+    assert caught[0].filename == __file__
+    assert "max_grad_norm" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no warning without unscale_, nor for bf16
+        iterate(GradScaler(init_scale=8.0), optimizer, params)
+        params, optimizer = make(ours, torch.bfloat16)
+        scaler = GradScaler()
+        backward(scaler, params)
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan])
+def test_sparse_gradients_of_torch_optimizers(bad: float | None) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = torch.optim.SparseAdam([weight], lr=0.1)
+    scaler = GradScaler()
+    rows = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), weight, sparse=True)
+    scaler.scale(rows.sum()).backward()
+    assert weight.grad.is_sparse
+    if bad is not None:
+        weight.grad._values()[-1] = bad
+    scaler.step(optimizer)
+    scaler.update()
+    changed = (weight.detach() != 1).any(dim=1).tolist()
+    assert changed == ([False, True, False, True] if bad is None else [False] * 4)
+    assert scaler.skipped.item() == (bad is not None)
+    assert bad is not None or weight.grad.to_dense()[1].tolist() == [2.0, 2.0]
+
+
+def test_fp16_sparse_gradients_are_added_up_before_they_are_checked() -> None:
+    """Two entries of one row, each finite in fp16, whose sum is not."""
+    weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float16))
+    entries = torch.full((2, 2), 60000.0, dtype=torch.float16)
+    scaler = GradScaler()
+    scaler.scale(torch.zeros(()))
+    with torch.sparse.check_sparse_tensor_invariants():  # torch warns where this is not chosen
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), entries, (3, 2))
+        flags = scaler._check_inf_per_device(sgd([weight]))
+    assert [flag.item() for flag in flags.values()] == [1.0]
+
+
+# The rule of the scale
+
+
+def test_the_floor_and_the_ceiling() -> None:
+    params, optimizer = make(ours)
+    scaler = GradScaler(
+        init_scale=8.0, growth_interval=2, backoff_factor=0.3, min_scale=1.0, max_scale=20.0
+    )
+    seen = []
+    for bad in [math.inf] * 3 + [0.0] * 12:
+        iterate(scaler, optimizer, params, bad)
+        seen.append(round(scaler.get_scale(), 4))
+    assert seen[:3] == [2.4, 1.0, 1.0]
+    assert seen[3:] == [1.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 20.0, 20.0, 20.0]
+
+
+def test_hysteresis() -> None:
+    """Three overflows are forgiven twice; only growth forgives again."""
+    params, optimizer = make(ours)
+    scaler = GradScaler(init_scale=64.0, growth_interval=3, hysteresis=3)
+    seen = []
+    for letter in "xx.xx...xxx":
+        iterate(scaler, optimizer, params, *([math.inf] if letter == "x" else []))
+        seen.append(scaler.get_scale())
+    assert seen == [64, 64, 64, 32, 16, 16, 16, 32, 32, 32, 16]
+    assert scaler.skipped.item() == 7
+
+
+def test_growth_catches_up_with_a_lowered_interval() -> None:
+    params, optimizer = make(ours)
+    scaler = GradScaler(init_scale=4.0, growth_interval=100)
+    for _ in range(5):
+        iterate(scaler, optimizer, params)
+    scaler.set_growth_interval(3)
+    iterate(scaler, optimizer, params)
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("new", [4, 4.0, torch.tensor(4.0), torch.tensor([4.0])], ids=str)
+def test_update_with_a_new_scale(new: float | torch.Tensor) -> None:
+    params, optimizer = make(ours)
+    scaler = GradScaler()
+    backward(scaler, params)
+    scaler.step(optimizer)
+    scaler.update(new)
+    assert scaler.get_scale() == 4.0
+    iterate(scaler, optimizer, params)  # the optimizer may step again
+    for bad in (0, -1.0, math.inf, math.nan, "4"):
+        with pytest.raises(ValueError, match="new_scale must be positive"):
+            scaler.update(bad)
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("makes", [(ours, ours), (ours, fused), (plain, ours), (plain, fused)])
+def test_two_optimizers_one_overflows(makes: tuple[Make, Make]) -> None:
+    (a, first), (b, second) = (make(m) for m in makes)
+    scaler = GradScaler()
+    scaler.scale(sum(p.sum() for p in a + b)).backward()
+    b[0].grad[0, 0] = math.inf
+    before_a, before_b = ([p.detach().clone() for p in ps] for ps in (a, b))
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert not any(torch.equal(p, q) for p, q in zip(a, before_a, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(b, before_b, strict=True))
+    assert scaler.get_scale() == 2.0**15  # once, not twice
+    assert scaler.skipped.item() == 1
+    assert tracker(scaler) == 0
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make(ours), make(SGD)]
+    params, _ = make(ours, torch.bfloat16)
+    runs.append((params, Adam(params, max_grad_norm=1.0)))
+
+    def synchronizes(*args: object) -> None:
+        raise AssertionError("this waits for the device")
+
+    with monkeypatch.context() as patched:
+        for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
+            patched.setattr(torch.Tensor, method, synchronizes)
+        for params, optimizer in runs:
+            scaler = GradScaler(grow_on_underflow=0.5)
+            for explicit in (False, True):
+                for bad in ([], [math.nan]):
+                    backward(scaler, params, *bad)
+                    if explicit:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+    assert scaler.skipped.item() == 2
+
+
+# Saving
+
+
+def test_state_dict_round_trip_and_torch_both_ways() -> None:
+    params, optimizer = make(ours)
+    scaler = GradScaler(init_scale=64.0, growth_interval=4, hysteresis=2, max_scale=2.0**20)
+    for letter in "x..x....xx.":
+        iterate(scaler, optimizer, params, *([math.inf] if letter == "x" else []))
+    state = scaler.state_dict()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert loaded == state
+    assert state["_hysteresis_tracker"] == 0
+    assert (state["skipped"], state["applied_steps"], state["skipped_in_a_row"]) == (4, 7, 0)
+    for used in (False, True):
+        other = GradScaler()
+        if used:
+            other.scale(torch.zeros(()))
+        other.load_state_dict(loaded)
+        assert other.state_dict() == state
+        other.scale(torch.zeros(()))
+        assert other.state_dict() == state
+        assert other._scale.dtype == torch.float32
+        theirs = torch.amp.GradScaler("cpu")
+        theirs.load_state_dict(loaded)
+        torch_state = theirs.state_dict()
+        assert torch_state == {key: state[key] for key in torch_state}
+        mine = GradScaler(min_scale=0.5, hysteresis=3)
+        if used:
+            iterate(mine, optimizer, params, math.inf)
+        mine.load_state_dict(torch_state)
+        settings = {"min_scale": 0.5, "max_scale": None, "hysteresis": 3, "static": False}
+        counts = {"skipped": 0, "applied_steps": 0, "skipped_in_a_row": 0, "version": 1}
+        assert mine.state_dict() == torch_state | settings | counts | {"_hysteresis_tracker": 3}
+
+
+DAMAGED = (
+    *({"scale": x} for x in (0.0, math.inf, math.nan, -2.0, None)),
+    {"growth_factor": 1.0},
+    {"backoff_factor": 1.5},
+    {"growth_interval": 0},
+    {"_growth_tracker": -1},
+    {"_growth_tracker": 1.5},
+    {"_hysteresis_tracker": -1},
+    {"hysteresis": 0},
+    {"min_scale": 0.0},
+    {"max_scale": 2.0**-30},
+    *({key: x} for key in ("skipped", "applied_steps", "skipped_in_a_row") for x in (-1, 0.5)),
+    {"static": "yes"},
+    {"version": 2},
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=str)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: dict) -> None:
+    scaler = GradScaler(init_scale=32.0)
+    scaler.scale(torch.zeros(()))
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match=f"GradScaler: {next(iter(damage))} must be"):
+        scaler.load_state_dict(GradScaler().state_dict() | damage)
+    partial = GradScaler().state_dict()
+    del partial["growth_interval"]
+    with pytest.raises(ValueError, match="lacks"):
+        scaler.load_state_dict(partial)
+    with pytest.raises(RuntimeError, match="empty"):
+        scaler.load_state_dict({})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("used", [False, True])
+def test_copies_and_pickles(clone: Callable, used: bool) -> None:
+    params, optimizer = make(ours)
+    scaler = GradScaler(init_scale=64.0, hysteresis=2)
+    if used:
+        iterate(scaler, optimizer, params, math.inf)
+        iterate(scaler, optimizer, params)
+    other = clone(scaler)
+    assert other.state_dict() == scaler.state_dict()
+    for each in (scaler, other):
+        iterate(each, optimizer, params, math.inf)
+    assert other.state_dict() == scaler.state_dict()
+    assert clone(GradScaler(enabled=False)).state_dict() == {}

@@ -1,0 +1,692 @@
+"""Options of all optimizers: masters, remainders, rounding at random, gradients, clipping, lr."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import GRADS, name, normal, transposed
+from test_optim_adamw import LOW, assert_same, copies, parameters, set_grads, tensors, train
+
+import mixprec
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.ops import join_master
+from mixprec.optim import SGD, Adam, AdamW
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": AdamW,
+    "Adam": lambda params, **kw: Adam(params, **{"weight_decay": 0.1, **kw}),
+    "SGD": SGD,
+    "nesterov": lambda params, **kw: SGD(params, momentum=0.9, nesterov=True, **kw),
+}
+# Every mix of options that is legal: a master or rounding at random, not both.
+MIXES = [
+    {"master_weights": m, "state_dtype": d, "stochastic_rounding": s}
+    for m in ("auto", "fp32", "remainder16", None)
+    for d in (torch.float32, torch.bfloat16)
+    for s in ((False, True) if m in ("auto", None) else (False,))
+]
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+mixes = pytest.mark.parametrize(
+    "mix", MIXES, ids=lambda m: "-".join(name(v) for v in m.values() if v is not False)
+)
+
+
+def all_dtypes() -> list[torch.nn.Parameter]:
+    """Params of every dtype, empty and strided ones among them."""
+    params = []
+    for i, dtype in enumerate(GRADS):
+        params += parameters(dtype, [(3, 5), (0,), (67,)])
+        params.append(torch.nn.Parameter(transposed(normal((4, 9), dtype, seed=i))))
+    return params
+
+
+def mean(t: torch.Tensor) -> float:
+    return t.detach().double().mean().item()
+
+
+# Every mix
+
+
+@kinds
+@mixes
+def test_kernel_and_reference_give_the_same_bits(kind: Callable, mix: dict) -> None:
+    runs = []
+    for backend in ("cpp", "reference"):
+        with mixprec.use_backend(backend):
+            params = all_dtypes()
+            groups = [{"params": params[:7]}, {"params": params[7:], "weight_decay": 0.3}]
+            optimizer = kind(groups, lr=0.01, max_grad_value=0.7, seed=5, **mix)
+            scaler = GradScaler(init_scale=2.0**4)
+            scaler.scale(torch.zeros(()))
+            for step in range(2):
+                set_grads(params, step, 2.0**4 if step != 1 else math.inf)
+                scaler.step(optimizer)
+                scaler.update()
+                train(optimizer, params, 1, step)
+            runs.append(tensors(optimizer, params))
+    assert_same(*runs)
+
+
+@kinds
+@mixes
+def test_what_a_state_holds(kind: Callable, mix: dict) -> None:
+    params = all_dtypes()
+    optimizer = kind(params, **mix)
+    train(optimizer, params, 2)
+    for p in params:
+        state = {k: t.dtype for k, t in optimizer.state[p].items()}
+        assert state.pop("step") == torch.float32
+        want = {"master": torch.float32} if p.dtype in LOW and mix["master_weights"] else {}
+        if p.dtype == torch.bfloat16 and mix["stochastic_rounding"]:
+            want = {}
+        elif p.dtype == torch.bfloat16 and mix["master_weights"] == "remainder16":
+            want = {"remainder": torch.int16}
+        assert {k: state.pop(k, None) for k in want} == want
+        real = torch.float64 if p.dtype == torch.float64 else mix["state_dtype"]
+        assert set(state.values()) <= {real}
+        assert state.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+        assert all(t.stride() == p.stride() for t in optimizer.state[p].values() if t.dim() == 2)
+
+
+@kinds
+@mixes
+@pytest.mark.parametrize("limit", [{}, {"max_grad_norm": 1.0}, {"max_grad_value": 1.0}], ids=name)
+def test_a_step_that_overflows_changes_no_bit(kind: Callable, mix: dict, limit: dict) -> None:
+    params = all_dtypes()
+    optimizer = kind(params, lr=0.01, **mix, **limit)
+    train(optimizer, params, 2)
+    before = copies(optimizer, params)
+    places = [i for i, p in enumerate(params) if p.numel()]
+    for count, (place, bad) in enumerate(
+        [(places[0], math.inf), (places[-1], math.nan), (places[4], -math.inf)]
+    ):
+        set_grads(params, 3 + count)
+        params[place].grad[..., -1] = bad
+        optimizer.step()
+        assert_same(tensors(optimizer, params), before)
+        assert optimizer.skipped.item() == count + 1
+        (row,) = optimizer.overflow_report()
+        assert row.name.startswith(f"param_groups[0]['params'][{place}] of shape")
+        wrong = params[place].grad[..., -1].numel()
+        assert (row.inf, row.nan) == ((0, wrong) if math.isnan(bad) else (wrong, 0))
+        assert row.elements == params[place].numel()
+    train(optimizer, params, 1)
+    assert optimizer.skipped.item() == 3
+    assert {s["step"].item() for s in optimizer.state.values()} == {3.0}
+
+
+@kinds
+@mixes
+def test_under_torchs_scaler_as_under_ours(kind: Callable, mix: dict) -> None:
+    """Unscaled inside the step, and by unscale_ before it; an overflow in either."""
+    runs = []
+    for scaler in (torch.amp.GradScaler("cpu"), GradScaler()):
+        params = [p for p in all_dtypes() if p.dtype != torch.float16]  # which torch's refuses
+        optimizer = kind(params, lr=0.01, **mix)
+        for step in range(6):
+            scaler.scale(torch.zeros(()))
+            set_grads(params, step, scaler.get_scale())
+            if step in (1, 4):
+                params[2].grad[-1] = math.inf
+            if step > 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**14
+        assert optimizer.skipped.item() == 2
+        assert {s["step"].item() for s in optimizer.state.values()} == {4.0}
+        runs.append(tensors(optimizer, params))
+    assert_same(*runs)
+
+
+def test_overflow_reports_name_params_and_put_the_worst_first() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).bfloat16()
+    optimizer = AdamW(model.parameters())
+    assert optimizer.overflow_report(model) == []
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model[0].weight.grad[0, :2] = math.inf  # 2 of 16
+    model[1].bias.grad[0] = math.nan  # 1 of 2
+    optimizer.step()
+    rows = optimizer.overflow_report(model)
+    assert [(r.name, r.elements, r.inf, r.nan) for r in rows] == [
+        ("1.bias", 2, 0, 1),
+        ("0.weight", 16, 2, 0),
+    ]
+    named = AdamW(list(model.named_parameters()))
+    named.step()
+    assert named.overflow_report() == rows
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    named.step()
+    assert named.overflow_report() == rows  # of the last step that overflowed
+    assert [(r.name, r.zeros) for r in named.underflow_report()] == [
+        (n, p.numel()) for n, p in model.named_parameters()
+    ]
+
+
+def test_the_step_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronizes(*args: object) -> None:
+        raise AssertionError("this waits for the device")
+
+    with monkeypatch.context() as patched:
+        for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
+            patched.setattr(torch.Tensor, method, synchronizes)
+        for function in ("equal", "is_nonzero", "allclose"):
+            patched.setattr(torch, function, synchronizes)
+        for kind in KINDS.values():
+            for mix in MIXES:
+                params = all_dtypes()
+                groups = [{"params": params[:9]}, {"params": params[9:], "max_grad_norm": 0.1}]
+                optimizer = kind(groups, lr=torch.tensor(0.01), max_grad_norm=1.0, **mix)
+                train(optimizer, params, 2)
+                with torch.no_grad():
+                    params[4].copy_(params[4] * 2)
+                params[0].grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+                assert optimizer.grad_norm is not None
+
+
+# Masters, remainders and rounding at random
+
+
+@kinds
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_a_remainder_is_a_master(kind: Callable, state_dtype: torch.dtype) -> None:
+    """The same FP32 numbers, bit for bit, from the same gradients."""
+    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = kind(params, lr=0.01, master_weights="remainder16", state_dtype=state_dtype)
+    expected = kind(other, lr=0.01, master_weights="fp32", state_dtype=state_dtype)
+    for step in range(25):
+        train(optimizer, params, 1, step)
+        train(expected, other, 1, step)
+        for p, o in zip(params, other, strict=True):
+            state, want = optimizer.state[p], expected.state[o]
+            assert torch.equal(join_master(p.detach(), state["remainder"]), want["master"])
+            for key in want.keys() - {"master"}:
+                assert torch.equal(state[key], want[key])
+            tie = (want["master"].view(torch.int32) & 0xFFFF) == 0x8000
+            assert torch.equal(p[~tie], o[~tie])
+    assert all(optimizer.state[p]["remainder"].any() for p in params if p.numel())
+
+
+def test_a_remainder_and_a_master_differ_in_exact_ties_only() -> None:
+    """Between two bf16 numbers, a master's param is the even one, a remainder's the larger."""
+    values = []
+    for mode in ("fp32", "remainder16"):
+        p = torch.nn.Parameter(torch.tensor([1.0, -1.0]).bfloat16())
+        optimizer = SGD([p], lr=2.0**-8, master_weights=mode)
+        seen = []
+        for _ in range(4):
+            p.grad = -p.detach().sign()
+            optimizer.step()
+            seen.append(p[0].item())
+            assert p[1].item() == -seen[-1]
+        values.append(seen)
+    ulp = 2.0**-7
+    assert values[0] == [1.0, 1 + ulp, 1 + 2 * ulp, 1 + 2 * ulp]  # ties at odd multiples of 2^-8
+    assert values[1] == [1 + ulp, 1 + ulp, 1 + 2 * ulp, 1 + 2 * ulp]
+
+
+def drift(kind: Callable, dtype: torch.dtype, n: int = 4096, **options: Any) -> float:
+    """How far n ones come in 100 steps of 1e-4, much less than half a unit of a 16-bit number."""
+    p = torch.nn.Parameter(torch.ones(n, dtype=dtype))
+    optimizer = kind([p], lr=1e-4, weight_decay=0.0, **options)
+    p.grad = torch.ones_like(p)
+    for _ in range(100):
+        optimizer.step()
+    return 1.0 - mean(p)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_tiny_updates_are_lost_without_masters(kind: Callable, dtype: torch.dtype) -> None:
+    """Why masters exist. The last rounding is half a unit of the param."""
+    half = torch.finfo(dtype).eps / 4
+    assert drift(kind, dtype, n=4, master_weights=None) == 0.0
+    for mode in ("auto", "fp32", "remainder16"):
+        assert drift(kind, dtype, n=4, master_weights=mode) == pytest.approx(1e-2, abs=half)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize("mode", ["auto", None])
+def test_tiny_updates_are_kept_on_average_by_stochastic_rounding(
+    kind: Callable, mode: str | None
+) -> None:
+    """Each element has moved by a whole number of units u = 2^-8. A step moves it one unit with
+    probability 1e-4 / u, so 100 steps have the variance 1e-2 * u, and the mean of 4,096 elements
+    is within 5 of its own deviations."""
+    deviation = math.sqrt(1e-2 * 2.0**-8 / 4096)
+    got = drift(kind, torch.bfloat16, master_weights=mode, stochastic_rounding=True)
+    assert got == pytest.approx(1e-2, abs=5 * deviation)
+    assert got != pytest.approx(1e-2, abs=1e-9)  # and it is random
+
+
+def test_a_bf16_exp_avg_sq_decays() -> None:
+    """v * 0.999 rounded to nearest is v again for bf16 and would stay for ever; rounded at random
+    it follows the FP32 run: 4,096 elements, each step one unit (at most v / 128) or none."""
+    v = torch.tensor(1.5, dtype=torch.bfloat16)
+    assert (v.float() * 0.999).bfloat16() == v
+    means = []
+    for state_dtype in (torch.bfloat16, torch.float32):
+        p = torch.nn.Parameter(torch.ones(4096))
+        optimizer = Adam([p], lr=0.0, state_dtype=state_dtype)
+        p.grad = torch.full_like(p, math.sqrt(1500.0))
+        optimizer.step()
+        p.grad = torch.zeros_like(p)
+        for _ in range(200):
+            optimizer.step()
+        means.append(mean(optimizer.state[p]["exp_avg_sq"]))
+    assert means[1] == pytest.approx(1.5 * 0.999**200, rel=1e-4)
+    deviation = means[1] * math.sqrt(200 * 1e-3 / 128 / 4096)
+    assert means[0] == pytest.approx(means[1], abs=5 * deviation)
+
+
+RANDOM = [
+    {"stochastic_rounding": True},
+    {"state_dtype": torch.bfloat16},
+    {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
+]
+
+
+@kinds
+@pytest.mark.parametrize("mix", RANDOM, ids=name)
+def test_the_seed_decides_every_bit(kind: Callable, mix: dict) -> None:
+    runs = []
+    for seed in (0, 0, 1, 2**32, 2**63 - 1):
+        params = parameters(torch.bfloat16, [(33,), (129,), (7, 5)])
+        optimizer = kind(params, lr=0.01, seed=seed, **mix)
+        torch.manual_seed(seed)  # torch's own generator has no part in it
+        train(optimizer, params)
+        runs.append(tensors(optimizer, params))
+    assert_same(runs[0], runs[1])
+    rounded = "stochastic_rounding" in mix or kind is not KINDS["SGD"]  # else nothing is random
+    for run in runs[2:]:
+        assert any(not torch.equal(a, b) for a, b in zip(run, runs[0], strict=True)) == rounded
+    differing = [not torch.equal(a, b) for a, b in zip(runs[3], runs[4], strict=True)]
+    assert any(differing) == rounded
+
+
+@kinds
+@pytest.mark.parametrize("mix", RANDOM, ids=name)
+def test_noise_depends_on_no_layout(kind: Callable, mix: dict) -> None:
+    value = normal((37, 21), torch.bfloat16)
+    dense, strided = (torch.nn.Parameter(layout(value)) for layout in (torch.clone, transposed))
+    assert dense.stride() != strided.stride()
+    optimizers = [kind([p], lr=0.01, **mix) for p in (dense, strided)]
+    for step in range(3):
+        grad = normal((37, 21), torch.bfloat16, seed=step)
+        dense.grad, strided.grad = grad, transposed(grad) if step else grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(tensors(optimizers[1], [strided]), tensors(optimizers[0], [dense]))
+
+
+@kinds
+@pytest.mark.parametrize("mix", RANDOM, ids=name)
+def test_noise_depends_on_a_params_place_only(kind: Callable, mix: dict) -> None:
+    """Not on the groups, on who else has a gradient, nor on groups that are added later."""
+    shapes = [(65,)] * 4
+    runs = []
+    for run in range(4):
+        params = parameters(torch.bfloat16, shapes)
+        groups: Any = params[:3]
+        if run == 1:
+            groups = [{"params": params[:1]}, {"params": params[1:3]}]
+        optimizer = kind(groups, lr=0.01, **mix)
+        for step in range(4):
+            set_grads(params, step)
+            if run == 2:
+                params[1].grad = None
+            if run == 3 and step == 2:
+                optimizer.add_param_group({"params": params[3]})
+            optimizer.step()
+        runs.append(tensors(optimizer, [params[0], params[2]]))
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+def test_two_params_and_two_steps_get_different_noise() -> None:
+    """The same numbers twice: where they are rounded differs."""
+    params = [torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = SGD(params, lr=2.0**-9, stochastic_rounding=True)
+    down = []
+    for _ in range(2):
+        for p in params:
+            p.data.fill_(1.0)
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        down += [p.detach() < 1 for p in params]
+    for i, a in enumerate(down):
+        assert 180 < a.sum() < 332  # half of them, within 7 standard deviations
+        for b in down[:i]:
+            assert 180 < (a != b).sum() < 332
+
+
+# Gradients in FP32
+
+
+@kinds
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_micro_batches_add_up_in_fp32(kind: Callable, dtype: torch.dtype) -> None:
+    p = torch.nn.Parameter(normal((40,), dtype))
+    optimizer = kind([p], lr=0.01, grad_dtype=torch.float32)
+    parts = [normal((40,), dtype, seed=50 + i) * 0.37 for i in range(6)]
+    for part in parts:
+        (p * part).sum().backward()
+    total = parts[0].float()
+    low = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part.float()
+        low += part
+    assert p.grad.dtype == torch.float32
+    assert torch.equal(p.grad, total)
+    assert not torch.equal(total, low.float())
+    other = torch.nn.Parameter(normal((40,), dtype))
+    other.main_grad = total
+    expected = kind([other], lr=0.01)
+    optimizer.step()
+    expected.step()
+    assert_same(tensors(optimizer, [p]), tensors(expected, [other]))
+    optimizer.zero_grad()
+    (p * 2).sum().backward()
+    assert p.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_fp32_gradients_survive_copies(clone: Callable) -> None:
+    model = torch.nn.Linear(3, 2).bfloat16()
+    model.bias.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), grad_dtype=torch.float32)
+    model(torch.ones(4, 3).bfloat16()).sum().backward()
+    optimizer.step()
+    other, copied = clone((model, optimizer))
+    assert copied.param_groups[0]["params"][0] is other.weight
+    added = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    copied.add_param_group({"params": [added]})
+    copied.zero_grad()
+    (other(torch.ones(4, 3).bfloat16()).sum() + added.sum()).backward()
+    assert other.weight.grad.dtype == added.grad.dtype == torch.float32
+    assert other.bias.grad is None
+    copied.load_state_dict(copied.state_dict())
+    copied.step()
+    assert copied.state[other.weight]["step"] == 2
+
+
+def test_a_gradient_that_is_there_already_makes_way_for_fp32_ones() -> None:
+    """An optimizer that is made after a backward pass, or again."""
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    AdamW([p], grad_dtype=torch.float32)
+    p.sum().backward()
+    AdamW([p], grad_dtype=torch.float32)
+    p.sum().backward()
+    assert torch.equal(p.grad, torch.full((3,), 2.0))
+
+
+@kinds
+def test_main_grad_takes_the_place_of_grad(kind: Callable) -> None:
+    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer, expected = kind(params, lr=0.01), kind(other, lr=0.01)
+    for step in range(3):
+        set_grads(other, step)
+        for i, (p, o) in enumerate(zip(params, other, strict=True)):
+            p.main_grad = o.grad.float()
+            # What a framework that keeps both leaves there, or nothing.
+            p.grad = torch.full_like(p, math.nan) if i % 2 else None
+        optimizer.step()
+        expected.step()
+    assert_same(tensors(optimizer, params), tensors(expected, other))
+    assert optimizer.skipped.item() == 0
+    params[3].main_grad[0] = math.nan
+    before = copies(optimizer, params)
+    optimizer.step()
+    assert_same(tensors(optimizer, params), before)
+
+
+def test_main_grad_may_be_more_exact_than_a_gradient_of_16_bits() -> None:
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    p.main_grad = torch.tensor([1 + 2.0**-20])
+    optimizer = SGD([p], lr=1.0)
+    optimizer.step()
+    assert optimizer.state[p]["master"].item() == -(1 + 2.0**-20)
+
+
+def test_zero_grad_clears_main_grad() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = AdamW(params)
+    set_grads(params, 0)
+    for p in params[1:]:
+        p.main_grad = p.grad.float()
+    buffers = [p.main_grad for p in params[1:]]
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in params)
+    for p, buffer in zip(params[1:], buffers, strict=True):
+        assert p.main_grad.data_ptr() == buffer.data_ptr()
+        assert not buffer.any()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+    assert all(p.main_grad is None for p in params[1:])
+    assert not hasattr(params[0], "main_grad")
+    before = copies(optimizer, params)
+    optimizer.step()  # nothing to do
+    assert_same(tensors(optimizer, params), before)
+
+
+# Clipping
+
+
+@kinds
+@pytest.mark.parametrize("grad_scale", [None, 2.0**9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=name)
+def test_max_grad_value(kind: Callable, dtype: torch.dtype, grad_scale: float | None) -> None:
+    params, other = parameters(dtype), parameters(dtype)
+    optimizer, expected = kind(params, lr=0.01, max_grad_value=0.5), kind(other, lr=0.01)
+    scaler = GradScaler(init_scale=grad_scale or 1.0)
+    scaler.scale(torch.zeros(()))
+    for step in range(3):
+        set_grads(params, step, grad_scale or 1.0)
+        set_grads(other, step)
+        torch.nn.utils.clip_grad_value_(other, 0.5)
+        assert other[3].grad.abs().max() == 0.5
+        expected.step()
+        if grad_scale is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(tensors(optimizer, params), tensors(expected, other))
+
+
+@kinds
+def test_each_group_may_have_its_own_limit(kind: Callable) -> None:
+    """A group with a max_grad_norm is clipped by its own norm, the others by theirs together."""
+    params, other = parameters(), parameters()
+    limits = {"max_grad_norm": 0.25}
+
+    def groups(ps: list, **extra: float) -> list[dict]:
+        return [{"params": ps[:1]}, {"params": ps[1:4], **extra}, {"params": ps[4:], "lr": 0.1}]
+
+    optimizer = kind(groups(params, **limits), lr=0.01, max_grad_norm=0.5)
+    expected = kind(groups(other), lr=0.01)
+    assert optimizer.grad_norm is None
+    for step in range(4):
+        set_grads(params, step)
+        set_grads(other, step)
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad.double() for p in g["params"]])
+            for g in expected.param_groups
+        ]
+        torch.nn.utils.clip_grad_norm_(other[1:4], 0.25)
+        torch.nn.utils.clip_grad_norm_([*other[:1], *other[4:]], 0.5)
+        optimizer.step()
+        expected.step()
+        for got, want in zip(optimizer.group_grad_norms, norms, strict=True):
+            assert got.dtype == torch.float64
+            assert got.item() == pytest.approx(want.item(), rel=1e-12)
+        both = math.hypot(*(n.item() for n in norms))
+        assert optimizer.grad_norm.item() == pytest.approx(both, rel=1e-12)
+    for a, b in zip(tensors(optimizer, params), tensors(expected, other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_norms_are_unscaled_and_of_the_last_step_only() -> None:
+    params = parameters(torch.bfloat16)
+    groups = [{"params": params[:2]}, {"params": params[2:4]}, {"params": params[4:]}]
+    optimizer = AdamW(groups)
+    scaler = GradScaler(init_scale=2.0**7)
+    scaler.scale(torch.zeros(()))
+    set_grads(params, 0, 2.0**7)
+    for p in params[2:4]:
+        p.grad = None
+    want = math.sqrt(sum((p.grad.double() / 2**7).square().sum() for p in params[4:]))
+    scaler.step(optimizer)
+    assert optimizer.group_grad_norms[1] is None
+    assert optimizer.group_grad_norms[2].item() == pytest.approx(want, rel=1e-12)
+    set_grads(params[2:4], 1)
+    optimizer.zero_grad()
+    set_grads(params[2:4], 1)
+    optimizer.step()
+    assert [n is None for n in optimizer.group_grad_norms] == [True, False, True]
+    # after unscale_, with nothing to clip, gradients are not read again
+    scaler.update()
+    set_grads(params, 2, 2.0**7)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.grad_norm is None
+    # nor at all with fp32 params, no scaler and nothing to clip
+    wide = parameters()
+    plain = AdamW(wide)
+    train(plain, wide, 1)
+    assert plain.grad_norm is None
+    assert plain.group_grad_norms == [None]
+
+
+# The learning rate, and options that change nothing
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=name)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("lr_dtype", [torch.float32, torch.float64], ids=name)
+def test_a_tensor_lr_is_its_number(
+    kind: Callable, dtype: torch.dtype, shape: tuple, lr_dtype: torch.dtype
+) -> None:
+    params, other = parameters(dtype), parameters(dtype)
+    lr = torch.full(shape, 0.01, dtype=lr_dtype)
+    optimizer, expected = kind(params, lr=lr), kind(other, lr=lr.item())
+    for step in range(4):
+        lr.fill_(0.01 / (1 + step))  # in place, between steps
+        expected.param_groups[0]["lr"] = lr.item()
+        train(optimizer, params, 1, step)
+        train(expected, other, 1, step)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert_same(tensors(optimizer, params), tensors(expected, other))
+
+
+@kinds
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, max_lr=0.1, total_steps=9, cycle_momentum=False
+        ),
+    ],
+    ids=["lambda", "cosine", "one cycle"],
+)
+def test_schedulers_drive_a_tensor_lr(kind: Callable, scheduler: Callable) -> None:
+    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    lr = torch.tensor(0.02, dtype=torch.float64)
+    optimizer, expected = kind(params, lr=lr), kind(other, lr=0.02)
+    schedule = scheduler(optimizer)
+    rates = set()
+    for step in range(6):
+        rates.add(lr.item())
+        expected.param_groups[0]["lr"] = lr.item()
+        train(optimizer, params, 1, step)
+        train(expected, other, 1, step)
+        schedule.step()
+    assert len(rates) > 3
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert_same(tensors(optimizer, params), tensors(expected, other))
+
+
+@kinds
+def test_a_tensor_lr_in_a_state_dict(kind: Callable) -> None:
+    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    lr = torch.tensor(0.01)
+    optimizer, resumed = kind(params, lr=lr), kind(other)
+    train(optimizer, params, 2)
+    resumed.load_state_dict(optimizer.state_dict())
+    rate = resumed.param_groups[0]["lr"]
+    assert (rate.item(), rate.dtype) == (lr.item(), torch.float32)
+    assert rate is not lr
+    lr.zero_()
+    assert rate.item() != 0
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+def test_options_of_torch_that_change_nothing(kind: Callable, option: str) -> None:
+    if kind is SGD and option == "capturable":
+        with pytest.raises(TypeError):  # torch.optim.SGD has none either
+            torch.optim.SGD(parameters(), capturable=True)
+        return
+    runs = []
+    for settings in ({}, {option: False}, {option: True}):
+        params = parameters()
+        optimizer = kind(params, lr=0.01, **settings)
+        train(optimizer, params, 2)
+        runs.append(tensors(optimizer, params))
+    assert_same(runs[1], runs[0])
+    assert_same(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"differentiable": True}, "differentiable must be False"),
+        ({"master_weights": "bf16"}, 'master_weights must be "auto", "fp32", "remainder16" or No'),
+        ({"master_weights": True}, "master_weights must be"),
+        ({"state_dtype": "bfloat16"}, "state_dtype must be torch.float32 or torch.bfloat16, got '"),
+        ({"state_dtype": torch.float16}, "state_dtype must be"),
+        ({"stochastic_rounding": True, "master_weights": "fp32"}, "stochastic_rounding is for"),
+        ({"stochastic_rounding": True, "master_weights": "remainder16"}, "stochastic_rounding is"),
+        ({"seed": -1}, r"seed must be an int in \[0, 2\^63\), got -1"),
+        ({"seed": 2**63}, "seed must be"),
+        ({"seed": 0.5}, "seed must be"),
+        ({"grad_dtype": torch.bfloat16}, "grad_dtype must be torch.float32 or None"),
+        ({"grad_dtype": "float32"}, "grad_dtype must be"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, got 0.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be positive, got nan"),
+        ({"max_grad_value": -1.0}, "max_grad_value must be positive, got -1.0"),
+        ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "give max_grad_norm or max_grad_value, no"),
+        ({"lr": -1e-3}, "lr must be a finite number, 0 or more, got -0.001"),
+        ({"lr": torch.ones(3)}, "lr must be a number or a tensor of one fp32 or fp64 element, got"),
+        ({"weight_decay": -0.1}, "weight_decay must be a finite number, 0 or more, got -0.1"),
+    ],
+    ids=str,
+)
+def test_bad_options(kind: Callable, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: {words}"):
+        kind(parameters(torch.bfloat16), **options)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+def test_a_groups_own_bad_limit(kind: Callable) -> None:
+    groups = [{"params": parameters(), "max_grad_norm": -1.0}]
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: max_grad_norm must be positive"):
+        kind(groups)
+    optimizer = kind(parameters())
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: max_grad_norm must be positive"):
+        optimizer.add_param_group({"params": parameters(), "max_grad_norm": 0})
+    assert len(optimizer.param_groups) == 1

@@ -1,0 +1,414 @@
+"""Random sequences of calls do what they do with torch.amp.GradScaler, or by Megatron's rule."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import name, normal
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import SGD, Adam, AdamW
+
+Optimizer = torch.optim.Optimizer
+Make = Callable[[list[torch.Tensor]], Optimizer]
+Call = tuple[str, tuple]
+NO_FLOOR = 1e-38  # so low that ours, like torch, has none
+
+
+def torch_sgd(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def torch_plain(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, foreach=False)
+
+
+def torch_foreach(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.Adam(params, lr=0.05, foreach=True)
+
+
+def torch_fused(params: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, fused=True)
+
+
+def our_sgd(params: list[torch.Tensor]) -> Optimizer:
+    return SGD(params, lr=0.05, momentum=0.9)
+
+
+def our_adamw(params: list[torch.Tensor]) -> Optimizer:
+    return AdamW(params, lr=0.05)
+
+
+def our_adam(params: list[torch.Tensor]) -> Optimizer:
+    return Adam(params, lr=0.05)
+
+
+TORCHS = (torch_sgd, torch_plain, torch_foreach, torch_fused)
+# Ours, and what torch runs in their place.
+OURS = {our_sgd: torch_sgd, our_adamw: torch_plain, our_adam: torch_foreach}
+
+
+@dataclass
+class Side:
+    """A scaler and two optimizers of one model: everything that one of two runs consists of."""
+
+    scaler: torch.amp.GradScaler
+    makes: Sequence[Make]
+    params: list[list[torch.Tensor]] = field(init=False)
+    optimizers: list[Optimizer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shapes = (((3, 4), (4,)), ((4, 2),))
+        self.params = [
+            [torch.nn.Parameter(normal(s, torch.float32, seed=len(s))) for s in part]
+            for part in shapes
+        ]
+        self.optimizers = [make(ps) for make, ps in zip(self.makes, self.params, strict=True)]
+
+    def losses(self, seed: int) -> list[torch.Tensor]:
+        (weight, bias), (head,) = self.params
+        body = torch.tanh(normal((5, 3), torch.float32, seed) @ weight + bias)
+        return [body.square().mean(), (body @ head - 1.0).square().mean()]
+
+    def backward(self, seed: int, which: int) -> None:
+        """which: 0 the first loss, which has no head; 1 the second; 2 both, as a list."""
+        losses = self.losses(seed)
+        for loss in self.scaler.scale(losses if which == 2 else [losses[which]]):
+            loss.backward(retain_graph=which == 2)
+
+    def spoil(self, part: int, value: float) -> None:
+        if self.params[part][-1].grad is not None:
+            self.params[part][-1].grad.view(-1)[-1] = value
+
+    def clip(self, part: int) -> None:
+        torch.nn.utils.clip_grad_norm_(self.params[part], 0.1)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def call(self, op: str, *args: Any) -> type[Exception] | None:
+        """Do one thing, and return what it raised."""
+        scaler = self.scaler
+        does: dict[str, Callable] = {
+            "unscale_": lambda part: scaler.unscale_(self.optimizers[part]),
+            "step": lambda part: scaler.step(self.optimizers[part]),
+            "closure": lambda part: scaler.step(self.optimizers[part], closure=lambda: 1.0),
+            "update": scaler.update,
+            "new_scale": scaler.update,
+            **{op: getattr(self, op) for op in ("backward", "spoil", "clip", "zero_grad")},
+        }
+        try:
+            does[op](*args)
+        except Exception as error:
+            return type(error)
+        return None
+
+    def has_gradients(self, part: int) -> bool:
+        return any(p.grad is not None for p in self.params[part])
+
+    def flat(self) -> list[torch.Tensor]:
+        return [p for part in self.params for p in part]
+
+
+def assert_same(mine: Side, theirs: Side, exact: bool) -> None:
+    """Scale, growth tracker and params; exact where both run the same torch optimizers."""
+    a, b = mine.scaler.state_dict(), theirs.scaler.state_dict()
+    assert {key: a[key] for key in b} == b
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    for p, q in zip(mine.flat(), theirs.flat(), strict=True):
+        torch.testing.assert_close(p, q, equal_nan=True, **tolerance)
+
+
+def sides(makes: Sequence[Make], **scaler: Any) -> tuple[Side, Side]:
+    return (
+        Side(GradScaler(min_scale=NO_FLOOR, **scaler), makes),
+        Side(torch.amp.GradScaler("cpu", **scaler), [OURS.get(make, make) for make in makes]),
+    )
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "init_scale": st.sampled_from([1.0, 2.0**10, 12345.0, 2.0**126, 2.0**-20]),
+        "growth_factor": st.sampled_from([2.0, 1.5, 16.0]),
+        "backoff_factor": st.sampled_from([0.5, 0.75, 0.1]),
+        "growth_interval": st.sampled_from([1, 2, 3, 7]),
+    }
+)
+PART = st.integers(0, 1)
+BAD = st.sampled_from([math.inf, -math.inf, math.nan])
+ARGUMENTS: dict[str, st.SearchStrategy] = {
+    "backward": st.tuples(st.integers(0, 9), st.integers(0, 2)),
+    "spoil": st.tuples(PART, BAD),
+    **dict.fromkeys(("unscale_", "clip", "step", "closure"), st.tuples(PART)),
+    "update": st.tuples(),
+    "new_scale": st.tuples(st.sampled_from([4.0, 2.0**20, torch.tensor(0.5)])),
+    "zero_grad": st.tuples(),
+}
+OFTEN = ("backward", "backward", "step", "step", "step", "unscale_", "update", "update", "spoil")
+CALL = st.sampled_from([*OFTEN, "clip", "closure", "new_scale", "zero_grad"]).flatmap(
+    lambda op: st.tuples(st.just(op), ARGUMENTS[op])
+)
+CALLS = st.lists(CALL, min_size=5, max_size=40)
+BOTH = st.tuples(st.sampled_from(TORCHS), st.sampled_from(TORCHS))
+
+
+@settings(max_examples=150)
+@given(makes=BOTH, scaler=SETTINGS, calls=CALLS, started=st.booleans())
+@example(  # what no user should do: everything twice, in the wrong order
+    makes=(torch_plain, torch_fused),
+    scaler={"growth_interval": 1},
+    calls=[("update", ()), ("step", (0,)), ("unscale_", (1,)), ("backward", (0, 2)),
+           ("unscale_", (0,)), ("unscale_", (0,)), ("spoil", (0, math.nan)), ("step", (0,)),
+           ("step", (0,)), ("unscale_", (0,)), ("update", ()), ("update", ()), ("step", (1,)),
+           ("closure", (1,)), ("update", ())],
+    started=False,
+)  # fmt: skip
+def test_any_calls_in_any_order_do_what_torch_does(
+    makes: tuple[Make, Make], scaler: dict, calls: list[Call], started: bool
+) -> None:
+    """With torch's optimizers: the same errors, scale, tracker, params and gradients, bit by bit.
+
+    Misuse included, such as gradients that go bad after unscale_ looked at them.
+    """
+    mine, theirs = sides(makes, **scaler)
+    for op, arguments in [("backward", (0, 2)), *calls] if started else calls:
+        assert mine.call(op, *arguments) is theirs.call(op, *arguments), op
+        assert_same(mine, theirs, exact=True)
+    for p, q in zip(mine.flat(), theirs.flat(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@settings(max_examples=60)
+@given(makes=st.tuples(*2 * [st.sampled_from([*OURS])]), scaler=SETTINGS,
+       calls=CALLS)  # fmt: skip
+def test_any_calls_with_our_optimizers(
+    makes: tuple[Make, Make], scaler: dict, calls: list[Call]
+) -> None:
+    """The same against torch's scaler and torch's optimizers, within rounding.
+
+    But for two differences that are meant: step() leaves the gradients scaled, so they are cleared
+    after it; and a step without gradients fails before it changes the state.
+    """
+    mine, theirs = sides(makes, **scaler)
+    for op, arguments in calls:
+        if op in ("step", "unscale_") and not mine.has_gradients(*arguments):
+            continue
+        assert mine.call(op, *arguments) is theirs.call(op, *arguments), op
+        if op == "step":
+            for side in (mine, theirs):
+                side.optimizers[arguments[0]].zero_grad()
+        assert_same(mine, theirs, exact=False)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One legal iteration of two optimizers."""
+
+    batches: int  # whose gradients accumulate
+    bad: tuple[int, int, float] | None  # after which batch, in whose gradients, what
+    unscaled: tuple[bool, bool]
+    clipped: tuple[bool, bool]
+    penalty: bool
+    swapped: bool  # the second optimizer first
+    new_scale: float | None
+
+
+ITERATION = st.builds(
+    Iteration,
+    batches=st.integers(1, 3),
+    bad=st.none() | st.tuples(st.integers(0, 2), PART, BAD),
+    unscaled=st.tuples(st.booleans(), st.booleans()),
+    clipped=st.tuples(st.booleans(), st.booleans()),
+    penalty=st.booleans(),
+    swapped=st.booleans(),
+    new_scale=st.sampled_from([None, None, None, 256.0]),
+)
+
+
+def penalized(side: Side, seed: int) -> torch.Tensor:
+    """The loss and its gradient's norm, of gradients unscaled by hand: torch's own recipe."""
+    loss = sum(side.losses(seed))
+    scaled = torch.autograd.grad(side.scaler.scale(loss), side.flat(), create_graph=True)
+    inverse = 1.0 / side.scaler.get_scale()
+    return loss + sum((g * inverse).square().sum() for g in scaled).sqrt()
+
+
+def run(side: Side, i: int, iteration: Iteration) -> None:
+    for batch in range(iteration.batches):
+        if iteration.penalty:
+            side.scaler.scale(penalized(side, 10 * i + batch)).backward()
+        else:
+            side.backward(10 * i + batch, 2)
+        if iteration.bad is not None and iteration.bad[0] == batch:
+            side.spoil(*iteration.bad[1:])
+    for part in (1, 0) if iteration.swapped else (0, 1):
+        if iteration.unscaled[part]:
+            side.scaler.unscale_(side.optimizers[part])
+        if iteration.clipped[part] and iteration.unscaled[part]:
+            side.clip(part)
+        side.scaler.step(side.optimizers[part])
+    side.scaler.update(*[] if iteration.new_scale is None else [iteration.new_scale])
+    side.zero_grad()
+
+
+@settings(max_examples=40)
+@given(makes=BOTH | st.tuples(*2 * [st.sampled_from([*TORCHS, *OURS])]), scaler=SETTINGS,
+       iterations=st.lists(ITERATION, min_size=1, max_size=8))  # fmt: skip
+def test_training_as_torch_trains(
+    makes: tuple[Make, Make], scaler: dict, iterations: list[Iteration]
+) -> None:
+    """Accumulation, clipping, penalties, two optimizers of torch, of ours, or one of each."""
+    mine, theirs = sides(makes, **{**scaler, "init_scale": min(scaler["init_scale"], 2.0**40)})
+    exact = not any(make in OURS for make in makes)
+    skipped = 0
+    for i, iteration in enumerate(iterations):
+        for side in (mine, theirs):
+            run(side, i, iteration)
+        assert_same(mine, theirs, exact)
+        bad = iteration.bad is not None and iteration.bad[0] < iteration.batches
+        skipped += bad and iteration.new_scale is None
+        assert mine.scaler.skipped.item() == skipped
+    counted = sum(iteration.new_scale is None for iteration in iterations)
+    assert mine.scaler.applied_steps.item() == counted - skipped
+
+
+def orders() -> list[tuple[tuple[str, int], ...]]:
+    """Every order of unscale_, clip and step of two optimizers, each with and without the first."""
+    calls = [("unscale_", 0), ("clip", 0), ("step", 0), ("unscale_", 1), ("clip", 1), ("step", 1)]
+    legal = []
+    for left_out in ((), (0, 1), (3, 4), (0, 1, 3, 4), (1,), (1, 4)):
+        kept = [call for i, call in enumerate(calls) if i not in left_out]
+        for order in itertools.permutations(kept):
+            own = [[call for call in order if call[1] == part] for part in (0, 1)]
+            if own == [[call for call in kept if call[1] == part] for part in (0, 1)]:
+                legal.append(order)
+    return legal
+
+
+@pytest.mark.parametrize("makes", [(torch_plain, torch_fused), (our_adamw, torch_sgd),
+                                   (our_sgd, our_adam)], ids=name)  # fmt: skip
+def test_every_legal_order(makes: tuple[Make, Make]) -> None:
+    """Of the calls for two optimizers, one of which overflows in every second iteration."""
+    legal = orders()
+    assert len(legal) == len(set(legal)) == 20 + 4 + 4 + 2 + 10 + 6
+    exact = not any(make in OURS for make in makes)
+    for order in legal:
+        mine, theirs = sides(makes)
+        for i in range(2):
+            for side in (mine, theirs):
+                side.backward(i, 2)
+                if i == 1:
+                    side.spoil(i, math.inf)
+                for call in order:
+                    assert side.call(*call) is None
+                side.scaler.update()
+                side.zero_grad()
+            assert_same(mine, theirs, exact)
+        assert mine.scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=name)
+def test_a_power_of_two_leaves_no_trace(make: Make) -> None:
+    """A gradient penalty and accumulation with a scaler are the same bits as without one."""
+    scaled = Side(GradScaler(init_scale=2.0**12, growth_interval=2), (make, make))
+    unscaled = Side(GradScaler(enabled=False), (make, make))
+    for i in range(6):
+        for side in (scaled, unscaled):
+            for batch in range(2):
+                side.scaler.scale(penalized(side, 10 * i + batch)).backward()
+            for optimizer in side.optimizers:
+                side.scaler.step(optimizer)
+            side.scaler.update()
+            side.zero_grad()
+        assert scaled.scaler.get_scale() == 2.0 ** (12 + (i + 1) // 2)
+        for p, q in zip(scaled.flat(), unscaled.flat(), strict=True):
+            assert torch.equal(p, q)
+
+
+@dataclass
+class MegatronRule:
+    """The loss scaler of Megatron-LM, from its description, with the scale in FP32.
+
+    An overflow takes one from the hysteresis, and backs off once that is used up; growth, after
+    an interval without, fills it again. Ours has a ceiling in addition.
+    """
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    min_scale: float
+    max_scale: float | None
+
+    def __post_init__(self) -> None:
+        self.clean, self.left = 0, self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.clean, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = max(
+                    float(np.float32(self.scale * self.backoff_factor)), self.min_scale
+                )
+            return
+        self.clean += 1
+        if self.clean == self.growth_interval:
+            self.clean, self.left = 0, self.hysteresis
+            self.scale = float(np.float32(self.scale * self.growth_factor))
+            if self.max_scale is not None:
+                self.scale = min(self.scale, self.max_scale)
+
+
+@pytest.mark.parametrize("make", [our_adamw, torch_fused, torch_plain], ids=name)
+@settings(max_examples=40)
+@given(
+    rule=st.builds(
+        MegatronRule,
+        scale=st.sampled_from([1.0, 2.0**10, 1000.0]),
+        growth_factor=st.sampled_from([2.0, 1.7, 8.0]),
+        backoff_factor=st.sampled_from([0.5, 0.3, 0.9]),
+        growth_interval=st.integers(1, 6),
+        hysteresis=st.integers(1, 5),
+        min_scale=st.sampled_from([2.0**-24, 0.5, 1.0]),
+        max_scale=st.sampled_from([None, 2.0**11, 2.0**40]),
+    ),
+    overflows=st.lists(st.booleans(), max_size=60),
+)
+def test_megatrons_hysteresis(make: Make, rule: MegatronRule, overflows: list[bool]) -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([p])
+    scaler = GradScaler(
+        init_scale=rule.scale,
+        growth_factor=rule.growth_factor,
+        backoff_factor=rule.backoff_factor,
+        growth_interval=rule.growth_interval,
+        hysteresis=rule.hysteresis,
+        min_scale=rule.min_scale,
+        max_scale=rule.max_scale,
+    )
+    scaler.scale(torch.zeros(()))
+    for overflow in overflows:
+        p.grad = torch.full((2,), math.inf if overflow else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        rule.update(overflow)
+        state = scaler.state_dict()
+        assert state["scale"] == rule.scale
+        assert state["_growth_tracker"] == rule.clean
+        assert state["_hysteresis_tracker"] == max(rule.left, 0)
+        assert scaler.last_step_skipped == overflow
+    assert scaler.skipped.item() == sum(overflows)
+    assert scaler.applied_steps.item() == len(overflows) - sum(overflows)

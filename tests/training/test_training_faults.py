@@ -1,0 +1,327 @@
+"""What a training run survives: overflow anywhere, storms, resuming anywhere, late weights."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import name, normal
+from torch import nn
+
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import SGD, Adam, AdamW
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_SCALE = 2.0**-24
+STOCHASTIC = {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 5}
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (AdamW, {}),
+    "adam": (Adam, {"weight_decay": 0.1}),
+    "sgd": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "remainder16": (AdamW, {"master_weights": "remainder16"}),
+    "stochastic": (AdamW, STOCHASTIC),
+    "stochastic_sgd": (SGD, {"momentum": 0.9, **STOCHASTIC}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+    return model.to(dtype)
+
+
+class Run:
+    """A model in training: everything that a checkpoint holds, and one step as users write it."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        max_grad_norm: float | None = 1.0,
+        kind: str = "adamw",
+        **scaler: Any,
+    ) -> None:
+        self.dtype = dtype
+        self.model = model_of(dtype)
+        params = list(self.model.parameters())
+        groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.02}]
+        make, settings = KINDS[kind]
+        self.optimizer = make(groups, lr=0.01, max_grad_norm=max_grad_norm, **settings)
+        self.scaler = GradScaler(**({"init_scale": 2.0**10, "growth_interval": 3} | scaler))
+
+    def step(self, step: int, *bad: tuple[int, int, float]) -> float:
+        """bad: (param, element, value) written into the scaled gradients."""
+        x = normal((8, 6), self.dtype, seed=step)
+        y = normal((8, 3), torch.float32, seed=5)
+        self.optimizer.zero_grad()
+        loss = (self.model(x).float() - y).square().mean()
+        self.scaler.scale(loss).backward()
+        for param, element, value in bad:
+            list(self.model.parameters())[param].grad.view(-1)[element] = value
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: getattr(self, k).state_dict() for k in ("model", "optimizer", "scaler")}
+
+    def bits(self) -> list[Any]:
+        """All that a step may change but the scaler's; as integers, so that NaN compares."""
+        state = self.optimizer.state
+        tensors = []
+        for p in self.model.parameters():
+            tensors += [p.detach(), *(state[p][key] for key in sorted(state.get(p, {})))]
+        widths = {2: torch.int16, 4: torch.int32}
+        return [t.clone().view(widths[t.element_size()]).tolist() for t in tensors]
+
+    def all_finite(self) -> bool:
+        states = [t for s in self.optimizer.state.values() for t in s.values()]
+        return all(t.isfinite().all() for t in [*self.model.parameters(), *states])
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@every_kind
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_one_bad_element_anywhere_is_one_skipped_step(
+    dtype: torch.dtype, max_grad_norm: float | None, kind: str
+) -> None:
+    run, applied = Run(dtype, max_grad_norm, kind), 0
+    places = itertools.product((0, -1), (0, -1), (math.inf, -math.inf, math.nan))
+    for step, place in enumerate(places):
+        run.step(2 * step)
+        applied += 1
+        before, scale = run.bits(), run.scaler.get_scale()
+        run.step(2 * step + 1, place)
+        assert run.bits() == before, place
+        assert run.scaler.get_scale() == scale / 2
+        assert run.scaler.skipped.item() == run.optimizer.skipped.item() == step + 1
+        assert run.scaler.applied_steps.item() == applied
+        assert run.scaler.last_step_skipped
+        (row,) = run.scaler.overflow_report(run.model)
+        assert row.name == ("0.weight" if place[0] == 0 else "2.bias")
+        assert (row.inf, row.nan) == ((0, 1) if math.isnan(place[2]) else (1, 0))
+    run.step(99)
+    assert run.bits() != before
+    assert {int(s["step"]) for s in run.optimizer.state.values()} == {applied + 1}
+    assert run.all_finite()
+
+
+@every_kind
+def test_a_nan_in_the_first_step_of_all(kind: str) -> None:
+    for dtype in DTYPES:
+        run = Run(dtype, kind=kind)
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.step(0, (0, 0, math.nan))
+        assert all(torch.equal(p, b) for p, b in zip(run.model.parameters(), before, strict=True))
+        for s in run.optimizer.state.values():
+            assert not any(s[key].any() for key in s.keys() - {"master"})
+        run.step(1)
+        assert run.all_finite()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_a_storm_of_300_overflows_hits_the_floor_and_passes(dtype: torch.dtype, kind: str) -> None:
+    calls: list[Any] = []
+    settings = {"init_scale": 2.0**16, "growth_interval": 2}
+    settings |= {"max_consecutive_skips": 100, "on_max_skips": calls.append}
+    run, calm = (Run(dtype, kind=kind, **settings) for _ in range(2))
+    for step in range(3):
+        run.step(step)
+        calm.step(step)
+    before = run.bits()
+    for step in range(300):
+        run.step(step, (step % 4, -1, math.inf if step % 2 else math.nan))
+        assert run.scaler.get_scale() >= MIN_SCALE
+    assert run.bits() == before
+    assert run.scaler.get_scale() == MIN_SCALE
+    assert run.scaler.skipped.item() == 300
+    assert [[(row.inf, row.nan) for row in report] for report in calls] == [[(1, 0)]] * 3
+    losses = [(run.step(step), calm.step(step)) for step in range(3, 71)]
+    assert run.scaler.get_scale() == 2.0**10
+    assert run.scaler.skipped.item() == 300
+    assert run.all_finite()
+    if dtype == torch.float16:  # gradients vanish at such a scale, until it has grown again
+        stormy, calmed = (sum(column[-20:]) for column in zip(*losses, strict=True))
+        assert stormy < 1.1 * calmed
+    else:  # powers of two in between leave no trace
+        assert run.bits() == calm.bits()
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_a_permanent_inf_ends_nothing(dtype: torch.dtype, kind: str) -> None:
+    run = Run(dtype, kind=kind)
+    run.model[0].weight.register_hook(lambda grad: grad * math.inf)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    for step in range(60):
+        run.step(step)
+    assert all(torch.equal(p, b) for p, b in zip(run.model.parameters(), before, strict=True))
+    assert run.scaler.get_scale() == MIN_SCALE
+    assert run.scaler.skipped.item() == 60
+    assert [row.name for row in run.scaler.overflow_report(run.model)] == ["0.weight"]
+    strict = Run(dtype, kind=kind, max_consecutive_skips=20, model=run.model)
+    strict.model.load_state_dict(run.model.state_dict())
+    for step in range(19):
+        strict.step(step, (0, 0, math.inf))
+    with pytest.raises(
+        RuntimeError, match=r"the last 20 updates .*shape \(16, 6\): 1 Inf among 96"
+    ):
+        strict.step(20, (0, 0, math.inf))
+
+
+STORMY = {2, 3, 7}
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_resuming_at_every_step_is_not_resuming_at_all(dtype: torch.dtype, kind: str) -> None:
+    """Weights, moments, masters, scale and trackers come back bit for bit, from a safe load."""
+    settings: dict[str, Any] = {"hysteresis": 2, "max_scale": 2.0**12}
+
+    def steps(run: Run, first: int, last: int) -> None:
+        for step in range(first, last):
+            run.step(step, *([(1, 0, math.inf)] if step in STORMY else []))
+
+    straight = Run(dtype, kind=kind, **settings)
+    checkpoints = []
+    for step in range(12):
+        checkpoints.append(through_a_file(straight.state_dict()))
+        steps(straight, step, step + 1)
+    for at, checkpoint in enumerate(checkpoints):
+        order = ("model", "optimizer", "scaler") if at % 2 else ("optimizer", "scaler", "model")
+        resumed = Run(dtype, kind=kind)  # other settings, and other steps behind it
+        for step in range(at % 3):
+            resumed.step(100 + step)
+        for part in order:
+            getattr(resumed, part).load_state_dict(checkpoint[part])
+        steps(resumed, at, 12)
+        dtypes = [
+            [{key: t.dtype for key, t in run.optimizer.state[p].items()} for p in ps]
+            for run in (straight, resumed)
+            for ps in [list(run.model.parameters())]
+        ]
+        assert dtypes[0] == dtypes[1]
+        assert resumed.bits() == straight.bits(), f"resumed at step {at}"
+        assert resumed.scaler.state_dict() == straight.scaler.state_dict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=name)
+def test_other_weights_after_the_optimizers_state_are_where_training_goes_on(
+    dtype: torch.dtype,
+) -> None:
+    run = Run(dtype)
+    run.step(0)
+    state = through_a_file(run.state_dict())
+    other = model_of(dtype, seed=1)
+    resumed = Run(dtype)
+    resumed.optimizer.load_state_dict(state["optimizer"])
+    resumed.model.load_state_dict(other.state_dict())
+    for group in resumed.optimizer.param_groups:
+        group["lr"] = 0.0
+    resumed.step(1)
+    for p, o in zip(resumed.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, o)
+        assert torch.equal(resumed.optimizer.state[p]["master"], o.float())
+
+
+def test_two_optimizers_one_overflows() -> None:
+    body, head = model_of(torch.float16), nn.Linear(3, 1)
+    optimizers = [AdamW(m.parameters(), lr=0.01) for m in (body, head)]
+    scaler = GradScaler(init_scale=2.0**8)
+    for bad in (None, body, head, body):
+        before = {m: [p.detach().clone() for p in m.parameters()] for m in (body, head)}
+        scale = scaler.get_scale()
+        scaler.scale(head(body(normal((4, 6), torch.float16)).float()).square().mean()).backward()
+        if bad is not None:
+            next(bad.parameters()).grad.view(-1)[0] = math.nan
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        assert scaler.get_scale() == scale / (1 if bad is None else 2)
+        for m in (body, head):
+            same = [torch.equal(p, b) for p, b in zip(m.parameters(), before[m], strict=True)]
+            assert same == [m is bad] * len(same)
+    assert [int(s["step"]) for s in optimizers[0].state.values()] == [2] * 4
+    assert [int(s["step"]) for s in optimizers[1].state.values()] == [3] * 2
+    assert scaler.skipped.item() == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.bfloat16, "adamw"), (torch.bfloat16, "remainder16"), (torch.float16, "adamw")],
+    ids=name,
+)
+def test_16_bit_training_reaches_what_fp32_reaches(dtype: torch.dtype, kind: str) -> None:
+    """Tiny gradients: without loss scaling those of fp16 would be 0. The scale starts too high."""
+    finals = []
+    for d in (torch.float32, dtype):
+        run = Run(d, kind=kind, init_scale=2.0**30, growth_interval=50)
+        target = normal((64, 3), torch.float32, seed=77)
+        x = normal((64, 6), d, seed=78)
+        for _ in range(400):
+            run.optimizer.zero_grad()
+            loss = (run.model(x).float() - target).square().mean() * 1e-4
+            run.scaler.scale(loss).backward()
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+        finals.append(loss.item())
+        assert run.all_finite()
+    start = target.square().mean().item() * 1e-4
+    assert finals[0] < 0.8 * start
+    assert finals[1] < 1.05 * finals[0]
+    assert dtype != torch.float16 or run.scaler.skipped.item() > 0
+
+
+def test_zero_gradients_no_gradients_and_params_added_mid_run() -> None:
+    run = Run(torch.float16)
+    late = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    run.step(0)
+    before = run.bits()
+    for p in run.model.parameters():
+        p.grad = None if p.dim() == 1 else torch.zeros_like(p)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    counts = [int(run.optimizer.state[p]["step"]) for p in run.model.parameters()]
+    assert counts == [2, 1, 2, 1]
+    assert run.bits() != before  # momentum and decay go on where the gradient is zero
+    run.optimizer.add_param_group({"params": [late], "lr": 0.5})
+    late.grad = torch.full_like(late, math.inf)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert torch.equal(late, torch.ones_like(late))
+    late.grad = torch.ones_like(late)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert int(run.optimizer.state[late]["step"]) == 1
+    assert (late < 0.6).all()
+
+
+def test_early_growth_shortens_the_way_back_from_too_low_a_scale() -> None:
+    steps = {}
+    for threshold in (None, 0.5, 0.0):
+        settings = {"init_scale": 2.0**-16, "growth_interval": 20}
+        run = Run(torch.float16, grow_on_underflow=threshold, **settings)
+        steps[threshold] = 0
+        while run.scaler.get_scale() < 1:
+            run.step(steps[threshold])
+            steps[threshold] += 1
+        assert run.scaler.skipped.item() == 0
+    assert steps[None] == 16 * 20
+    assert steps[0.5] < 0.6 * steps[None]
+    assert steps[0.0] < 0.2 * steps[None]
