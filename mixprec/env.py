@@ -1,4 +1,4 @@
-"""`python -m mixprec.env`: versions, machine, and what each op runs on. See mixprec.diagnostics.env."""
+"""`python -m mixprec.env`: versions, machine, what each op runs on. See mixprec.diagnostics.env."""
 
 import sys
 
