@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,3 +126,41 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+# For tests of scalers: optimizers of torch, fused or not, and of ours.
+
+
+def torch_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def torch_plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, foreach=False)
+
+
+def torch_foreach(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.05, foreach=True)
+
+
+def torch_fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, fused=True)
+
+
+def our_sgd(params: Any) -> torch.optim.Optimizer:
+    return SGD(params, lr=0.05, momentum=0.9)
+
+
+def our_adamw(params: Any) -> torch.optim.Optimizer:
+    return AdamW(params, lr=0.05)
+
+
+def our_adam(params: Any) -> torch.optim.Optimizer:
+    return Adam(params, lr=0.05)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
+OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
+every_optimizer = pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=lambda f: f.__name__)
+every_way = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])

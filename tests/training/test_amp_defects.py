@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS, WRITABLE, Layout, contiguous, name, normal
+from optimizers import our_adamw, torch_fused, torch_plain
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from mixprec import ops
@@ -24,19 +25,7 @@ def param(*shape: int, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter
     return torch.nn.Parameter(torch.ones(shape, dtype=dtype))
 
 
-def ours_fused(params: list[torch.Tensor]) -> Optimizer:
-    return AdamW(params, lr=0.1)
-
-
-def torch_fused(params: list[torch.Tensor]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=0.1, fused=True)
-
-
-def torch_plain(params: list[torch.Tensor]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=0.1, foreach=False)
-
-
-every_make = pytest.mark.parametrize("make", [ours_fused, torch_fused, torch_plain], ids=name)
+every_make = pytest.mark.parametrize("make", [our_adamw, torch_fused, torch_plain], ids=name)
 
 
 def iterate(
@@ -67,7 +56,7 @@ def test_the_scale_does_not_collapse(make: Callable) -> None:
     for _ in range(40):
         iterate(scaler, optimizer, p)
     assert scaler.get_scale() == 2.0**16
-    assert (p < 0).all()  # it trains: 40 steps of 0.1
+    assert (p < 0).all()  # it trains: 40 steps of 0.05
 
 
 def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
@@ -118,7 +107,7 @@ def test_lr_schedules_follow_applied_steps(make: Callable) -> None:
                     schedule.step()
             elif not scaler.last_step_skipped:
                 schedule.step()
-        assert schedule.get_last_lr() == [0.1 * 0.5**2]
+        assert schedule.get_last_lr() == [optimizer.defaults["lr"] * 0.5**2]
 
 
 @pytest.mark.parametrize("ours", OURS, ids=name)
