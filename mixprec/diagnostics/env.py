@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..ops._dispatch import backends, gemm_table, library, op, self_check
+from ..ops._dispatch import backends, gemm_table, library, self_check
+from ..ops._dispatch.op import OPS
 
 # The processor features that the kernels, or torch's, choose by.
 FEATURES = (
@@ -97,9 +98,9 @@ def build() -> dict[str, Any]:
 def variants(device_type: str) -> dict[str, dict[str, Any]]:
     """Per op: the backend that tensors on `device_type` get, and why not each of the others."""
     table: dict[str, dict[str, Any]] = {}
-    for each in op.ALL:
-        tried = each.order(device_type)
-        reasons = {b: each.why_not(b, device_type) for b in backends.BACKENDS}
+    for name, op in OPS.items():
+        tried = op.order(device_type)
+        reasons = {b: op.why_not(b, device_type) for b in backends.BACKENDS}
         uses = next((b for b in tried if reasons[b] is None), None)
         for backend in backends.BACKENDS:
             if reasons[backend] is None and backend != uses:
@@ -108,7 +109,7 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
                     if backend in tried
                     else f"runs only when asked for: mixprec.use_backend({backend!r})"
                 )
-        table[each.name] = {
+        table[name] = {
             "uses": uses,
             "others": {b: reason for b, reason in reasons.items() if b != uses},
         }
@@ -128,17 +129,18 @@ def describe_gemm_choice() -> dict[str, Any]:
     }
 
 
+def self_test(name: str, device: str) -> dict[str, Any]:
+    """Whether the variant of op `name` that is used on `device` agrees with its reference."""
+    return self_check.compare(OPS[name], OPS[name], device)
+
+
 def report() -> dict[str, Any]:
     """Everything `python -m mixprec.env` prints, as plain values."""
     extension = build()
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     by_device = {device: variants(device) for device in devices}
     tests = {
-        device: {
-            each.name: self_check.compare(each, each, device)
-            for each in op.ALL
-            if ops[each.name]["uses"]
-        }
+        device: {name: self_test(name, device) for name, op in ops.items() if op["uses"]}
         for device, ops in by_device.items()
     }
     passed = all(test["ok"] for of_device in tests.values() for test in of_device.values())

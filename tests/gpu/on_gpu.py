@@ -10,7 +10,7 @@ import torch
 
 import mixprec
 from mixprec.bench import gpu_folder
-from mixprec.ops._dispatch import backends
+from mixprec.ops._dispatch.op import OPS
 
 # emulated/cuda_on_cpu/device: a GPU in everything but speed, and without what inductor generates.
 STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == gpu_folder.STAND_IN
@@ -89,10 +89,10 @@ def assert_same(
     """Run `op` on copies on `device` with the backend in force, and on the CPU kernels; results
     and arguments afterwards agree bit for bit (those that `close` names: to 13 digits)."""
     there = moved(arguments, device)
-    got = [*tensors(backends.call(op, device.type, *there)), *tensors(there)]
+    got = [*tensors(OPS[op](*there)), *tensors(there)]
     here = moved(arguments, torch.device("cpu"))
     with mixprec.use_backend("cpp"):
-        want = [*tensors(backends.call(op, "cpu", *here)), *tensors(here)]
+        want = [*tensors(OPS[op](*here)), *tensors(here)]
     assert len(got) == len(want)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         if close(w):

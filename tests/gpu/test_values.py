@@ -24,7 +24,8 @@ from cases import (
 )
 from on_gpu import STAND_IN, affordable, assert_same
 
-from mixprec.ops._dispatch import backends, library, self_check
+from mixprec.ops._dispatch import self_check
+from mixprec.ops._dispatch.op import OPS
 
 LOW = (*FP8, torch.float16, torch.bfloat16)
 LONG = 9_601 if STAND_IN else 300_001  # several chunks, an odd end
@@ -34,12 +35,12 @@ def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype)
 
 
-@pytest.mark.parametrize("op", library.OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_self_test(op: str, kernels: str, device: torch.device) -> None:
-    reason = backends.why_not(op, kernels, device.type)
+    reason = OPS[op].why_not(kernels, device.type)
     if reason is not None:
         pytest.skip(f"{op} on {kernels}: {reason}")
-    outcome = self_check.compare(op, backends.choose(op, device.type), device.type)
+    outcome = self_check.compare(OPS[op], OPS[op].choose(device.type), device.type)
     assert outcome == {"ok": True, "worst": 0.0, "reason": None}, outcome
 
 

@@ -10,15 +10,13 @@ import torch
 import mixprec
 from mixprec import ops
 from mixprec.ops._dispatch import arch, backends, library, self_check
-from mixprec.ops._dispatch.op import ALL, Op
-
-OPS: dict[str, Op] = {op.name: op for op in ALL}
+from mixprec.ops._dispatch.op import OPS, Op
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing is chosen, compared or logged yet."""
-    for op in ALL:
+    for op in OPS.values():
         for name in ("_chosen", "_able", "_agreed"):
             monkeypatch.setattr(op, name, {})
         monkeypatch.setattr(op, "_warned", False)
@@ -40,7 +38,7 @@ def gpu(fresh: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
     assert library.LOAD_ERROR is None
     assert library.C is not None
-    for op in ALL:
+    for op in OPS.values():
         assert op.why_not("cpp", "cpu") is None
         assert op.backend("cpu") == "cpp"
 

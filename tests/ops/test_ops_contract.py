@@ -14,9 +14,7 @@ from cases import FP8, WIDE, normal, permuted, small_integers
 
 import mixprec
 from mixprec import ops
-from mixprec.ops._dispatch.op import ALL, Op
-
-OPS: dict[str, Op] = {op.name: op for op in ALL}
+from mixprec.ops._dispatch.op import OPS
 
 LOW = (torch.float16, torch.bfloat16, *FP8)
 ARRANGEMENTS = ("contiguous", "permuted", "empty")

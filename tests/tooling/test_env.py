@@ -9,13 +9,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mixprec
 from mixprec.diagnostics import env
-from mixprec.ops._dispatch import backends, gemm_choice, gemm_rows, library, self_check
+from mixprec.ops._dispatch import backends, gemm_table, library, self_check
+from mixprec.ops._dispatch.op import OPS
 
 
 def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None
     extension = report["extension"]
     assert (extension["isa"], extension["isa_forced"]) == ("base", "base")
     assert "base" in extension["isa_available"]
-    assert set(report["ops"]["cpu"]) == set(library.OPS)
+    assert set(report["ops"]["cpu"]) == set(OPS)
     for name, op in report["ops"]["cpu"].items():
         assert op["uses"] == "cpp", name
         assert set(op["others"]) == set(backends.BACKENDS) - {"cpp"}, name
@@ -47,7 +49,7 @@ def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None
 
 def test_text_names_every_op_and_the_level() -> None:
     text = env.describe(env.report())
-    for name in library.OPS:
+    for name in OPS:
         assert any(line.split()[:3] == [name, "cpp", "ok,"] for line in text.splitlines()), name
     assert library.C is not None
     assert f"level in use {library.C.isa()}" in text
@@ -71,13 +73,6 @@ def test_without_the_extension(
     assert facts["extension"] == {"loaded": False, "reason": "mixprec._C is not built: run this"}
 
 
-def test_every_op_has_a_self_test() -> None:
-    assert set(self_check.INPUTS) == set(library.OPS)
-    nobody = env.self_test("nobody", "cpu")
-    assert not nobody["ok"]
-    assert "no self-test" in nobody["reason"]
-
-
 def first_tensor(values: object) -> torch.Tensor | None:
     """The first tensor in nested lists and tuples."""
     if isinstance(values, torch.Tensor):
@@ -89,18 +84,22 @@ def first_tensor(values: object) -> torch.Tensor | None:
 
 def test_self_test_detects_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each op: a result, or a first argument afterwards, that is off by 1."""
-    right = backends.call
-    for wrong in self_check.INPUTS:
+    for wrong, op in OPS.items():
+        handle = op.handle
 
-        def call(op: str, device: str, *arguments: object, wrong: str = wrong) -> object:
-            result = right(op, device, *arguments)
-            if op == wrong:
+        def off_by_one(variant: str = "cpp", handle: Any = handle) -> Any:
+            def run(*arguments: object) -> object:
+                result = handle(variant)(*arguments)
                 target = first_tensor([result, arguments])
                 assert target is not None
                 target.copy_(target.float() + 1)
-            return result
+                return result
 
-        monkeypatch.setattr(backends, "call", call)
+            return handle(variant) if variant == "reference" else run
+
+        monkeypatch.undo()
+        monkeypatch.setattr(op, "handle", off_by_one)
+        monkeypatch.setattr(op, "_chosen", {})
         outcome = env.self_test(wrong, "cpu")
         assert not outcome["ok"], wrong
         assert outcome["worst"] > 0, wrong
@@ -117,7 +116,8 @@ def test_self_test_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> object:
         raise RuntimeError("cannot run\nsecond line")
 
-    monkeypatch.setattr(backends, "call", broken)
+    monkeypatch.setattr(OPS["amax"], "choose", broken)
+    monkeypatch.setattr(OPS["amax"], "_chosen", {})
     outcome = env.self_test("amax", "cpu")
     assert outcome == {"ok": False, "worst": math.inf, "reason": "RuntimeError: cannot run"}
 
@@ -137,7 +137,7 @@ def test_difference() -> None:
         assert self_check._difference(x, y) == difference, (x, y)
 
 
-ROW = gemm_rows.Row("9.0", "bf16", "thin", "cuda", "NVIDIA H200", "2026-01-02", 1.25)
+ENTRY = gemm_table.Entry("9.0", "16-bit", "thin", "cuda", None, "NVIDIA H200", "2026-01-02", 1.25)
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict:
@@ -150,10 +150,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
+    path = tmp_path / "entries.json"
     monkeypatch.setenv("MIXPREC_TUNED", str(path))
     try:
-        gemm_choice.forget()
+        gemm_table.forget()
         facts = as_on_a_gpu(monkeypatch)
         row = facts["ops"]["cuda"]["gemm"]
         assert row["uses"] == "vendor"
@@ -161,17 +161,17 @@ def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         text = env.describe(facts)
         assert "gemm uses, of vendor, cuda, triton, reference, the first that can do the" in text
         assert f"nothing is measured for compute capability 9.0: {TUNE}, and writes {path}" in text
-        path.write_text(json.dumps([ROW._asdict(), ROW._replace(arch="8.0")._asdict()]))
-        gemm_choice.forget()
+        path.write_text(json.dumps([ENTRY._asdict(), ENTRY._replace(arch="8.0")._asdict()]))
+        gemm_table.forget()
         facts = as_on_a_gpu(monkeypatch)
-        assert facts["gemm"]["rows"] == [ROW._asdict()]
+        assert facts["gemm"]["entries"] == [ENTRY._asdict()]
         text = env.describe(facts)
-        assert "bf16  thin       cuda     1.25x (NVIDIA H200, 2026-01-02)" in text
+        assert "16-bit        thin       cuda     1.25x (NVIDIA H200, 2026-01-02)" in text
         assert "nothing is measured" not in text
         json.dumps(facts)
     finally:
         monkeypatch.delenv("MIXPREC_TUNED")
-        gemm_choice.forget()
+        gemm_table.forget()
 
 
 TUNE = "python -m mixprec.bench tune measures"

@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]  # a call's arguments, in the schema's order
 
 _UNKNOWN = ("", None)
-ALL: list[Op] = []  # every op, in the order in which they are defined
+OPS: dict[str, Op] = {}  # every op, by name
 
 
 class Choice(NamedTuple):
@@ -85,7 +85,7 @@ class Op:
         self._agreed: dict[tuple[str, int], Function] = {}  # compared on that GPU, and equal
         self._warned = False
         self._define(schema, self.by_name(reference), fake)
-        ALL.append(self)
+        OPS[name] = self
 
     def by_name(self, function: Function) -> Function:
         """`function` for all arguments in the schema's order; it takes those that it names."""
