@@ -71,16 +71,6 @@ void bind_choices(py::module_& m) {
              return ConfigOverride{tile_config, splits, group};
            }),
            py::kw_only(), py::arg("tile_config") = -1, py::arg("splits") = 0, py::arg("group") = 0);
-  using Range = std::pair<int64_t, int64_t>;
-  py::class_<MeasuredGemm>(m, "MeasuredGemm")
-      .def(py::init([](bool fp8, Accumulate how, Range rows, Range n, Range k,
-                       ConfigOverride choice) {
-             return MeasuredGemm{
-                 fp8,   how, {rows.first, rows.second}, {n.first, n.second}, {k.first, k.second},
-                 choice};
-           }),
-           py::arg("fp8"), py::arg("accumulate"), py::arg("m"), py::arg("n"), py::arg("k"),
-           py::arg("choice"));
 }
 
 void bind_config(py::module_& m) {
@@ -135,8 +125,6 @@ void bind_layout(py::module_& m) {
       "(row stride, chunk stride, row shift, granularity), or None for a shape that does not fit");
 }
 
-using Measured = std::vector<MeasuredGemm>;
-
 }  // namespace
 
 void bind_gemm_plan(py::module_& parent) {
@@ -151,17 +139,17 @@ void bind_gemm_plan(py::module_& parent) {
   m.attr("MAX_WORKSPACE_BYTES") = kMaxWorkspaceBytes;
   m.def(
       "plan_gemm",
-      [](const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced,
-         const Measured& measured) { return plan_gemm(p, gpu, forced, measured); },
+      [](const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced) {
+        return plan_gemm(p, gpu, forced);
+      },
       py::arg("problem"), py::arg("gpu"), py::arg("forced") = ConfigOverride{},
-      py::arg("measured") = Measured(kMeasured.begin(), kMeasured.end()),
       "The GemmConfig, or None: explain() gives the reasons.");
   m.def(
       "explain",
-      [](const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced,
-         const Measured& measured) { return explain(p, gpu, forced, measured); },
+      [](const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced) {
+        return explain(p, gpu, forced);
+      },
       py::arg("problem"), py::arg("gpu"), py::arg("forced") = ConfigOverride{},
-      py::arg("measured") = Measured(kMeasured.begin(), kMeasured.end()),
       "One line per entry of TILE_CONFIGS: the plan, or the reason against it.");
   m.def(
       "tiles_in_order",

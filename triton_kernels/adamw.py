@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -152,44 +154,23 @@ def adamw_kernel(
                    STOCHASTIC, DECOUPLED, MAXIMIZE, SOFT_CAST, BLOCK, False)  # fmt: skip
 
 
-def adamw_(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    masters: list[torch.Tensor],
-    steps: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    maximize: bool,
-    max_value: float,
-    stochastic_rounding: bool,
-    seed: int,
-    indices: list[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def adamw_(args: Any) -> None:
+    params, steps = args.params, args.steps
     if not params:
         return
     # All steps in one launch, before any update: a program of an update that advanced the step
     # itself would race with the others that read it.
     table = steps.new_empty((len(params), COLUMNS), dtype=torch.float64)
-    states = {"M": exp_avgs, "V": exp_avg_sqs}
     with on(steps):
         adamw_constants_kernel[(triton.cdiv(len(params), STEPS_BLOCK),)](
-            steps, found_inf, lr_tensor, table, len(params), lr, beta1, beta2, eps, weight_decay,
-            DECOUPLED=decoupled_weight_decay, COLUMNS=COLUMNS, BLOCK=STEPS_BLOCK, **OPTIONS,
+            steps, args.found_inf, args.lr_tensor, table, len(params), args.lr, args.beta1,
+            args.beta2, args.eps, args.weight_decay, DECOUPLED=args.decoupled_weight_decay,
+            COLUMNS=COLUMNS, BLOCK=STEPS_BLOCK, **OPTIONS,
         )  # fmt: skip
-        for i, tensors, constants in each_update(params, grads, states, masters,
-                                                 stochastic_rounding):  # fmt: skip
+        for i, tensors, constants in each_update(args, {"M": args.exp_avgs, "V": args.exp_avg_sqs}):
             adamw_kernel[programs(params[i])](
-                *tensors, table[i], inv_scale, clip, found_inf, max_value, seed,
-                indices[i] if indices else 0, params[i].numel(),
-                DECOUPLED=decoupled_weight_decay, MAXIMIZE=maximize, **constants, **OPTIONS,
+                *tensors, table[i], args.inv_scale, args.clip, args.found_inf, args.max_value,
+                args.seed, args.indices[i] if args.indices else 0, params[i].numel(),
+                DECOUPLED=args.decoupled_weight_decay, MAXIMIZE=args.maximize, **constants,
+                **OPTIONS,
             )  # fmt: skip

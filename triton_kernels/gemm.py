@@ -109,9 +109,9 @@ def _launch(op: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     capability, multiprocessors = _gpu(a.device)
     fp8, blocks = a.element_size() == 1, "blocks" in (sa.mode, sb.mode)
     soft = soft_cast(a.device, a.dtype, b.dtype)
-    row = pick(op, capability, family(fp8, soft and fp8, blocks, fast_accum), M, N, multiprocessors)
-    config = row.config
-    parts = split_k(row, M, N, K, multiprocessors)
+    kind = family(fp8, soft and fp8, blocks, fast_accum)
+    config = pick(capability, kind, M, N, K, a.element_size(), multiprocessors)
+    parts = split_k(config, M, N, K, multiprocessors)
     tiles = -(-M // config.block_m) * -(-N // config.block_n) * parts
     grid = (min(tiles, multiprocessors * config.per_sm),)
     use_tma = config.tma and _fits_tma(left) and _fits_tma(right)

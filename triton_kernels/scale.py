@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -113,24 +115,7 @@ def update_scale_kernel(
     tl.store(counter_ptr + 2, tl.where(found, tl.load(counter_ptr + 2) + 1, 0))
 
 
-def update_scale_(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    hysteresis_tracker: torch.Tensor,
-    counters: torch.Tensor,
-    found_inf: torch.Tensor,
-    underflow: torch.Tensor | None,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-    grow_on_underflow: float,
-) -> None:
-    with on(scale):
-        update_scale_kernel[(1,)](
-            scale, growth_tracker, hysteresis_tracker, counters, found_inf, underflow,
-            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
-            grow_on_underflow, EARLY=EARLY,
-        )  # fmt: skip
+def update_scale_(args: Any) -> None:
+    """The kernel takes the arguments in the schema's order."""
+    with on(args.scale):
+        update_scale_kernel[(1,)](*args, EARLY=EARLY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -118,39 +120,19 @@ def sgd_kernel(
                    SOFT_CAST, BLOCK, False)  # fmt: skip
 
 
-def sgd_(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    momentum_buffers: list[torch.Tensor],
-    masters: list[torch.Tensor],
-    steps: torch.Tensor,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    max_value: float,
-    stochastic_rounding: bool,
-    seed: int,
-    indices: list[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def sgd_(args: Any) -> None:
+    params, steps = args.params, args.steps
     if not params:
         return
     table = steps.new_empty((len(params), COLUMNS), dtype=torch.float64)
     with on(steps):
         sgd_constants_kernel[(triton.cdiv(len(params), STEPS_BLOCK),)](
-            steps, found_inf, lr_tensor, table, len(params), lr, momentum, dampening, weight_decay,
-            COLUMNS=COLUMNS, BLOCK=STEPS_BLOCK, **OPTIONS,
+            steps, args.found_inf, args.lr_tensor, table, len(params), args.lr, args.momentum,
+            args.dampening, args.weight_decay, COLUMNS=COLUMNS, BLOCK=STEPS_BLOCK, **OPTIONS,
         )  # fmt: skip
-        for i, tensors, constants in each_update(params, grads, {"B": momentum_buffers}, masters,
-                                                 stochastic_rounding):  # fmt: skip
+        for i, tensors, constants in each_update(args, {"B": args.momentum_buffers}):
             sgd_kernel[programs(params[i])](
-                *tensors, table[i], inv_scale, clip, found_inf, max_value, seed,
-                indices[i] if indices else 0, params[i].numel(),
-                NESTEROV=nesterov, MAXIMIZE=maximize, **constants, **OPTIONS,
+                *tensors, table[i], args.inv_scale, args.clip, args.found_inf, args.max_value,
+                args.seed, args.indices[i] if args.indices else 0, params[i].numel(),
+                NESTEROV=args.nesterov, MAXIMIZE=args.maximize, **constants, **OPTIONS,
             )  # fmt: skip

@@ -116,11 +116,7 @@ def write_param(param_ptr, master_ptr, p, start, n, key, P: tl.constexpr, REMAIN
 
 
 def each_update(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    states: dict[str, Sequence[torch.Tensor]],
-    masters: Sequence[torch.Tensor],
-    stochastic_rounding: bool,
+    args: Any, states: dict[str, Sequence[torch.Tensor]]
 ) -> Iterator[tuple[int, list[torch.Tensor | None], dict[str, Any]]]:
     """For each param that is not empty: its place in the lists, the tensors for the kernel (param,
     grad, states, master; None where there is none) and the constants that follow from dtypes.
@@ -128,6 +124,7 @@ def each_update(
     states: lists, or empty lists, by the name of the constant that takes their format. What is
     launched before the next turn may work on copies, which are then written back.
     """
+    params, grads, masters = args.params, args.grads, args.masters
     for i, param in enumerate(params):
         if param.numel() == 0:
             continue
@@ -137,7 +134,7 @@ def each_update(
             constant: None if state is None else FORMATS[state.dtype]
             for constant, state in zip(states, of_states, strict=True)
         }
-        stochastic = stochastic_rounding and param.dtype == torch.bfloat16 and master is None
+        stochastic = args.stochastic_rounding and param.dtype == torch.bfloat16 and master is None
         tensors = [t for t in (param, grads[i], *own) if t is not None]
         # Elements are counted in row-major order where random bits belong to them.
         if stochastic or "bf16" in formats.values():

@@ -40,17 +40,6 @@ struct ConfigOverride {
   constexpr bool is_empty() const { return tile_config < 0 && splits == 0 && group == 0; }
 };
 
-// A measured choice for a class of problems: both bounds of a range belong to it.
-struct MeasuredGemm {
-  bool fp8;
-  Accumulate accumulate;
-  int64_t m[2], n[2], k[2];
-  ConfigOverride choice;
-};
-
-// None yet: an entry comes here with the GPU, the date and the figure that speak for it.
-constexpr std::array<MeasuredGemm, 0> kMeasured = {};
-
 struct GemmConfig {
   int tile_config;  // index into kTileConfigs
   int stages;       // of the ring
@@ -110,7 +99,7 @@ inline const char* why_none(const GemmProblem& p, const DeviceProperties& gpu) {
 }
 
 // Why this tile cannot compute the problem, or should not; null if it may. requested: by an
-// override or a measured entry, so that only what is impossible rules it out.
+// override, so that only what is impossible rules it out.
 inline const char* why_not(const TileConfig& t, const GemmProblem& p, const DeviceProperties& gpu,
                            bool requested) {
   if (const char* reason = why_none(p, gpu)) return reason;
@@ -123,7 +112,7 @@ inline const char* why_not(const TileConfig& t, const GemmProblem& p, const Devi
   if (stages_of(t, gpu) < kMinStages) return "two stages do not fit into shared memory";
   if (gpu.sms < t.cluster) return "the GPU is smaller than a cluster";
   if (requested) return nullptr;
-  if (!t.base) return "only where it was measured, or if forced";
+  if (!t.base) return "only if forced";
   bool too_big = 2 * p.m <= t.block_m * t.cluster || 2 * p.n <= t.block_n;
   if (too_big && t.consumers > 1) return "at least half of each tile would lie outside of C";
   return nullptr;
@@ -175,18 +164,6 @@ inline std::optional<GemmConfig> best_on(int tile_config, const GemmProblem& p,
   return best;
 }
 
-inline ConfigOverride measured_choice(const GemmProblem& p,
-                                      std::span<const MeasuredGemm> measured) {
-  auto in = [](int64_t x, const int64_t (&range)[2]) { return x >= range[0] && x <= range[1]; };
-  for (const MeasuredGemm& entry : measured) {
-    if (entry.fp8 == is_8bit(p.a) && entry.accumulate == accumulate_of(p) && in(p.m, entry.m) &&
-        in(p.n, entry.n) && in(p.k, entry.k)) {
-      return entry.choice;
-    }
-  }
-  return {};
-}
-
 // The cheapest config that the override allows; the first one of equals.
 inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const DeviceProperties& gpu,
                                           const ConfigOverride& forced) {
@@ -202,14 +179,11 @@ inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const DeviceProp
   return best;
 }
 
-// By the override, else by measurement, else by the cost model. Nothing if no tile can compute the
-// problem, or not the one that is forced: explain() gives the reasons.
+// By the override, else by the cost model. Nothing if no tile can compute the problem, or not the
+// one that is forced: explain() gives the reasons.
 inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DeviceProperties& gpu,
-                                           const ConfigOverride& forced = {},
-                                           std::span<const MeasuredGemm> measured = kMeasured) {
-  if (!forced.is_empty()) return cheapest(p, gpu, forced);
-  std::optional<GemmConfig> best = cheapest(p, gpu, measured_choice(p, measured));
-  return best ? best : cheapest(p, gpu, {});
+                                           const ConfigOverride& forced = {}) {
+  return cheapest(p, gpu, forced);
 }
 
 }  // namespace mixprec::cuda::sm90

@@ -62,11 +62,11 @@ inline std::string to_string(const GemmConfig& c) {
 }
 
 // One line per tile config: the plan, or the reason why it was not chosen.
-inline std::array<std::string, kTileConfigCount> explain(
-    const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced = {},
-    std::span<const MeasuredGemm> measured = kMeasured) {
+inline std::array<std::string, kTileConfigCount> explain(const GemmProblem& p,
+                                                         const DeviceProperties& gpu,
+                                                         const ConfigOverride& forced = {}) {
   std::array<std::string, kTileConfigCount> lines;
-  std::optional<GemmConfig> plan = plan_gemm(p, gpu, forced, measured);
+  std::optional<GemmConfig> plan = plan_gemm(p, gpu, forced);
   for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
     const char* reason =
         why_not(kTileConfigs[tile_config], p, gpu, tile_config == forced.tile_config);
@@ -80,8 +80,6 @@ inline std::array<std::string, kTileConfigCount> explain(
     } else if (std::optional<GemmConfig> own = best_on(tile_config, p, gpu, forced); !own) {
       s << "the partial sums of " << forced.splits << " splits exceed " << kMaxWorkspaceBytes
         << " bytes";
-    } else if (own->clocks < plan->clocks) {
-      s << "tile config " << plan->tile_config << " was measured to be faster";
     } else {
       s << "about " << static_cast<int64_t>(own->clocks) << " clocks, tile config "
         << plan->tile_config << " " << static_cast<int64_t>(plan->clocks);
