@@ -1,6 +1,6 @@
-"""The whole build: what is compiled, for which processors, and why not, in one page.
+"""The build: what is compiled, for which processors, and the reason if something is not.
 
-MIXPREC_BUILD=auto|cpu|cuda  what to build (auto: everything that this machine can)
+MIXPREC_BUILD=auto|cpu|cuda  what to build (auto: everything that this machine can build)
 TORCH_CUDA_ARCH_LIST=9.0a    for which GPUs (default: the one at hand, else every generation)
 MIXPREC_WERROR=1             C++ warnings are errors (lint and CI only)
 MAX_JOBS=N                   parallel compilations (default: cores, at most one per 4 GB of RAM)
@@ -40,8 +40,8 @@ except ImportError:  # torch carries a copy of the headers
 BUILD = os.environ.get("MIXPREC_BUILD", "auto")
 if BUILD not in ("auto", "cpu", "cuda"):
     sys.exit(f"MIXPREC_BUILD must be auto, cpu or cuda, got {BUILD!r}")
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # loads on this torch and later ones
-# Every generation that the kernels are checked on; the last one also as code for later GPUs.
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # loads with later versions of torch too
+# All supported generations; the last one also as PTX for later GPUs.
 GPUS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
 
 
@@ -53,7 +53,7 @@ def why_no_cuda() -> str:
         return "the torch that mixprec was built with has no CUDA"
     nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
     if CUDA_HOME is None or not nvcc.exists():
-        return f"CUDA_HOME and PATH show no nvcc for CUDA {torch.version.cuda}"
+        return f"no nvcc for CUDA {torch.version.cuda} in CUDA_HOME or PATH"
     words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"release (\d+)\.", words)
     if found is None or found[1] != torch.version.cuda.split(".")[0]:
@@ -93,7 +93,7 @@ def cpu_extension() -> Extension:
         "-O3",
         "-g0",
         "-fvisibility=hidden",
-        "-ffp-contract=off",  # every rounding is where the source says
+        "-ffp-contract=off",  # no fused multiply-add: rounding is as written
         "-fno-trapping-math",
         "-fno-math-errno",
         f'-DMIXPREC_BUILT_WITH_TORCH="{torch.__version__}"',
@@ -118,7 +118,7 @@ def cpu_extension() -> Extension:
 
 
 def gpu_library(name: str, sources: list[Path], flags: list[str]) -> Extension:
-    """A shared library of CUDA ops, without Python in it."""
+    """A shared library of CUDA ops that does not link to Python."""
     nvcc = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-DUSE_CUDA", STABLE_ABI, *flags]
     if os.environ.get("MIXPREC_WERROR") == "1":
         # ptxas warns, among others, where it serialises wgmma or ignores setmaxnreg.
@@ -133,28 +133,28 @@ def gpu_library(name: str, sources: list[Path], flags: list[str]) -> Extension:
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu"],
         extra_compile_args={"cxx": ["-std=c++20", STABLE_ABI], "nvcc": nvcc},
-        # torch_cuda also brings the CUDA runtime, of which toolkits may lack the library to link
-        # to. No symbol of it is named: without the flag it would be left out.
+        # torch_cuda also loads the CUDA runtime, which some toolkits do not provide for linking. No
+        # symbol refers to it, so without the flag the linker would drop it.
         extra_link_args=["-Wl,--no-as-needed", "-ltorch_cuda"],
         language="c++",
     )
 
 
 def cuda_extensions() -> list[Extension]:
-    """mixprec/_C_cuda.so: the CUDA ops for every GPU; mixprec/_C_sm90.so: those that are Hopper's
-    alone, in the *_sm90*.cu files."""
+    """mixprec/_C_cuda.so: the CUDA ops for all GPUs; mixprec/_C_sm90.so: those for Hopper only,
+    from the *_sm90*.cu files."""
     hopper = set(Path("csrc/cuda").rglob("*_sm90*.cu"))
     portable = set(Path("csrc/cuda").rglob("*.cu")) - hopper
     libraries = [gpu_library("mixprec._C_cuda", [*portable], ["-fmad=false"])]
     if re.search(r"\b9\.0a", cuda_archs()):
-        # Where the flags name an architecture, torch adds none of its own.
+        # If the flags name an architecture, torch adds no others.
         only = ["-gencode", "arch=compute_90a,code=sm_90a"]
         libraries.append(gpu_library("mixprec._C_sm90", [*hopper], only))
     return libraries
 
 
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
-# bench and triton_kernels are installed under our name: others have packages that are called so.
+# bench and triton_kernels are installed under mixprec: other projects use these package names.
 packages = {
     **{
         ".".join(init.parent.parts): str(init.parent)

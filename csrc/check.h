@@ -1,5 +1,5 @@
-// Argument checks of the C++ ops, and what they need to know of a tensor. They run before any
-// memory is touched; the messages name the argument (mixprec/ops/*.py says the rest).
+// Argument checks of the C++ ops, and the tensor properties they use. They run before any memory is
+// touched; each message names the argument (the full rules are in mixprec/ops/*.py).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -60,7 +60,7 @@ inline float read_scalar(const std::optional<Tensor>& t, float otherwise, const 
   return *static_cast<const float*>(t->const_data_ptr());
 }
 
-// A contiguous tensor on the CPU that is overwritten: one row per tensor of a list.
+// A contiguous tensor on the CPU that is overwritten, with one row per tensor of a list.
 inline void check_table(const Tensor& t, ScalarType type, std::initializer_list<int64_t> shape,
                         const char* op, const char* name) {
   auto sizes = t.sizes();
@@ -80,9 +80,8 @@ inline bool same_shape(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// No two elements share memory: sorted by stride, each dimension steps beyond all smaller ones. (A
-// tensor that passes over others without meeting them is refused too; none comes out of torch's
-// own views.)
+// No two elements share memory: sorted by stride, each dimension steps beyond all smaller ones.
+// (This also refuses interleaved layouts without overlap; torch's own views produce none.)
 inline bool is_writable(const Tensor& t) {
   if (t.is_contiguous()) return true;
   auto sizes = t.sizes(), strides = t.strides();
@@ -99,7 +98,7 @@ inline bool is_writable(const Tensor& t) {
   return true;
 }
 
-// The elements fill a range of memory without gaps, in whatever order of dimensions.
+// The elements fill a range of memory without gaps, in any order of dimensions.
 inline bool is_dense(const Tensor& t) {
   if (t.is_contiguous()) return true;
   auto sizes = t.sizes(), strides = t.strides();

@@ -25,7 +25,7 @@ struct Type {
   using type = T;
 };
 
-// f(Type<T>{}) for the fp32, bf16 or fp16 that d names.
+// f(Type<T>{}) for d, which is fp32, bf16 or fp16.
 template <class F>
 MIXPREC_HD void with_float(Dtype d, F&& f) {
   switch (d) {
@@ -38,7 +38,7 @@ MIXPREC_HD void with_float(Dtype d, F&& f) {
   }
 }
 
-// f(Type<T>{}) for the fp8 or 16-bit format that d names.
+// f(Type<T>{}) for d, which is an fp8 or 16-bit format.
 template <class F>
 MIXPREC_HD void with_low(Dtype d, F&& f) {
   switch (d) {

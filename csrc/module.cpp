@@ -1,4 +1,5 @@
-// mixprec._C: build facts for Python. The ops register themselves when this library is loaded.
+// mixprec._C: build information for Python. The ops register themselves when this library is
+// loaded.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -33,7 +34,8 @@ std::map<std::string, std::string> build_info() {
 
 PYBIND11_MODULE(_C, m) {
   mixprec::cpu::loops();  // an unusable MIXPREC_ISA is an ImportError, not a crash in a thread
-  m.doc() = "The compiled half of mixprec: CPU kernels (registered as torch ops) and build facts.";
+  m.doc() =
+      "The compiled half of mixprec: CPU kernels (registered as torch ops) and build information.";
   m.def(
       "isa", [] { return std::string(mixprec::cpu::loops().isa); },
       "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");

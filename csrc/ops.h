@@ -1,5 +1,5 @@
-// The signature of every C++ op: the table of contents of csrc/. The schemas they implement, the
-// references and the documentation are in mixprec/ops/, one file per op, the same names.
+// The signatures of all C++ ops. Their schemas, references and documentation are in mixprec/ops/,
+// one file per op, under the same names.
 #pragma once
 
 #include <optional>
@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType dtype);
 
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
-// [ceil(M/128), ceil(K/128)], of b their transposes
+// [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_dtype, bool fast_accum);
 
@@ -43,8 +43,9 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor 
 void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq,
                  MaybeTensor counts);
 
-// lists of n tensors, params[i]'s shape each; masters may be empty; steps: fp32 [n]; indices: n, or
-// none; lr_tensor: fp32 or fp64, one element; inv_scale, clip, found_inf: fp32, one element
+// lists of n tensors, the i-th of params[i]'s shape; masters may be empty; steps: fp32 [n];
+// indices: n, or empty; lr_tensor: fp32 or fp64, one element; inv_scale, clip, found_inf: fp32, one
+// element
 void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
             TensorList masters, Tensor steps, double lr, double beta1, double beta2, double eps,
             double weight_decay, bool decoupled_weight_decay, bool maximize, double max_value,
@@ -58,7 +59,7 @@ void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, Tens
           std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
           MaybeTensor clip, MaybeTensor found_inf);
 
-// scale, scale_inv, amax: fp32, one shape
+// scale, scale_inv, amax: fp32, all of the same shape
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dtype, int64_t margin,
                       bool power_of_two);
 

@@ -1,6 +1,6 @@
 """mixprec.triton_kernels: the memory-bound ops as Triton kernels, one file per op.
 
-The GPU path of an installation without nvcc. The source lies in triton_kernels/ and is installed
+The GPU path of an installation without nvcc. The source is in triton_kernels/ and is installed
 under mixprec, because other projects install a package of that name.
 """
 

@@ -31,7 +31,7 @@ from .tiles import decode, load
 
 @triton.jit
 def _power(beta, step):
-    """beta^step in FP64 by binary exponentiation: products alone, the same on every backend."""
+    """beta^step in FP64 by binary exponentiation: only products, the same on every backend."""
     power = tl.full(step.shape, 1.0, tl.float64)
     factor = tl.full(step.shape, beta, tl.float64)
     for _ in range(25):  # step is an fp32 count, exact up to 2^24
@@ -48,7 +48,7 @@ def adamw_constants_kernel(
     lr_ptr,  # None: lr
     table_ptr,  # fp64 [count, COLUMNS]
     count,
-    lr: tl.float64,  # a number without this word is passed as fp32
+    lr: tl.float64,  # without the annotation a number is passed as fp32
     beta1: tl.float64,
     beta2: tl.float64,
     eps: tl.float64,
@@ -95,7 +95,7 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, table_p
     eps = tl.load(table_ptr + 4).to(p.dtype)
     step_size = tl.load(table_ptr + 5).to(p.dtype)
     inv_sqrt_bc2 = tl.load(table_ptr + 6).to(p.dtype)
-    if DECOUPLED:  # where it is 0, an infinite p stays
+    if DECOUPLED:  # if it is 0, an infinite p stays infinite
         p = tl.where(decay != 0.0, p - p * decay, p)
     else:
         g = tl.where(decay != 0.0, g + p * decay, g)
@@ -158,8 +158,8 @@ def adamw_(args: Any) -> None:
     params, steps = args.params, args.steps
     if not params:
         return
-    # All steps in one launch, before any update: a program of an update that advanced the step
-    # itself would race with the others that read it.
+    # All step counts are advanced in one launch before any update: a program of an update that did
+    # so would race with the others that read the count.
     table = steps.new_empty((len(params), COLUMNS), dtype=torch.float64)
     with on(steps):
         adamw_constants_kernel[(triton.cdiv(len(params), STEPS_BLOCK),)](

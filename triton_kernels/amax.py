@@ -22,8 +22,8 @@ def _block(x_ptr, amax_ptr, offsets, n, FORMAT: tl.constexpr, SOFT_CAST: tl.cons
 @triton.jit
 def amax_kernel(
     x_ptr,
-    amax_ptr,  # int32, the bits of the result, 0 before; a maximum is the same in any order
-    given_ptr,  # a scale; unless it is 0 no one needs this amax. None: it is needed
+    amax_ptr,  # int32, the bits of the result, initially 0; a maximum does not depend on order
+    given_ptr,  # a scale; unless it is 0, amax is not needed and not computed. None: it is needed
     n,
     FORMAT: tl.constexpr,
     SOFT_CAST: tl.constexpr,
@@ -41,8 +41,8 @@ def amax_kernel(
 
 
 def amax_into(x: torch.Tensor, result: torch.Tensor, given: torch.Tensor | None = None) -> None:
-    """result [] fp32, which holds 0, <- max |x|; x dense, not empty, on the current GPU. With a
-    given scale that is not 0: nothing."""
+    """result [] fp32, which holds 0, <- max |x|; x dense, not empty, on the current GPU. If a
+    scale other than 0 is given, does nothing."""
     amax_kernel[(triton.cdiv(x.numel(), BLOCK),)](
         codes(x),
         result.view(torch.int32),

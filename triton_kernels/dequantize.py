@@ -43,7 +43,7 @@ def dequantize_kernel(
 @triton.jit
 def dequantize_blocks_kernel(
     q_ptr,  # [M, K]
-    scale_inv_ptr,  # one for ROWS rows and, unless BY_ROW, 128 columns
+    scale_inv_ptr,  # one per ROWS rows and, unless BY_ROW, per 128 columns
     out_ptr,  # [M, K]
     M,
     K,
@@ -55,7 +55,7 @@ def dequantize_blocks_kernel(
     BY_ROW: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     TILE_M: tl.constexpr,
-    TILE_K: tl.constexpr,  # 128: a tile lies in one column of scales
+    TILE_K: tl.constexpr,  # 128: a tile has one column of scales
 ):
     tiles_k = tl.cdiv(K, TILE_K)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)

@@ -14,7 +14,7 @@ from .configs import Config, family, pick, split_k
 from .gemm_kernel import gemm_kernel, reduce_kernel
 from .launch import FORMATS, INTERPRETED, codes, on, soft_cast
 
-REDUCE_M, REDUCE_N = 16, 128  # elements of a program that adds up the parts
+REDUCE_M, REDUCE_N = 16, 128  # elements per program of the reduction over parts
 
 
 class Operand(NamedTuple):
@@ -28,7 +28,7 @@ class Operand(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How scale_inv [rows, chunks of K] is read; see gemm_kernel."""
+    """How gemm_kernel reads scale_inv [rows, chunks of K]."""
 
     x: torch.Tensor | None
     mode: str
@@ -39,17 +39,17 @@ class Scale(NamedTuple):
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
-    """Compute capability and multiprocessors. What is no GPU computes with one, tile after tile."""
+    """Compute capability and number of multiprocessors; without a GPU, one multiprocessor."""
     if device.type != "cuda":
         return 0 if INTERPRETED else driver.active.get_current_target().arch, 1
     found = torch.cuda.get_device_properties(device)
-    # Other makers' GPUs are numbered otherwise: the plainest rows are theirs.
+    # Other vendors number their GPUs differently: they get the most conservative tiles.
     capability = 10 * found.major + found.minor if torch.version.hip is None else 80
     return capability, found.multi_processor_count
 
 
 def _operand(x: torch.Tensor) -> Operand:
-    """x [size, K] without a copy where one of its strides is 1; a dimension of 1 has no stride."""
+    """x [size, K], without a copy if one of its strides is 1; a dimension of 1 has any stride."""
     size, K = x.shape
     along, across = x.stride(1), x.stride(0)
     if along == 1 or K == 1:
@@ -71,7 +71,7 @@ def _fits_tma(x: Operand) -> bool:
     )
 
 
-# Triton's own checks of a descriptor take longer than the rest of a call; _fits_tma made them.
+# Triton's checks of a descriptor take longer than the rest of a call; _fits_tma replaces them.
 _DEFAULTS = {f.name: f.default for f in fields(TensorDescriptor) if f.default is not MISSING}
 
 
@@ -87,7 +87,7 @@ def _descriptor(x: Operand, block: int, block_k: int) -> TensorDescriptor:
 
 
 def _scale(scale_inv: torch.Tensor | None, size: int) -> Scale:
-    """scale_inv of an operand [size, K]: one element, or [r, c] as the contract of gemm has it."""
+    """scale_inv of an operand [size, K]: one element, or [r, c] as documented for gemm."""
     if scale_inv is None:
         return Scale(None, "none", 1, 0, 0)
     if scale_inv.numel() == 1:
@@ -154,7 +154,7 @@ def _launch(op: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 
 @cache
 def _constants(config: Config) -> dict[str, Any]:
-    """A config as arguments of the launch."""
+    """The launch arguments of a config."""
     return {
         "FLATTEN": config.flatten,
         "GROUP": config.group,

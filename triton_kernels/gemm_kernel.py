@@ -1,7 +1,7 @@
-"""The device side of gemm: tiles of a @ b in FP32, and what is done to a tile before it is stored.
+"""The device side of gemm: tiles of a @ b in FP32, and the epilogue before a tile is stored.
 
-Operands are seen alike, as [size, K] (b as its transpose [N, K]), with one stride of 1: that of K
-(K_MAJOR) or the other, and the leading dimension `ld` between what is not contiguous.
+Both operands are treated as [size, K] (b as its transpose [N, K]), with a stride of 1 along K
+(K_MAJOR) or along the other dimension; the other stride is the leading dimension `ld`.
 """
 
 import triton
@@ -9,15 +9,14 @@ import triton.language as tl
 
 from .tiles import decode, encode, int64, operand
 
-CHUNK = tl.constexpr(
-    128
-)  # along K: one block scale; FP8 sums longer than this go to FP32 registers
+# Along K: elements per block scale, and per FP8 sum before it is promoted to FP32 registers.
+CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """First row and column of a tile: GROUP rows of tiles at a time, down each column of them, so
-    that tiles that run together share operands in L2."""
+    """First row and column of a tile. Tiles are ordered in groups of GROUP tile rows, column by
+    column, so that tiles computed at the same time share operands in L2."""
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tile // (GROUP * columns) * GROUP
     height = min(rows - first, GROUP)
@@ -29,7 +28,7 @@ def _tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.co
 def _load(x, ld, first, k, size, K, FORMAT: tl.constexpr, K_MAJOR: tl.constexpr,
           BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
           SOFT_CAST: tl.constexpr):  # fmt: skip
-    """x[first : first + BLOCK, k : k + BLOCK_K] of an operand, zero outside of it."""
+    """x[first : first + BLOCK, k : k + BLOCK_K] of an operand, zero outside it."""
     if TMA:
         block = x.load([first, k]) if K_MAJOR else tl.trans(x.load([k, first]))
     else:
@@ -44,7 +43,7 @@ def _load(x, ld, first, k, size, K, FORMAT: tl.constexpr, K_MAJOR: tl.constexpr,
 
 @triton.jit
 def _scales(scale, stride, first, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales of rows first to first + BLOCK, one for each GROUP rows; a number if it is one."""
+    """The scales of rows first to first + BLOCK, one per GROUP rows; a scalar if they share one."""
     if GROUP % BLOCK == 0:
         return tl.load(scale + int64(first // GROUP) * stride)
     else:
@@ -100,7 +99,8 @@ def _store(out, acc, bias, a_scale, b_scale, first_m, first_n, M, N, out_m, out_
            BLOCK_N: tl.constexpr):  # fmt: skip
     """out <- acc * a_scale * b_scale + bias, rounded once; or out += it.
 
-    A wide tile in two halves: what is added to all of it at once does not fit in registers.
+    A wide tile is stored in two halves: the operands of the epilogue of a whole one do not fit
+    into registers.
     """
     if BLOCK_N > 128:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -124,7 +124,7 @@ def gemm_kernel(
     b,  # [N, K], likewise
     out,  # [M, N]; fp32 [split_k, M, N] where SPLIT
     bias,  # [N] or None
-    a_scale,  # by (m // A_GROUP) * a_scale_m + (k // 128) * a_scale_k
+    a_scale,  # offset: (m // A_GROUP) * a_scale_m + (k // 128) * a_scale_k
     b_scale,
     M,
     N,
@@ -150,7 +150,7 @@ def gemm_kernel(
     B_GROUP: tl.constexpr,
     PROMOTE: tl.constexpr,  # add every dot to acc in FP32 registers
     ACCUMULATE: tl.constexpr,
-    SPLIT: tl.constexpr,  # along K, each part without the epilogue: reduce_kernel has it
+    SPLIT: tl.constexpr,  # along K; reduce_kernel applies the epilogue
     SOFT_CAST: tl.constexpr,
     SOFT_OUT: tl.constexpr,
     TMA: tl.constexpr,
@@ -225,7 +225,7 @@ def reduce_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The parts added in their order, always the same one, and the epilogue."""
+    """Adds the parts in a fixed order and applies the epilogue."""
     columns = tl.cdiv(N, BLOCK_N)
     first_m = tl.program_id(0) // columns * BLOCK_M
     first_n = tl.program_id(0) % columns * BLOCK_N

@@ -1,4 +1,4 @@
-"""What an element of a gradient is: Inf, NaN, zero or subnormal, and how many of each there are.
+"""Counts the Inf, NaN, zero and subnormal elements of a gradient.
 
 The rule of csrc/math/unscale.h, judged by the bits of fp32 (fp64 for fp64): they order as the
 magnitudes do, with Inf above all numbers and NaN above Inf.
@@ -15,7 +15,7 @@ def kinds(raw, unscaled, offsets, n, G: tl.constexpr, FULL: tl.constexpr):
     """One element's counts in the four bytes of an uint32, to be added up to 255 times.
 
     From the lowest: Inf and NaN, before or after unscaling; zero and subnormal in the format G,
-    before. Beyond n nothing counts.
+    before. Elements beyond n are not counted.
     """
     if G == "fp64":
         INF: tl.constexpr = 0x7FF0000000000000

@@ -40,7 +40,7 @@ def _chunk(grad_ptr, inv_scale_ptr, found_inf_ptr, partial_ptr, counts_ptr, star
         add_counts(counts_ptr, seen)
 
 
-# A partial sum may lie at any multiple of 8 bytes: one kernel for all of them.
+# A partial sum may be at any multiple of 8 bytes: do not specialise on its alignment.
 @triton.jit(do_not_specialize_on_alignment=["partial_ptr"])
 def grad_stats_kernel(
     grad_ptr,

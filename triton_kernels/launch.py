@@ -1,4 +1,4 @@
-"""What the launchers share, on the host: how a tensor is passed, on which device, which casts."""
+"""Shared by the launchers, on the host: how a tensor is passed, the device, and the casts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _CODES = {1: torch.uint8, 2: torch.uint16}
 
 
 def codes(x: torch.Tensor) -> torch.Tensor:
-    """x as a kernel takes it: 8- and 16-bit formats as unsigned integers, the same memory."""
+    """x as a kernel argument: 8- and 16-bit formats as unsigned integers, in the same memory."""
     return x.view(_CODES[x.element_size()]) if x.element_size() < 4 else x
 
 
 @cache
 def _converts_fp8(device: torch.device) -> bool:
-    """Whether the GPU has instructions from fp32 to fp8: NVIDIA's from compute capability 8.9."""
+    """Whether the GPU can convert fp32 to fp8: NVIDIA's from compute capability 8.9 on."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -55,12 +55,12 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 def in_one_order(tensors: Sequence[torch.Tensor]) -> bool:
-    """All of them dense, their elements in the same order in memory."""
+    """All tensors are dense, with their elements in the same order in memory."""
     if all(t.is_contiguous() for t in tensors):
         return True
     return is_dense(tensors[0]) and all(t.stride() == tensors[0].stride() for t in tensors)
 
 
 def on(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Launch on x's GPU: Triton takes the current one."""
+    """Makes x's GPU the current one, which Triton launches on."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -31,7 +31,8 @@ def random16(start, key, STREAM: tl.constexpr, BLOCK: tl.constexpr):
     """16 random bits, as uint32 [BLOCK], of each element from `start` (a multiple of 8) on.
 
     key: seed (int64), step (uint32), index of the param (int32). STREAM: which array of the param.
-    Eight neighbours share one evaluation, and take its words from the low half of the first on.
+    Eight adjacent elements share one evaluation, and use its words from the low half of the first
+    word on.
     """
     seed, step, index = key
     eighth = start // 8 + tl.arange(0, BLOCK // 8)

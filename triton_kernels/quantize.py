@@ -12,13 +12,13 @@ from .quantize_blocks import quantize_blocks
 from .tiles import decode, encode, load, magnitude_bits, scale_from_amax, store
 
 BLOCK = 4096
-TILE_M, TILE_K = 64, 64  # 16-byte stores of fp8 in both orders: four threads to a row of either
+TILE_M, TILE_K = 64, 64  # 16-byte fp8 stores in both orders: four threads per row of either
 
 
 @triton.jit
 def _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE: tl.constexpr,
            FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # fmt: skip
-    """The multiplier; a given one of 0 is as good as none. The first program writes its inverse.
+    """The scale; a given scale of 0 counts as not given. The first program writes its inverse.
     Every program forms it anew, which costs one load, while a kernel of its own would cost a
     launch."""
     scale = tl.full((), 1.0, tl.float32)
@@ -46,8 +46,8 @@ def _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X: tl.constexpr, Q: tl.con
 def quantize_kernel(
     x_ptr,
     q_ptr,
-    scale_ptr,  # read where SCALE is "given"
-    amax_ptr,  # int32 bits: that of x where there is no scale, else 0 before and raised
+    scale_ptr,  # read if SCALE is "given"
+    amax_ptr,  # int32 bits: the amax of x if no scale is given, else initially 0 and updated
     scale_inv_ptr,
     n,
     fmt_max,

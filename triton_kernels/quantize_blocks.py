@@ -13,7 +13,7 @@ from .tiles import decode, encode, int64, magnitude_bits, scale_from_amax
 
 TILE = 128
 ROW_BLOCK = 4096
-WARPS = 8  # 64 elements of a tile a thread, in registers
+WARPS = 8  # 64 elements of a tile per thread, in registers
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def quantize_rows_kernel(
     x_ptr,  # [M, K]
     q_ptr,  # [M, K]
     scale_inv_ptr,  # [M]
-    amax_ptr,  # int32 bits, 0 before
+    amax_ptr,  # int32 bits, initially 0
     K,
     fmt_max,
     X: tl.constexpr,
@@ -40,7 +40,7 @@ def quantize_rows_kernel(
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program to a row, which is read again for the cast, from the cache."""
+    """One program per row, which is read again from the cache for the cast."""
     first = tl.program_id(0) * int64(K)
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.int32)
@@ -63,7 +63,7 @@ def quantize_rows_kernel(
 @triton.jit
 def tile_maxima_kernel(
     x_ptr,  # [M, K]
-    row_amax_ptr,  # [M] int32 bits, 0 before
+    row_amax_ptr,  # [M] int32 bits, initially 0
     column_amax_ptr,  # [K], likewise
     M,
     K,
@@ -90,7 +90,7 @@ def quantize_tiles_kernel(
     scale_inv_t_ptr,  # None without transpose
     row_amax_ptr,  # [M], where BY is "row"
     column_amax_ptr,  # [K], where BY is "row"
-    amax_ptr,  # int32 bits, 0 before
+    amax_ptr,  # int32 bits, initially 0
     M,
     K,
     fmt_max,

@@ -1,4 +1,4 @@
-"""fp32 to bf16 other than to nearest even: at random, or keeping the 16 bits that are cut off.
+"""fp32 to bf16 by stochastic rounding, or as a split into a bf16 param and a 16-bit remainder.
 
 bf16 and the 16 bits are uint16 here, as the kernels load them.
 """
@@ -11,9 +11,9 @@ from .tiles import encode, magnitude_bits
 
 @triton.jit
 def stochastic_bf16(x, bits, SOFT_CAST: tl.constexpr):
-    """One of x's two neighbours, the larger with the probability that the bits cut off stand for.
+    """One of x's two neighbours, the larger with a probability of (the 16 bits cut off) / 2^16.
 
-    Inf and NaN take no noise: a carry could run through a NaN into its sign.
+    Inf and NaN are kept: a carry could run through a NaN into its sign.
     """
     rounded = ((x.to(tl.uint32, bitcast=True) + bits) >> 16).to(tl.uint16)
     finite = magnitude_bits(x) < 0x7F800000
@@ -24,7 +24,7 @@ def stochastic_bf16(x, bits, SOFT_CAST: tl.constexpr):
 def split_master(master, SOFT_CAST: tl.constexpr):
     """An fp32 master as bf16, to nearest, ties away from zero, and the int16 difference in bits.
 
-    To nearest even would lose a tie, which could then be either neighbour's.
+    With ties to even a tie could not be restored: it could belong to either neighbour.
     """
     bits = master.to(tl.uint32, bitcast=True)
     nan = magnitude_bits(master) > 0x7F800000
@@ -35,8 +35,8 @@ def split_master(master, SOFT_CAST: tl.constexpr):
 
 @triton.jit
 def join_master(param, remainder):
-    """The master of which split_master made the two. A param that someone else set to zero stays
-    zero: nothing lies below it to subtract from."""
+    """The inverse of split_master. A param that was set to zero from outside stays zero: the
+    remainder cannot be subtracted from it."""
     low = remainder.to(tl.int16, bitcast=True).to(tl.int32)
     low = tl.where(((param & 0x7FFF) == 0) & (low < 0), 0, low)
     return ((param.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)

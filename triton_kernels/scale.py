@@ -12,7 +12,7 @@ from .launch import MAX, on
 from .tiles import magnitude_bits, ordered_sum, scale_from_amax
 
 BLOCK = 1024
-EARLY = 20  # growth on underflow waits for this part of growth_interval
+EARLY = 20  # growth on underflow needs only growth_interval / EARLY updates without an overflow
 
 
 @triton.jit
@@ -77,10 +77,10 @@ def update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,
     hysteresis_tracker_ptr,
-    counter_ptr,  # int64 [3]: updates with an overflow, without, and with one in a row
+    counter_ptr,  # int64 [3]: updates with overflow, without, consecutive ones with overflow
     found_inf_ptr,
     underflow_ptr,
-    growth_factor: tl.float64,  # the products are FP64, rounded once, as torch does it
+    growth_factor: tl.float64,  # products are FP64, rounded once, as in torch
     backoff_factor: tl.float64,
     growth_interval,
     min_scale,

@@ -36,7 +36,7 @@ def sgd_constants_kernel(
     lr_ptr,  # None: lr
     table_ptr,  # fp64 [count, COLUMNS]
     count,
-    lr: tl.float64,  # a number without this word is passed as fp32
+    lr: tl.float64,  # without the annotation a number is passed as fp32
     momentum: tl.float64,
     dampening: tl.float64,
     weight_decay: tl.float64,

@@ -1,7 +1,7 @@
-"""What the optimizer updates have in common: counting steps, the gradient, reading and writing.
+"""Shared by the optimizer updates: counting steps, the gradient, reading and writing.
 
-The formulas are those of csrc/math/step.h. One launch forms the constants of all params, then one
-launch a param updates it.
+The formulas are those of csrc/math/step.h. One launch computes the constants of all params; then
+one launch per param updates it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .rounding import join_master, split_master, stochastic_bf16
 from .tiles import decode, encode, load, store
 
 BLOCK = 1024  # elements per program of an update
-COLUMNS = 8  # of the table of constants, one row per param, fp64
+COLUMNS = 8  # of the table of constants: fp64, one row per param
 STEP = tl.constexpr(7)  # the column of the step
 STEPS_BLOCK = 128
-# Every operation of the update is rounded on its own: no fused multiply-add.
+# Every operation is rounded separately: no fused multiply-add.
 OPTIONS = {"enable_fp_fusion": False}
-# One kernel for all seeds and params: Triton would make another for 1 and for multiples of 16.
+# One kernel for all seeds and params: Triton would specialise it for 1 and multiples of 16.
 UNSPECIALIZED = ("seed", "index")
-# Which array of a param the random bits are for.
+# The array of a param that the random bits are for.
 PARAM = tl.constexpr(0)
 FIRST_STATE = tl.constexpr(1)
 SECOND_STATE = tl.constexpr(2)
@@ -55,7 +55,7 @@ def learning_rate(lr_ptr, lr):
 
 @triton.jit
 def random_key(table_ptr, seed, index):
-    """What the random bits of a param depend on, beside the element and the array."""
+    """The inputs of the random bits of a param, besides the element and the array."""
     return seed, tl.load(table_ptr + STEP).to(tl.int64).to(tl.uint32), index
 
 
@@ -79,7 +79,7 @@ def gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G: tl.con
 @triton.jit
 def load_master(param_ptr, master_ptr, offsets, n, P: tl.constexpr, REMAINDER: tl.constexpr,
           SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """The number that is updated: the master where there is one."""
+    """The value to update: the master, or the param if it has none."""
     if master_ptr is None:
         return decode(load(param_ptr, offsets, n, FULL), P, SOFT_CAST)
     elif REMAINDER:
@@ -91,7 +91,7 @@ def load_master(param_ptr, master_ptr, offsets, n, P: tl.constexpr, REMAINDER: t
 @triton.jit
 def write_state(state_ptr, value, start, n, key, STREAM: tl.constexpr, FORMAT: tl.constexpr,
                 SOFT_CAST: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """bf16 state is always rounded at random."""
+    """bf16 states always use stochastic rounding."""
     offsets = start + tl.arange(0, BLOCK)
     if FORMAT == "bf16":
         value = stochastic_bf16(value, random16(start, key, STREAM, BLOCK), SOFT_CAST)
@@ -118,11 +118,11 @@ def write_param(param_ptr, master_ptr, p, start, n, key, P: tl.constexpr, REMAIN
 def each_update(
     args: Any, states: dict[str, Sequence[torch.Tensor]]
 ) -> Iterator[tuple[int, list[torch.Tensor | None], dict[str, Any]]]:
-    """For each param that is not empty: its place in the lists, the tensors for the kernel (param,
-    grad, states, master; None where there is none) and the constants that follow from dtypes.
+    """For each param that is not empty: its index in the lists, the tensors for the kernel (param,
+    grad, states, master or None) and the constants that follow from dtypes.
 
-    states: lists, or empty lists, by the name of the constant that takes their format. What is
-    launched before the next turn may work on copies, which are then written back.
+    states: lists, possibly empty, by the name of the constexpr that receives their format. The
+    kernel launched for a param may work on copies, which are written back before the next param.
     """
     params, grads, masters = args.params, args.grads, args.masters
     for i, param in enumerate(params):
@@ -136,7 +136,7 @@ def each_update(
         }
         stochastic = args.stochastic_rounding and param.dtype == torch.bfloat16 and master is None
         tensors = [t for t in (param, grads[i], *own) if t is not None]
-        # Elements are counted in row-major order where random bits belong to them.
+        # With random bits the order of elements must be row-major.
         if stochastic or "bf16" in formats.values():
             as_they_are = all(t.is_contiguous() for t in tensors)
         else:

@@ -1,9 +1,9 @@
-"""What the kernels share: loads and stores, the casts, and the formula of a scale.
+"""Shared by the kernels: loads and stores, casts, and the formula of a scale.
 
-A low-precision buffer reaches a kernel as unsigned integers (uint16 or uint8) with a FORMAT word
-that says what they mean. Between them and fp32 there are two ways with the same results, chosen by
-SOFT_CAST: the GPU's own conversions, or integer arithmetic that runs anywhere. The second serves
-GPUs without fp8 conversions, and Triton's interpreter, whose own bf16 and fp8 casts are wrong.
+A low-precision buffer is passed to a kernel as unsigned integers (uint16 or uint8) with its format
+as the constexpr FORMAT. There are two conversions to and from fp32 with the same results, chosen by
+SOFT_CAST: the GPU's instructions, or integer arithmetic. The latter is for GPUs without fp8
+conversions, and for Triton's interpreter, whose bf16 and fp8 casts are wrong.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load(ptr, offsets, n, FULL: tl.constexpr):
-    """ptr[offsets], 0 beyond n. FULL: no offset is, and no mask keeps the loads narrow."""
+    """ptr[offsets], 0 beyond n. FULL: no offset is beyond n, and without a mask loads are wide."""
     if FULL:
         return tl.load(ptr + offsets)
     else:
@@ -29,14 +29,14 @@ def store(ptr, offsets, value, n, FULL: tl.constexpr):
 
 @triton.jit
 def int64(x):
-    """An integer, where it may also be a constant, in 64 bits."""
+    """An integer, which may also be a constexpr, in 64 bits."""
     return tl.zeros((), tl.int64) + x
 
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| as int32: they order as |x| does, with Inf above all numbers and NaN above
-    Inf, which a floating-point maximum would drop."""
+    """The bits of |x| as int32, which have the order of |x|, with NaN above Inf above all numbers.
+    A floating-point maximum would ignore NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -51,7 +51,7 @@ def is_nonfinite(x):
 
 @triton.jit
 def ordered_sum(ptr, count, BLOCK: tl.constexpr):
-    """The sum of ptr[0:count] (fp64) by one program, in an order that follows from count alone."""
+    """The sum of ptr[0:count] (fp64) by one program, in an order that depends only on count."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, count, BLOCK):
         offsets = first + tl.arange(0, BLOCK)
@@ -92,7 +92,7 @@ def decode(code, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
             return (wide << 16).to(tl.float32, bitcast=True)
         elif FORMAT == "fp16":
             return _decode_fp16(wide)
-        elif FORMAT == "e5m2":  # fp16 without its low byte
+        elif FORMAT == "e5m2":  # the high byte of fp16
             return _decode_fp16(wide << 8)
         else:
             return _decode_e4m3(wide)
@@ -108,10 +108,10 @@ def decode(code, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
 
 @triton.jit
 def operand(code, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
-    """A loaded value as tl.dot takes it, exactly: as it is, or from codes where SOFT_CAST.
+    """A loaded value as an exact operand of tl.dot: as it is, or decoded from codes if SOFT_CAST.
 
-    FP8 then becomes fp16, which holds every value of both formats, and bf16 fp32, which only the
-    interpreter meets.
+    FP8 is decoded to fp16, which holds all values of both formats, and bf16 to fp32, which only
+    happens in the interpreter.
     """
     if not SOFT_CAST:
         return code
@@ -119,7 +119,7 @@ def operand(code, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
         return decode(code, FORMAT, True)
     elif FORMAT == "fp16":
         return code.to(tl.float16, bitcast=True)
-    elif FORMAT == "e5m2":  # fp16 without its low byte
+    elif FORMAT == "e5m2":  # the high byte of fp16
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     else:  # read as fp16 the shifted bits, subnormal ones too, are the value over 2^(15 - 7)
         wide = code.to(tl.uint16)
@@ -156,7 +156,7 @@ def _soft_16(y, FORMAT: tl.constexpr):
         code = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
         code = tl.where(magnitude > 0x7F800000, 0x7FC0, code)
     else:
-        # from 65520 on the result is Inf; the bound keeps the sum below from wrapping around
+        # from 65520 on the result is Inf; the bound keeps the sum from wrapping around
         code = _round_magnitude(tl.where(magnitude < 0x477FF000, magnitude, 0x477FF000), 10, 15)
         code = tl.where(magnitude > 0x7F800000, 0x7E00, code)
     return (code | sign).to(tl.uint16)
@@ -184,7 +184,7 @@ def _native_fp8(y, INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _soft_fp8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):
-    """The same as _native_fp8, in integers."""
+    """The same as _native_fp8 in integer arithmetic."""
     magnitude = magnitude_bits(y).to(tl.uint32, bitcast=True)
     code = _round_magnitude(tl.where(magnitude < MAX_BITS, magnitude, MAX_BITS), MANTISSA, BIAS)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
@@ -195,8 +195,8 @@ def _soft_fp8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.conste
 def encode(x, y, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr):
     """y = x * scale as codes of FORMAT: one rounding to nearest, ties to even.
 
-    E4M3 and E5M2: what is finite in x saturates, also where y is infinite; NaN stays NaN, and an
-    infinite x is NaN in E4M3, Inf in E5M2. fp16 and bf16: IEEE. fp32 and fp64: y.
+    E4M3 and E5M2: a finite x saturates, even if y is infinite; NaN stays NaN, and an infinite x
+    becomes NaN in E4M3, Inf in E5M2. fp16 and bf16: IEEE. fp32 and fp64: y.
     """
     if FORMAT == "fp32" or FORMAT == "fp64":
         return y

@@ -1,4 +1,4 @@
-"""unscale_: divide the loss scale out of gradients, and find Inf and NaN, in one pass."""
+"""unscale_: divide gradients by the loss scale and detect Inf and NaN, in one pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _block(grad_ptr, inv_scale, found_inf_ptr, counts_ptr, offsets, n, G: tl.con
     y = raw * inv_scale.to(raw.dtype)
     rounded = encode(y, y, G, SOFT_CAST)
     store(grad_ptr, offsets, rounded, n, FULL)
-    # Times Inf or NaN nothing is finite, not even 0: the product shows what the gradient was.
+    # Products with Inf and NaN are never finite, so this also detects them in the gradient.
     unscaled = decode(rounded, G, SOFT_CAST)
     if tl.max(is_nonfinite(unscaled).to(tl.int32), axis=0) != 0:
         tl.store(found_inf_ptr, 1.0)
@@ -33,7 +33,7 @@ def unscale_kernel(
     grad_ptr,
     inv_scale_ptr,
     found_inf_ptr,
-    counts_ptr,  # int64 [4], 0 before; None: nothing is counted
+    counts_ptr,  # int64 [4], initially 0; None: nothing is counted
     n,
     G: tl.constexpr,
     SOFT_CAST: tl.constexpr,

@@ -1,4 +1,4 @@
-// update_delayed_scales_: a few scalars for each tensor, on one thread.
+// update_delayed_scales_: a few scalars per tensor, computed on one thread.
 #include "math/delayed_scales.h"
 
 #include <cmath>
@@ -37,7 +37,7 @@ void update_delayed_scales_(TensorList amax_histories, TensorList scales, Tensor
   }
   float shift = std::ldexp(1.0f, static_cast<int>(-margin));
   for (size_t i = 0; i < n; ++i) {
-    Tensor history = torch::stable::contiguous(amax_histories[i]);  // itself, as a rule
+    Tensor history = torch::stable::contiguous(amax_histories[i]);  // usually no copy
     float& scale = *data(scales[i]);
     float& amax = *data(amaxes[i]);
     scale = update_delayed_scale(data(history), history.numel(), amax, scale,

@@ -1,27 +1,27 @@
 // gemm and gemm_accumulate_: pack both operands into panels of fp32 words or bf16 pairs, multiply
-// panels into an fp32 tile that stays in the second cache, scale and round each row once. Scales
-// that change along K multiply the sums of each 128 of K, in a second tile, before they are added
-// up.
+// panels into an fp32 tile that stays in the L2 cache, then scale and round each element once.
+// Scales that vary along K multiply the sums of each 128 elements of K in a second tile before
+// these are added.
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 
 #include "cpu/gemm_scales.h"
-#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
+#include "cpu/simd/loops.h"
 #include "ops.h"
 
 namespace mixprec::cpu {
 
 namespace {
 
-struct Matrix {  // element (i, k) at data[i * stride_i + k * stride_k]; k runs along K
+struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
   Dtype dtype;
   const void* data;
   int64_t rows, stride_i, stride_k;
 };
 
-// Scratch memory that is kept between calls: fresh pages cost more than packing into them.
+// Scratch memory that is kept between calls: page faults on fresh memory cost more than packing.
 class Scratch {
  public:
   void* get(int64_t bytes) {
@@ -42,10 +42,11 @@ class Scratch {
 };
 
 constexpr int64_t kPackedBytes = 32 << 20;  // of each operand at a time; bounds the scratch memory
-constexpr int64_t kWordsPerPass = 256;      // of K between two visits to the fp32 tile
+constexpr int64_t kWordsPerPass = 256;      // of K between two updates of the fp32 tile
 constexpr int64_t kTileRows = 112, kTileCols = 256;  // of the fp32 tile: 112 KB
 
-// Packs rows [first, first + count) of x into panels of `width`; whether a panel lost an element.
+// Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
+// lost.
 bool pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x, int64_t first,
                  int64_t count, int64_t k, int64_t words, uint32_t* out) {
   int64_t grain = std::max<int64_t>(1, kPiece / (width * std::max<int64_t>(1, k)));
@@ -62,7 +63,7 @@ bool pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix&
   return lost;
 }
 
-// How many threads along M and along N: the split whose largest share of panels is smallest.
+// The number of threads along M and along N that minimises the largest share of panels.
 struct Split {
   int64_t m = 1, n = 1;
 };
@@ -74,14 +75,14 @@ Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const G
     int64_t n = std::min(threads / m, panels_n);
     double rows = static_cast<double>(ceil_div(panels_m, m) * kernel.mr);
     double cols = static_cast<double>(ceil_div(panels_n, n) * kernel.nr);
-    double cost = rows * cols + 8.0 * (rows + cols);  // the work, and a little for what is read
+    double cost = rows * cols + 8.0 * (rows + cols);  // arithmetic, and a smaller part for reading
     if (cost < best_cost) best_cost = cost, best = {m, n};
   }
   return best;
 }
 
-// The scales of both operands. b's are laid out by `columns_of`, [chunks][n] or [n]: `b` points at
-// the first column in question.
+// The scales of both operands. Those of b come from `columns_of`, [chunks][n] or [n]; `b` points at
+// the first column of the part.
 struct BothScales {
   Scales a;
   const float* b;
@@ -89,11 +90,11 @@ struct BothScales {
   bool b_by_chunk;
 
   bool by_chunk() const { return a.by_chunk || b_by_chunk; }
-  // What multiplies the sum of one chunk of a row from column `col` on; `ones` are n ones.
+  // The factors of the sum of one chunk of a row from column `col` on; `ones` holds n ones.
   Epilogue of_chunk(int64_t row, int64_t col, int64_t chunk, const float* ones) const {
     return {a.by_chunk ? a.at(row, chunk) : 1.0f, b_by_chunk ? b + chunk * n + col : ones, nullptr};
   }
-  // What multiplies the sum over all chunks.
+  // The factors of the sum over all chunks.
   Epilogue at_the_end(int64_t row, int64_t col, const float* bias, const float* ones) const {
     return {a.by_chunk ? 1.0f : a.at(row, 0), b_by_chunk ? ones : b + col, bias};
   }
@@ -141,7 +142,7 @@ void multiply_part(const GemmKernel& kernel, const uint32_t* a, const uint32_t* 
           int64_t rows = std::min(count_m * kernel.mr, m - row);
           int64_t cols = std::min(count_n * kernel.nr, n - col);
           if (by_chunk) std::fill(tile, tile + rows * kTileCols, 0.0f);
-          // At least one pass, so that K = 0 leaves zeros.
+          // At least one pass, so that K = 0 gives zeros.
           for (int64_t w = 0; w == 0 || w < words; w += words_per_pass) {
             int64_t pass = std::min(words_per_pass, words - w);
             for (int64_t j = 0; j < count_n; ++j) {
@@ -188,8 +189,8 @@ class Packed {
   uint32_t* data_ = nullptr;
 };
 
-// All of a [M, K] times b [K, N]; b is given with its columns as rows. Applies the scales that
-// change along K; the others are `store`'s business.
+// All of a [M, K] times b [K, N]; b is given with its columns as rows. Applies the scales that vary
+// along K; `store` applies the others.
 template <class Store>
 void multiply(const Matrix& a, const Matrix& b, int64_t k, const BothScales& scales,
               const Store& store) {
@@ -210,7 +211,8 @@ void multiply(const Matrix& a, const Matrix& b, int64_t k, const BothScales& sca
       if (n0 == 0 || block_m < a.rows) lost_a = packed_a.pack(kernel.pack_a, m0, m, words);
       Part part{m0, n0, m, n};
       if (lost_a || lost_b) {
-        // Subnormal bf16 numbers, which the bf16 dot product reads as zero: fp32 for this block.
+        // There are subnormal bf16 numbers, which the bf16 dot product reads as zero: use fp32 for
+        // this block.
         Packed wide_a(a, k, exact.mr, scratch[2]), wide_b(b, k, exact.nr, scratch[3]);
         wide_a.pack(exact.pack_a, m0, m, k);
         wide_b.pack(exact.pack_b, n0, n, k);
@@ -254,7 +256,7 @@ struct Scaling {
   }
 };
 
-// Whether the ranges of memory that two tensors span meet.
+// Whether the memory ranges of two tensors overlap.
 bool overlap(const Tensor& x, const Tensor& y) {
   if (x.numel() == 0 || y.numel() == 0) return false;
   auto end = [](const Tensor& t) {

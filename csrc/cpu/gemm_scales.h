@@ -1,4 +1,4 @@
-// The scales of a GEMM's operands: one, one per row, or one per block of 128, along K too.
+// The scales of a GEMM's operands: one per tensor, per row, or per block of 128, also along K.
 #pragma once
 
 #include <algorithm>
@@ -9,24 +9,24 @@
 
 namespace mixprec::cpu {
 
-constexpr int64_t kChunk = 128;  // of K, and of the rows of a square block
+constexpr int64_t kChunk = 128;  // elements of K, and rows of a square block
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The scale of element (row, k) is data[row / rows_per * row_stride + k / 128 * chunk_stride];
-// "row" is a row of a or a column of b. A stride is 0 where nothing changes in its direction.
+// "row" is a row of a or a column of b. A stride is 0 if the scale does not vary in that direction.
 struct Scales {
   const float* data = nullptr;  // null: 1
   int64_t rows_per = 1, row_stride = 0, chunk_stride = 0;
-  bool by_chunk = false;  // it changes along K
+  bool by_chunk = false;  // it varies along K
 
   float at(int64_t row, int64_t chunk) const {
     return data == nullptr ? 1.0f : data[row / rows_per * row_stride + chunk * chunk_stride];
   }
 };
 
-// The scales of an operand of `rows` x k. `row_dim` says which dimension of t runs along the rows:
-// 0 for a [M, K], 1 for b [K, N].
+// The scales of an operand of `rows` x k. `row_dim` is the dimension of t along the rows: 0 for a
+// [M, K], 1 for b [K, N].
 inline Scales scales_of(const std::optional<Tensor>& t, int64_t rows, int64_t k, int row_dim,
                         const char* op, const char* name) {
   Scales s;
@@ -48,7 +48,7 @@ inline Scales scales_of(const std::optional<Tensor>& t, int64_t rows, int64_t k,
   return s;
 }
 
-// One scale per column of b: [chunks][n] where they change along K, else [n].
+// One scale per column of b: [chunks][n] if they vary along K, else [n].
 inline std::vector<float> columns_of(const Scales& s, int64_t n, int64_t k) {
   int64_t chunks = s.by_chunk ? ceil_div(k, kChunk) : 1;
   std::vector<float> wide(static_cast<size_t>(chunks * n));

@@ -1,4 +1,4 @@
-// Which table of loops this processor gets.
+// Selects the table of loops for this processor.
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Cutting elementwise work over a tensor, or a list of tensors, into pieces for the threads.
+// Splits elementwise work over a tensor, or a list of tensors, into pieces for the threads.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,8 @@
 
 namespace mixprec::cpu {
 
-// Elements per piece: large enough that a piece costs more than handing it to a thread, small
-// enough (64 KB of fp32) to stay in the first two caches. The sums of grad_stats_ are cut here too,
-// so this number is part of their order of summation.
+// Elements per piece: large enough to outweigh the cost of scheduling it, small enough (64 KB of
+// fp32) to stay in the L1 or L2 cache. It also determines the order of summation of grad_stats_.
 constexpr int64_t kPiece = 16384;
 
 // f(begin, end) over [0, n) in pieces of kPiece on all threads.
@@ -26,7 +25,7 @@ struct Piece {
   int64_t tensor, begin, end;
 };
 
-// All pieces of a list of tensors in order; empty tensors have none.
+// All pieces of a list of tensors, in order; empty tensors have none.
 inline std::vector<Piece> cut(const std::vector<Tensor>& tensors) {
   std::vector<Piece> pieces;
   pieces.reserve(tensors.size());
@@ -39,7 +38,7 @@ inline std::vector<Piece> cut(const std::vector<Tensor>& tensors) {
   return pieces;
 }
 
-// f(index of the piece, piece) on all threads, with several small pieces per hand-over.
+// f(index of the piece, piece) on all threads; small pieces are scheduled several at a time.
 template <class F>
 void for_pieces(const std::vector<Piece>& pieces, const F& f) {
   int64_t elements = 0;

@@ -1,9 +1,9 @@
 // amax, quantize and dequantize.
 #include <atomic>
 
-#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize_blocks.h"
+#include "cpu/simd/loops.h"
 #include "math/scale.h"
 #include "ops.h"
 
@@ -20,14 +20,14 @@ uint32_t amax_bits(const Tensor& x, Dtype dtype) {
   return largest;
 }
 
-// x itself where its memory order does not matter or is row-major, else a row-major copy.
+// x itself if its memory order does not matter or is row-major, else a row-major copy.
 Tensor dense(const Tensor& x) { return is_dense(x) ? x : torch::stable::contiguous(x); }
 Tensor row_major(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
-// Scales of an [M, K] tensor that are one per row or block: the scale of element (row, col).
+// Scales per row or block of an [M, K] tensor: the scale of element (row, col).
 struct ScaleGrid {
   const float* data;
-  int64_t rows, cols;  // that share a scale
+  int64_t rows, cols;  // per scale
   int64_t stride_row, stride_col;
 
   float at(int64_t row, int64_t col) const {
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
   }
   std::atomic<uint32_t> largest{0};
   if (transpose) {
-    constexpr int64_t band = 64;  // rows at a time: a full cache line of each row of the transpose
+    constexpr int64_t band = 64;  // rows: full cache lines of each row of the transpose
     int64_t grain = cols == 0 ? 1 : std::max<int64_t>(1, kPiece / (band * cols));
     torch::stable::parallel_for(
         0, (rows + band - 1) / band, grain, [&](int64_t first, int64_t last) {

@@ -1,4 +1,4 @@
-// The walks over rows and blocks; the loops within a block are in quantize_loops.h.
+// Iterates over rows and blocks; the loops within a block are in quantize_loops.h.
 #include "cpu/quantize_blocks.h"
 
 #include "cpu/simd/loops.h"
@@ -8,7 +8,7 @@ namespace mixprec::cpu {
 
 namespace {
 
-constexpr int64_t kHalf = 64;  // rows that the loops with a transpose take
+constexpr int64_t kHalf = 64;  // rows per call of the loops with a transpose
 
 int64_t blocks_in(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
@@ -25,10 +25,10 @@ void for_bands(int64_t length, int64_t breadth, const F& f) {
   });
 }
 
-// Pieces of `width` elements of each row, with their own scales.
+// Each row in pieces of `width` elements, each with its own scale.
 uint32_t by_rows(const BlockCast& c, int64_t width, void* q, float* scale_inv) {
   std::atomic<uint32_t> largest{0};
-  // A row without elements still has a scale.
+  // An empty row still has a scale.
   int64_t across = width == c.cols ? 1 : (c.cols + width - 1) / width;
   for_bands(c.rows, c.cols, [&](int64_t band) {
     uint32_t most = 0;
@@ -79,8 +79,8 @@ uint32_t by_squares(const BlockCast& c, void* q, float* scale_inv, void* q_t, fl
   return largest;
 }
 
-// q_t of x's rows [row, row + height), columns [col, col + n): a scale for each column from its
-// amax, whose inverses go to scale_inv_t[i * step].
+// q_t of x's rows [row, row + height) and columns [col, col + n), with one scale per column from
+// its amax. The inverse scales go to scale_inv_t[i * step].
 void cast_columns(const BlockCast& c, const uint32_t* amax, void* q_t, float* scale_inv_t,
                   int64_t step, int64_t row, int64_t height, int64_t col, int64_t n) {
   float scale[kBlock];
@@ -97,7 +97,7 @@ void cast_columns(const BlockCast& c, const uint32_t* amax, void* q_t, float* sc
   }
 }
 
-// x^T by rows: a scale for each column of x.
+// x^T with a scale per row, which is a column of x.
 void by_columns(const BlockCast& c, void* q_t, float* scale_inv_t) {
   for_bands(c.cols, c.rows, [&](int64_t band) {
     int64_t col = band * kBlock, n = std::min(kBlock, c.cols - col);
@@ -107,8 +107,8 @@ void by_columns(const BlockCast& c, void* q_t, float* scale_inv_t) {
   });
 }
 
-// x^T by pieces of 128: a scale for each 128 rows of one column of x. Walked down the columns, so
-// that each row of q_t is written from left to right.
+// x^T with a scale per 128 elements of a row, which are 128 rows of one column of x. Processed down
+// the columns, so that each row of q_t is written from left to right.
 void by_column_pieces(const BlockCast& c, void* q_t, float* scale_inv_t) {
   int64_t down = blocks_in(c.rows);
   for_bands(c.cols, c.rows, [&](int64_t band) {

@@ -1,5 +1,5 @@
-// quantize with a scale for each row or block: the amax of a block, then its cast while it is in
-// the cache.
+// quantize with a scale per row or block: computes the amax of a block, then casts it while it is
+// in the cache.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@ namespace mixprec::cpu {
 constexpr int64_t kBlock = 128;
 
 struct Blocks {
-  int64_t rows, cols;  // that share a scale; rows 0: all of the tensor; cols 0: all of a row
+  int64_t rows, cols;  // per scale; rows 0: the whole tensor; cols 0: a whole row
 };
 
 struct BlockCast {
@@ -27,8 +27,8 @@ inline void raise_to(std::atomic<uint32_t>& largest, uint32_t value) {
   }
 }
 
-// q [rows, cols] with scale_inv, and, if cast.transpose, x^T quantized by its own rows and
-// blocks: q_t [cols, rows] with scale_inv_t. Returns the amax of x as bits.
+// q [rows, cols] with scale_inv, and, if cast.transpose, x^T quantized with scales of its own rows
+// or blocks: q_t [cols, rows] with scale_inv_t. Returns the amax of x as bits.
 uint32_t quantize_by_blocks(const BlockCast& cast, const Blocks& blocks, void* q, float* scale_inv,
                             void* q_t, float* scale_inv_t);
 

@@ -1,4 +1,5 @@
-// scale_from_amax_, inv_scale, clip_coef, update_scale_: a few scalars each, on one thread.
+// scale_from_amax_, inv_scale, clip_coef, update_scale_: a few scalars each, computed on one
+// thread.
 #include "math/scale.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The arguments of the optimizer updates: checked, and laid out for the loops.
+// Checks the arguments of the optimizer updates and lays them out for the loops.
 #include "cpu/step.h"
 
 namespace mixprec::cpu {
@@ -7,7 +7,7 @@ namespace {
 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-constexpr int64_t kMaxIndices = int64_t{1} << 30;  // the two bits above are the stream's
+constexpr int64_t kMaxIndices = int64_t{1} << 30;  // the two upper bits hold the stream
 
 bool is_shape(const Tensor& t, Sizes sizes) {
   auto own = t.sizes();
@@ -16,7 +16,7 @@ bool is_shape(const Tensor& t, Sizes sizes) {
   return same;
 }
 
-// Checks a tensor that the update writes; returns whether it is contiguous.
+// Checks a tensor that the update writes. Returns whether it is contiguous.
 bool check_written(const Tensor& t, Sizes sizes, const char* op, const char* name) {
   bool contiguous = t.is_contiguous();
   STD_TORCH_CHECK(is_shape(t, sizes) && (contiguous || is_writable(t)), op, ": ", name,
@@ -65,7 +65,7 @@ Step::Step(StepArguments arguments) : arguments_(std::move(arguments)) {
   }
 }
 
-// (Not the devices: with a tensor on another one the dispatcher would not have come here.)
+// (Devices are not checked: the dispatcher would not call this with a tensor on another device.)
 void Step::check_row(size_t i) {
   const StepArguments& a = arguments_;
   Row& row = rows_[i];
@@ -107,8 +107,8 @@ void Step::check_row(size_t i) {
   row.random = row.random || arrays.stochastic;
 }
 
-// Gives the tensors of row i memory that can be walked as one flat range in one order, row-major
-// where random bits are drawn; where that needs a copy, the written ones are copied back later.
+// Makes the tensors of param i flat ranges in one common order, which is row-major if random bits
+// are drawn. Tensors that were copied for this and are written are copied back later.
 void Step::flatten(size_t i) {
   StepArguments& a = arguments_;
   std::vector<Tensor*> written{&a.params[i]};

@@ -1,9 +1,9 @@
-// What the optimizer updates have in common: the arguments, their checks, and the parallel loop
-// over all params. An update adds its constants and its loop (adamw.cpp, sgd.cpp).
+// Shared by the optimizer updates: arguments, checks, and the parallel loop over all params. Each
+// update adds its constants and its loop (adamw.cpp, sgd.cpp).
 #pragma once
 
-#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
+#include "cpu/simd/loops.h"
 #include "ops.h"
 
 namespace mixprec::cpu {
@@ -13,7 +13,7 @@ struct StepState {
   TensorList tensors;  // one per param
 };
 
-// The arguments that every update has; their meaning is in mixprec/ops/adamw.py.
+// The arguments of every update, documented in mixprec/ops/adamw.py.
 struct StepArguments {
   const char* op;
   TensorList params, grads;
@@ -31,19 +31,19 @@ struct StepArguments {
 
 class Step {
  public:
-  // Checks every argument; nothing is written before run.
+  // Checks all arguments; nothing is written before run.
   explicit Step(StepArguments);
 
   double lr() const { return lr_; }
   const GradSettings& grad() const { return grad_; }
 
-  // Unless the step is skipped: counts it, and runs update(arrays, begin, end, constants) over all
-  // elements of all params on all threads, with the constants that make(count) gives.
+  // Unless the step is skipped, counts it and calls update(arrays, begin, end, constants) for all
+  // elements of all params on all threads, where constants = make(count).
   template <class Make, class Update>
   void run(const Make& make, const Update& update) {
     if (skipped_) return;
     prepare();
-    // Neighbours usually share their count: form its constants once.
+    // Adjacent params usually have the same step count: reuse its constants.
     std::vector<decltype(make(int64_t{}))> constants;
     std::vector<int32_t> constants_of(rows_.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -58,11 +58,11 @@ class Step {
   }
 
  private:
-  // A param and the tensors beside it. With a thousand small ones, each question asked twice would
-  // show: what the checks learn is kept.
+  // A param and its tensors, with the results of the checks: computing these twice would be
+  // measurable with a thousand small tensors.
   struct Row {
     StepArrays arrays;
-    bool contiguous;  // all of them, so that no memory order needs matching
+    bool contiguous;  // all tensors are, so that no memory order needs matching
     bool random;      // random bits are drawn, in row-major order
   };
 

@@ -1,8 +1,8 @@
 // unscale_ and grad_stats_.
 #include <atomic>
 
-#include "cpu/simd/loops.h"
 #include "cpu/parallel.h"
+#include "cpu/simd/loops.h"
 #include "ops.h"
 
 namespace mixprec::cpu {
@@ -19,8 +19,8 @@ void raise_flag(const Tensor& found_inf) {
   *static_cast<float*>(found_inf.mutable_data_ptr()) = 1.0f;
 }
 
-// The counts that a caller may ask for: gathered per piece, then added up per tensor, so that no
-// two threads write to one number.
+// The optional counts: collected per piece, then summed per tensor, so that no two threads write to
+// the same number.
 class Counts {
  public:
   Counts(const MaybeTensor& out, size_t tensors, const char* op) : out_(out), tensors_(tensors) {

@@ -1,4 +1,5 @@
-// One Adam update of one element; the order of the operations is binding (docs/numerics.md).
+// One Adam update of one element; the order of operations is part of the specification
+// (docs/numerics.md).
 #pragma once
 
 #include "step.h"
@@ -9,7 +10,7 @@ namespace mixprec {
 template <class Real>
 struct AdamWScalars {
   GradScalars<Real> grad;
-  Real decay;  // lr * weight_decay if that is decoupled, else weight_decay
+  Real decay;  // lr * weight_decay if decoupled, else weight_decay
   Real one_minus_beta1;
   Real beta2;
   Real one_minus_beta2;
@@ -18,7 +19,7 @@ struct AdamWScalars {
   Real inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^step)
 };
 
-// beta^step by products alone: pow differs between math libraries.
+// beta^step by multiplication only: pow differs between math libraries.
 MIXPREC_HD double power(double beta, int64_t step) {
   double result = 1.0;
   for (; step > 0; step >>= 1, beta *= beta) {
@@ -47,7 +48,7 @@ MIXPREC_HD AdamWScalars<Real> adamw_scalars(const AdamWSettings& s, const GradSe
 template <bool decoupled_weight_decay, class Real>
 MIXPREC_HD Real adamw(Real p, Real grad, Real& m, Real& v, const AdamWScalars<Real>& s) {
   Real g = usable_grad(grad, s.grad);
-  // No decay leaves an infinite p alone: 0 * Inf would be NaN.
+  // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
   if (decoupled_weight_decay) {
     p = s.decay != 0 ? p - p * s.decay : p;
   } else {

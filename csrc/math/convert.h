@@ -2,7 +2,8 @@
 // that every compiler vectorises them and every processor gives the same bits.
 //
 // Encoding rounds to nearest, ties to even, by adding a power of two so large that the last bit of
-// the sum is the last bit of the result: the FPU does the rounding, for subnormal results too.
+// the sum is the last bit of the result. The FPU then does the rounding, also for subnormal
+// results.
 #pragma once
 
 #include "hd.h"
@@ -32,14 +33,14 @@ MIXPREC_HD uint32_t round_magnitude(uint32_t u) {
   uint32_t exponent = u & 0x7F800000u;
   exponent = exponent > min_normal ? exponent : min_normal;
   uint32_t magic = exponent + (static_cast<uint32_t>(shift) << 23);
-  // In units of the result's last bit: up to 2^(mantissa + 1), the hidden bit included.
+  // In units of the result's last bit: up to 2^(mantissa + 1), including the implicit leading bit.
   uint32_t significand = float_bits(bits_float(u) + bits_float(magic)) - magic;
   return significand + ((exponent - min_normal) >> shift);
 }
 
-// q = saturate(y) for E4M3 and E5M2, where y = x * scale. Finiteness is that of x: a finite x
-// saturates even where y is infinite. A NaN in y is one in x, or one that a broken scale made.
-// With known_finite (x and scale are) the special values need no look.
+// q = saturate(y) for E4M3 and E5M2, where y = x * scale. A finite x saturates even if y is
+// infinite. A NaN in y comes from x or from an invalid scale. With known_finite (x and scale are
+// finite) special values are not checked.
 template <bool known_finite, int mantissa, int bias, uint32_t max_bits, uint32_t inf, uint32_t nan>
 MIXPREC_HD uint8_t encode_fp8(uint32_t x, uint32_t y) {
   uint32_t code = round_magnitude<mantissa, bias, max_bits>(y & 0x7FFFFFFFu);
@@ -100,7 +101,7 @@ struct Convert<E5m2> {
     return {encode_fp8<known_finite, 2, 15, 0x47600000u, 0x7C, 0x7F>(float_bits(x),
                                                                      float_bits(x * scale))};
   }
-  // E5M2 is fp16 without its low byte.
+  // E5M2 is the high byte of fp16.
   static MIXPREC_HD float decode(E5m2 q) {
     return Convert<Fp16>::decode({static_cast<uint16_t>(q.bits << 8)});
   }

@@ -5,7 +5,7 @@
 
 namespace mixprec {
 
-constexpr float kUnused = -1.0f;  // an amax that no tensor has
+constexpr float kUnused = -1.0f;  // marks an unused entry: no amax is negative
 
 // Records amax in history (L entries, newest first) unless it is unused or not finite, and returns
 // the scale of the next step.

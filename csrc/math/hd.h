@@ -1,4 +1,4 @@
-// What the formulas need to compile for the host, for every instruction set, and for a GPU.
+// Definitions that let the formulas compile for the host, for every instruction set, and for GPUs.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #if defined(__CUDACC__)
 #define MIXPREC_HD __host__ __device__ __forceinline__
 #else
-// Always inlined: a copy compiled for AVX-512 must never be the one that other code links to.
+// Always inlined: the linker must never pick a copy compiled for AVX-512 for other code.
 #define MIXPREC_HD __attribute__((always_inline)) inline
 #endif
 
@@ -32,7 +32,7 @@ MIXPREC_HD float bits_float(uint32_t u) {
 #endif
 }
 
-// Inf or NaN. By bits, so that no compiler flag can remove the test.
+// Inf or NaN. Tested on the bits, so that no compiler flag can remove the test.
 MIXPREC_HD bool is_nonfinite_bits(uint32_t u) { return (u & 0x7F800000u) == 0x7F800000u; }
 MIXPREC_HD bool is_nonfinite(float x) { return is_nonfinite_bits(float_bits(x)); }
 MIXPREC_HD bool is_nonfinite(double x) { return !(x - x == 0.0); }

@@ -1,5 +1,5 @@
-// Philox4x32-10, a random number generator without state: its output is a function of a counter
-// and a key. Source: Parallel random numbers: as easy as 1, 2, 3 (Salmon et al., 2011).
+// Philox4x32-10, a stateless random number generator: its output is a function of a counter and a
+// key. Source: Parallel random numbers: as easy as 1, 2, 3 (Salmon et al., 2011).
 #pragma once
 
 #include "hd.h"
@@ -36,7 +36,7 @@ MIXPREC_HD PhiloxWords philox(PhiloxWords c, uint64_t seed) {
   return c;
 }
 
-// What the random bits of one array of one param at one step depend on.
+// The random bits of one array of one param at one step are a function of these.
 struct RandomStream {
   uint64_t seed;
   uint32_t step;
@@ -54,7 +54,8 @@ MIXPREC_HD PhiloxWords random_counter(const RandomStream& s, int64_t eighth) {
   return {{static_cast<uint32_t>(e), static_cast<uint32_t>(e >> 32), s.step, s.index_and_stream}};
 }
 
-// The bits of elements 8 * eighth to 8 * eighth + 7, 16 each: element j has those of random16.
+// The bits of elements 8 * eighth to 8 * eighth + 7, 16 bits each; random16 returns those of
+// element j.
 MIXPREC_HD PhiloxWords random_words(const RandomStream& s, int64_t eighth) {
   return philox(random_counter(s, eighth), s.seed);
 }

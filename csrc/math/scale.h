@@ -1,5 +1,5 @@
-// From amax to a scale, and the loss scale's rule. One scalar each; sources in
-// mixprec/ops/scale.py.
+// The scale that follows from an amax, and the update of the loss scale. The sources of the
+// formulas are named in mixprec/ops/scale.py.
 #pragma once
 
 #include "hd.h"
@@ -28,7 +28,7 @@ struct LossScale {
   float scale;
   int32_t growth_tracker;
   int32_t hysteresis_tracker;
-  int64_t skipped, applied, skipped_in_a_row;  // updates with an overflow, without, up to now
+  int64_t skipped, applied, skipped_in_a_row;  // counts of updates
 };
 
 struct LossScaleRule {
@@ -40,7 +40,7 @@ struct LossScaleRule {
   int32_t hysteresis;
 };
 
-// Early growth waits for this part of growth_interval without an overflow.
+// Growth on underflow needs only growth_interval / kEarly updates without an overflow.
 constexpr int64_t kEarly = 20;
 
 MIXPREC_HD LossScale update_loss_scale(LossScale s, bool found_inf, bool underflow,

@@ -1,4 +1,5 @@
-// One SGD update of one element; the order of the operations is binding (docs/numerics.md).
+// One SGD update of one element; the order of operations is part of the specification
+// (docs/numerics.md).
 #pragma once
 
 #include "step.h"
@@ -27,7 +28,7 @@ MIXPREC_HD SgdScalars<Real> sgd_scalars(const SgdSettings& s, const GradSettings
           static_cast<Real>(s.lr)};
 }
 
-// No decay leaves an infinite p alone: 0 * Inf would be NaN.
+// Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
 template <class Real>
 MIXPREC_HD Real decayed_grad(Real p, Real grad, const SgdScalars<Real>& s) {
   Real g = usable_grad(grad, s.grad);
@@ -41,7 +42,7 @@ MIXPREC_HD Real sgd(Real p, Real grad, const SgdScalars<Real>& s) {
   return p - g * s.lr;
 }
 
-// With momentum; b is updated in place, at the first step (`first`) from nothing.
+// With momentum; b is updated in place, or initialised at the first step (`first`).
 template <bool nesterov, class Real>
 MIXPREC_HD Real sgd_momentum(Real p, Real grad, Real& b, bool first, const SgdScalars<Real>& s) {
   Real g = decayed_grad(p, grad, s);

@@ -1,4 +1,4 @@
-// What the optimizer updates have in common: the gradient as they use it.
+// Shared by the optimizer updates: the gradient as they use it.
 #pragma once
 
 #include "hd.h"
@@ -19,7 +19,7 @@ MIXPREC_HD Real usable_grad(Real grad, const GradScalars<Real>& s) {
   return g < -s.max_value ? -s.max_value : g;
 }
 
-// What the caller sets, from which the scalars of a step follow.
+// The caller's hyperparameters, from which the scalars of a step are computed.
 struct GradSettings {
   double inv_scale, clip, max_value;
   bool maximize;

@@ -5,8 +5,8 @@
 
 namespace mixprec {
 
-// What a gradient element is, judged by its bits: those of fp32, to which every narrower format
-// decodes exactly, or of fp64. `raw` before unscaling, `unscaled` after.
+// The class of a gradient element, from its bits: those of fp32, to which every narrower format
+// decodes exactly, or of fp64. `raw` is the value before unscaling, `unscaled` after.
 struct GradKind {
   bool inf, nan;         // before or after
   bool zero, subnormal;  // before, in the gradient's own format
@@ -17,7 +17,7 @@ MIXPREC_HD GradKind grad_kind(Bits raw, Bits unscaled, Bits sign, Bits infinity,
   raw &= ~sign;
   unscaled &= ~sign;
   Bits larger = raw > unscaled ? raw : unscaled;
-  // 0 - 1 is the largest number of all.
+  // 0 - 1 wraps around to the largest number.
   return {larger == infinity, larger > infinity, raw == 0, raw - 1 < min_normal - 1};
 }
 

@@ -11,16 +11,17 @@ uint32_t word(T low, T high) {  // a pair of bf16; exact for bf16, E4M3 and E5M2
   return (float_bits(decode(low)) >> 16) | (float_bits(decode(high)) & 0xFFFF0000u);
 }
 
-// Whether the bf16 dot product would read x as zero: a subnormal number. (fp8 has none in bf16.)
+// Whether the bf16 dot product would read x as zero because it is subnormal. (fp8 values are normal
+// in bf16.)
 template <int pair, class T>
 uint32_t is_lost(T x) {
   if constexpr (pair == 2 && sizeof(T) == 2) return (x.bits & 0x7FFFu) - 1u < 0x7Fu;
   return 0;
 }
 
-// The packing functions return whether an element is lost.
+// The packing functions return whether an element would be read as zero.
 //
-// A panel whose rows lie next to each other in memory (stride_i = 1): copy while decoding.
+// A panel whose rows are adjacent in memory (stride_i = 1): copy while decoding.
 template <int pair, int width, class T>
 uint32_t pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
   uint32_t lost = 0;
@@ -39,7 +40,7 @@ uint32_t pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* 
   return lost;
 }
 
-// The 16 words of one row of a block, decoded element by element so that it vectorises.
+// The 16 words of one row of a block, decoded element by element so that the loop vectorises.
 template <int pair, class T>
 inline uint32_t decode_words(const T* __restrict row, uint32_t* __restrict words) {
   uint32_t lost = 0;
@@ -77,8 +78,8 @@ inline void transpose_4x4(const uint32_t* in, uint32_t* out, int64_t ld_out) {
   for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * ld_out, &a[i], 16);
 }
 
-// A panel whose k lie next to each other (stride_k = 1): decode 16 words of each row, then
-// transpose the block, which fits in the first cache.
+// A panel that is contiguous along K (stride_k = 1): decode 16 words of each row, then transpose
+// the block, which fits in the L1 cache.
 template <int pair, int width, class T>
 uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
   constexpr int block = 16, quads = width / 4 * 4;
@@ -99,7 +100,7 @@ uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t
   return lost;
 }
 
-// Any strides, any remainder, zeros outside.
+// Any strides and any remainder; zeros outside.
 template <int pair, int width, class T>
 uint32_t pack_general(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
                       uint32_t* __restrict out) {

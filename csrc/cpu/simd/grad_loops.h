@@ -6,7 +6,7 @@ inline float real(T x) {
   return decode(x);
 }
 
-// What a loop notes of its elements, in `lanes` running values each: whether all are finite...
+// What a loop records about its elements, in `lanes` accumulators: whether all are finite...
 template <int64_t lanes>
 struct Finite {
   uint32_t bad[lanes] = {};
@@ -23,7 +23,7 @@ struct Finite {
   }
 };
 
-// ...or how many are of each GradKind.
+// ...or how many there are of each GradKind.
 template <int64_t lanes>
 struct Kinds {
   uint32_t inf[lanes] = {}, nan[lanes] = {}, zero[lanes] = {}, subnormal[lanes] = {};
@@ -59,7 +59,7 @@ bool unscale_row(T* g, typename Unscale<T>::Real inv_scale, int64_t n, uint32_t*
   return notes.finish(counts);
 }
 
-// Sixteen running sums, folded in halves at the end: the order depends on n alone, not on the
+// Sixteen partial sums, reduced pairwise at the end: the order depends only on n, not on the
 // instruction set or the number of threads.
 constexpr int64_t kLanes = 16;
 

@@ -1,5 +1,5 @@
 // The hot loops of the CPU ops, one table of them per instruction set. Each loop runs on one thread
-// over contiguous memory; the ops in this folder cut the work into pieces and choose the table.
+// over contiguous memory; the ops in csrc/cpu split the work into pieces and choose the table.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ struct GemmKernel {
   int64_t mr, nr;  // panel widths of a and b
   int64_t k_per_word;
   // out[word][width] <- element (i, k) at src[i * stride_i + k * stride_k], zeros beyond rows, k.
-  // True if `micro` would not multiply all of it exactly: bf16 pairs with a subnormal number.
+  // Returns true if `micro` would not multiply all elements exactly: bf16 pairs with a subnormal
+  // number.
   bool (*pack_a)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
                  int64_t k, uint32_t* out);
   bool (*pack_b)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
@@ -27,7 +28,7 @@ struct GemmKernel {
                 bool accumulate);
 };
 
-// What happens to a piece of a row of a GEMM's fp32 sums: sum * a_scale_inv * b_scale_inv + bias.
+// The epilogue of a piece of a row of a GEMM's fp32 sums: sum * a_scale_inv * b_scale_inv + bias.
 struct Epilogue {
   float a_scale_inv;         // of the row
   const float* b_scale_inv;  // [n]
@@ -36,19 +37,19 @@ struct Epilogue {
 
 enum class Master { none, real, remainder };  // remainder: int16 beside a bf16 param
 
-// One param and what is updated with it, all in one memory order.
+// One param and the arrays updated with it, all in one memory order.
 struct StepArrays {
   Dtype param_dtype, grad_dtype, state_dtype[2];
   Master master_kind;
-  bool stochastic;  // the param is rounded at random
+  bool stochastic;  // stochastic rounding of the param
   void* param;
   const void* grad;
   void* state[2];             // null where there is none
-  void* master;               // the truth, where there is one
+  void* master;               // null if there is none
   int64_t seed, step, index;  // of the random bits
 };
 
-// What is the same for all params of one step count; `wide` for fp64 params.
+// The constants of all params of one step count; `wide` for fp64 params.
 struct AdamWConstants {
   bool decoupled;
   AdamWScalars<float> narrow;
@@ -83,7 +84,7 @@ struct Loops {
   // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many
   // are of each of the four GradKinds.
   bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n, uint32_t* counts);
-  // The sum of (g * inv_scale)^2 in fp64, in an order that depends on n alone; the rest as above.
+  // The sum of (g * inv_scale)^2 in fp64, in an order that depends only on n; the rest as above.
   bool (*grad_stats)(Dtype, const void* g, float inv_scale, int64_t n, double* sum_sq,
                      uint32_t* counts);
   // Elements [begin, end) of one param; begin is a multiple of 8.
@@ -94,7 +95,7 @@ struct Loops {
   // out[i * stride] += acc[i] * scales
   void (*accumulate_row)(const float* acc, const Epilogue&, float* out, int64_t stride, int64_t n);
   GemmKernel gemm_f32;   // any operand format, decoded to fp32
-  GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; same as gemm_f32 if not there
+  GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; gemm_f32 if not supported
 };
 
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.

@@ -1,5 +1,5 @@
-// The loops for AVX2 with FMA and F16C. Nothing of std is used in here: an inline function of the
-// standard library compiled for AVX2 could be the copy that the rest of the program links to.
+// The loops for AVX2 with FMA and F16C. Does not use std: the linker could pick an inline function
+// of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
 #include "math/philox.h"
 #include "math/rounding.h"

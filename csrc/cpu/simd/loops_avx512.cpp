@@ -1,5 +1,5 @@
-// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm needs. As in
-// loops_avx2.cpp, nothing of std is used in here.
+// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm uses. As in
+// loops_avx2.cpp, std is not used.
 #include "loops.h"
 #include "math/philox.h"
 #include "math/rounding.h"

@@ -1,8 +1,9 @@
 // Loops of the optimizer updates. Included once per instruction set.
 //
-// A piece is walked in blocks that stay in the first cache: what is narrower than fp32 is widened
-// into a buffer, one fp32 loop per algorithm runs, the results are narrowed. So any mix of dtypes
-// works, with one loop per dtype and one per algorithm. fp64 params have loops of their own.
+// A piece is processed in blocks that stay in the L1 cache: arrays narrower than fp32 are widened
+// into a buffer, the fp32 loop of the algorithm runs, and the results are narrowed. Any mix of
+// dtypes thus needs only one loop per dtype and one per algorithm. fp64 params have their own
+// loops.
 
 constexpr int64_t kBlock = 512;  // a multiple of 8, the elements of one Philox call
 
@@ -22,8 +23,8 @@ __attribute__((noinline)) void narrow(const float* __restrict x, T* __restrict o
   for (int64_t i = 0; i < n; ++i) out[i] = Convert<T>::encode(x[i]);
 }
 
-// Philox of all groups round by round, word by word: the inner loops are over groups, so that they
-// become vector instructions.
+// Philox for all groups, round by round and word by word: the inner loops are over groups, so that
+// they vectorise.
 __attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t element, int64_t n,
                                            Buffers& b) {
   int64_t first = element / 8, groups = (n + 7) / 8;
@@ -42,7 +43,7 @@ __attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t e
       b.words[3][g] = c.word[3];
     }
   }
-  // The low half of a word comes first, as it does in memory.
+  // The low half of a word comes first, as in memory.
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
   for (int64_t g = 0; g < groups; ++g) {
     b.in_order[4 * g] = b.words[0][g];
@@ -79,7 +80,7 @@ T* element(void* base, int64_t i) {
   return static_cast<T*>(base) + i;
 }
 
-// The fp32 numbers of `data` from `begin` on: themselves, or widened into `buffer`.
+// The fp32 values of `data` from `begin` on: in place, or widened into `buffer`.
 inline float* read(Dtype dtype, void* data, int64_t begin, int64_t n, float* buffer) {
   if (dtype == Dtype::f32) return element<float>(data, begin);
   if (dtype == Dtype::bf16) {
@@ -122,7 +123,7 @@ inline void write_param(const StepArrays& a, const float* p, int64_t begin, int6
   }  // else p is the param itself
 }
 
-// update(p, grad, state 0, state 1, n) over blocks; a state that is not there is null.
+// update(p, grad, state 0, state 1, n) over blocks; a missing state is null.
 template <class Update>
 inline void for_blocks(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
   Buffers b;
@@ -144,7 +145,7 @@ inline void for_blocks(const StepArrays& a, int64_t begin, int64_t end, const Up
   }
 }
 
-// The same for fp64 params, all of whose arrays are fp64: in place, in one go.
+// The same for fp64 params, whose arrays are all fp64: in place, without blocks.
 template <class Update>
 inline void for_f64(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
   int64_t n = end - begin;

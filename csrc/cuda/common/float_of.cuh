@@ -1,5 +1,5 @@
-// Elements whose dtype, fp32, bf16 or fp16, is known at run time only: where they are few, one
-// branch each costs less than another copy of the code.
+// Elements whose dtype (fp32, bf16 or fp16) is known only at run time. For few elements, one branch
+// each costs less than another instance of the kernel.
 #pragma once
 
 #include "dispatch.h"
@@ -21,8 +21,8 @@ __device__ __forceinline__ void store_float(void* to, Dtype dtype, int64_t i, fl
   }
 }
 
-// Two elements of 16 bits in one register, the first one lowest. The GPU's instruction rounds as
-// csrc/math/convert.h does.
+// Two 16-bit elements in one register, the first one in the low half. The GPU's instruction rounds
+// as csrc/math/convert.h does.
 __device__ __forceinline__ uint32_t pack_pair(Dtype dtype, float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t bf16, fp16;

@@ -1,6 +1,6 @@
 // Eight neighbouring elements of an array whose format is known at run time: read and written in
 // 16-byte accesses where the array's alignment allows it, else one by one. The groups of all arrays
-// of a tensor start at the same elements, multiples of eight, as the random bits of rounding do.
+// of a tensor start at the same multiples of eight, as do the random bits for rounding.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace mixprec::cuda {
 
 constexpr int kGroup = 8;
 
-// How the elements of an array are stored. i16: remainders of masters.
+// How the elements of an array are stored. i16: the remainders of masters.
 enum class Stored : uint32_t { absent, f32, bf16, f16, i16, f64 };
 
 struct Array {
@@ -21,9 +21,9 @@ struct Array {
   Stored stored;
 };
 
-// The elements as they lie in memory, in the first words where they are of 16 bits. Real: float or
-// double, the arithmetic's; an array of f64 needs a group of doubles. Loading and decoding are
-// apart so that all arrays' loads are under way before the first is waited for.
+// The elements as stored in memory; 16-bit elements use the first words only. Real: the type of the
+// arithmetic, float or double; an array of f64 needs a group of doubles. Loading and decoding are
+// separate so that the loads of all arrays are issued before the first one is waited for.
 template <class Real>
 struct Group {
   static constexpr bool kDouble = sizeof(Real) == 8;
@@ -46,7 +46,7 @@ struct Group {
       }
       return;
     }
-    // Elements beyond `count` repeat the last one, so that no load waits for a branch.
+    // Elements beyond `count` repeat the last one, so that no load depends on a branch.
     auto at = [&](int j) { return j < count ? j : count - 1; };
 #pragma unroll
     for (int j = 0; kDouble && j < kGroup; ++j) {
@@ -129,7 +129,7 @@ struct Group {
     }
   }
 
-  // To bf16, at random.
+  // To bf16 by stochastic rounding.
   __device__ __forceinline__ void encode(const Real (&x)[kGroup], const PhiloxWords& random) {
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {

@@ -1,5 +1,6 @@
-// The one way a kernel is started. No torch, and no <<<>>>: the sources of the kernels then also
-// compile as plain C++, where tests/emulated/cuda_on_cpu/cuda_runtime.h takes the place of CUDA's.
+// All kernels are launched through these functions. They use neither torch nor <<<>>>, so that the
+// kernels also compile as plain C++ with tests/emulated/cuda_on_cpu/cuda_runtime.h in place of
+// CUDA's header.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,11 +10,11 @@
 
 namespace mixprec::cuda {
 
-constexpr int kThreads = 256;    // per block, in every kernel of this folder
+constexpr int kThreads = 256;    // per block, in all kernels but the GEMM
 constexpr int kBlocksPerSm = 8;  // of kThreads threads: a full SM
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
-// kernel(args...) on `stream`. The error, if any, is that of the launch, not of the run.
+// kernel(args...) on `stream`. Returns errors of the launch, not of the execution.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t grid, int block, int64_t smem,
                    cudaStream_t stream, const Args&... args) {
@@ -25,7 +26,7 @@ cudaError_t launch(void (*kernel)(Params...), int64_t grid, int block, int64_t s
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
-// The same with `smem` beyond what every kernel gets, for blocks in clusters of `cluster`.
+// The same with more shared memory than the default limit, for blocks in clusters of `cluster`.
 template <class... Params, class... Args>
 cudaError_t launch_cluster(void (*kernel)(Params...), int64_t grid, int block, int64_t smem,
                            int cluster, cudaStream_t stream, const Args&... args) {
@@ -46,7 +47,7 @@ cudaError_t launch_cluster(void (*kernel)(Params...), int64_t grid, int block, i
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
-// Blocks for a kernel that walks over `pieces` in a loop: enough to fill the GPU, at least one.
+// Blocks for a kernel that loops over `pieces`: at most enough to fill the GPU, at least one.
 inline int64_t grid_for(int64_t pieces, int sms) {
   return std::max<int64_t>(1, std::min<int64_t>(pieces, int64_t{sms} * kBlocksPerSm));
 }

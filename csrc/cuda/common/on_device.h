@@ -1,4 +1,4 @@
-// What the launchers share: where an op runs, and the checks of tensors that must be there.
+// Shared by the launchers: the device and stream of an op, and checks that tensors are on it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace mixprec::cuda {
 using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
-// Makes the device of `t` the current one for as long as this lives; its current stream and size.
+// Makes the device of `t` current while this object exists; holds its stream and number of SMs.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {
@@ -31,7 +31,7 @@ class OnDevice {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
-// The error of an op's launches, or one that an earlier launch left behind.
+// Raises the error of an op's launches, or one that an earlier launch left behind.
 inline void check_launch(cudaError_t error, const char* op) {
   cudaError_t last = cudaGetLastError();  // also clears it
   if (error == cudaSuccess) error = last;
@@ -48,7 +48,7 @@ inline void check_scalar_on(const Tensor& t, ScalarType type, const Tensor& othe
                   " must hold one element of the right dtype on the op's CUDA device");
 }
 
-// Null for an argument that was not given.
+// Null for an argument that is not given.
 inline const float* scalar_on(const MaybeTensor& t, const Tensor& other, const char* what) {
   if (!t.has_value()) return nullptr;
   check_scalar_on(*t, ScalarType::Float, other, what);
@@ -65,7 +65,7 @@ inline Tensor row_major(const Tensor& t) {
 }
 inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
 
-// What a kernel wrote to `copy`, which may be the tensor itself.
+// Copies what a kernel wrote to `copy`, which may be the tensor itself.
 inline void write_back(const Tensor& original, const Tensor& copy) {
   Tensor target = original;
   if (copy.get() != original.get()) torch::stable::copy_(target, copy);

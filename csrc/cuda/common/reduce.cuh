@@ -1,4 +1,4 @@
-// Reductions over a block, in an order that depends on nothing but the number of threads.
+// Reductions over a block, in an order that depends only on the number of threads.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,7 +29,7 @@ __device__ __forceinline__ T warp_reduce(T value, int lanes) {
   return value;
 }
 
-// The result is that of thread 0; the other threads' is not to be used. May be called in a loop.
+// The result is valid in thread 0 only. May be called in a loop.
 template <int threads, class Op, class T>
 __device__ __forceinline__ T block_reduce(T value) {
   constexpr int warps = threads / kWarp;
@@ -44,7 +44,7 @@ __device__ __forceinline__ T block_reduce(T value) {
   return value;
 }
 
-// found_inf <- 1 if any thread of the warp says so; all threads of the block must get here.
+// found_inf <- 1 if any thread of the warp has found one; all threads of the block must call this.
 __device__ __forceinline__ void raise_flag(float* found_inf, bool bad) {
   bool any = __any_sync(kFullWarp, bad);
   if (any && threadIdx.x % kWarp == 0) atomicExch(found_inf, 1.0f);

@@ -1,6 +1,6 @@
 // A list of tensors as the argument of one launch, passed by value so that nothing is copied to the
-// GPU beforehand. The work is cut into chunks that never cross a tensor; longer lists take several
-// launches.
+// GPU beforehand. The work is split into chunks that never span two tensors; longer lists take
+// several launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,19 +9,19 @@
 
 namespace mixprec::cuda {
 
-// Elements per chunk, a multiple of every pack. A chunk per block and turn: long enough that
-// finding its tensor costs nothing, short enough to spread over the SMs. The sums of grad_stats_
-// are cut here too, so this number is part of their order of summation.
+// Elements per chunk, a multiple of every pack. A block processes one chunk at a time: long enough
+// that finding its tensor costs nothing, short enough to spread the work over the SMs. The size
+// also determines the order of summation of grad_stats_.
 constexpr int64_t kChunk = 32768;
 
 constexpr int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
-// One tensor of the list, or several of one numel that are walked together.
+// One tensor of the list, or several of the same size that are processed together.
 template <int arrays, int tags>
 struct TensorEntry {
   void* data[arrays];
   int64_t numel;
-  int32_t tag[tags];  // numbers of the op's own
+  int32_t tag[tags];  // values that the op defines
 };
 
 struct Chunk {
@@ -31,7 +31,7 @@ struct Chunk {
 
 template <int arrays, int tags>
 struct TensorList {
-  static constexpr int kLimit = 32764 - 256;  // bytes of kernel arguments, less the op's others
+  static constexpr int kLimit = 32764 - 256;  // bytes of kernel arguments; 256 for the others
   static constexpr int kCapacity = (kLimit - 8) / (8 * arrays + 8 + 4 * tags + 4);
 
   void* data[arrays][kCapacity];
@@ -40,7 +40,8 @@ struct TensorList {
   int32_t first_chunk[kCapacity + 1];  // of each tensor; at [count] the number of all chunks
   int32_t count;
 
-  // Also tensors of no elements, which have no chunks. False: full, launch what is there first.
+  // Accepts empty tensors, which have no chunks. Returns false if the list is full and must be
+  // launched first.
   bool add(const TensorEntry<arrays, tags>& entry) {
     int64_t chunks = first_chunk[count] + chunks_of(entry.numel);
     if (count == kCapacity || chunks > INT32_MAX) return false;
@@ -73,8 +74,8 @@ struct TensorList {
   }
 };
 
-// flush(list) for as many lists as the entries take; entry(i, e) fills the i-th of `count` entries
-// and says whether it belongs to these launches. Stops at the first error.
+// Calls flush(list) for as many lists as the entries need; entry(i, e) fills the i-th of `count`
+// entries and returns whether it belongs to these launches. Stops at the first error.
 template <int arrays, int tags, class Entry, class Flush>
 cudaError_t for_lists(int64_t count, const Entry& entry, const Flush& flush) {
   TensorList<arrays, tags> list;

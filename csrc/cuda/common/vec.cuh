@@ -1,5 +1,5 @@
-// Walking over arrays in 16-byte accesses, whatever their alignment: a scalar head up to the first
-// 16-byte boundary, packs of n elements, a scalar tail.
+// Iterating over arrays of any alignment in 16-byte accesses: a scalar head up to the first 16-byte
+// boundary, packs of n elements, and a scalar tail.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ struct Int {
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
-// The bits of x[0, 8 / sizeof(T)), the first element lowest; fewer where n is smaller.
+// The bits of x[0, 8 / sizeof(T)), the first element lowest; of fewer elements if n is smaller.
 template <int n, class T>
 __device__ __forceinline__ uint64_t pack(const T* x) {
   uint64_t word = 0;
@@ -31,8 +31,8 @@ __device__ __forceinline__ uint64_t pack(const T* x) {
   return word;
 }
 
-// Loads by struct and stores by integer: of __int128 loads nvcc keeps a copy in local memory, of
-// uint4 stores it splits some (both seen in the SASS of the kernels with 16-bit results).
+// Loads use a struct and stores an integer: for __int128 loads nvcc keeps a copy in local memory,
+// and it splits some uint4 stores (both seen in the SASS of the kernels with 16-bit results).
 template <int bytes>
 using LoadWord =
     std::conditional_t<bytes % 16 == 0, uint4, std::conditional_t<bytes % 8 == 0, uint2, uint32_t>>;
@@ -40,7 +40,7 @@ template <int bytes>
 using StoreWord = std::conditional_t<bytes % 16 == 0, unsigned __int128,
                                      std::conditional_t<bytes % 8 == 0, uint64_t, uint32_t>>;
 
-// x <- p[0, n), n elements of at least 4 bytes in all; p aligned to the word they fill.
+// x <- p[0, n), n elements of at least 4 bytes in total; p is aligned to that size.
 template <int n, class T>
 __device__ __forceinline__ void load(const T* p, T (&x)[n]) {
   if constexpr (n == 1) {
@@ -81,8 +81,8 @@ struct Span {
   int64_t count, head, packs;  // elements, elements before the first pack, packs
 };
 
-// Arrays of one length, the one with the narrowest elements first: its head decides. Where another
-// array is not aligned after that head, there are no packs.
+// Arrays of the same length, the one with the narrowest elements first, which determines the head.
+// If another array is not aligned after that head, there are no packs.
 template <int n, class First, class... Rest>
 __device__ __forceinline__ Span split(int64_t count, const First* first, const Rest*... rest) {
   int64_t head = static_cast<int64_t>(-reinterpret_cast<uint64_t>(first) % 16 / sizeof(First));
@@ -90,8 +90,8 @@ __device__ __forceinline__ Span split(int64_t count, const First* first, const R
   return {count, head, (count - head) / n};
 }
 
-// f(Int<n>, i) for packs [i, i + n) and f(Int<1>, i) for the elements outside them: those of the
-// thread that is number `first` of `stride`.
+// Calls f(Int<n>, i) for packs [i, i + n) and f(Int<1>, i) for the elements outside them, as thread
+// `first` of `stride` threads.
 template <int n, class F>
 __device__ __forceinline__ void for_each(const Span& s, int64_t first, int64_t stride, const F& f) {
   for (int64_t i = first; i < s.packs; i += stride) f(Int<n>{}, s.head + i * n);

@@ -1,4 +1,4 @@
-// gemm and gemm_accumulate_ on Hopper: plan, launch, and the end of a split K.
+// gemm and gemm_accumulate_ on Hopper: plan, launch, and reduction of a split K.
 #include <atomic>
 #include <string>
 
@@ -92,7 +92,7 @@ TensorMap map_of(const Operand& x, const int (&box)[2], const char* op) {
       op);
 }
 
-// Where C is, [M, N] in rows of contiguous elements.
+// C [M, N], in rows of contiguous elements.
 struct Output {
   void* data;
   int64_t pitch;  // elements
@@ -100,7 +100,7 @@ struct Output {
   bool accumulate;
 };
 
-// Of C or C^T, whose rows are along dimension `rows`. A single row has any pitch: one for TMA.
+// Of C or C^T, whose rows are along dimension `rows`. A single row gets a pitch that TMA supports.
 int64_t pitch_of(const Tensor& out, int rows) {
   return out.size(rows) > 1 ? out.stride(rows) : round_up(out.size(1 - rows), 8);
 }

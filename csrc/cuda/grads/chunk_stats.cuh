@@ -1,18 +1,17 @@
-// What grad_stats_ and unscale_ find out about each gradient: a kernel leaves one result per chunk,
-// a second one adds up those of each gradient. So nothing has to be cleared beforehand, no block
-// waits for another, and the order of the sums depends on the list alone, not on the GPU or on
-// timing.
+// The statistics of grad_stats_ and unscale_ per gradient: one kernel writes a result per chunk, a
+// second one adds those of each gradient. Nothing has to be cleared beforehand, no block waits for
+// another, and the order of summation depends only on the list, not on the GPU or on timing.
 #pragma once
 
-#include "cuda/grads/grads.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
+#include "cuda/grads/grads.cuh"
 
 namespace mixprec::cuda {
 
 constexpr int kKinds = 4;  // Inf, NaN, zeros, subnormals
 
-// Scratch of one number per chunk of the whole list; null: not asked for.
+// Scratch with one number per chunk of the whole list; null: not requested.
 struct ChunkStats {
   double* sum_sq;
   uint64_t* counts;  // of the four kinds, 16 bits each
@@ -29,7 +28,7 @@ struct KindCounter {
     seen[3] += k.subnormal;
   }
 
-  // By all threads of the block, each with what it has seen of one chunk.
+  // Called by all threads of the block, each with its part of one chunk.
   __device__ __forceinline__ void finish(uint64_t* counts, int chunk) const {
     uint64_t packed = 0;
 #pragma unroll
@@ -39,7 +38,7 @@ struct KindCounter {
   }
 };
 
-// The place of a chunk of a launch in the scratch.
+// The index of a chunk of a launch in the scratch.
 __device__ __forceinline__ int place_of(const GradLaunch& grads, const Chunk& chunk) {
   return grads.tag[kFirstChunk][chunk.tensor] + static_cast<int>(chunk.begin / kChunk);
 }
@@ -53,7 +52,7 @@ __device__ __forceinline__ T add_in_warp(int first, int count, const Of& of) {
   return warp_reduce<Sum>(sum, kWarp);
 }
 
-// sum_sq [grads], counts [grads, 4], as `chunks` has them. A warp per number of them.
+// sum_sq [grads], counts [grads, 4], from `chunks`. One warp per number.
 static __global__ void __launch_bounds__(kThreads)
     add_chunks_kernel(const __grid_constant__ GradLaunch grads, const ChunkStats chunks,
                       double* sum_sq, int64_t* counts) {

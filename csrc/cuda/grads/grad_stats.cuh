@@ -1,9 +1,9 @@
-// grad_stats_ on the GPU: of each gradient the sum of (g * inv_scale)^2 and how many elements are
-// Inf, NaN, zero, subnormal; and found_inf.
+// grad_stats_ on the GPU: for each gradient the sum of (g * inv_scale)^2 and the number of elements
+// that are Inf, NaN, zero and subnormal; and found_inf.
 #pragma once
 
-#include "cuda/grads/chunk_stats.cuh"
 #include "cuda/common/vec.cuh"
+#include "cuda/grads/chunk_stats.cuh"
 
 namespace mixprec::cuda {
 
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads)
   raise_flag(found_inf, bad);
 }
 
-// One launch per dtype in the list, more where it is long, and one that adds up. inv_scale, counts:
-// may be null, and then also the scratch for counts.
+// One launch per dtype in the list (more for long lists), and one that adds the results. inv_scale
+// and counts may be null; the scratch for counts then too.
 inline cudaError_t grad_stats(const GradList& grads, const float* inv_scale, float* found_inf,
                               double* sum_sq, int64_t* counts, const ChunkStats& chunks, int sms,
                               cudaStream_t stream) {

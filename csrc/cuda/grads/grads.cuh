@@ -1,4 +1,4 @@
-// A list of gradients of any dtypes, as unscale_ and grad_stats_ take it.
+// A list of gradients of any dtypes, for unscale_ and grad_stats_.
 #pragma once
 
 #include <vector>
@@ -16,8 +16,8 @@ struct Grad {
 };
 using GradList = std::vector<Grad>;
 
-// The tags of a gradient: how many chunks are before it in the whole list, whatever their dtypes,
-// and its place in that list.
+// The tags of a gradient: the number of chunks before it in the whole list, of all dtypes, and its
+// index in that list.
 enum GradTag { kFirstChunk, kRow };
 using GradLaunch = TensorList<1, 2>;
 
@@ -27,7 +27,7 @@ inline int64_t chunks_in(const GradList& grads) {
   return chunks;
 }
 
-// f(list) for the gradients that belongs(grad) names.
+// Calls f(list) for the gradients for which belongs(grad) is true.
 template <class Belongs, class F>
 cudaError_t for_some_grads(const GradList& grads, const Belongs& belongs, const F& f) {
   int64_t first = 0;
@@ -40,7 +40,7 @@ cudaError_t for_some_grads(const GradList& grads, const Belongs& belongs, const 
   return for_lists<1, 2>(static_cast<int64_t>(grads.size()), entry, f);
 }
 
-// f(Type<T>, list) for the gradients of each dtype T that have elements.
+// Calls f(Type<T>, list) for the gradients of each dtype T that are not empty.
 template <class F>
 cudaError_t for_grads(const GradList& grads, const F& f) {
   auto of_type = [&](Dtype dtype, auto t) {

@@ -1,6 +1,6 @@
 // unscale_ and grad_stats_ on CUDA tensors.
-#include "cuda/grads/grad_stats.cuh"
 #include "cuda/common/on_device.h"
+#include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
 
 namespace mixprec::cuda {
@@ -14,7 +14,7 @@ Dtype check_grad(const Tensor& grad, const Tensor& found_inf, const char* what) 
   return dtype;
 }
 
-// int64 [grads, 4]; null where it was not given.
+// int64 [grads, 4]; null if it is not given.
 int64_t* counts_on(const MaybeTensor& counts, const Tensors& grads, const Tensor& found_inf,
                    const char* what) {
   if (!counts.has_value()) return nullptr;
@@ -26,7 +26,7 @@ int64_t* counts_on(const MaybeTensor& counts, const Tensors& grads, const Tensor
   return static_cast<int64_t*>(counts->mutable_data_ptr());
 }
 
-// Scratch for `numbers` 8-byte numbers per chunk of the list.
+// Scratch for `numbers` 8-byte values per chunk of the list.
 Tensor chunk_scratch(const GradList& list, const Tensor& found_inf, int numbers, const char* op) {
   int64_t chunks = chunks_in(list);
   STD_TORCH_CHECK(chunks < INT32_MAX, op, ": too many elements in all");

@@ -1,9 +1,9 @@
-// unscale_ on the GPU: g <- g * inv_scale, found_inf, and, if asked, how many elements of each
-// gradient are Inf, NaN, zero, subnormal.
+// unscale_ on the GPU: g <- g * inv_scale, found_inf, and on request the number of elements of each
+// gradient that are Inf, NaN, zero and subnormal.
 #pragma once
 
-#include "cuda/grads/chunk_stats.cuh"
 #include "cuda/common/vec.cuh"
+#include "cuda/grads/chunk_stats.cuh"
 
 namespace mixprec::cuda {
 
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads)
   raise_flag(found_inf, bad);
 }
 
-// One launch per dtype in the list, more where it is long, and one that adds up the counts. sms:
-// the GPU's number of SMs.
+// One launch per dtype in the list (more for long lists), and one that adds the counts. sms: the
+// GPU's number of SMs.
 inline cudaError_t unscale(const GradList& grads, const float* inv_scale, float* found_inf,
                            int64_t* counts, const ChunkStats& chunks, int sms,
                            cudaStream_t stream) {

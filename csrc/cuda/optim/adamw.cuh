@@ -1,4 +1,4 @@
-// adamw_ on the GPU: its formula as a rule of step.cuh.
+// adamw_ on the GPU: its formula as a Rule of step.cuh.
 #pragma once
 
 #include "cuda/optim/step.cuh"

@@ -1,5 +1,5 @@
-// The first launch of an optimizer's update: counts the steps, and forms the constants of each
-// tensor from its count, once instead of in every thread.
+// The first launch of an optimizer's update: counts the steps and computes the constants of each
+// tensor once, instead of in every thread.
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -7,10 +7,11 @@
 
 namespace mixprec::cuda {
 
-// What the tensors of a call share.
+// The arguments that all tensors of a call share.
 struct StepArgs {
   float* steps;  // [tensors]
-  // Device memory, one element each; null: the rule's lr (at most one is not null), 1, 1, 0
+  // Device memory, one element each. If null: the rule's lr (at most one of the two is not null),
+  // 1, 1, 0.
   const float* lr_f32;
   const double* lr_f64;
   const float *inv_scale, *clip, *found_inf;

@@ -30,7 +30,7 @@ inline Stored stored_of(const MaybeTensor& t) {
   return t.has_value() ? stored_of(t->scalar_type()) : Stored::absent;
 }
 
-// The lists of a call; those in `optional` may be empty. An array that is not there has no list.
+// The lists of a call; those in `optional` may be empty. A missing array has no list.
 struct StepLists {
   const char* op;
   const Tensors* list[kStepArrays];
@@ -40,7 +40,7 @@ struct StepLists {
 
 class ParamBundles {
  public:
-  // Checks everything, before anything is copied or written.
+  // Checks all tensors before any is copied or written.
   ParamBundles(const StepLists& lists, double max_value, bool stochastic_rounding,
                const std::vector<int64_t>& indices)
       : lists_(lists), stochastic_rounding_(stochastic_rounding) {
@@ -74,7 +74,7 @@ class ParamBundles {
     indices_ = indices;
   }
 
-  // To be called on the params' device.
+  // Must be called with the params' device as the current one.
   std::vector<StepTensor> tensors() {
     std::vector<StepTensor> result;
     for (Bundle& bundle : bundles_) {
@@ -99,7 +99,7 @@ class ParamBundles {
     return result;
   }
 
-  // After the launches: what was copied for them.
+  // After the launches: copies back the tensors that were copied for them.
   void write_back() const {
     for (const Bundle& bundle : bundles_) {
       for (int a = 0; a < kStepArrays; ++a) {
@@ -144,7 +144,7 @@ class ParamBundles {
     }
   }
 
-  // Whether random bits are used, which are numbered in row-major order.
+  // Whether random bits are used; these are numbered in row-major order.
   bool is_random(const Bundle& bundle) const {
     bool param = stochastic_rounding_ && !bundle.at[kMaster].has_value();
     return (param && stored_of(bundle.at[kParam]) == Stored::bf16) ||

@@ -1,28 +1,28 @@
-// An optimizer's update on the GPU: one tiny launch that counts the steps and forms their
-// constants, then one launch for all tensors, of whatever formats (fp64 params take one more). Both
-// read found_inf on the device and do nothing where it is set. The formula comes as a rule
+// An optimizer's update on the GPU: one tiny launch that counts the steps and computes their
+// constants, then one launch for all tensors of any formats (one more for fp64 params). Both read
+// found_inf on the device and do nothing if it is set. The formula is the template argument Rule
 // (adamw.cuh).
 #pragma once
 
 #include <vector>
 
-#include "cuda/optim/count_steps.cuh"
 #include "cuda/common/group.cuh"
 #include "cuda/common/tensor_list.cuh"
+#include "cuda/optim/count_steps.cuh"
 
 namespace mixprec::cuda {
 
-enum StepArray { kParam, kGrad, kMaster, kState };  // and further states
+enum StepArray { kParam, kGrad, kMaster, kState };  // kState, kState + 1: the states
 constexpr int kStepArrays = kState + 2;
 
 struct StepTensor {
   void* data[kStepArrays];     // device memory, numel elements each
-  Stored stored[kStepArrays];  // master, states: may be absent. f64: all that are not, or none
+  Stored stored[kStepArrays];  // master, states: may be absent; f64: all present ones or none
   int64_t numel;
-  int64_t index;  // for random rounding
+  int64_t index;  // for stochastic rounding
 };
 
-// The tags of a tensor: its place in the call's list, its index, how its arrays are stored.
+// The tags of a tensor: its position in the call's list, its index, the formats of its arrays.
 enum StepTag { kNumber, kIndex, kStored, kStepTags };
 using StepLaunch = TensorList<kStepArrays, kStepTags>;
 
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
   }
 }
 
-// constants: scratch, one for each tensor.
+// constants: scratch, one entry per tensor.
 template <class Rule>
 cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
                  StepConstants<Rule>* constants, int sms, cudaStream_t stream) {

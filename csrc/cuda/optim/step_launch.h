@@ -1,4 +1,4 @@
-// What all optimizers' launchers do: check, launch, write back.
+// Shared by the launchers of all optimizers: check, launch, write back.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace mixprec::cuda {
 
-// The end of every update's signature.
+// The arguments at the end of every update's signature.
 struct StepCall {
   bool maximize;
   double max_value;

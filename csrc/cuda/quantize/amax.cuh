@@ -1,21 +1,23 @@
-// amax on the GPU. Each block leaves its own maximum, so that nothing has to be cleared first.
+// amax on the GPU. Each block writes its own maximum, so that nothing has to be cleared first.
 //
 // |x| as the bits of an fp32 without its sign: as integers NaN > Inf > finite, so the largest
-// integer is the amax, and the order in which it was found does not matter.
+// integer is the amax, in any order of reduction.
 #pragma once
 
-#include "cuda/quantize/cast.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/quantize/cast.cuh"
 #include "dispatch.h"
 
 namespace mixprec::cuda {
 
-// Shared by the blocks of a launch that finds amax while it casts; cleared by the launch before.
+// Shared by the blocks of a launch that computes amax while it casts; cleared by the previous
+// launch.
 struct AmaxState {
   unsigned largest, done;
 };
 
-// The maximum over the block, for all its threads, which must all call it. May be in a loop.
+// The maximum over the block, returned to all its threads, which must all call it. May be called in
+// a loop.
 __device__ __forceinline__ uint32_t block_max(uint32_t value) {
   __shared__ uint32_t of_all;
   value = block_reduce<kThreads, Max>(value);
@@ -30,7 +32,7 @@ __device__ __forceinline__ uint32_t max_of_partials(const uint32_t* partials, in
   return block_max(largest);
 }
 
-// To be called once by all threads of all blocks, with the largest magnitude each has seen.
+// Must be called once by all threads of all blocks, with the largest magnitude that each has seen.
 __device__ __forceinline__ void finish_amax(uint32_t largest, AmaxState* state, float* amax) {
   largest = block_reduce<kThreads, Max>(largest);
   if (threadIdx.x != 0) return;
@@ -41,7 +43,7 @@ __device__ __forceinline__ void finish_amax(uint32_t largest, AmaxState* state, 
   *amax = bits_float(atomicExch(&state->largest, 0u));
 }
 
-// partials [gridDim.x]. Returns at once where a scale is given and not 0. Clears `state`, if any.
+// partials [gridDim.x]. Returns at once if a scale is given and not 0. Clears `state`, if any.
 template <class X>
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const X* x, int64_t count, const float* given, uint32_t* partials,
@@ -66,7 +68,7 @@ static __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *amax = bits_float(largest);
 }
 
-// Words of scratch for the maxima of the blocks of any launch.
+// 32-bit words of scratch for the maxima of the blocks of any launch.
 inline int64_t partials_for(int sms) { return int64_t{sms} * kBlocksPerSm; }
 
 template <class X>

@@ -1,5 +1,5 @@
-// Runs of elements between memory and fp32, by the GPU's own conversions where it has them. They
-// round as csrc/math/convert.h does, which is what runs elsewhere.
+// Loads, stores and casts of several elements, with the GPU's conversion instructions where
+// available. They round as csrc/math/convert.h does, which is used elsewhere.
 #pragma once
 
 #include "cuda/common/reduce.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t largest_of(const X (&x)[n], uint32_t largest
   return largest;
 }
 
-// q <- cast(x[j] * scale(j)). The instruction would make Inf the largest value, so a run that holds
-// one, which is rare, takes the other way.
+// q <- cast(x[j] * scale(j)). The instruction would turn Inf into the largest value, so elements
+// that include one, which is rare, are cast by convert.h.
 template <int n, class X, class Q, class Scale>
 __device__ __forceinline__ void encode_run(const X (&x)[n], Q (&q)[n], const Scale& scale) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

@@ -13,7 +13,7 @@ struct ScaleGrid {
   int64_t cols, rows_each, cols_each;
   int64_t stride_row, stride_col;
 
-  // Of element i; 64-bit divisions are slow, and few tensors need them.
+  // The scale of element i; 64-bit divisions are slow, and few tensors need them.
   __device__ __forceinline__ float of(int64_t i) const {
     if (i >> 32 == 0 && cols >> 32 == 0) {
       uint32_t row = static_cast<uint32_t>(i) / static_cast<uint32_t>(cols);
@@ -27,7 +27,7 @@ struct ScaleGrid {
   }
 };
 
-// by_blocks: a scale for every block of the matrix, else the first of the grid for all.
+// by_blocks: a scale for every block of the matrix; otherwise one scale for all.
 template <class Q, class O, bool by_blocks>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const Q* __restrict__ data, O* __restrict__ out, int64_t count,
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   float one = by_blocks ? 1.0f : *grid.data;
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   Span span = split<n>(count, data, out);
-  // With this a run of n elements lies in one row, and in one block.
+  // Then n consecutive elements are in one row and in one block.
   if (by_blocks && (span.head != 0 || grid.cols % n != 0)) span = {count, 0, 0};
   for_each<n>(span, first, int64_t{gridDim.x} * kThreads, [&](auto width, int64_t i) {
     Q in[decltype(width)::value];
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// One scale where grid.rows_each is 0.
+// One scale if grid.rows_each is 0.
 inline cudaError_t dequantize(Dtype data_dtype, Dtype out_dtype, const void* data, void* out,
                               int64_t count, const ScaleGrid& grid, int sms, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;

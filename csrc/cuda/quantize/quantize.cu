@@ -2,8 +2,8 @@
 #include <string>
 #include <tuple>
 
-#include "cuda/quantize/dequantize.cuh"
 #include "cuda/common/on_device.h"
+#include "cuda/quantize/dequantize.cuh"
 #include "cuda/quantize/quantize.cuh"
 
 namespace mixprec::cuda {
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_op(Tensor x, ScalarT
   return {data, data_t, scale_inv, scale_inv_t, largest};
 }
 
-// The shape of scale_inv says which granularity it is of.
+// The shape of scale_inv determines the granularity.
 ScaleGrid grid_of(const Tensor& scale_inv, int64_t rows, int64_t cols) {
   const float* data = static_cast<const float*>(scale_inv.const_data_ptr());
   if (scale_inv.numel() == 1) return {data, cols, 0, 0, 0, 0};

@@ -1,4 +1,4 @@
-// quantize on the GPU: which kernels run for which granularity, over memory that nobody cleared.
+// quantize on the GPU: which kernels run for which granularity. Scratch memory need not be cleared.
 #pragma once
 
 #include "cuda/quantize/quantize_rows.cuh"
@@ -17,7 +17,7 @@ struct Quantize {
   void* q_t;      // [cols, rows], if `transpose`
   int64_t rows, cols;
   bool transpose, power_of_two_scale;
-  const float* scale;  // null, or 0 in it: not given; "tensor" only
+  const float* scale;  // null or pointing at 0: not given; "tensor" only
   float *scale_inv, *scale_inv_t;
   float* amax;
   uint32_t* scratch;  // [scratch_words]
@@ -26,12 +26,12 @@ struct Quantize {
   int64_t across() const { return (cols + kTile - 1) / kTile; }
   bool is_fp8() const { return q_dtype == Dtype::e4m3 || q_dtype == Dtype::e5m2; }
   bool by_lines() const { return granularity == Granularity::row && transpose; }
-  // Of the kernels with a scale per row or block; 0: without a given scale it is 1.
+  // For the kernels with a scale per row or block; 0 means a scale of 1.
   float fmt_max() const { return is_fp8() ? format_max(q_dtype) : 0.0f; }
 };
 
 // An AmaxState, the maxima of the blocks, and for rows with transpose the maxima of the rows and
-// columns of the tiles and the scales that follow.
+// columns of the tiles and the resulting scales.
 inline int64_t scratch_words(const Quantize& a, int sms) {
   int64_t words = 2 + partials_for(sms);
   if (a.by_lines()) words += a.rows * (a.across() + 1) + a.cols * (a.down() + 1);
@@ -42,7 +42,7 @@ inline cudaError_t finish_partials(const Quantize& a, int64_t blocks, cudaStream
   return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch + 2, blocks, a.amax);
 }
 
-// With a scale given, or not: two launches.
+// Two launches, with or without a given scale.
 template <class X, class Q>
 cudaError_t quantize_tensor(const Quantize& a, int sms, cudaStream_t stream) {
   const X* x = static_cast<const X*>(a.x);
@@ -67,10 +67,10 @@ cudaError_t quantize_tensor(const Quantize& a, int sms, cudaStream_t stream) {
                 stream, x, q, count, scale);
 }
 
-// Two launches: the cast, and the maxima of its blocks.
+// Two launches: the cast, and the reduction of the maxima of its blocks.
 template <class X, class Q>
 cudaError_t quantize_rows(const Quantize& a, int sms, cudaStream_t stream) {
-  // A block to a short row would leave most of its threads idle.
+  // One block per short row would leave most of its threads idle.
   bool is_short = a.cols < 4 * kThreads;
   int64_t at_once = is_short ? kThreads / kWarp : 1;
   int64_t blocks = grid_for((a.rows + at_once - 1) / at_once, sms);

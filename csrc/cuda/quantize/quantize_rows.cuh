@@ -1,5 +1,5 @@
-// quantize with a scale per row: a warp or a block to a row, which is read twice, the second time
-// out of the cache: a row is short enough for it.
+// quantize with a scale per row: one warp or block per row, which is read twice; the second read
+// hits the cache.
 #pragma once
 
 #include "cuda/quantize/amax.cuh"
@@ -7,7 +7,7 @@
 
 namespace mixprec::cuda {
 
-// x, q [rows, cols], scale_inv [rows], partials [gridDim.x]; lanes: threads to a row.
+// x, q [rows, cols], scale_inv [rows], partials [gridDim.x]; lanes: threads per row.
 template <class X, class Q, int lanes>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows_kernel(const X* __restrict__ x, Q* __restrict__ q, int64_t rows, int64_t cols,

@@ -1,5 +1,5 @@
-// quantize with one scale for all of x, in two launches: amax, or where a scale is given nothing;
-// then the cast, which finds the amax on the way where it is not known yet.
+// quantize with one scale for all of x, in two launches: first amax, which does nothing if a scale
+// is given; then the cast, which also computes amax if it is not known yet.
 #pragma once
 
 #include "cuda/quantize/amax.cuh"
@@ -9,16 +9,16 @@
 namespace mixprec::cuda {
 
 struct TensorScale {
-  const float* given;  // null, or 0 in it: not given
-  float fmt_max;       // without a given scale: from amax; 1 where this is 0
+  const float* given;  // null or pointing at 0: not given
+  float fmt_max;       // used to compute the scale from amax; 0: scale 1
   bool power_of_two;
-  const uint32_t* partials;  // the maxima of the blocks before, where it is from amax
+  const uint32_t* partials;  // the maxima from the previous launch
   int count;
   float *scale_inv, *amax;
   AmaxState* state;
 };
 
-// For all threads of the block, which must all call it.
+// Returned to all threads of the block, which must all call it.
 __device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& amax_known) {
   float scale = t.given != nullptr ? *t.given : 0.0f;
   bool writes = blockIdx.x == 0 && threadIdx.x == 0;

@@ -1,5 +1,5 @@
-// quantize by tiles of 128 x 128, whose rows, columns or all have a scale: x is read once, kept in
-// registers until the scales are known, and gives q and q^T.
+// quantize in tiles of 128 x 128 with a scale per row, column or tile: x is read once and kept in
+// registers until the scales are known; it then gives q and q^T.
 #pragma once
 
 #include "cuda/quantize/amax.cuh"
@@ -10,10 +10,10 @@ namespace mixprec::cuda {
 
 constexpr int kTile = 128;
 
-// What of a tile a thread holds: n columns from `col` on of the rows row, row + kStep, ...
+// A thread's part of a tile: n columns from `col` on, of the rows row, row + kStep, ...
 template <class X>
 struct HeldTile {
-  static constexpr int n = kVector<X>, kLanes = kTile / n;  // threads to a row
+  static constexpr int n = kVector<X>, kLanes = kTile / n;  // threads per row
   static constexpr int kStep = kThreads / kLanes, kRounds = kTile / kStep;
 
   X at[kRounds][n];
@@ -24,12 +24,12 @@ struct HeldTile {
     for (int i = 0; i < kRounds; ++i) tile.load(x, row + i * kStep, col, at[i], vectors);
   }
 
-  // Of row + i * kStep: the same for all threads that hold a part of it.
+  // The value of row + i * kStep, the same for all threads that hold a part of it.
   __device__ __forceinline__ uint32_t row_max(int i) const {
     return warp_reduce<Max>(largest_of(at[i], 0u), kLanes);
   }
 
-  // maxima [kTile] in shared memory, zeros before
+  // maxima [kTile] in shared memory, initially zero
   __device__ __forceinline__ void raise_column_maxima(uint32_t* maxima) const {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
@@ -192,7 +192,7 @@ struct Lines {
   float *scale, *scale_inv;
 };
 
-// A thread to a row or column; the first block also reduces the maxima of `blocks` blocks to amax.
+// One thread per row or column; the first block also reduces the maxima of `blocks` blocks to amax.
 static __global__ void __launch_bounds__(kThreads)
     line_scales_kernel(const Lines row_lines, const Lines col_lines, float fmt_max,
                        bool power_of_two, const uint32_t* partials, int blocks, float* amax) {

@@ -1,5 +1,5 @@
-// A tile of q in shared memory, written along the rows of x and read along those of q and q^T, with
-// 16-byte accesses to global memory on all sides.
+// A tile of q in shared memory, written along the rows of x and read along the rows of q and of
+// q^T, so that all accesses to global memory are 16 bytes wide.
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -8,8 +8,8 @@
 namespace mixprec::cuda {
 
 // rows x cols of at most kSide x kSide elements. A side is 128 bytes: a cache line of global
-// memory, eight vectors, and all 32 banks. Vector v of row r lies at v ^ (r / kRun % 8), so that
-// threads that go down eight groups of rows in one column meet eight groups of banks.
+// memory, eight vectors, and all 32 banks. Vector v of row r is stored at v ^ (r / kRun % 8), so
+// that threads that read eight groups of rows in one column access eight different groups of banks.
 template <class Q>
 struct QuantizeTile {
   static constexpr int kRun = kVector<Q>;  // elements per vector
@@ -28,7 +28,7 @@ struct QuantizeTile {
   }
 };
 
-// out[0, n) <- run, by one vector where n is all of it and `vectors` says that out is aligned.
+// out[0, n) <- run, by one vector store if n is the whole run and out is aligned (`vectors`).
 template <int kRun, class Q>
 __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t n, bool vectors) {
   if (vectors && n >= kRun) {
@@ -41,11 +41,11 @@ __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t 
   }
 }
 
-// Where a tile lies in a matrix [rows, cols].
+// The position of a tile in a matrix [rows, cols].
 struct TileAt {
   int64_t rows, cols, row0, col0;
 
-  // x[row0 + r, col0 + c and on], zeros outside of the matrix. `vectors`: all of them are aligned.
+  // x[row0 + r, col0 + c...], zeros outside the matrix. `vectors`: all of them are aligned.
   template <int n, class X>
   __device__ __forceinline__ void load(const X* x, int r, int c, X (&in)[n], bool vectors) const {
     int64_t row = row0 + r, col = col0 + c;

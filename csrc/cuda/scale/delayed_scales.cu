@@ -1,8 +1,8 @@
 // update_delayed_scales_ on CUDA tensors.
 #include <cmath>
 
-#include "cuda/scale/delayed_scales.cuh"
 #include "cuda/common/on_device.h"
+#include "cuda/scale/delayed_scales.cuh"
 
 namespace mixprec::cuda {
 

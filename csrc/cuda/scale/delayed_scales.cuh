@@ -1,4 +1,4 @@
-// update_delayed_scales_ on the GPU: a thread per tensor, many tensors per launch.
+// update_delayed_scales_ on the GPU: one thread per tensor, many tensors per launch.
 #pragma once
 
 #include "cuda/common/launch.h"

@@ -1,5 +1,6 @@
-// The scalar arithmetic of scales on the GPU, where the scalars are: scale_from_amax_ (a thread per
-// scale), clip_coef (a block, which adds in a fixed order), inv_scale and update_scale_ (a thread).
+// The scalar arithmetic of scales, on the GPU so that no scalar goes to the host: scale_from_amax_
+// (one thread per scale), clip_coef (one block, which adds in a fixed order), inv_scale and
+// update_scale_ (one thread).
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -23,7 +24,7 @@ static __global__ void inv_scale_kernel(const float* scale, float* result) {
   *result = static_cast<float>(1.0 / static_cast<double>(*scale));
 }
 
-// min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it; NaN stays NaN.
+// min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_; NaN stays NaN.
 static __global__ void __launch_bounds__(kThreads)
     clip_coef_kernel(const double* sum_sq, int64_t count, double max_norm, float* result) {
   double sum = 0.0;

@@ -1,4 +1,4 @@
-// What the GEMM kernels are told, without torch.
+// The arguments of the GEMM kernels, without torch.
 #pragma once
 
 #include "cuda/gemm/config/gemm_tiles.h"
@@ -6,9 +6,9 @@
 
 namespace mixprec::cuda {
 
-// The scale of element (row, k), where "row" is a row of a or a column of b. row_shift: 0 where
-// rows have their own scales, 7 where 128 share one; a stride is 0 where all rows, or all of K,
-// share one. Strides are in elements. Null data: 1.
+// The scale of element (row, k), where "row" is a row of a or a column of b. row_shift: 0 if each
+// row has its own scale, 7 if 128 rows share one. A stride is 0 if all rows, or all of K, share
+// one. Strides are in elements. Null data: a scale of 1.
 struct ScaleView {
   const float* data;
   int64_t row_stride, chunk_stride;
@@ -20,8 +20,7 @@ struct ScaleView {
   }
 };
 
-// What happens to the sum of products of one element of C: (sum * a_scale) * b_scale + bias, then
-// one rounding.
+// The epilogue of one element of C: (sum * a_scale) * b_scale + bias, then one rounding.
 struct Epilogue {
   void* out;  // [m, n], rows `pitch` elements apart
   int64_t pitch;
@@ -38,9 +37,9 @@ struct GemmArgs {
   int stages;            // of the ring in shared memory
   GemmTiles tiles;
   Epilogue epilogue;
-  bool tma_store;              // by TMA: out is 16-byte aligned, its pitch too; not with `partial`
+  bool tma_store;              // out and its pitch must be 16-byte aligned; not with `partial`
   ScaleView a_chunk, b_chunk;  // applied to each 128 of K (Accumulate::scaled)
-  float* partial;              // fp32 [splits, m, n], finished by another kernel; null: 1 split
+  float* partial;              // fp32 [splits, m, n], reduced by another kernel; null: 1 split
 };
 
 }  // namespace mixprec::cuda

@@ -1,5 +1,5 @@
-// How long a GEMM would take on a Hopper GPU, in clocks of its SMs. The constants come from what is
-// published of the machine, and from reasoning; none is measured. They rank tiles, no more.
+// A model of the time of a GEMM on a Hopper GPU, in SM clocks. The constants are published or
+// estimated, not measured. The model is only used to rank tiles.
 #pragma once
 
 #include <algorithm>
@@ -9,25 +9,25 @@
 
 namespace mixprec::cuda::sm90 {
 
-constexpr double kMathPerClock = 32;          // of m * n of a chunk: 4096 16-bit FLOP, or 8192 FP8
+constexpr double kMathPerClock = 32;          // m * n per chunk: 4096 16-bit FLOP, or 8192 FP8
 constexpr double kSharedBytesPerClock = 128;  // of one SM's shared memory
-constexpr double kL2BytesPerClock = 40;       // one SM's part of about 5120 for the whole GPU
+constexpr double kL2BytesPerClock = 40;       // one SM's share of about 5120 for the whole GPU
 constexpr double kDramBytesPerClock = 2500;   // 4.3 TB/s at 1.7 GHz
 constexpr double kLanesPerClock = 128;        // FP32 additions of one SM
-constexpr double kStartClocks = 2000;         // launch, barriers, the first stage from DRAM
-constexpr double kFinishClocks = 4000;        // a second kernel that waits for the first one
+constexpr double kStartClocks = 2000;         // launch, barriers, loading the first stage from DRAM
+constexpr double kFinishClocks = 4000;        // a second kernel that depends on the first one
 
 struct GemmWork {
   int64_t m, n, k;
   int in_bytes, out_bytes;  // of an element
 };
 
-// One chunk of K of one tile: the slowest of the units that work at the same time. What lies
-// outside of a and b is not moved.
+// One chunk of K of one tile: the time of the slowest of the units that work in parallel. Elements
+// outside a and b are not moved.
 constexpr double chunk_clocks(const TileConfig& t, const GemmWork& w) {
   double m = t.block_m, n = t.block_n;
   double math = m * n / kMathPerClock;
-  // Each 64 rows of the tile are one wgmma, which reads them and all of b; TMA writes both once.
+  // Every 64 rows of the tile are one wgmma, which reads them and all of b; TMA writes both once.
   double shared = (m / 64 * (64 + n) + m + n) * kChunkBytes / kSharedBytesPerClock;
   double read = std::min<double>(m, w.m) + std::min<double>(n, w.n) / t.cluster;
   double l2 = read * kChunkBytes / kL2BytesPerClock;
@@ -40,7 +40,7 @@ constexpr double chunk_clocks(const TileConfig& t, const GemmWork& w) {
   return std::max({compute, shared, l2});
 }
 
-// tiles counts clusters; chunks are those of one split.
+// tiles: in units of clusters; chunks: of one split.
 inline double gemm_clocks(const TileConfig& t, const GemmWork& w, const GemmTiles& tiles,
                           int64_t chunks, int sms) {
   int64_t slots = sms / t.cluster, waves = (tile_count(tiles) + slots - 1) / slots;
@@ -56,8 +56,8 @@ inline double gemm_clocks(const TileConfig& t, const GemmWork& w, const GemmTile
   return clocks;
 }
 
-// How many rows of tiles form a band: those in flight then touch the fewest rows of a and columns
-// of b, which they read from L2 together.
+// The number of tile rows in a band that minimises the rows of a and columns of b that the tiles in
+// flight read from L2.
 constexpr int raster_group(const TileConfig& t, int64_t m_tiles, int sms) {
   int64_t slots = std::max(1, sms / t.cluster), best_bytes = INT64_MAX;
   int best = 1;

@@ -1,5 +1,5 @@
-// How the operands of gemm and their scales lie in memory, as the Hopper kernel needs to know it.
-// Host only, no CUDA, no torch.
+// The memory layout of gemm's operands and their scales, in the terms of the Hopper kernel. Host
+// only, no CUDA, no torch.
 #pragma once
 
 #include <optional>
@@ -9,7 +9,7 @@
 
 namespace mixprec::cuda::sm90 {
 
-// What torch says of a matrix. `row` is the dimension of M in a [M, K], of N in b [K, N].
+// A matrix as torch describes it. `row` is the dimension of M in a [M, K], of N in b [K, N].
 struct Strided {
   uint64_t address;
   int64_t size[2], stride[2];  // elements
@@ -18,8 +18,8 @@ struct Strided {
   constexpr int along_k() const { return 1 - row; }
 };
 
-// Lines of contiguous elements along `major`, `pitch` elements apart; a copy of the operand if it
-// does not lie like that.
+// Lines of contiguous elements along `major`, `pitch` elements apart. copy: the operand has to be
+// copied to have this layout.
 struct Arrangement {
   Major major;
   int64_t pitch;
@@ -28,7 +28,7 @@ struct Arrangement {
 
 constexpr int64_t round_up(int64_t x, int64_t multiple) { return ceil_div(x, multiple) * multiple; }
 
-// The pitch of the lines along dimension `inner` as TMA takes it; 0 if it does not.
+// The pitch of the lines along dimension `inner`; 0 if TMA does not support it.
 constexpr int64_t pitch_along(const Strided& x, int inner, int64_t element_bytes) {
   int64_t lines = x.size[1 - inner], pitch = x.stride[1 - inner];
   if (x.address % 16 != 0 || (x.size[inner] > 1 && x.stride[inner] != 1)) return 0;
@@ -36,7 +36,8 @@ constexpr int64_t pitch_along(const Strided& x, int inner, int64_t element_bytes
   return pitch >= x.size[inner] && pitch * element_bytes % 16 == 0 ? pitch : 0;
 }
 
-// In place where that is possible. FP8 has to lie along K; 16-bit operands are copied as they lie.
+// Without a copy where possible. FP8 operands must be contiguous along K; 16-bit operands keep
+// their order if they are copied.
 constexpr Arrangement arrangement_of(const Strided& x, int64_t element_bytes) {
   bool any_major = element_bytes > 1;
   int64_t k_pitch = pitch_along(x, x.along_k(), element_bytes);
@@ -54,8 +55,8 @@ struct Scales {
 };
 
 // scale_inv of an operand x: one element, or of shape (r, c) for a and (c, r) for b, where r is
-// ceil(rows / 128) or rows, which wins where they are equal, and c is 1 or ceil(K / 128). Nothing
-// for another shape.
+// rows or ceil(rows / 128) (rows takes precedence if they are equal), and c is 1 or ceil(K / 128).
+// Returns nothing for other shapes.
 constexpr std::optional<Scales> scales_of(const float* data, const Strided& s, const Strided& x) {
   int64_t rows = x.size[x.row], chunks = ceil_div(x.size[x.along_k()], 128);
   int64_t r = s.size[x.row], c = s.size[x.along_k()];

@@ -1,4 +1,4 @@
-// The operands of gemm: torch's tensors, and what the Hopper kernel is told of them.
+// The operands of gemm: the tensors, with their layout and scales for the Hopper kernel.
 #pragma once
 
 #include "cuda/common/on_device.h"
@@ -9,9 +9,9 @@ namespace mixprec::cuda::sm90 {
 // a [M, K], or b [K, N], whose rows here are its columns.
 struct Operand {
   Tensor tensor;
-  int row;  // its dimension
+  int row;  // the dimension of the rows
   Dtype dtype;
-  ScaleView scale = {};  // where none was given: 1
+  ScaleView scale = {};  // 1 if none is given
   Granularity granularity = Granularity::tensor;
   Arrangement layout = {};  // set by arrange()
 
@@ -56,7 +56,7 @@ inline Operand operand_of(const Tensor& x, int row, const MaybeTensor& scale, co
   return made;
 }
 
-// Copies the operand if it does not lie as it must.
+// Determines the layout, and copies the operand if the kernel does not support it.
 inline void arrange(Operand& x) {
   x.layout = arrangement_of(strided(x.tensor, x.row), element_size(x.dtype));
   if (!x.layout.copy) return;
@@ -69,7 +69,7 @@ inline void arrange(Operand& x) {
   x.tensor = copy;
 }
 
-// A scale that does not differ along K is applied at the end.
+// A scale that does not vary along K is applied at the end.
 inline ScaleView at_end(const Operand& x) {
   return is_per_chunk(x.granularity) ? ScaleView{} : x.scale;
 }

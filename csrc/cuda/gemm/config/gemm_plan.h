@@ -1,5 +1,5 @@
-// Description of a GEMM -> which instance of the Hopper kernel runs it, and how. Host only, no
-// CUDA, no torch; the same description always gives the same plan.
+// Chooses the instance of the Hopper kernel that runs a GEMM, and its parameters. Host only, no
+// CUDA, no torch; a pure function of the problem.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,8 @@
 
 namespace mixprec::cuda::sm90 {
 
-// What one scale is for (mixprec/ops/quantize.py); the last two are applied to each 128 of K.
+// The elements that share a scale (mixprec/ops/quantize.py); the last two are applied to each 128
+// of K.
 enum class Granularity { tensor, row, block1x128, block128x128 };
 
 struct GemmProblem {
@@ -29,7 +30,7 @@ struct GemmProblem {
 struct DeviceProperties {
   int major, minor;  // compute capability
   int sms;
-  int64_t shared_bytes;  // that a block may have
+  int64_t shared_bytes;  // per block, at most
 };
 
 // Overrides the planner's choice, for tests and measurements; -1 for tile_config and 0 for the
@@ -54,7 +55,7 @@ struct GemmConfig {
 
 constexpr int kMaxStages = 8, kMinStages = 2;
 constexpr int64_t kMaxWorkspaceBytes = 64 << 20;
-// Fewer chunks than this do not hide the latency of the first one: no split gets less.
+// Fewer chunks than this do not hide the latency of the first one.
 constexpr int64_t kMinChunksPerSplit = 4;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -71,14 +72,14 @@ constexpr Accumulate accumulate_of(const GemmProblem& p) {
   return p.fast_accum ? Accumulate::direct : Accumulate::promoted;
 }
 
-// As many as fit.
+// As many as fit into shared memory.
 constexpr int stages_of(const TileConfig& t, const DeviceProperties& gpu) {
   int stages = kMaxStages;
   while (stages >= kMinStages && shared_bytes(t, stages) > gpu.shared_bytes) --stages;
   return stages;
 }
 
-// Why nothing here can do the problem as it is; null if something can.
+// Why no tile can compute the problem; null if one can.
 inline const char* why_none(const GemmProblem& p, const DeviceProperties& gpu) {
   bool fp8 = is_8bit(p.a) && is_8bit(p.b), sixteen = p.a == Dtype::f16 || p.a == Dtype::bf16;
   if (gpu.major != 9 || gpu.minor != 0) return "the GPU is not of compute capability 9.0";
@@ -156,7 +157,7 @@ inline std::optional<GemmConfig> best_on(int tile_config, const GemmProblem& p,
   int64_t most =
       std::min(gpu.sms / t.cluster / tiles, ceil_div(p.k, chunk_elements(t)) / kMinChunksPerSplit);
   std::optional<GemmConfig> best = config_of(tile_config, p, gpu, 1, forced.group);
-  // Beyond 8, steps of an eighth: the plan is made anew for each call.
+  // Beyond 8, in steps of an eighth, because the plan is computed for each call.
   for (int64_t splits = 2; splits <= most; splits += std::max<int64_t>(1, splits / 8)) {
     std::optional<GemmConfig> c = config_of(tile_config, p, gpu, splits, forced.group);
     if (c && c->clocks < best->clocks) best = c;

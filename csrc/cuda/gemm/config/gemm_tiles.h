@@ -1,4 +1,4 @@
-// Which tile of C a block of the persistent GEMM computes next; host and device use the same code.
+// The order in which the blocks of the persistent GEMM compute the tiles of C, for host and device.
 #pragma once
 
 #include "math/hd.h"
@@ -6,9 +6,9 @@
 namespace mixprec::cuda {
 
 struct GemmTiles {
-  int m_tiles, n_tiles;  // of C; m_tiles counts clusters, whose blocks lie below each other
+  int m_tiles, n_tiles;  // of C; m_tiles counts clusters, whose blocks are adjacent along M
   int splits;            // of K
-  int group;             // tiles of one column band that follow each other: they share b in L2
+  int group;             // consecutive tiles down a column, which share b in L2
 };
 
 struct GemmTile {
@@ -19,7 +19,7 @@ MIXPREC_HD int64_t tile_count(const GemmTiles& t) {
   return int64_t{t.m_tiles} * t.n_tiles * t.splits;
 }
 
-// Splits innermost; then bands of `group` tile rows, walked column by column.
+// Splits are innermost; then bands of `group` tile rows, column by column.
 MIXPREC_HD GemmTile tile_at(const GemmTiles& t, int64_t index) {
   int split = static_cast<int>(index % t.splits);
   int64_t tile = index / t.splits, per_band = int64_t{t.group} * t.n_tiles;

@@ -7,18 +7,19 @@
 
 namespace mixprec::cuda::sm90 {
 
-// direct: wgmma adds up all of K. promoted: FP8 tensor cores keep about 13 bits of a sum, so each
-// 128 of K are added to FP32 registers. scaled: promoted, with scales for each 128 of K.
+// direct: wgmma accumulates over all of K. promoted: FP8 tensor cores keep about 13 bits of a sum,
+// so the sum of every 128 of K is added to FP32 registers. scaled: promoted, with scales for each
+// 128 of K.
 enum class Accumulate { direct, promoted, scaled };
 
-// One tile, for every pair of operand types of its family and every layout that the family has.
+// One tile, for every pair of operand types and every layout of its family (fp8 or 16-bit).
 struct TileConfig {
   bool fp8;  // else fp16 or bf16
   Accumulate accumulate;
   int block_m, block_n;
   int consumers;  // warpgroups that compute; one more loads
-  int cluster;    // blocks that share their tile of b
-  bool base;      // may be chosen unmeasured
+  int cluster;    // blocks that share a tile of b
+  bool base;      // may be chosen without a measurement
 };
 
 constexpr std::array<TileConfig, 15> kTileConfigs = {{
@@ -45,7 +46,8 @@ constexpr int kChunkBytes =
 
 constexpr int chunk_elements(const TileConfig& t) { return t.fp8 ? kChunkBytes : kChunkBytes / 2; }
 
-// Of a block: per stage the tiles of a and b and two barriers, per consumer 16 KiB for its output.
+// Per block: for each stage the tiles of a and b and two barriers, for each consumer 16 KiB of
+// output.
 constexpr int64_t shared_bytes(const TileConfig& t, int stages) {
   return int64_t{stages} * ((t.block_m + t.block_n) * kChunkBytes + 16) +
          int64_t{t.consumers} * (16 << 10);

@@ -1,12 +1,11 @@
-// What becomes of a sum of products: the same functions for the GEMM kernels and for the kernel
-// that finishes split-K.
+// The epilogue of an element of C, shared by the GEMM kernels and the kernel that reduces split-K.
 #pragma once
 
 #include "cuda/gemm/config/gemm_args.h"
 
 namespace mixprec::cuda {
 
-// The factors are for whoever has them at hand for a whole row or column.
+// Takes the factors as arguments, for callers that have loaded them for a whole row or column.
 MIXPREC_HD float scaled(float sum, float a_scale, float b_scale) {
   return (sum * a_scale) * b_scale;
 }
@@ -24,12 +23,12 @@ MIXPREC_HD float with_bias(const Epilogue& e, float value, int64_t col) {
   return value;
 }
 
-// What C[row, col] is, or with `accumulate` what is added to it.
+// The value of C[row, col], or with `accumulate` the value that is added to it.
 MIXPREC_HD float finished(const Epilogue& e, float sum, int64_t row, int64_t col) {
   return with_bias(e, scaled(e, sum, row, col), col);
 }
 
-// The one rounding; O: what e.out_dtype names.
+// The only rounding; O is the type of e.out_dtype.
 template <class O>
 MIXPREC_HD void store_finished(const Epilogue& e, float value, int64_t row, int64_t col) {
   O* to = static_cast<O*>(e.out) + row * e.pitch + col;

@@ -1,15 +1,15 @@
-// The end of a split-K GEMM: C = the sum of its partial sums, in the order of K, then the epilogue.
+// The end of a split-K GEMM: adds the partial sums in the order of K and applies the epilogue.
 // Without partial sums (K = 0) the sum is 0.
 #pragma once
 
-#include "cuda/gemm/kernel/gemm_epilogue.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/vec.cuh"
+#include "cuda/gemm/kernel/gemm_epilogue.cuh"
 
 namespace mixprec::cuda {
 
-// The threads of the grid walk over the packs of `width` elements, row by row; a division in the
-// loop would cost more than all else in it.
+// The threads of the grid iterate over packs of `width` elements, row by row, without a division in
+// the loop, which would dominate its time.
 template <int width, class O>
 __device__ __forceinline__ void finish_packs(const float* partial, int splits, int m, int n,
                                              const Epilogue& e) {
@@ -44,7 +44,7 @@ template <class O>
 __global__ void __launch_bounds__(kThreads)
     gemm_finish_kernel(const float* partial, int splits, int m, int n, Epilogue e) {
   constexpr int width = kVector<O>;
-  // Only then no pack leaves its row, and all of them are aligned.
+  // Then no pack extends beyond its row, and all packs are aligned.
   if (n % width == 0 && e.pitch % width == 0 && is_aligned(e.out)) {
     finish_packs<width, O>(partial, splits, m, n, e);
   } else {

@@ -1,5 +1,6 @@
 // C = A @ B on Hopper: TMA fills a ring of tiles in shared memory, wgmma multiplies them with FP32
-// accumulators. Warpgroup 0 of a block loads, the others compute; blocks stay and walk over tiles.
+// accumulators. Warpgroup 0 of a block loads, the others compute; blocks are persistent and iterate
+// over tiles.
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -10,8 +11,8 @@
 
 namespace mixprec::cuda::sm90 {
 
-// One instance of the kernel. `cluster` blocks, below each other in C, each load a part of the
-// same tile of b and send it to all.
+// One instance of the kernel. `cluster` blocks, adjacent along M, each load a part of the same tile
+// of b and multicast it to all of them.
 template <class A_, class B_, Major a_major, Major b_major, int block_m, int block_n, int consumers,
           int cluster, Accumulate accumulate>
 struct Tile {
@@ -26,13 +27,13 @@ struct Tile {
   static constexpr int kBlockK = 128 / static_cast<int>(sizeof(A));  // one swizzled row
   static constexpr int kStepK = kBlockK / 4;                         // of one wgmma
   static constexpr int kRows = block_m / consumers;                  // of a consumer
-  static constexpr int kParts = kRows / 64;                          // wgmmas above each other
+  static constexpr int kParts = kRows / 64;                          // wgmmas per consumer, along M
   static constexpr int kABytes = block_m * 128, kBBytes = block_n * 128;
   static constexpr int kStageBytes = kABytes + kBBytes;
   static_assert(sizeof(A) == sizeof(B) && kRows % 64 == 0);
   static_assert(accumulate == Accumulate::direct || sizeof(A) == 1);
 
-  // What one TMA load brings, in elements: inner (contiguous) and outer dimension.
+  // The box of one TMA load, in elements: inner (contiguous) and outer dimension.
   static constexpr int kABox[2] = {a_major == Major::k ? kBlockK : 64,
                                    a_major == Major::k ? block_m : kBlockK};
   static constexpr int kBBox[2] = {b_major == Major::k ? kBlockK : 64,
@@ -61,7 +62,7 @@ struct Shared {
   __device__ Barrier* empty(int stage) const { return full(stages) + stage; }
 };
 
-// Where a walk over the ring stands: the parity changes with every round.
+// A position in the ring; the parity changes with every round.
 struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
@@ -74,7 +75,7 @@ struct RingPosition {
   }
 };
 
-// One tile of C, and the chunks of K that are summed into it.
+// One tile of C, and the chunks of K that are accumulated into it.
 struct Work {
   int m, n, split, first, last;
 };
@@ -88,7 +89,8 @@ __device__ __forceinline__ Work work_at(const GemmArgs& args, int64_t index, int
           last < chunks ? last : chunks};
 }
 
-// f(work) for all tiles of this block. Blocks of one cluster take the same turns.
+// Calls f(work) for all tiles of this block. The blocks of a cluster compute adjacent tiles at the
+// same time.
 template <class T, class F>
 __device__ __forceinline__ void for_each_tile(const GemmArgs& args, int rank, const F& f) {
   int64_t tiles = tile_count(args.tiles);
@@ -108,7 +110,7 @@ __device__ __forceinline__ void load_boxes(uint8_t* to, int row, int k, const Lo
   }
 }
 
-// One thread: keeps the ring full.
+// Called by one thread: keeps the ring full.
 template <class T>
 __device__ __forceinline__ void produce(const Shared<T>& shared, const TensorMap* a_map,
                                         const TensorMap* b_map, const GemmArgs& args, int rank) {
@@ -123,7 +125,7 @@ __device__ __forceinline__ void produce(const Shared<T>& shared, const TensorMap
           shared.a(ring.stage), work.m, k,
           [&](void* to, int x, int y) { tma_load(to, a_map, full, x, y); });
       constexpr int share =
-          T::kBlockN / T::kCluster;  // rows of 128 bytes if K-major, as wide if not
+          T::kBlockN / T::kCluster;  // rows of 128 bytes if K-major, else elements of a row
       load_boxes<share, T::kBMajor, T::kBlockK>(
           shared.b(ring.stage) + rank * (T::kBBytes / T::kCluster), work.n + rank * share, k,
           [&](void* to, int x, int y) {
@@ -155,7 +157,8 @@ __device__ __forceinline__ void multiply(float (&acc)[T::kBlockN / 2], const uin
   }
 }
 
-// This warp reads the stage no more. Every warp says so: a warp may wait only for its own wgmmas.
+// This warp has finished reading the stage. Every warp arrives, because a warp can only wait for
+// its own wgmmas.
 template <class T>
 __device__ __forceinline__ void release(const Shared<T>& shared, int stage) {
   uint32_t lane = threadIdx.x % 32;
@@ -175,12 +178,13 @@ __device__ __forceinline__ void promote(float (&acc)[T::kBlockN / 2],
 #pragma unroll
     for (int i = 0; i < T::kBlockN / 2; ++i) acc[i] += partial[i];
   } else {
-    // Rows and columns outside C are zeros: any scale within the tensor will do.
+    // Rows and columns outside C are zeros, so any scale within the tensor can be used.
     auto a_scale = [&](int r) { return args.a_chunk.at(r < args.m ? r : args.m - 1, chunk); };
     auto b_scale = [&](int c) { return args.b_chunk.at(c < args.n ? c : args.n - 1, chunk); };
     float upper = a_scale(row), lower = a_scale(row + 8);
-    // Columns share a scale where 128 of them do: a tile starts at a multiple of its width.
-    // Not known to be the same in every chunk: or the addresses of all scales stay in registers.
+    // If 128 columns share a scale, all columns of a tile do, because it starts at a multiple of
+    // its width. The compiler must not know that this is the same in every chunk: it would keep the
+    // addresses of all scales in registers.
     asm volatile("" : "+r"(col));
     bool one = T::kBlockN <= 128 && (args.b_chunk.row_shift == 7 || args.b_chunk.row_stride == 0);
     float all = one ? b_scale(col) : 0.0f;
@@ -191,7 +195,7 @@ __device__ __forceinline__ void promote(float (&acc)[T::kBlockN / 2],
       acc[4 * j + 1] += partial[4 * j + 1] * (upper * right);
       acc[4 * j + 2] += partial[4 * j + 2] * (lower * left);
       acc[4 * j + 3] += partial[4 * j + 3] * (lower * right);
-      // All scales loaded at once, as the compiler would, do not fit into registers.
+      // The compiler would load all scales at once, and they do not fit into registers.
       if (j % 4 == 3) asm volatile("" ::: "memory");
     }
   }
@@ -264,14 +268,14 @@ __device__ __forceinline__ void consume(const Shared<T>& shared, const TensorMap
                              work.split, consumer);
     }
   });
-  if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory goes with the block
+  if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is freed with the block
 }
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     gemm_kernel(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                 const __grid_constant__ TensorMap out_map, const __grid_constant__ GemmArgs args) {
-  constexpr bool balance = T::kConsumers == 2;  // registers that loading does not need
+  constexpr bool balance = T::kConsumers == 2;  // moves registers from the loader to the consumers
   Shared<T> shared = {dynamic_shared(), args.stages};
   int rank = T::kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   if (threadIdx.x == 0) {
@@ -300,7 +304,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if constexpr (balance) more_registers<232>();
     consume<T>(shared, &out_map, args, rank, warpgroup - 1);
   }
-  // A block must not end while another one still sends to it.
+  // A block must not exit while another one still writes to its shared memory.
   if constexpr (T::kCluster > 1) cluster_sync();
 }
 

@@ -1,5 +1,5 @@
 // From the accumulators of a warpgroup to C: scales, bias, one rounding; then through shared memory
-// and TMA, or directly where C is not aligned.
+// and TMA, or directly if C is not aligned.
 #pragma once
 
 #include "cuda/common/float_of.cuh"
@@ -10,16 +10,16 @@ namespace mixprec::cuda::sm90 {
 
 constexpr int kStagingBytes = 2 * 64 * 128;  // of a warpgroup: two boxes of 64 rows, 128 bytes each
 
-// The place of thread t among the accumulators of wgmma: rows row, row + 8, columns col, col + 1
-// and every eighth after them.
+// The accumulators of thread t of wgmma: rows row and row + 8, columns col, col + 1 and every
+// eighth after them.
 struct Fragment {
   int row = static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
   int col = static_cast<int>(threadIdx.x % 4 * 2);
 };
 
 // acc <- (acc * a_scale) * b_scale + bias in columns [first, first + count) of the warpgroup's
-// rows, which start at row m and column n of C. Some columns at a time: the compiler loads all
-// scales and biases of one call at once, and those of 256 columns would not fit into registers.
+// rows, which start at row m and column n of C. Only some columns at a time: the compiler loads all
+// scales and biases of a call at once, and those of 256 columns would not fit into registers.
 template <int count, int block_n>
 __device__ __forceinline__ void apply(float (&acc)[block_n / 2], int first, const GemmArgs& args,
                                       int m, int n) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void stage(const float (&acc)[block_n / 2], uint8_t* 
   }
 }
 
-// Through shared memory, two boxes in turn: while TMA stores one, the next is filled.
+// Through shared memory with two boxes: while TMA stores one, the other is filled.
 template <int bytes, int block_n>
 __device__ __forceinline__ void store_by_tma(float (&acc)[block_n / 2], uint8_t* staging,
                                              const TensorMap* out_map, const GemmArgs& args, int m,
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_by_tma(float (&acc)[block_n / 2], uint8_t*
   }
 }
 
-// out[m.., n..] <- acc, or += acc, element by element within C; or the sums of a split.
+// out[m.., n..] <- acc, or += acc, element by element within C; or stores the sums of a split.
 template <int block_n>
 __device__ __forceinline__ void store_plainly(float (&acc)[block_n / 2], const GemmArgs& args,
                                               int m, int n, int split) {

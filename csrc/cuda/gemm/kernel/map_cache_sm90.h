@@ -1,4 +1,4 @@
-// The tensor maps that were used last: one process makes few different ones, again and again.
+// A cache of tensor maps: a process uses few different ones, again and again.
 #pragma once
 
 #include <array>
@@ -8,14 +8,14 @@
 
 namespace mixprec::cuda::sm90 {
 
-// A map is nothing but its arguments in the hardware's form, so it never becomes stale. Each set of
-// arguments has one place, which it may have to share.
+// A map is only an encoding of its arguments, so it never becomes stale. The cache is
+// direct-mapped: different arguments may compete for one slot.
 class MapCache {
  public:
-  // False: the driver refuses the arguments.
+  // Returns false if the driver refuses the arguments.
   bool get(const MapArgs& args, CUtensorMap* map) {
     Key key = key_of(args);
-    uint64_t hash = 0xCBF29CE484222325u;  // FNV-1a, by words
+    uint64_t hash = 0xCBF29CE484222325u;  // FNV-1a over 64-bit words
     for (int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 0x100000001B3u;
     std::lock_guard<std::mutex> lock(mutex_);
     Place& place = places_[(hash ^ hash >> 32) % places_.size()];
@@ -33,7 +33,7 @@ class MapCache {
  private:
   using Key = std::array<int64_t, 7>;
   struct Place {
-    Key key = {};  // the key of no map: its pitch is 0
+    Key key = {};  // matches no map, because its pitch is 0
     CUtensorMap map;
   };
 

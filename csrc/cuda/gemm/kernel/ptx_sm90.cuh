@@ -1,6 +1,6 @@
-// The Hopper instructions that the GEMM uses, each as a function of its name; nothing else in
-// csrc/cuda contains inline assembly for them. tests/emulated/cuda_on_cpu/sm90 holds a file of the same name
-// that does on a CPU what the PTX manual says of each.
+// The Hopper instructions that the GEMM uses, as one function each; no other file of csrc/cuda has
+// inline assembly for them. tests/emulated/cuda_on_cpu/sm90 has a file of the same name that models
+// them on a CPU as the PTX manual specifies them.
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint8_t* dynamic_shared() {
   return memory;
 }
 
-// The address in the shared window, as descriptors and instructions take it.
+// The address in the shared window, as used in descriptors and instructions.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -31,13 +31,13 @@ __device__ __forceinline__ void barrier_init(Barrier* b, uint32_t arrivals) {
                : "memory");
 }
 
-// Makes the inits of this thread visible to the cluster and to TMA; a barrier of the block or of
-// the cluster has to follow.
+// Makes the barrier initialisations of this thread visible to the cluster and to TMA; a barrier of
+// the block or cluster must follow.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival, and `bytes` more that TMA will have to bring in this phase.
+// One arrival, and `bytes` more that TMA must transfer in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier* b, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
@@ -45,7 +45,7 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* b, uint32_t bytes
       : "memory");
 }
 
-// One arrival at the barrier of the same place in block `rank` of the cluster.
+// One arrival at the barrier at the same address in block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(Barrier* b, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -97,7 +97,8 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Barrier
       : "memory");
 }
 
-// The same into the same place of every block of the cluster in `blocks`, at the barrier of each.
+// The same to the same address in every block of the cluster in the mask `blocks`, with the barrier
+// of each.
 __device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, Barrier* b,
                                                    int x, int y, uint16_t blocks) {
   asm volatile(
@@ -107,7 +108,7 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* ma
       : "memory");
 }
 
-// `from` -> box at (x, y), without what leaves the tensor. One thread; part of its open group.
+// `from` -> box at (x, y), without elements outside the tensor. One thread; part of its open group.
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -115,7 +116,7 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
       : "memory");
 }
 
-// The same for fp32, added to what is there.
+// The same for fp32, added to the tensor.
 __device__ __forceinline__ void tma_add(const TensorMap* map, const void* from, int x, int y) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::
@@ -128,38 +129,39 @@ __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until at most n of this thread's groups have yet to read their shared memory.
+// Waits until at most n of this thread's groups have yet to read their shared memory.
 template <int n>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(n) : "memory");
 }
 
-// Until at most n of this thread's groups have yet to be written.
+// Waits until at most n of this thread's groups have yet to be written.
 template <int n>
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(n) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to TMA and wgmma.
+// Makes this thread's writes to shared memory visible to TMA and wgmma.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- wgmma: all 128 threads of a warpgroup, asynchronous ----
 
-// Before the first wgmma, and whenever accumulators were touched by other instructions.
+// Needed before the first wgmma, and after other instructions accessed the accumulators.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most n of this warp's committed groups run.
+// Waits until at most n of this warp's committed groups are pending.
 template <int n>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
 }
-// Until none runs. `acc` is what they write: the compiler reads none of it before.
+// Waits until none is pending. `acc` is what they write, so that the compiler does not read it
+// earlier.
 template <int count>
 __device__ __forceinline__ void wgmma_wait_for(float (&acc)[count]) {
   wgmma_wait<0>();
@@ -178,7 +180,8 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
                : "memory");
 }
 
-// A plain store to shared memory, by name because TMA reads it later: fence_async_proxy is due.
+// A plain store to shared memory. A function of its own because TMA reads the data later, after
+// fence_async_proxy.
 __device__ __forceinline__ void store_shared(float* to, float x, float y) {
   *reinterpret_cast<float2*>(to) = make_float2(x, y);
 }

@@ -1,4 +1,4 @@
-// Host side of TMA: the description of a 2-D tensor and of the boxes that are moved of it.
+// Host side of TMA: the description of a 2-D tensor and of its boxes.
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +19,7 @@ struct MapArgs {
   bool swizzle;  // 128-byte swizzle in shared memory; then box_inner fills 128 bytes
 };
 
-// The driver's encoder, found through the runtime: nothing is linked to libcuda.
+// The driver's encoder, found through the runtime, so that libcuda need not be linked.
 inline auto tensor_map_encoder() -> decltype(&cuTensorMapEncodeTiled) {
   static void* const entry = [] {
     void* found = nullptr;
@@ -31,7 +31,7 @@ inline auto tensor_map_encoder() -> decltype(&cuTensorMapEncodeTiled) {
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
 }
 
-// False: the driver refuses these sizes, strides or this alignment.
+// Returns false if the driver refuses the sizes, strides or alignment.
 inline bool encode_map(const MapArgs& a, CUtensorMap* map) {
   auto encode = tensor_map_encoder();
   if (encode == nullptr) return false;

@@ -1,5 +1,5 @@
 // wgmma: d [64, n] += a [64, k] @ b [k, n] by the 128 threads of a warpgroup, both operands in
-// shared memory, where descriptors say how they lie. k is 32 bytes of elements.
+// shared memory, given by descriptors. k is 32 bytes of elements.
 #pragma once
 
 #include "cuda/gemm/kernel/descriptor_sm90.h"
@@ -9,11 +9,11 @@
 namespace mixprec::cuda::sm90 {
 
 // d in thread t of the warpgroup: d[4 * j + 2 * h + e] is row 16 * (t / 32) + 8 * h + t % 32 / 4,
-// column 8 * j + 2 * (t % 4) + e. accumulate = false: d is only written.
+// column 8 * j + 2 * (t % 4) + e. accumulate = false: d is overwritten.
 template <class A, class B, int n, Major a_major, Major b_major>
 struct Wgmma;
 
-// An asm statement is a literal with all its operands spelled out, which no template can write.
+// An asm statement is a literal that lists all operands, so a template cannot generate it.
 #define MIXPREC_D8(d, i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
