@@ -92,6 +92,9 @@ def test_failures_are_reported_and_the_other_precisions_run(
     written: list[list[str]] = []
     models: list[weakref.ref[torch.nn.Module]] = []
 
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore of it")
+
     def faulty(make: Any, batches: Any, recipe: str, **more: Any) -> Report:
         assert [model for model in models if model() is not None] == []
         if out.exists():
@@ -100,13 +103,12 @@ def test_failures_are_reported_and_the_other_precisions_run(
         def made() -> torch.nn.Module:
             model = make()
             models.append(weakref.ref(model))
+            if recipe == "bf16":
+                model.blocks[0].register_forward_hook(out_of_memory)
             return model
 
         skip = {"module_filter_fn": lambda module, fqn: fqn != "blocks.0.up"}
-        report = compare(made, batches, recipe, **more, **skip)
-        if recipe == "bf16":
-            raise torch.OutOfMemoryError("CUDA out of memory.\nmore of it")
-        return report
+        return compare(made, batches, recipe, **more, **skip)
 
     monkeypatch.setattr(mixprec, "compare", faulty)
     arguments = [*TINY, "--steps=2", f"--text={text}", f"--out={tmp_path}"]
