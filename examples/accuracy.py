@@ -2,10 +2,10 @@
 
     python examples/accuracy.py --task gpt,cnn,vit --seeds 3 --out bench/results/cpu
 
-Each task is trained once per recipe and seed; a seed fixes the initial weights and the order of the
-data, so each run has a partner in FP32. OUT/accuracy-TASK.json is written after every run, and
-`python -m mixprec.bench report` makes docs/accuracy.md of these files. Needs the packages of
-`pip install "mixprec[examples]"`.
+Each task is trained once per recipe and seed. The seed determines the initial weights and the order
+of the data, so each run is compared with the FP32 run of the same seed. OUT/accuracy-TASK.json is
+written after every run; `python -m mixprec.bench report` generates docs/accuracy.md from them.
+Needs the packages of `pip install "mixprec[examples]"`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from mixprec.bench.environment import environment
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")
 CONFIDENCE = 0.95
-# metric, whether more is better, what a difference is counted in, the most that FP8 may lose
+# metric, whether more is better, unit of differences, largest loss accepted for FP8
 GPT = ("bits/byte", False, "%", 0.5)
 IMAGE = ("accuracy (%)", True, "points", 0.6)
 
 
 def gpt_runs(seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
-    """The demo's GPT, on the demo's text, for as many steps as the demo's."""
+    """The GPT of the demo, on its text, with as many steps."""
     for recipe in RECIPES:
-        words = ["--recipes", recipe, "--seed", str(seed)]
-        options = train_gpt.parse_arguments(words + (["--steps", str(steps)] if steps else []))
+        arguments = ["--recipes", recipe, "--seed", str(seed)]
+        options = train_gpt.parse_arguments(arguments + (["--steps", str(steps)] if steps else []))
         text = gpt_data.load(None, options.context)
-        row = train_gpt.compare(options, text).rows[0]
-        loss = math.nan if row.validation_loss is None else row.validation_loss
+        run = train_gpt.compare(options, text).rows[0]
+        loss = math.nan if run.validation_loss is None else run.validation_loss
         yield {
             "recipe": recipe,
             "value": loss * train_gpt.BITS,
             "loss": loss,
             "samples": train_gpt.VALIDATION_BYTES,
-            "seconds": sum(row.seconds),
-            "skipped": row.skipped_steps,
-            "status": row.status,
+            "seconds": sum(run.seconds),
+            "skipped": run.skipped_steps,
+            "status": run.status,
         }
 
 
@@ -83,9 +83,9 @@ def interval(values: list[float]) -> float | None:
 
 
 def summary(runs: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
-    """A line per recipe: the mean, and the mean difference to FP32's run of the same seed.
+    """A dict per recipe: the mean, and the mean difference to the FP32 run of the same seed.
 
-    Differences are in % of FP32's value, or in points.
+    Differences are in % of the FP32 value, or in points.
     """
     values: dict[str, dict[int, float]] = {}
     for run in runs:

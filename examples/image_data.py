@@ -1,8 +1,8 @@
 """Small labelled images, without any download: glyphs of matplotlib's fonts, or real digits.
 
 "glyphs": digits and capital letters of the 21 text fonts that matplotlib brings, thinned or
-thickened, rotated, sheared, scaled, blurred and with noise. Of each character some fonts are kept
-for the held-out set: it asks for shapes that no training image has.
+thickened, rotated, sheared, scaled, blurred and with noise. For each character, some fonts are used
+for the held-out set only, so it has shapes that are in no training image.
 "digits": the 1,797 handwritten digits that scikit-learn brings; the last quarter is held out.
 """
 
@@ -24,13 +24,13 @@ FONTS = (
 )
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TILE, SIDE = 64, 28  # pixels of a rendered glyph and of an image
-HELD_OUT_FONTS = 4  # for each character, others
+HELD_OUT_FONTS = 4  # different ones for each character
 TRAIN, HELD_OUT = 20_000, 10_000
 DATA = ("glyphs", "digits")
 
 
 class DataError(Exception):
-    """The data cannot be made here; the message is one sentence for the user."""
+    """The data set is not available; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def uniform(generator: torch.Generator, n: int, low: float, high: float) -> torc
 
 
 def draw(glyphs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A different deformation of each of glyphs [n, 1, TILE, TILE]: fp32 [n, 1, SIDE, SIDE]."""
+    """A random deformation of each of glyphs [n, 1, TILE, TILE]: fp32 [n, 1, SIDE, SIDE]."""
     n = len(glyphs)
-    # Where each pixel of the image looks in the tile: rotated, sheared, scaled, moved.
+    # The affine map from image to tile coordinates: rotation, shear, scale, translation.
     angle = uniform(generator, n, -0.2, 0.2)
     shear = uniform(generator, n, -0.15, 0.15)
     wide, high = uniform(generator, n, 0.65, 0.9), uniform(generator, n, 0.65, 0.9)
@@ -113,7 +113,7 @@ def glyph_images(train: int = TRAIN, held_out: int = HELD_OUT, seed: int = 0) ->
     thick = F.max_pool2d(atlas.flatten(0, 1), 3, stride=1, padding=1).view_as(atlas)
     weights = torch.stack((atlas, (atlas + thin) / 2, thick))
     fonts, characters = atlas.shape[:2]
-    # The order of the fonts, for each character another: the last few are held out.
+    # Fonts in a random order for each character: the last few are held out.
     order = torch.rand(characters, fonts, generator=generator).argsort(dim=1)
 
     def sample(n: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ def glyph_images(train: int = TRAIN, held_out: int = HELD_OUT, seed: int = 0) ->
 def digit_images(seed: int = 0) -> Images:
     """scikit-learn's digits, 8 x 8. DataError without scikit-learn.
 
-    The held-out ones are the last: written by others than most of the rest.
+    The last ones are held out: most of them are by other writers than the rest.
     """
     try:
         from sklearn.datasets import load_digits

@@ -1,15 +1,15 @@
-"""Train one small GPT on several processes, in 16 bits or FP8, with the weights' truth in FP32.
+"""Train one small GPT on several processes, in 16 bits or FP8, with FP32 master weights.
 
     torchrun --nproc-per-node 2 examples/train_ddp.py [--fsdp] [--recipe fp8] [--dtype fp16] ...
 
-On GPUs where there are any (one per process, NCCL), else on the CPU (gloo). Two ways to share:
+Runs on GPUs if there are any (one per process, NCCL), otherwise on the CPU (gloo):
 
-  DDP     every process has all weights, in 16 bits; their FP32 masters are in the optimizer;
-          gradients are averaged in FP32
-  --fsdp  every process has a part of all weights, in FP32, and gathers them in 16 bits
+  DDP     every process holds all weights in 16 bits, with FP32 masters in the optimizer; gradients
+          are averaged in FP32
+  --fsdp  every process holds a shard of the weights in FP32 and gathers them in 16 bits
 
---recipe says how the linear layers compute, with mixprec.convert; without it, as --dtype.
-The text is the source code of the Python standard library, or a file of yours (--text FILE).
+--recipe is the recipe of mixprec.convert for the linear layers; without it they compute in --dtype.
+The text is the source code of the Python standard library, or a file of your own (--text FILE).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def distributed(model: GPT, options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model, shared between the processes in one of the two ways."""
+    """The model wrapped in DDP or FSDP."""
     dtype = DTYPES[options.dtype]
     if options.recipe:
         mixprec.convert(model, options.recipe)  # before anything wraps or shards its layers
@@ -79,7 +79,7 @@ def distributed(model: GPT, options: argparse.Namespace, device: torch.device) -
             fully_shard(block, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
     mixprec.cast_parameters(model, dtype)
-    # Rank 0's amax of delayed scaling must not overwrite the others'. (torch 2.13 has a new name.)
+    # Delayed scaling: rank 0's amax must not overwrite that of others. (torch 2.13 renamed it.)
     names = inspect.signature(DistributedDataParallel).parameters
     sync = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     devices = [device] if device.type == "cuda" else None
@@ -91,7 +91,7 @@ def distributed(model: GPT, options: argparse.Namespace, device: torch.device) -
 def train(options: argparse.Namespace, device: torch.device) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     text = gpt_data.load(options.text, options.context)
-    batches = gpt_data.Batches(  # seeded by the rank: everyone reads something else
+    batches = gpt_data.Batches(  # seeded by the rank: each reads other data
         text.train, options.batch, options.context, options.steps, seed=rank
     )
 
@@ -103,15 +103,15 @@ def train(options: argparse.Namespace, device: torch.device) -> int:
     )
     scaler = mixprec.GradScaler(enabled=options.loss_scaling)
     if rank == 0:
-        way = "FSDP" if options.fsdp else "DDP"
+        wrapper = "FSDP" if options.fsdp else "DDP"
         how = f"{options.recipe}, stored in {options.dtype}," if options.recipe else options.dtype
-        print(f"{way} in {how} on {world} processes ({device.type}), {text.source}")
+        print(f"{wrapper} in {how} on {world} processes ({device.type}), {text.source}")
 
     for step, (tokens, targets) in enumerate(batches):
         optimizer.zero_grad()
         loss = model(tokens.to(device), targets.to(device))
         scaler.scale(loss).backward()
-        # Delayed scales from what all ranks saw; nothing to do for other recipes.
+        # Delayed scales from the amax of all ranks; does nothing for other recipes.
         mixprec.update_scales(model, process_group=dist.group.WORLD)
         scaler.step(optimizer)  # unscales, clips, and steps on all ranks or on none
         scaler.update()
@@ -122,7 +122,7 @@ def train(options: argparse.Namespace, device: torch.device) -> int:
             if rank == 0:
                 skipped = int(optimizer.skipped)
                 print(f"step {step + 1:4}: {bits:.3f} bits per byte, {skipped} skipped", flush=True)
-    dist.barrier()  # nobody leaves while others still work
+    dist.barrier()  # no rank ends while others still work
     return 0 if math.isfinite(bits) else 1
 
 
@@ -148,6 +148,6 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without Python's shutdown: gloo's threads outlive destroy_process_group, and one that still
-    # has to free a tensor by then ends the process with SIGABRT (once in some dozens of runs).
+    # Skip Python's shutdown: gloo's threads outlive destroy_process_group, and one that frees a
+    # tensor during shutdown aborts the process with SIGABRT (once in some dozens of runs).
     os._exit(status)

@@ -1,16 +1,16 @@
-"""Train a pruned CNN or ViT in low precision: what is pruned stays exactly zero.
+"""Train a pruned CNN or ViT in low precision: pruned weights stay exactly zero.
 
     python examples/train_pruned.py [--model cnn|vit] [--recipe fp8] [--sparsity 0.7] ...
 
-After a dense warm-up the smallest weights of each matrix are set to zero, and training goes on
-without them. Three numbers have to stay zero for that: the 16-bit param, its FP32 master, which is
-what the optimizer updates and rounds to the param, and the moments, whose rest would move the
-master. So all are masked once; from then on the gradient is, and AdamW leaves zeros at zero:
+After a dense warm-up, the smallest weights of each matrix are set to zero, and training continues
+without them. For them to stay zero, three tensors have to be masked: the 16-bit param, its FP32
+master, which the optimizer updates and rounds to the param, and the moments, which would otherwise
+still move the master. All are masked once, then only the gradient, and AdamW keeps zeros at zero:
 
     master = 0, exp_avg = 0, gradient = 0   =>   master - lr * weight_decay * 0 - lr * 0 = 0
 
-At the end every mask is checked against the param, the master and the weight cast as the recipe
-says. The exit code is 0 if all hold.
+At the end, every mask is checked against the param, the master and the weight as the recipe casts
+it. The exit code is 0 if all pruned weights are zero.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def magnitude_mask(weight: torch.Tensor, sparsity: float) -> torch.Tensor:
 
 
 class PruningError(Exception):
-    """A mask does not hold; the message says which, and where."""
+    """A pruned weight is not zero; the message says where."""
 
 
 class Pruner:
@@ -103,10 +103,10 @@ class Pruner:
         return mask
 
     def shares(self) -> dict[str, float]:
-        """The share of zeros among the weights of all masked layers, in each form that they have.
+        """The fraction of zeros among the weights of all masked layers: param, master and FP8.
 
-        "master" is the FP32 truth, of which param is the rounding. PruningError where a pruned
-        weight is not zero in all of them, or where a kept one is zero in the truth.
+        PruningError if a pruned weight is not zero in all of these forms, or if a weight that was
+        kept is zero in the master (in the param where there is no master).
         """
         assert self.model is not None
         assert self.optimizer is not None
@@ -120,12 +120,12 @@ class Pruner:
                 scaled = {"granularity": recipe.w_granularity}
                 cast = mixprec.quantize(forms["param"].flatten(1), recipe.w, **scaled)
                 forms["FP8"] = cast.data.float().view_as(mask)
-            truth = "master" if "master" in forms else "param"
+            exact = "master" if "master" in forms else "param"
             for form, values in forms.items():
                 zero = values == 0
                 if not zero[mask == 0].all():
                     raise PruningError(f"{name}: a pruned weight is not zero in the {form}")
-                if form == truth and zero[mask == 1].any():
+                if form == exact and zero[mask == 1].any():
                     raise PruningError(f"{name}: a kept weight is zero in the {form}")
                 zeros[form] = zeros.get(form, 0) + int(zero.sum())
         total = sum(mask.numel() for mask in self.masks.values())
@@ -136,12 +136,18 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     check_device(options.device)
     pruner = Pruner(options.sparsity, max(0, round(options.warmup * options.steps) - 1))
-    words = (options.model, options.recipe, options.seed)
-    words += (options.steps, options.data, options.device)
     print(f"{'weights':8} {'loss':>8} {'accuracy':>9} {'skipped':>8} {'seconds':>8}  sparsity")
     try:
         for name, after_step in (("dense", None), ("pruned", pruner)):
-            result = train(*words, after_step)
+            result = train(
+                options.model,
+                options.recipe,
+                seed=options.seed,
+                steps=options.steps,
+                data=options.data,
+                device=options.device,
+                after_step=after_step,
+            )
             shares = pruner.shares() if after_step else {}
             zeros = ", ".join(f"{share:.1%} in the {form}" for form, share in shares.items())
             print(

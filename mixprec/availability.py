@@ -1,4 +1,4 @@
-"""is_available, why_not: whether a device computes in a recipe's formats, and why it does not."""
+"""is_available, why_not: whether a device computes in the formats of a recipe, or why not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from .ops._dispatch import library
 from .recipes import Recipe
 
-# The compute capability that multiplies in a format with its tensor cores, and its name.
+# The first compute capability whose tensor cores support a format, and its name.
 _NEEDED = {
     "fp16": ((7, 0), "Volta"),
     "bf16": ((8, 0), "Ampere"),
@@ -31,7 +31,7 @@ def _generation(capability: tuple[int, int]) -> str:
 
 
 def why_not_cuda(recipe: Recipe, capability: tuple[int, int], name: str) -> str | None:
-    """The answer for an NVIDIA GPU of that compute capability and name."""
+    """why_not for an NVIDIA GPU with that compute capability and name."""
     family = _family(recipe)
     needed, generation = _NEEDED[family]
     if capability >= needed:
@@ -69,20 +69,20 @@ def _why_not_cpu(recipe: Recipe) -> str | None:
 _OTHERS = {
     "xpu": "Intel GPUs: no kernel of mixprec was written for or tried on them",
     "mps": "Apple GPUs: Metal has no fp8, and no kernel of mixprec runs there",
-    "xla": "TPUs compile through XLA, which mixprec's ops do not enter",
-    "hpu": "Gaudi has fp8 of its own range (E4M3 up to 240 on Gaudi 2), and no kernel of mixprec",
+    "xla": "TPUs compile through XLA, which does not support mixprec's ops",
+    "hpu": "Gaudi's fp8 has another range (E4M3 to 240 on Gaudi 2); mixprec has no kernel for it",
     "meta": "a meta tensor has no values",
 }
 
 
 def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None) -> str | None:
-    """Why `device` does not compute in the formats of `recipe`; None where it does.
+    """The reason why `device` does not compute in the formats of `recipe`, or None if it does.
 
-    device: a torch.device, its name or a CUDA index; None: the current CUDA device if there is one,
-    else the CPU. "Computes" means with instructions of its own for the format. Every recipe runs on
-    CPU and CUDA devices without them too, with the same values; the reason says what is lost. On
-    other devices (ROCm, XPU, MPS, TPU, Gaudi) it says what is in the way. ValueError for an unknown
-    recipe, RuntimeError for what is no device.
+    device: a torch.device, its name or a CUDA index; None is the current CUDA device if there is
+    one, otherwise the CPU. "Computes" means that the device has instructions for the format. Every
+    recipe also runs on CPU and CUDA devices without such instructions, with the same values; the
+    reason then says what is lost. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why they
+    are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.
     """
     recipe = Recipe.parse(recipe)
     if device is None:
@@ -91,7 +91,7 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
     if device.type == "cpu":
         return _why_not_cpu(recipe)
     if device.type != "cuda":
-        return _OTHERS.get(device.type, f"nothing is known here of {device.type} devices")
+        return _OTHERS.get(device.type, f"{device.type} devices are not supported by mixprec")
     if torch.version.hip is not None:
         return _why_not_hip(recipe)
     if torch.version.cuda is None:

@@ -62,7 +62,7 @@ class FrozenLinear(nn.Module):
         return functional.linear(x.to(dtype), self.decoded(dtype), bias).to(x.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FrozenLinear:
-        """Moves between devices; .half() and .to(dtype) leave codes and scales as they are."""
+        """Move between devices; .half() and .to(dtype) do not change codes and scales."""
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 moved = fn(buffer)
@@ -75,7 +75,7 @@ class FrozenLinear(nn.Module):
 
 
 class FrozenLayer(NamedTuple):
-    """One line of the report: sizes in bytes, SQNR of the weight in dB."""
+    """One layer of the report: sizes in bytes, SQNR of the weight in dB."""
 
     name: str
     shape: tuple[int, int]
@@ -85,11 +85,11 @@ class FrozenLayer(NamedTuple):
 
 
 class FrozenReport(NamedTuple):
-    """What `freeze` did, layer by layer, and to the whole model (parameters and buffers)."""
+    """What `freeze` changed: per layer, and in total for all parameters and buffers."""
 
     fmt: str
     layers: list[FrozenLayer]
-    left: dict[str, str]  # layers that stay as they are, and why
+    left: dict[str, str]  # layers that are not changed, and why
     bytes_before: int
     bytes_after: int
 
@@ -101,7 +101,7 @@ class FrozenReport(NamedTuple):
             sizes = f"{n} x {k}".rjust(13)
             before, after = f"{layer.bytes_before:10,}", f"{layer.bytes_after:10,}"
             lines.append(f"{layer.name:{width}}  {sizes}  {before}  {after}  {layer.sqnr:5.1f} dB")
-        lines += [f"{name} is left as it is: {reason}" for name, reason in self.left.items()]
+        lines += [f"{name} is not changed: {reason}" for name, reason in self.left.items()]
         lines.append(
             f"the whole model: {self.bytes_before:,} -> {self.bytes_after:,} bytes "
             f"({self.bytes_after / max(1, self.bytes_before):.0%}), {self.fmt}"
@@ -116,7 +116,7 @@ def _size(model: nn.Module) -> int:
 
 def _frozen(linear: nn.Linear, fmt: str, compute_dtype: torch.dtype) -> FrozenLinear:
     weight = linear.weight.detach()
-    if weight.is_meta:  # the shapes alone, for load_state_dict(..., assign=True)
+    if weight.is_meta:  # shapes only, for load_state_dict(..., assign=True)
         code = torch.int8 if fmt == "int8" else E4M3.dtype
         data = torch.empty_like(weight, dtype=code, memory_format=torch.contiguous_format)
         scale_inv = weight.new_empty((len(weight), 1), dtype=torch.float32)
@@ -140,16 +140,16 @@ def freeze(
 ) -> tuple[nn.Module, FrozenReport]:
     """Replace every linear layer of `model`, in place, by a FrozenLinear; return model and report.
 
-    fmt: "int8" (scale 127 / amax of the row) or "fp8" (E4M3, 448 / amax). nn.Linear and
-    mixprec.nn.Linear are replaced where module_filter_fn(module, fqn) says so; weights shared with
-    another module stay (the other one would keep its copy, and nothing would be saved).
-    compute_dtype: of the product where the input is fp32.
+    fmt: "int8" (scale 127 / amax of each output row) or "fp8" (E4M3, scale 448 / amax). nn.Linear
+    and mixprec.nn.Linear are replaced if module_filter_fn(module, fqn) is true. A layer whose
+    weight is shared with another module is not replaced: the other module would keep its copy, and
+    no memory would be saved. compute_dtype: dtype of the matrix product if the input is fp32.
 
-    The state_dict of the result holds `weight` (8 bits), `weight_scale_inv` and `bias`, plain
-    tensors: save it with torch.save or mixprec.save_checkpoint. To load it, build the model, on
-    the meta device if you like, call `freeze` on it and then load_state_dict (with assign=True
-    from meta). ValueError for an unknown fmt, or a weight that is not finite, with its name and
-    before anything is changed.
+    The state_dict of the result holds the plain tensors `weight` (8 bits), `weight_scale_inv` and
+    `bias`: save it with torch.save or mixprec.save_checkpoint. To load it, build the model
+    (possibly on the meta device), call `freeze` on it and then load_state_dict (with assign=True
+    for meta tensors). Raises ValueError for an unknown fmt or a weight that is not finite, with the
+    name of the layer and before anything is changed.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")
@@ -168,7 +168,7 @@ def freeze(
         if not _is_plain_linear(module):
             continue
         if module_filter_fn is not None and not module_filter_fn(module, fqn):
-            left[fqn] = "module_filter_fn says so"
+            left[fqn] = "excluded by module_filter_fn"
         elif owners[module.weight] > 1:
             left[fqn] = "its weight is shared with another module"
         else:
@@ -187,7 +187,7 @@ def freeze(
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """nn.Linear or ours; other subclasses may compute something else."""
+    """nn.Linear or mixprec.nn.Linear; other subclasses may compute something else."""
     return type(module) is nn.Linear or (
         isinstance(module, nn.Linear) and type(module).__module__ == "mixprec.nn"
     )

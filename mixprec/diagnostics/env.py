@@ -1,6 +1,6 @@
-"""python -m mixprec.env: what was built and loaded or why not, what each op uses, does it work.
+"""python -m mixprec.env: versions, machine, compiled kernels, and the backend of each op.
 
-`report()` gives the same as a dict of plain values. A leaf: nothing in mixprec imports this.
+`report()` returns the same as a dict of plain values. No module of mixprec imports this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .. import __version__
 from ..ops._dispatch import backends, gemm_table, library, self_check
 from ..ops._dispatch.op import OPS
 
-# The processor features that the kernels, or torch's, choose by.
+# The processor features by which our kernels, or those of torch, are selected.
 FEATURES = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"),
     *("avx512_fp16", "amx_tile", "amx_bf16", "asimd", "asimdhp", "bf16", "sve"),
@@ -80,7 +80,7 @@ def _gpu() -> tuple[str | None, str | None]:
 
 
 def build() -> dict[str, Any]:
-    """Whether mixprec._C is loaded, what it was built with, which levels run here; or why not."""
+    """How mixprec._C was built and which instruction sets run here, or why it is not loaded."""
     extension = library.C
     if extension is None:
         return {"loaded": False, "reason": library.LOAD_ERROR}
@@ -96,7 +96,7 @@ def build() -> dict[str, Any]:
 
 
 def variants(device_type: str) -> dict[str, dict[str, Any]]:
-    """Per op: the backend that tensors on `device_type` get, and why not each of the others."""
+    """Per op: the backend used for tensors on `device_type`, and why each other one is not."""
     table: dict[str, dict[str, Any]] = {}
     for name, op in OPS.items():
         tried = op.order(device_type)
@@ -117,7 +117,7 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
 
 
 def describe_gemm_choice() -> dict[str, Any]:
-    """How gemm's variant is chosen for a call on the first GPU: the order, the measured entries."""
+    """How the backend of gemm is chosen on the first GPU: the order and the measured entries."""
     capability = library.capability(0)
     arch = None if capability is None else ".".join(map(str, capability))
     entries = gemm_table.table().values()
@@ -130,7 +130,7 @@ def describe_gemm_choice() -> dict[str, Any]:
 
 
 def self_test(name: str, device: str) -> dict[str, Any]:
-    """Whether the variant of op `name` that is used on `device` agrees with its reference."""
+    """Compare the backend of op `name` on `device` with the reference."""
     return self_check.compare(OPS[name], OPS[name], device)
 
 
@@ -156,7 +156,7 @@ def report() -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """A report as text for people."""
+    """A report as text."""
     where, extension = facts["machine"], facts["extension"]
     lines = ["Versions", *(f"  {name:12} {text}" for name, text in facts["versions"].items())]
     lines += [
@@ -165,7 +165,7 @@ def describe(facts: dict[str, Any]) -> str:
         f"  system       {where['system']}",
         f"  processor    {where['processor']}, {where['cores']} cores, "
         f"torch uses {where['threads']} threads",
-        f"  features     {' '.join(where['features']) or 'none that the kernels look for'}",
+        f"  features     {' '.join(where['features']) or 'none that the kernels use'}",
         f"  gpu          {where['gpu'] or 'none: ' + where['gpu_reason']}",
         "",
         "Compiled kernels (mixprec._C)",
@@ -173,7 +173,7 @@ def describe(facts: dict[str, Any]) -> str:
     if extension["loaded"]:
         forced = extension["isa_forced"]
         for_cuda = extension["cuda_reason"] or f"loaded, built for {extension['cuda_archs']}"
-        why = f"forced by MIXPREC_ISA={forced}" if forced else "the best that this processor runs"
+        why = f"forced by MIXPREC_ISA={forced}" if forced else "the best one supported here"
         lines += [
             f"  loaded       {extension['file']}",
             f"  built with   compiler {extension['compiler']}, torch {extension['torch']}",
@@ -184,12 +184,11 @@ def describe(facts: dict[str, Any]) -> str:
     else:
         lines += [f"  NOT LOADED   {extension['reason']}"]
     for device, ops in facts["ops"].items():
-        lines += ["", f"Ops on {device}: what runs, and whether it agrees with its definition"]
+        lines += ["", f"Ops on {device}: the backend in use, and the result of its self-test"]
         width = max(map(len, ops))
-        for name, row in ops.items():
-            lines.append(
-                f"  {name:{width}} {row['uses'] or 'NOTHING':10} {_verdict(facts, device, name)}"
-            )
+        for name, op in ops.items():
+            verdict = _verdict(facts, device, name)
+            lines.append(f"  {name:{width}} {op['uses'] or 'NOTHING':10} {verdict}")
         lines += _reasons(ops)
         if device == "cuda":
             lines += _describe_choice(facts["gemm"])
@@ -198,16 +197,17 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def _describe_choice(choice: dict[str, Any]) -> list[str]:
-    """Which variant of gemm runs on a GPU, call by call."""
-    first = "the first that can do the call"
-    lines = [f"  gemm uses, of {', '.join(choice['order'])}, {first}; but as measured here:"]
+    """Which backend of gemm is chosen for a call on a GPU."""
+    order = ", ".join(choice["order"])
+    lines = [f"  gemm uses the first of {order} that supports the call"]
+    if choice["entries"]:
+        lines[0] += ", except where measured:"
     for entry in choice["entries"]:
         lines.append(
             f"    {entry['family']:13} {entry['size']:10} {entry['backend']:8} "
             f"{entry['speedup']:.2f}x ({entry['gpu']}, {entry['date']})"
         )
     if not choice["entries"]:
-        lines[0] = f"  gemm uses, of {', '.join(choice['order'])}, {first}"
         lines.append(
             f"    nothing is measured for compute capability {choice['arch']}: "
             f"python -m mixprec.bench tune measures, and writes {choice['file']}"
@@ -215,8 +215,8 @@ def _describe_choice(choice: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _verdict(facts: dict[str, Any], device: str, name: str) -> str:
-    test = facts["self_test"][device].get(name)
+def _verdict(report: dict[str, Any], device: str, name: str) -> str:
+    test = report["self_test"][device].get(name)
     if test is None:
         return "not tested: no backend can run it"
     worst = f"worst difference {test['worst']:.3g}"
@@ -224,25 +224,25 @@ def _verdict(facts: dict[str, Any], device: str, name: str) -> str:
 
 
 def _reasons(ops: dict[str, dict[str, Any]]) -> list[str]:
-    """Why ops do not use the other backends, each reason once with the ops it holds for."""
-    holds: dict[tuple[str, str], list[str]] = {}
-    for name, row in ops.items():
-        for backend, reason in row["others"].items():
-            holds.setdefault((backend, reason), []).append(name)
+    """Why the other backends are not used: each reason once, with its ops."""
+    ops_by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, op in ops.items():
+        for backend, reason in op["others"].items():
+            ops_by_reason.setdefault((backend, reason), []).append(name)
     return [
         f"  not {backend} ({'all ops' if len(names) == len(ops) else ', '.join(names)}): {reason}"
-        for (backend, reason), names in holds.items()
+        for (backend, reason), names in ops_by_reason.items()
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report. 0: all is well; 1: mixprec._C is missing or an op failed its self-test."""
+    """Print the report. Returns 1 if mixprec._C is missing or a self-test failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m mixprec.env", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
-    facts = report()
-    print(json.dumps(facts, indent=1) if args.json else describe(facts))
-    return 0 if facts["ok"] else 1
+    found = report()
+    print(json.dumps(found, indent=1) if args.json else describe(found))
+    return 0 if found["ok"] else 1
 
 
 if __name__ == "__main__":

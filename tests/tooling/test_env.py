@@ -1,4 +1,4 @@
-"""mixprec.env: the report is complete, its self-tests can fail, and the exit code says so."""
+"""mixprec.env: the report is complete, its self-tests can fail, and the exit code shows it."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert row["uses"] == "vendor"
         assert row["others"]["reference"] == "vendor comes first"
         text = env.describe(facts)
-        assert "gemm uses, of vendor, cuda, triton, reference, the first that can do the" in text
+        assert (
+            "gemm uses the first of vendor, cuda, triton, reference that supports the call" in text
+        )
         assert f"nothing is measured for compute capability 9.0: {TUNE}, and writes {path}" in text
         path.write_text(json.dumps([ENTRY._asdict(), ENTRY._replace(arch="8.0")._asdict()]))
         gemm_table.forget()

@@ -42,41 +42,30 @@ def few_glyphs(example: ModuleType) -> Iterator[Any]:
 def test_the_glyphs(example: ModuleType) -> None:
     import image_data
 
-    made = image_data.glyph_images(train=720, held_out=360)
-    again = image_data.glyph_images(train=720, held_out=360)
-    for (x, y), (x_again, y_again) in zip(
-        (made.train, made.held_out), (again.train, again.held_out), strict=True
-    ):
-        assert torch.equal(x, x_again)
-        assert torch.equal(y, y_again)
-        assert x.dtype == torch.float32
-        assert x.shape[1:] == (1, 28, 28)
-        assert y.bincount().tolist() == [len(y) // 36] * 36, "as many of each class"
-    other = image_data.glyph_images(train=72, held_out=36, seed=1)
-    assert not torch.equal(made.train[0][:72], other.train[0])
-    assert set(made.train_sources.tolist()).isdisjoint(made.held_out_sources.tolist())
-    assert abs(made.train[0].mean()) < 1e-4
-    assert abs(made.train[0].std() - 1) < 1e-4
-    # All images differ, and each shows its glyph: there is more ink in the middle.
-    assert len(made.train[0].flatten(1).unique(dim=0)) == 720
-    middle = made.train[0][..., 6:22, 6:22].mean(dim=(1, 2, 3))
-    assert (middle > made.train[0].mean(dim=(1, 2, 3))).float().mean() > 0.98
-
-
-def test_each_glyph_is_drawn_whole_and_unlike_the_others(example: ModuleType) -> None:
-    import image_data
-
     atlas = image_data.render()
     fonts, characters, side, _ = atlas.shape
     assert (fonts, characters) == (21, 36)
-    assert atlas.min() == 0
     assert 0.99 < atlas.amax(dim=(2, 3)).min() <= atlas.max() <= 1
     edges = (atlas[..., 0], atlas[..., -1], atlas[..., 0, :], atlas[..., -1, :])
     assert all(edge.count_nonzero() == 0 for edge in edges), "a glyph is cut off"
     assert len(atlas.view(-1, side * side).unique(dim=0)) == fonts * characters
-    cross = image_data.CHARACTERS.index("H")
-    middle = atlas[:, cross, side // 2 - 3 : side // 2 + 3].amax(dim=1)
-    assert (middle.count_nonzero(dim=1) > 12).all(), "the bar of an H"
+
+    made, again = (image_data.glyph_images(train=360, held_out=180) for _ in range(2))
+    for (x, y), same in ((made.train, again.train), (made.held_out, again.held_out)):
+        assert torch.equal(x, same[0])
+        assert torch.equal(y, same[1])
+        assert x.dtype == torch.float32
+        assert x.shape[1:] == (1, 28, 28)
+        assert y.bincount().tolist() == [len(y) // 36] * 36, "as many of each class"
+    x = made.train[0]
+    assert set(made.train_sources.tolist()).isdisjoint(made.held_out_sources.tolist())
+    assert abs(x.mean()) < 1e-4
+    assert abs(x.std() - 1) < 1e-4
+    assert len(x.flatten(1).unique(dim=0)) == 360, "all images differ"
+    middle = x[..., 6:22, 6:22].mean(dim=(1, 2, 3))
+    assert (middle > x.mean(dim=(1, 2, 3))).float().mean() > 0.98, "each shows its glyph"
+    other = image_data.glyph_images(train=36, held_out=36, seed=1)
+    assert not torch.equal(x[:36], other.train[0])
 
 
 def test_the_digits(example: ModuleType) -> None:
@@ -87,23 +76,19 @@ def test_the_digits(example: ModuleType) -> None:
     assert made.side == 8
     assert len(made.train[1]) + len(made.held_out[1]) == 1797
     assert set(made.train_sources.tolist()).isdisjoint(made.held_out_sources.tolist())
-    assert made.train[1].bincount().min() > 100
 
 
 def test_the_batches(example: ModuleType) -> None:
     import image_data
 
     data = torch.arange(10.0).view(10, 1, 1, 1), torch.arange(10)
-    batches = image_data.Batches(data, batch=4, count=5, seed=3)
-    first = [labels.tolist() for _, labels in batches]
-    assert len(first) == len(batches) == 5
-    assert first == [labels.tolist() for _, labels in batches]
-    flat = [label for labels in first for label in labels]
+    batches, other = (image_data.Batches(data, batch=4, count=5, seed=seed) for seed in (3, 4))
+    flat = torch.cat([labels for _, labels in batches]).tolist()
+    assert flat == torch.cat([labels for _, labels in batches]).tolist()
+    assert flat != torch.cat([labels for _, labels in other]).tolist()
     assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)), "two epochs"
     assert flat[:10] != flat[10:]
     assert all(torch.equal(x.flatten(), y.float()) for x, y in batches)
-    other = image_data.Batches(data, batch=4, count=5, seed=4)
-    assert first != [labels.tolist() for _, labels in other]
 
 
 @pytest.mark.parametrize(("model", "recipe"), [("cnn", "fp8-delayed"), ("vit", "fp16")])
@@ -196,12 +181,10 @@ def test_bad_options(example: ModuleType, capsys: Any) -> None:
         ("--recipes=fp32,fp4", 'recipe must be "bf16", "fp16", "fp8"'),
         ("--steps=0", "--steps must be at least 1, got 0"),
         ("--batch=0", "--batch must be at least 1, got 0"),
-        ("--model=rnn", "invalid choice: 'rnn'"),
         ("--data=mnist", "invalid choice: 'mnist'"),
     ):
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit):
             example.main([argument])
-        assert stopped.value.code == 2
         assert message in capsys.readouterr().err
 
 
