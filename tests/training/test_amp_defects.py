@@ -110,33 +110,6 @@ def test_lr_schedules_follow_applied_steps(make: Callable) -> None:
         assert schedule.get_last_lr() == [optimizer.defaults["lr"] * 0.5**2]
 
 
-@pytest.mark.parametrize("ours", OURS, ids=name)
-def test_clipping_inside_the_optimizer_is_clipping_outside(ours: type[Optimizer]) -> None:
-    """Lightning does not clip for optimizers that unscale by themselves; ours clip inside."""
-    inside, outside = (
-        [torch.nn.Parameter(normal(s, torch.float32, seed=i)) for i, s in enumerate(((4, 3), (5,)))]
-        for _ in range(2)
-    )
-    clipping, other = ours(inside, lr=0.1, max_grad_norm=0.5), ours(outside, lr=0.1)
-    a, b = GradScaler(), GradScaler()
-    for step in range(6):
-        for scaler, optimizer, params in ((a, clipping, inside), (b, other, outside)):
-            for p in params:
-                p.grad = None
-            scaler.scale(sum((p**2).sum() for p in params)).backward()
-            if step == 3:
-                params[1].grad[0] = math.inf
-            if optimizer is other:
-                scaler.unscale_(optimizer)
-                norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-        torch.testing.assert_close(clipping.grad_norm.float(), norm, equal_nan=True)
-        for p, q in zip(inside, outside, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    assert a.skipped.item() == b.skipped.item() == 1
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["grad", "param"])
 def test_nan_stays_nan_under_stochastic_rounding(where: str, bad: float) -> None:
