@@ -1,4 +1,4 @@
-"""Delayed scaling: each layer's scales, as plain buffers, and the one update at a step's end."""
+"""Delayed scaling: the scales of each layer, as plain buffers, and their update after a step."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
     "update_scales",
 ]
 
-# Buffers of a layer with a delayed recipe, a row for each of x and g: the amax of earlier steps,
-# newest first [2, L], and the scale that the next cast takes [2], 0 where there is none yet.
-# Weights have none. They are known before the step, so their own amax costs one read; and where
-# they start at zero, as output projections often do, an optimizer like Adam doubles them in each of
-# the first steps: with the scale of the step before most of their elements saturated, which cost a
-# small GPT 1 to 4 % of its loss.
+# Buffers of a layer with a delayed recipe, with an entry for each of x and g: the amax of earlier
+# steps, newest first [2, L], and the scale for the next cast [2], 0 where there is none yet.
+# Weights use current scaling. They are known before the step, so their amax costs one read; and
+# where they start at zero, as output projections often do, an optimizer like Adam doubles them in
+# each of the first steps: with the scale of the previous step most of their elements saturated,
+# which raised the loss of a small GPT by 1 to 4 %.
 SAVED = ("amax_history", "scale")
-# And the largest amax since the last update, of x [] and of g [], which no checkpoint needs:
-# a step ends before it is saved. Apart from each other, because a compiled backward pass writes
-# back the whole of a buffer as it was at the end of its own forward pass.
+# And the largest amax since the last update, of x [] and of g [], which are not saved: a checkpoint
+# is written between steps. They are two buffers because a compiled backward pass writes back a
+# whole buffer as it was at the end of its own forward pass.
 BUFFERS = (*SAVED, "amax", "grad_amax")
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # all with delayed scales
@@ -67,7 +67,7 @@ def _amaxes(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
-    """Give `layer` the buffers of a delayed recipe, as they are before the first step, or none."""
+    """Give `layer` the initial buffers of a delayed recipe, or remove them for any other recipe."""
     for name in BUFFERS:
         layer._buffers.pop(name, None)
         layer._non_persistent_buffers_set.discard(name)
@@ -79,7 +79,7 @@ def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def follow(layer: torch.nn.Module) -> None:
-    """Let the automatic updates know of a layer with delayed scales."""
+    """Include a layer with delayed scales in the automatic updates."""
     global _hooked
     _layers.add(layer)
     if not _hooked:
@@ -88,36 +88,35 @@ def follow(layer: torch.nn.Module) -> None:
 
 
 def set_automatic_updates(enabled: bool) -> None:
-    """Whether scales are updated after each optimizer step; if not, call `update_scales`."""
+    """Set whether scales are updated after each optimizer step; if not, call `update_scales`."""
     global _automatic
     _automatic = enabled
 
 
 def after_step() -> None:
-    """Update the scales of all layers of this process that were used since their last update."""
+    """Update the scales of all layers in this process that were used since their last update."""
     if _automatic and not torch.compiler.is_compiling():
         _update(layer for layer in _layers if has_state(layer))
 
 
 def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """End a step of delayed scaling: record each amax of the step, and set the next scales.
+    """End a step of delayed scaling: record the amax of each tensor, and compute the next scales.
 
         scale = fmt.max / max(amax of the last L steps) * 2^-margin     (`ops.delayed_scales`)
 
-    It runs by itself after each step of any torch optimizer, for all delayed layers of the
+    It is called automatically after each step of any torch optimizer, for all delayed layers in the
     process, unless `mixprec.scaling.set_automatic_updates(False)` was called; a second update
-    without a forward pass between does nothing. Call it yourself before the optimizer's step to
-    give a process_group: the ranks that share the model but see different data, which then share
-    its scales. Each of them has to call it; it costs one all-reduce MAX of 2 numbers a tensor,
-    the amax and whether it was Inf or NaN, and at the first call the recipes are compared. (With
-    several micro-batches a step, DDP must not broadcast buffers, which would undo what the other
-    ranks saw in the ones before: DistributedDataParallel(..., broadcast_buffers=False).)
+    without a forward pass in between does nothing. Call it yourself, before the optimizer's step,
+    to pass a process_group: ranks that share the model but see different data, and will then share
+    the scales. Every rank must call it. It takes one all-reduce MAX of 2 numbers per tensor, the
+    amax and whether it was Inf or NaN, and compares the recipes at the first call. (With several
+    micro-batches per step, DDP must not broadcast buffers, which would overwrite the amax of other
+    ranks: use DistributedDataParallel(..., broadcast_buffers=False).)
 
-    A tensor that was not cast in the step keeps its history, as does one whose amax was Inf or
-    NaN: what is not finite leaves no trace. In the first step there is no scale to share yet, and
-    each rank takes its own amax. Forward passes without grad mode use the scales and record
-    nothing. TypeError if `model` is no module or process_group no group; ValueError where ranks
-    have different recipes or layers.
+    A tensor that was not cast in the step keeps its history, and so does one whose amax was Inf or
+    NaN. In the first step there is no scale to share yet, and each rank uses its own amax. Forward
+    passes without grad mode use the scales and record nothing. Raises TypeError if `model` is not a
+    module or process_group is not a group, ValueError if ranks have different recipes or layers.
     """
     if not isinstance(model, torch.nn.Module):
         got = type(model).__name__
@@ -138,14 +137,14 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def _update(layers: Iterable[torch.nn.Module]) -> None:
-    """One call of the op for each recipe and device, which is one in nearly every model."""
+    """One call of the op for each recipe and device: in most models there is one of each."""
     alike: dict[tuple[Any, torch.device], list[torch.nn.Module]] = {}
     for layer in layers:
         alike.setdefault((layer.recipe, layer.amax.device), []).append(layer)  # type: ignore[arg-type]
     for (recipe, _), group in alike.items():
         update_delayed_scales_(
-            [row for layer in group for row in layer.amax_history.unbind()],  # type: ignore[operator]
-            [row for layer in group for row in layer.scale.unbind()],  # type: ignore[operator]
+            [history for layer in group for history in layer.amax_history.unbind()],  # type: ignore[operator]
+            [scale for layer in group for scale in layer.scale.unbind()],  # type: ignore[operator]
             [amax for layer in group for amax in _amaxes(layer)],
             [getattr(recipe, role).max for role in DELAYED_ROLES] * len(group),
             margin=recipe.margin,
@@ -156,8 +155,8 @@ def _update(layers: Iterable[torch.nn.Module]) -> None:
 
 @torch.no_grad()
 def _share(amaxes: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Make each amax the largest of all ranks, or NaN, which MAX alone would lose, where one is
-    not finite."""
+    """Set each amax to the largest of all ranks, or to NaN (which MAX alone would lose) if it is
+    not finite on any of them."""
     import torch.distributed as dist
 
     if not amaxes:
@@ -194,8 +193,8 @@ def _agree(
 
 
 def plain_state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """model.state_dict() without the buffers of delayed scaling: what the same model made of plain
-    torch.nn layers loads. (A converted model loads both, whatever its recipe.)"""
+    """model.state_dict() without the buffers of delayed scaling, for loading into the same model
+    made of plain torch.nn layers. (A converted model loads both, whatever its recipe.)"""
     state = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
         if has_state(module):
@@ -205,7 +204,7 @@ def plain_state_dict(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def keep_fp32(layer: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """After layer.to(...): scales are FP32 whatever the parameters are, and never uninitialised."""
+    """After layer.to(...): keep scales in FP32 whatever the parameters are, and initialized."""
     for name, old in before.items():
         new = layer._buffers[name]
         if new is None or (new.dtype == torch.float32 and new.is_meta == old.is_meta):
@@ -220,8 +219,8 @@ def loadable(
 ) -> dict[str, Any]:
     """A state dict for `layer` with the scales that it needs and no others.
 
-    Those that it lacks start anew: the ones of before belong to other weights. What does not fit
-    is reported in `errors`.
+    Scales that are missing are reset: the current ones belong to other weights. Values that do not
+    fit are reported in `errors`.
     """
     state = dict(state_dict)
     keys = {name: prefix + name for name in SAVED}
@@ -248,7 +247,7 @@ def loadable(
 
 
 def _unusable(name: str, saved: torch.Tensor) -> list[float]:
-    """The numbers that no update leaves; not looked for where there are none yet (meta, fake)."""
+    """Values that no update produces; not checked for tensors without values (meta, fake)."""
     if saved.is_meta or type(saved) is not torch.Tensor:
         return []
     low, high = (MIN_SCALE, MAX_SCALE) if name == "scale" else (0.0, torch.finfo(saved.dtype).max)
@@ -257,7 +256,7 @@ def _unusable(name: str, saved: torch.Tensor) -> list[float]:
 
 
 def after_load(layer: torch.nn.Module) -> None:
-    """Nothing has been cast since the state was saved. (assign=True leaves a buffer on meta.)"""
+    """Reset the buffers that are not saved. (assign=True leaves them on the meta device.)"""
     if has_state(layer):
         fresh = _fresh(layer.recipe, layer.scale.device)  # type: ignore[arg-type]
         layer._buffers.update({name: fresh[name] for name in BUFFERS if name not in SAVED})

@@ -2,7 +2,8 @@
 
     results = on_ranks(4, train, steps=3)      # what train(steps=3) returned, by rank
 
-The processes are forked from a server that has imported torch once, which saves seconds each.
+The processes are forked from a server that has imported torch once, which saves seconds for each.
+Still, starting a group is what takes longest: let one function do several checks.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT = 20.0
-PATIENCE = 60  # seconds that a test gives all its ranks
-KILLED = "killed"  # in place of the result of a rank that ended by itself
-PRELOAD = (  # of them torch._dynamo, which DDP imports, takes longest
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+GROUP_TIMEOUT = 20.0  # seconds that a rank waits for the others
+TIMEOUT = 120  # seconds that a test gives all its ranks
+KILLED = "killed"  # in place of the result of a rank that ended its own process
+PRELOAD = (  # torch._dynamo, which DDP imports, takes longest
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
     "mixprec",
 )
 
@@ -57,7 +61,7 @@ def _rank_main(
             timeout=timedelta(seconds=timeout),
         )
         result = {"returned": function(**options)}
-        with contextlib.suppress(RuntimeError):  # from a rank that is gone: its own result tells
+        with contextlib.suppress(RuntimeError):  # a rank may be gone: its own result says why
             dist.barrier()
     except BaseException:
         result = {"raised": traceback.format_exc()}
@@ -99,8 +103,8 @@ def on_ranks(
 
 
 def _join(ranks: list[Any], folder: str) -> None:
-    """Until all have ended, PATIENCE is over, or one has raised and the rest had 2 seconds."""
-    end = time.monotonic() + PATIENCE
+    """Until all have ended, TIMEOUT is over, or one has raised and the rest had 2 seconds."""
+    end = time.monotonic() + TIMEOUT
     running = {process.sentinel for process in ranks}
     while running and (left := end - time.monotonic()) > 0:
         running -= set(multiprocessing.connection.wait(list(running), timeout=left))
@@ -119,7 +123,7 @@ def _results(ranks: list[Any], folder: str) -> list[Any]:
     hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     raised = {rank: result["raised"] for rank, result in by_rank.items() if "raised" in result}
     if hung or raised:
-        words = [f"rank {rank} raised\n{text}" for rank, text in sorted(raised.items())]
-        words += [f"rank {rank} did not end and was killed" for rank in hung]
-        raise RankError("\n".join(words))
+        lines = [f"rank {rank} raised\n{text}" for rank, text in sorted(raised.items())]
+        lines += [f"rank {rank} did not end and was killed" for rank in hung]
+        raise RankError("\n".join(lines))
     return [by_rank.get(rank, {}).get("returned", KILLED) for rank in range(len(ranks))]

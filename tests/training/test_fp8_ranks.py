@@ -43,8 +43,8 @@ class Setup:
     reuse: bool = False  # reuse_weights around the micro-batches
 
     def __str__(self) -> str:
-        words = (["overflow"] * self.overflow) + (["reuse"] * self.reuse)
-        return "-".join([self.wrap, self.recipe, *words])
+        flags = (["overflow"] * self.overflow) + (["reuse"] * self.reuse)
+        return "-".join([self.wrap, self.recipe, *flags])
 
 
 def make_model(recipe: str | mixprec.Recipe) -> nn.Sequential:
@@ -165,10 +165,21 @@ SETUPS = (
 )
 
 
+def everything() -> dict[Any, Any]:
+    """All that the tests below look at, in one group of processes."""
+    results: dict[Any, Any] = {setup: train(setup) for setup in SETUPS}
+    return {**results, "apart": apart(), "refused": [refused(recipes) for recipes, _ in OTHERS]}
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[Any, Any]]:
+    return on_ranks(WORLD, everything)
+
+
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_ranks_are_one_process(setup: Setup) -> None:
+def test_ranks_are_one_process(by_rank: list[dict[Any, Any]], setup: Setup) -> None:
     want = train(setup, alone=True)
-    for rank, got in enumerate(on_ranks(WORLD, train, setup=setup)):
+    for rank, got in enumerate(each[setup] for each in by_rank):
         for step, (mine, expected) in enumerate(zip(got, want, strict=True)):
             assert mine.keys() == expected.keys()
             for name, value in expected.items():
@@ -216,7 +227,7 @@ def apart() -> list[dict[str, torch.Tensor]]:
     return left
 
 
-def test_a_joined_batch() -> None:
+def test_a_joined_batch(by_rank: list[dict[Any, Any]]) -> None:
     """Where it agrees with the ranks, and where it should not.
 
     Equal: what the first layer's input records in the first step, and the scales as long as nothing
@@ -227,7 +238,7 @@ def test_a_joined_batch() -> None:
     (Scales are powers of two, so only what is subnormal in FP8 rounds differently.) And the FP32
     sums over rows are added up in another order; a last bit may decide a cast.
     """
-    first, second = on_ranks(WORLD, apart)
+    first, second = (each["apart"] for each in by_rank)
     same, mean = joined("sum of the ranks'"), joined("mean")
     for step in range(STEPS):
         for name, value in first[step].items():
@@ -262,21 +273,19 @@ def refused(recipes: list[str | mixprec.Recipe]) -> tuple[str, bool]:
     return message, all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    ("recipes", "differs"),
-    [
-        (["fp8-delayed", "fp8"], r"4 here and 0 on rank 1; .*'0: fp8-delayed: x e4m3"),
-        (["fp8-delayed", OTHER], r"4 here and 4 on rank 1; .*delayed\(16,max\).*delayed\(4,max\)"),
-        (["fp8", "fp8-delayed"], r"0 here and 4 on rank 1; .*'0: fp8-delayed: x e4m3"),
-    ],
-)
-def test_other_recipes_are_refused_on_both_ranks(
-    recipes: list[str | mixprec.Recipe], differs: str
-) -> None:
-    (mine, kept), (other, kept_too) = on_ranks(WORLD, refused, recipes=recipes)
-    assert kept
-    assert kept_too
-    for message in (mine, other):
-        assert message.startswith("update_scales: all ranks of process_group must have the same")
-    assert re.search(differs, mine), mine
-    assert "on rank 0" in other
+OTHERS: list[tuple[list[str | mixprec.Recipe], str]] = [
+    (["fp8-delayed", "fp8"], r"4 here and 0 on rank 1; .*'0: fp8-delayed: x e4m3"),
+    (["fp8-delayed", OTHER], r"4 here and 4 on rank 1; .*delayed\(16,max\).*delayed\(4,max\)"),
+    (["fp8", "fp8-delayed"], r"0 here and 4 on rank 1; .*'0: fp8-delayed: x e4m3"),
+]
+
+
+def test_other_recipes_are_refused_on_both_ranks(by_rank: list[dict[Any, Any]]) -> None:
+    for (_, differs), first, second in zip(
+        OTHERS, *(each["refused"] for each in by_rank), strict=True
+    ):
+        for message, unchanged in (first, second):
+            assert unchanged
+            assert message.startswith("update_scales: all ranks of process_group must")
+        assert re.search(differs, first[0]), first[0]
+        assert "on rank 0" in second[0]

@@ -665,32 +665,6 @@ def test_frozen_and_empty_params(kind: Kind) -> None:
     assert not torch.equal(params[3], frozen)
 
 
-@kinds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_a_group_added_on_the_way_and_one_refused(kind: Kind, dtype: torch.dtype) -> None:
-    params, other = parameters(dtype), parameters(dtype)
-    optimizer = kind(params[:3], lr=0.01)
-    first, second = kind(other[:3], lr=0.01), kind(other[3:], lr=0.2)
-    train(optimizer, params[:3], 2)
-    train(first, other[:3], 2)
-    with pytest.raises(ValueError, match=r"lr must be"):
-        optimizer.add_param_group({"params": params[3:], "lr": -1.0})
-    whole = torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ValueError, match=r"params must be fp32, bf16, fp16 or fp64, got torch.int"):
-        optimizer.add_param_group({"params": [whole]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": params[3:], "lr": 0.2})
-    for step in range(2, 4):
-        set_grads(params, step)
-        set_grads(other, step)
-        for o in (optimizer, first, second):
-            o.step()
-    assert_same(
-        tensors(optimizer, params), [*[p.detach() for p in other], *tensors(first, other[:3])[3:],
-                                     *tensors(second, other[3:])[3:]]
-    )  # fmt: skip
-
-
 # Whoever else writes the state
 
 

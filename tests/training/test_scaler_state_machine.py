@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -262,41 +261,6 @@ def test_training_as_torch_trains(
         assert mine.scaler.skipped.item() == skipped
     counted = sum(iteration.new_scale is None for iteration in iterations)
     assert mine.scaler.applied_steps.item() == counted - skipped
-
-
-def orders() -> list[tuple[tuple[str, int], ...]]:
-    """Every order of unscale_, clip and step of two optimizers, each with and without the first."""
-    calls = [("unscale_", 0), ("clip", 0), ("step", 0), ("unscale_", 1), ("clip", 1), ("step", 1)]
-    legal = []
-    for left_out in ((), (0, 1), (3, 4), (0, 1, 3, 4), (1,), (1, 4)):
-        kept = [call for i, call in enumerate(calls) if i not in left_out]
-        for order in itertools.permutations(kept):
-            own = [[call for call in order if call[1] == part] for part in (0, 1)]
-            if own == [[call for call in kept if call[1] == part] for part in (0, 1)]:
-                legal.append(order)
-    return legal
-
-
-@pytest.mark.parametrize("makes", [(torch_plain, torch_fused), (our_adamw, torch_sgd),
-                                   (our_sgd, our_adam)], ids=name)  # fmt: skip
-def test_every_legal_order(makes: tuple[Make, Make]) -> None:
-    """Of the calls for two optimizers, one of which overflows in every second iteration."""
-    legal = orders()
-    assert len(legal) == len(set(legal)) == 20 + 4 + 4 + 2 + 10 + 6
-    exact = not any(make in OURS for make in makes)
-    for order in legal:
-        mine, theirs = sides(makes)
-        for i in range(2):
-            for side in (mine, theirs):
-                side.backward(i, 2)
-                if i == 1:
-                    side.spoil(i, math.inf)
-                for call in order:
-                    assert side.call(*call) is None
-                side.scaler.update()
-                side.zero_grad()
-            assert_same(mine, theirs, exact)
-        assert mine.scaler.get_scale() == 2.0**15
 
 
 @pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=name)

@@ -121,9 +121,7 @@ def test_a_nan_in_the_first_step_of_all(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_300_overflows_in_a_row_reach_the_minimum_scale_and_pass(
-    dtype: torch.dtype, kind: str
-) -> None:
+def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind: str) -> None:
     calls: list[Any] = []
     settings = {"init_scale": 2.0**16, "growth_interval": 2}
     settings |= {"max_consecutive_skips": 100, "on_max_skips": calls.append}
@@ -196,30 +194,6 @@ def test_16_bit_training_reaches_what_fp32_reaches(dtype: torch.dtype, kind: str
     assert finals[0] < 0.8 * start
     assert finals[1] < 1.05 * finals[0]
     assert dtype != torch.float16 or run.scaler.skipped.item() > 0
-
-
-def test_zero_gradients_no_gradients_and_params_added_mid_run() -> None:
-    run = Run(torch.float16)
-    late = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    run.step(0)
-    before = run.bits()
-    for p in run.model.parameters():
-        p.grad = None if p.dim() == 1 else torch.zeros_like(p)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    counts = [int(run.optimizer.state[p]["step"]) for p in run.model.parameters()]
-    assert counts == [2, 1, 2, 1]
-    assert run.bits() != before  # momentum and decay go on where the gradient is zero
-    run.optimizer.add_param_group({"params": [late], "lr": 0.5})
-    late.grad = torch.full_like(late, math.inf)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    assert torch.equal(late, torch.ones_like(late))
-    late.grad = torch.ones_like(late)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    assert int(run.optimizer.state[late]["step"]) == 1
-    assert (late < 0.6).all()
 
 
 def test_early_growth_shortens_the_way_back_from_too_low_a_scale() -> None:

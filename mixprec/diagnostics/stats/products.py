@@ -1,4 +1,4 @@
-"""How far the three products of each layer, computed as a recipe says, are from FP32."""
+"""The SQNR of the three products of each layer, computed as a recipe says, against FP32."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["BARS", "PRODUCTS", "REMEDIES", "Sqnr", "below_bar", "model_sqnr", "p
 PRODUCTS = ("y", "grad_input", "grad_weight")
 Sqnr = dict[str, float | None]
 
-# What an FP8 product should reach, in dB: the bars of torchao's tests.
+# The SQNR in dB that an FP8 product should reach: the thresholds of torchao's tests.
 BARS = {"y": 18.0, "grad_weight": 17.0}
 REMEDIES = ("fp8-rowwise", "bf16")  # in this order
 
 
 def below_bar(sqnr: Sqnr) -> dict[str, float]:
-    """The products that do not reach their bar, or hold Inf or NaN where FP32 does not."""
+    """The products below their threshold, or with Inf or NaN where FP32 has none."""
     found = {name: sqnr.get(name) for name in BARS}
     return {n: value for n, value in found.items() if value is not None and not value >= BARS[n]}
 
@@ -34,14 +34,14 @@ def below_bar(sqnr: Sqnr) -> dict[str, float]:
 def product_sqnr(
     layer: nn.Module, x: torch.Tensor, g: torch.Tensor, recipe: Recipe | None = None
 ) -> Sqnr:
-    """SQNR in dB of each cast of `layer` (x, w, g), and of what it computes: y, grad_input and
+    """SQNR in dB of each cast of `layer` (x, w, g) and of its results y, grad_input and
     grad_weight, against the same products of the same tensors in FP32.
 
-    x: the layer's input; g: the gradient of its output. recipe: computed with this one (not a
-    delayed one) instead of the layer's own. The layer is run once more on copies: its parameters,
-    gradients, scales and counts stay as they are. No grad_input where x requires no grad, no
-    grad_weight of a frozen weight, and no products of a kind of layer that torch has no FP32
-    product for. Waits for the device.
+    x: the layer's input; g: the gradient of its output. recipe: used instead of the layer's own
+    (not a delayed one). The layer is run once more on copies: its parameters, gradients, scales and
+    counts do not change. There is no grad_input if x requires no grad, no grad_weight for a frozen
+    weight, and no product for a kind of layer without an FP32 product in torch. Waits for the
+    device.
     """
     before = _region.swap(recipe) if recipe is not None else None
     try:
@@ -80,13 +80,13 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
 
 
 def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[str, Any]]:
-    """`product_sqnr` of every layer of `model`, for the x and g that it sees in run(), which goes
-    forward and backward once. Of a layer that is called more than once, the last call counts.
+    """`product_sqnr` of every layer of `model` for its x and g in run(), which does one forward and
+    backward pass. For a layer that is called more than once, the last call counts.
 
-    Returns {layer: {"recipe", the SQNRs, "remedy"}}. remedy: for a layer below BARS the first of
-    REMEDIES that clears them, measured on the same x, w and g, or else the last of them, as
-    {"recipe", the SQNRs}; None for the others. Buffers and the random state of torch are put back;
-    gradients are the caller's.
+    Returns {layer: {"recipe", the SQNRs, "remedy"}}. remedy: for a layer below BARS, the first of
+    REMEDIES that reaches them, measured on the same x, w and g, or else the last one, as
+    {"recipe", the SQNRs}; None for other layers. Buffers and torch's random state are restored;
+    gradients are left to the caller.
     """
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []

@@ -1,4 +1,4 @@
-"""What a Monitor measured, on the host: plain dicts, as a table, JSON lines and scalars."""
+"""The measurements of a Monitor on the host: plain dicts, a table, JSON lines, scalars."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def badness(row: Record) -> tuple[float, ...]:
 
 
 def table(record: Record, limit: int | None) -> str:
-    """One record as text: a line of the step, then a line for each tensor, the worst first."""
-    words = [f"step {record['step']}"]
+    """One record as text: a line for the step, then a line for each tensor, the worst first."""
+    parts = [f"step {record['step']}"]
     if record["loss_scale"] is not None:
-        words.append(f"loss scale {record['loss_scale']:g}")
+        parts.append(f"loss scale {record['loss_scale']:g}")
     if record["skipped_steps"] is not None:
-        words.append(f"{record['skipped_steps']} steps skipped")
+        parts.append(f"{record['skipped_steps']} steps skipped")
     if clipped := sum(record["clipped"].values()):
-        words.append(f"{clipped:,} activations clipped")
+        parts.append(f"{clipped:,} activations clipped")
     rows = sorted(record["tensors"], key=badness, reverse=True)
     header = ("layer", "", "format", "amax", "scale", "overflow", "underflow", "inf/nan", "SQNR dB")
     cells = [header, *(tuple(_cells(row)) for row in rows[:limit])]
@@ -126,7 +126,7 @@ def table(record: Record, limit: int | None) -> str:
     rule = "-" * max(map(len, lines))
     if limit is not None and len(rows) > limit:
         lines.append(f"... and {len(rows) - limit} more")
-    return "\n".join([", ".join(words), lines[0], rule, *lines[1:]])
+    return "\n".join([", ".join(parts), lines[0], rule, *lines[1:]])
 
 
 def _cells(row: Record) -> Iterator[str]:

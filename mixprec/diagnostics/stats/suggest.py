@@ -1,4 +1,4 @@
-"""What the measured SQNRs mean: the layers that lose too much, and what to give them instead."""
+"""The layers whose measured SQNRs are too low, and the recipes to use instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = 26
 
 
 class Overrides(dict[str, str]):
-    """{layer: recipe}, as mixprec.convert takes it; `reasons` says why, by layer."""
+    """{layer: recipe}, as mixprec.convert takes it; `reasons` explains each, by layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Overrides(dict[str, str]):
 
 def _reason(row: Mapping[str, Any]) -> str:
     low, remedy = below_bar(dict(row)), row["remedy"]
-    words = [
+    parts = [
         f"{name} has {_db(value)} dB in {row['recipe']}, below {BARS[name]:g}, "
         f"and {_db(remedy.get(name))} in {remedy['recipe']}"
         for name, value in low.items()
     ]
-    return "; ".join(words)
+    return "; ".join(parts)
 
 
 def _db(value: float | None) -> str:
@@ -51,13 +51,13 @@ def _db(value: float | None) -> str:
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    """How far the worst product is above its bar; what is not finite is the worst of all."""
+    """How far the worst product is above its threshold; -Inf if one is not finite."""
     margins = [row[n] - bar for n, bar in BARS.items() if row.get(n) is not None]
     return min((-math.inf if math.isnan(m) else m for m in margins), default=math.inf)
 
 
 def sqnr_table(measured: Mapping[str, Measured], limit: int | None) -> str:
-    """Of each recipe the layers, worst first, as text."""
+    """The layers of each recipe, worst first, as text."""
     header: tuple[str, ...] = ("recipe", "layer", *ROLES, "y", "grad_in", "grad_w", "instead")
     cells: list[tuple[str, ...]] = [header]
     left_out = 0
