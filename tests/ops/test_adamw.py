@@ -17,7 +17,7 @@ from cases import (
     WRITABLE,
     Layout,
     contiguous,
-    name,
+    for_each,
     normal,
     random_bits,
     transposed,
@@ -435,8 +435,8 @@ T = torch.ones(3)
 META = torch.ones(3, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
+@for_each(
+    "changes, error, message",
     [
         ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
         ({"params": [None]}, TypeError, r"params\[0\] must be a torch.Tensor"),
@@ -476,7 +476,6 @@ META = torch.ones(3, device="meta")
         ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
         ({"found_inf": META[:1]}, ValueError, "found_inf must be on"),
     ],
-    ids=name,
 )
 def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:
     args = one(**changes)
