@@ -12,7 +12,7 @@ from ..ops.gemm import accumulate
 from ..ops.gemm import run as gemm
 from ..recipes import Recipe
 from . import operands
-from ._arguments import check_dtypes, check_state, main_grad_of
+from ._arguments import check_output, check_state, main_grad_of
 from ._observed import observe
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
@@ -95,20 +95,18 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_w, grad_bias, *[None] * 7
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: object
-) -> None:
+def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """What may be wrong at each call of a layer: x, and the dtype and device of its weight."""
     op = "linear"
     checks.is_tensor(op, "x", x)
-    checks.is_tensor(op, "weight", weight)
-    if weight.dim() != 2:
-        raise ValueError(f"{op}: weight must be [N, K], got shape {tuple(weight.shape)}")
     k = weight.shape[1]
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(
             f"{op}: x must be [..., K] with K = {k} as in weight [N, K], got shape {tuple(x.shape)}"
         )
-    check_dtypes(op, x, weight, bias, out_dtype, "[N]")
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    checks.on_device(op, "weight", weight, x.device, "x")
 
 
 def run_linear(
@@ -177,10 +175,12 @@ def linear(
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.
     """
     recipe = Recipe.parse(recipe)
-    if out_dtype is None and isinstance(x, torch.Tensor):
-        out_dtype = x.dtype
-    _check(x, weight, bias, out_dtype)
-    assert out_dtype is not None, "checked"
+    checks.is_tensor("linear", "weight", weight)
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight must be [N, K], got shape {tuple(weight.shape)}")
+    check_input(x, weight)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_output("linear", weight, bias, out_dtype, "[N]")
     check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")
     main_grad = main_grad_of("linear", weight)
     return run_linear(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch import examples, optimizer_update, rounding
+from ._dispatch import example_inputs, optimizer_update, rounding
 from ._dispatch.op import Op
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
@@ -70,7 +70,7 @@ adamw_op = Op(
     "float weight_decay, bool decoupled_weight_decay, " + optimizer_update.SHARED_SCHEMA,
     reference=adamw_reference_,
     check=_check,
-    examples=examples.adamw,
+    examples=example_inputs.adamw,
     triton="adamw",
 )
 

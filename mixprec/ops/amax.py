@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import checks, examples
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
 
@@ -30,7 +30,7 @@ amax_op = Op(
     reference=amax_reference,
     fake=_fake,
     check=_check,
-    examples=examples.amax,
+    examples=example_inputs.amax,
     triton="amax",
 )
 

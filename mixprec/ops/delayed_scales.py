@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import checks, examples
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 from .scale import scale_from_amax
 
@@ -83,7 +83,7 @@ delayed_scales_op = Op(
     "int margin, bool power_of_two, bool most_recent) -> ()",
     reference=update_delayed_scales_reference_,
     check=_check,
-    examples=examples.update_delayed_scales,
+    examples=example_inputs.update_delayed_scales,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import checks, examples, scale_layout
+from ._dispatch import checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 
 LOW = (*checks.FP8, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ dequantize_op = Op(
     reference=dequantize_reference,
     fake=_fake,
     check=_check,
-    examples=examples.dequantize,
+    examples=example_inputs.dequantize,
     triton="dequantize",
 )
 

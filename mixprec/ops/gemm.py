@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import autocast, checks, examples, gemm_scales, gemm_table, gemm_vendor
+from ._dispatch import autocast, checks, example_inputs, gemm_scales, gemm_table, gemm_vendor
 from ._dispatch.op import Choice, Op
 
 Operand = torch.Tensor | Quantized
@@ -136,7 +136,7 @@ gemm_op = Op(
     reference=gemm_reference,
     fake=_fake,
     check=_check_gemm,
-    examples=examples.gemm,
+    examples=example_inputs.gemm,
     triton="gemm",
     vendor=gemm_vendor.gemm_vendor,
     choice=Choice(
@@ -150,7 +150,7 @@ gemm_accumulate_op = Op(
     "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
     reference=gemm_accumulate_reference_,
     check=_check_accumulate,
-    examples=examples.gemm_accumulate,
+    examples=example_inputs.gemm_accumulate,
     triton="gemm",
     vendor=gemm_vendor.gemm_accumulate_vendor_,
     choice=Choice(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import checks, examples
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 from .unscale import COUNTS, count_reference
 
@@ -59,7 +59,7 @@ grad_stats_op = Op(
     "Tensor(c!)? counts) -> ()",
     reference=grad_stats_reference_,
     check=_check,
-    examples=examples.grad_stats,
+    examples=example_inputs.grad_stats,
     triton="grad_stats",
 )
 

@@ -6,7 +6,7 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from ._dispatch import checks, examples, scale_layout
+from ._dispatch import checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 from .amax import amax_reference
 from .scale import scale_from_amax
@@ -136,7 +136,7 @@ quantize_op = Op(
     reference=quantize_reference,
     fake=_fake,
     check=_check,
-    examples=examples.quantize,
+    examples=example_inputs.quantize,
     triton="quantize",
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import formats
-from ._dispatch import checks, examples
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
@@ -72,7 +72,7 @@ scale_from_amax_op = Op(
     "bool power_of_two) -> ()",
     reference=scale_from_amax_reference_,
     check=_check_scale_from_amax,
-    examples=examples.scale_from_amax,
+    examples=example_inputs.scale_from_amax,
     triton="scale",
 )
 
@@ -112,7 +112,7 @@ inv_scale_op = Op(
     reference=inv_scale_reference,
     fake=lambda scale: torch.empty_like(scale),
     check=_check_inv_scale,
-    examples=examples.inv_scale,
+    examples=example_inputs.inv_scale,
     triton="scale",
 )
 
@@ -148,7 +148,7 @@ clip_coef_op = Op(
     reference=clip_coef_reference,
     fake=_fake_clip_coef,
     check=_check_clip_coef,
-    examples=examples.clip_coef,
+    examples=example_inputs.clip_coef,
     triton="scale",
 )
 
@@ -239,7 +239,7 @@ update_scale_op = Op(
     "float grow_on_underflow) -> ()",
     reference=update_scale_reference_,
     check=_check_update_scale,
-    examples=examples.update_scale,
+    examples=example_inputs.update_scale,
     triton="scale",
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch import examples, optimizer_update, rounding
+from ._dispatch import example_inputs, optimizer_update, rounding
 from ._dispatch.op import Op
 
 
@@ -44,7 +44,7 @@ sgd_op = Op(
     "bool nesterov, " + optimizer_update.SHARED_SCHEMA,
     reference=sgd_reference_,
     check=_check,
-    examples=examples.sgd,
+    examples=example_inputs.sgd,
     triton="sgd",
 )
 

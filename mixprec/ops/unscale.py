@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import checks, examples
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
 COUNTS = 4  # Inf, NaN, zeros, subnormals
@@ -68,7 +68,7 @@ unscale_op = Op(
     "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!)? counts) -> ()",
     reference=unscale_reference_,
     check=_check,
-    examples=examples.unscale,
+    examples=example_inputs.unscale,
     triton="unscale",
 )
 

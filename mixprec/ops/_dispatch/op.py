@@ -79,9 +79,8 @@ class Op:
         self._written = [i for i, a in enumerate(parsed) if a.alias_info and a.alias_info.is_write]
         self._operands = tuple(self.arguments.index(operand) for operand in operands)
         self._vendor = None if vendor is None else self._without_autocast(self.by_name(vendor))
-        self._chosen: dict[tuple[str | None, str, int], Function] = {}
-        # What `choose` finds outside of use_backend for every call on a device, and the device type.
-        self._fast: dict[torch.device, tuple[str, Function]] = {}
+        # By use_backend's choice and device: what runs every call there, and the device's type.
+        self._chosen: dict[tuple[str | None, torch.device], tuple[str, Function]] = {}
         self._able: dict[int, tuple[str, ...]] = {}  # backends that can do some calls, by GPU
         self._agreed: dict[tuple[str, int], Function] = {}  # compared on that GPU, and equal
         self._warned = False
@@ -219,17 +218,15 @@ class Op:
             # Torch's own ops need no op of ours around them (8 us), unless they are to be traced.
             direct = backend == "vendor" and not torch.compiler.is_compiling()
             return self._vendor if direct and self._vendor is not None else run
-        key = (backends.forced(), device, index)
-        known = self._chosen.get(key)
-        if known is not None:
-            return known
+        where = torch.device(device, index) if device == "cuda" else torch.device(device)
+        key = (backends.forced(), where)
+        if key in self._chosen:
+            return self._chosen[key][1]
         backend = self.backend(device, index)
         run = self._ready(backend, device, index)
-        if backend not in ("cuda", "triton") or (backend, index) in self._agreed:
-            self._chosen[key] = run  # else the comparison is still to come
-            if key[0] is None and (self.choice is None or device != "cuda"):
-                where = torch.device(device, index) if device == "cuda" else torch.device(device)
-                self._fast[where] = device, run
+        compared = backend not in ("cuda", "triton") or (backend, index) in self._agreed
+        if compared and (self.choice is None or device != "cuda"):
+            self._chosen[key] = device, run
         return run
 
     def backend_of_call(self, index: int, args: Args) -> str:
@@ -300,8 +297,8 @@ class Op:
         try:
             owner = args[self._owner]
             device = (owner[0] if self._owner_is_list else owner).device
-            kind, run = self._fast.get(device, _UNKNOWN)
-            if run is None or backends._forced is not None:
+            kind, run = self._chosen.get((backends._forced, device), _UNKNOWN)
+            if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
             if self._operands and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
