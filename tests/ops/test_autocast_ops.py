@@ -15,7 +15,8 @@ from torch import nn
 import mixprec
 from mixprec import ops
 from mixprec.functional import observed
-from mixprec.ops._dispatch import library
+from mixprec.ops._dispatch import autocast
+from mixprec.ops._dispatch.op import ALL
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = (BF16, FP16)
@@ -126,7 +127,7 @@ def test_what_cannot_be_cast_is_refused_and_leaves_autocast_on(call: str) -> Non
             assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize(("call", "dtype"), zip(CALLS, LOW * 3, strict=True), ids=str)
+@pytest.mark.parametrize(("call", "dtype"), list(zip(CALLS, LOW * 3, strict=True)), ids=str)
 def test_compiled(call: str, dtype: torch.dtype) -> None:
     """The region inside the compiled function, and around it."""
     run = CALLS[call]
@@ -248,10 +249,12 @@ def test_the_formats_seen_in_a_region() -> None:
 def test_gemm_alone_has_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""
-    assert set(library.OPERANDS) == {"gemm", "gemm_accumulate_"}
-    for name in (*library.OPS, *library.VARIANTS):
-        for key in library.AUTOCAST.values():
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", key), name
+    assert {op.name for op in ALL if op._operands} == {"gemm", "gemm_accumulate_"}
+    for op in ALL:
+        for variant in ("cpp", "reference"):
+            name = op.variant_name(variant)
+            for key in autocast.KEYS.values():
+                assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", key), name
 
 
 @for_each("x_dtype", WIDE)
