@@ -7,11 +7,12 @@ PYTHON ?=
 # What .venv is made of: the interpreter, and torch as pip should be asked for it.
 PYTHON3 ?= python3
 TORCH ?= torch==2.13.0
-# FULL=1: the longer demo, every shape of gpu-bench. TESTS, ARGS: which tests, and more arguments
-# for the program that runs.
+# FULL=1: the longer demo, every shape of gpu-bench. TESTS: these tests instead of the quick ones.
+# ARGS: more arguments for the program that runs. WORKERS: processes of test, test-slow, test-kernels.
 FULL ?=
-TESTS ?= tests
+TESTS ?=
 ARGS ?=
+WORKERS ?= 2
 # Where make gpu-test, gpu-bench, gpu-train and gpu-vision write (default: bench/results/ and the
 # GPU's name), which stages of the first two, and in how many seconds.
 OUT ?=
@@ -49,7 +50,8 @@ export CHECK_SYSTEM
 # Sees which of the packages named by its arguments an environment lacks; names them in one line.
 define CHECK_PACKAGES
 import importlib.metadata, importlib.util, sys
-lack = [n.replace("_", "-") for n in sys.argv[1:] if importlib.util.find_spec(n) is None]
+module = {"pytest_xdist": "xdist"}  # where it is not the name of the package
+lack = [n.replace("_", "-") for n in sys.argv[1:] if importlib.util.find_spec(module.get(n, n)) is None]
 if "setuptools" not in lack and int(importlib.metadata.version("setuptools").split(".")[0]) < 64:
     lack.append("'setuptools>=64'")
 if lack:
@@ -96,14 +98,18 @@ endif
 # compiled ops: programs start in an empty folder. (PYTHONSAFEPATH would do, from Python 3.11 on.)
 RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train gpu-vision clean needs-build needs-test needs-demo needs-lint
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train gpu-vision test-slow test-kernels test-all clean needs-build needs-test needs-gpu-test needs-demo needs-lint
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    train one GPT in fp32, bf16, fp16 and fp8; results in demo/ (FULL=1: longer)'
-	@echo 'make test    run the tests (TESTS=tests/ops/test_gemm.py ARGS=-x for some of them)'
+	@echo 'make test    run the tests that a change needs, in two processes (WORKERS=8 for eight;'
+	@echo '             TESTS=tests/ops/test_gemm.py ARGS=-x for some tests, in one process)'
 	@echo 'make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors'
 	@echo 'make bench   measure every op against its rivals on this CPU; results in build/bench/'
+	@echo 'make test-slow    run the tests that start programs, several ranks or inductor'
+	@echo 'make test-kernels run the GPU kernels on the CPU: emulated, and in the interpreter of Triton'
+	@echo 'make test-all     run all of these, and the casts of every input'
 	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
 	@echo '             them, and run the tests of a GPU on one that the CPU stands in for; needs nvcc 13'
 	@echo '             and no GPU; a CUDA build of torch comes into build/cuda'
@@ -124,12 +130,40 @@ help:
 demo: needs-demo $(READY)
 	@$(WITH) "$(PY)" examples/train_gpt.py --out demo $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
+# $(call TIMED,COMMAND): its last line says how long it took.
+TIMED = @start=$$(date +%s); { $(1); } && status=0 || status=$$?; \
+  echo "make $@: $$(($$(date +%s) - start)) s"; exit $$status
+PYTEST = $(RUN) -m pytest -c ../../pyproject.toml --rootdir ../..
+PARALLEL = -n $(WORKERS) --dist worksteal
+QUICK = ../../tests/ops ../../tests/modules ../../tests/training ../../tests/tooling
+
 # Threads that wait sleep: the tests are many short parallel loops, and on a machine that does other
 # things as well, spinning ones hold up the thread they wait for (two busy cores: 100 s against more
-# than 600 s).
-test: export OMP_WAIT_POLICY ?= PASSIVE
+# than 600 s). With a worker for each core, an op runs on one thread; tests of threads set their number.
+test test-slow test-kernels: export OMP_WAIT_POLICY ?= PASSIVE
+ifeq ($(strip $(TESTS)),)
+test: export OMP_NUM_THREADS ?= 1
+endif
+test-slow test-kernels: export OMP_NUM_THREADS ?= 1
+
+CHOSEN = $(if $(strip $(TESTS)),$(ARGS) $(addprefix ../../,$(TESTS)),$(QUICKLY) $(ARGS) $(QUICK))
+QUICKLY = $(PARALLEL) -m "not slow and not exhaustive"
 test: needs-test $(READY)
-	@$(RUN) -m pytest -c ../../pyproject.toml --rootdir ../.. $(ARGS) $(addprefix ../../,$(TESTS))
+	$(call TIMED,$(PYTEST) $(CHOSEN))
+
+test-slow: needs-test $(READY)
+	$(call TIMED,$(PYTEST) $(PARALLEL) -m "slow and not exhaustive" $(ARGS) $(QUICK))
+
+# Twice, because triton reads TRITON_INTERPRET when it is imported: modules of the other kind are
+# skipped and say so. (5: all of them, where triton is not installed.)
+test-kernels: needs-test $(READY)
+	$(call TIMED,{ ( export TRITON_INTERPRET=1; \
+	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated/triton_interpreter ) || [ $$? = 5 ]; } && \
+	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated)
+
+test-all:
+	$(call TIMED,$(MAKE) test TESTS= && $(MAKE) test-slow && $(MAKE) test-kernels && \
+	  $(MAKE) test TESTS=tests ARGS="-m exhaustive $(ARGS)")
 
 lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 	@$(WITH) "$(PY)" -m ruff check .
@@ -183,7 +217,7 @@ build/cuda/.ran: build/cuda/.checked $(STAND_IN_FILES)
 STAGED = $(if $(OUT),--out "$(abspath $(OUT))") $(if $(STAGE),--stages $(STAGE))
 
 # With PYTHON=python3 nothing is installed or downloaded: torch, pytest and the rest are there.
-gpu-test: needs-test $(READY)
+gpu-test: needs-gpu-test $(READY)
 	@$(RUN) ../../tests/gpu/stages.py $(STAGED) $(ARGS)
 
 gpu-bench: needs-build $(READY)
@@ -214,6 +248,8 @@ clean:
 needs-build:
 	$(call NEEDS)
 needs-test:
+	$(call NEEDS,pytest pytest_xdist hypothesis numpy rich matplotlib)
+needs-gpu-test:
 	$(call NEEDS,pytest hypothesis numpy rich matplotlib)
 needs-demo:
 	$(call NEEDS,rich matplotlib)

@@ -1,10 +1,13 @@
-"""Test cases as rows: shapes, memory layouts, dtypes, awkward values. Empties come first."""
+"""Test cases: shapes, layouts, dtypes, awkward values (empties first), and loops over them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,7 +126,7 @@ LAYOUTS: tuple[Layout, ...] = (*WRITABLE, expanded_rows, expanded_last)
 
 
 def name(case: object) -> str:
-    """A short test id for a row."""
+    """A short name for a case."""
     if isinstance(case, torch.dtype):
         return str(case).removeprefix("torch.")
     if isinstance(case, torch.Tensor):
@@ -175,3 +178,39 @@ def random_list(rng: random.Random, count: int, dtypes: tuple[torch.dtype, ...] 
         size, step = rng.choice([0, 1, 2, 3, 7, 16, 17, 33, 40]), rng.choice([1, 1, 2, 3])
         tensors.append(normal((size * step,), rng.choice(dtypes), seed=i)[::step])
     return tensors
+
+
+def for_each(names: str, values: Iterable[Any]) -> Callable:
+    """pytest.mark.parametrize as a loop in one test, for cases cheaper than a test id (3 ms).
+
+    Each case starts from the same seed, and what fails names its case.
+    """
+    keys, values = names.split(", "), tuple(values)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def loop(**fixtures: Any) -> None:
+            for value in values:
+                torch.manual_seed(0)
+                case = dict(zip(keys, value if len(keys) > 1 else (value,), strict=True))
+                try:
+                    test(**fixtures, **case)
+                except Exception as error:
+                    label = ", ".join(f"{key}={name(v)}" for key, v in case.items())
+                    raise AssertionError(f"{label}: {type(error).__name__}: {error}") from error
+
+        signature = inspect.signature(test)
+        left = [p for key, p in signature.parameters.items() if key not in keys]
+        loop.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return loop
+
+    return decorate
+
+
+def pairwise(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple]:
+    """Cases in which any two values of different lists meet; the longest two come first."""
+    return [
+        (x, y, *(other[(i + j) % len(other)] for other in others))
+        for i, x in enumerate(first)
+        for j, y in enumerate(second)
+    ]

@@ -1,9 +1,12 @@
-"""Shared fixtures: seeds, the two CPU backends, poisoned memory."""
+"""Shared fixtures (seeds, the two CPU backends, poisoned memory), and which files are slow."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,44 @@ import mixprec
 # derandomize: the same examples in every run, so a failure here is a failure everywhere.
 settings.register_profile("mixprec", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("mixprec")
+
+# Files that start programs, ranks or inductor. Single tests are marked with @pytest.mark.slow.
+SLOW_FILES = (
+    "tests/modules/test_fp8_inductor.py",
+    "tests/training/test_distributed*.py",
+    "tests/training/test_fp8_ranks*.py",
+    "tests/tooling/test_accuracy.py",
+    "tests/tooling/test_bench*.py",
+    "tests/tooling/test_commands.py",
+    "tests/tooling/test_docs_*.py",
+    "tests/tooling/test_evidence*.py",
+    "tests/tooling/test_gpu_*.py",
+    "tests/tooling/test_readme.py",
+    "tests/tooling/test_results*.py",
+    "tests/tooling/test_train_*.py",
+    "tests/tooling/test_tune*.py",
+)
+
+ROOT = Path(__file__).parents[1]
+GPU_TESTS_RUN = torch.cuda.is_available() or "MIXPREC_TEST_DEVICE" in os.environ
+
+
+def pytest_report_header() -> str | None:
+    if GPU_TESTS_RUN:
+        return None
+    return "tests/gpu: not collected, no GPU here (MIXPREC_TEST_DEVICE=cpu for a dry run)"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """tests/gpu needs a GPU; None leaves the decision to others."""
+    return True if collection_path == ROOT / "tests" / "gpu" and not GPU_TESTS_RUN else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(ROOT).as_posix() if item.path.is_relative_to(ROOT) else ""
+        if any(fnmatch(path, pattern) for pattern in SLOW_FILES):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The numeric rules computed a second time, to judge the ops by: NumPy and Python integers only.
+"""The numeric rules computed a second time, for comparison: NumPy and Python integers only.
 
 Nothing here calls an op or a torch cast; torch tensors are only opened as bits. Formats are value
 tables made from their definition, a cast is a search in such a table, sums are FP64.
@@ -200,7 +200,7 @@ def scale_of(
     power_of_two: bool = True,
     previous: float = 1.0,
 ) -> float:
-    """fmt_max / amax * 2^-margin, rounded once to FP32, floored to a power of two, clamped."""
+    """fmt_max / amax * 2^-margin, rounded once to FP32, rounded down to a power of two, clamped."""
     if not (0 < amax < math.inf):
         return previous
     with np.errstate(over="ignore", under="ignore"):

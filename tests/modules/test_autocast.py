@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import for_each
 from torch import nn
 from torch.nn import functional as F
 
@@ -107,8 +108,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("call", CALLS)
+@for_each("dtype", LOW)
+@for_each("call", CALLS)
 def test_delicate_ops_compute_and_return_fp32(call: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 64).to(dtype)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import normal
+from cases import for_each, normal
 from torch import nn
 
 import mixprec
@@ -70,8 +70,8 @@ BATCHES: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BATCHES)
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("case", BATCHES)
+@for_each("recipe", NAMES)
 def test_a_batch_that_does_not_fit(recipe: str, case: str) -> None:
     make_x, message = BATCHES[case]
     model = make(recipe)
@@ -95,9 +95,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: mixprec.Gra
     return y.detach()
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["x", "g"])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("number", [math.nan, math.inf, -math.inf])
+@for_each("where", ["x", "g"])
+@for_each("recipe", NAMES)
 def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: float) -> None:
     """It is seen in the output or in found_inf, costs one step, and the parameters are those of a
     run without that batch, to the bit. Delayed scaling records what was finite in it (x before an
@@ -140,7 +140,7 @@ def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: flo
 # --- convert -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_a_model_without_linear_layers_is_left_as_it_is(recipe: str) -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Sequential(nn.ReLU()))
     keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
@@ -153,7 +153,7 @@ def test_a_model_without_linear_layers_is_left_as_it_is(recipe: str) -> None:
     assert [type(m) for m in model.modules()] == kinds
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_converting_twice_in_mid_training(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     models = make(recipe), make(recipe)
     left = []
@@ -206,7 +206,7 @@ BAD_CONVERSIONS: dict[str, tuple[Callable[[], object], type[Exception], str]] = 
 }
 
 
-@pytest.mark.parametrize("case", BAD_CONVERSIONS)
+@for_each("case", BAD_CONVERSIONS)
 def test_what_cannot_be_converted_or_run(case: str) -> None:
     call, kind, message = BAD_CONVERSIONS[case]
     with pytest.raises(kind, match=message):
@@ -218,8 +218,8 @@ def test_what_cannot_be_converted_or_run(case: str) -> None:
 OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
 
 
-@pytest.mark.parametrize(
-    ("key", "wrong", "message"),
+@for_each(
+    "key, wrong, message",
     [
         ("2.scale", torch.ones(4), r"2\.scale must have shape \(2,\) .* got \(4,\), torch.float32"),
         ("2.scale", torch.ones(2).int(), r"2\.scale must have .* got \(2,\), torch.int32"),

@@ -47,7 +47,7 @@ def build(make: Callable[[object], nn.Module], recipe: object = CLIP) -> nn.Modu
 
 
 LAYERS = pytest.mark.parametrize("make", [linear, conv(1), conv(3)], ids=["linear", "1x1", "3x3"])
-ROWS = torch.tensor(
+VALUES = torch.tensor(
     [
         [1.0, 2.0],
         [6e4, 6e4],  # too large
@@ -64,17 +64,17 @@ ROWS = torch.tensor(
 @LAYERS
 def test_what_is_clipped_and_what_stays(make: Callable[[object], nn.Module]) -> None:
     layer = build(make)
-    y = layer(shaped(ROWS.half(), layer)).flatten()
+    y = layer(shaped(VALUES.half(), layer)).flatten()
     want = torch.tensor([3, MAX, -MAX, MAX, MAX, math.inf, math.nan, math.nan], dtype=HALF)
     assert y.dtype == HALF
     assert torch.equal(y.nan_to_num(nan=1.0), want.nan_to_num(nan=1.0))
     assert torch.equal(y.isnan(), want.isnan())
     assert (layer.clipped.dtype, layer.clipped.shape) == (torch.int64, ())
     assert layer.clipped == 3
-    layer(shaped(ROWS.half(), layer))
+    layer(shaped(VALUES.half(), layer))
     assert layer.clipped == 6
     plain = build(make, "fp16")
-    overflowed = plain(shaped(ROWS.half(), plain)).flatten()
+    overflowed = plain(shaped(VALUES.half(), plain)).flatten()
     assert overflowed[1:3].tolist() == [math.inf, -math.inf], "without it, an overflow shows"
     assert not hasattr(plain, "clipped")
 
@@ -82,7 +82,7 @@ def test_what_is_clipped_and_what_stays(make: Callable[[object], nn.Module]) -> 
 @LAYERS
 def test_the_gradient_is_that_of_a_clamp(make: Callable[[object], nn.Module]) -> None:
     layer = build(make)
-    x = shaped(ROWS[:3].half(), layer).requires_grad_()
+    x = shaped(VALUES[:3].half(), layer).requires_grad_()
     layer(x).sum().backward()
     middle = x.grad if x.dim() == 2 else x.grad[:, :, x.shape[2] // 2, x.shape[3] // 2]
     assert middle.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_a_clamp(make: Callable[[object], nn.Module]) ->
 @LAYERS
 def test_an_output_that_is_not_fp16_cannot_clip(make: Callable[[object], nn.Module]) -> None:
     layer = build(make)
-    rows = ROWS[:5]
+    rows = VALUES[:5]
     y = layer(shaped(rows, layer)).flatten()
     assert y.tolist() == rows.half().float().sum(1).tolist()
     with torch.autocast("cpu", torch.bfloat16):
@@ -146,7 +146,7 @@ def test_the_counter_is_a_buffer_that_no_state_dict_has(
     layer = build(make)
     assert list(layer.state_dict()) == ["weight"]
     assert [name for name, _ in layer.named_buffers()] == ["clipped"]
-    layer(shaped(ROWS.half(), layer))
+    layer(shaped(VALUES.half(), layer))
     copied = copy.deepcopy(layer).to(torch.bfloat16)
     assert (copied.clipped.dtype, copied.clipped) == (torch.int64, 3)
     with torch.device("meta"):
@@ -158,7 +158,7 @@ def test_the_counter_is_a_buffer_that_no_state_dict_has(
     layer.recipe = CLIP
     assert layer.clipped == 0
     with mixprec.autocast("fp16"):  # another recipe's region
-        layer(shaped(ROWS.half(), layer))
+        layer(shaped(VALUES.half(), layer))
     assert layer.clipped == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WIDE, every_second, name, normal, permuted, small_integers
+from cases import WIDE, every_second, for_each, name, normal, permuted, small_integers
 from torch import nn
 
 import mixprec
@@ -29,7 +29,7 @@ MIXES = (
     Recipe("rows of w", E4M3, E4M3, E5M2, w_granularity="row"),
     Recipe("squares", E4M3, E4M3, E4M3, x_granularity="block128x128"),
 )
-ROWS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
     ((0, 8, 9, 7), (16, 8, 3, 3), {}),  # no sample
     ((2, 8, 9, 7), (16, 8, 3, 3), {"padding": 1}),
     ((2, 8, 9, 7), (16, 8, 3, 3), {"stride": 2, "padding": (1, 0)}),
@@ -106,10 +106,10 @@ def bound(exact: torch.Tensor, magnitude: torch.Tensor, count: int, out: torch.d
 
 
 @pytest.mark.parametrize("recipe", [*(RECIPES[n] for n in FP8), *MIXES], ids=name)
-@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_last], ids=name)
+@for_each("layout", [torch.Tensor.contiguous, channels_last])
 def test_fp8_against_fp64(layout: Callable[..., torch.Tensor], recipe: Recipe) -> None:
     """A convolution of the dequantized operands, forward and backward, within its roundings."""
-    for i, (x_shape, w_shape, options) in enumerate(ROWS):
+    for i, (x_shape, w_shape, options) in enumerate(SHAPES):
         dtype = WIDE[i % 3]
         x, w, bias = operands_of(x_shape, w_shape, dtype)
         y = conv2d(leaf_x := leaf(layout(x.detach())), w, bias, recipe=recipe, **options)
@@ -149,7 +149,7 @@ def test_fp8_against_fp64(layout: Callable[..., torch.Tensor], recipe: Recipe) -
 
 
 @pytest.mark.parametrize("recipe", FP8)
-@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, channels_last], ids=name)
+@for_each("layout", [torch.Tensor.contiguous, channels_last])
 def test_a_1x1_kernel_is_linear_over_the_pixels(
     layout: Callable[..., torch.Tensor], recipe: str
 ) -> None:
@@ -184,7 +184,7 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
     fp16's, which torch multiplies slowly on a CPU, that of FP32 copies of them."""
     low = Recipe.parse(recipe).x.dtype
     inside = torch.float32 if low == torch.float16 else low
-    for x_shape, w_shape, options in (*ROWS, *POINTWISE):
+    for x_shape, w_shape, options in (*SHAPES, *POINTWISE):
         for layout in (torch.Tensor.contiguous, channels_last):
             x, w, bias = operands_of(x_shape, w_shape)
             x = leaf(layout(x.detach()))
@@ -207,7 +207,7 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", NAMES)
 def test_small_integers_are_exact(backend: str, recipe: str) -> None:
     """As long as the sums are representable in 16 bits."""
-    for x_shape, w_shape, options in (*ROWS[:12], *POINTWISE):
+    for x_shape, w_shape, options in (*SHAPES[:12], *POINTWISE):
         if len(x_shape) == 4 and x_shape[1] > 100:
             continue
         x, w, bias = operands_of(
@@ -223,8 +223,8 @@ def test_small_integers_are_exact(backend: str, recipe: str) -> None:
                 assert torch.equal(a.double(), b), (x_shape, w_shape, options)
 
 
-@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "one-signed"])
-@pytest.mark.parametrize("kernel", [1, 3])
+@for_each("draw", [torch.randn, torch.rand])
+@for_each("kernel", [1, 3])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_signal_to_noise(recipe: str, kernel: int, draw: Callable[..., torch.Tensor]) -> None:
     """Against the FP32 layer: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
@@ -240,10 +240,10 @@ def test_signal_to_noise(recipe: str, kernel: int, draw: Callable[..., torch.Ten
 
 
 @pytest.mark.parametrize("recipe", NAMES)
-@pytest.mark.parametrize("layout", [channels_last, permuted, every_second], ids=name)
+@for_each("layout", [channels_last, permuted, every_second])
 def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: str) -> None:
     """Other values than small integers too, blocks included: up to the order of FP32 sums."""
-    for x_shape, w_shape, options in (ROWS[1], ROWS[5], ROWS[12], POINTWISE[3]):
+    for x_shape, w_shape, options in (SHAPES[1], SHAPES[5], SHAPES[12], POINTWISE[3]):
         results = []
         for arrange in (torch.Tensor.contiguous, layout):
             x, w, _ = operands_of(x_shape, w_shape)
@@ -257,7 +257,7 @@ def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: str)
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_memory_format_is_torch_s() -> None:
-    for x_shape, w_shape, options in (*ROWS, *POINTWISE):
+    for x_shape, w_shape, options in (*SHAPES, *POINTWISE):
         x, w, _ = operands_of(x_shape, w_shape)
         for layout in (torch.Tensor.contiguous, channels_last):
             want = F.conv2d(layout(x), w, **options).stride()
@@ -270,8 +270,8 @@ def test_memory_format_is_torch_s() -> None:
 # --- overflow stays visible ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("kernel", [1, 3])
+@for_each("number", [math.inf, -math.inf, math.nan])
+@for_each("kernel", [1, 3])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_non_finite_values_come_out_non_finite(
     backend: str, recipe: str, kernel: int, number: float
@@ -302,8 +302,8 @@ def saved_by(x: torch.Tensor, w: torch.Tensor, recipe: str) -> list[tuple[torch.
     return saved
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("kernel", [1, 3])
+@for_each("recipe", NAMES)
 def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kernel: int) -> None:
     parsed = Recipe.parse(recipe)
     fx, fw, fg = parsed.x.name, parsed.w.name, parsed.g.name
@@ -387,8 +387,8 @@ def test_there_is_no_second_derivative() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("recipe", NAMES)
 def test_autocast_outside_does_not_change_the_arithmetic(recipe: str, dtype: torch.dtype) -> None:
     for kernel in (1, 3):
         x, w, _ = operands_of((1, 4, 5, 5), (3, 4, kernel, kernel))
@@ -431,8 +431,8 @@ def test_out_dtype() -> None:
                 }
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
+@for_each(
+    "change, error, match",
     [
         ({"x": [1.0]}, TypeError, "conv2d: x must be a torch.Tensor, got list"),
         ({"x": torch.zeros(4, 5)}, ValueError, r"conv2d: x must be \[B, C, H, W\] or \[C, H, W\]"),

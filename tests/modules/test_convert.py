@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from cases import normal
+from cases import for_each, normal
 from torch import nn
 
 from mixprec.nn import Conv2d, Linear
@@ -53,7 +53,7 @@ def snapshot(model: nn.Module) -> list[tuple[str, int, torch.dtype, bool]]:
     ]
 
 
-@pytest.mark.parametrize("recipe", [*NAMES, Recipe("own", "e4m3", "e4m3", "e4m3")], ids=str)
+@for_each("recipe", [*NAMES, Recipe("own", "e4m3", "e4m3", "e4m3")])
 def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe) -> None:
     model = Tied()
     model.blocks[1].up.weight.requires_grad_(False)
@@ -282,7 +282,7 @@ def test_the_name_that_torchao_users_know() -> None:
 # --- cast_parameters -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_are_cast_and_norms_stay(dtype: torch.dtype) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 4), nn.LayerNorm(4)
@@ -321,8 +321,8 @@ def norm_cases() -> list[tuple[nn.Module, tuple[int, ...]]]:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", range(len(norm_cases())))
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("case", range(len(norm_cases())))
 def test_norms_with_fp32_parameters_take_16_bit_input(case: int, dtype: torch.dtype) -> None:
     """What cast_parameters relies on: torch computes in FP32 inside, forward and backward."""
     norm, shape = norm_cases()[case]
@@ -376,7 +376,7 @@ def test_cast_parameters_errors() -> None:
         cast_parameters(torch.zeros(2), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), [("fp8", torch.bfloat16), ("fp16", torch.float16)])
+@for_each("recipe, dtype", [("fp8", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_16_bit_model_runs_end_to_end(recipe: str, dtype: torch.dtype) -> None:
     model = cast_parameters(convert(Tied(), recipe), dtype)
     y = model(torch.arange(10))

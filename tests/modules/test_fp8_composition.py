@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import normal
+from cases import for_each, normal
 from independent import assert_same_lists as assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -86,8 +86,8 @@ def checkpointed(model: nn.Sequential, use_reentrant: bool) -> Callable:
     return forward
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("use_reentrant", [False, True])
+@for_each("recipe", NAMES)
 def test_checkpointing_changes_no_bit(recipe: str, use_reentrant: bool) -> None:
     plain, again = make(recipe), make(recipe)
     want = train(plain, micro_batches=2)
@@ -165,7 +165,7 @@ def test_two_compiled_passes_before_their_backwards(fresh_compiler: None) -> Non
     assert (models[0][0].up.scale > 0).all()
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed"])
+@for_each("recipe", ["fp8", "fp8-delayed"])
 def test_accumulation_over_micro_batches_is_a_sum(recipe: str) -> None:
     model = make(recipe)
     grads = []
@@ -301,8 +301,8 @@ def test_main_grad_gives_way_to_a_gradient_that_is_there() -> None:
     assert layer.weight.grad.flatten()[0] == 4.0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "match"),
+@for_each(
+    "wrong, match",
     [
         (torch.zeros(8, 8).bfloat16(), "weight.main_grad must have dtype float32, got"),
         (torch.zeros(8), "weight.main_grad must have shape weight's shape"),
@@ -319,7 +319,7 @@ def test_a_main_grad_that_does_not_fit(wrong: object, match: str) -> None:
 # --- the rest of torch -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_functional_call(recipe: str) -> None:
     model = make(recipe)
     params = {name: p.detach() * 2 for name, p in model.named_parameters()}
@@ -333,7 +333,7 @@ def test_functional_call(recipe: str) -> None:
     assert all((b >= 0).all() for b in used), "what was handed in was written to"
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_made_on_the_meta_device(recipe: str) -> None:
     with torch.device("meta"):
         model = convert(nn.Sequential(Block(), Block()), recipe)
@@ -343,7 +343,7 @@ def test_made_on_the_meta_device(recipe: str) -> None:
     assert_same(train(model), train(source))
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_deepcopy_and_ema(recipe: str) -> None:
     model = make(recipe)
     ema = torch.optim.swa_utils.AveragedModel(
@@ -403,7 +403,7 @@ def test_lora(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(m.weight.grad.norm() > 0 for m in (first.b, second.a, second.b))
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_tied_weights(recipe: str) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     model[2].weight = model[0].weight
@@ -413,8 +413,8 @@ def test_tied_weights(recipe: str) -> None:
     assert_same(train(model, around=reuse_weights, micro_batches=2), train(plain, micro_batches=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("recipe", NAMES)
 def test_a_model_cast_as_a_whole(recipe: str, dtype: torch.dtype) -> None:
     model = make(recipe)
     wide = model(batch(0)).detach()
@@ -427,7 +427,7 @@ def test_a_model_cast_as_a_whole(recipe: str, dtype: torch.dtype) -> None:
     assert sqnr(wide, y.detach().float()) > 20
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_checkpoints_of_plain_models(recipe: str) -> None:
     torch.manual_seed(1)
     plain = nn.Sequential(Block(), Block())
@@ -470,7 +470,7 @@ def outliers(*shape: int) -> torch.Tensor:
     return torch.randn(shape) * torch.where(torch.rand(shape) < 1e-3, 30.0, 1.0)
 
 
-@pytest.mark.parametrize("draw", [torch.randn, torch.rand, outliers])
+@for_each("draw", [torch.randn, torch.rand, outliers])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_signal_to_noise(recipe: str, draw: Callable[..., torch.Tensor]) -> None:
     """Against FP64: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
@@ -515,6 +515,6 @@ def bytes_saved(recipe: str) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("recipe", FP8)
+@for_each("recipe", FP8)
 def test_half_the_bytes_are_saved_for_backward(recipe: str) -> None:
     assert bytes_saved(recipe) <= 0.55 * bytes_saved("bf16")

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from cases import WIDE, name, normal
+from cases import WIDE, for_each, normal
 
 import mixprec
 from mixprec import functional
@@ -20,8 +20,8 @@ from mixprec.testing import sqnr
 NAMES = tuple(RECIPES)
 
 
-@pytest.mark.parametrize("recipe", NAMES)
-@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@for_each("recipe", NAMES)
+@for_each("dtype", WIDE)
 def test_computes_functional_linear(dtype: torch.dtype, recipe: str) -> None:
     layer = Linear(16, 8, dtype=dtype, recipe=recipe)
     assert isinstance(layer, torch.nn.Linear)
@@ -241,8 +241,8 @@ def test_inside_a_region_with_another_recipe() -> None:
         assert torch.equal(layer(x), want)
 
 
-@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16)])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("shape", [(16,), (3, 16), (2, 3, 16)])
+@for_each("recipe", NAMES)
 def test_the_output_may_be_written_to(recipe: str, shape: tuple[int, ...]) -> None:
     x, results = normal(shape, torch.float32), []
     for inplace in (False, True):

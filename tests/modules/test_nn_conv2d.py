@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WIDE, name, normal
+from cases import WIDE, for_each, normal, pairwise
 from independent import assert_same_lists as assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -76,7 +76,7 @@ def train(
 # --- the module --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_computes_functional_conv2d(recipe: str) -> None:
     for dtype in WIDE:
         layer = Conv2d(4, 6, 3, 2, 1, 2, 2, dtype=dtype, recipe=recipe)
@@ -87,7 +87,7 @@ def test_computes_functional_conv2d(recipe: str) -> None:
             if layer.recipe.is_delayed:
                 state = Delayed(torch.zeros(2), torch.zeros(()), torch.zeros(()))
             want = functional.conv2d(
-                *(x, layer.weight, layer.bias, 2, 1, 2, 2), recipe=recipe, delayed=state
+                x, layer.weight, layer.bias, 2, 1, 2, 2, recipe=recipe, delayed=state
             )
             assert y.dtype == x_dtype
             assert torch.equal(y, want)
@@ -95,9 +95,10 @@ def test_computes_functional_conv2d(recipe: str) -> None:
         assert layer.weight.grad.dtype == layer.bias.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", [2, (1, 2), "same", "valid"], ids=str)
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp16"])
+MODES, PADDINGS = ["zeros", "reflect", "replicate", "circular"], [2, (1, 2), "same", "valid"]
+
+
+@for_each("mode, padding, recipe", pairwise(MODES, PADDINGS, ["fp8", "fp8-delayed", "fp16"]))
 def test_padding_as_torch_does(recipe: str, padding: int | str, mode: str) -> None:
     for kernel in (1, 3):
         ours = Conv2d(4, 6, kernel, 1, padding, padding_mode=mode, recipe=recipe)
@@ -151,7 +152,7 @@ def test_state_dict_and_initialisation_are_those_of_nn_conv2d() -> None:
     assert delayed.scale.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])
+@for_each("recipe", ["bf16", "fp8-delayed"])
 def test_copies_and_pickles(recipe: str) -> None:
     layer = Conv2d(4, 8, 3, padding=1, recipe=recipe, name="stem")
     x = normal((1, 4, 5, 5), torch.float32)
@@ -215,8 +216,8 @@ def test_inside_a_region_with_another_recipe() -> None:
         assert torch.equal(layer(x), want)
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("kernel", [1, 3])
+@for_each("recipe", NAMES)
 def test_the_output_may_be_written_to(recipe: str, kernel: int) -> None:
     for x in (
         normal((2, 4, 5, 5), torch.float32),
@@ -257,7 +258,7 @@ def test_delayed_scales_of_a_convolution() -> None:
 # --- in a model --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_convert_converts_both_kinds(recipe: str) -> None:
     model = make(recipe)
     plain = Net()
@@ -273,7 +274,7 @@ def test_convert_converts_both_kinds(recipe: str) -> None:
     assert sqnr(plain(x), y) > 18
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_checkpointing_changes_no_bit(recipe: str) -> None:
     plain, again = make(recipe), make(recipe)
     want = train(plain)
@@ -314,7 +315,7 @@ def test_reused_weights_change_no_bit(recipe: str, monkeypatch: pytest.MonkeyPat
                 models[1](batch(0))
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_functional_call_and_empty_batches(recipe: str) -> None:
     model = make(recipe)
     params = {name: p.detach() * 2 for name, p in model.named_parameters()}
@@ -342,8 +343,14 @@ def test_trains_like_fp32(recipe: str) -> None:
     def run(recipe: str | None) -> tuple[float, float]:
         torch.manual_seed(0)
         model = nn.Sequential(
-            *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU()),
-            *(nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 1)),
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(72, 1),
         )
         model = model if recipe is None else convert(model, recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -374,17 +381,18 @@ class Classifier(nn.Module):
 def test_compare_runs_a_cnn() -> None:
     data = [(batch(i), torch.tensor([i % 5, (i + 1) % 5])) for i in range(4)]
     report = mixprec.compare(Classifier, data, recipes=("fp32", "bf16", "fp16", "fp8"), lr=1e-3)
-    for row in (report["fp32"], report["bf16"], report["fp16"], report["fp8"]):
-        assert (row.status, row.steps) == ("complete", 4)
-        assert abs(row.losses[0] - report["fp32"].losses[0]) < 0.03
+    for recipe in ("fp32", "bf16", "fp16", "fp8"):
+        run = report[recipe]
+        assert (run.status, run.steps) == ("complete", 4)
+        assert abs(run.losses[0] - report["fp32"].losses[0]) < 0.03
     counted = {layer for layer, _, _ in report["fp8"].gemms}
     assert counted == {f"net.{n}" for n in ("stem", "down", "depth", "wide", "head")}
     assert report["fp8"].gemms["net.wide", "grad_weight", "e5m2 x e4m3"] == 4
     assert not any(kind == "grad_input" for n, kind, _ in report["fp8"].gemms if n == "net.stem")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name)
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("recipe", NAMES)
 def test_a_model_cast_as_a_whole(recipe: str, dtype: torch.dtype) -> None:
     model = make(recipe)
     wide = model(batch(0)).detach()
@@ -397,7 +405,7 @@ def test_a_model_cast_as_a_whole(recipe: str, dtype: torch.dtype) -> None:
     assert sqnr(wide, y.detach().float()) > 20
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@for_each("recipe", NAMES)
 def test_made_on_the_meta_device(recipe: str) -> None:
     with torch.device("meta"):
         model = convert(Net(), recipe)
@@ -407,7 +415,7 @@ def test_made_on_the_meta_device(recipe: str) -> None:
     assert_same(train(model), train(source))
 
 
-@pytest.mark.parametrize("padding_mode", ["zeros", "reflect"])
+@for_each("padding_mode", ["zeros", "reflect"])
 def test_what_is_no_tensor_is_named(padding_mode: str) -> None:
     layer = Conv2d(3, 4, 3, padding=1, padding_mode=padding_mode)
     with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):

@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from cases import for_each
 
 from mixprec.formats import BF16, E4M3, E5M2, FP16, Format
 from mixprec.recipes import GEMMS, RECIPES, Recipe
@@ -72,7 +73,7 @@ def test_a_recipe_prints_all_of_itself() -> None:
     assert len({str(recipe) for recipe in RECIPES.values()}) == len(RECIPES)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@for_each("name", RECIPES)
 def test_there_and_back_through_json(name: str) -> None:
     options = {"fast_accum": RECIPES[name].is_fp8, "clip_activations": name == "fp16"}
     recipe = replace(RECIPES[name], **options)
@@ -90,8 +91,8 @@ def test_damaged_dicts_are_refused() -> None:
     assert Recipe.from_dict({k: settings[k] for k in ("name", "x", "w", "g")}).name == "fp8"
 
 
-@pytest.mark.parametrize(
-    ("word", "name"),
+@for_each(
+    "word, name",
     [
         ("mixed_float16", "fp16"),
         ("mixed_bfloat16", "bf16"),
@@ -110,12 +111,12 @@ def test_damaged_dicts_are_refused() -> None:
         (" FP8-Block ", "fp8-block"),
     ],
 )
-def test_words_of_other_libraries(word: str, name: str) -> None:
+def test_names_in_other_libraries(word: str, name: str) -> None:
     assert Recipe.parse(word) is RECIPES[name]
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
+@for_each(
+    "word, reason",
     [
         ("fp32", r'recipe "fp32" is not supported: .* leave the model as it is'),
         ("params=f32,compute=f32,output=f32", "leave the model as it is"),
@@ -129,19 +130,19 @@ def test_words_of_other_libraries(word: str, name: str) -> None:
         ("params=float32,out=f32", "must be a policy such as"),
     ],
 )
-def test_words_without_a_counterpart_are_told_why(word: str, reason: str) -> None:
+def test_names_without_a_counterpart_are_told_why(word: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Recipe.parse(word)
 
 
-@pytest.mark.parametrize("wrong", ["fp4", "", None, torch.bfloat16, 8])
+@for_each("wrong", ["fp4", "", None, torch.bfloat16, 8])
 def test_an_unknown_recipe_is_told_what_is_valid(wrong: object) -> None:
     names = ", ".join(f'"{name}"' for name in RECIPES)
     with pytest.raises(ValueError, match=f"recipe must be {names} or a mixprec.Recipe, got"):
         Recipe.parse(wrong)
 
 
-@pytest.mark.parametrize("formats", [(BF16, BF16, FP16), (E4M3, E4M3, BF16), (FP16, E4M3, E4M3)])
+@for_each("formats", [(BF16, BF16, FP16), (E4M3, E4M3, BF16), (FP16, E4M3, E4M3)])
 def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]) -> None:
     with pytest.raises(ValueError, match="all FP8, all fp16 or all bf16"):
         Recipe("mixed", *formats)
@@ -149,8 +150,8 @@ def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]
         Recipe("typo", E4M3, E4M3, "e3m4")
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "match"),
+@for_each(
+    "name, settings, match",
     [
         ("fp8", {"scaling": "static"}, "scaling must be one of 'current', 'delayed', got 'static'"),
         ("fp8", {"w_granularity": "column"}, "w_granularity must be one of 'tensor', 'row', 'blo"),

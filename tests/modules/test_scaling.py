@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import normal
+from cases import for_each, normal
 from ranks import RankError, on_ranks
 from torch import nn
 
@@ -135,8 +135,8 @@ def test_without_grad_mode_nothing_is_recorded() -> None:
     assert torch.equal(layer.scale, before)
 
 
-@pytest.mark.parametrize("number", [math.inf, math.nan])
-@pytest.mark.parametrize("where", ["x", "g"])
+@for_each("number", [math.inf, math.nan])
+@for_each("where", ["x", "g"])
 def test_a_step_that_is_not_finite_leaves_no_trace(where: str, number: float) -> None:
     layer = make()
     run(layer, 2.0, 3.0)
@@ -167,7 +167,7 @@ def test_zeros_keep_the_scale() -> None:
     assert layer.scale[0] == 64.0
 
 
-@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, mixprec.optim.AdamW])
+@for_each("make_optimizer", [torch.optim.SGD, mixprec.optim.AdamW])
 def test_every_optimizer_step_updates_the_scales(make_optimizer: Callable) -> None:
     layer = make()
     optimizer = make_optimizer(layer.parameters(), lr=0.1)
@@ -248,7 +248,7 @@ def through_a_file(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("assign", [False, True])
+@for_each("assign", [False, True])
 def test_state_dicts(assign: bool) -> None:
     layer = trained()
     assert list(layer.state_dict()) == ["weight", "bias", "amax_history", "scale"]
@@ -282,8 +282,8 @@ def test_plain_state_dict_of_a_model() -> None:
     assert "0.scale" in model.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("key", "wrong", "match"),
+@for_each(
+    "key, wrong, match",
     [
         (
             "amax_history",
@@ -308,7 +308,7 @@ def test_a_buffer_that_does_not_fit_is_refused(key: str, wrong: object, match: s
     assert torch.equal(model.state_dict()["up.scale"], before["up.scale"]) or key == "scale"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
     layer = trained()
     history = layer.amax_history.clone()

@@ -17,7 +17,7 @@ from cases import (
     WRITABLE,
     Layout,
     contiguous,
-    name,
+    for_each,
     normal,
     random_bits,
     transposed,
@@ -59,20 +59,20 @@ class Lists:
         """master: False, True for one in fp32, "remainder" for the bits that a bf16 param lacks."""
         real = torch.float64 if dtype == torch.float64 else torch.float32
         moments = moments or real
-        truth = normal(shape, real, seed)
+        exact = normal(shape, real, seed)
         old = float(step > 0)
-        self.params.append(layouts[0](truth.to(dtype)))
+        self.params.append(layouts[0](exact.to(dtype)))
         self.grads.append(layouts[1](normal(shape, grad_dtype or dtype, seed + 1)))
         self.exp_avgs.append(layouts[2]((normal(shape, real, seed + 2) * old).to(moments)))
         second = normal(shape, real, seed + 3).square() * old
         self.exp_avg_sqs.append(layouts[3](second.to(moments)))
         if master == "remainder":
-            param, remainder = split_master(truth)
+            param, remainder = split_master(exact)
             self.params[-1] = layouts[0](param)
             # every_second and padded_rows surround it with NaN, which integers have not
             self.masters.append(transposed(remainder))
         elif master:
-            self.masters.append(layouts[4](truth))
+            self.masters.append(layouts[4](exact))
         self.counts.append(step)
         self.steps = torch.tensor(self.counts, dtype=torch.float32)
 
@@ -95,14 +95,14 @@ class Lists:
         adamw_(*self.lists(), self.steps, **hyper)  # type: ignore[arg-type]
 
 
-NOT_NUMPYS = ("found_inf", "stochastic_rounding", "seed", "indices")
+NOT_IN_NUMPY = ("found_inf", "stochastic_rounding", "seed", "indices")
 
 
 def patterns(t: torch.Tensor) -> np.ndarray:
     return t.numpy() if t.dtype == torch.int16 else ind.bits(t)
 
 
-def truth_of(lists: Lists, i: int) -> torch.Tensor:
+def master_of(lists: Lists, i: int) -> torch.Tensor:
     if not lists.masters:
         return lists.params[i]
     master = lists.masters[i]
@@ -115,13 +115,13 @@ def truth_of(lists: Lists, i: int) -> torch.Tensor:
 
 def check(lists: Lists, **settings: object) -> None:
     """One call, and every bit of params, moments, masters and steps against NumPy."""
-    hyper = HYPER | {k: v for k, v in settings.items() if k not in NOT_NUMPYS}
+    hyper = HYPER | {k: v for k, v in settings.items() if k not in NOT_IN_NUMPY}
     if isinstance(hyper["lr"], torch.Tensor):
         hyper["lr"] = hyper["lr"].item()
     want = []
     for i, param in enumerate(lists.params):
         real = np.float64 if param.dtype == torch.float64 else np.float32
-        arrays = (truth_of(lists, i), lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
+        arrays = (master_of(lists, i), lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
         step = int(lists.steps[i].item()) + 1
         want.append(ind.adamw(*(ind.values(t) for t in arrays), step, real=real, **hyper))
     before = lists.steps.clone()
@@ -160,13 +160,24 @@ KINDS = [(p, g, m) for p in WIDE for g in WIDE for m in (False, True)]
 KINDS.append((torch.float64, torch.float64, False))
 
 
+def rotated_layouts(at: int) -> tuple[Layout, ...]:
+    """A layout for each of the five tensors of a param, another one for each."""
+    return tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
+
+
 @pytest.mark.parametrize(("param", "grad", "master"), KINDS, ids=str)
-def test_every_dtype_mix(backend: str, param: torch.dtype, grad: torch.dtype, master: bool) -> None:
+def test_every_dtype_mix_and_layout(
+    backend: str, param: torch.dtype, grad: torch.dtype, master: bool
+) -> None:
     lists = Lists()
     for i, shape in enumerate(SHAPES):  # the empty ones among them
-        lists.add(shape, param, grad, master=master, step=i % 5, seed=10 * i)
-    for settings in ({}, {"inv_scale": 2.0**-9, "clip": 0.7}, OTHER | {"maximize": True}):
-        check(lists, **settings)
+        each = (WRITABLE[i // 2 % len(WRITABLE)],) * 5 if i % 2 else rotated_layouts(i)
+        lists.add(shape, param, grad, master=master, step=i % 5, layouts=each, seed=10 * i)
+    for i, layout in enumerate(WRITABLE):
+        for layouts in ((layout,) * 5, rotated_layouts(i)):
+            lists.add((13, 17), param, grad, master=master, layouts=layouts, seed=i)
+    check(lists, inv_scale=2.0**-9, clip=0.7)
+    check(lists, **OTHER, maximize=True)
     check(lists, decoupled_weight_decay=False, max_value=0.5)
 
 
@@ -182,37 +193,29 @@ RANDOM = [
 ]
 
 
-@pytest.mark.parametrize("layout", WRITABLE, ids=name)
 @pytest.mark.parametrize(("param", "master", "moments", "stochastic"), RANDOM, ids=str)
 def test_bf16_moments_remainders_and_stochastic_params(
-    backend: str,
-    param: torch.dtype,
-    master: bool | str,
-    moments: torch.dtype,
-    stochastic: bool,
-    layout: Layout,
+    backend: str, param: torch.dtype, master: bool | str, moments: torch.dtype, stochastic: bool
 ) -> None:
     """Random bits are counted in row-major order whatever the memory order is."""
-    at = WRITABLE.index(layout)
-    layouts = tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
     lists = Lists()
-    for i, shape in enumerate(SHAPES):
-        each = (layout,) * 5 if i % 2 else layouts
+    for i, shape in enumerate((*SHAPES, *[(13, 17)] * len(WRITABLE))):
+        each = (WRITABLE[i // 2 % len(WRITABLE)],) * 5 if i % 2 else rotated_layouts(i)
         lists.add(shape, param, torch.float32 if i % 3 else param, master=master, moments=moments,
                   step=i % 4, layouts=each, seed=10 * i)  # fmt: skip
-    indices = [(7 * i) % 1000 for i in range(len(SHAPES))]
+    indices = [(7 * i) % 1000 for i in range(len(lists.params))]
     random = {"indices": indices, "stochastic_rounding": stochastic}
     check(lists, seed=5, **random)
     check(lists, seed=2**62 + 12345, inv_scale=0.3, decoupled_weight_decay=False, **random)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
-def test_lr_as_a_tensor(backend: str, dtype: torch.dtype) -> None:
-    lists = Lists()
-    lists.add((33,), step=2)
-    lists.add((33,), torch.float64, step=2)
-    for shape in ((), (1,)):
-        check(lists, lr=torch.full(shape, 3e-3, dtype=dtype))
+def test_lr_as_a_tensor(backend: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        lists = Lists()
+        lists.add((33,), step=2)
+        lists.add((33,), torch.float64, step=2)
+        for shape in ((), (1,)):
+            check(lists, lr=torch.full(shape, 3e-3, dtype=dtype))
 
 
 def test_no_decay_leaves_an_infinite_param_alone(backend: str) -> None:
@@ -226,79 +229,64 @@ def test_no_decay_leaves_an_infinite_param_alone(backend: str) -> None:
         assert lists.params[0][1] == -math.inf
 
 
-@pytest.mark.parametrize("layout", WRITABLE, ids=name)
-@pytest.mark.parametrize("dtype", [*WIDE, torch.float64], ids=name)
-def test_layouts_each_tensor_with_its_own(backend: str, dtype: torch.dtype, layout: Layout) -> None:
-    lists = Lists()
-    at = WRITABLE.index(layout)
-    layouts = tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
-    master = dtype in (torch.bfloat16, torch.float16)
-    for i, shape in enumerate(SHAPES):
-        lists.add(shape, dtype, master=master, layouts=layouts, seed=10 * i)
-        lists.add(shape, dtype, master=master, layouts=(layout,) * 5, seed=10 * i + 5)
-    check(lists)
-    check(lists, inv_scale=0.3)
+def test_large(two_threads: None) -> None:
+    """For the parallel paths; the same bits in a second run."""
+    mixed = (contiguous, transposed, contiguous, transposed, contiguous)
+    lists = {
+        torch.float64: {"inv_scale": 0.125},
+        torch.float32: {"inv_scale": 0.125},
+        torch.float16: {"inv_scale": 0.125},
+        torch.bfloat16: {"indices": [1, 0, 5, 3], "stochastic_rounding": True, "seed": 9},
+    }
+    for dtype, settings in lists.items():
+        large = Lists()
+        for i, shape in enumerate(LARGE):
+            for layouts in (mixed, (contiguous,) * 5):
+                moments = dtype if dtype == torch.bfloat16 else None
+                large.add(shape, dtype, master=dtype == torch.float16, moments=moments, step=3,
+                          seed=i, layouts=layouts)  # fmt: skip
+        again = large.clone()
+        check(large, **settings)
+        again.call(**settings)
+        for one, two in zip(large.all(), again.all(), strict=True):
+            ind.assert_same_bits(one, two, f"second run, {dtype}")
 
 
-@pytest.mark.parametrize("master", [False, True])
-@pytest.mark.parametrize("dtype", [*WIDE, torch.float64], ids=name)
-def test_large(two_threads: None, dtype: torch.dtype, master: bool) -> None:
-    lists = Lists()
-    transpose = WRITABLE[1]
-    for i, shape in enumerate(LARGE):
-        real = master and dtype != torch.float64
-        mixed = (contiguous, transpose, contiguous, transpose, contiguous)
-        lists.add(shape, dtype, master=real, step=3, seed=i, layouts=mixed)
-        lists.add(shape, dtype, master=real, step=3, seed=i + 50)
-    again = lists.clone()
-    check(lists, inv_scale=0.125)
-    again.call(inv_scale=0.125)
-    for one, two in zip(lists.all(), again.all(), strict=True):
-        ind.assert_same_bits(one, two, "second run")
-
-
-def test_large_at_random(two_threads: None) -> None:
-    lists = Lists()
-    for i, shape in enumerate(LARGE):
-        lists.add(shape, torch.bfloat16, moments=torch.bfloat16, step=3, seed=i)
-    check(lists, indices=[1, 0], stochastic_rounding=True, seed=9)
-
-
-@pytest.mark.parametrize(
-    "hyper",
-    [
-        {"weight_decay": 0.0},
-        {"weight_decay": 0.5},
-        {"lr": 3e-4},
-        {"lr": 0.0},
-        {"beta1": 0.95, "beta2": 0.98},
-        {"beta1": 0.0},
-        {"eps": 1e-3},
-        {"decoupled_weight_decay": False, "weight_decay": 0.1},
-        {"max_value": 0.1},
-        {"maximize": True},
-        {"inv_scale": 1 / 3},
-        {"clip": 1 / 3},
-        {"inv_scale": 2.0**-16, "clip": 0.9, "maximize": True},
-    ],
-    ids=name,
+EFFECTS = (
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.5},
+    {"lr": 3e-4},
+    {"lr": 0.0},
+    {"beta1": 0.95, "beta2": 0.98},
+    {"beta1": 0.0},
+    {"eps": 1e-3},
+    {"decoupled_weight_decay": False, "weight_decay": 0.1},
+    {"max_value": 0.1},
+    {"maximize": True},
+    {"inv_scale": 1 / 3},
+    {"clip": 1 / 3},
+    {"inv_scale": 2.0**-16, "clip": 0.9, "maximize": True},
 )
-def test_every_setting_has_its_effect(backend: str, hyper: dict[str, float]) -> None:
-    for dtype in (torch.float32, torch.float64):
-        lists = Lists()
-        lists.add((401,), dtype, step=2)
-        plain = lists.clone()
-        check(lists, **hyper)
-        plain.call()
-        assert not torch.equal(lists.params[0], plain.params[0]), "no effect"
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 7, 99, 1000, 12345, 999_999, 2**23 - 1, 2**24 - 2])
-def test_bias_correction_at_any_step(backend: str, step: int) -> None:
+def test_every_setting_has_its_effect(backend: str) -> None:
+    for hyper in EFFECTS:
+        for dtype in (torch.float32, torch.float64):
+            lists = Lists()
+            lists.add((401,), dtype, step=2)
+            plain = lists.clone()
+            check(lists, **hyper)
+            plain.call()
+            assert not torch.equal(lists.params[0], plain.params[0]), f"no effect: {hyper}"
+
+
+def test_bias_correction_at_any_step(backend: str) -> None:
+    """Another step for every param of a list."""
     for betas in ((0.9, 0.999), (0.95, 0.95), (0.5, 0.99999)):
         lists = Lists()
-        for dtype in (torch.float32, torch.float64):
-            lists.add((33,), dtype, step=step, seed=step)
+        for step in (0, 1, 2, 7, 99, 1000, 12345, 999_999, 2**23 - 1, 2**24 - 2):
+            for dtype in (torch.float32, torch.float64):
+                lists.add((33,), dtype, step=step, seed=step)
         check(lists, beta1=betas[0], beta2=betas[1])
 
 
@@ -310,13 +298,6 @@ def test_the_last_step_that_fp32_can_count(backend: str) -> None:
     assert lists.steps.item() == 2.0**24
     lists.call()
     assert lists.params[0].isfinite().all()
-
-
-def test_steps_differ_within_a_list(backend: str) -> None:
-    lists = Lists()
-    for i in range(20):
-        lists.add((i,), step=i * i, seed=i)
-    check(lists)
 
 
 def test_extreme_values(backend: str) -> None:
@@ -359,8 +340,7 @@ def test_lists(count: int, seed: int, masters: bool) -> None:
     check(lists, inv_scale=rng.choice([1.0, 2.0**-12, 0.3]))
 
 
-@pytest.mark.parametrize("flag", [1.0, 2.0, 0.5, math.inf, math.nan, -1.0])
-def test_found_inf_skips_everything(backend: str, flag: float) -> None:
+def test_found_inf_skips_everything(backend: str) -> None:
     lists = Lists()
     for i, (param, grad, master) in enumerate(KINDS[::2]):
         if not master:
@@ -376,19 +356,15 @@ def test_found_inf_skips_everything(backend: str, flag: float) -> None:
     for each in (lists, with_masters, remainders):
         assert each.params
         before = [patterns(t).copy() for t in each.all()]
-        each.call(found_inf=flag, inv_scale=0.5, indices=list(range(len(each.params))))
-        for t, pattern in zip(each.all(), before, strict=True):
-            assert np.array_equal(patterns(t), pattern), "a skipped step wrote"
-
-
-def test_found_inf_zero_changes_nothing(backend: str) -> None:
+        for flag in (1.0, 2.0, 0.5, math.inf, math.nan, -1.0):
+            each.call(found_inf=flag, inv_scale=0.5, indices=list(range(len(each.params))))
+            for t, pattern in zip(each.all(), before, strict=True):
+                assert np.array_equal(patterns(t), pattern), f"found_inf {flag}: written to"
     for flag in (0.0, -0.0):
-        lists = Lists()
-        lists.add((40,), torch.bfloat16, master=True)
-        check(lists, found_inf=flag)
+        check(with_masters, found_inf=flag)
 
 
-def test_masters_are_the_truth(backend: str) -> None:
+def test_small_updates_add_up_in_the_master(backend: str) -> None:
     """Updates far below half a unit of the param add up in the master, and the param follows."""
     param = torch.ones(4).bfloat16()
     master, m, v, step = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(1)
@@ -403,27 +379,28 @@ def test_masters_are_the_truth(backend: str) -> None:
     check(lists)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
-def test_agrees_with_torch(
-    backend: str, dtype: torch.dtype, maximize: bool, kind: type[torch.optim.Optimizer]
-) -> None:
-    ours, theirs = normal((500,), dtype), normal((500,), dtype).requires_grad_()
-    m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(1)
-    hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
-    reference = kind([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
-    decoupled = kind is torch.optim.AdamW
-    for i in range(20):
-        theirs.grad = normal((500,), dtype, seed=i + 1)
-        reference.step()
-        adamw_([ours], [theirs.grad], [m], [v], [], step, beta1=0.9, beta2=0.99,
-               decoupled_weight_decay=decoupled, **hyper)  # fmt: skip
-    unit = torch.finfo(dtype).eps
-    state = reference.state[theirs]
-    for got, want in ((ours, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
-        torch.testing.assert_close(got, want, rtol=32 * unit, atol=8 * unit)
-    assert step.item() == 20
+def test_agrees_with_torch(backend: str) -> None:
+    for dtype, maximize, kind in (
+        (torch.float32, False, torch.optim.AdamW),
+        (torch.float32, True, torch.optim.Adam),
+        (torch.float64, False, torch.optim.Adam),
+        (torch.float64, True, torch.optim.AdamW),
+    ):
+        ours, theirs = normal((500,), dtype), normal((500,), dtype).requires_grad_()
+        m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(1)
+        hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
+        reference = kind([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
+        decoupled = kind is torch.optim.AdamW
+        for i in range(20):
+            theirs.grad = normal((500,), dtype, seed=i + 1)
+            reference.step()
+            adamw_([ours], [theirs.grad], [m], [v], [], step, beta1=0.9, beta2=0.99,
+                   decoupled_weight_decay=decoupled, **hyper)  # fmt: skip
+        unit = torch.finfo(dtype).eps
+        state = reference.state[theirs]
+        for got, want in ((ours, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+            torch.testing.assert_close(got, want, rtol=32 * unit, atol=8 * unit)
+        assert step.item() == 20
 
 
 def test_clipping_from_grad_stats(backend: str) -> None:
@@ -439,8 +416,11 @@ def test_clipping_from_grad_stats(backend: str) -> None:
     check(lists, inv_scale=0.5, clip=clip)
 
 
-def test_no_params(backend: str) -> None:
+def test_no_params_and_fp64_masters(backend: str) -> None:
     adamw_([], [], [], [], [], torch.zeros(0), **HYPER)
+    lists = Lists()
+    lists.add((11,), torch.float64, master=True)
+    check(lists)
 
 
 def one(**changes: object) -> dict[str, object]:
@@ -455,42 +435,33 @@ T = torch.ones(3)
 META = torch.ones(3, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
+@for_each(
+    "changes, error, message",
     [
         ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
         ({"params": [None]}, TypeError, r"params\[0\] must be a torch.Tensor"),
-        ({"params": [T, 1.0]}, TypeError, r"params\[1\] must be a torch.Tensor"),
         ({"params": [T.int()]}, ValueError, r"params\[0\] must have dtype .*int32"),
-        ({"params": [T[:1].expand(3)]}, ValueError, r"params\[0\] is written in place"),
         ({"params": [torch.ones(9).as_strided((2, 3), (1, 1))]}, ValueError, r"params\[0\] is wr"),
         ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
         ({"grads": T}, TypeError, "grads must be a list of tensors, got Tensor"),
         ({"grads": [None]}, TypeError, r"grads\[0\] must be a torch.Tensor, got NoneType"),
-        ({"grads": []}, ValueError, r"grads must have one tensor per param \(1\), got 0"),
         ({"grads": [T, T]}, ValueError, r"grads must have one tensor per param \(1\), got 2"),
         ({"grads": [T[:2]]}, ValueError, r"grads\[0\] must have shape"),
-        ({"grads": [T[None]]}, ValueError, r"grads\[0\] must have shape"),
         ({"grads": [T.double()]}, ValueError, r"grads\[0\] must have dtype .*float64"),
         ({"grads": [META]}, ValueError, r"grads\[0\] must be on"),
         ({"grads": [T.to_sparse()]}, ValueError, r"grads\[0\] must be a dense tensor"),
         ({"exp_avgs": []}, ValueError, "exp_avgs must have one tensor per param"),
         ({"exp_avgs": [T.half()]}, ValueError, r"exp_avgs\[0\] must have dtype float32"),
-        ({"exp_avgs": [T[:1].expand(3)]}, ValueError, r"exp_avgs\[0\] is written in place"),
         ({"exp_avg_sqs": [T[:2]]}, ValueError, r"exp_avg_sqs\[0\] must have shape"),
-        ({"exp_avg_sqs": [META]}, ValueError, r"exp_avg_sqs\[0\] must be on"),
         ({"masters": [T, T]}, ValueError, "masters must have one tensor per param"),
         ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype float32"),
-        ({"masters": [T[:1].expand(3)]}, ValueError, r"masters\[0\] is written in place"),
         ({"exp_avgs": [T.bfloat16()]}, ValueError, r"exp_avgs\[0\] must have .*with indices"),
         ({"masters": [T.short()]}, ValueError, r"masters\[0\] must have dtype float32"),
         ({"steps": [T[:1]]}, TypeError, "steps must be a torch.Tensor, got list"),
         ({"steps": torch.zeros(1).long()}, ValueError, "steps must have dtype float32"),
         ({"steps": torch.zeros(2)}, ValueError, r"steps must have shape .* = \(1,\)"),
-        ({"steps": torch.zeros(())}, ValueError, r"steps must have shape .* = \(1,\)"),
         ({"params": [META]}, ValueError, r"params\[0\] must be on"),
         ({"max_value": 0.0}, ValueError, "max_value must be positive"),
-        ({"max_value": math.nan}, ValueError, "max_value must be positive"),
         ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
         ({"indices": [1, 2]}, ValueError, r"indices must have one number per param \(1\)"),
         ({"indices": [-1]}, ValueError, r"indices must be in \[0, 2\^30\)"),
@@ -505,7 +476,6 @@ META = torch.ones(3, device="meta")
         ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
         ({"found_inf": META[:1]}, ValueError, "found_inf must be on"),
     ],
-    ids=name,
 )
 def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:
     args = one(**changes)
@@ -531,12 +501,6 @@ def test_nothing_is_written_before_an_error_in_the_last_tensor(backend: str) -> 
         assert torch.equal(t, saved)
 
 
-def test_fp64_masters_of_fp64_params(backend: str) -> None:
-    lists = Lists()
-    lists.add((11,), torch.float64, master=True)
-    check(lists)
-
-
 @given(st.integers(0, 1 << 30), st.integers(1, 30))
 def test_split_and_permuted_lists_give_the_same_bits(seed: int, count: int) -> None:
     rng = random.Random(seed)
@@ -557,30 +521,30 @@ def test_split_and_permuted_lists_give_the_same_bits(seed: int, count: int) -> N
             ind.assert_same_bits(one, two)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 31, 511, 513, 2000])
-def test_nothing_beside_a_tensor_is_touched(size: int) -> None:
+def test_nothing_beside_a_tensor_is_touched() -> None:
     """64 elements on either side of every tensor keep their bits."""
     storages = []
 
     def guarded(x: torch.Tensor) -> torch.Tensor:
-        storage = torch.full(((size + 128) * x.element_size(),), 0xAB, dtype=torch.uint8)
+        storage = torch.full(((x.numel() + 128) * x.element_size(),), 0xAB, dtype=torch.uint8)
         storages.append((storage, 64 * x.element_size()))
         inside = storage.view(x.dtype)[64:-64]
         inside.copy_(x)
         return inside
 
-    for dtype, master, moments in (
-        (torch.float32, False, torch.float32),
-        (torch.bfloat16, True, torch.float32),
-        (torch.bfloat16, "remainder", torch.bfloat16),
-        (torch.bfloat16, False, torch.bfloat16),
-        (torch.float64, False, torch.float64),
-    ):
-        lists = Lists()
-        lists.add((size,), dtype, master=master, moments=moments, step=1)
-        for tensors in lists.lists():
-            tensors[:] = [guarded(t) for t in tensors]
-        check(lists, indices=[3], stochastic_rounding=True)
+    for size in (1, 7, 8, 31, 511, 513, 2000):
+        for dtype, master, moments in (
+            (torch.float32, False, torch.float32),
+            (torch.bfloat16, True, torch.float32),
+            (torch.bfloat16, "remainder", torch.bfloat16),
+            (torch.bfloat16, False, torch.bfloat16),
+            (torch.float64, False, torch.float64),
+        ):
+            lists = Lists()
+            lists.add((size,), dtype, master=master, moments=moments, step=1)
+            for tensors in lists.lists():
+                tensors[:] = [guarded(t) for t in tensors]
+            check(lists, indices=[3], stochastic_rounding=True)
     for storage, guard in storages:
         assert (storage[:guard] == 0xAB).all()
         assert (storage[-guard:] == 0xAB).all()

@@ -8,7 +8,7 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import LARGE, LAYOUTS, SHAPES, WIDE, Layout, from_bits, name, normal
+from cases import LARGE, LAYOUTS, SHAPES, WIDE, Layout, for_each, from_bits, normal, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,15 +25,14 @@ def check(x: torch.Tensor) -> None:
     assert np.array_equal(ind.bits(x), before), "amax wrote to its input"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@for_each("layout, dtype", pairwise(LAYOUTS, WIDE))
 def test_shapes_and_layouts(backend: str, dtype: torch.dtype, layout: Layout) -> None:
     for i, shape in enumerate(SHAPES):
         check(layout(normal(shape, dtype, seed=i)))
 
 
-@pytest.mark.parametrize("shape", LARGE, ids=name)
-@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@for_each("shape", LARGE)
+@for_each("dtype", WIDE)
 def test_large(two_threads: None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = normal(shape, dtype)
     flat = x.view(-1)
@@ -45,7 +44,7 @@ def test_large(two_threads: None, dtype: torch.dtype, shape: tuple[int, ...]) ->
     check(x.t() if x.dim() == 2 else x[1:])
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=name)
+@for_each("dtype", WIDE)
 def test_every_16_bit_magnitude(backend: str, dtype: torch.dtype) -> None:
     """Each code alone, NaN payloads, subnormals and both zeros included."""
     if dtype == torch.float32:
@@ -78,8 +77,8 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize(("values", "want"), SPECIAL, ids=str)
-@pytest.mark.parametrize("size", [2, 40, 1000, 70001])
+@for_each("values, want", SPECIAL)
+@for_each("size", [2, 40, 1000, 70001])
 def test_special_values_anywhere(
     backend: str, two_threads: None, size: int, values: list[float], want: float
 ) -> None:
@@ -98,8 +97,8 @@ def test_order_and_sign_do_not_matter(values: list[float], rng: object) -> None:
     ind.assert_same_bits(got, again)
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
+@for_each(
+    "x, error, message",
     [
         ([1.0], TypeError, "x must be a torch.Tensor, got list"),
         (torch.ones(2, dtype=torch.float64), ValueError, "x must have dtype .*float64"),
@@ -108,7 +107,6 @@ def test_order_and_sign_do_not_matter(values: list[float], rng: object) -> None:
         (torch.eye(2).to_sparse(), ValueError, "x must be a dense tensor"),
         (torch.ones(2, requires_grad=True), RuntimeError, "no derivative.*detach"),
     ],
-    ids=["list", "fp64", "int", "fp8", "sparse", "grad"],
 )
 def test_bad_input(x: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^amax: .*{message}" if error is RuntimeError else message):

@@ -9,13 +9,14 @@ from typing import Any
 import independent as ind
 import pytest
 import torch
-from cases import FP8, WIDE, normal
+from cases import FP8, WIDE, for_each, normal
 from torch import nn
 
 import mixprec
 from mixprec import ops
 from mixprec.functional import observed
-from mixprec.ops._dispatch import library
+from mixprec.ops._dispatch import autocast
+from mixprec.ops._dispatch.op import ALL
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = (BF16, FP16)
@@ -78,9 +79,9 @@ CALLS: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("out_dtype", [None, *WIDE], ids=str)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("call", CALLS)
+@for_each("out_dtype", [None, *WIDE])
+@for_each("dtype", LOW)
+@for_each("call", CALLS)
 def test_only_the_operands_are_cast(
     call: str, dtype: torch.dtype, out_dtype: torch.dtype | None
 ) -> None:
@@ -101,7 +102,7 @@ def test_only_the_operands_are_cast(
             assert got.dtype == (BF16 if pair[0] in FP8 else dtype)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@for_each("call", CALLS)
 def test_outside_and_switched_off_nothing_is_cast(call: str) -> None:
     run, wide, half = CALLS[call], operands(FP32, FP32), operands(FP16, FP16)
     want = run(*half, FP32)
@@ -114,7 +115,7 @@ def test_outside_and_switched_off_nothing_is_cast(call: str) -> None:
     ind.assert_same_bits(run(*half, FP32), want)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@for_each("call", CALLS)
 def test_what_cannot_be_cast_is_refused_and_leaves_autocast_on(call: str) -> None:
     run = CALLS[call]
     a, b = operands(FP32, FP32)
@@ -126,8 +127,7 @@ def test_what_cannot_be_cast_is_refused_and_leaves_autocast_on(call: str) -> Non
             assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "dtype"), list(zip(CALLS, LOW * 3, strict=True)), ids=str)
 def test_compiled(call: str, dtype: torch.dtype) -> None:
     """The region inside the compiled function, and around it."""
     run = CALLS[call]
@@ -148,7 +148,7 @@ def test_compiled(call: str, dtype: torch.dtype) -> None:
     ind.assert_same_bits(around(*half), run(*half, None), "outside")
 
 
-@pytest.mark.parametrize("pair", [(FP32, FP32), (BF16, FP16), FP8], ids=str)
+@for_each("pair", [(FP32, FP32), (BF16, FP16), FP8])
 def test_fake_tensors(pair: tuple[torch.dtype, torch.dtype]) -> None:
     def run(a: torch.Tensor, b: torch.Tensor, acc: torch.Tensor) -> list[torch.Tensor]:
         mixprec.gemm_accumulate_(acc, a, b)
@@ -165,7 +165,7 @@ def test_fake_tensors(pair: tuple[torch.dtype, torch.dtype]) -> None:
         assert (f.dtype, f.shape, f.stride()) == (r.dtype, r.shape, r.stride())
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@for_each("device_type", ["cpu", "cuda"])
 def test_meta_tensors_are_in_no_region(device_type: str) -> None:
     """As with torch's own ops: torch has no autocast for the meta device."""
     a, b = (x.to("meta") for x in operands(BF16, BF16))
@@ -190,7 +190,7 @@ def test_another_devices_region_is_none_of_ours() -> None:
         torch.set_autocast_enabled("cuda", False)
 
 
-@pytest.mark.parametrize("quantized", ["fp16", "bf16", "e4m3"])
+@for_each("quantized", ["fp16", "bf16", "e4m3"])
 def test_quantized_operands(quantized: str) -> None:
     """16-bit data is cast like any other, FP8 keeps its format and its scale."""
     a, b = (mixprec.quantize(x, quantized) for x in operands(FP32, FP32))
@@ -204,7 +204,7 @@ def test_quantized_operands(quantized: str) -> None:
         ind.assert_same_bits(mixprec.gemm(a, b), want)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "reference"])
+@for_each("backend", ["cpp", "reference"])
 def test_on_every_backend(backend: str) -> None:
     a, b = operands(FP32, FP32)
     with mixprec.use_backend(backend):
@@ -249,14 +249,16 @@ def test_the_formats_seen_in_a_region() -> None:
 def test_gemm_alone_has_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""
-    assert set(library.OPERANDS) == {"gemm", "gemm_accumulate_"}
-    for name in (*library.OPS, *library.VARIANTS):
-        for key in library.AUTOCAST.values():
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", key), name
+    assert {op.name for op in ALL if op._operands} == {"gemm", "gemm_accumulate_"}
+    for op in ALL:
+        for variant in ("cpp", "reference"):
+            name = op.variant_name(variant)
+            for key in autocast.KEYS.values():
+                assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", key), name
 
 
-@pytest.mark.parametrize("x_dtype", WIDE, ids=str)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@for_each("x_dtype", WIDE)
+@for_each("dtype", LOW)
 def test_casts_read_what_they_are_given(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     x = normal((6, 8), x_dtype) * 1.001
     scale = torch.tensor(1 + 2.0**-20)

@@ -15,8 +15,7 @@ from cases import every_second, offset
 from emulated.cuda_on_cpu import runner
 
 import mixprec
-from mixprec.ops._dispatch import library
-from mixprec.ops.delayed_scales import UNUSED, update_delayed_scales_
+from mixprec.ops.delayed_scales import UNUSED, delayed_scales_op, update_delayed_scales_
 
 LIMITS = (448.0, 448.0, 57344.0)
 AMAXES = (0.0, 2.0**-149, 1e-30, 0.3, 1.0, 447.0, 1e4, 3e38, math.inf, math.nan, UNUSED)
@@ -99,9 +98,9 @@ def test_both_backends_agree_on_any_layout() -> None:
 
 
 def test_opcheck_and_versions() -> None:
-    for name in ("update_delayed_scales_", "update_delayed_scales_reference_"):
+    for variant in ("cpp", "reference"):
         arguments = (*tensors(random.Random(0), 2, 4), list(LIMITS[1:]), 0, True, False)
-        torch.library.opcheck(library.op_handle(name), arguments)
+        torch.library.opcheck(delayed_scales_op.handle(variant), arguments)
     lists = tensors(random.Random(0), 2, 4)
     before = [t._version for table in lists for t in table]
     update_delayed_scales_(*lists, LIMITS[1:])

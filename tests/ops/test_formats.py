@@ -6,14 +6,14 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import name
+from cases import for_each
 
 import mixprec
 from mixprec import formats
 
 
-@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
-def test_facts_follow_from_the_definition(spec: ind.Spec) -> None:
+@for_each("spec", ind.SPECS)
+def test_properties_follow_from_the_definition(spec: ind.Spec) -> None:
     fmt = formats.parse(spec.name)
     table = ind.decode_table(spec)
     finite = table[: spec.max_code + 1]
@@ -28,8 +28,8 @@ def test_facts_follow_from_the_definition(spec: ind.Spec) -> None:
     assert str(fmt) == spec.name
 
 
-@pytest.mark.parametrize("spec", ind.SPECS, ids=name)
-def test_facts_agree_with_torch(spec: ind.Spec) -> None:
+@for_each("spec", ind.SPECS)
+def test_properties_agree_with_torch(spec: ind.Spec) -> None:
     fmt, info = formats.parse(spec.dtype), torch.finfo(spec.dtype)
     assert (fmt.max, fmt.smallest_normal, fmt.eps) == (info.max, info.smallest_normal, info.eps)
 
@@ -42,8 +42,8 @@ def test_table_matches_the_written_figures() -> None:
     assert [f.has_inf for f in formats.FORMATS] == [False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("word", "fmt"),
+@for_each(
+    "word, fmt",
     [
         ("e4m3", mixprec.E4M3),
         ("E4M3", mixprec.E4M3),
@@ -59,13 +59,12 @@ def test_table_matches_the_written_figures() -> None:
         (torch.bfloat16, mixprec.BF16),
         (mixprec.BF16, mixprec.BF16),
     ],
-    ids=str,
 )
 def test_words(word: object, fmt: formats.Format) -> None:
     assert formats.parse(word) is fmt
 
 
-@pytest.mark.parametrize("word", ["fp4", "", None, 8, torch.float32, torch.int8, ["e4m3"]], ids=str)
+@for_each("word", ["fp4", "", None, 8, torch.float32, torch.int8, ["e4m3"]])
 def test_unknown_word_lists_the_valid_ones(word: object) -> None:
     with pytest.raises(ValueError, match=r"quantize: fmt must be one of e4m3 .*bf16.*got"):
         mixprec.quantize(torch.ones(2), word)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from cases import (
     LAYOUTS,
     SHAPES,
     Layout,
+    for_each,
     from_bits,
-    name,
     normal,
     random_bits,
     random_list,
@@ -56,15 +56,15 @@ def stats(
 def check(grads: list[torch.Tensor], inv_scale: float | None = None) -> None:
     flag, sums, counts = per_gradient(grads, inv_scale)
     assert flag == 0.0
-    for grad, sum_sq, row in zip(grads, sums, counts, strict=True):
+    for grad, sum_sq, kinds in zip(grads, sums, counts, strict=True):
         want = ind.sum_of_squares([grad], inv_scale)
         # FP64 sums of up to 2^20 squares of FP32 numbers: far inside one unit of FP32.
         assert sum_sq == pytest.approx(want, rel=1e-13, abs=0), "not an FP64 sum"
-        assert row == ind.grad_counts(grad, inv_scale)
+        assert kinds == ind.grad_counts(grad, inv_scale)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("layout", LAYOUTS)
+@for_each("dtype", GRADS)
 def test_shapes_and_layouts(backend: str, dtype: torch.dtype, layout: Layout) -> None:
     grads = [layout(normal(shape, dtype, seed=i)) for i, shape in enumerate(SHAPES)]
     check(grads)
@@ -116,8 +116,8 @@ def test_same_bits_on_repeat_and_for_any_number_of_threads() -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("inv_scale", [None, 1.0, 0.25])
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("inv_scale", [None, 1.0, 0.25])
+@for_each("dtype", GRADS)
 def test_planted_anywhere(backend: str, dtype: torch.dtype, inv_scale: float | None) -> None:
     for bad in (math.nan, math.inf, -math.inf):
         for tensor in (0, 2, -1):
@@ -130,7 +130,7 @@ def test_planted_anywhere(backend: str, dtype: torch.dtype, inv_scale: float | N
                 assert not math.isfinite(sum_sq)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_flag_of_every_16_bit_code(backend: str, dtype: torch.dtype) -> None:
     codes = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     finite = np.isfinite(ind.values(codes))
@@ -139,8 +139,8 @@ def test_flag_of_every_16_bit_code(backend: str, dtype: torch.dtype) -> None:
         assert stats([code])[0] == 1.0
 
 
-@pytest.mark.parametrize("inv_scale", [None, 0.5, 2.0, 0.0])
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("inv_scale", [None, 0.5, 2.0, 0.0])
+@for_each("dtype", GRADS)
 def test_counts(backend: str, dtype: torch.dtype, inv_scale: float | None) -> None:
     """Of every 16-bit code, or of patterns of every exponent, in tensors of all kinds of length."""
     if dtype.itemsize == 2:
@@ -207,8 +207,8 @@ def test_shape_of_the_scalars_is_free(backend: str) -> None:
 ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("grads", "inv_scale", "found_inf", "sum_sq", "error", "message"),
+@for_each(
+    "grads, inv_scale, found_inf, sum_sq, error, message",
     [
         (ONE, None, FLAG, SUM, TypeError, "grads must be a list of tensors, got Tensor"),
         (None, None, FLAG, SUM, TypeError, "grads must be a list of tensors, got NoneType"),
@@ -229,7 +229,6 @@ ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros(1, dtype=torch.floa
         ([ONE], None, FLAG, SUM.to("meta"), ValueError, "sum_sq must be on"),
         ([ONE], None, FLAG, 1.0, TypeError, "sum_sq must be a torch.Tensor, got float"),
     ],
-    ids=name,
 )
 def test_bad_input(
     grads: object,
@@ -244,8 +243,8 @@ def test_bad_input(
     assert (FLAG.item(), SUM.item()) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("counts", "error", "message"),
+@for_each(
+    "counts, error, message",
     [
         (torch.zeros(1, 4), ValueError, "counts must have dtype int64"),
         (torch.zeros(4).long(), ValueError, r"counts must have shape .* = \(1, 4\)"),
@@ -254,7 +253,6 @@ def test_bad_input(
         (torch.zeros(1, 4).long().to("meta"), ValueError, "counts must be on"),
         ([0, 0, 0, 0], TypeError, "counts must be a torch.Tensor, got list"),
     ],
-    ids=name,
 )
 def test_bad_counts(counts: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^grad_stats_: .*{message}"):

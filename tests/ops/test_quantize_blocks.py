@@ -12,7 +12,7 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import LAYOUTS, WIDE, Layout, contiguous, name, normal, random_bits, transposed
+from cases import LAYOUTS, WIDE, Layout, contiguous, for_each, normal, random_bits, transposed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,17 +106,20 @@ def check(
     assert is_packed(q.scale_inv_t)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@for_each("layout", LAYOUTS)
 @pytest.mark.parametrize("granularity", BLOCKS)
 def test_shapes_and_layouts(backend: str, poisoned: None, granularity: str, layout: Layout) -> None:
+    at = LAYOUTS.index(layout)
     for i, shape in enumerate(SHAPES):
-        dtype, spec, transpose = WIDE[i % 3], FP8[i % 2], len(shape) >= 2
+        if math.prod(shape) > 10_000 and i % 3 != at % 3:
+            continue  # slow to check: a third of the layouts
+        dtype, spec, transpose = WIDE[(i + at) % 3], FP8[i % 2], len(shape) >= 2 and i % 4 != 3
         x = layout(normal(shape, dtype, seed=i))
         before = ind.bits(x)
-        q = mixprec.quantize(x, spec.dtype, transpose=transpose, granularity=granularity)
-        check(q, x, spec, granularity, transpose=transpose)
-        q = mixprec.quantize(x, spec.dtype, granularity=granularity, power_of_two_scale=False)
-        check(q, x, spec, granularity, power_of_two=False)
+        settings = {"granularity": granularity, "power_of_two_scale": (i + at) % 2 == 0}
+        q = mixprec.quantize(x, spec.dtype, transpose=transpose, **settings)
+        two = settings["power_of_two_scale"]
+        check(q, x, spec, granularity, transpose=transpose, power_of_two=two)
         assert np.array_equal(ind.bits(x), before), "quantize wrote to its input"
 
 
@@ -133,18 +136,25 @@ def awkward(dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("dtype", WIDE, ids=name)
-@pytest.mark.parametrize("spec", FP8, ids=name)
+AWKWARD = [
+    (torch.float32, (ind.E4M3, True)),
+    (torch.float32, (ind.E5M2, False)),
+    (torch.bfloat16, (ind.E5M2, True)),
+    (torch.float16, (ind.E4M3, False)),
+    (torch.float16, (ind.E5M2, True)),
+]
+
+
+@for_each("dtype, setting", AWKWARD)
 @pytest.mark.parametrize("granularity", BLOCKS)
 def test_awkward_blocks(
     backend: str,
     poisoned: None,
     granularity: str,
-    spec: ind.Spec,
     dtype: torch.dtype,
-    power_of_two: bool,
+    setting: tuple[ind.Spec, bool],
 ) -> None:
+    spec, power_of_two = setting
     for x in (awkward(dtype), random_bits(130 * 260, dtype).view(130, 260)):
         q = mixprec.quantize(
             x,
@@ -156,8 +166,8 @@ def test_awkward_blocks(
         check(q, x, spec, granularity, transpose=True, power_of_two=power_of_two)
 
 
-@pytest.mark.parametrize("granularity", BLOCKS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@for_each("granularity", BLOCKS)
+@for_each("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_in_its_block(
     backend: str, granularity: str, value: float
 ) -> None:
@@ -177,7 +187,7 @@ def test_what_is_not_finite_stays_in_its_block(
     assert q.amax.isnan() if math.isnan(value) else q.amax.isinf()
 
 
-@pytest.mark.parametrize("granularity", BLOCKS)
+@for_each("granularity", BLOCKS)
 def test_zero_rows_and_blocks(backend: str, granularity: str) -> None:
     x = normal((256, 256), torch.float32)
     x[128:, :128], x[9] = 0, 0
@@ -250,7 +260,7 @@ def test_power_of_two_scaling_of_x_moves_into_the_scales(
     ind.assert_same_bits(two.scale_inv, want)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", *BLOCKS])
+@for_each("granularity", ["tensor", *BLOCKS])
 def test_t_and_transposed(backend: str, granularity: str) -> None:
     x = normal((150, 260), torch.float32)
     wide = mixprec.dequantize(mixprec.quantize(x, "e4m3", granularity=granularity))
@@ -279,8 +289,8 @@ def test_transposed_of_more_dimensions(backend: str) -> None:
     ind.assert_same_bits(q.scale_inv, want.scale_inv)
 
 
-@pytest.mark.parametrize("granularity", BLOCKS)
-@pytest.mark.parametrize("variant", ["quantize", "quantize_reference"])
+@for_each("granularity", BLOCKS)
+@for_each("variant", ["quantize", "quantize_reference"])
 def test_opcheck(variant: str, granularity: str) -> None:
     raw = getattr(torch.ops.mixprec, variant).default
     for x in (normal((131, 140), torch.bfloat16).t(), torch.ones(0, 3), torch.ones(3, 0)):
@@ -308,9 +318,7 @@ def test_compiles(granularity: str) -> None:
 X = torch.ones(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
-    [
+@for_each("args, kwargs, message", [
         ((X, "fp16"), {"granularity": "row"}, 'granularity must be "tensor" for .*float16'),
         ((X, "bf16"), {"granularity": "block1x128"}, 'granularity must be "tensor" for .*bfloat16'),
         ((X, "e4m3", 2.0), {"granularity": "row"}, "scale must be None with granularity 'row'"),
@@ -323,8 +331,7 @@ X = torch.ones(2, 3)
         ((X, "e4m3"), {"granularity": "Row"}, "granularity must be one of .*got 'Row'"),
         ((X, "e4m3"), {"granularity": None}, "granularity must be one of .*got None"),
         ((X[0], "e4m3", None, True), {"granularity": "row"}, "transpose needs x of 2 or more"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_bad_input(backend: str, args: tuple, kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^quantize: .*{message}"):
         mixprec.quantize(*args, **kwargs)

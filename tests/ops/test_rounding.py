@@ -6,7 +6,7 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import from_bits, random_bits
+from cases import for_each, from_bits, random_bits
 
 from mixprec.ops import sgd_
 from mixprec.ops._dispatch import rounding
@@ -35,7 +35,7 @@ def store(values: torch.Tensor, **random: object) -> torch.Tensor:
     return param
 
 
-@pytest.mark.parametrize(("counter", "key", "want"), KNOWN, ids=range(3))
+@for_each("counter, key, want", KNOWN)
 def test_philox_known_answers(counter: tuple, key: tuple, want: tuple) -> None:
     seed = key[0] | key[1] << 32
     got = rounding.philox(tuple(torch.tensor([c]) for c in counter), seed)
@@ -50,7 +50,7 @@ def test_random_bits_are_those_of_the_docs() -> None:
         assert got.tolist() == ind.random16(count, seed, step, index, stream).tolist()
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
+@for_each("seed", [0, 7, 2**32, 2**63 - 1])
 def test_the_kernel_rounds_with_these_bits(backend: str, seed: int) -> None:
     values = random_bits(4099, torch.float32)
     values = torch.where(torch.isfinite(values), values, 1.5)

@@ -9,7 +9,7 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import WRITABLE, Layout, name, random_bits
+from cases import WRITABLE, Layout, for_each, random_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,9 +39,9 @@ def run_scale_from_amax(
     assert np.array_equal(ind.bits(amax), before)
 
 
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("margin", [0, 1, 3, -2, 64, -64])
-@pytest.mark.parametrize("fmt", [s.name for s in ind.SPECS])
+@for_each("power_of_two", [True, False])
+@for_each("margin", [0, 1, 3, -2, 64, -64])
+@for_each("fmt", [s.name for s in ind.SPECS])
 def test_scale_from_amax(backend: str, fmt: str, margin: int, power_of_two: bool) -> None:
     edges = torch.tensor(EDGES, dtype=torch.float32)
     amax = torch.cat([edges, random_bits(500, torch.float32)])
@@ -49,7 +49,7 @@ def test_scale_from_amax(backend: str, fmt: str, margin: int, power_of_two: bool
 
 
 def test_scale_edges_in_plain_numbers(backend: str) -> None:
-    rows = [  # amax, previous scale -> scale for E4M3
+    cases = [  # amax, previous scale -> scale for E4M3
         (448.0, 9.0, 1.0),
         (449.0, 9.0, 0.5),
         (1.0, 9.0, 256.0),
@@ -59,15 +59,15 @@ def test_scale_edges_in_plain_numbers(backend: str) -> None:
         (2.0**-149, 9.0, 2.0**126),
         (FLT_MAX, 9.0, 2.0**-120),
     ]
-    amax, previous, want = (torch.tensor(column) for column in zip(*rows, strict=True))
+    amax, previous, want = (torch.tensor(column) for column in zip(*cases, strict=True))
     scale, scale_inv = previous.clone(), torch.zeros_like(previous)
     scale_from_amax_(scale, scale_inv, amax, mixprec.E4M3)
     assert scale.tolist() == want.tolist()
     assert scale_inv.tolist() == (1 / want).tolist()
 
 
-@pytest.mark.parametrize("layout", WRITABLE, ids=name)
-@pytest.mark.parametrize("shape", [(0,), (), (1,), (13,), (3, 5)], ids=name)
+@for_each("layout", WRITABLE)
+@for_each("shape", [(0,), (), (1,), (13,), (3, 5)])
 def test_scale_from_amax_shapes_and_layouts(
     backend: str, shape: tuple[int, ...], layout: Layout
 ) -> None:
@@ -190,12 +190,12 @@ def test_update_scale_against_plain_python(data: st.DataObject) -> None:
         assert found_inf.item() == found
 
 
-@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.5, 0.75), (1.1, 0.9), (1.001, 0.3)], ids=str)
-@pytest.mark.parametrize("interval", [1, 2, 5])
+@for_each("factors", [(2.0, 0.5), (1.5, 0.75), (1.1, 0.9), (1.001, 0.3)])
+@for_each("interval", [1, 2, 5])
 def test_update_scale_agrees_with_torch(
     backend: str, interval: int, factors: tuple[float, float]
 ) -> None:
-    """Without floor, ceiling and hysteresis it is torch.amp's update, bit for bit."""
+    """Without limits and hysteresis it is torch.amp's update, bit for bit."""
     rng = random.Random(interval)
     scale, growth, left, counters, found_inf = device_state(65536.0, 1)
     torch_scale, torch_growth = scale.clone(), growth.clone()
@@ -225,7 +225,7 @@ def test_update_scale_never_reaches_inf(backend: str) -> None:
     assert scale.item() == torch_scale.item() == 2.0**127
 
 
-def test_update_scale_floor_ceiling_and_hysteresis(backend: str) -> None:
+def test_update_scale_limits_and_hysteresis(backend: str) -> None:
     def run(start: float, found: list[float], left: int = 1, **settings: float) -> list[float]:
         scale, growth, hysteresis, counters, flag = device_state(start, left)
         seen = []
@@ -237,7 +237,7 @@ def test_update_scale_floor_ceiling_and_hysteresis(backend: str) -> None:
 
     assert run(4.0, [1, 1, 1, 1], min_scale=1.0) == [2, 1, 1, 1]
     assert run(2.0**-23, [1, 1, 1]) == [2.0**-24] * 3
-    assert run(0.5, [1], min_scale=1.0) == [0.5]  # set below the floor by hand: stays, never rises
+    assert run(0.5, [1], min_scale=1.0) == [0.5]  # set below min_scale by hand: stays, never grows
     assert run(4.0, [0, 0, 0], growth_interval=1, max_scale=10.0) == [8, 10, 10]
     assert run(64.0, [0], growth_interval=1, max_scale=10.0) == [64.0]
     assert run(8.0, [1, 1, 1], left=2, hysteresis=2) == [8, 4, 2]
@@ -254,8 +254,8 @@ def scale_args(**changes: object) -> dict[str, object]:
     return args | changes
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
+@for_each(
+    "changes, error, message",
     [
         ({"scale": 1.0}, TypeError, "scale must be a torch.Tensor"),
         ({"scale_inv": None}, TypeError, "scale_inv must be a torch.Tensor"),
@@ -271,7 +271,6 @@ def scale_args(**changes: object) -> dict[str, object]:
         ({"margin": -65}, ValueError, "margin must be an int between"),
         ({"margin": 0.5}, (TypeError, ValueError), "margin must be an int"),
     ],
-    ids=name,
 )
 def test_bad_scale_from_amax(
     changes: dict[str, object], error: type[Exception], message: str
@@ -290,8 +289,8 @@ def test_bad_scale_from_amax(
         ind.assert_same_bits(args[key], before, key)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@for_each(
+    "changes, message",
     [
         ({"scale": torch.ones(2)}, "scale must hold one float32"),
         ({"scale": torch.ones(1).double()}, "scale must hold one float32"),
@@ -303,7 +302,6 @@ def test_bad_scale_from_amax(
         ({"underflow": torch.zeros(1).double()}, "underflow must hold one float32"),
         ({"found_inf": torch.zeros(1, device="meta")}, "found_inf must be on scale's device"),
     ],
-    ids=name,
 )
 def test_bad_update_scale(changes: dict[str, torch.Tensor], message: str) -> None:
     names = ("scale", "growth_tracker", "hysteresis_tracker", "counters", "found_inf")
@@ -316,8 +314,8 @@ def test_bad_update_scale(changes: dict[str, torch.Tensor], message: str) -> Non
             ind.assert_same_bits(args[key].double(), value.double(), key)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
+@for_each(
+    "call, error, message",
     [
         (lambda: inv_scale(2.0), TypeError, "^inv_scale: scale must be a torch.Tensor"),
         (lambda: inv_scale(torch.ones(2)), ValueError, "^inv_scale: scale must hold one float32"),

@@ -1,4 +1,4 @@
-"""The judges judged: tolerance, assert_close, sqnr."""
+"""mixprec.testing: tolerance, assert_close, sqnr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import WIDE, name, normal
+from cases import WIDE, for_each, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,9 +29,9 @@ def in_fp16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return acc.float()
 
 
-@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "one-signed"])
-@pytest.mark.parametrize("out_dtype", WIDE, ids=name)
-@pytest.mark.parametrize("k", [1, 2, 17, 1024])
+@for_each("draw", [torch.randn, torch.rand])
+@for_each("out_dtype", WIDE)
+@for_each("k", [1, 2, 17, 1024])
 def test_fp32_accumulation_passes_and_16_bit_accumulation_fails(
     k: int, out_dtype: torch.dtype, draw: object
 ) -> None:
@@ -77,8 +77,8 @@ def test_tolerance_terms() -> None:
     assert tolerance(torch.zeros(0, 3), torch.zeros(0, 2), torch.zeros(2, 3), torch.bfloat16).shape
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "match"),
+@for_each(
+    "actual, expected, match",
     [
         ([1.0, math.nan], [1.0, 2.0], r"NaN at different places: 1 of 2 elements\n  \[1\]:"),
         ([1.0, 2.0], [math.nan, 2.0], r"NaN at different places: 1 of 2"),

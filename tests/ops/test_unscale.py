@@ -15,8 +15,8 @@ from cases import (
     SHAPES,
     WRITABLE,
     Layout,
+    for_each,
     from_bits,
-    name,
     normal,
     random_bits,
     random_list,
@@ -51,14 +51,14 @@ def run(grads: list[torch.Tensor], inv_scale: float, flag: float = 0.0) -> None:
     assert inv.item() == inv_scale
 
 
-@pytest.mark.parametrize("layout", WRITABLE, ids=name)
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("layout", WRITABLE)
+@for_each("dtype", GRADS)
 def test_shapes_and_layouts(backend: str, dtype: torch.dtype, layout: Layout) -> None:
     run([layout(normal(shape, dtype, seed=i)) for i, shape in enumerate(SHAPES)], 0.3)
 
 
-@pytest.mark.parametrize("inv_scale", INV_SCALES)
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("inv_scale", INV_SCALES)
+@for_each("dtype", GRADS)
 def test_values(backend: str, dtype: torch.dtype, inv_scale: float) -> None:
     if dtype in (torch.float16, torch.bfloat16):
         every = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
@@ -70,7 +70,7 @@ def test_values(backend: str, dtype: torch.dtype, inv_scale: float) -> None:
     run([every.clone()], inv_scale)
 
 
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("dtype", GRADS)
 def test_large(two_threads: None, dtype: torch.dtype) -> None:
     for shape in LARGE:
         x = normal(shape, dtype)
@@ -100,8 +100,8 @@ def test_lists(count: int, seed: int, bad: float | None, inv_scale: float, flag:
     run(grads, inv_scale, flag)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("dtype", GRADS, ids=name)
+@for_each("bad", [math.nan, math.inf, -math.inf])
+@for_each("dtype", GRADS)
 def test_planted_anywhere(backend: str, dtype: torch.dtype, bad: float) -> None:
     for tensor in (0, 2, -1):
         for element in (0, 31, -1):
@@ -111,8 +111,8 @@ def test_planted_anywhere(backend: str, dtype: torch.dtype, bad: float) -> None:
             run(grads, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "inv_scale"),
+@for_each(
+    "value, dtype, inv_scale",
     [
         (3e38, torch.float32, 2.0),
         (6e4, torch.float16, 2.0),
@@ -120,7 +120,6 @@ def test_planted_anywhere(backend: str, dtype: torch.dtype, bad: float) -> None:
         (1.5e308, torch.float64, 2.0),
         (65504.0, torch.float16, 1.0005),  # finite in FP32, rounds to Inf in FP16
     ],
-    ids=name,
 )
 def test_overflow_made_by_unscaling_is_found(
     backend: str, value: float, dtype: torch.dtype, inv_scale: float
@@ -147,7 +146,7 @@ def test_finite_values_near_the_maximum_are_fine(backend: str) -> None:
     run(grads, 0.5)
 
 
-def test_a_raised_flag_is_never_cleared(backend: str) -> None:
+def test_found_inf_is_never_cleared(backend: str) -> None:
     for flag in (1.0, 2.0):
         run([torch.ones(5)], 1.0, flag)
     run([], 1.0, 1.0)
@@ -169,8 +168,8 @@ def overlapping() -> torch.Tensor:
     return torch.ones(6).as_strided((3, 3), (1, 1))
 
 
-@pytest.mark.parametrize(
-    ("grads", "inv_scale", "found_inf", "error", "message"),
+@for_each(
+    "grads, inv_scale, found_inf, error, message",
     [
         (ONE, ONE, FLAG, TypeError, "grads must be a list of tensors, got Tensor"),
         (None, ONE, FLAG, TypeError, "grads must be a list of tensors, got NoneType"),
@@ -191,7 +190,6 @@ def overlapping() -> torch.Tensor:
         ([ONE], ONE, torch.zeros(1, dtype=torch.bool), ValueError, "found_inf must hold one"),
         ([ONE.clone().requires_grad_()], ONE, FLAG, RuntimeError, "no derivative.*no_grad"),
     ],
-    ids=name,
 )
 def test_bad_input(
     grads: object, inv_scale: object, found_inf: object, error: type[Exception], message: str
