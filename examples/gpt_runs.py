@@ -16,10 +16,9 @@ from gpt_model import GPT, GPTConfig
 from torch import nn
 
 import mixprec
-from mixprec.bench import gpu, sources
-from mixprec.bench.gpu_run import one_line
+from mixprec.bench.gpu import device
+from mixprec.bench.timing.run import one_line
 from mixprec.diagnostics.report import Row
-from mixprec.ops._dispatch import library
 
 BITS = 1 / math.log(2)  # a loss in nats, times this, is in bits
 TF32 = "tf32"  # fp32, with torch's products in TF32: only GPUs have it
@@ -126,21 +125,20 @@ class GpuRecord:
     """The facts about a GPU that its figures need beside them, for report.environment."""
 
     def __init__(self) -> None:
-        self.watch = gpu.Watch()
+        self.watch = device.Watch()
         self.watched: dict[str, dict[str, list[float]]] = {}
-        self.before = gpu.snapshot()
+        self.before = device.snapshot()
 
     def finished(self, recipe: str) -> None:
         """This precision ran since the last call."""
         self.watched[recipe] = self.watch.since_last()
 
     def facts(self) -> dict[str, Any]:
-        kernels = {op: sources.digest((op,), sources.CHOSEN) for op in library.OPS}
-        after = gpu.snapshot()
         return {
-            **gpu.facts(),
-            **{"gpu_before": self.before, "gpu_after": after, "watched": self.watched},
-            "sources": kernels,
+            **device.properties(),
+            "gpu_before": self.before,
+            "gpu_after": device.snapshot(),
+            "watched": self.watched,
         }
 
     def close(self) -> None:

@@ -236,22 +236,21 @@ def test_a_limit_ends_it_with_what_it_has(
 def test_what_is_noted_of_a_gpu(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpt_runs
 
-    from mixprec.bench import gpu, sources
+    from mixprec.bench.gpu import device
 
     snapshots = iter([{"clocks.sm": "345"}, {"clocks.sm": "1700"}])
     watched = iter([{"clocks.sm": [1980.0]}, {"clocks.sm": [1800.0]}])
-    monkeypatch.setattr(gpu, "snapshot", lambda: next(snapshots))
-    monkeypatch.setattr(gpu, "facts", lambda: {"gpu_name": "NVIDIA H200", "rehearsal": False})
-    monkeypatch.setattr(gpu.Watch, "since_last", lambda self: next(watched))
+    monkeypatch.setattr(device, "snapshot", lambda: next(snapshots))
+    monkeypatch.setattr(device, "properties", lambda: {"gpu_name": "NVIDIA H200", "dry_run": False})
+    monkeypatch.setattr(device.Watch, "since_last", lambda self: next(watched))
     record = gpt_runs.GpuRecord()
     for recipe in ("fp32", "fp8"):
         record.finished(recipe)
     facts = record.facts()
     record.close()
-    assert facts.pop("sources")["quantize"] == sources.digest(("quantize",), sources.CHOSEN)
     assert facts == {
         "gpu_name": "NVIDIA H200",
-        "rehearsal": False,
+        "dry_run": False,
         "gpu_before": {"clocks.sm": "345"},
         "gpu_after": {"clocks.sm": "1700"},
         "watched": {"fp32": {"clocks.sm": [1980.0]}, "fp8": {"clocks.sm": [1800.0]}},
