@@ -250,20 +250,18 @@ def _register(family: str, shape: Shape, quick: bool) -> None:
         if _has_bf16_baseline(shape, how):
             target = times_faster_than(BF16, 1.0 if odd else 1.5)
         make = partial(_product8, shape, how)
-        words, size = f"e4m3 -> bf16, scales per {how}", 1
+        what = f"e4m3 -> bf16, scales per {how}"
     else:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float16
         target = times_faster(3.0 if odd else 0.97)
         make = partial(_product16, shape, dtype, how)
-        words, size = f"{kind}, a {_ORDER[how[0]]}, b {_ORDER[how[1]]}", 2
+        what = f"{kind}, a {_ORDER[how[0]]}, b {_ORDER[how[1]]}"
     case(
         f"cuda/gemm/{family}/{shape[0]}x{shape[1]}x{shape[2]}",
-        words,
+        what,
         target,
         make,
         quick=quick,
-        bytes=moved(shape, size, 2),
-        flops=flops(shape),
     )
 
 
@@ -278,6 +276,4 @@ for _k, _n in LAYER:
         times_faster(1.0),
         partial(_accumulate, (_n, _k, TOKENS), torch.bfloat16),
         quick=_n == LAYER[0][1],
-        bytes=moved((_n, _k, TOKENS), 2, 8),
-        flops=flops((_n, _k, TOKENS)),
     )

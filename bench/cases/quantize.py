@@ -150,7 +150,6 @@ def _on_gpu(
         partial(_workload, True, shape, dtype, granularity, given, transpose),
         share=0.9,
         quick=True,
-        bytes=quantize_bytes(shape, dtype.itemsize, granularity, given, transpose),
     )
 
 

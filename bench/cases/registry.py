@@ -109,7 +109,7 @@ class Case:
     """One line of the table. name: "op/situation"; make: builds the workload when the case is run.
 
     target: None for a figure of the machine, not of ours. share: of the speed of a plain copy,
-    which has to be reached too. bytes, flops: of the workload, where they are known beforehand.
+    which has to be reached too.
     """
 
     name: str
@@ -119,8 +119,6 @@ class Case:
     device: str = "cpu"
     quick: bool = False  # also part of a --quick run
     share: float | None = None
-    bytes: float = 0.0
-    flops: float = 0.0
 
     @property
     def op(self) -> str:

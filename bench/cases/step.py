@@ -204,7 +204,6 @@ for _name, _what, _dtype, _size, _times, _options in _ON_GPU:
             partial(_adamw, True, SIZES[_count], _dtype, _size, _options),
             share=0.88 if _count == "1e9" else None,
             quick=True,
-            bytes=float(_size.moved() * steps.elements(SIZES[_count])),
         )
 case(
     "cuda/sgd_/fp32/1e9",
@@ -213,5 +212,4 @@ case(
     partial(_sgd, True, SIZES["1e9"]),
     share=0.88,
     quick=True,
-    bytes=float(SGD.moved() * steps.elements(SIZES["1e9"])),
 )
