@@ -13,7 +13,7 @@ FULL ?=
 TESTS ?=
 ARGS ?=
 WORKERS ?= 2
-# Where make gpu-test, gpu-bench, gpu-train and gpu-vision write (default: bench/results/ and the
+# Where make gpu-test, gpu-bench, gpu-train and write (default: bench/results/ and the
 # GPU's name), which stages of the first two, and in how many seconds.
 OUT ?=
 STAGE ?=
@@ -98,7 +98,7 @@ endif
 # compiled ops: programs start in an empty folder. (PYTHONSAFEPATH would do, from Python 3.11 on.)
 RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train gpu-vision test-slow test-kernels test-all clean needs-build needs-test needs-gpu-test needs-demo needs-lint
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all clean needs-build needs-test needs-gpu-test needs-demo needs-lint
 .NOTPARALLEL:
 
 help:
@@ -106,22 +106,19 @@ help:
 	@echo 'make test    run the tests that a change needs, in two processes (WORKERS=8 for eight;'
 	@echo '             TESTS=tests/ops/test_gemm.py ARGS=-x for some tests, in one process)'
 	@echo 'make lint    ruff, mypy, clang-format, and the C++ compiler with warnings as errors'
-	@echo 'make bench   measure every op against its rivals on this CPU; results in build/bench/'
+	@echo 'make bench   measure every op against its baselines on this CPU; results in build/bench/'
 	@echo 'make test-slow    run the tests that start programs, several ranks or inductor'
 	@echo 'make test-kernels run the GPU kernels on the CPU: emulated, and in the interpreter of Triton'
 	@echo 'make test-all     run all of these, and the casts of every input'
 	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
-	@echo '             them, and run the tests of a GPU on one that the CPU stands in for; needs nvcc 13'
+	@echo '             them, and run the tests of a GPU on a fake one, the CPU; needs nvcc 13'
 	@echo '             and no GPU; a CUDA build of torch comes into build/cuda'
 	@echo 'make gpu-test  on a machine with an NVIDIA GPU: every op on it, in graphs, under sanitizers;'
 	@echo '               results in bench/results/ or OUT= (STAGE=env,self,cuda,triton,large,sanitize,'
 	@echo '               sanitize-triton for some stages; ARGS="--limit SECONDS --only EXPRESSION")'
-	@echo 'make gpu-bench measure every GPU kernel against its rivals in 8 minutes; results in the same'
+	@echo 'make gpu-bench measure every GPU kernel against its baselines in 8 minutes; results in the same'
 	@echo '               folder (STAGE=memory,step,gemm,layer,overhead BUDGET=seconds; FULL=1: every shape)'
 	@echo 'make gpu-train train a GPT of 160 million parameters on the GPU in five precisions'
-	@echo 'make gpu-vision  train ResNet-50, EfficientNet-B0 and ViT-L on the GPU in seven precisions for'
-	@echo '                 7 minutes: images/s, memory, largest batch; needs torchvision or timm'
-	@echo '                 (BUDGET=seconds ARGS="--models resnet50 --precisions tf32,bf16")'
 	@echo 'make clean   remove .venv, build/ and everything compiled'
 	@echo
 	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
@@ -177,7 +174,7 @@ bench: needs-build $(READY)
 
 # What the checks of make cuda depend on: with the same sources they are not run again.
 CUDA_FILES := setup.py $(wildcard tests/emulated/cuda_build/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-STAND_IN_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/emulated/cuda_on_cpu -name '*.py' -o -name '*.h' -o -name '*.cpp')
+FAKE_GPU_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/emulated/cuda_on_cpu -name '*.py' -o -name '*.h' -o -name '*.cpp')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -204,15 +201,15 @@ build/cuda/.checked: build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 	  --report ../cuda/report.json --summary ../cuda/summary.json
 	@touch $@
 
-# tests/gpu on a GPU that the CPU stands in for: everything but the hardware, Triton and speed. Most
+# tests/gpu on a fake GPU, the CPU: everything but the hardware, Triton and speed. Most
 # of test_values is left out: make test runs the same kernels on many more values.
-STAND_IN := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
-build/cuda/.ran: build/cuda/.checked $(STAND_IN_FILES)
+FAKE_GPU := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
+build/cuda/.ran: build/cuda/.checked $(FAKE_GPU_FILES)
 	@cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" PATH="$(dir $(NVCC)):$$PATH" \
 	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/cuda_on_cpu/device/run.py ../../tests/gpu/stages.py \
-	  --out ../cuda/stand-in --stages env,self,cuda --patience 4 --limit 1200 --only "$(STAND_IN)" >../cuda/stand-in.log 2>&1 || \
-	  { cat ../cuda/stand-in.log; exit 1; }
-	@tail -n 3 build/cuda/stand-in.log >$@
+	  --out ../cuda/fake-gpu --stages env,self,cuda --timeout-factor 4 --limit 1200 --only "$(FAKE_GPU)" >../cuda/fake-gpu.log 2>&1 || \
+	  { cat ../cuda/fake-gpu.log; exit 1; }
+	@tail -n 3 build/cuda/fake-gpu.log >$@
 
 STAGED = $(if $(OUT),--out "$(abspath $(OUT))") $(if $(STAGE),--stages $(STAGE))
 
@@ -230,16 +227,11 @@ GPU_TRAIN := --layers 12 --width 1024 --context 1024 --batch 16 --steps 150 --lr
 gpu-train: needs-build $(READY)
 	@rm -rf build/gpu-train && mkdir -p build/run
 	@out="$(OUT)"; [ -n "$$out" ] || out="bench/results/$$(cd build/run && $(WITH) "$(PY)" -c \
-	  'from mixprec.bench import gpu; print(gpu.folder_name(gpu.name()))')"; mkdir -p "$$out"; \
+	  'from mixprec.bench.gpu import device; print(device.folder_name(device.name()))')"; mkdir -p "$$out"; \
 	$(WITH) "$(PY)" examples/train_gpt.py --device cuda $(GPU_TRAIN) --out build/gpu-train $(ARGS); \
 	status=$$?; for file in results.json loss.png; do \
 	  [ ! -f build/gpu-train/$$file ] || cp build/gpu-train/$$file "$$out/train-gpt-$$file"; done; \
 	exit $$status
-
-# All rows one after another, each with its share of 7 minutes.
-gpu-vision: needs-build $(READY)
-	@$(RUN) -m mixprec.bench vision $(if $(OUT),--out "$(abspath $(OUT))/vision.json") \
-	  $(if $(BUDGET),--seconds $(BUDGET)) $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info mixprec/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -155,14 +155,11 @@ def cuda_extensions() -> list[Extension]:
 
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
 # bench and triton_kernels are installed under mixprec: other projects use these package names.
-packages = {
-    **{
-        ".".join(init.parent.parts): str(init.parent)
-        for init in Path("mixprec").rglob("__init__.py")
-    },
-    "mixprec.bench": "bench",
-    "mixprec.triton_kernels": "triton_kernels",
-}
+packages = {}
+for top in ("mixprec", "bench", "triton_kernels"):
+    for init in Path(top).rglob("__init__.py"):
+        name = ".".join(init.parent.parts)
+        packages[name if top == "mixprec" else f"mixprec.{name}"] = str(init.parent)
 setup(
     license="Apache-2.0",
     packages=list(packages),

@@ -1,4 +1,4 @@
-"""mixprec.bench: how fast every op is beside its rivals, checked before it is timed.
+"""mixprec.bench: how fast every op is beside its baselines, checked before it is timed.
 
 Run it as `python -m mixprec.bench`. The source lies in bench/ and is installed under mixprec.
 """

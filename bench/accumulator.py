@@ -7,13 +7,14 @@ The width is the one that DeepSeek-V3's authors and others have found by experim
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ..ops import quantize
+from . import pages, plot
+from .table import markdown
 
 FRACTION_BITS = 13
 INSTRUCTION = 32  # products that one instruction adds
@@ -75,43 +76,21 @@ def measure(sizes: tuple[int, ...] = SIZES) -> dict[str, dict[str, list[float]]]
 
 
 def table(errors: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: a row per size of K."""
-    head = [f"{data}, {way}" for data in DATA for way in ("without", "with")]
-    lines = [f"| K | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    for i, k in enumerate(SIZES):
-        cells = [f"{errors[data][way][i]:.1e}" for data in DATA for way in ("without", "with")]
-        lines.append(f"| {k} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def plot(errors: dict[str, dict[str, list[float]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for data, color in zip(DATA, ("tab:blue", "tab:red"), strict=True):
-        for way, style in (("without", "--"), ("with", "-")):
-            label = f"{data}, {way} promotion"
-            axes.loglog(SIZES, errors[data][way], style, color=color, marker="o", label=label)
-    axes.axhline(2.0**-8, color="gray", linewidth=0.8)
-    axes.annotate("half a unit of bf16", (SIZES[0], 2.0**-8), va="bottom", fontsize=8)
-    axes.set(xlabel="K", ylabel="relative error of the result (Frobenius)")
-    axes.set_title("FP8 products summed in a 13-bit accumulator (model)", fontsize=10)
-    axes.set_xticks(SIZES, [str(k) for k in SIZES])
-    axes.minorticks_off()
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-MARKERS = ("<!-- accumulator -->", "<!-- end accumulator -->")
+    """Markdown: a line per size of K."""
+    columns = [(data, way) for data in DATA for way in ("without", "with")]
+    header = ("K", *(", ".join(column) for column in columns))
+    body = [
+        (str(k), *(f"{errors[data][way][i]:.1e}" for data, way in columns))
+        for i, k in enumerate(SIZES)
+    ]
+    return markdown(header, body)
 
 
 def write(docs: Path) -> str:
     """Compute, write docs/accumulator.png and the table of docs/numerics.md; return the table."""
     errors = measure()
     text = table(errors)
-    plot(errors, docs / "accumulator.png")
+    plot.accumulator(errors, SIZES, docs / "accumulator.png")
     page = docs / "numerics.md"
-    inside = re.compile(re.escape(MARKERS[0]) + ".*?" + re.escape(MARKERS[1]), re.S)
-    page.write_text(inside.sub(f"{MARKERS[0]}\n{text}\n{MARKERS[1]}", page.read_text()))
+    page.write_text(pages.fill(page.read_text(), "accumulator", text))
     return text

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import readme, results
+from . import pages, results
+from .table import markdown
 
 HEADER = ("recipe", "value", "against fp32", "verdict", "allowed", "skipped")
 SIXTEEN = ("bf16", "fp16")  # they are to stay within the noise of FP32's own seeds
@@ -58,7 +59,7 @@ def allowed(content: dict[str, Any], line: dict[str, Any]) -> tuple[str, bool]:
 
 
 def task_block(content: dict[str, Any]) -> str:
-    rows = []
+    body = []
     for line in content["summary"]:
         runs = [run for run in content["runs"] if run["recipe"] == line["recipe"]]
         half = "" if line["interval"] is None else f" ± {line['interval']:.3f}"
@@ -67,12 +68,12 @@ def task_block(content: dict[str, Any]) -> str:
         if "difference" in line:
             signed = _signed(line["difference"], line["difference_interval"], content["unit"])
             against = (signed, verdict(content, line), allowed(content, line)[0])
-        rows.append((line["recipe"], f"{line['mean']:.3f}{half}", *against, str(skipped)))
+        body.append((line["recipe"], f"{line['mean']:.3f}{half}", *against, str(skipped)))
     seeds = content["summary"][0]["seeds"]
     samples = content["runs"][0]["samples"]
     of = "bytes of text" if content["task"] == "gpt" else "images"
     header = (HEADER[0], content["metric"], *HEADER[2:])
     return (
-        f"{readme.markdown(header, rows)}\n\n{seeds} seeds, {samples:,} held-out {of}. "
-        f"`{content['command']}`. {readme.machine(content['environment'])}"
+        f"{markdown(header, body)}\n\n{seeds} seeds, {samples:,} held-out {of}. "
+        f"`{content['command']}`. {pages.machine(content['environment'])}"
     )

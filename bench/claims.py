@@ -1,4 +1,4 @@
-"""docs/claims.md: figures that are often repeated about mixed precision, beside measured ones."""
+"""Figures that are often repeated about mixed precision, beside measured ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import accuracy, gpu_folder, readme, results
-from .gpu_folder import Folder
+from . import accuracy, pages, results
+from .table import markdown
 
-NOT_MEASURED = "not measured"
 TASKS = ("gpt", "cnn", "vit")
 HEADER = ("often said", "measured here", "how")
 
@@ -19,7 +18,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _bench_row(bench: dict[str, Any], name: str) -> dict[str, Any]:
+def _case(bench: dict[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in bench["rows"] if row["name"] == name)
 
 
@@ -30,29 +29,6 @@ def _ratios(training: dict[str, Any]) -> str:
         return ""
     known = {name: value for name, value in speed.items() if value and name != "fp32"}
     return ", ".join(f"{name} {value / speed['fp32']:.2f}x" for name, value in known.items())
-
-
-def _on_gpus(words: dict[str, str]) -> str:
-    """What was measured, by GPU."""
-    found = {gpu: said for gpu, said in words.items() if said} or {"GPU": NOT_MEASURED}
-    return "; ".join(f"{gpu}: {said}" for gpu, said in found.items())
-
-
-def _speed(demo: dict[str, Any], folders: list[Folder]) -> str:
-    name = gpu_folder.TRAINING
-    words = {f.gpu: _ratios(f.files[name]) for f in folders if name in f.files}
-    return f"this CPU, tokens/s against FP32: {_ratios(demo)}; {_on_gpus(words)}"
-
-
-def _figures(folders: list[Folder], *starts: str) -> str:
-    """How many times as fast as their rivals the rows of a GPU are whose names start so."""
-    words = {}
-    for folder in folders:
-        rows = (row for row in folder.rows if row["name"].startswith(starts))
-        figures = {row["name"].split("/", 1)[1]: row.get("figure") for row in rows}
-        known = (f"{name} {value:.2f}x" for name, value in figures.items() if value is not None)
-        words[folder.gpu] = ", ".join(known)
-    return _on_gpus(words)
 
 
 def _held(sizes: dict[str, int]) -> int:
@@ -74,18 +50,18 @@ def _saved(footprint: dict[str, Any], low: str, base: str) -> str:
 
 
 def _losses(folder: Path, recipes: tuple[str, ...]) -> str:
-    words = []
+    found = []
     for task in TASKS:
         content = accuracy.load(folder, task)
         lines = [line for line in content["summary"] if line["recipe"] in recipes]
         worst = max(lines, key=lambda line: accuracy.worse(content, line))
         gap, unit = accuracy.worse(content, worst), content["unit"]
-        words.append(
+        found.append(
             f"{task} {abs(gap):.2f}{'' if unit == '%' else ' '}{unit} "
             f"{'worse' if gap > 0 else 'better'} than FP32 ({worst['recipe']}, "
             f"{accuracy.verdict(content, worst)})"
         )
-    return "the worst of them: " + "; ".join(words)
+    return "the worst of them: " + "; ".join(found)
 
 
 def _flushed(folder: Path, name: str) -> str:
@@ -99,11 +75,11 @@ def _flushed(folder: Path, name: str) -> str:
     )
 
 
-def block(folder: Path, folders: list[Folder]) -> str:
-    """The table; folder: the results of the CPU, folders: those of GPUs."""
+def block(folder: Path) -> str:
+    """The table; folder: the results of the CPU."""
     demo, bench = _json(folder / "demo.json"), results.load(folder / "bench.json")
     footprint = _json(folder / "footprint.json")
-    mlp = _bench_row(bench, "mlp/fp8/bf16")["figure"]
+    mlp = _case(bench, "mlp/fp8/bf16")["figure"]
     frozen = footprint["frozen"]
     smaller = ", ".join(
         f"{fmt} {one['before'] / one['after']:.2f}x smaller than FP32, SQNR of the weights "
@@ -111,20 +87,19 @@ def block(folder: Path, folders: list[Folder]) -> str:
         for fmt, one in frozen.items()
     )
     step = ", ".join(
-        f"{name.split('/', 1)[1]} {_bench_row(bench, name)['figure']:.2f}x"
+        f"{name.split('/', 1)[1]} {_case(bench, name)['figure']:.2f}x"
         for name in ("step/fp32/gpt", "step/bf16/gpt", "step/fp32/many")
     )
-    layer = _figures(folders, "cuda/layer/fp8/eager", "cuda/layer/fp8/compiled")
-    on_gpus = _figures(folders, "cuda/adamw_/", "cuda/sgd_/")
     runs, held = "`python examples/accuracy.py`", "`python -m mixprec.bench footprint`"
     scaling = "`python -m mixprec.bench underflow`"
-    rows = [
-        ("mixed precision trains 2x faster", _speed(demo, folders), "`make demo`"),
+    body = [
+        ("mixed precision trains 2x faster",
+         f"this CPU, tokens/s against FP32: {_ratios(demo)}", "`make demo`"),
         ("mixed precision halves the memory", _resident(footprint), held),
         ("", _saved(footprint, "bf16", "fp32"), held),
         ("FP8 halves activation memory", _saved(footprint, "fp8", "bf16"), held),
-        ("FP8 is twice as fast as BF16", f"MLP on this CPU: {mlp:.2f}x the time; "
-         f"{layer}", "`make bench`"),
+        ("FP8 is twice as fast as BF16", f"MLP on this CPU: {mlp:.2f}x the time",
+         "`make bench`"),
         ("16 bits cost no accuracy", _losses(folder, ("bf16", "fp16")), runs),
         ("FP8 costs 0.5 to 2 % of accuracy",
          _losses(folder, ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")), runs),
@@ -133,6 +108,6 @@ def block(folder: Path, folders: list[Folder]) -> str:
         ("bf16 needs no loss scaling", _flushed(folder, "bf16"), scaling),
         ("weights in 8 bits are 4x smaller", smaller, held),
         ("a fused optimizer step is faster than torch's fused one", f"with loss scaling and "
-         f"clipping, on this CPU: {step}; {on_gpus}", "`make bench`"),
+         f"clipping, on this CPU: {step}", "`make bench`"),
     ]  # fmt: skip
-    return f"{readme.markdown(HEADER, rows)}\n\n{readme.machine(footprint['environment'])}"
+    return f"{markdown(HEADER, body)}\n\n{pages.machine(footprint['environment'])}"

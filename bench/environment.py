@@ -12,7 +12,7 @@ from mixprec.diagnostics.env import machine, versions
 
 
 def environment(*, quick: bool) -> dict[str, Any]:
-    """The facts that a figure needs beside it: processor, threads, ISA, versions, commit, date.
+    """What a figure needs beside it: processor, threads, ISA, versions, commit, date.
 
     Asked before a run: load is how many programs were running then, None where it is unknown.
     """
@@ -35,15 +35,15 @@ def commit() -> str | None:
         return given
     here = Path(__file__).resolve().parent
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         run = subprocess.run(
-            ["git", "-C", str(here), *words], capture_output=True, text=True, check=True
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
         )
         return run.stdout.strip()
 
     try:
         top = Path(git("rev-parse", "--show-toplevel"))
-        if not (top / "bench" / "registry.py").exists():  # installed inside another repository
+        if not (top / "bench" / "environment.py").exists():  # installed inside another repository
             return None
         dirty = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if dirty else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from mixprec import compare, freeze
 
+from . import results
 from .environment import environment
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")
@@ -61,5 +61,5 @@ def measure() -> dict[str, Any]:
 def write(path: Path) -> dict[str, Any]:
     content = measure()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    results.write_json(path, content)
     return content

@@ -1,17 +1,31 @@
-"""Bars: how far each row is from its target."""
+"""The pictures of the benchmarks: results against targets, and those of two pages of docs/."""
 
 from __future__ import annotations
 
-import os
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .registry import quantity
+from mixprec._atomic import replace_file
+
+from .cases.registry import quantity
 from .results import ResultError
 from .table import summary, target
 
 LONGEST = 4.0  # a bar far beyond its target would squeeze the others; its label has the figure
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ResultError("plot: matplotlib is not installed: pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
 
 
 def reached(row: dict[str, Any]) -> float:
@@ -20,19 +34,12 @@ def reached(row: dict[str, Any]) -> float:
     return row["figure"] / value if row["target"]["at_least"] else value / row["figure"]
 
 
-def save(content: dict[str, Any], path: Path) -> None:
-    """Draw the rows of a result file as a PNG, written whole or not at all.
-
-    ResultError without matplotlib or without a measured row; OSError if the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ResultError("plot: matplotlib is not installed: pip install matplotlib") from None
-    rows = [row for row in content["rows"] if row["status"] == "ok"]
+def targets(content: dict[str, Any], path: Path) -> None:
+    """Bars: how far each case of a result file is from its target. ResultError without any."""
+    rows = [r for r in content["rows"] if r["status"] == "ok" and r.get("figure")]
     if not rows:
-        raise ResultError("plot: the file holds no measured row")
-    figure = Figure(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
+        raise ResultError("plot: the file holds no figure with a target")
+    figure = _figure(10, 1.6 + 0.34 * len(rows))
     axes = figure.subplots()
     places = range(len(rows))
     colors = ["#2a7f62" if row["met"] else "#d1803c" for row in rows]
@@ -40,9 +47,8 @@ def save(content: dict[str, Any], path: Path) -> None:
     axes.barh(places, lengths, color=colors, height=0.7)
     axes.axvline(1.0, color="#333333", linewidth=1)
     for place, row, length in zip(places, rows, lengths, strict=True):
-        text = f"{quantity(row['figure'], row['target']['unit'])}  (target {target(row)})"
         axes.annotate(
-            text,
+            f"{quantity(row['figure'], row['target']['unit'])}  (target {target(row)})",
             (length, place),
             (4, 0),
             textcoords="offset points",
@@ -53,24 +59,49 @@ def save(content: dict[str, Any], path: Path) -> None:
     axes.set_yticks(places, [row["name"] for row in rows], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.55 * max(1.0, *lengths))
-    axes.set_xlabel(
-        f"result / target (1 = target reached, longer is better; bars end at {LONGEST:g})"
-    )
-    environment = content["environment"]
-    axes.set_title(
-        f"{summary(rows)}\n{environment.get('processor')}, {environment.get('threads')} threads, "
-        f"{environment.get('isa')}, torch {environment.get('torch')}",
-        fontsize=10,
-    )
+    axes.set_xlabel(f"result / target (1: target reached, longer is better; at most {LONGEST:g})")
+    where = content["environment"]
+    machine = where.get("gpu_name") or f"{where.get('processor')}, {where.get('threads')} threads"
+    note = " (a dry run: these figures mean nothing)" if where.get("dry_run") else ""
+    title = f"{summary(content['rows'])}\n{machine}, torch {where.get('torch')}{note}"
+    axes.set_title(title, fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".png")
-    os.close(descriptor)
-    try:
-        figure.savefig(temporary, dpi=150)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    _save(figure, path)
+
+
+def accumulator(
+    errors: dict[str, dict[str, list[float]]], sizes: Sequence[int], path: Path
+) -> None:
+    """Relative errors over K, with promotion and without, for each kind of data."""
+    figure = _figure(7, 4.2)
+    axes = figure.subplots()
+    for data, color in zip(errors, ("tab:blue", "tab:red"), strict=True):
+        for way, style in (("without", "--"), ("with", "-")):
+            label = f"{data}, {way} promotion"
+            axes.loglog(sizes, errors[data][way], style, color=color, marker="o", label=label)
+    axes.axhline(2.0**-8, color="gray", linewidth=0.8)
+    axes.annotate("half a unit of bf16", (sizes[0], 2.0**-8), va="bottom", fontsize=8)
+    axes.set(xlabel="K", ylabel="relative error of the result (Frobenius)")
+    axes.set_title("FP8 products summed in a 13-bit accumulator (model)", fontsize=10)
+    axes.set_xticks(sizes, [str(k) for k in sizes])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def underflow(runs: list[dict[str, Any]], styles: list[dict[str, Any]], path: Path) -> None:
+    """Losses above, shares of flushed gradients below."""
+    figure = _figure(8, 6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for run, style in zip(runs, styles, strict=True):
+        steps = range(1, len(run["losses"]) + 1)
+        above.semilogy(steps, run["losses"], label=run["name"], **style)
+        if run["name"] != "fp32":  # with itself it agrees
+            below.plot(steps, [100 * share for share in run["flushed"]], **style)
+    above.set(ylabel="training loss", title="fp16 stalls where its gradients become 0")
+    below.set(xlabel="training step", ylabel="gradients flushed to 0 (%)", ylim=(-4, 104))
+    above.legend()
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    _save(figure, path)

@@ -1,15 +1,15 @@
-"""Result files: written whole or not at all, read with suspicion, compared row by row."""
+"""Result files: written whole or not at all, checked when read, compared case by case."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .registry import FLOOR
+from mixprec._atomic import replace_file
+
+from .cases.registry import COPY
 
 SCHEMA = "mixprec.bench/1"
 # What must agree for two files to be comparable: times of another machine say nothing.
@@ -21,29 +21,14 @@ class ResultError(Exception):
 
 
 def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
-    """Write a result file, through a temporary file in the same folder. OSError if that fails."""
+    """Write a result file, a row per case. OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"schema": SCHEMA, **more, "environment": environment, "rows": rows}
-    text = json.dumps(content, indent=1)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_json(path, {"schema": SCHEMA, **more, "environment": environment, "rows": rows})
 
 
-def load_folder(path: Path) -> list[dict[str, Any]]:
-    """The result files of a GPU's folder. ResultError if there is none."""
-    found = [load(file) for file in sorted(path.glob("bench-*.json"))]
-    if not found:
-        raise ResultError(f"{path}: holds no bench-*.json")
-    return found
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -66,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
                 float(row["target"]["value"])
             if row["status"] == "ok":
                 float(row["median"]["ours"])
-                if row["figure"] is not None or row["device"] == "cpu":
+                if row["figure"] is not None:
                     float(row["figure"])
         dict(content["environment"])
     except (KeyError, TypeError, ValueError) as error:
@@ -76,22 +61,22 @@ def load(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """How one row changed: new time / old time, each relative to `against` where there is one.
+    """How one case changed: new time / old time, each relative to `against` where there is one.
 
-    A rival that was timed in turns with ours takes out how busy the machine was.
+    A baseline that was timed in turns with ours takes out how busy the machine was.
     """
 
     name: str
     ratio: float
     against: str | None
-    broken: str | None = None  # why the new file has no time for a row that the old one timed
+    broken: str | None = None  # why the new file has no time where the old one has
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], *, any_machine: bool = False) -> list[Change]:
-    """The changes of all rows that `old` timed and `new` contains, in new's order.
+    """The changes of all cases that `old` timed and `new` contains, in new's order.
 
     ResultError if they come from different machines or settings (unless any_machine), or share
-    no row.
+    no case.
     """
     if not any_machine:
         for key in SAME:
@@ -111,11 +96,11 @@ def compare(old: dict[str, Any], new: dict[str, Any], *, any_machine: bool = Fal
             continue
         before, after = timed[row["name"]]["median"], row["median"]
         shared = [name for name in after if name != "ours" and name in before]
-        against = min(shared, key=lambda name: (name == FLOOR, after[name]), default=None)
+        against = min(shared, key=lambda name: (name == COPY, after[name]), default=None)
         ratio = after["ours"] / before["ours"]
         if against is not None:
             ratio *= before[against] / after[against]
         changes.append(Change(row["name"], ratio, against))
     if not changes:
-        raise ResultError("the files do not match: no row of OLD was measured again in NEW")
+        raise ResultError("the files do not match: no case of OLD was measured again in NEW")
     return changes

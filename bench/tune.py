@@ -25,7 +25,7 @@ from mixprec._atomic import replace_file
 from mixprec.ops._dispatch import backends, gemm_choice, gemm_rows, library
 
 from . import verify
-from .gpu_timer import Candidate, Clock, CudaClock, interleave, medians, settle
+from .timing.timer import Candidate, Clock, CudaClock, interleave, medians, settle
 
 Shape = tuple[int, int, int]  # M, N, K
 

@@ -21,7 +21,7 @@ from mixprec._atomic import replace_file
 
 from ..triton_kernels import configs
 from . import verify
-from .gpu_timer import Candidate, Clock, interleave, medians
+from .timing.timer import Candidate, Clock, interleave, medians
 
 Shape = tuple[int, int, int]  # M, N, K
 

@@ -7,7 +7,6 @@ errors themselves, and fp16 has nothing between 0 and 2^-24.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import warnings
 from pathlib import Path
@@ -18,14 +17,14 @@ from torch import nn
 
 import mixprec
 
-from . import readme
+from . import pages, plot, results
 from .environment import environment
+from .table import markdown
 
 RESULT = Path("bench/results/cpu/underflow.json")
 PICTURE = Path("docs/underflow.png")
 PAGE = Path("docs/loss_scaling.md")
 COMMAND = "python -m mixprec.bench underflow"
-MARKER = "underflow"
 BATCH, SIZES = 2048, (16, 64, 64, 32)
 UNIT = 2.0**-10  # of the targets: standard deviation
 STEPS, WARM_UP, SEED, LEARNING_RATE = 200, 20, 0, 3e-4
@@ -152,7 +151,7 @@ def last(values: list[float]) -> float:
 
 def block(content: dict[str, Any]) -> str:
     """The table of docs/loss_scaling.md, and where it was measured."""
-    rows: list[tuple[str, ...]] = []
+    body: list[tuple[str, ...]] = []
     for run in content["runs"]:
         losses, shares = run["losses"], run["flushed"]
         cells = (
@@ -161,46 +160,27 @@ def block(content: dict[str, Any]) -> str:
             f"{shares[0]:.1%}",
             f"{last(shares):.1%}",
         )
-        rows.append((run["name"], *cells, str(run["skipped"])))
+        body.append((run["name"], *cells, str(run["skipped"])))
     smallest = content["output_gradient"] / 2.0**-24
     return (
-        f"{readme.markdown(HEADER, rows)}\n\nLosses in units of the targets' own size squared, the "
+        f"{markdown(HEADER, body)}\n\nLosses in units of the targets' own size squared, the "
         f"last ones a mean over a twentieth of the steps. The gradient of the outputs, root mean "
         f"square, starts at {content['output_gradient']:.1e}, {smallest:.2f} of FP16's smallest "
-        f"number. The task: {content['what']}. {readme.machine(content['environment'])}"
+        f"number. The task: {content['what']}. {pages.machine(content['environment'])}"
     )
-
-
-def plot(content: dict[str, Any], path: Path) -> None:
-    """Losses above, shares of flushed gradients below. ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    widths = (5.0, 2.5, 2.0, 1.6)  # curves that agree lie on each other: the later are thinner
-    for run, known, width in zip(content["runs"], RUNS, widths, strict=True):
-        style: dict[str, Any] = {"color": known.colour, "linestyle": known.line, "linewidth": width}
-        steps = range(1, len(run["losses"]) + 1)
-        above.semilogy(steps, run["losses"], label=run["name"], **style)
-        if run["name"] != "fp32":  # with itself it agrees
-            below.plot(steps, [100 * share for share in run["flushed"]], **style)
-    above.set(ylabel="training loss", title="fp16 stalls where its gradients become 0")
-    below.set(xlabel="training step", ylabel="gradients flushed to 0 (%)", ylim=(-4, 104))
-    above.legend()
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
-def render(page: Path, content: dict[str, Any]) -> str:
-    return readme.fill(page.read_text(), MARKER, block(content))
 
 
 def write(root: Path, picture: Path | None = None) -> dict[str, Any]:
     """Train, and write the JSON, the picture and the page's table under the repository `root`."""
     content = measure()
     (root / RESULT).parent.mkdir(parents=True, exist_ok=True)
-    (root / RESULT).write_text(json.dumps(content, indent=1) + "\n")
-    plot(content, picture if picture is not None else root / PICTURE)
-    (root / PAGE).write_text(render(root / PAGE, content))
+    results.write_json(root / RESULT, content)
+    widths = (5.0, 2.5, 2.0, 1.6)  # curves that agree hide each other: the later are thinner
+    styles = [
+        {"color": run.colour, "linestyle": run.line, "linewidth": width}
+        for run, width in zip(RUNS, widths, strict=True)
+    ]
+    plot.underflow(content["runs"], styles, picture if picture is not None else root / PICTURE)
+    page = root / PAGE
+    page.write_text(pages.fill(page.read_text(), "underflow", block(content)))
     return content

@@ -38,7 +38,7 @@ from torch import nn
 
 import mixprec
 import mixprec.env
-from mixprec.bench import gpu
+from mixprec.bench.gpu import device
 from mixprec.bench.environment import environment
 
 __all__ = ["BITS", "VALIDATION_BYTES", "check_device", "compare", "main", "warmup_then_cosine"]
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
     )
     machine = environment(quick=False)
     if options.device.startswith("cuda"):
-        machine |= gpu.facts()
+        machine |= device.properties()
 
     def describe(report: mixprec.Report, problems: list[str]) -> None:
         report.options |= vars(options) | ADAMW | {"parameters": size}

@@ -1,6 +1,6 @@
 """Tests that need a GPU: `make gpu-test`. Elsewhere they are skipped, and say so.
 
-MIXPREC_TEST_DEVICE=cpu rehearses them: the same tests with the CPU kernels in the GPU's place, so
+MIXPREC_TEST_DEVICE=cpu is a dry run: the same tests with the CPU kernels in the GPU's place, so
 that what is wrong with a test itself shows without a GPU.
 """
 
@@ -45,4 +45,4 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def only_cuda() -> None:
     if DEVICE.type != "cuda":
-        pytest.skip("a rehearsal on the CPU has no streams, graphs or host syncs")
+        pytest.skip("a dry run on the CPU has no streams, graphs or host syncs")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import mixprec
-from mixprec.bench import gpu_folder
+from mixprec.bench.gpu.device import FAKE_NAME
 from mixprec.ops._dispatch.op import OPS
 
 # emulated/cuda_on_cpu/device: a GPU in everything but speed, and without what inductor generates.
-STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == gpu_folder.STAND_IN
+STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == FAKE_NAME
 
 Shape = tuple[int, ...]
 

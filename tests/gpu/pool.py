@@ -6,26 +6,51 @@ pytest-timeout, and a kernel that hangs can only be ended together with its proc
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from process import ROOT, Process
+from mixprec.bench.gpu.supervisor import Child
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 DETAILS = 40  # tracebacks that are kept, one per test function and reason
-TAILS = 8  # last words of processes that are kept
+TAILS = 8  # ends of the output of processes that are kept
 GOODBYE = 60  # seconds that a process has for its end
 
 
+class Worker(Child):
+    """One of the pytest processes, and the test it is in."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, env: dict[str, str]
+    ) -> None:
+        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {
+            **env,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # what else is installed is not asked for
+            "MIXPREC_GPU_TESTS": str(folder),
+        }
+        output, events = folder / f"{name}.txt", folder / f"{name}.jsonl"
+        super().__init__(command, output=output, events=events, env=env)
+        self.test: dict[str, Any] | None = None
+        self.started = False  # it came to a test
+        self.done: float | None = None  # when it found no test left
+
+
 class Pool:
-    """words: which tests, as pytest's arguments; limit, test_limit: seconds for all of them and for
-    one; prefix: a command that runs a command. `folder` is its own."""
+    """selection: which tests, as pytest's arguments; limit, test_limit: seconds for all of them and
+    for one; prefix: a command that runs a command. `folder` is its own."""
 
     def __init__(
         self,
-        words: Sequence[str],
+        selection: Sequence[str],
         folder: Path,
         *,
         workers: int,
@@ -38,10 +63,10 @@ class Pool:
         options += ["-p", "no:cacheprovider", "-q", "-rN"]
         # The stack of a test that hangs, written before its process is killed.
         options += ["-o", f"faulthandler_timeout={0.9 * test_limit:.1f}"]
-        self.command = [*prefix, sys.executable, "-m", "pytest", *options, *words]
+        self.command = [*prefix, sys.executable, "-m", "pytest", *options, *selection]
         self.folder, self.workers, self.env = folder, workers, env or {}
         self.limit, self.test_limit = limit, test_limit
-        self.alive: list[Process] = []
+        self.alive: list[Worker] = []
         self.processes = self.stillborn = 0
         self.begun = self.seen = 0.0
         self.ids: list[str] = []
@@ -58,9 +83,9 @@ class Pool:
         for _ in range(self.workers):
             self.alive.append(self._start())
 
-    def _start(self) -> Process:
+    def _start(self) -> Worker:
         self.processes += 1
-        return Process(f"worker-{self.processes}", self.command, self.folder, self.env)
+        return Worker(f"worker-{self.processes}", self.command, self.folder, self.env)
 
     def step(self) -> bool:
         """See to the processes; whether there are any."""
@@ -73,17 +98,17 @@ class Pool:
         for worker in self.alive:
             worker.end()
 
-    def _see_to(self, worker: Process, over: bool) -> Process | None:
+    def _see_to(self, worker: Worker, over: bool) -> Worker | None:
         """The worker, the one that takes its place, or None if there is nothing left to do."""
-        ended = worker.process.poll() is not None  # before its news: no more come after it
+        ended = worker.ended()  # before its news: no more come after it
         self._take_in(worker)
         now = time.time()
-        most = self.test_limit * (worker.test["patience"] if worker.test is not None else 1)
+        most = self.test_limit * (worker.test["timeout_factor"] if worker.test is not None else 1)
         hangs = worker.test is not None and now - worker.test["at"] > most
         stays = worker.done is not None and now - worker.done > GOODBYE
         if not (ended or hangs or stays or over):
             return worker
-        how = worker.end()
+        how = _how(worker.end())
         self._take_in(worker)
         if worker.test is not None:
             i = worker.test["start"]
@@ -99,7 +124,7 @@ class Pool:
             return None
         return None if over or worker.done is not None else self._start()
 
-    def _take_in(self, worker: Process) -> None:
+    def _take_in(self, worker: Worker) -> None:
         for event in worker.news():
             if "collected" in event:
                 self.ids = event["collected"]
@@ -118,7 +143,7 @@ class Pool:
             else:
                 worker.done = event["done"]
 
-    def _blame(self, i: int, worker: Process) -> None:
+    def _blame(self, i: int, worker: Worker) -> None:
         """What this kind of test did to its process is made known to the others."""
         assert worker.test is not None
         self.culprits.append(self.ids[i])
@@ -132,10 +157,10 @@ class Pool:
         124 some have not run."""
         tests = {test: self.outcomes.get(i, "not run") for i, test in enumerate(self.ids)}
         status = 2 if not tests else 1 if self.stillborn else 0
-        for words in tests.values():
-            if words == "not run" or words.startswith("not finished"):
+        for outcome in tests.values():
+            if outcome == "not run" or outcome.startswith("not finished"):
                 status = 124
-            elif words.startswith(("failure", "error", "not run")) and status == 0:
+            elif outcome.startswith(("failure", "error", "not run")) and status == 0:
                 status = 1
         slowest = sorted(self.took, key=lambda i: -self.took[i])[:15]
         return {
@@ -152,6 +177,13 @@ class Pool:
             "left_out": sorted(self.notes),
             "tails": self.tails,
         }
+
+
+def _how(status: int | None) -> str:
+    """How a process ended by itself."""
+    if status is not None and status < 0:
+        return signal.Signals(-status).name
+    return f"exit status {status}"
 
 
 def run(pools: Sequence[Pool], report: Callable[[], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -16,33 +15,21 @@ from typing import Any
 
 import pool
 import sanitize
-from pool import Pool
-from process import HERE
+from pool import HERE, Pool
 
-QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
-REHEARSAL = os.environ.get("MIXPREC_TEST_DEVICE", "cuda") != "cuda"
-CUDA, TRITON = ("cpp", "reference") if REHEARSAL else ("cuda", "triton")
+from mixprec.bench.gpu import device
+
+DRY_RUN = os.environ.get("MIXPREC_TEST_DEVICE", "cuda") != "cuda"
+CUDA, TRITON = ("cpp", "reference") if DRY_RUN else ("cuda", "triton")
 MOST_WORKERS, GIB_PER_WORKER = 16, 4  # of GPU memory: a context, torch's pool, a test's tensors
-
-
-def nvidia_smi(query: str) -> str | None:
-    """What nvidia-smi says of the GPU right now."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except subprocess.TimeoutExpired:  # a GPU that is lost
-        return None
-    return done.stdout.strip()
 
 
 def default_workers() -> int:
     """One per core, if the GPU has the memory."""
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-    free = (nvidia_smi("memory.free") or "").splitlines()[-1:]  # "140000 MiB"
-    if free and free[0].split()[0].isdigit():
-        workers = min(workers, int(free[0].split()[0]) // 1024 // GIB_PER_WORKER)
+    free = (device.snapshot() or {}).get("memory.free", "")  # MiB
+    if free.isdigit():
+        workers = min(workers, int(free) // 1024 // GIB_PER_WORKER)
     return max(1, workers)
 
 
@@ -54,17 +41,17 @@ class Context:
     workers: int
     scratch: Path
     only: str | None
-    patience: float  # times the limits below, for a device that is slow
+    timeout_factor: float  # times the limits below, for a device that is slow
     report: Callable[[dict[str, Any]], None]
 
-    def pool(self, words: list[str], **options: Any) -> Pool:
+    def pool(self, selection: list[str], **options: Any) -> Pool:
         """Of tests in this folder; as many processes as cores, so each has one thread."""
         only = ["-k", self.only] if self.only else []
         env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         settings = {"folder": self.scratch, "workers": self.workers, "limit": self.limit}
         settings["env"] = env | options.pop("env", {})
-        options["test_limit"] *= self.patience
-        return Pool([*only, *words], **{**settings, **options})
+        options["test_limit"] *= self.timeout_factor
+        return Pool([*only, *selection], **{**settings, **options})
 
     def run(self, tests: Pool) -> dict[str, Any]:
         pool.run([tests], lambda: self.report(tests.result()))
@@ -82,18 +69,18 @@ def stage_env(context: Context) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=context.limit)
     except subprocess.TimeoutExpired:
-        return {"status": 124, "words": f"stopped after {context.limit:.0f} s"}
+        return {"status": 124, "message": f"stopped after {context.limit:.0f} s"}
     try:
         report = json.loads(done.stdout[done.stdout.index("{") :])
     except ValueError:
-        return {"status": done.returncode or 2, "words": (done.stdout + done.stderr)[-4000:]}
+        return {"status": done.returncode or 2, "message": (done.stdout + done.stderr)[-4000:]}
     wrong = [
         f"{op} on {device}: {test['reason'] or test['worst']}"
         for device, tests in report["self_test"].items()
         for op, test in tests.items()
         if not test["ok"]
     ]
-    return {"status": done.returncode, "words": "; ".join(wrong), "report": report}
+    return {"status": done.returncode, "message": "; ".join(wrong), "report": report}
 
 
 def stage_self(context: Context) -> dict[str, Any]:
@@ -101,8 +88,8 @@ def stage_self(context: Context) -> dict[str, Any]:
 
 
 def stage_of(*backends: str, test_limit: float, context: Context) -> dict[str, Any]:
-    words = ["--backends", ",".join(backends), "-m", "not large", *ALL_TESTS]
-    return context.run(context.pool(words, test_limit=test_limit))
+    selection = ["--backends", ",".join(backends), "-m", "not large", *ALL_TESTS]
+    return context.run(context.pool(selection, test_limit=test_limit))
 
 
 def stage_large(context: Context) -> dict[str, Any]:

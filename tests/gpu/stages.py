@@ -19,7 +19,6 @@ whatever ends the run. What failed and a table come last. Exit status 1 if anyth
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -28,40 +27,44 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from process import ROOT
-from runs import FILES, QUERY, REHEARSAL, STAGES, Context, default_workers, nvidia_smi
-from summary import failures, row, summary
+from pool import ROOT
+from runs import DRY_RUN, FILES, STAGES, Context, default_workers
+from summary import failures, line, summary
 
-from mixprec._atomic import replace_file
-from mixprec.bench import gpu, sources
 from mixprec.bench.environment import environment
-from mixprec.ops._dispatch import library
+from mixprec.bench.gpu import device
+from mixprec.bench.results import write_json
 
 
 def run_stage(name: str, limit: float, args: argparse.Namespace) -> tuple[float, dict[str, Any]]:
     """Seconds, and what the stage found; the file in args.out says the same."""
     start = time.monotonic()
     where = environment(quick=False)
-    facts = {"stage": name, "commit": where["commit"], "rehearsal": REHEARSAL}
-    facts["gpu"] = nvidia_smi(QUERY)
-    kernels = {op: sources.digest((op,), sources.CHOSEN) for op in library.OPS}
-    facts["environment"] = where | {"gpu_name": gpu.name(), "sources": kernels}
+    about = {
+        "stage": name,
+        "commit": where["commit"],
+        "dry_run": DRY_RUN,
+        "gpu_before": device.snapshot(),
+        "environment": where | {"gpu_name": device.name()},
+    }
 
     def write(result: dict[str, Any], running: bool = True) -> None:
         seconds = round(time.monotonic() - start, 1)
-        text = json.dumps({**facts, "running": running, **result, "seconds": seconds}, indent=1)
-        replace_file(args.out / FILES[name], lambda path: path.write_text(text + "\n"))
+        path = args.out / FILES[name]
+        write_json(path, {**about, "running": running, **result, "seconds": seconds})
 
     write({"status": None})
     with tempfile.TemporaryDirectory() as scratch:
         budget, stage = STAGES[name]
-        seconds = min(limit, budget * args.patience)
-        context = Context(seconds, args.workers, Path(scratch), args.only, args.patience, write)
+        seconds = min(limit, budget * args.timeout_factor)
+        context = Context(
+            seconds, args.workers, Path(scratch), args.only, args.timeout_factor, write
+        )
         try:
             result = stage(context=context)
         except Exception:
-            result = {"status": 3, "words": traceback.format_exc()[-4000:]}
-    write({**result, "gpu_after": nvidia_smi(QUERY)}, running=False)
+            result = {"status": 3, "message": traceback.format_exc()[-4000:]}
+    write({**result, "gpu_after": device.snapshot()}, running=False)
     return time.monotonic() - start, result
 
 
@@ -71,39 +74,40 @@ def main() -> int:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all stages")
     parser.add_argument("--only", help="tests whose names fit, as pytest's -k")
-    parser.add_argument("--patience", type=float, default=1.0, help="times each stage's own limits")
+    parser.add_argument(
+        "--timeout-factor", type=float, default=1.0, help="times each stage's own limits"
+    )
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes at once")
     args = parser.parse_args()
     stages = args.stages.split(",")
     if unknown := [name for name in stages if name not in STAGES]:
         parser.error(f"stages must be among {', '.join(STAGES)}, got {', '.join(unknown)}")
-    found = gpu.name()  # none in a rehearsal
+    found = device.name()  # none in a dry run
     if args.out is None:
-        place = "bench/results/" + gpu.folder_name(found) if found else "build/rehearsal"
-        args.out = ROOT / place
+        args.out = ROOT / "build/dry-run" if found is None else device.results_folder(ROOT)
     args.out.mkdir(parents=True, exist_ok=True)
     # Ended from outside, it still ends the processes that it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     end = time.monotonic() + args.limit
-    rows, lines, good = [], [], True
+    table, failed, good = [], [], True
     for name in stages:
         left = end - time.monotonic()
-        if name != "env" and not (found or REHEARSAL):
-            rows.append(
-                f"{name:16} not run: torch finds no GPU (MIXPREC_TEST_DEVICE=cpu rehearses)"
+        if name != "env" and not (found or DRY_RUN):
+            table.append(
+                f"{name:16} not run: torch finds no GPU (MIXPREC_TEST_DEVICE=cpu: a dry run)"
             )
             good = False
             continue
         if left < 10:
-            rows.append(f"{name:16} not run: the {args.limit:.0f} s are over")
+            table.append(f"{name:16} not run: the {args.limit:.0f} s are over")
             good = False
             continue
         seconds, result = run_stage(name, left, args)
-        rows.append(row(name, seconds, result))
-        lines += failures(name, result)
+        table.append(line(name, seconds, result))
+        failed += failures(name, result)
         good &= result["status"] == 0
-        print(rows[-1], flush=True)
-    print("\n" + summary(rows, lines))
+        print(table[-1], flush=True)
+    print("\n" + summary(table, failed))
     return 0 if good else 1
 
 

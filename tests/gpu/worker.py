@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(os.environ["MIXPREC_GPU_TESTS"])
-EVENTS = Path(os.environ["MIXPREC_GPU_EVENTS"])
+EVENTS = Path(os.environ["MIXPREC_EVENTS"])  # read by mixprec.bench.gpu.supervisor
 BROKEN = FOLDER / "broken.txt"  # the kinds of tests that ended a process, written by the pool
 SLOW = 3  # times the limit of other tests
 ENOUGH = 3  # such tests of one kind; the rest of the kind is left out
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def write(**event: Any) -> None:
+def tell(**event: Any) -> None:
     with EVENTS.open("a") as file:
         file.write(json.dumps(event) + "\n")
 
@@ -114,7 +114,7 @@ def run(item: pytest.Item) -> dict[str, Any]:
 def pytest_runtestloop(session: pytest.Session) -> bool:
     if session.testsfailed:
         raise session.Interrupted(f"{session.testsfailed} errors while tests were collected")
-    write(collected=[item.nodeid.removeprefix("tests/gpu/") for item in session.items])
+    tell(collected=[item.nodeid.removeprefix("tests/gpu/") for item in session.items])
     parent = os.getppid()
     for i, item in enumerate(session.items):
         if os.getppid() != parent:
@@ -124,13 +124,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         kind = f"{item.nodeid.split('[')[0]} {backend(item)}"
         start = time.time()
         slow = item.get_closest_marker("slow") is not None
-        write(start=i, at=start, kind=kind, patience=SLOW if slow else 1)
+        tell(start=i, at=start, kind=kind, timeout_factor=SLOW if slow else 1)
         if BROKEN.exists() and BROKEN.read_text().splitlines().count(kind) >= ENOUGH:
             result = {"outcome": f"not run: {ENOUGH} tests of its kind ended their process"}
         else:
             result = run(item)
-        write(end=i, seconds=time.time() - start, **result)
+        tell(end=i, seconds=time.time() - start, **result)
         if "broken" in result:
             os._exit(3)  # an orderly end would call CUDA again
-    write(done=time.time())
+    tell(done=time.time())
     return True

@@ -30,16 +30,15 @@ def test_small_integers_are_exact() -> None:
         assert np.array_equal(accumulator.short_gemm(a, b, promote), a @ b)
 
 
-@pytest.mark.parametrize(("data", "without"), [("randn", 1e-3), ("uniform [0, 1]", 3e-2)])
-def test_promotion_is_what_keeps_long_sums(data: str, without: float) -> None:
-    assert accumulator.relative_error(data, 4096, None) > without
-    assert accumulator.relative_error(data, 4096, accumulator.PROMOTE) < without / 8
+def test_promotion_is_what_keeps_long_sums() -> None:
+    for data, without in (("randn", 1e-3), ("uniform [0, 1]", 3e-2)):
+        assert accumulator.relative_error(data, 4096, None) > without
+        assert accumulator.relative_error(data, 4096, accumulator.PROMOTE) < without / 8
 
 
 def test_the_page_shows_what_the_model_gives() -> None:
     page = (DOCS / "numerics.md").read_text()
-    start, end = (re.escape(marker) for marker in accumulator.MARKERS)
-    found = re.search(f"{start}\n(.*?)\n{end}", page, re.S)
+    found = re.search(r"<!-- accumulator -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
     assert found is not None
     rows = found[1].splitlines()[2:]
     assert [int(row.split("|")[1]) for row in rows] == list(accumulator.SIZES)
@@ -55,7 +54,7 @@ def test_the_command_writes_table_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accumulator, "SIZES", (128, 256))
-    (tmp_path / "numerics.md").write_text(f"before\n{'x'.join(accumulator.MARKERS)}\nafter\n")
+    (tmp_path / "numerics.md").write_text("before\n<!-- accumulator -->\n<!-- end -->\nafter\n")
     monkeypatch.setattr(accumulator, "measure", lambda: MEASURED)
     text = accumulator.write(tmp_path)
     page = (tmp_path / "numerics.md").read_text()

@@ -16,27 +16,33 @@ import torch
 
 import mixprec
 from mixprec.bench import __main__ as cli
-from mixprec.bench import registry, results, run, table, timer
-from mixprec.bench.registry import Case, NotMeasured, Row, at_most, times_faster, times_the_time
-from mixprec.bench.rows import ROWS, select
-from mixprec.bench.rows_gemm import _case as gemm_case
+from mixprec.bench import results, table
+from mixprec.bench.cases import CASES, registry, select
+from mixprec.bench.cases.gemm import product
+from mixprec.bench.cases.registry import (
+    Case,
+    NotMeasured,
+    Workload,
+    at_most,
+    times_faster,
+    times_the_time,
+)
+from mixprec.bench.timing import run, timer
+from mixprec.bench.timing.timer import Candidate
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_row(case: Callable[[], Case], target: registry.Target | None = None) -> Row:
-    return Row("made/up", "a row of this test", target or at_most(1.0, "s"), case)
-
-
-def measure(row: Row) -> dict[str, Any]:
-    return run.measure(row, samples=9, min_time=0.0)
+def measure(make: Callable[[], Workload], target: registry.Target | None = None) -> dict[str, Any]:
+    case = Case("made/up", "a case of this test", target or at_most(1.0, "s"), make)
+    return run.measure(case, samples=9, sample_seconds=0.0)
 
 
 # The registry
 
 
-def test_rows_cover_the_targets() -> None:
-    """Every line of the table of CPU targets has rows, with that target."""
+def test_cases_cover_the_targets() -> None:
+    """Every line of the table of CPU targets has cases, with that target."""
     expected = {
         "gemm/fp16": ">= 3.5x",
         "gemm/fp8-bf16": ">= 2.5x",
@@ -59,48 +65,46 @@ def test_rows_cover_the_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [r for r in ROWS.values() if r.device == "cpu"], ids=lambda r: r.name
+    "case",
+    [c for c in select([], device="cpu") if not c.name.endswith(("/1024", "/2048"))],  # as /512
+    ids=lambda c: c.name,
 )
-def test_values_of_a_row_agree(row: Row) -> None:
-    if row.name.endswith("/2048"):
-        pytest.skip("the same code as its smaller sizes, and slow; `make bench` checks it")
+def test_values_of_a_case_agree(case: Case) -> None:
     try:
-        case = row.make()
+        work = case.make()
     except NotMeasured as reason:
         pytest.skip(str(reason))
-    assert case.check() is None
-    assert case.flops >= 0
-    assert case.bytes >= 0
-    assert "ours" not in case.rivals
+    assert work.check() is None
+    assert "ours" not in work.baselines
 
 
-def test_step_rows_have_the_sizes_they_name() -> None:
-    from mixprec.bench.rows_step import gpt_shapes
+def test_cases_have_the_sizes_they_name() -> None:
+    from mixprec.bench.cases import step, steps
 
-    shapes = gpt_shapes()
-    elements = sum(torch.Size(s).numel() for s in shapes)
-    assert (len(shapes), round(elements / 1e6, 1)) == (52, 12.7)
+    shapes = steps.gpt_shapes()
+    assert (len(shapes), round(steps.elements(shapes) / 1e6, 1)) == (52, 12.7)
+    assert 1.0e9 < steps.elements(steps.gpt_shapes(*step.BILLION)) < 1.02e9
+    assert step.MASTERS.moved() == 30
 
 
 def test_select_by_op_prefix_and_name() -> None:
     assert {r.op for r in select(["gemm"])} == {"gemm"}
     assert [r.name for r in select(["step/bf16/gpt"])] == ["step/bf16/gpt"]
     assert [r.name for r in select(["gemm/fp16"], quick=True)] == ["gemm/fp16/512"]
-    assert select([]) == list(ROWS.values())
-    assert select([], device="cuda") == [r for r in ROWS.values() if r.device == "cuda"]
+    assert select([]) == list(CASES.values())
     with pytest.raises(ValueError, match=r"bench: op must be one of .*gemm, .*got 'gem'"):
         select(["gem"])
 
 
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="must be unique"):
-        registry.row("gemm/fp16/512", "again", at_most(1.0, "s"))(ROWS["gemm/fp16/512"].make)
+        registry.case("gemm/fp16/512", "again", None, CASES["gemm/fp16/512"].make)
 
 
 def test_targets() -> None:
     medians = {"ours": 2.0, "slow": 9.0, "fast": 6.0}
-    assert registry.best_rival(medians) == "fast"
-    assert registry.best_rival({"ours": 1.0}) is None
+    assert registry.best_baseline(medians) == "fast"
+    assert registry.best_baseline({"ours": 1.0}) is None
     faster = times_faster(3.0)
     assert faster.figure(medians) == pytest.approx(3.0)
     assert faster.met(3.0)
@@ -116,36 +120,29 @@ def test_targets() -> None:
 # Measuring
 
 
-def test_interleave_takes_turns() -> None:
+def test_what_times_itself_takes_turns() -> None:
     order: list[str] = []
 
-    def returns(name: str, seconds: float) -> Callable[[], float]:
-        def call() -> float:
-            order.append(name)
-            return seconds
-
-        return call
+    def returns(name: str, seconds: float) -> Candidate:
+        return Candidate(lambda _: (order.append(name), seconds)[1])
 
     candidates = {"a": returns("a", 1.0), "b": returns("b", 2.0)}
-    times = timer.interleave(candidates, samples=9, external=True)
-    assert times == {"a": [1.0] * 9, "b": [2.0] * 9}
+    times = timer.interleave(candidates, clock=timer.HostClock(), samples=9, external=True)
     assert order == ["a", "b", "b", "a"] * 4 + ["a", "b"]
     assert timer.medians(times) == {"a": 1.0, "b": 2.0}
-    with pytest.raises(ValueError, match="samples must be at least 9, got 8"):
-        timer.interleave(candidates, samples=8)
 
 
-def test_interleave_sees_which_is_slower() -> None:
+def test_the_timer_sees_which_is_slower() -> None:
     x = torch.ones(1 << 20)
-    times = timer.interleave({"ours": lambda: x[:1].sum(), "all": lambda: x.sum()}, min_time=0.001)
-    medians = timer.medians(times)
+    candidates = {"ours": Candidate(lambda _: x[:1].sum()), "all": Candidate(lambda _: x.sum())}
+    medians = timer.medians(timer.interleave(candidates, clock=timer.HostClock(), samples=9))
     assert medians["all"] > 2 * medians["ours"] > 0
 
 
 def test_a_wrong_kernel_is_not_timed() -> None:
     """A gemm that is off by little more than its tolerance gets no figure."""
-    case = gemm_case(64, torch.float8_e4m3fn, torch.float32, "torch._scaled_mm")
-    assert case.check() is None
+    work = product(64, torch.float8_e4m3fn, torch.float32, "torch._scaled_mm")
+    assert work.check() is None
     calls = 0
     right = mixprec.gemm
 
@@ -157,10 +154,8 @@ def test_a_wrong_kernel_is_not_timed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixprec, "gemm", wrong)
         result = measure(
-            make_row(
-                lambda: gemm_case(64, torch.float8_e4m3fn, torch.float32, "torch._scaled_mm"),
-                times_faster(1.0),
-            )
+            lambda: product(64, torch.float8_e4m3fn, torch.float32, "torch._scaled_mm"),
+            times_faster(1.0),
         )
     assert calls == 1, "a wrong kernel was called again after its check"
     assert result["status"] == "wrong"
@@ -169,55 +164,61 @@ def test_a_wrong_kernel_is_not_timed() -> None:
     assert not result["met"]
 
 
-def test_every_outcome_of_a_row() -> None:
-    def fails() -> Case:
+def test_every_outcome_of_a_case() -> None:
+    def fails() -> Workload:
         raise RuntimeError("out of luck\nmore")
 
-    def absent() -> Case:
+    def absent() -> Workload:
         raise NotMeasured("no such library")
 
-    fine = Case(lambda: None, {"rival": lambda: sum(range(2000))}, lambda: None, flops=1e9)
+    fine = Workload(lambda: None, {"other": lambda: sum(range(2000))}, lambda: None, flops=1e9)
+    alone = Workload(lambda: None, {"other": fails}, lambda: None)
     rows = [
-        measure(make_row(lambda: fine, times_faster(1.0))),
-        measure(make_row(fails)),
-        measure(make_row(absent)),
-        measure(make_row(lambda: Case(lambda: None, {}, lambda: "values differ"))),
+        measure(lambda: fine, times_faster(1.0)),
+        measure(fails),
+        measure(absent),
+        measure(lambda: Workload(lambda: None, {}, lambda: "values differ")),
+        measure(lambda: alone, times_faster(1.0)),
     ]
-    assert [r["status"] for r in rows] == ["ok", "failed", "not measured", "wrong"]
+    assert [r["status"] for r in rows] == ["ok", "failed", "not measured", "wrong", "ok"]
     assert rows[0]["median"] == {n: statistics.median(s) for n, s in rows[0]["samples"].items()}
     assert rows[0]["met"]
-    assert [r["reason"] for r in rows[1:]] == [
+    assert (rows[4]["figure"], rows[4]["met"]) == (None, False)
+    assert [r["reason"] for r in rows[1:4]] == [
         "RuntimeError: out of luck", "no such library", "values differ",
     ]  # fmt: skip
-    assert table.summary(rows) == "1 of 3 targets met"
-    assert table.remarks(rows)[1] == "made/up: NOT MEASURED: no such library"
-    lines = table.plain([table.cells(r) for r in rows])
-    assert lines[0].split()[:2] == ["row", "ours"]
-    assert "GFLOP/s" in lines[1]
+    assert table.summary(rows) == "1 of 4 targets met, 1 not measured, 2 wrong or failed"
+    assert table.remarks(rows)[1:] == [
+        "made/up: NOT MEASURED: no such library",
+        "made/up: WRONG: values differ",
+        "made/up: other did not run: RuntimeError: out of luck",
+    ]
+    lines = table.plain(table.HEADER, [line for r in rows for line in table.lines(r)])
+    assert lines[0].split()[:3] == ["case", "time", "rate"]
+    assert "FLOP/s" in lines[1]
     assert lines[1].endswith("yes")
     assert "WRONG" in lines[4]
 
 
-def test_a_row_for_an_absent_device_says_so() -> None:
+def test_a_case_for_an_absent_device_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    row = Row("made/up", "on a GPU", at_most(1.0, "s"), lambda: pytest.fail("made"), "cuda")
-    assert measure(row)["status"] == "not measured"
+    case = Case("made/up", "on a GPU", None, lambda: pytest.fail("made"), "cuda")
+    assert run.measure(case, samples=9)["status"] == "not measured"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(7.234e-6, "7.23 us"), (0.0133, "13.3 ms"), (0.99e-3, "990 us"), (1.25, "1.25 s")],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert table.duration(seconds) == text
+def test_duration() -> None:
+    for seconds, text in (
+        (7.234e-6, "7.23 us"), (0.0133, "13.3 ms"), (0.99e-3, "990 us"), (1.25, "1.25 s"),
+    ):  # fmt: skip
+        assert table.duration(seconds) == text
 
 
 # The command line
 
 
 def test_quick_run_from_start_to_plot(tmp_path: Path) -> None:
-    """As typed: measure two rows, look at the file, draw it, compare it with itself."""
+    """As typed: measure two cases, look at the file, draw it, compare it with itself."""
     out = tmp_path / "new folder" / "result.json"
     python = [sys.executable, "-m", "mixprec.bench"]
     run_it = [*python, "run", "overhead/amax", "overhead/gemm", "--quick", "--out", str(out)]
@@ -227,6 +228,7 @@ def test_quick_run_from_start_to_plot(tmp_path: Path) -> None:
     assert [r["name"] for r in content["rows"]] == ["overhead/amax", "overhead/gemm"]
     met = sum(r["met"] for r in content["rows"])
     assert done.stdout.splitlines()[-1] == f"{met} of 2 targets met"
+    assert "[2/2] overhead/gemm" in done.stderr
     for row in content["rows"]:
         assert len(row["samples"]["ours"]) >= 9
         assert row["figure"] == pytest.approx(statistics.median(row["samples"]["ours"]) * 1e6)
@@ -245,9 +247,10 @@ def test_list_and_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert cli.main(["list", "gemm/fp16"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert cli.main(["run", "nothing", "--out", str(tmp_path / "x.json")]) == 2
-    assert "op must be one of cuda, gemm," in capsys.readouterr().err
+    assert "op must be one of gemm, cuda," in capsys.readouterr().err
     for arguments, message in (
         (["run", "--samples", "3"], "must be 9 or more"),
+        (["gpu", "--stages", "memory,none"], "must be among memory, step, gemm, layer, overhead"),
         (["compare", "a", "b", "--fail-over", "5"], "must be a percentage such as 5%"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -256,7 +259,7 @@ def test_list_and_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert message in capsys.readouterr().err
 
 
-def test_a_wrong_row_fails_the_run(
+def test_a_wrong_case_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mixprec, "amax", lambda x: torch.zeros(()))
@@ -264,7 +267,7 @@ def test_a_wrong_row_fails_the_run(
     assert cli.main(["run", "overhead/amax", "--quick", "--out", str(out)]) == 1
     text = capsys.readouterr().out
     assert "WRONG" in text
-    assert text.splitlines()[-1] == "0 of 1 targets met"
+    assert text.splitlines()[-1] == "0 of 1 targets met, 1 wrong or failed"
     assert json.loads(out.read_text())["rows"][0]["status"] == "wrong"
 
 
@@ -272,14 +275,14 @@ def test_a_wrong_row_fails_the_run(
 
 
 def a_result(**seconds: float) -> dict[str, Any]:
-    """A result file's content: rows by name with ours' median; the rival takes 1 s."""
+    """A result file's content: cases by name with ours' median; the baseline takes 1 s."""
     rows = [
         {
             "name": name,
             "status": "ok",
             "reason": "",
             "target": {"value": 1.0, "unit": "x", "at_least": True},
-            "median": {"ours": value, "rival": 1.0},
+            "median": {"ours": value, "torch": 1.0},
             "figure": 1.0 / value,
             "met": value <= 1.0,
         }
@@ -298,26 +301,26 @@ def test_compare_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     old = write(tmp_path / "old.json", a_result(a=0.5, b=0.5, gone=0.5))
     new = write(tmp_path / "new.json", a_result(a=0.54, b=0.4, added=0.5))
     assert cli.main(["compare", old, new, "--fail-over", "10%"]) == 0
-    assert "none of 2 rows" in capsys.readouterr().out
+    assert "none of 2 cases" in capsys.readouterr().out
     assert cli.main(["compare", old, new, "--fail-over", "5%"]) == 1
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "1 of 2 rows slower by more than 5 %: a"
-    assert "+8.0 % time, relative to rival" in text
+    assert text.splitlines()[-1] == "1 of 2 cases slower by more than 5 %: a"
+    assert "+8.0 % time, relative to torch" in text
 
 
 def test_compare_takes_out_how_busy_the_machine_was() -> None:
-    """Everything twice as slow, ours and the rival alike, is no change of ours."""
+    """Everything twice as slow, ours and the baseline alike, is no change of ours."""
     old, new = a_result(a=0.5), a_result(a=1.0)
-    new["rows"][0]["median"]["rival"] = 2.0
+    new["rows"][0]["median"]["torch"] = 2.0
     (change,) = results.compare(old, new)
     assert change.ratio == pytest.approx(1.0)
     for content in (old, new):
-        del content["rows"][0]["median"]["rival"]
+        del content["rows"][0]["median"]["torch"]
     (change,) = results.compare(old, new)
     assert (change.ratio, change.against) == (pytest.approx(2.0), None)
 
 
-def test_compare_fails_for_a_row_that_turned_wrong(
+def test_compare_fails_for_a_case_that_turned_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = a_result(a=0.5)
@@ -327,28 +330,24 @@ def test_compare_fails_for_a_row_that_turned_wrong(
     assert "wrong: values differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = write(tmp_path / "good.json", a_result(a=0.5)), tmp_path / "bad.json"
+    whole = '{"schema": "mixprec.bench/1", "environment": {}'
+    for content, message in (
         (None, "there is no such file"),
-        ('{"schema": "mixprec.bench/1", "rows": [', "is damaged, not JSON"),
+        (f'{whole}, "rows": [', "is damaged, not JSON"),
         ("[1, 2]", "is no result of mixprec.bench"),
         ('{"schema": "other"}', "is no result of mixprec.bench"),
-        ('{"schema": "mixprec.bench/1", "environment": {}, "rows": [{}]}', "is damaged (KeyError"),
-        ('{"schema": "mixprec.bench/1", "environment": {}}', "is damaged (KeyError"),
-    ],
-)
-def test_bad_files(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good, bad = write(tmp_path / "good.json", a_result(a=0.5)), tmp_path / "bad.json"
-    if content is not None:
-        bad.write_text(content)
-    for arguments in (["compare", good, str(bad)], ["compare", str(bad), good], ["plot", str(bad)]):
-        assert cli.main(arguments) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert str(bad) in error
+        (whole + ', "rows": [{}]}', "is damaged (KeyError"),
+        (whole + "}", "is damaged (KeyError"),
+    ):
+        if content is not None:
+            bad.write_text(content)
+        for arguments in (["compare", good, str(bad)], ["plot", str(bad)]):
+            assert cli.main(arguments) == 2
+            error = capsys.readouterr().err
+            assert message in error
+            assert str(bad) in error
 
 
 def test_files_that_do_not_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +360,7 @@ def test_files_that_do_not_match(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["compare", old, new, "--any-machine"]) == 0
     disjoint = write(tmp_path / "disjoint.json", a_result(b=0.5))
     assert cli.main(["compare", old, disjoint]) == 2
-    assert "no row of OLD" in capsys.readouterr().err
+    assert "no case of OLD" in capsys.readouterr().err
 
 
 def test_a_failed_write_leaves_the_old_file(

@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     assert (result["status"], result["tests"], result["processes"]) == (2, {}, 2)
     assert "nothing_of_this_name" in result["tails"][0]
     assert result["processes_without_a_test"] == 2
-    assert "FAILED (2)" in summary.row("x", 1.0, result)
+    assert "FAILED (2)" in summary.line("x", 1.0, result)
 
 
 TOOL = """#!/bin/sh
@@ -175,7 +175,7 @@ def test_the_summary_is_short_and_begins_with_what_failed() -> None:
     lines = summary.failures("cuda", {"tests": {**tests, "test_y.py::test_y": "passed"}})
     assert len(lines) == 80
     assert lines[0].startswith("cuda: test_x.py::test_0[0] (and 1 more like it): failure: w")
-    rows = [summary.row("cuda", 3.0, {"status": 1, "tests": tests})] * 7
+    rows = [summary.line("cuda", 3.0, {"status": 1, "tests": tests})] * 7
     text = summary.summary(rows, lines)
     assert len(text.splitlines()) <= summary.LINES
     assert len(text) < 12_000
@@ -188,7 +188,7 @@ def test_a_stage_from_the_command_line(
 ) -> None:
     assert len(set(stages.FILES.values())) == len(stages.STAGES) <= 8
     monkeypatch.setenv("MIXPREC_TEST_DEVICE", "cpu")
-    monkeypatch.setattr(stages, "REHEARSAL", True)
+    monkeypatch.setattr(stages, "DRY_RUN", True)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     command = ["stages.py", "--out", str(tmp_path), "--workers", "1", "--stages"]
     monkeypatch.setattr(sys, "argv", [*command, "all"])
@@ -201,15 +201,15 @@ def test_a_stage_from_the_command_line(
     report = json.loads((tmp_path / "gpu-test-self.json").read_text())
     assert report["tests"] == {"test_values.py::test_self_test[cpp-inv_scale]": "passed"}
     assert (report["stage"], report["status"], report["running"]) == ("self", 0, False)
-    assert {"commit", "seconds", "gpu", "rehearsal"} <= set(report)
+    assert {"commit", "seconds", "gpu_before", "dry_run"} <= set(report)
 
 
 def test_without_a_gpu_nothing_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(stages, "REHEARSAL", False)
-    monkeypatch.setattr(stages.gpu, "name", lambda: None)
+    monkeypatch.setattr(stages, "DRY_RUN", False)
+    monkeypatch.setattr(stages.device, "name", lambda: None)
     monkeypatch.setattr(
         sys, "argv", ["stages.py", "--out", str(tmp_path), "--stages", "self,large"]
     )

@@ -23,8 +23,7 @@ def committed() -> dict[str, dict[str, Any]]:
 
 def test_the_page_shows_the_committed_result() -> None:
     page, content = ROOT / underflow.PAGE, json.loads((ROOT / underflow.RESULT).read_text())
-    assert underflow.render(page, content) == page.read_text(), f"run {underflow.COMMAND}"
-    assert len(page.read_text().splitlines()) < 60
+    assert underflow.block(content) in page.read_text(), f"run {underflow.COMMAND}"
     assert (ROOT / underflow.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 

@@ -173,9 +173,7 @@ def fake_step() -> list[str]:
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
-    most shared memory and spilled bytes; and the hash of its sources."""
-    from mixprec.bench import sources
-
+    most shared memory and spilled bytes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         gemm = hopper.instance(row["name"])
@@ -193,7 +191,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "registers": [f(row["registers"] for row in same) for f in (min, max)],
             "shared": max(row["shared"] for row in same),
             "spilled": max(row["stack"] + row["local"] for row in same),
-            "sources": sources.digest_of(source),
         }
         for (source, name), same in sorted(groups.items())
     ]

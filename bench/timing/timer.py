@@ -1,27 +1,28 @@
-"""Timing what a GPU does, apart from what it takes to ask for it.
+"""Interleaved timing: every candidate meets the same state of the machine.
 
-Calls are queued behind a delay, so that the GPU finds all of a sample's work waiting and never
-waits for Python: events at its ends then hold the time of the kernels alone. How long Python took
-to queue a call is noted beside it. Candidates take turns, sample by sample, and every call takes
-the next set of buffers, which together are larger than the cache.
+Candidates take turns, sample by sample, and every call takes the next set of buffers. On a GPU
+calls are queued behind a delay, so that it finds all of a sample's work waiting and never waits for
+Python: events at its ends then hold the time of the kernels alone. How long Python took to queue a
+call is noted beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-MIN_SAMPLES = 7  # also when a row's time is up
+MIN_SAMPLES = 9  # also when a case's time is up
 SAMPLES = 40
-SHORT = 1e-3  # a sample lasts this long or more; events resolve half a microsecond
-MAX_CALLS = 64  # a GPU's queue holds about a thousand launches
+SAMPLE_SECONDS = 1e-3  # the least that a sample lasts; events resolve half a microsecond
+MAX_CALLS = 64  # per sample: a GPU's queue holds about a thousand launches
 MAX_DELAY = 0.05
 SETTLE = 3.0  # seconds until the clocks have settled under load
 
@@ -67,15 +68,13 @@ class CudaClock:
 
 
 class HostClock:
-    """For a rehearsal: work is done when its call returns."""
+    """For the CPU: work is done when its call returns."""
 
     host = staticmethod(time.perf_counter)
+    mark = staticmethod(time.perf_counter)
 
     def delay(self, seconds: float) -> None:
         pass
-
-    def mark(self) -> float:
-        return time.perf_counter()
 
     def reached(self, mark: float) -> bool:
         return False
@@ -89,10 +88,14 @@ class HostClock:
 
 @dataclass
 class Candidate:
-    """run(i) works on the i-th set of buffers; around: a context that every sample is taken in."""
+    """run(*arguments[i]) works on the i-th set of buffers; without `arguments`, run(i) does.
 
-    run: Callable[[int], Any]
+    around: a context that every sample is taken in.
+    """
+
+    run: Callable[..., Any]
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    arguments: Sequence[tuple[Any, ...]] | None = None
 
 
 @dataclass
@@ -113,29 +116,38 @@ class _Turn:
     """One candidate between samples: how many calls, behind which delay, on which buffers."""
 
     def __init__(self, candidate: Candidate, sets: int, outputs: list[Any], clock: Clock) -> None:
-        self.candidate, self.sets, self.outputs, self.clock = candidate, sets, outputs, clock
-        self.next = self.late = 0
+        self.candidate, self.outputs, self.clock = candidate, outputs, clock
+        arguments = candidate.arguments or [(i,) for i in range(sets)]
+        self.sets = itertools.cycle(enumerate(arguments))
+        self.late = 0
         self.times = Times()
         self.delay = 0.0
-        for _ in range(max(2, sets)):  # warm: code loaded, memory there, every set touched
+
+    def calibrate(self, sets: int, sample_seconds: float, max_calls: int) -> None:
+        """Warm up, and find how many calls a sample takes."""
+        for _ in range(max(2, sets)):  # code loaded, memory there, every set touched
             _, host = self.sample()
-        self.delay = min(MAX_DELAY, 2 * host + 50e-6)
-        kernel, host = self.sample()
-        self.times.calls = max(1, min(MAX_CALLS, round(SHORT / max(kernel, 1e-7))))
-        self.delay = min(MAX_DELAY, 1.5 * host * self.times.calls + 50e-6)
+        times = self.times
+        while True:
+            self.delay = min(MAX_DELAY, 1.5 * host * times.calls + 50e-6)
+            seconds, host = self.sample()
+            if times.calls >= max_calls or seconds * (times.calls + 0.5) >= sample_seconds:
+                break
+            wanted = int(sample_seconds / max(seconds, 1e-9))
+            wanted = max(2 * times.calls, min(10 * times.calls, wanted))
+            times.calls = min(max_calls, wanted)
         self.late = 0
 
     def sample(self) -> tuple[float, float]:
         """Seconds per call, on the device and to queue it. Waits for the device: what a sample
         queues must never find the queue full."""
-        clock, calls = self.clock, self.times.calls
+        clock, calls, run, outputs = self.clock, self.times.calls, self.candidate.run, self.outputs
         with self.candidate.around():
             clock.delay(self.delay)
             first, before = clock.mark(), clock.host()
-            for _ in range(calls):
+            for i, arguments in itertools.islice(self.sets, calls):
                 # Kept until this set's turn comes again: outputs move through memory too.
-                self.outputs[self.next] = self.candidate.run(self.next)
-                self.next = (self.next + 1) % self.sets
+                outputs[i] = run(*arguments)
             host = (clock.host() - before) / calls
             late = clock.reached(first)
         kernel = clock.between(first, clock.mark()) / calls
@@ -148,19 +160,26 @@ class _Turn:
 def interleave(
     candidates: Mapping[str, Candidate],
     *,
-    sets: int,
     clock: Clock,
+    sets: int = 1,
     samples: int = SAMPLES,
     seconds: float = 10.0,
+    sample_seconds: float = SAMPLE_SECONDS,
+    max_calls: int = MAX_CALLS,
+    external: bool = False,
 ) -> dict[str, Times]:
-    """Times of every candidate, in turns that start with another one each round.
+    """Times of every candidate, in turns that start with another one each round, so that a slow
+    moment, or what the predecessor left in the caches, hits all alike.
 
-    Stops after `samples` rounds, or after `seconds` if there are MIN_SAMPLES: a row short of time
-    has fewer samples, not none.
+    Stops after `samples` rounds, or after `seconds` if there are MIN_SAMPLES: a case short of time
+    has fewer samples, not none. external: a call returns its seconds itself.
     """
     start = clock.host()
     outputs: list[Any] = [None] * sets
     turns = {name: _Turn(c, sets, outputs, clock) for name, c in candidates.items()}
+    for turn in turns.values():
+        if not external:
+            turn.calibrate(sets, sample_seconds, max_calls)
     names = list(turns)
     collecting = gc.isenabled()
     gc.collect()
@@ -170,10 +189,9 @@ def interleave(
             if i >= MIN_SAMPLES and clock.host() - start > seconds:
                 break
             first = i % len(names)
-            order = names[first:] + names[:first]
-            for name in order:
+            for name in names[first:] + names[:first]:
                 kernel, host = turns[name].sample()
-                turns[name].times.kernel.append(kernel)
+                turns[name].times.kernel.append(outputs[0] if external else kernel)
                 turns[name].times.host.append(host)
     finally:
         if collecting:

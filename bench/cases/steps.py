@@ -1,4 +1,4 @@
-"""Whole optimizer steps, ours and torch's, on any device: what the step rows are made of."""
+"""Whole optimizer steps, ours and torch's, on any device: what the cases of step.py are made of."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 import mixprec
 from mixprec.ops import join_master
-from mixprec.optim import AdamW
+from mixprec.optim import SGD, AdamW
 
-from . import verify
+from .. import verify
 
 Shapes = list[tuple[int, ...]]
 Params = list[torch.nn.Parameter]
@@ -59,6 +59,26 @@ def gradients(params: Params) -> list[torch.Tensor]:
 def ours(params: Params, scale: float, **options: Any) -> tuple[AdamW, Callable[[], None]]:
     optimizer = AdamW(params, max_grad_norm=MAX_NORM, **SETTINGS, **options)
     return optimizer, with_scaler(optimizer, params, scale)
+
+
+def sgd(
+    shapes: Shapes, scale: float, device: str, *, mine: bool
+) -> tuple[Params, Callable[[], None]]:
+    """SGD with momentum on parameters of its own: our step, or torch's."""
+    params = scale_grads(parameters(shapes, torch.float32, device), scale)
+    options: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+    if mine:
+        return params, with_scaler(SGD(params, max_grad_norm=MAX_NORM, **options), params, scale)
+    return params, torch_pipeline(params, torch.optim.SGD(params, fused=True, **options), scale)
+
+
+def check_sgd(shapes: Shapes, device: str) -> str | None:
+    """One step of ours and of torch's from the same state."""
+    (got, step), (expected, other) = (
+        sgd(shapes, CHECKED_SCALE, device, mine=mine) for mine in (True, False)
+    )
+    step(), other()
+    return verify.close("params", got, expected, rtol=1e-6, atol=1e-6)
 
 
 def with_scaler(

@@ -10,9 +10,9 @@ import torch
 
 import mixprec
 
-from . import gpu, verify
-from .gpu_run import GpuCase
-from .registry import row, times_faster, times_faster_than
+from .. import verify
+from ..gpu import device
+from .registry import Workload, case, times_faster, times_faster_than
 
 Shape = tuple[int, int, int]  # M, N, K
 E4M3 = torch.float8_e4m3fn
@@ -61,11 +61,13 @@ class Operands(NamedTuple):
     b_scale_inv: torch.Tensor | None
 
 
-def operand(rows: int, cols: int, dtype: torch.dtype, transposed: bool, seed: int) -> torch.Tensor:
-    """[rows, cols], row-major, or the transpose of a row-major tensor."""
+def operand(
+    height: int, width: int, dtype: torch.dtype, transposed: bool, seed: int
+) -> torch.Tensor:
+    """[height, width], row-major, or the transpose of a row-major tensor."""
     if transposed:
-        return gpu.randn(cols, rows, dtype=dtype, seed=seed).t()
-    return gpu.randn(rows, cols, dtype=dtype, seed=seed)
+        return device.randn(width, height, dtype=dtype, seed=seed).t()
+    return device.randn(height, width, dtype=dtype, seed=seed)
 
 
 def check_product(c: torch.Tensor, x: Operands, factor: float) -> str | None:
@@ -83,9 +85,9 @@ def _codes(x: torch.Tensor) -> torch.Tensor:
 def _some(count: int, most: int) -> torch.Tensor:
     third = most // 3
     if count <= most:
-        return torch.arange(count, device=gpu.DEVICE)
-    middle = torch.randint(count, (third,), generator=gpu.generator(count), device=gpu.DEVICE)
-    ends = torch.arange(third, device=gpu.DEVICE)
+        return torch.arange(count, device=device.DEVICE)
+    middle = torch.randint(count, (third,), generator=device.generator(count), device=device.DEVICE)
+    ends = torch.arange(third, device=device.DEVICE)
     return torch.cat([ends, middle, count - 1 - ends])
 
 
@@ -100,14 +102,14 @@ def flops(shape: Shape) -> float:
 
 
 def _sums_in_fp32() -> None:
-    """The rival may not add 16-bit partial sums either."""
+    """The baseline may not add 16-bit partial sums either."""
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def _case16(shape: Shape, dtype: torch.dtype, layout: str) -> GpuCase:
+def _product16(shape: Shape, dtype: torch.dtype, layout: str) -> Workload:
     _sums_in_fp32()
-    m, n, k = gpu.sized(*shape)
+    m, n, k = device.sized(*shape)
 
     def inputs(i: int) -> Operands:
         a = operand(m, k, dtype, layout[0] == "t", 2 * i)
@@ -117,12 +119,12 @@ def _case16(shape: Shape, dtype: torch.dtype, layout: str) -> GpuCase:
         x = inputs(0)
         return check_product(mixprec.gemm(x.a, x.b), x, 1.0)
 
-    return GpuCase(
-        ("gemm",),
-        inputs,
+    return Workload(
         lambda x: mixprec.gemm(x.a, x.b),
         {"torch.matmul": lambda x: torch.matmul(x.a, x.b)},
         check,
+        inputs,
+        ops=("gemm",),
         bytes=moved((m, n, k), 2, 2),
         flops=flops((m, n, k)),
         arguments=lambda x: (*x, None, dtype, False),
@@ -138,19 +140,19 @@ def _scales(shape: Shape, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         "row": ((m, 1), (1, n)),
         "block": ((m, chunks), (chunks, columns)),
     }[kind]
-    a, b = (torch.full(s, v, device=gpu.DEVICE) for s, v in zip(sizes, (0.5, 0.25), strict=True))
+    a, b = (torch.full(s, v, device=device.DEVICE) for s, v in zip(sizes, (0.5, 0.25), strict=True))
     return a, b
 
 
-def _has_bf16_rival(shape: Shape, kind: str) -> bool:
+def _has_bf16_baseline(shape: Shape, kind: str) -> bool:
     """_scaled_mm refuses unaligned shapes, and in many versions of torch scales per block."""
     return shape in ODD or kind == "block"
 
 
-def _case8(shape: Shape, kind: str) -> GpuCase:
+def _product8(shape: Shape, kind: str) -> Workload:
     """a [M, K] row-major, b = weight.t(): what every FP8 GEMM of Hopper takes."""
     _sums_in_fp32()
-    m, n, k = gpu.sized(*shape)
+    m, n, k = device.sized(*shape)
     a_inv, b_inv = _scales((m, n, k), kind)
     a_theirs, b_theirs = a_inv, b_inv
     if kind == "block":  # which _scaled_mm takes column-major alone
@@ -175,31 +177,34 @@ def _case8(shape: Shape, kind: str) -> GpuCase:
         x = inputs(0)
         return check_product(ours(x), x, 0.125)
 
-    rivals: dict[str, Callable[[Operands], torch.Tensor]]
-    rivals = {FAST: partial(vendor, fast=True), PRECISE: partial(vendor, fast=False)}
-    if _has_bf16_rival(shape, kind):
-        a16, b16 = gpu.randn(m, k, dtype=torch.bfloat16), gpu.randn(k, n, dtype=torch.bfloat16)
-        rivals[BF16] = lambda _: torch.matmul(a16, b16)
-    return GpuCase(
-        ("gemm",),
-        inputs,
+    baselines: dict[str, Callable[[Operands], torch.Tensor]]
+    baselines = {FAST: partial(vendor, fast=True), PRECISE: partial(vendor, fast=False)}
+    if _has_bf16_baseline(shape, kind):
+        a16, b16 = (
+            device.randn(m, k, dtype=torch.bfloat16),
+            device.randn(k, n, dtype=torch.bfloat16),
+        )
+        baselines[BF16] = lambda _: torch.matmul(a16, b16)
+    return Workload(
         ours,
-        rivals,
+        baselines,
         check,
+        inputs,
+        ops=("gemm",),
         bytes=moved((m, n, k), 1, 2),
         flops=flops((m, n, k)),
         arguments=lambda x: (*x, None, torch.bfloat16, False),
     )
 
 
-def _accumulate_case(shape: Shape, dtype: torch.dtype) -> GpuCase:
+def _accumulate(shape: Shape, dtype: torch.dtype) -> Workload:
     """A weight gradient: acc [M, N] fp32 += a @ b, with a the transpose of a row-major tensor."""
     _sums_in_fp32()
-    m, n, k = gpu.sized(*shape)
+    m, n, k = device.sized(*shape)
 
     def inputs(i: int) -> tuple[torch.Tensor, Operands]:
         a, b = operand(m, k, dtype, True, 2 * i), operand(k, n, dtype, False, 2 * i + 1)
-        return torch.zeros(m, n, device=gpu.DEVICE), Operands(a, b, None, None)
+        return torch.zeros(m, n, device=device.DEVICE), Operands(a, b, None, None)
 
     def ours(x: tuple[torch.Tensor, Operands]) -> torch.Tensor:
         mixprec.gemm_accumulate_(x[0], x[1].a, x[1].b)
@@ -209,9 +214,7 @@ def _accumulate_case(shape: Shape, dtype: torch.dtype) -> GpuCase:
         x = inputs(0)
         return check_product(ours(x), x[1], 1.0)
 
-    return GpuCase(
-        ("gemm_accumulate_",),
-        inputs,
+    return Workload(
         ours,
         {
             "torch.addmm, fp32 out": lambda x: torch.addmm(
@@ -220,6 +223,8 @@ def _accumulate_case(shape: Shape, dtype: torch.dtype) -> GpuCase:
             "torch acc.add_(a @ b)": lambda x: x[0].add_(x[1].a @ x[1].b),
         },
         check,
+        inputs,
+        ops=("gemm_accumulate_",),
         bytes=moved((m, n, k), 2, 8),
         flops=flops((m, n, k)),
         arguments=lambda x: (x[0], *x[1]),
@@ -242,24 +247,22 @@ def _register(family: str, shape: Shape, quick: bool) -> None:
     odd = shape in ODD
     if kind == "fp8":
         target = times_faster_than(FAST, 1.0)
-        if _has_bf16_rival(shape, how):
+        if _has_bf16_baseline(shape, how):
             target = times_faster_than(BF16, 1.0 if odd else 1.5)
-        make = partial(_case8, shape, how)
-        words, size = f"e4m3 -> bf16, scales per {how}", 1
+        make = partial(_product8, shape, how)
+        what = f"e4m3 -> bf16, scales per {how}"
     else:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float16
         target = times_faster(3.0 if odd else 0.97)
-        make = partial(_case16, shape, dtype, how)
-        words, size = f"{kind}, a {_ORDER[how[0]]}, b {_ORDER[how[1]]}", 2
-    row(
+        make = partial(_product16, shape, dtype, how)
+        what = f"{kind}, a {_ORDER[how[0]]}, b {_ORDER[how[1]]}"
+    case(
         f"cuda/gemm/{family}/{shape[0]}x{shape[1]}x{shape[2]}",
-        words,
+        what,
         target,
-        device="cuda",
+        make,
         quick=quick,
-        bytes=moved(shape, size, 2),
-        flops=flops(shape),
-    )(make)
+    )
 
 
 _ORDER = {"n": "row-major", "t": "transposed"}
@@ -267,12 +270,10 @@ for _family, _all, _core in _families():
     for _shape in _all:
         _register(_family, _shape, _shape in _core)
 for _k, _n in LAYER:
-    row(
+    case(
         f"cuda/gemm_accumulate_/bf16/{_n}x{_k}x{TOKENS}",
         "a weight gradient added in FP32, bf16 operands",
         times_faster(1.0),
-        device="cuda",
+        partial(_accumulate, (_n, _k, TOKENS), torch.bfloat16),
         quick=_n == LAYER[0][1],
-        bytes=moved((_n, _k, TOKENS), 2, 8),
-        flops=flops((_n, _k, TOKENS)),
-    )(partial(_accumulate_case, (_n, _k, TOKENS), torch.bfloat16))
+    )

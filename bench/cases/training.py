@@ -11,8 +11,8 @@ from torch import nn
 import mixprec
 from mixprec.optim import AdamW
 
-from . import verify
-from .registry import Case, row, times_faster
+from .. import verify
+from .registry import Workload, case, times_faster
 
 BATCH, TIME, WIDTH, HEADS = 8, 128, 256, 4
 TOKENS = BATCH * TIME
@@ -100,12 +100,15 @@ def _check() -> str | None:
     return verify.close("loss", [torch.tensor(got)], [torch.tensor(expected)], rtol=0.01, atol=0.0)
 
 
-@row(
+def _workload() -> Workload:
+    parameters = sum(p.numel() for p in _block().parameters())
+    flops = 6.0 * parameters * TOKENS  # forward 2, backward 4 per parameter and token
+    return Workload(_fp16(), {"torch fp32": _fp32()}, _check, flops=flops)
+
+
+case(
     "training/fp16/block",
     "training step of one transformer block, width 256, 1,024 tokens, fp16 against fp32",
     times_faster(0.8),
+    _workload,
 )
-def _training_case() -> Case:
-    parameters = sum(p.numel() for p in _block().parameters())
-    flops = 6.0 * parameters * TOKENS  # forward 2, backward 4 per parameter and token
-    return Case(_fp16(), {"torch fp32": _fp32()}, _check, flops=flops)

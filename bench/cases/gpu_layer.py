@@ -12,9 +12,9 @@ from torch.nn import functional
 
 import mixprec
 
-from . import gpu, verify
-from .gpu_run import GpuCase
-from .registry import NotMeasured, row, times_faster
+from .. import verify
+from ..gpu import device
+from .registry import NotMeasured, Workload, case, times_faster
 
 
 class Sizes(NamedTuple):
@@ -29,7 +29,7 @@ TINY = Sizes(64, 64, 96, 4, 2)
 
 
 def _sizes() -> Sizes:
-    return TINY if gpu.REHEARSAL else Sizes()
+    return TINY if device.DRY_RUN else Sizes()
 
 
 # Against the layer in bf16: the output has the residual stream in it, which no cast touches.
@@ -77,7 +77,7 @@ class LlamaLayer(nn.Module):
 def _layer() -> LlamaLayer:
     """In bf16 on the device, always with the same weights."""
     torch.manual_seed(0)
-    return LlamaLayer(_sizes()).to(gpu.DEVICE, torch.bfloat16)
+    return LlamaLayer(_sizes()).to(device.DEVICE, torch.bfloat16)
 
 
 Pass = Callable[[], tuple[torch.Tensor, ...]]
@@ -86,8 +86,8 @@ Pass = Callable[[], tuple[torch.Tensor, ...]]
 def _pass(layer: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Pass:
     """Forward and backward; gives y, the gradient of x and that of each weight."""
     tokens, width, *_ = _sizes()
-    x = gpu.randn(tokens, width, dtype=torch.bfloat16).requires_grad_()
-    g = gpu.randn(tokens, width, dtype=torch.bfloat16, seed=1)
+    x = device.randn(tokens, width, dtype=torch.bfloat16).requires_grad_()
+    g = device.randn(tokens, width, dtype=torch.bfloat16, seed=1)
     params = list(layer.parameters())
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -99,24 +99,24 @@ def _pass(layer: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _float8() -> dict[str, Pass]:
     """torchao's FP8 training under torch.compile, as it is meant to be run."""
-    if gpu.REHEARSAL:
+    if device.DRY_RUN:
         raise NotMeasured("torchao's FP8 training needs a GPU with FP8 tensor cores")
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise NotMeasured("torchao is not installed (pip install torchao)") from None
     layer = convert_to_float8_training(_layer())
-    return {"torchao float8, compiled": _pass(layer, gpu.compiled(layer))}
+    return {"torchao float8, compiled": _pass(layer, device.compiled(layer))}
 
 
-def _case(recipe: str, compiled: bool, rivals: Callable[[], dict[str, Pass]]) -> GpuCase:
+def _workload(recipe: str, compiled: bool, baselines: Callable[[], dict[str, Pass]]) -> Workload:
     plain, (tokens, width, *_) = _layer(), _sizes()
     weights = sum(p.numel() for p in plain.parameters())
     attention = 2.0 * tokens * tokens * width  # QK^T and PV, of which causality needs half
 
     def ours() -> Pass:
         layer = mixprec.convert(_layer(), recipe)
-        return _pass(layer, gpu.compiled(layer) if compiled else layer)
+        return _pass(layer, device.compiled(layer) if compiled else layer)
 
     def check() -> str | None:
         got, want = ours()(), _pass(plain, plain)()
@@ -125,15 +125,13 @@ def _case(recipe: str, compiled: bool, rivals: Callable[[], dict[str, Pass]]) ->
         each = zip(bars, names, got, want, strict=True)
         return verify.first(*(verify.sqnr_at_least(*one) for one in each))
 
-    return GpuCase(
-        ("gemm", "quantize") if "fp8" in recipe else ("gemm",),
-        lambda _: {"ours": ours(), **rivals()},
+    return Workload(
         lambda passes: passes["ours"](),
-        {name: partial(lambda name, passes: passes[name](), name) for name in rivals()},
+        {name: partial(lambda name, passes: passes[name](), name) for name in baselines()},
         check,
+        lambda _: {"ours": ours(), **baselines()},
         bytes=2.0 * weights,
         flops=3 * (2.0 * tokens * weights + attention),
-        mixed=True,
     )
 
 
@@ -141,7 +139,7 @@ def _bf16() -> dict[str, Pass]:
     eager, compiled = _layer(), _layer()
     return {
         "torch bf16": _pass(eager, eager),
-        "torch bf16, compiled": _pass(compiled, gpu.compiled(compiled)),
+        "torch bf16, compiled": _pass(compiled, device.compiled(compiled)),
     }
 
 
@@ -149,17 +147,17 @@ _WHAT = f"a layer of Llama-3-8B, {Sizes().tokens} tokens, forward + backward"
 for _recipe in ("bf16", "fp8", "fp8-rowwise", "fp8-block"):
     for _compiled in (False, True):
         _how = "compiled" if _compiled else "eager"
-        row(
+        case(
             f"cuda/layer/{_recipe}/{_how}",
             f"{_WHAT}: {_recipe}, {_how}, against bf16",
             times_faster(OVER_BF16 if "fp8" in _recipe else 1.0),
-            device="cuda",
+            partial(_workload, _recipe, _compiled, _bf16),
             quick=_recipe in ("fp8", "fp8-block"),
-        )(partial(_case, _recipe, _compiled, _bf16))
-row(
+        )
+case(
     "cuda/layer/fp8/torchao",
     f"{_WHAT}: fp8, eager, against torchao",
     times_faster(OVER_TORCHAO),
-    device="cuda",
+    partial(_workload, "fp8", False, _float8),
     quick=True,
-)(partial(_case, "fp8", False, _float8))
+)

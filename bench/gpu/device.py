@@ -1,8 +1,8 @@
-"""The GPU that is measured: its name and limits, its clocks, and what stands in for it elsewhere.
+"""The GPU that is measured: its name and limits, its clocks, and a dry run without it.
 
-MIXPREC_BENCH_DEVICE=cpu rehearses: every row of the GPU runs, tiny, on the CPU, so that what is
+MIXPREC_BENCH_DEVICE=cpu is a dry run: every case of the GPU runs, tiny, on the CPU, so that what is
 wrong with the benchmark itself shows without a GPU. Its figures mean nothing, and its files say so.
-MIXPREC_BENCH_TINY=1: the same on a device of torch's, for one that stands in for a GPU.
+MIXPREC_BENCH_TINY=1: the same on torch's cuda device, where that is a fake one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import torch
 
 DEVICE = torch.device(os.environ.get("MIXPREC_BENCH_DEVICE", "cuda"))
 ON_CPU = DEVICE.type != "cuda"
-REHEARSAL = ON_CPU or os.environ.get("MIXPREC_BENCH_TINY") == "1"
+DRY_RUN = ON_CPU or os.environ.get("MIXPREC_BENCH_TINY") == "1"
+FAKE_NAME = "a GPU on the CPU"  # of tests/emulated/cuda_on_cpu/device, as torch names it
 BACKENDS = ("cpp", "reference") if ON_CPU else ("cuda", "triton", "vendor")
 QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-_FACTS = f"name,driver_version,clocks.max.sm,power.limit,{QUERY}"
-_REHEARSAL_L2 = 1 << 16
+_PROPERTIES = f"name,driver_version,clocks.max.sm,power.limit,memory.free,{QUERY}"
+_DRY_RUN_L2 = 1 << 16
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class Peak:
     """What the hardware can do at most: bytes and operations per second."""
 
     bytes: float
@@ -38,30 +39,30 @@ class Ceiling:
 
 
 # Dense figures of the data sheets of NVIDIA.
-CEILINGS = {
-    "H200": Ceiling(4.8e12, 989e12, 1979e12),
-    "H100 80GB HBM3": Ceiling(3.35e12, 989e12, 1979e12),
+PEAKS = {
+    "H200": Peak(4.8e12, 989e12, 1979e12),
+    "H100 80GB HBM3": Peak(3.35e12, 989e12, 1979e12),
 }
 
 
-def ceiling(name: str | None) -> Ceiling | None:
+def peak(name: str | None) -> Peak | None:
     """Of the GPU of this name; None for one that is not in the table."""
-    return next((c for word, c in CEILINGS.items() if word in (name or "")), None)
+    return next((c for word, c in PEAKS.items() if word in (name or "")), None)
 
 
 def sized(*sizes: int, tiny: int = 24) -> tuple[int, ...]:
-    """The sizes of a row; in a rehearsal none above `tiny`."""
-    return tuple(min(s, tiny) for s in sizes) if REHEARSAL else sizes
+    """The sizes of a case; in a dry run none above `tiny`."""
+    return tuple(min(s, tiny) for s in sizes) if DRY_RUN else sizes
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of one expression for one set of shapes; in a rehearsal only traced.
+    """torch.compile of one expression for one set of shapes; in a dry run only traced.
 
-    The memory of what was compiled before is cleared: rows share code, and torch stops compiling
+    The memory of what was compiled before is cleared: cases share code, and torch stops compiling
     one piece of code after a few shapes and dtypes.
     """
     torch._dynamo.reset()
-    backend = "eager" if REHEARSAL else "inductor"
+    backend = "eager" if DRY_RUN else "inductor"
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
@@ -75,7 +76,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def l2_bytes() -> int:
-    return _REHEARSAL_L2 if REHEARSAL else torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return _DRY_RUN_L2 if DRY_RUN else torch.cuda.get_device_properties(DEVICE).L2_cache_size
 
 
 def free_bytes() -> int:
@@ -87,7 +88,7 @@ def free_bytes() -> int:
 
 
 def release() -> None:
-    """Give the memory of the last row back, so that a large row finds it in one piece."""
+    """Give the memory of the last case back, so that a large one finds it in one piece."""
     if not ON_CPU:
         torch.cuda.empty_cache()
 
@@ -97,16 +98,23 @@ def folder_name(name: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", (name or "no-gpu").lower()).strip("-")
 
 
+def results_folder(root: Path) -> Path:
+    """Where a run writes by default, in the repository `root`."""
+    return (
+        root / "build" / "dry-run" if DRY_RUN else root / "bench" / "results" / folder_name(name())
+    )
+
+
 def name() -> str | None:
-    if REHEARSAL or not torch.cuda.is_available():
+    if DRY_RUN or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_name(DEVICE)
 
 
-def facts() -> dict[str, Any]:
+def properties() -> dict[str, Any]:
     """The GPU for the environment of a result file."""
-    found: dict[str, Any] = {"rehearsal": REHEARSAL, "gpu_name": name()}
-    if not REHEARSAL:
+    found: dict[str, Any] = {"dry_run": DRY_RUN, "gpu_name": name()}
+    if not DRY_RUN:
         of = torch.cuda.get_device_properties(DEVICE)
         found |= {
             "gpu_memory": of.total_memory,
@@ -124,17 +132,20 @@ def _query(fields: str, *more: str) -> list[str]:
 
 
 def snapshot() -> dict[str, str] | None:
-    """What nvidia-smi says right now; None where there is none."""
+    """What nvidia-smi says right now; None where there is none, or the GPU is lost."""
     if shutil.which("nvidia-smi") is None:
         return None
-    done = subprocess.run(_query(_FACTS), capture_output=True, text=True, timeout=20)
+    try:
+        done = subprocess.run(_query(_PROPERTIES), capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return None
     values = [v.strip() for v in done.stdout.strip().split(",")]
-    names = _FACTS.split(",")
+    names = _PROPERTIES.split(",")
     return dict(zip(names, values, strict=True)) if len(values) == len(names) else None
 
 
 class Watch:
-    """Notes clocks, power and temperature twice a second while rows run, by one nvidia-smi."""
+    """Notes clocks, power and temperature twice a second while cases run, by one nvidia-smi."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

@@ -1,14 +1,13 @@
-"""make gpu-bench: the rows of the GPU in stages, each leaving one JSON file, whatever happens.
+"""make gpu-bench: the cases of the GPU in stages, each leaving one JSON file, whatever happens.
 
 Every stage runs in a process of its own, which says in its file what it is about to do. Where a
 kernel kills that process, hangs, or loses the GPU, another process goes on: without that variant in
-that row, and after a second time without it altogether.
+that case, and after a second time without it altogether.
 """
 
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import gpu, gpu_run, gpu_table, gpu_timer, results, table
-from .environment import environment
-from .registry import Row
-from .rows import select
-from .run import heading, measure
+from .. import results, table
+from ..cases import select
+from ..cases.registry import Case
+from ..environment import environment
+from ..timing import timer
+from ..timing.run import DeviceLost, clock, heading, measure, synchronize
+from . import device, supervisor
 
-# The rows of a stage, and its share of the time.
+# The ops of a stage, and its share of the time.
 STAGES: dict[str, tuple[tuple[str, ...], float]] = {
     "memory": (
         (
@@ -38,13 +39,13 @@ STAGES: dict[str, tuple[tuple[str, ...], float]] = {
 }
 BUDGET = 420.0  # seconds for all stages
 STARTS = 8  # processes per stage
-SILENT = 120.0  # a process that finishes no row for so long hangs
+SILENT = 120.0  # a process that finishes no case for so long hangs
 GRACE = 60.0  # for starting, and beyond its time, before a process is killed
-LOST = 3  # exit status: the GPU no longer answers, and rows are left
+LOST = 3  # exit status: the GPU no longer answers, and cases are left
 RUNNING = "the program died or hung while it ran"
 
 
-def rows_of(stage: str, full: bool) -> list[Row]:
+def cases_of(stage: str, full: bool) -> list[Case]:
     words = [f"cuda/{op}" for op in STAGES[stage][0]]
     return select(words, device="cuda", quick=not full)
 
@@ -54,76 +55,79 @@ def result_file(folder: Path, stage: str) -> Path:
 
 
 @dataclass
-class _Stage:
-    """The file of a stage while it runs."""
+class _File:
+    """The file of a stage while it runs; about: stage, gpu_before, broken."""
 
     path: Path
     environment: dict[str, Any]
-    facts: dict[str, Any]  # stage, gpu_before, broken
+    about: dict[str, Any]
     rows: list[dict[str, Any]]
 
     def save(self, running: dict[str, Any] | None = None) -> None:
-        more = {**self.facts, "gpu_after": gpu.snapshot()} if running is None else self.facts
+        more = {**self.about, "gpu_after": device.snapshot()} if running is None else self.about
         rows = self.rows if running is None else [*self.rows, running]
         results.save(self.path, self.environment, rows, **more)
 
-    def broken(self, row: Row) -> dict[str, str]:
-        """The backends that killed a process in this row, or in two rows of its op."""
-        same = [b for b in self.facts["broken"] if b["op"] == row.op]
+    def broken(self, case: Case) -> dict[str, str]:
+        """The backends that killed a process in this case, or in two cases of its op."""
+        same = [b for b in self.about["broken"] if b["op"] == case.op]
         return {
-            b["backend"]: f"{b['reason']} ({b['row']})"
+            b["backend"]: f"{b['reason']} ({b['name']})"
             for b in same
-            if b["row"] == row.name or [s["backend"] for s in same].count(b["backend"]) > 1
+            if b["name"] == case.name or [s["backend"] for s in same].count(b["backend"]) > 1
         }
 
 
-def _open(stage: str, path: Path, full: bool, resume: bool) -> _Stage:
+def _open(stage: str, path: Path, full: bool, resume: bool) -> _File:
     """A new file, or the one that a process left behind; the variant that was being tried then is
-    noted as broken, and its row is taken again."""
-    environment_ = {**environment(quick=not full), **gpu.facts()}
+    noted as broken, and its case is taken again."""
+    where = {**environment(quick=not full), **device.properties()}
     if not (resume and path.exists()):
-        facts: dict[str, Any] = {"stage": stage, "gpu_before": gpu.snapshot(), "broken": []}
-        return _Stage(path, environment_, facts, [])
+        about: dict[str, Any] = {"stage": stage, "gpu_before": device.snapshot(), "broken": []}
+        return _File(path, where, about, [])
     content = results.load(path)
-    facts = {key: content[key] for key in ("stage", "gpu_before", "broken")}
+    about = {key: content[key] for key in ("stage", "gpu_before", "broken")}
     rows = content["rows"]
     if rows and rows[-1].get("trying"):
         last = rows.pop()
-        keys = {key: last[key] for key in ("op", "reason")}
-        facts["broken"].append({**keys, "row": last["name"], "backend": last["trying"]})
-    return _Stage(path, environment_, facts, rows)
+        about["broken"].append(
+            {**{key: last[key] for key in ("op", "name", "reason")}, "backend": last["trying"]}
+        )
+    return _File(path, where, about, rows)
 
 
 def run_stage(
     stage: str, path: Path, *, seconds: float, samples: int, full: bool, resume: bool
 ) -> int:
-    """Measure the rows of a stage that `path` does not hold; LOST if the GPU is. What time is left
-    is shared among the rows that are left."""
-    rows = rows_of(stage, full)
+    """Measure the cases of a stage that `path` does not hold; LOST if the GPU is. What time is left
+    is shared among the cases that are left."""
+    cases = cases_of(stage, full)
     file = _open(stage, path, full, resume)
     have = {row["name"] for row in file.rows}
-    left = [row for row in rows if row.name not in have]
+    left = [case for case in cases if case.name not in have]
     end = time.monotonic() + seconds
-    if left and gpu.name() is not None:
-        gpu_timer.settle(_load(), gpu_run.clock())
-    watch = gpu.Watch()
+    if left and device.name() is not None:
+        timer.settle(_load(), clock(True))
+    watch = device.Watch()
     try:
-        for i, row in enumerate(left):
+        for i, case in enumerate(left):
             share = max(0.0, end - time.monotonic()) / (len(left) - i)
-            if not _run_row(row, file, watch, samples=samples, seconds=share):
+            if not _run_case(case, file, watch, samples=samples, seconds=share):
                 return LOST
-            done = file.rows[-1]
-            words = f"[{len(file.rows)}/{len(rows)}] {row.name} {done['took']:.1f} s"
-            print(words, file=sys.stderr, flush=True)
+            took = file.rows[-1]["took"]
+            done = f"[{len(file.rows)}/{len(cases)}] {case.name} {took:.1f} s"
+            print(done, file=sys.stderr, flush=True)
     finally:
         watch.close()
     file.save()
     return 0
 
 
-def _run_row(row: Row, file: _Stage, watch: gpu.Watch, *, samples: int, seconds: float) -> bool:
-    """Measure one row into the file; False if the GPU is lost."""
-    running = heading(row) | {"status": "failed", "reason": RUNNING, "trying": ""}
+def _run_case(
+    case: Case, file: _File, watch: device.Watch, *, samples: int, seconds: float
+) -> bool:
+    """Measure one case into the file; False if the GPU is lost."""
+    running = heading(case) | {"status": "failed", "reason": RUNNING, "trying": ""}
 
     def trying(backend: str) -> None:
         file.save(running | {"trying": backend})
@@ -131,14 +135,14 @@ def _run_row(row: Row, file: _Stage, watch: gpu.Watch, *, samples: int, seconds:
 
     trying("")
     gc.collect()
-    gpu.release()
+    device.release()
     start = time.monotonic()
     try:
         result = measure(
-            row, samples=samples, seconds=seconds, trying=trying, broken=file.broken(row)
+            case, samples=samples, seconds=seconds, trying=trying, broken=file.broken(case)
         )
-        gpu_run.answers()
-    except gpu_run.DeviceLost as error:
+        synchronize()
+    except DeviceLost as error:
         file.save(running | {"reason": str(error)})
         return False
     took = time.monotonic() - start
@@ -148,7 +152,7 @@ def _run_row(row: Row, file: _Stage, watch: gpu.Watch, *, samples: int, seconds:
 
 def _load() -> Callable[[], Any]:
     """Work that heats the GPU as a training run does."""
-    a = gpu.randn(8192, 8192).bfloat16()
+    a = device.randn(8192, 8192).bfloat16()
     return lambda: a @ a
 
 
@@ -177,60 +181,40 @@ def _stage_processes(stage: str, path: Path, seconds: float, arguments: list[str
         left = max(end - time.monotonic(), 1.0)
         command = [sys.executable, "-m", "mixprec.bench", "gpu-stage", stage, "--out", str(path)]
         command += ["--seconds", f"{left:.1f}", *arguments, *(["--resume"] if start else [])]
-        status = watched(command, path, last=time.monotonic() + 1.25 * left + GRACE)
+        limit = 1.25 * left + GRACE
+        status = supervisor.run(command, limit=limit, progress=path, silent=SILENT)
         if status == 0 or time.monotonic() > end + 0.25 * seconds:
             return
         print(f"{stage}: the process ended with status {status}; going on", file=sys.stderr)
 
 
-def watched(command: list[str], path: Path, last: float) -> int:
-    """Run a stage; kill it when its file has not changed for too long, or at `last`."""
-    process = subprocess.Popen(command)
-    changed = time.monotonic()
-    seen = None
-    while True:
-        try:
-            return process.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            now = time.monotonic()
-            stamp = path.stat().st_mtime_ns if path.exists() else None
-            if stamp != seen:
-                seen, changed = stamp, now
-            if now - changed > SILENT or now > last:
-                process.kill()
-                return process.wait()
-
-
 def _complete(stage: str, path: Path, full: bool) -> None:
-    """Name the rows that were never reached."""
-    content = results.load(path) if path.exists() else None
-    found = content["rows"] if content is not None else []
-    have = {row["name"] for row in found}
-    reason = {"status": "not measured", "reason": "out of time"}
-    missing = [heading(r) | reason for r in rows_of(stage, full) if r.name not in have]
-    if content is None:
+    """Name the cases that were never reached."""
+    if path.exists():
+        content = results.load(path)
+        reason = "out of time"
+    else:
         where = environment(quick=not full)
-        where |= {"rehearsal": gpu.REHEARSAL, "gpu_name": gpu.name()}
-        reason["reason"] = "the program did not start"
-        missing = [heading(r) | reason for r in rows_of(stage, full)]
-        results.save(path, where, missing, stage=stage)
-    elif missing:
+        where |= {"dry_run": device.DRY_RUN, "gpu_name": device.name()}
+        content = {"environment": where, "rows": [], "stage": stage}
+        reason = "the program did not start"
+    have = {row["name"] for row in content["rows"]}
+    never = {"status": "not measured", "reason": reason}
+    missing = [heading(c) | never for c in cases_of(stage, full) if c.name not in have]
+    if missing:
         kept = {k: v for k, v in content.items() if k not in ("schema", "environment", "rows")}
-        results.save(path, content["environment"], found + missing, **kept)
+        results.save(path, content["environment"], content["rows"] + missing, **kept)
 
 
 def show(by_stage: dict[str, dict[str, Any]]) -> int:
     """Print the tables, short, the summary last; 1 if a variant was wrong or failed."""
     rows = [row for content in by_stage.values() for row in content["rows"]]
-    name = next((c["environment"].get("gpu_name") for c in by_stage.values()), None)
-    peak = gpu.ceiling(name)
+    gpu_name = next((c["environment"].get("gpu_name") for c in by_stage.values()), None)
     # Of the products only those that miss; the families below stand for the others.
     shown = [row for row in rows if not row.get("flops") or not row["met"]]
-    body = [line for row in shown for line in gpu_table.lines(row, peak)]
-    print(*table.plain(body, gpu_table.HEADER), sep="\n")
-    if groups := gpu_table.families(rows):
-        print("", *table.plain(groups, gpu_table.FAMILY_HEADER), sep="\n")
-    print(*gpu_table.remarks(rows), sep="\n")
+    table.show(shown, device.peak(gpu_name))
+    if groups := table.families(rows):
+        print("", *table.plain(table.FAMILY_HEADER, groups), sep="\n")
     for stage, content in by_stage.items():
-        print(f"{stage:10} {gpu_table.summary(content['rows'])}")
-    return 1 if gpu_table.bad(rows) else 0
+        print(f"{stage:10} {table.summary(content['rows'])}")
+    return 1 if table.bad(rows) else 0

@@ -9,10 +9,10 @@ from torch import nn
 
 import mixprec
 
-from . import verify
-from .registry import Case, NotMeasured, row, times_faster, times_the_time
+from .. import verify
+from .registry import NotMeasured, Workload, case, times_faster, times_the_time
 
-ROWS, WIDTH, HIDDEN = 512, 1024, 4096
+TOKENS, WIDTH, HIDDEN = 512, 1024, 4096
 # The accuracy that an fp8 layer must keep; the gradient of the first layer has been through the
 # casts of both, twice the noise: 3 dB.
 OUTPUT_DB, GRADIENT_DB = 18.0, (14.0, 17.0)
@@ -28,7 +28,7 @@ def _mlp() -> nn.Module:
 def _data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x [512, 1024], which needs a gradient as inside a network, and the gradient of y."""
     generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(ROWS, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    x, grad = (torch.randn(TOKENS, WIDTH, generator=generator).to(dtype) for _ in range(2))
     return x.requires_grad_(), grad
 
 
@@ -61,14 +61,14 @@ def _check_mlp(model: nn.Module) -> str | None:
     )
 
 
-def _mlp_case(rivals: dict[str, nn.Module]) -> Case:
+def _workload(baselines: dict[str, nn.Module]) -> Workload:
     """The MLP in bf16 with fp8 products, against other models of the same weights."""
     model = mixprec.convert(_mlp().bfloat16(), "fp8")
-    return Case(
+    return Workload(
         _pass(model, torch.bfloat16),
-        {name: _pass(rival, torch.bfloat16) for name, rival in rivals.items()},
+        {name: _pass(other, torch.bfloat16) for name, other in baselines.items()},
         lambda: _check_mlp(model),
-        flops=2 * 3 * 2.0 * ROWS * WIDTH * HIDDEN,
+        flops=2 * 3 * 2.0 * TOKENS * WIDTH * HIDDEN,
     )
 
 
@@ -124,27 +124,28 @@ def _torchao() -> nn.Module | None:
     return convert_to_float8_training(_mlp().bfloat16(), config=Float8LinearConfig(emulate=True))
 
 
-@row(
-    "mlp/fp8/torchao",
-    "512 x 1024 -> 4096 -> 1024, fp8, forward + backward, against torchao's emulation",
-    times_faster(3.0),
-)
-def _mlp_torchao() -> Case:
+def _against_torchao() -> Workload:
     model = _torchao()
     if model is None:
         raise NotMeasured("torchao is not installed (pip install torchao); see mlp/fp8/emulated")
-    return _mlp_case({"torchao float8, emulated": model})
+    return _workload({"torchao float8, emulated": model})
 
 
-@row(
+case(
+    "mlp/fp8/torchao",
+    "512 x 1024 -> 4096 -> 1024, fp8, forward + backward, against torchao's emulation",
+    times_faster(3.0),
+    _against_torchao,
+)
+case(
     "mlp/fp8/emulated",
     "the same against the emulation that torchao does, written in plain torch",
     times_faster(3.0),
+    lambda: _workload({"torch fp8 emulation": _plain_torch()}),
 )
-def _mlp_emulated() -> Case:
-    return _mlp_case({"torch fp8 emulation": _plain_torch()})
-
-
-@row("mlp/fp8/bf16", "the same against plain bf16", times_the_time(1.6))
-def _mlp_bf16() -> Case:
-    return _mlp_case({"torch bf16": _mlp().bfloat16()})
+case(
+    "mlp/fp8/bf16",
+    "the same against plain bf16",
+    times_the_time(1.6),
+    lambda: _workload({"torch bf16": _mlp().bfloat16()}),
+)

@@ -8,8 +8,8 @@ import torch
 
 import mixprec
 
-from . import verify
-from .registry import Case, row, times_faster
+from .. import verify
+from .registry import Workload, case, times_faster
 
 SIZES = (512, 1024, 2048)
 E4M3 = torch.float8_e4m3fn
@@ -26,19 +26,19 @@ def _operands(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     return a, weight.t()
 
 
-def _case(size: int, operands: torch.dtype, out: torch.dtype, rival: str) -> Case:
-    """a @ b in `operands`, written as `out`, against one rival."""
+def product(size: int, operands: torch.dtype, out: torch.dtype, baseline: str) -> Workload:
+    """a @ b in `operands`, written as `out`, against one baseline."""
     a, b = _operands(size, operands)
     one = torch.ones(())
-    rivals = {
+    baselines = {
         "torch a @ b": lambda: a @ b,
         "torch._scaled_mm": lambda: torch._scaled_mm(a, b, one, one, out_dtype=out),
         "torch a.float() @ b.float()": lambda: a.float() @ b.float(),
     }
     ours = partial(mixprec.gemm, a, b, out_dtype=out)
-    return Case(
+    return Workload(
         ours=ours,
-        rivals={rival: rivals[rival]},
+        baselines={baseline: baselines[baseline]},
         check=lambda: verify.gemm(ours(), a, b),
         flops=2.0 * size**3,
         bytes=size * size * (2 * operands.itemsize + out.itemsize),
@@ -46,7 +46,7 @@ def _case(size: int, operands: torch.dtype, out: torch.dtype, rival: str) -> Cas
 
 
 _KINDS = (
-    # name, operands, output, rival, target
+    # name, operands, output, baseline, target
     ("fp16", torch.float16, torch.float16, "torch a @ b", 3.5),
     ("fp8-bf16", E4M3, torch.bfloat16, "torch._scaled_mm", 2.5),
     ("fp8-fp32", E4M3, torch.float32, "torch._scaled_mm", 1.3),
@@ -54,11 +54,12 @@ _KINDS = (
     ("bf16-fp32", torch.bfloat16, torch.float32, "torch a.float() @ b.float()", 1.3),
 )
 
-for _name, _operand, _out, _rival, _target in _KINDS:
+for _name, _operand, _out, _baseline, _target in _KINDS:
     for _size in SIZES:
-        row(
+        case(
             f"gemm/{_name}/{_size}",
             f"{_size} cubed, {str(_operand)[6:]} operands, {str(_out)[6:]} output",
             times_faster(_target),
+            partial(product, _size, _operand, _out, _baseline),
             quick=_size == SIZES[0],
-        )(partial(_case, _size, _operand, _out, _rival))
+        )

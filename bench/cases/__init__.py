@@ -1,0 +1,16 @@
+"""All cases: importing a module registers what it holds."""
+
+from . import (  # noqa: F401
+    gemm,
+    gpu_gemm,
+    gpu_layer,
+    gpu_memory,
+    mlp,
+    overhead,
+    quantize,
+    step,
+    training,
+)
+from .registry import CASES, select
+
+__all__ = ["CASES", "select"]

@@ -1,0 +1,1 @@
+"""The GPU that is measured, and the processes that measure it."""

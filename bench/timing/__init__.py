@@ -1,0 +1,1 @@
+"""Measuring one case: values first, then candidates in turns."""
