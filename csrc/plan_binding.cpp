@@ -43,12 +43,12 @@ void bind_problem(py::module_& m) {
            py::arg("fast_accum") = false, py::arg("accumulate") = false,
            py::arg("a_aligned") = true, py::arg("b_aligned") = true, py::arg("out_aligned") = true)
       .def("__repr__", [](const GemmProblem& p) { return to_string(p); });
-  py::class_<GpuFacts>(m, "GpuFacts")
+  py::class_<DeviceProperties>(m, "DeviceProperties")
       .def(py::init([](int major, int minor, int sms, int64_t shared) {
-             return GpuFacts{major, minor, sms, shared};
+             return DeviceProperties{major, minor, sms, shared};
            }),
            py::arg("major"), py::arg("minor"), py::arg("sms"), py::arg("shared_bytes"))
-      .def("__repr__", [](const GpuFacts& g) { return to_string(g); });
+      .def("__repr__", [](const DeviceProperties& g) { return to_string(g); });
 }
 
 void bind_choices(py::module_& m) {
@@ -56,22 +56,25 @@ void bind_choices(py::module_& m) {
       .value("direct", Accumulate::direct)
       .value("promoted", Accumulate::promoted)
       .value("scaled", Accumulate::scaled);
-  py::class_<GemmRow>(m, "GemmRow")
-      .def_readonly("fp8", &GemmRow::fp8)
-      .def_readonly("accumulate", &GemmRow::accumulate)
-      .def_readonly("block_m", &GemmRow::block_m)
-      .def_readonly("block_n", &GemmRow::block_n)
-      .def_readonly("consumers", &GemmRow::consumers)
-      .def_readonly("cluster", &GemmRow::cluster)
-      .def_readonly("base", &GemmRow::base)
-      .def("chunk_elements", [](const GemmRow& r) { return chunk_elements(r); })
-      .def("__repr__", [](const GemmRow& r) { return to_string(r); });
-  py::class_<GemmWish>(m, "GemmWish")
-      .def(py::init([](int row, int splits, int group) { return GemmWish{row, splits, group}; }),
-           py::kw_only(), py::arg("row") = -1, py::arg("splits") = 0, py::arg("group") = 0);
+  py::class_<TileConfig>(m, "TileConfig")
+      .def_readonly("fp8", &TileConfig::fp8)
+      .def_readonly("accumulate", &TileConfig::accumulate)
+      .def_readonly("block_m", &TileConfig::block_m)
+      .def_readonly("block_n", &TileConfig::block_n)
+      .def_readonly("consumers", &TileConfig::consumers)
+      .def_readonly("cluster", &TileConfig::cluster)
+      .def_readonly("base", &TileConfig::base)
+      .def("chunk_elements", [](const TileConfig& t) { return chunk_elements(t); })
+      .def("__repr__", [](const TileConfig& t) { return to_string(t); });
+  py::class_<ConfigOverride>(m, "ConfigOverride")
+      .def(py::init([](int tile_config, int splits, int group) {
+             return ConfigOverride{tile_config, splits, group};
+           }),
+           py::kw_only(), py::arg("tile_config") = -1, py::arg("splits") = 0, py::arg("group") = 0);
   using Range = std::pair<int64_t, int64_t>;
   py::class_<MeasuredGemm>(m, "MeasuredGemm")
-      .def(py::init([](bool fp8, Accumulate how, Range rows, Range n, Range k, GemmWish choice) {
+      .def(py::init([](bool fp8, Accumulate how, Range rows, Range n, Range k,
+                       ConfigOverride choice) {
              return MeasuredGemm{
                  fp8,   how, {rows.first, rows.second}, {n.first, n.second}, {k.first, k.second},
                  choice};
@@ -91,7 +94,7 @@ void bind_config(py::module_& m) {
       .def_readonly("splits", &GemmTiles::splits)
       .def_readonly("group", &GemmTiles::group);
   py::class_<GemmConfig>(m, "GemmConfig")
-      .def_readonly("row", &GemmConfig::row)
+      .def_readonly("tile_config", &GemmConfig::tile_config)
       .def_readonly("stages", &GemmConfig::stages)
       .def_readonly("tiles", &GemmConfig::tiles)
       .def_readonly("chunks_per_split", &GemmConfig::chunks_per_split)
@@ -143,24 +146,23 @@ void bind_gemm_plan(py::module_& parent) {
   bind_choices(m);
   bind_config(m);
   bind_layout(m);
-  m.attr("ROWS") = py::cast(std::vector<GemmRow>(kGemmRows.begin(), kGemmRows.end()));
+  m.attr("TILE_CONFIGS") =
+      py::cast(std::vector<TileConfig>(kTileConfigs.begin(), kTileConfigs.end()));
   m.attr("MAX_WORKSPACE_BYTES") = kMaxWorkspaceBytes;
   m.def(
       "plan_gemm",
-      [](const GemmProblem& p, const GpuFacts& gpu, const GemmWish& wish, const Measured& rows) {
-        return plan_gemm(p, gpu, wish, rows);
-      },
-      py::arg("problem"), py::arg("gpu"), py::arg("wish") = GemmWish{},
+      [](const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced,
+         const Measured& measured) { return plan_gemm(p, gpu, forced, measured); },
+      py::arg("problem"), py::arg("gpu"), py::arg("forced") = ConfigOverride{},
       py::arg("measured") = Measured(kMeasured.begin(), kMeasured.end()),
-      "The GemmConfig, or None: explain() says why.");
+      "The GemmConfig, or None: explain() gives the reasons.");
   m.def(
       "explain",
-      [](const GemmProblem& p, const GpuFacts& gpu, const GemmWish& wish, const Measured& rows) {
-        return explain(p, gpu, wish, rows);
-      },
-      py::arg("problem"), py::arg("gpu"), py::arg("wish") = GemmWish{},
+      [](const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced,
+         const Measured& measured) { return explain(p, gpu, forced, measured); },
+      py::arg("problem"), py::arg("gpu"), py::arg("forced") = ConfigOverride{},
       py::arg("measured") = Measured(kMeasured.begin(), kMeasured.end()),
-      "One line per row of ROWS: the plan, or the reason against the row.");
+      "One line per entry of TILE_CONFIGS: the plan, or the reason against it.");
   m.def(
       "tiles_in_order",
       [](const GemmTiles& tiles, int64_t first, int64_t stride) {

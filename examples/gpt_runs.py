@@ -1,4 +1,4 @@
-"""The training runs of train_gpt.py, one GPT per precision, and what a GPU says while they go."""
+"""The training runs of train_gpt.py: one GPT per precision."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from gpt_model import GPT, GPTConfig
 from torch import nn
 
 import mixprec
-from mixprec.bench import gpu, sources
-from mixprec.bench.gpu_run import one_line
 from mixprec.diagnostics.report import Row
-from mixprec.ops._dispatch import library
 
-BITS = 1 / math.log(2)  # a loss in nats, times this, is in bits
-TF32 = "tf32"  # fp32, with torch's products in TF32: only GPUs have it
+BITS = 1 / math.log(2)  # a loss in nats times this is in bits
+TF32 = "tf32"  # fp32, with torch's matrix products in TF32; GPUs only
 VALIDATION_BYTES = 32768
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
 
@@ -32,14 +29,14 @@ def gpt_config(options: argparse.Namespace) -> GPTConfig:
 
 
 def warmup_then_cosine(step: int, steps: int) -> float:
-    """The learning rate's factor: up over the first 20 steps, then down to 5 % on half a cosine."""
+    """Learning rate factor: linear warmup over 20 steps, then cosine decay to 5 %."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / 20) * (0.05 + 0.95 * cosine)
 
 
 @contextmanager
-def fp32_products(precision: str) -> Iterator[None]:
-    """How torch computes FP32 products inside: "highest" is FP32, "high" is TF32 on a GPU."""
+def float32_matmul_precision(precision: str) -> Iterator[None]:
+    """Set torch.set_float32_matmul_precision inside the block: "high" allows TF32 on a GPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -52,33 +49,33 @@ def compare(
     options: argparse.Namespace,
     text: gpt_data.Text,
     progress: Callable[[str, int, int | None, float], None] | None = None,
-    finished: Callable[[mixprec.Report, str], None] | None = None,
+    finished: Callable[[mixprec.Report], None] | None = None,
 ) -> mixprec.Report:
-    """One GPT per precision of options.recipes, all from options.seed, on the same data.
+    """Train one GPT per precision of options.recipes, all from options.seed, on the same data.
 
-    finished(report, precision) is called after each; what failed on the device is a row that says
-    so.
+    finished(report) is called after each. A precision that fails on the device gets its error as
+    status, and the others still run. Ctrl-C returns the report as it is.
     """
     report = mixprec.Report("tokens", "bits/byte", BITS)
     report.rows = [Row(name) for name in options.recipes]
-    tf32: dict[str, bool] = {}
+    tf32 = report.options["tf32"] = {}
     try:
         for i, name in enumerate(options.recipes):
-            gc.collect()  # the model of a run that failed would be in the next one's peak memory
+            gc.collect()  # free the model of a run that failed: it would count in the next peak
             try:
-                with fp32_products("high" if name == TF32 else "highest"):
+                with float32_matmul_precision("high" if name == TF32 else "highest"):
                     tf32[name] = torch.backends.cuda.matmul.allow_tf32
-                    part = train(options, text, name, progress)
-            except RuntimeError as error:  # out of memory, a kernel that fails
+                    run = train(options, text, name, progress)
+            except RuntimeError as error:  # out of memory, or a kernel that failed
                 traceback.print_exc()
-                report.rows[i].status = f"failed: {one_line(error)}"
+                first_line = next(iter(str(error).splitlines()), "no message")
+                report.rows[i].status = f"failed: {type(error).__name__}: {first_line}"
             else:
-                report.rows[i] = part.rows[0]
+                report.rows[i] = run.rows[0]
                 report.rows[i].recipe = name
-                report.environment, report.interrupted = part.environment, part.interrupted
-            report.options = {"tf32": tf32}
+                report.environment, report.interrupted = run.environment, run.interrupted
             if finished is not None:
-                finished(report, name)
+                finished(report)
             if report.interrupted:
                 break
     except KeyboardInterrupt:
@@ -92,14 +89,13 @@ def train(
     name: str,
     progress: Callable[[str, int, int | None, float], None] | None,
 ) -> mixprec.Report:
-    """The run of one precision."""
+    """Train in one precision; a report with one row."""
     config = gpt_config(options)
     evaluations = max(1, VALIDATION_BYTES // (options.batch * options.context))
     shape = options.batch, options.context
 
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        params = list(model.parameters())
-        return mixprec.optim.AdamW(params, options.lr, **ADAMW)
+        return mixprec.optim.AdamW(list(model.parameters()), options.lr, **ADAMW)
 
     def step(recipe: str, *where: Any) -> None:
         if progress is not None:
@@ -120,28 +116,3 @@ def train(
         loss_factor=BITS,
         progress=step,
     )
-
-
-class GpuRecord:
-    """The facts about a GPU that its figures need beside them, for report.environment."""
-
-    def __init__(self) -> None:
-        self.watch = gpu.Watch()
-        self.watched: dict[str, dict[str, list[float]]] = {}
-        self.before = gpu.snapshot()
-
-    def finished(self, recipe: str) -> None:
-        """This precision ran since the last call."""
-        self.watched[recipe] = self.watch.since_last()
-
-    def facts(self) -> dict[str, Any]:
-        kernels = {op: sources.digest((op,), sources.CHOSEN) for op in library.OPS}
-        after = gpu.snapshot()
-        return {
-            **gpu.facts(),
-            **{"gpu_before": self.before, "gpu_after": after, "watched": self.watched},
-            "sources": kernels,
-        }
-
-    def close(self) -> None:
-        self.watch.close()

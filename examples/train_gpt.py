@@ -2,15 +2,14 @@
 
     python examples/train_gpt.py [--text FILE] [--full] [--device cuda] [--out DIR] ...
 
-The text is the source code of the Python standard library, or a file of yours. At the end: a
-table, DIR/results.json and DIR/loss.png. The exit code is 0 only if every layer of every block
-ran all its matrix products in its recipe's format, each precision's validation loss is within 2 %
-of FP32's, and each learned clearly more than the frequencies of single bytes.
+The text is the source code of the Python standard library, or a file of your own. At the end it
+prints a table and writes DIR/results.json and DIR/loss.png. The exit code is 0 only if every layer
+of every block ran all its matrix products in its recipe's format, each validation loss is within
+2 % of FP32's, and each model learned clearly more than the frequencies of single bytes.
 
-On a GPU the FP32 baseline is trained twice, as fp32 and as tf32: with torch's FP32 products in full
-and in TF32, which is off in every other run. results.json then also holds the driver, the clocks
-while each precision ran, and the hashes of the kernels' sources. It is written anew after each
-precision, and a precision that fails does not end the others.
+On a GPU the FP32 baseline is trained twice: as fp32, with torch's FP32 matrix products in full
+precision, and as tf32; TF32 is off in every other run. results.json is rewritten after each
+precision. A precision that fails is reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from gpt_runs import (
     BITS,
     TF32,
     VALIDATION_BYTES,
-    GpuRecord,
     compare,
     gpt_config,
     warmup_then_cosine,
@@ -41,6 +38,7 @@ from torch import nn
 
 import mixprec
 import mixprec.env
+from mixprec.bench import gpu
 from mixprec.bench.environment import environment
 
 __all__ = ["BITS", "VALIDATION_BYTES", "check_device", "compare", "main", "warmup_then_cosine"]
@@ -50,27 +48,25 @@ GAIN, FULL_GAIN = 0.25, 0.33  # how far below the text's unigram entropy each ru
 STEPS, FULL_STEPS = 320, 1000
 RECIPES = "fp32,bf16,fp16,fp8"
 GPU_RECIPES = "fp32,tf32,bf16,fp16,fp8"
-GPU_LIMIT = 480.0  # seconds
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    words = "Train one small GPT in several precisions and compare them."
-    parser = argparse.ArgumentParser(description=words)
+    parser = argparse.ArgumentParser(
+        description="Train one small GPT in several precisions and compare them."
+    )
 
-    def add(name: str, words: str, **how: Any) -> None:
-        default = f" (default: {how['default']})" if "default" in how else ""
-        parser.add_argument(name, help=words + default, **how)
+    def add(name: str, help: str, **settings: Any) -> None:
+        default = f" (default: {settings['default']})" if "default" in settings else ""
+        parser.add_argument(name, help=help + default, **settings)
 
     add("--text", "train on this file (default: Python's standard library)", metavar="FILE")
     add("--full", f"{FULL_STEPS} steps instead of {STEPS}", action="store_true")
     add("--steps", "training steps per precision (default: as --full says)", type=int)
-    words = f"precisions, separated by commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
-    add("--recipes", words, metavar="A,B")
+    recipes = f"precisions, separated by commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
+    add("--recipes", recipes, metavar="A,B")
     add("--device", "cpu or cuda", default="cpu")
-    words = f"end it after this time as Ctrl-C does (default: never; on a GPU {GPU_LIMIT:.0f})"
-    add("--limit", words, type=float, metavar="SECONDS")
-    add("--out", "where results.json and loss.png go", default="demo", metavar="DIR")
-    add("--seed", "of the weights and of the order of the data", type=int, default=0)
+    add("--out", "folder for results.json and loss.png", default="demo", metavar="DIR")
+    add("--seed", "seed of the weights and of the order of the data", type=int, default=0)
     add("--lr", "highest learning rate", type=float, default=3e-3)
     add("--batch", "sequences per step", type=int, default=4)
     add("--context", "bytes per sequence", type=int, default=128)
@@ -85,12 +81,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.width % 64:
         parser.error(f"--width must be a multiple of 64, got {options.width}")
     on_gpu = options.device.startswith("cuda")
-    if options.limit is None and on_gpu:
-        options.limit = GPU_LIMIT
     options.recipes = (options.recipes or (GPU_RECIPES if on_gpu else RECIPES)).split(",")
     for name in options.recipes:
         if name == TF32 and not on_gpu:
-            parser.error(f"--recipes: {TF32} must come with --device cuda")
+            parser.error(f"--recipes: {TF32} needs --device cuda")
         if name not in ("fp32", TF32):
             try:
                 mixprec.recipes.Recipe.parse(name)
@@ -112,12 +106,16 @@ def check_device(name: str) -> None:
 def problems(
     report: mixprec.Report, block_linears: list[str], unigram: float, gain: float
 ) -> list[str]:
-    """What a complete run should have reached and did not, one sentence each."""
+    """The conditions that a complete comparison does not meet, one sentence each."""
     found = [f"{row.recipe} {row.status}" for row in report.rows if row.status != "complete"]
     ran = mixprec.Report(rows=[row for row in report.rows if row.steps])
     found += ran.wrong_gemms(block_linears)
     data = max((row.data for row in report.rows), key=len)
-    found += [f"{r.recipe} got other data" for r in report.rows if r.data != data[: len(r.data)]]
+    found += [
+        f"{r.recipe} was trained on other data"
+        for r in report.rows
+        if r.data != data[: len(r.data)]
+    ]
     for row in report.rows:
         if row.validation_loss is None:
             continue
@@ -141,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     text = gpt_data.load(options.text, options.context)
     unigram = text.unigram_entropy()
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
+    out.mkdir(parents=True, exist_ok=True)  # fail before the training, not after
 
     with torch.device("meta"):  # shapes and names only
         shapes = GPT(gpt_config(options))
@@ -159,39 +157,27 @@ def run(options: argparse.Namespace) -> int:
         f"{torch.get_num_threads()} threads",
         flush=True,
     )
-    where = environment(quick=False)
-    record = GpuRecord() if options.device.startswith("cuda") else None
-    end = math.inf if options.limit is None else time.monotonic() + options.limit
+    machine = environment(quick=False)
+    if options.device.startswith("cuda"):
+        machine |= gpu.facts()
 
     def describe(report: mixprec.Report, problems: list[str]) -> None:
         report.options |= vars(options) | ADAMW | {"parameters": size}
         report.environment |= {
-            **where,
-            **(record.facts() if record is not None else {}),
+            **machine,
             "text": text.source,
             "text_bytes": {"train": text.train.numel(), "validation": text.validation.numel()},
             "unigram_bits_per_byte": unigram,
             "problems": problems,
         }
 
-    def step(*where: Any) -> None:
-        progress.step(*where)
-        if time.monotonic() > end:
-            raise KeyboardInterrupt  # as Ctrl-C: what there is is kept
-
-    def finished(report: mixprec.Report, recipe: str) -> None:
-        if record is not None:
-            record.finished(recipe)
-        describe(report, ["not complete: a later precision ended the program"])
-        with suppress(OSError):  # which is reported at the end
+    def finished(report: mixprec.Report) -> None:
+        describe(report, ["not complete: the program ended before the last precision"])
+        with suppress(OSError):  # reported at the end
             report.save(out / "results.json")
 
-    try:
-        with Progress(tokens, BITS) as progress:
-            report = compare(options, text, step, finished)
-    finally:
-        if record is not None:
-            record.close()
+    with Progress(tokens, BITS) as progress:
+        report = compare(options, text, progress.step, finished)
 
     gain = FULL_GAIN if options.full else GAIN
     found = [] if report.interrupted else problems(report, block_linears, unigram, gain)
@@ -203,12 +189,12 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             print(f"error: cannot write {path}: {error.strerror or error}", file=sys.stderr)
             return 1
-        except ImportError as error:  # no matplotlib: the numbers are there, the picture is not
+        except ImportError as error:  # without matplotlib there is no picture
             print(f"no {path}: {error}", file=sys.stderr)
         else:
             print(f"wrote {path}")
     if report.interrupted:
-        print("interrupted: the table and the files hold what there is")
+        print("interrupted: the table and the files hold the results so far")
         return 130
     for problem in found:
         print(f"failed: {problem}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let write(temporary) make a file beside `path`, then rename it to `path`.
+    """Call write(temporary) to create a file in the folder of `path`, then rename it to `path`.
 
-    Whatever goes wrong, a full disk or Ctrl-C, `path` is as it was and no temporary file is left
-    (a process that is killed leaves `.NAME.*.tmp`). When this returns, the file survives a crash of
-    the machine.
+    If that fails (a full disk, Ctrl-C), `path` is unchanged and no temporary file is left; only a
+    process that is killed leaves `.NAME.*.tmp`. When this returns, the file survives a crash of the
+    machine.
     """
     target = Path(path)
     if target.exists() and not target.is_file():  # a device or a pipe: not to be renamed over
         write(target)
         return
-    # Not the process's id, which two machines that share the folder may have in common.
+    # A random name: process ids may be equal on two machines that share the folder.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # a full disk may show only when the data leaves the cache
+            os.fsync(file.fileno())  # a full disk may be noticed only when caches are flushed
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)

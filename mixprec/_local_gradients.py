@@ -10,13 +10,13 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
-    """`main_grad`, the FP32 gradient that some frameworks keep beside a 16-bit param, or `grad`."""
+    """`main_grad`, an FP32 gradient that some frameworks keep for a 16-bit param, else `grad`."""
     main = vars(param).get("main_grad")
     return param.grad if main is None else main
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """A DTensor, known without importing torch.distributed.tensor."""
+    """Whether it is a DTensor, without importing torch.distributed.tensor."""
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
@@ -26,9 +26,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The gradient of a DTensor laid out over the ranks as the param is.
+    """The gradient of a DTensor, redistributed to the placements of its param.
 
-    That of a replicated norm under sequence parallelism comes as a partial sum per rank.
+    With sequence parallelism, the gradient of a replicated norm is a partial sum on each rank.
     """
     if is_sharded(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
         return grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
@@ -36,5 +36,5 @@ def placed_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
-    """The same of any of them, by their types alone: asking each of a thousand would show."""
+    """Whether any is a DTensor, by their types alone: a check of each is slow for a thousand."""
     return any(hasattr(kind, "placements") for kind in set(map(type, tensors)))

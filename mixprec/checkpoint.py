@@ -1,8 +1,8 @@
-"""Checkpoints: one file with all that a run needs to go on, written as a whole, loaded as a whole.
+"""Checkpoints: one file with the whole state of a run, saved and loaded completely or not at all.
 
-The file is torch.save's, of a dict: "format", "version", "step", "extra", "rng" (or None),
-"classes", and the state dicts under the names of the arguments: "model", "optimizer", ... Its zip
-container has a checksum of every tensor, which torch.load does not look at; here it is compared.
+The file is written by torch.save and holds a dict: "format", "version", "step", "extra", "rng" (or
+None), "classes", and the state dicts under the names of the arguments: "model", "optimizer", ...
+Its zip container has a checksum of every tensor, which torch.load ignores and we verify.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from ._atomic import replace_file
 from ._local_gradients import is_sharded
 
+__all__ = ["FORMAT", "VERSION", "load_checkpoint", "save_checkpoint"]
+
 FORMAT, VERSION = "mixprec checkpoint", 1
 
-# What torch.load(weights_only=True) makes again, of exactly these types: a subclass (a float of
-# numpy, a namedtuple) would be saved as a reference to its class, which it refuses to look up.
+# The types that torch.load(weights_only=True) restores. A subclass (a NumPy float, a namedtuple)
+# would be saved as a reference to its class, which it rejects.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 _LISTS, _DICTS = (list, tuple), (dict, OrderedDict, Counter)
@@ -43,17 +45,17 @@ def save_checkpoint(
     extra: Any = None,
     rng: bool = True,
 ) -> None:
-    """Write the state of a run to the file `path`, which afterwards is the new one as a whole or,
-    whatever happens meanwhile (a full disk, kill -9, a power cut), the old one.
+    """Save the state of a run to the file `path`, atomically: if it fails (a full disk, kill -9, a
+    power cut), `path` still holds the previous file.
 
-    model, optimizer, scaler, lr_scheduler: anything with state_dict(), or a list of such. step, and
-    extra (anything plain: tensors, numbers, strings, None in lists, tuples and dicts), come back
-    from load_checkpoint. rng: the states of torch's random generators, of the CPU and, if CUDA is
+    model, optimizer, scaler, lr_scheduler: objects with state_dict(), or lists of them. step and
+    extra (plain data: tensors, numbers, strings, None in lists, tuples and dicts) are returned by
+    load_checkpoint. rng: the states of torch's random generators, of the CPU and, if CUDA is
     in use, of its devices. torch.load(path, weights_only=True) reads the file.
 
-    Save between two steps, when gradients are cleared: they are not part of it. ValueError, with
-    nothing written, for a value that could not be loaded, and for tensors that are sharded over
-    ranks (DTensors), with its place.
+    Save between two steps, when gradients are cleared: they are not saved. Raises ValueError, which
+    says where it is, for a value that could not be loaded and for a tensor that is sharded over
+    ranks (a DTensor); nothing is written then.
     """
     if step is not None and type(step) is not int:
         raise ValueError(f"save_checkpoint: step must be an int, got {step!r}")
@@ -82,22 +84,22 @@ def load_checkpoint(
     rng: bool = True,
     convert_dtype: bool = False,
 ) -> dict[str, Any]:
-    """Load a file of save_checkpoint into what is given; return its {"step": ..., "extra": ...}.
+    """Load a file of save_checkpoint into the objects given; return {"step": ..., "extra": ...}.
 
-    Everything goes to the device where its counterpart is; `extra` stays on the CPU. After it, a
-    run goes on as it would have without the break, bit for bit.
+    Tensors go to the devices of the objects' own; `extra` stays on the CPU. The run continues bit
+    for bit as if it had not been interrupted.
 
-    All or nothing: ValueError, naming the path, leaves everything as it was. It is raised for a
-    file that is damaged, cut off, of a newer version or no checkpoint; for something asked for,
-    rng included, that the file does not hold; for a model of other names, shapes or dtypes; for an
-    optimizer or scheduler of another class, or one that refuses its state.
+    All or nothing: a ValueError, which names the path, leaves everything unchanged. It is raised
+    for a file that is damaged, truncated, of a newer version or not a checkpoint; if the file lacks
+    something requested, rng included; for a model with other names, shapes or dtypes; for an
+    optimizer or scheduler of another class, or one that rejects its state.
 
-    convert_dtype: let the weights be fp32, bf16, fp16 or fp64 in the file and another of these in
-    the model. They are rounded to nearest, from the optimizer's masters where it is loaded along
-    and the file holds some; a finite value that would become Inf is a ValueError.
+    convert_dtype: allow weights that are fp32, bf16, fp16 or fp64 in the file and another of these
+    in the model. They are rounded to nearest, from the optimizer's masters if it is loaded too and
+    the file has some; a finite value that would become Inf is a ValueError.
     """
     where = f"load_checkpoint: {os.fspath(path)}"
-    # The model last: its weights are what masters are compared with at the next step.
+    # The model last: at the next step masters are compared with its weights.
     parts = _parts(optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler, model=model)
     checkpoint = _read(path, where)
     for name, part in parts.items():
@@ -137,7 +139,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _parts(**arguments: Any) -> dict[str, Any]:
-    """By its name in the file, "optimizer" or, of several, "optimizer[0]", whatever was given."""
+    """The objects given by their names in the file: "optimizer", or "optimizer[0]" of several."""
     parts = {}
     for name, value in arguments.items():
         several = isinstance(value, (list, tuple))
@@ -188,12 +190,12 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
-    with open(path, "rb") as file:  # once, because a save may replace it meanwhile
+    with open(path, "rb") as file:  # once, because another process may replace it
         try:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
-                # The attribute of a folder, which no checksum covers: torch would read nothing and
-                # leave the tensor as the memory was.
+                # The folder attribute is not covered by the checksum: torch would read nothing and
+                # leave the tensor uninitialized.
                 folders = [e.filename for e in archive.infolist() if e.external_attr & 0x10]
             if damaged is not None or folders:
                 raise ValueError(f"{damaged or folders[0]} is not what its checksum says")
@@ -221,10 +223,10 @@ def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> N
     own = model.state_dict()
     if not isinstance(saved, dict):
         raise ValueError(f"{where} must be a state dict, got {type(saved).__name__}")
-    for word, names in (("lacks", own.keys() - saved.keys()), ("adds", saved.keys() - own.keys())):
+    for verb, names in (("lacks", own.keys() - saved.keys()), ("adds", saved.keys() - own.keys())):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise ValueError(f"{where} {word} {len(names)} entries: {shown}")
+            raise ValueError(f"{where} {verb} {len(names)} entries: {shown}")
     for name, mine in own.items():
         value = saved[name]
         if not isinstance(mine, torch.Tensor) or not isinstance(value, torch.Tensor):
@@ -255,8 +257,7 @@ def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> N
 def _through_masters(
     model: Any, saved: dict[str, Any], optimizers: Iterable[Any]
 ) -> dict[str, Any]:
-    """The weights to load: where they are about to be rounded to another dtype, the masters that
-    they are roundings of."""
+    """The weights to load; where their dtype is converted, the masters that round to them."""
     masters = {
         id(p): state["master"]
         for o in optimizers
@@ -274,7 +275,7 @@ def _through_masters(
 
 
 def _at_home(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """The state with tensors among its settings, such as lr, where the optimizer has them."""
+    """The state with tensor settings, such as lr, on the devices of the optimizer's own."""
     groups = [dict(group) for group in saved["param_groups"]]
     for group, own in zip(groups, optimizer.param_groups, strict=False):
         for name, value in group.items():

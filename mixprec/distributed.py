@@ -1,4 +1,4 @@
-"""Where ranks meet: what they must agree on before a step, and gradients averaged in FP32."""
+"""Agreement between ranks before an optimizer step, and gradients averaged in FP32."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
+__all__ = ["Ranks", "agree_found_", "reduce_gradients_in_fp32"]
+
 
 @dataclass
 class _Plan:
-    """Which squared norms go into which sum, and for what question that was worked out."""
+    """Which squared norms go into which sum, with the arguments it was made for."""
 
     params: list[torch.Tensor]
     scopes: list[int]
@@ -36,13 +38,13 @@ class _Plan:
 
 
 class Ranks:
-    """The ranks that have to skip, and to clip, a step together.
+    """The ranks that must skip, and clip, a step together.
 
-    Those that share DTensors (FSDP2, tensor parallelism) are known from the tensors' meshes.
-    process_group adds ranks that hold different params altogether, like the stages of a pipeline:
-    their squared norms are added up, so no two of its ranks may hold the same part of a param.
-    With DDP every rank has the same gradients and nobody has to ask. TypeError for a process_group
-    that is none, or that this rank is not in.
+    Ranks that share DTensors (FSDP2, tensor parallelism) are known from the tensors' meshes.
+    process_group adds ranks that hold different params, such as the stages of a pipeline: their
+    squared norms are added up, so no two of its ranks may hold the same part of a param. With DDP
+    every rank has the same gradients, and no communication is needed. Raises TypeError if
+    process_group is not a ProcessGroup that this rank is in.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -58,7 +60,7 @@ class Ranks:
         self._plan: _Plan | None = None
 
     def alone(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether no other rank has a say: no process_group, no DTensor on two ranks or more."""
+        """Whether no other rank takes part: no process_group, no DTensor on two or more ranks."""
         if self.process_group is not None:
             return False
         if not any(hasattr(kind, "placements") for kind in set(map(type, params))):
@@ -75,18 +77,19 @@ class Ranks:
         count: int,
         all_params: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Make `found_inf` (fp32, one element) 1.0 on every rank where it is not 0 on any (Inf and
-        NaN are not), else 0.0; return fp64 [count], the squared norm of each scope over all ranks.
+        """Set `found_inf` (fp32, one element) to 1.0 on every rank if it is not 0 on any of them
+        (Inf and NaN included), else to 0.0; return fp64 [count], the squared norm of each scope
+        over all ranks.
 
-        sum_sq: fp64 [n] on found_inf's device, the squared norms of what this rank holds of the
-        gradients of `params` (n of them), of which the i-th belongs to scope scopes[i]. All params
-        of the optimizer, all_params, say which ranks take part: their number, order and meshes are
-        the same on every rank, also where a gradient is missing.
+        sum_sq: fp64 [n] on found_inf's device, the squared norms of this rank's parts of the
+        gradients of `params` (n of them), of which the i-th belongs to scope scopes[i]. all_params,
+        all params of the optimizer, determine which ranks take part: their number, order and
+        meshes must be the same on every rank, even where a gradient is missing.
 
-        One all-reduce of 1 + count FP64 numbers per mesh, the smallest mesh first, and one over
-        process_group. Every rank of a mesh gets the same bits; of a DTensor that is replicated
-        along a dimension of its mesh, each copy counts as its share. Nothing waits for the device.
-        RuntimeError where another rank does not answer.
+        It takes one all-reduce of 1 + count FP64 numbers per mesh, the smallest mesh first, and one
+        over process_group. Every rank of a mesh gets the same bits. Copies of a DTensor that is
+        replicated along a dimension of its mesh count once in total. Nothing waits for the device.
+        Raises RuntimeError if another rank does not answer.
         """
         meshes = _meshes(all_params)
         plan = self._plan_for(params, scopes, (count, found_inf.device, meshes))
@@ -109,20 +112,20 @@ class Ranks:
         scopes: Sequence[int],
         shape: tuple[int, torch.device, list[DeviceMesh]],
     ) -> _Plan:
-        """The same tensors as for the last step where the question is the same: making them anew
-        from lists would wait for the device."""
+        """The plan of the last step if the arguments are the same: creating its tensors again from
+        lists would wait for the device."""
         if self._plan is not None and self._plan.answers(params, scopes, shape):
             return self._plan
         count, device, meshes = shape
         place = {mesh: 1 + i for i, mesh in enumerate(meshes)}
-        rows, weights = [], []
+        places, weights = [], []
         for p, scope in zip(params, scopes, strict=True):
             mesh: Any = getattr(p, "device_mesh", None)
             stage = place.get(mesh, 0)
-            rows.append(stage * count + scope)
+            places.append(stage * count + scope)
             weights.append(1 / _copies(p) if stage else 1.0)
         which = torch.arange((1 + len(meshes)) * count, device=device)[:, None]
-        member = which == torch.tensor(rows, dtype=torch.int64, device=device)
+        member = which == torch.tensor(places, dtype=torch.int64, device=device)
         weight = torch.tensor(weights, dtype=torch.float64, device=device)
         self._plan = _Plan(list(params), list(scopes), shape, member, weight)
         return self._plan
@@ -141,10 +144,10 @@ def agree_found_(
     params: Sequence[torch.Tensor],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Make `found_inf` (fp32, one element) 1.0 where it is not 0 on any of the ranks that share
-    `params` or are in process_group, else 0.0: for steps with an optimizer of another library.
+    """Set `found_inf` (fp32, one element) to 1.0 if it is not 0 on any of the ranks that share
+    `params` or are in process_group, else to 0.0: for the optimizers of other libraries.
 
-    Every rank has to call it, with all params of the optimizer. RuntimeError where one does not
+    Every rank must call it, with all params of the optimizer. Raises RuntimeError if one does not
     answer.
     """
     none = torch.zeros(0, dtype=torch.float64, device=found_inf.device)
@@ -152,9 +155,9 @@ def agree_found_(
 
 
 def _meshes(params: Sequence[torch.Tensor]) -> list[DeviceMesh]:
-    """The meshes of more than one rank, this one among them, in an order that all ranks share.
+    """The meshes of more than one rank that include this one, in the same order on all ranks.
 
-    A larger mesh comes later, and so takes along what a smaller one within it has found.
+    Larger meshes come later, so that they receive the flag of smaller ones within them.
     """
     meshes = {id(p.device_mesh): p.device_mesh for p in params if is_sharded(p)}  # type: ignore[attr-defined]
     mine = (m for m in meshes.values() if m.size() > 1 and m.get_coordinate() is not None)
@@ -194,7 +197,7 @@ def _all_reduce(vector: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
     if dist.get_world_size(group) == 1:
         return vector
-    # Gradients that are kept on the CPU beside a group that reduces on GPUs only.
+    # Gradients may be on the CPU while the group reduces on GPUs only.
     kinds = [kind.split(":")[0] for kind in dist.get_backend_config(group).split(",")]
     there = vector if vector.device.type in kinds else vector.to(kinds[0])
     try:
@@ -210,16 +213,16 @@ def _all_reduce(vector: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     """Let DDP average gradients in FP32, whatever the dtype of the params.
 
-    Registers a communication hook: each bucket is widened to FP32, summed over the ranks and
-    divided by their number. The average itself stays in `param.main_grad` (fp32) of each 16-bit
-    param, where mixprec's optimizers take it from; `param.grad` is its rounding. main_grad holds
-    all that was accumulated, under no_sync() as well, up to the last backward that communicated;
-    the optimizer's zero_grad() clears it. With fp32 and fp64 params nothing changes but that the
-    sum is divided, not the summands. 16-bit buckets take twice the traffic. (An optimizer's
-    grad_dtype=torch.float32 is something else, which DDP refuses.)
+    Registers a communication hook: each bucket is converted to FP32, summed over the ranks and
+    divided by their number. The average of a 16-bit param is kept in `param.main_grad` (fp32),
+    which mixprec's optimizers use; `param.grad` is this average rounded. main_grad holds all
+    gradients accumulated, also under no_sync(), up to the last backward pass that communicated;
+    the optimizer's zero_grad() clears it. For fp32 and fp64 params the only change is that the sum
+    is divided, not the summands. 16-bit buckets take twice the traffic. (An optimizer's
+    grad_dtype=torch.float32 is a different option, which DDP does not support.)
 
-    TypeError unless given a DistributedDataParallel. ValueError with find_unused_parameters=True:
-    DDP leaves the gradients of params that no rank used alone, after the hook has seen zeros.
+    Raises TypeError unless given a DistributedDataParallel, and ValueError with
+    find_unused_parameters=True: DDP does not write the gradients of params that no rank used.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -232,7 +235,7 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
         raise ValueError(
             "reduce_gradients_in_fp32: ddp_model must have find_unused_parameters=False, got True"
         )
-    # DDP takes annotations of a hook that are strings, as all are here, for wrong ones.
+    # DDP rejects hooks whose annotations are strings, as they all are in this module.
     ddp_model.register_comm_hook(
         ddp_model.process_group, lambda group, bucket: _average_in_fp32(group, bucket)
     )
@@ -249,16 +252,16 @@ def _average_in_fp32(
         wide = buffer.float()
         start = buffer.storage_offset()
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # `grad` is contiguous, but DDP lays a gradient out as its param, if that has no gaps.
+            # `grad` is contiguous, but DDP gives the gradient its param's strides, if dense.
             strides = param.stride() if _is_dense(param) else grad.stride()
             offset = grad.storage_offset() - start
-            # Filled when DDP, at the end of backward, has waited for the future below.
+            # Filled at the end of the backward pass, when DDP has waited for the future below.
             param.main_grad = wide.as_strided(grad.size(), strides, offset)  # type: ignore[attr-defined]
     ranks = dist.get_world_size(group)
 
     def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         nonlocal wide
-        future.value()  # raises what the all-reduce has raised
+        future.value()  # raises the error of the all-reduce, if any
         wide /= ranks
         return buffer if wide is buffer else buffer.copy_(wide)
 
@@ -267,7 +270,7 @@ def _average_in_fp32(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order, lie side by side; only then empty_like keeps strides."""
+    """Whether memory has no gaps in some order of dimensions: then empty_like keeps strides."""
     if tensor.is_contiguous():
         return True
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

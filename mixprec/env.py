@@ -1,10 +1,10 @@
-"""`python -m mixprec.env`: what mixprec runs on here, op by op. See mixprec.diagnostics.env."""
+"""`python -m mixprec.env`: versions, machine, what each op runs on. See mixprec.diagnostics.env."""
 
 import sys
 
-from .diagnostics.env import main, report
+from .diagnostics.env import build, describe, machine, main, report, self_test, variants, versions
 
-__all__ = ["main", "report"]
+__all__ = ["build", "describe", "machine", "main", "report", "self_test", "variants", "versions"]
 
 if __name__ == "__main__":
     sys.exit(main())

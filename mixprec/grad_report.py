@@ -1,4 +1,4 @@
-"""Which parameters overflowed or underflowed: what was counted while gradients were read anyway."""
+"""Which parameters' gradients overflowed or underflowed, counted while a step reads them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 from .ops import underflow_share
 
+__all__ = ["GradCounts", "Overflow", "Table", "Underflow", "namer", "worst_first"]
+
 
 class Table(NamedTuple):
-    """What was counted on one device."""
+    """The counts on one device."""
 
     params: list[torch.Tensor]
     elements: list[int] | None  # of their gradients, on this rank; None: as many as the params
@@ -51,9 +53,10 @@ class Underflow(NamedTuple):
 
 
 class GradCounts:
-    """What the gradients of one optimizer held at its last step, and at the last that overflowed.
+    """Counts of Inf, NaN, zeros and subnormals in the gradients of one optimizer, at its last step
+    and at its last step that overflowed.
 
-    All stays on the devices of the gradients until a report is asked for.
+    They stay on the devices of the gradients until a report is requested.
     """
 
     def __init__(self) -> None:
@@ -61,7 +64,7 @@ class GradCounts:
         self._overflow: dict[torch.device, Table] = {}
 
     def start(self) -> None:
-        """Forget the last step: another begins."""
+        """Begin a step: drop the counts of the last one."""
         self._last = {}
 
     def table(
@@ -70,16 +73,16 @@ class GradCounts:
         params: Sequence[torch.Tensor],
         elements: list[int] | None = None,
     ) -> torch.Tensor:
-        """Where to count what the gradients of `params` hold: int64 [params, 4] on `device`.
+        """New counts for the gradients of `params`: int64 [params, 4] on `device`.
 
-        elements: of each gradient, where it is not as large as its param (sharded, sparse).
+        elements: the size of each gradient where it differs from its param's (sharded, sparse).
         """
         counts = torch.zeros((len(params), 4), dtype=torch.int64, device=device)
         self._last[device] = Table(list(params), elements, counts)
         return counts
 
     def finish(self, found_inf: torch.Tensor) -> None:
-        """The step's flag is known: if it is set, this is the last step that overflowed."""
+        """End a step with its flag: if that is set, this is the last step that overflowed."""
         for device, table in self._last.items():
             overflowed = (found_inf.reshape(()) != 0).to(device, non_blocking=True)
             table, before = _aligned(table, self._overflow.get(device))
@@ -95,16 +98,15 @@ class GradCounts:
         return underflow_share(counts, sum(sum(_elements(table)) for table in tables))
 
     def overflows(self, name: Callable[[torch.Tensor], str]) -> list[Overflow]:
-        rows = [Overflow(name(p), n, c[0], c[1]) for p, n, c in _read(self._overflow)]
-        return [row for row in rows if row.inf or row.nan]
+        found = [Overflow(name(p), n, c[0], c[1]) for p, n, c in _read(self._overflow)]
+        return [each for each in found if each.inf or each.nan]
 
     def underflows(self, name: Callable[[torch.Tensor], str]) -> list[Underflow]:
         return [Underflow(name(p), n, c[2], c[3]) for p, n, c in _read(self._last)]
 
 
 def _aligned(table: Table, before: Table | None) -> tuple[Table, torch.Tensor]:
-    """`table`, with rows of 0 for params that only `before` has, and the counts of `before` for the
-    same rows, 0 for params that only `table` has."""
+    """`table` and the counts of `before`, both for the params of either: 0 where one has none."""
     if before is None:
         return table, torch.zeros_like(table.counts)
     more = len(before.params) - len(table.params)
@@ -119,8 +121,8 @@ def _aligned(table: Table, before: Table | None) -> tuple[Table, torch.Tensor]:
     params = table.params + [before.params[i] for i in gone]
     elements = _elements(table) + [_elements(before)[i] for i in gone]
     none = torch.zeros_like(table.counts[0])
-    rows = [torch.stack([known.get(id(p), none) for p in params]) for known in (here, there)]
-    return Table(params, elements, rows[0]), rows[1]
+    now, then = (torch.stack([known.get(id(p), none) for p in params]) for known in (here, there))
+    return Table(params, elements, now), then
 
 
 def _read(
@@ -137,7 +139,7 @@ def _elements(table: Table) -> list[int]:
 def namer(
     optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None
 ) -> Callable[[torch.Tensor], str]:
-    """How to call a parameter: as `model` names it, as its optimizer does, or by its place."""
+    """A function that names a parameter: by `model`, by its optimizer, or by its place there."""
     names: dict[int, str] = {}
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.param_groups):
@@ -150,5 +152,5 @@ def namer(
     return lambda p: names.get(id(p), f"a parameter of shape {tuple(p.shape)}")
 
 
-def worst_first(rows: list[Overflow]) -> list[Overflow]:
-    return sorted(rows, key=lambda row: (row.nan + row.inf) / row.elements, reverse=True)
+def worst_first(found: list[Overflow]) -> list[Overflow]:
+    return sorted(found, key=lambda each: (each.nan + each.inf) / each.elements, reverse=True)

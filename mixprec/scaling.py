@@ -16,6 +16,21 @@ from .recipes import DELAYED_ROLES, Recipe
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+__all__ = [
+    "BUFFERS",
+    "SAVED",
+    "after_load",
+    "after_step",
+    "follow",
+    "has_state",
+    "keep_fp32",
+    "loadable",
+    "plain_state_dict",
+    "reset",
+    "set_automatic_updates",
+    "update_scales",
+]
+
 # Buffers of a layer with a delayed recipe, a row for each of x and g: the amax of earlier steps,
 # newest first [2, L], and the scale that the next cast takes [2], 0 where there is none yet.
 # Weights have none. They are known before the step, so their own amax costs one read; and where

@@ -18,9 +18,9 @@ from .step import (
     each_update,
     gradient,
     learning_rate,
+    load_master,
     programs,
     random_key,
-    truth,
     write_param,
     write_state,
 )
@@ -84,7 +84,7 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, table_p
     v = decode(load(exp_avg_sq_ptr, offsets, n, FULL), V, SOFT_CAST)
     g = gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE, SOFT_CAST,
                  FULL)  # fmt: skip
-    p = truth(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
+    p = load_master(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
     # Each constant is rounded once, to the width of the arithmetic.
     decay = tl.load(table_ptr).to(p.dtype)
     one_minus_beta1 = tl.load(table_ptr + 1).to(p.dtype)
@@ -116,7 +116,7 @@ def adamw_kernel(
     grad_ptr,
     exp_avg_ptr,
     exp_avg_sq_ptr,
-    master_ptr,  # None: the param is the truth
+    master_ptr,  # None: the param holds the weights
     table_ptr,  # fp64 [COLUMNS], this param's row
     inv_scale_ptr,
     clip_ptr,

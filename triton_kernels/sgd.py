@@ -18,9 +18,9 @@ from .step import (
     each_update,
     gradient,
     learning_rate,
+    load_master,
     programs,
     random_key,
-    truth,
     write_param,
     write_state,
 )
@@ -61,7 +61,7 @@ def _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr
     offsets = start + tl.arange(0, BLOCK)
     g = gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE, SOFT_CAST,
                  FULL)  # fmt: skip
-    p = truth(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
+    p = load_master(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
     # Each constant is rounded once, to the width of the arithmetic.
     decay = tl.load(table_ptr).to(p.dtype)
     g = tl.where(decay != 0.0, g + p * decay, g)  # where it is 0, an infinite p stays
@@ -83,7 +83,7 @@ def sgd_kernel(
     param_ptr,
     grad_ptr,
     buffer_ptr,  # None: without momentum
-    master_ptr,  # None: the param is the truth
+    master_ptr,  # None: the param holds the weights
     table_ptr,  # fp64 [COLUMNS], this param's row
     inv_scale_ptr,
     clip_ptr,

@@ -77,7 +77,7 @@ def gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G: tl.con
 
 
 @triton.jit
-def truth(param_ptr, master_ptr, offsets, n, P: tl.constexpr, REMAINDER: tl.constexpr,
+def load_master(param_ptr, master_ptr, offsets, n, P: tl.constexpr, REMAINDER: tl.constexpr,
           SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """The number that is updated: the master where there is one."""
     if master_ptr is None:

@@ -1,4 +1,4 @@
-"""GradScaler: dynamic loss scaling that stays on the device, with a floor it recovers from."""
+"""GradScaler: dynamic loss scaling that stays on the device, with a minimum scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import ops, scaling
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from .lagged import Lagged
-from .optimizers import any_flag, gradients, has_gradient, params_of, steps_alone
+from .optimizers import any_flag, gradients, has_gradient, params_of, steps_alone, unscales_itself
 from .rules import NEVER, TORCH_STATE, check
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 class GradScaler(torch.amp.GradScaler):
     """Scales losses by a factor that backs off when gradients overflow and grows when they do not.
 
-    A drop-in torch.amp.GradScaler (a subclass: the same methods, order of calls, errors and state
-    dict keys), for one or several optimizers, of torch or of mixprec, under one scale:
+    A drop-in replacement for torch.amp.GradScaler, and a subclass of it: the same methods, order
+    of calls, errors and state dict keys. It drives one or several optimizers, of torch or of
+    mixprec, under one scale:
 
         scaler.scale(loss).backward();  scaler.step(optimizer);  scaler.update()
 
@@ -35,30 +36,31 @@ class GradScaler(torch.amp.GradScaler):
     scale = max(scale * backoff_factor, min_scale) and that optimizer's step was skipped; after
     growth_interval updates in a row without, scale = min(scale * growth_factor, max_scale).
     growth_interval=None: the scale stays as it is; overflowing steps are still skipped.
-    hysteresis: how many overflows since the scale last grew it takes to back off. The floor keeps
-    the scale, and with it the training, recoverable whatever overflowed.
+    hysteresis: how many overflows since the scale last grew make it back off. Thanks to min_scale
+    the scale never collapses to 0, so training recovers from any run of overflows.
 
-    max_consecutive_skips: after so many skipped updates in a row, update() raises RuntimeError
-    with the worst parameter and whether it held Inf or NaN, or, with on_max_skips, calls that with
-    the overflow report (and again after as many more). Parameters are called as `model` names
-    them, if given, or the optimizer, if made with named_parameters(). On a GPU this, like
-    `last_step_skipped`, lags some updates behind, because nothing waits for the device.
-    grow_on_underflow: let the scale grow already after a twentieth of growth_interval when, of
-    the gradients that are not 0, more than this share is subnormal in its dtype.
+    max_consecutive_skips: after this many skipped updates in a row, update() raises a RuntimeError
+    that names the worst parameter and says whether its gradient held Inf or NaN; with on_max_skips
+    it calls that function with the overflow report instead. Both repeat after as many more skips.
+    Parameters have their names in `model`, if given, or those of an optimizer constructed from
+    named_parameters(). On a GPU this, like `last_step_skipped`, lags a few updates behind, because
+    nothing waits for the device.
+    grow_on_underflow: the scale may grow after a twentieth of growth_interval when more than this
+    share of the nonzero gradients is subnormal in their dtype.
     process_group: with torch's optimizers, ranks that hold different parameters and must skip
-    together (mixprec's take one themselves; for DTensors it is known).
+    together. (mixprec's optimizers take a process_group themselves; for DTensors the ranks are
+    known.)
 
-    device: where the scale lives follows the first loss, whatever is said here; the scaler never
-    disables itself. With mixprec's optimizers nothing waits for the device, gradients may be fp16,
-    and unscaling is part of the update. ValueError for settings out of range (not looked at with
-    enabled=False).
+    device: accepted for compatibility; the scale is created on the device of the first loss, and
+    the scaler never disables itself. With mixprec's optimizers nothing waits for the device,
+    gradients may be fp16, and unscaling is part of the update. Raises ValueError for settings out
+    of range (not checked with enabled=False).
 
-    The gradient of an fp16 loss is itself the scale in fp16, so let losses be fp32: with an fp16
-    loss, scales above 65504 back off at once. Source: Mixed Precision Training (Micikevicius et
-    al., 2018).
+    Compute losses in fp32: the gradient of an fp16 loss is the scale itself in fp16, so scales
+    above 65504 overflow at once. Source: Mixed Precision Training (Micikevicius et al., 2018).
     """
 
-    _model: Callable[[], torch.nn.Module | None] | None  # who names the parameters
+    _model: Callable[[], torch.nn.Module | None] | None  # whose names the reports use
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         self._max_skips, self._on_max_skips = max_consecutive_skips, on_max_skips
         self._grow_on_underflow = grow_on_underflow
         self._init_hysteresis_tracker, self._init_counters = hysteresis, [0, 0, 0]
-        # Like torch's _scale and _growth_tracker, made when the first loss tells the device.
+        # Created with torch's _scale and _growth_tracker, on the device of the first loss.
         self._hysteresis_tracker: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
         self._warned_fp16 = False
@@ -109,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         self._model = None if model is None else weakref.ref(model)
 
     def _forget(self) -> None:
-        """Nothing is known of any optimizer, and nothing on its way from the device."""
+        """Drop what is known of any optimizer, and pending copies from the device."""
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradCounts] = (
             weakref.WeakKeyDictionary()
         )
@@ -117,10 +119,10 @@ class GradScaler(torch.amp.GradScaler):
         self._model = None
 
     def _start_watch(self) -> None:
-        """Nothing is on its way from the device; what was to say of the past has been said."""
+        """Drop pending copies from the device; past skips have been reported already."""
         self._lagged = Lagged()
         limit = self._max_skips if self._enabled else None
-        self._said = 0 if limit is None else self._init_counters[2] // limit
+        self._reported = 0 if limit is None else self._init_counters[2] // limit
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -137,39 +139,39 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped(self) -> torch.Tensor:
-        """How many updates found an overflow: int64 [], on the scale's device, safe to keep."""
+        """How many updates found an overflow: int64 [], a copy on the scale's device."""
         return self._counter(0)
 
     @property
     def applied_steps(self) -> torch.Tensor:
-        """How many updates found none, in any optimizer: what an LR schedule should count."""
+        """How many updates found none, in any optimizer: the count for an LR schedule."""
         return self._counter(1)
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the newest update that the host knows of found an overflow.
+        """Whether the latest update known to the host found an overflow.
 
-        On the CPU that is the last one; on a GPU it may be some updates ago, because this does
-        not wait for the device.
+        On the CPU that is the last update; on a GPU it may lag a few updates behind, because this
+        does not wait for the device.
         """
         return self._skipped_in_a_row() > 0
 
     def _skipped_in_a_row(self) -> int:
-        """As far as the host knows."""
+        """As known to the host."""
         latest = self._lagged.latest()
         return (self._init_counters if latest is None else latest)[2]
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
-        """Which parameters' gradients held Inf or NaN, and how many, the worst first: of each
+        """Which parameters' gradients held Inf or NaN, and how many, the worst first: for each
         optimizer, at its last step that overflowed. Waits for the device."""
         optimizers, name = list(self._counts), self._namer(model)
-        return worst_first([r for o in optimizers for r in self._counts[o].overflows(name)])
+        return worst_first([each for o in optimizers for each in self._counts[o].overflows(name)])
 
     def underflow_report(self, model: torch.nn.Module | None = None) -> list[Underflow]:
         """How many zeros and subnormal numbers each parameter's gradient held at the last step,
         still scaled and in its own dtype. Waits for the device."""
         optimizers, name = list(self._counts), self._namer(model)
-        return [row for o in optimizers for row in self._counts[o].underflows(name)]
+        return [each for o in optimizers for each in self._counts[o].underflows(name)]
 
     def _namer(self, model: torch.nn.Module | None) -> Callable[[torch.Tensor], str]:
         if model is None and self._model is not None:
@@ -177,17 +179,17 @@ class GradScaler(torch.amp.GradScaler):
         return namer(list(self._counts), model)
 
     def scale(self, outputs: Any) -> Any:
-        """Return outputs * scale: a tensor, or tensors in (nested) lists, tuples or iterables.
+        """Return outputs * scale: of a tensor, or of tensors in (nested) lists, tuples, iterables.
 
-        An fp16 tensor of one element is multiplied in FP32 and returned so: the product of a loss
-        and the scale does not overflow. ValueError for anything that is not a tensor.
+        An fp16 tensor of one element, a loss, is multiplied and returned in FP32, so that the
+        product does not overflow. Raises ValueError for anything that is not a tensor.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            assert self._scale is not None, "made just above"
+            assert self._scale is not None, "created just above"
             if outputs.dtype == torch.float16 and outputs.numel() == 1:
                 outputs = outputs.float()
             return outputs * self._scale.to(outputs.device, non_blocking=True)
@@ -197,11 +199,11 @@ class GradScaler(torch.amp.GradScaler):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer with unscaled gradients, or skip where they hold Inf or NaN.
+        """Step the optimizer with unscaled gradients; skip the step if they hold Inf or NaN.
 
-        An optimizer of mixprec does all three itself, without a host sync; for torch's see
-        torch.amp.GradScaler.step. RuntimeError for a closure or a second step before update(),
-        AssertionError where no param has a gradient.
+        An optimizer of mixprec unscales, checks and skips itself, without a host sync; for torch's
+        see torch.amp.GradScaler.step. Raises RuntimeError for a closure or a second step before
+        update(), AssertionError if no parameter has a gradient.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -212,10 +214,10 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         flags, unscaled = state["found_inf_per_device"], state["stage"] is OptState.UNSCALED
-        ours = getattr(optimizer, "_raises_found_inf", False)
+        ours = unscales_itself(optimizer)
         if ours:
             self._counts[optimizer] = optimizer.grad_counts  # type: ignore[attr-defined]
-        if flags:  # whoever reduced them over ranks may have made a sum of 2 of them
+        if flags:  # a reduction over ranks may have left a sum above 1
             flags = state["found_inf_per_device"] = {
                 scale.device: any_flag(flags.values(), scale.device)
             }
@@ -225,12 +227,9 @@ class GradScaler(torch.amp.GradScaler):
             flags = state["found_inf_per_device"] = {scale.device: torch.zeros_like(scale)}
         if not flags:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        optimizer.grad_scale = None if unscaled else scale  # type: ignore[attr-defined]
-        optimizer.found_inf = flags[scale.device]  # type: ignore[attr-defined]
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        result = optimizer._step_scaled(  # type: ignore[attr-defined]
+            None if unscaled else scale, flags[scale.device], *args, **kwargs
+        )
         state["stage"] = OptState.STEPPED
         return result
 
@@ -238,8 +237,8 @@ class GradScaler(torch.amp.GradScaler):
         """End the iteration: let the scale back off or grow, or set it to `new_scale`.
 
         new_scale: a positive finite number (ValueError otherwise) or a tensor of one element on
-        the scale's device; min_scale and max_scale do not bound it. RuntimeError, with the scale
-        updated, when max_consecutive_skips is reached.
+        the scale's device; min_scale and max_scale do not apply to it. Raises RuntimeError, after
+        the scale was updated, when max_consecutive_skips is reached.
         """
         if not self._enabled:
             return
@@ -256,8 +255,8 @@ class GradScaler(torch.amp.GradScaler):
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
-        assert self._hysteresis_tracker is not None, "made with the scale"
-        assert self._counters is not None, "made with the scale"
+        assert self._hysteresis_tracker is not None, "created with the scale"
+        assert self._counters is not None, "created with the scale"
         share, threshold = None, self._grow_on_underflow
         if threshold is not None:
             stepped = [c for o, c in self._counts.items() if id(o) in self._per_optimizer_states]
@@ -280,16 +279,16 @@ class GradScaler(torch.amp.GradScaler):
             grow_on_underflow=1.0 if threshold is None else threshold,
         )
         self._per_optimizer_states.clear()
-        scaling.after_step()  # a step of torch's optimizers that was skipped has not done it
+        scaling.after_step()  # which a skipped step of torch's optimizers has not called
         self._lagged.push(self._counters)
         if self._max_skips is not None:
             self._watch(self._max_skips)
 
     def _watch(self, limit: int) -> None:
-        """Speak up after every `limit` skipped updates in a row, as far as the host knows."""
+        """Raise or call back after every `limit` skipped updates in a row known to the host."""
         in_a_row = self._skipped_in_a_row()
-        said, self._said = self._said, in_a_row // limit
-        if self._said <= said:
+        before, self._reported = self._reported, in_a_row // limit
+        if self._reported <= before:
             return
         report = self.overflow_report()
         if self._on_max_skips is not None:
@@ -311,7 +310,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        ours = getattr(optimizer, "_raises_found_inf", False)
+        ours = unscales_itself(optimizer)
         per_device = gradients(optimizer, allow_fp16=allow_fp16 or ours)
         fp16 = any(g.dtype == torch.float16 for _, grads in per_device.values() for g in grads)
         if ours and fp16 and not self._warned_fp16:
@@ -332,9 +331,9 @@ class GradScaler(torch.amp.GradScaler):
         return self._found(optimizer, flags, found_inf.device)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
-        """For torch's fused optimizers: look at the gradients as they will be unscaled.
+        """For torch's fused optimizers: check the gradients as they will be unscaled.
 
-        One flag for all devices, because those optimizers skip only where their sum is exactly 1.
+        Returns one flag for all devices, because those optimizers skip only if the sum is 1.
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inv_scale, flags = ops.inv_scale(scale), []
@@ -361,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
     def _found(
         self, optimizer: torch.optim.Optimizer, flags: list[torch.Tensor], home: torch.device
     ) -> dict[torch.device, torch.Tensor]:
-        """The flags of all devices, and of all ranks that must agree, as one."""
+        """One flag for all devices and for all ranks that must agree."""
         params = params_of(optimizer)
         alone = self._ranks.alone(params)
         if not flags and alone:
@@ -374,7 +373,7 @@ class GradScaler(torch.amp.GradScaler):
         return {home: found_inf}
 
     def get_growth_interval(self) -> int | None:  # type: ignore[override]
-        """After how many updates without overflow the scale grows; None if it stays as it is."""
+        """After how many updates without overflow the scale grows; None for a static scale."""
         return None if self._static else super().get_growth_interval()
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -388,14 +387,14 @@ class GradScaler(torch.amp.GradScaler):
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int | None) -> None:
-        """Set after how many updates without overflow the scale grows, None for a scale that
-        stays; ValueError if below 1."""
+        """Set after how many updates without overflow the scale grows, None for a static scale;
+        ValueError if below 1."""
         check(growth_interval=new_interval)
         self._static = new_interval is None
         super().set_growth_interval(NEVER if new_interval is None else new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the state, as numbers: torch's keys, which a torch scaler loads, and our own."""
+        """The state as plain numbers: torch's keys, which a torch scaler loads, and our own."""
         if not self._enabled:
             return {}
         tracker, counters = self._hysteresis_tracker, self._counters
@@ -414,10 +413,10 @@ class GradScaler(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch.amp.GradScaler, whose lack of our keys means
-        that those settings stay as they are, with nothing skipped or applied yet.
+        """Load a state dict of this class or of torch.amp.GradScaler. With the latter our own
+        settings stay as they are, and the counts of skipped and applied updates become 0.
 
-        RuntimeError for an empty dict, ValueError, changing nothing, for one that is damaged.
+        Raises RuntimeError for an empty dict and ValueError, changing nothing, for a damaged one.
         """
         if not self._enabled:
             return
@@ -442,7 +441,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         own = self.state_dict()
         state = super().__getstate__()
-        for name in ("_counts", "_lagged", "_model"):  # of this process alone
+        for name in ("_counts", "_lagged", "_model"):  # valid in this process only
             del state[name]
         if own:
             state["_init_hysteresis_tracker"] = own["_hysteresis_tracker"]

@@ -1,4 +1,4 @@
-"""What a GradScaler has to know of an optimizer, of torch or of mixprec."""
+"""What a GradScaler needs to know about an optimizer, of torch or of mixprec."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ def any_flag(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
     return (here[0] != 0 if len(here) == 1 else torch.stack(here).any()).float()
 
 
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer of mixprec, whose step unscales, checks and skips."""
+    return hasattr(optimizer, "_step_scaled")
+
+
 def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
     return any(gradient_of(p) is not None for p in params_of(optimizer))
 
 
 def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether no other rank waits for an optimizer of mixprec to take part in its step."""
+    """Whether the step of an optimizer of mixprec involves this rank only."""
     return optimizer.ranks.alone(params_of(optimizer))  # type: ignore[attr-defined]
 
 
@@ -31,10 +36,10 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def gradients(
     optimizer: torch.optim.Optimizer, *, allow_fp16: bool
 ) -> dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The optimizer's params that have gradients, and those (of a sparse one its values, of a
-    DTensor the part on this rank), by device; ValueError for fp16 ones."""
+    """By device, the optimizer's params that have gradients, and these gradients (the values of a
+    sparse one, the part on this rank of a DTensor). ValueError for fp16 ones unless allow_fp16."""
     per_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    ours = getattr(optimizer, "_raises_found_inf", False)
+    ours = unscales_itself(optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
             grad = gradient_of(p) if ours else p.grad
@@ -47,7 +52,7 @@ def gradients(
                 )
             if grad.is_sparse:
                 if grad.dtype == torch.float16:
-                    # Two entries of one index are added here, where it can overflow, so add first.
+                    # Entries of the same index are added up, which can overflow: do it first.
                     grad = p.grad = grad.coalesce()
                 grad = grad._values()
             params, grads = per_device.setdefault(grad.device, ([], []))

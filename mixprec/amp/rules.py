@@ -1,4 +1,4 @@
-"""What the settings and the state of a GradScaler may be."""
+"""Valid settings and state of a GradScaler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-# The growth interval that torch, which has no static scaling, is told for it.
+# The growth interval that stands for static scaling, which torch does not have.
 NEVER = 2**31 - 1
 
 
@@ -39,13 +39,15 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check(**settings: Any) -> None:
-    """ValueError for the first setting or entry of a state that is not what it must be."""
+    """Raise ValueError for the first setting or state entry that is not valid."""
     for name, value in settings.items():
         if name not in _RULES or (value is None and name in _OPTIONAL):
             continue
         is_valid, meaning = _RULES[name]
         if not isinstance(value, (int, float)) or not is_valid(value):
             raise ValueError(f"GradScaler: {name} must be {meaning}, got {value!r}")
-    ceiling, floor = settings.get("max_scale"), settings.get("min_scale")
-    if ceiling is not None and floor is not None and ceiling < floor:
-        raise ValueError(f"GradScaler: max_scale must be at least min_scale {floor}, got {ceiling}")
+    largest, smallest = settings.get("max_scale"), settings.get("min_scale")
+    if largest is not None and smallest is not None and largest < smallest:
+        raise ValueError(
+            f"GradScaler: max_scale must be at least min_scale {smallest}, got {largest}"
+        )

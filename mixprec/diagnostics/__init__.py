@@ -1,1 +1,3 @@
-"""What a run did and what this machine can do: stats, compare, report, env."""
+"""Diagnostics of a training run and of this machine: stats, compare, report, env."""
+
+__all__ = ["compare", "env", "plotting", "report", "stats", "training_run"]

@@ -1,4 +1,4 @@
-"""compare: one training task under several recipes, and what each of them cost and reached."""
+"""compare: train one task with several recipes; report the loss, speed and memory of each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ..optim import AdamW
 from ..recipes import Recipe
 from .report import KINDS, Report, Row
 from .training_run import TrainingRun, torch_formats
+
+__all__ = ["Batches", "compare"]
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -48,39 +50,39 @@ def compare(
 ) -> Report:
     """Train the same task once per recipe, from the same seed and data order, and report.
 
-    make_model() returns a model whose forward(*batch) gives the scalar loss. batches: what one
-    run trains on: a list, a DataLoader, or a function that returns an iterable; a batch is a tuple
-    of forward's arguments or a single tensor. steps: at most so many of them (None: all).
+    make_model() returns a model whose forward(*batch) returns the scalar loss. batches: the data
+    of one run: a list, a DataLoader, or a function that returns an iterable; a batch is a tuple
+    of forward's arguments or a single tensor. steps: the maximum number of batches (None: all).
     validation: batches whose mean loss is measured at the end of a run. recipes:
 
         "fp32"           the plain model: torch's Linear, FP32 parameters
         "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer
         "fp8"            mixprec.convert, bf16 parameters, FP32 masters
-        a Recipe         as the one of these that its formats resemble
+        a Recipe         like the one of these with the same formats
 
-    fp16 trains with a mixprec.GradScaler (make_scaler: with the one this returns).
-    module_filter_fn(module, fqn) keeps layers out of the conversion, as in `mixprec.convert`.
+    fp16 trains with a mixprec.GradScaler, or with the scaler that make_scaler() returns.
+    module_filter_fn(module, fqn) excludes layers from the conversion, as in `mixprec.convert`.
     cast_inputs: floating-point tensors of a batch are cast to the parameters' dtype.
 
-    The optimizer is mixprec.optim.AdamW with lr, weight_decay and max_grad_norm, or what
+    The optimizer is mixprec.optim.AdamW with lr, weight_decay and max_grad_norm, or the one that
     make_optimizer(model) returns; schedule(step), step = 0, 1, ..., multiplies its learning rates.
-    count(batch) says how many units (named by `unit`) a batch holds; the size of the first
-    tensor's first dimension if None. loss_name and loss_factor: how the report shows losses.
+    count(batch) returns how many units (named by `unit`) a batch holds; if None, the size of the
+    first dimension of its first tensor. loss_name and loss_factor: how the report shows losses.
     progress(recipe, step, steps, loss) is called after each step.
 
-    sqnr: after each complete run, one pass over its last batch with the weights that it ended with,
-    forward and backward without an optimizer step, measures every layer with a recipe: the signal
-    to quantization noise, 20 log10(||ref|| / ||ref - got||) in dB, of the casts of x, w and g (the
-    gradient of its output), and of its y, grad_input and grad_weight against the FP32 products of
-    the very same x, w and g. So it is the error of this layer alone; what the layers before it have
-    done to x is in both. Off by default: it takes that pass, a run of each layer once more in the
-    recipe and in FP32, and the memory for every x and g. Timings, memory figures and losses stay
-    as they are. See `Report.sqnr_table` and `Report.suggest_overrides`.
+    sqnr: after each complete run, measure every layer with a recipe in one forward and backward
+    pass over the last batch, with the final weights and without an optimizer step. The signal to
+    quantization noise ratio, 20 log10(||ref|| / ||ref - got||) in dB, is that of the casts of x, w
+    and g (the gradient of the layer's output), and of y, grad_input and grad_weight against the
+    FP32 products of the same x, w and g: the error of this layer alone, without that of the layers
+    before it. Off by default, because each layer is run again in the recipe and in FP32, and every
+    x and g is kept. Timings, memory figures and losses are not affected. See `Report.sqnr_table`
+    and `Report.suggest_overrides`.
 
-    A run whose loss is Inf or NaN ten times in a row is ended, and its row says so. Ctrl-C ends
-    the comparison: the report holds what there is, and report.interrupted is true. ValueError if
-    batches turn out not to be the same for each recipe, or the loss is not one number; TypeError
-    if batches can be read only once. Random states are put back as they were.
+    A run whose loss is Inf or NaN ten times in a row is ended, and its status says so. Ctrl-C ends
+    the comparison: the report holds the results so far, and report.interrupted is true. Raises
+    ValueError if the batches are not the same for each recipe or the loss is not one number,
+    TypeError if batches can be read only once. Random states are restored.
     """
     device = torch.device(device)
     if make_optimizer is not None and max_grad_norm is not None:

@@ -11,14 +11,13 @@ import json
 import os
 import platform
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-from ..ops._dispatch import backends, gemm_choice, library, self_check
+from ..ops._dispatch import backends, gemm_table, library, op, self_check
 
 # The processor features that the kernels, or torch's, choose by.
 FEATURES = (
@@ -98,9 +97,9 @@ def build() -> dict[str, Any]:
 def variants(device_type: str) -> dict[str, dict[str, Any]]:
     """Per op: the backend that tensors on `device_type` get, and why not each of the others."""
     table: dict[str, dict[str, Any]] = {}
-    for name in library.OPS:
-        tried = backends.order(device_type, name)
-        reasons = {b: backends.why_not(name, b, device_type) for b in backends.BACKENDS}
+    for each in op.ALL:
+        tried = each.order(device_type)
+        reasons = {b: each.why_not(b, device_type) for b in backends.BACKENDS}
         uses = next((b for b in tried if reasons[b] is None), None)
         for backend in backends.BACKENDS:
             if reasons[backend] is None and backend != uses:
@@ -109,7 +108,7 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
                     if backend in tried
                     else f"runs only when asked for: mixprec.use_backend({backend!r})"
                 )
-        table[name] = {
+        table[each.name] = {
             "uses": uses,
             "others": {b: reason for b, reason in reasons.items() if b != uses},
         }
@@ -117,21 +116,16 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
 
 
 def describe_gemm_choice() -> dict[str, Any]:
-    """How gemm's variant is chosen for a call on the first GPU: the order, the measured rows."""
+    """How gemm's variant is chosen for a call on the first GPU: the order, the measured entries."""
     capability = library.capability(0)
     arch = None if capability is None else ".".join(map(str, capability))
-    rows = gemm_choice.rows().values()
+    entries = gemm_table.table().values()
     return {
-        "order": list(gemm_choice.DEFAULT),
+        "order": list(gemm_table.DEFAULT),
         "arch": arch,
-        "rows": [row._asdict() for row in rows if row.arch == arch],
-        "file": str(gemm_choice.user_file()),
+        "entries": [entry._asdict() for entry in entries if entry.arch == arch],
+        "file": str(gemm_table.user_file()),
     }
-
-
-def self_test(name: str, device: str) -> dict[str, Any]:
-    """Whether the variant of op `name` that is used on `device` agrees with its reference."""
-    return self_check.compare(name, partial(backends.call, name, device), device)
 
 
 def report() -> dict[str, Any]:
@@ -140,7 +134,11 @@ def report() -> dict[str, Any]:
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     by_device = {device: variants(device) for device in devices}
     tests = {
-        device: {name: self_test(name, device) for name, row in ops.items() if row["uses"]}
+        device: {
+            each.name: self_check.compare(each, each, device)
+            for each in op.ALL
+            if ops[each.name]["uses"]
+        }
         for device, ops in by_device.items()
     }
     passed = all(test["ok"] for of_device in tests.values() for test in of_device.values())
@@ -201,12 +199,12 @@ def _describe_choice(choice: dict[str, Any]) -> list[str]:
     """Which variant of gemm runs on a GPU, call by call."""
     first = "the first that can do the call"
     lines = [f"  gemm uses, of {', '.join(choice['order'])}, {first}; but as measured here:"]
-    for row in choice["rows"]:
+    for entry in choice["entries"]:
         lines.append(
-            f"    {row['family']:5} {row['size']:10} {row['backend']:8} "
-            f"{row['speedup']:.2f}x ({row['gpu']}, {row['date']})"
+            f"    {entry['family']:13} {entry['size']:10} {entry['backend']:8} "
+            f"{entry['speedup']:.2f}x ({entry['gpu']}, {entry['date']})"
         )
-    if not choice["rows"]:
+    if not choice["entries"]:
         lines[0] = f"  gemm uses, of {', '.join(choice['order'])}, {first}"
         lines.append(
             f"    nothing is measured for compute capability {choice['arch']}: "

@@ -1,25 +1,57 @@
-"""The picture of a Report: training losses, and how far each is from fp32's."""
+"""Figures of the diagnostics: the losses of a Report, the records of a Monitor.
+
+`plot_report` and `plot_records` return a matplotlib Figure; `save` writes one to a file.
+"""
 
 from __future__ import annotations
 
 import importlib
 import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .._atomic import replace_file
 
 if TYPE_CHECKING:
     from .report import Report
+    from .stats.records import Record
 
-# Curves that agree lie on top of each other: the later ones are thinner and dashed, so that all
-# can be seen. The colours are told apart by most colour-blind readers (Okabe and Ito, 2008).
-STYLES = (
+__all__ = ["plot_records", "plot_report", "save", "smooth"]
+
+# Told apart by most colour-blind readers (Okabe and Ito, 2008).
+BLUE, GREEN, RED = "#0072B2", "#009E73", "#D55E00"
+# Curves that agree cover each other: later ones are thinner and dashed, so that all can be seen.
+CURVES = (
     {"color": "#999999", "linewidth": 5.0, "linestyle": "-"},
-    {"color": "#0072B2", "linewidth": 3.0, "linestyle": "-"},
-    {"color": "#D55E00", "linewidth": 2.0, "linestyle": "--"},
+    {"color": BLUE, "linewidth": 3.0, "linestyle": "-"},
+    {"color": RED, "linewidth": 2.0, "linestyle": "--"},
     {"color": "#000000", "linewidth": 1.2, "linestyle": ":"},
-    {"color": "#009E73", "linewidth": 1.2, "linestyle": "-."},
+    {"color": GREEN, "linewidth": 1.2, "linestyle": "-."},
     {"color": "#CC79A7", "linewidth": 1.2, "linestyle": "--"},
     {"color": "#56B4E9", "linewidth": 1.2, "linestyle": "-"},
 )
+LAYERS = (RED, BLUE, GREEN)  # of the layers that have a name in plot_records
+TENSORS = {"x": "activations x", "w": "weights w", "g": "gradients g"}
+
+
+def _figure(width: float, height: float, caller: str) -> Any:
+    try:
+        module = importlib.import_module("matplotlib.figure")  # optional, and slow to import
+    except ImportError as error:
+        raise ImportError(
+            f"{caller} needs matplotlib ({error}): pip install 'mixprec[demo]'"
+        ) from error
+    return module.Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write the whole file or, with an OSError, nothing; its format follows the suffix of `path`
+    (.png, .svg, .pdf)."""
+    suffix = Path(path).suffix.removeprefix(".") or "png"
+    replace_file(path, lambda temporary: figure.savefig(temporary, format=suffix, dpi=130))
 
 
 def smooth(losses: list[float], window: int) -> list[float]:
@@ -31,14 +63,9 @@ def smooth(losses: list[float], window: int) -> list[float]:
     return means
 
 
-def draw(report: Report) -> Any:
-    """A matplotlib Figure. ImportError that says what to install without matplotlib."""
-    try:
-        figure_module = importlib.import_module("matplotlib.figure")  # optional, and slow to import
-    except ImportError as error:
-        raise ImportError(
-            f"Report.plot needs matplotlib ({error}): pip install 'mixprec[demo]'"
-        ) from error
+def plot_report(report: Report) -> Any:
+    """Training losses, and their difference to fp32's. ImportError without matplotlib."""
+    figure = _figure(9, 6.5, "Report.plot")
     rows = [row for row in report.rows if row.losses]
     longest = max((len(row.losses) for row in rows), default=0)
     window = max(1, longest // 25)
@@ -46,19 +73,16 @@ def draw(report: Report) -> Any:
         row.recipe: [x * report.loss_factor for x in smooth(row.losses, window)] for row in rows
     }
     base = curves.get("fp32")
-
-    figure = figure_module.Figure(figsize=(9, 6.5), layout="constrained")
     if base is None:
         above, below = figure.subplots(), None
     else:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for i, row in enumerate(rows):
-        curve, style = curves[row.recipe], STYLES[i % len(STYLES)]
-        steps = range(1, len(curve) + 1)
+        curve, style = curves[row.recipe], CURVES[i % len(CURVES)]
         label = row.recipe
         if row.validation_loss is not None:
             label += f" (validation {row.validation_loss * report.loss_factor:.3f})"
-        above.plot(steps, curve, label=label, **style)
+        above.plot(range(1, len(curve) + 1), curve, label=label, **style)
         if below is not None and base is not None:
             gap = [100 * (x / y - 1) for x, y in zip(curve, base, strict=False)]
             below.plot(range(1, len(gap) + 1), gap, **style)
@@ -72,3 +96,84 @@ def draw(report: Report) -> Any:
         below.grid(alpha=0.3)
     (above if below is None else below).set_xlabel("training step")
     return figure
+
+
+def plot_records(records: Sequence[Record]) -> Any:
+    """amax, scale and lost shares over the steps: a column for each of x, w and g, a line for each
+    layer. The three with the widest range of amax have a color and a name. ImportError without
+    matplotlib."""
+    figure = _figure(12, 8.5, "Monitor.plot")
+    axes = figure.subplots(3, 3, sharex=True, sharey="row", height_ratios=(3, 2, 2))
+    figure.suptitle("What was cast: largest magnitude, scale, and what was lost")
+    for column, (role, title) in enumerate(TENSORS.items()):
+        above, middle, below = (axes[i][column] for i in range(3))
+        above.set_title(title)
+        lines = _by_layer(records, role)
+        named = sorted(lines, key=lambda layer: _range(lines[layer]), reverse=True)[: len(LAYERS)]
+        for layer, samples in lines.items():
+            if layer not in named:
+                _plot_layer(above, middle, samples, color="#bbbbbb", linewidth=0.8, zorder=1)
+        for layer, color in zip(named, LAYERS, strict=False):
+            short = layer if len(layer) <= 30 else "..." + layer[-27:]
+            style = {"color": color, "linewidth": 1.8, "marker": ".", "zorder": 2}
+            _plot_layer(above, middle, lines[layer], label=short or "(the model)", **style)
+        if named:
+            others = len(lines) - len(named)
+            above.legend(title=f"and {others} others in grey" if others else None, fontsize=8)
+        _plot_shares(below, lines)
+        if role == "w":  # which hardly ever loses anything, so there is room
+            below.legend(fontsize=8)
+        below.set_xlabel("training step")
+        for ax in (above, middle):
+            ax.set_yscale("log", base=2)
+        for ax in (above, middle, below):
+            ax.grid(alpha=0.3)
+    axes[0][0].set_ylabel("amax")
+    axes[1][0].set_ylabel("scale (largest)")
+    axes[2][0].set_ylabel("share of elements (%)")
+    return figure
+
+
+def _by_layer(records: Sequence[Record], role: str) -> dict[str, list[tuple[int, Record]]]:
+    """The (step, sample) pairs of each layer."""
+    lines: dict[str, list[tuple[int, Record]]] = {}
+    for record in records:
+        for sample in record["tensors"]:
+            if sample["tensor"] == role:
+                lines.setdefault(sample["layer"], []).append((record["step"], sample))
+    return lines
+
+
+def _positive(x: float) -> float:
+    """NaN, a gap in the line, for what has no place on a logarithmic axis."""
+    return x if math.isfinite(x) and x > 0 else math.nan
+
+
+def _range(samples: list[tuple[int, Record]]) -> float:
+    """The ratio of the largest and the smallest amax; Inf where one is not finite."""
+    seen = [sample["amax"] for _, sample in samples]
+    if not all(map(math.isfinite, seen)):
+        return math.inf
+    seen = [x for x in seen if x > 0]
+    return max(seen) / min(seen) if seen else 0.0
+
+
+def _plot_layer(above: Any, middle: Any, samples: list[tuple[int, Record]], **style: Any) -> None:
+    steps = [step for step, _ in samples]
+    above.plot(steps, [_positive(sample["amax"]) for _, sample in samples], **style)
+    # A tensor of zeros is cast with scale 1, which says nothing and would stretch the axis.
+    scales = [_positive(sample["scale_max"] if sample["amax"] else 0.0) for _, sample in samples]
+    middle.plot(steps, scales, **style)
+
+
+def _plot_shares(ax: Any, lines: dict[str, list[tuple[int, Record]]]) -> None:
+    """Over all layers: the worst as a line, the median dashed."""
+    for name, color in (("overflow", RED), ("underflow", BLUE)):
+        at: dict[int, list[float]] = {}
+        for samples in lines.values():
+            for step, sample in samples:
+                at.setdefault(step, []).append(100 * (sample[name] or 0.0))
+        steps = sorted(at)
+        worst, middle = [max(at[s]) for s in steps], [statistics.median(at[s]) for s in steps]
+        ax.plot(steps, worst, color=color, marker=".", label=f"{name}, worst layer")
+        ax.plot(steps, middle, color=color, linestyle="--", linewidth=1, label="median layer")

@@ -1,35 +1,36 @@
-"""What compare() found: one row per recipe, as a table, as JSON and as a picture."""
+"""The report of compare(): one row per recipe, as a table, as JSON and as a figure."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .._atomic import replace_file
+from . import plotting
+from .stats.records import finite
 from .stats.suggest import Overrides, sqnr_table
+
+__all__ = ["KINDS", "Report", "Row"]
 
 KINDS = ("forward", "grad_input", "grad_weight")
 
 
 @dataclass
 class Row:
-    """One training run. Losses are as the model returned them; None is "not measured".
+    """One training run. Losses are as returned by the model; None means "not measured".
 
-    status: "complete", or why and where the run ended. seconds and units (tokens, samples, ...)
-    are per step, of the training step alone; parts: the seconds of its "forward", "backward",
-    "optimizer" and "scaler". Bytes: parameters, gradients and optimizer state (FP32 masters
-    included) after a step; saved: what autograd kept for the first backward pass, each storage once
-    and parameters not counted; peak: the most that the training held on a GPU. gemms[module, kind,
-    formats] counts calls; expected[kind] is the recipe's formats. data: one CRC-32 per step of the
-    batches so far. sqnr: what compare(sqnr=True) measured, by layer, see
-    `mixprec.diagnostics.stats.products.model_sqnr`.
+    status: "complete", or where and why the run ended. seconds and units (tokens, samples, ...):
+    one entry per training step; parts: the seconds of its "forward", "backward", "optimizer" and
+    "scaler". Bytes: parameters, gradients and optimizer state (FP32 masters included) after a step;
+    saved: what autograd kept for the first backward pass, each storage once, without parameters;
+    peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
+    is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr: measured by
+    compare(sqnr=True), by layer, see `mixprec.diagnostics.stats.products.model_sqnr`.
     """
 
     recipe: str
@@ -53,12 +54,12 @@ class Row:
 
     @property
     def steps(self) -> int:
-        """Training steps that were run to their end, skipped ones included."""
+        """How many training steps were completed, skipped ones included."""
         return len(self.seconds)
 
     @property
     def speed(self) -> float | None:
-        """The median over the steps of units per second: a pause of the machine does not count."""
+        """Units per second, the median over the steps."""
         if not self.seconds:
             return None
         return statistics.median(u / s for u, s in zip(self.units, self.seconds, strict=True))
@@ -74,10 +75,10 @@ class Row:
 
 @dataclass
 class Report:
-    """The rows of a comparison in the order they were run; `str(report)` is the table.
+    """The result of compare(): a row for each recipe, in order; `str(report)` is a table.
 
     The table shows losses times loss_factor under loss_name (1 / ln 2 turns nats into bits).
-    options and environment say what was run and on what; interrupted, that Ctrl-C ended it.
+    options and environment describe the run and the machine; interrupted: Ctrl-C ended it.
     """
 
     unit: str = "samples"
@@ -89,23 +90,22 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def __getitem__(self, recipe: str) -> Row:
-        """The row of that recipe; KeyError, naming the rows there are, if none."""
+        """The row of that recipe; KeyError, listing the rows there are, if it has none."""
         for row in self.rows:
             if row.recipe == recipe:
                 return row
         raise KeyError(f"no row {recipe!r}; there are {', '.join(r.recipe for r in self.rows)}")
 
     def difference(self, row: Row) -> float | None:
-        """Validation loss relative to the fp32 row's: 0.01 is one per cent worse."""
+        """Relative difference of the validation loss to fp32's: 0.01 is one percent worse."""
         base = next((r.validation_loss for r in self.rows if r.recipe == "fp32"), None)
         if not base or row.validation_loss is None:
             return None
         return row.validation_loss / base - 1
 
     def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
-        """One sentence for each recipe, module and GEMM kind that did not run as the recipe says.
-
-        Right is: called in every step, and always with the recipe's operand formats.
+        """One sentence for each recipe, module and GEMM kind that did not run as the recipe says:
+        in every step, and always with the recipe's operand formats.
         """
         names = list(modules)
         wrong = []
@@ -121,7 +121,7 @@ class Report:
         return wrong
 
     def table(self) -> list[list[str]]:
-        """The header and the rows of the table, as text."""
+        """The table as lists of strings, the header first."""
         header = ["recipe", self.loss_name, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
         header += [
             "optimizer",
@@ -167,20 +167,20 @@ class Report:
         return "\n".join([lines[0], rule, *lines[1:]])
 
     def sqnr_table(self, limit: int | None = 12) -> str:
-        """What compare(sqnr=True) measured, in dB, as text: of each recipe the `limit` worst layers
-        (None: all), a star at what is below its bar, and what would clear the bars instead."""
+        """The SQNRs of compare(sqnr=True) in dB, as text: for each recipe the `limit` worst layers
+        (None: all), with a star at values below the required minimum and a recipe that meets it."""
         return sqnr_table({row.recipe: row.sqnr for row in self.rows if row.sqnr}, limit)
 
     def suggest_overrides(self, recipe: str | None = None) -> Overrides:
-        """A finer recipe for each layer whose products lost too much, for
+        """A more precise recipe for each layer whose products are too inexact, for
         `mixprec.convert(model, recipe, overrides=report.suggest_overrides())`.
 
-        Too much is an SQNR of y below 18 dB or of grad_weight below 17 dB (`stats.products.BARS`).
-        "fp8-rowwise" is suggested where it clears both, measured on the same x, w and g, else
-        "bf16". The result is a dict of {layer: recipe}, whose `reasons` have the figures and which
-        prints as a list of them. recipe: which row; None is the first FP8 one that was measured,
-        or else the first. ValueError if nothing was measured (compare(sqnr=True) does), KeyError
-        for a row that is not there.
+        Too inexact is an SQNR of y below 18 dB or of grad_weight below 17 dB
+        (`stats.products.BARS`). "fp8-rowwise" is suggested where it reaches both, measured on the
+        same x, w and g, else "bf16". The result is a dict of {layer: recipe}; its `reasons` hold
+        the figures, and str() lists them. recipe: the row to use; None is the first measured FP8
+        one, else the first measured one. ValueError if nothing was measured (use
+        compare(sqnr=True)), KeyError if there is no such row.
         """
         rows = [row for row in self.rows if row.sqnr]
         if recipe is not None:
@@ -206,7 +206,7 @@ class Report:
             "table": self.table(),
             "rows": [self._row_dict(row) for row in self.rows],
         }
-        return _finite(result)
+        return finite(result)
 
     def _row_dict(self, row: Row) -> dict[str, Any]:
         modules = sorted({name for name, _, _ in row.gemms})
@@ -246,23 +246,8 @@ class Report:
         The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without
         matplotlib; written whole or not at all, as `save` does.
         """
-        from .plotting import draw
-
-        figure = draw(self)
-        suffix = Path(path).suffix.removeprefix(".") or "png"
-        replace_file(path, lambda temporary: figure.savefig(temporary, format=suffix, dpi=130))
+        plotting.save(plotting.plot_report(self), path)
 
 
 def _readable(n: int) -> str:
     return f"{n / 1e6:.2f} MB" if n < 1e8 else f"{n / 1e9:.2f} GB"
-
-
-def _finite(value: Any) -> Any:
-    """`value` with NaN and Inf, which JSON does not have, as None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value

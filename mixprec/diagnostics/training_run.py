@@ -1,4 +1,4 @@
-"""One training run of compare(), and the measuring of it."""
+"""One training run of compare() and its measurements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from ..nn import Linear
 from .report import Row
 from .stats.products import model_sqnr
 
-PATIENCE = 10  # losses in a row that are Inf or NaN before a run is given up as diverged
+__all__ = ["TrainingRun", "checksum", "tensor_bytes", "torch_formats"]
+
+MAX_NOT_FINITE = 10  # losses in a row that are Inf or NaN before a run is ended as diverged
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def torch_formats(dtype: torch.dtype) -> str:
-    """How a GEMM of a torch.nn.Linear, which mixprec does not run, is written in a Row."""
+    """The formats in a Row of a GEMM that torch.nn.Linear runs, not mixprec."""
     name = _SHORT.get(dtype, str(dtype))
     return f"{name} x {name} (torch)"
 
@@ -43,7 +45,7 @@ def tensor_bytes(tensors: Iterable[object]) -> int:
 
 
 class _Clock:
-    """When the parts of a step ended: on a GPU in its own time, without waiting for it."""
+    """Times of the parts of a step; on a GPU by events, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -61,7 +63,7 @@ class _Clock:
         self._marks.append((part, self._now()))
 
     def parts(self) -> dict[str, float]:
-        """Seconds of each part; on a GPU to be asked for after it has been waited for."""
+        """Seconds of each part; on a GPU call it after the device has been waited for."""
         found = {}
         for (_, start), (part, end) in itertools.pairwise(self._marks):
             found[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
@@ -69,7 +71,7 @@ class _Clock:
 
 
 class TrainingRun:
-    """A model with its optimizer and scaler, trained once; everything measured goes into `row`."""
+    """A model with its optimizer and scaler, trained once; measurements go into `row`."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class TrainingRun:
         progress: Callable[[str, int, int | None, float], None] | None,
         same_data: list[int],
     ) -> None:
-        """Run the steps; the batches' checksums must agree with `same_data` as far as that goes."""
+        """Run the steps; the batches' checksums must be those of `same_data` where it has some."""
         row, not_finite = self.row, 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -147,8 +149,10 @@ class TrainingRun:
                 if progress is not None:
                     progress(row.recipe, step + 1, steps, loss)
                 not_finite = 0 if math.isfinite(loss) else not_finite + 1
-                if not_finite == PATIENCE:
-                    row.status = f"diverged: {PATIENCE} losses in a row not finite, step {step + 1}"
+                if not_finite == MAX_NOT_FINITE:
+                    row.status = (
+                        f"diverged: {MAX_NOT_FINITE} losses in a row not finite, step {step + 1}"
+                    )
                     return
         if not row.steps:
             raise ValueError("compare: batches must hold at least one batch, got none")
@@ -180,21 +184,21 @@ class TrainingRun:
         return number
 
     def finish(self) -> None:
-        """Measure what is there at the end of the run, however it ended."""
+        """Measure memory, skipped steps and loss scale at the end of the run, however it ended."""
         states = list(self.optimizer.state.values())
         if self.device.type == "cuda":
             self.row.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.row.parameter_bytes = tensor_bytes(self.model.parameters())
         self.row.optimizer_bytes = tensor_bytes(t for state in states for t in state.values())
-        # An optimizer that skips on the device knows it from its step count; one without a count
-        # is skipped by not being called.
+        # An optimizer that skips on the device does not count the step; one without a count is
+        # skipped by not being called.
         counts = [int(state["step"]) for state in states if "step" in state]
         self.row.skipped_steps = self.row.steps - max(counts, default=self.optimizer_calls)
         if self.scaler is not None:
             self.row.loss_scale = self.scaler.get_scale()
 
     def measure_sqnr(self) -> None:
-        """One more pass over the last batch, without an optimizer step, to measure each layer."""
+        """Measure each layer in one more pass over the last batch, without an optimizer step."""
         assert self.last is not None, "a run that is complete has had a batch"
         arguments = self.last
 
@@ -216,9 +220,9 @@ class TrainingRun:
 
     @contextmanager
     def _saved_bytes_measured(self) -> Iterator[None]:
-        """Sum the storages that autograd keeps in this block, each once, parameters left out.
+        """Sum the storages that autograd keeps in this block, each once, without parameters.
 
-        A kept storage lives until the backward pass, so its address is its own.
+        A kept storage lives until the backward pass, so its address is unique.
         """
         params = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         kept: dict[int, int] = {}
@@ -235,7 +239,7 @@ class TrainingRun:
 
     @contextmanager
     def _gemms_counted(self) -> Iterator[None]:
-        """Count the GEMMs of every Linear: ours say so themselves, torch's are watched by hooks."""
+        """Count the GEMMs of every Linear: ours report each, torch's are counted by hooks."""
         gemms = self.row.gemms
 
         def ours(kind: str, name: str, a: str, b: str) -> None:

@@ -9,23 +9,19 @@ from ..recipes import Recipe
 from .operands import Delayed
 
 
-def check_dtypes(
+def check_output(
     op: str,
-    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: object,
     bias_shape: str,
 ) -> None:
-    """dtypes and devices, and the bias, which has an element for each row of the weight."""
-    checks.has_dtype(op, "x", x, checks.FLOATS)
-    checks.has_dtype(op, "weight", weight, checks.FLOATS)
-    checks.on_device(op, "weight", weight, x.device, "x")
+    """The bias, which has an element for each output of the weight, and the dtype of the result."""
     if bias is not None:
         checks.is_tensor(op, "bias", bias)
         checks.has_dtype(op, "bias", bias, (*checks.FLOATS, torch.float64))
         checks.has_shape(op, "bias", bias, (weight.shape[0],), bias_shape)
-        checks.on_device(op, "bias", bias, x.device, "x")
+        checks.on_device(op, "bias", bias, weight.device, "x")
     if out_dtype not in checks.FLOATS:
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
 

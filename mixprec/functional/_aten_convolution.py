@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops._dispatch import backends
+from ..ops.dequantize import run as dequantize
 from ..recipes import Recipe
 from . import operands
 from ._observed import observe
@@ -76,7 +76,7 @@ class Layout(NamedTuple):
         """16 bits as they are; FP8 as bf16, in which an FP8 value times a power of two is exact."""
         if scale_inv is None:
             return data
-        wide = backends.call("dequantize", data.device.type, data, scale_inv, torch.bfloat16)
+        wide = dequantize(data, scale_inv, torch.bfloat16)
         b, c, h, w = self.shape
         if self.in_memory_order:
             return wide.view(b, h, w, c).permute(0, 3, 1, 2)
@@ -99,13 +99,10 @@ class Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         main_grad: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        amax: torch.Tensor | None,
-        grad_amax: torch.Tensor | None,
-        w_data: torch.Tensor | None,
-        w_scale_inv: torch.Tensor | None,
         geometry: Geometry,
         recipe: Recipe,
+        delayed: Delayed | None,
+        quantized_weight: Operand | None,
         out_dtype: torch.dtype,
         name: str,
         grad_enabled: bool,
@@ -115,14 +112,10 @@ class Convolution(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved tensors, which nothing may write before backward is over: these are written.
-        ctx.scale, ctx.amax, ctx.grad_amax, ctx.main_grad = scale, amax, grad_amax, main_grad
-        delayed = None if scale is None else Delayed(scale, amax, grad_amax)  # type: ignore[arg-type]
+        ctx.delayed, ctx.main_grad = delayed, main_grad
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = encode(x, "x", recipe, delayed, record=grad_enabled)
-        if w_data is None:
-            qw = encode(weight, "w", recipe, delayed, record=grad_enabled)
-        else:
-            qw = Operand(w_data, None, w_scale_inv, None)
+        qw = quantized_weight or encode(weight, "w", recipe, delayed, record=grad_enabled)
         saved_x = (qx.data, qx.scale_inv) if need_w else (None, None)
         saved_w = (qw.data, qw.scale_inv) if need_x else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w)
@@ -141,9 +134,8 @@ class Convolution(torch.autograd.Function):
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
-            delayed = None if ctx.scale is None else Delayed(ctx.scale, ctx.amax, ctx.grad_amax)
             g_layout = Layout.of(g, "g", ctx.recipe)
-            qg = encode(g, "g", ctx.recipe, delayed)
+            qg = encode(g, "g", ctx.recipe, ctx.delayed)
             wide = g_layout.decode(qg.data, qg.scale_inv)
             x_layout, w_layout = ctx.x_layout, ctx.w_layout
             x = x_layout.decode(x_data, x_scale_inv) if need_w else x_layout.nothing(wide)
@@ -156,7 +148,7 @@ class Convolution(torch.autograd.Function):
                 observe("grad_weight", ctx.recipe, ctx.name)
             mask = [need_x, need_w, False]
             of_x, of_w, _ = _aten.convolution_backward.default(
-                *(wide, x, w, None, *ctx.geometry.for_aten(), mask)
+                wide, x, w, None, *ctx.geometry.for_aten(), mask
             )
             grad_x = of_x.to(ctx.x_dtype) if need_x else None
             if need_w and ctx.main_grad is not None:
@@ -165,4 +157,4 @@ class Convolution(torch.autograd.Function):
                 grad_w = of_w.to(ctx.w_dtype)
         if need_bias:
             grad_bias = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 11
+        return grad_x, grad_w, grad_bias, *[None] * 8

@@ -11,7 +11,7 @@ import torch
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from . import operands
-from ._arguments import check_dtypes, check_state, main_grad_of
+from ._arguments import check_output, check_state, main_grad_of
 from ._aten_convolution import Convolution, Geometry, encode, is_channels_last
 from ._linear import run_linear
 from ._saturate import clips, saturate
@@ -82,7 +82,10 @@ def _check(
             f"{op}: x must be [B, C, H, W] or [C, H, W] with C = {channels} as in weight "
             f"[O, C / groups, kh, kw], got shape {tuple(x.shape)}"
         )
-    check_dtypes(op, x, weight, bias, out_dtype, "[O]")
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    checks.on_device(op, "weight", weight, x.device, "x")
+    check_output(op, weight, bias, out_dtype, "[O]")
 
 
 def cast_conv_weight(
@@ -151,22 +154,34 @@ def conv2d(
         x = x.unsqueeze(0)
     if recipe.is_fp8 and is_pointwise(weight.shape[2:], pad, groups):
         y = _pointwise(
-            *(x, weight, bias, main_grad, strides, recipe, out_dtype, name),
-            *(delayed, quantized_weight),
+            x,
+            weight,
+            bias,
+            main_grad,
+            strides,
+            recipe,
+            out_dtype,
+            name,
+            delayed,
+            quantized_weight,
         )
     else:
         if more != (0, 0):
             x = torch.nn.functional.pad(x, (0, more[1], 0, more[0]))
         clip = clips(recipe, out_dtype)
-        cast_weight = (None, None)
-        if quantized_weight is not None:
-            cast_weight = quantized_weight.data, quantized_weight.scale_inv  # type: ignore[assignment]
         with _no_autocast(x.device.type):
             y = Convolution.apply(
-                *(x, weight, bias, main_grad),
-                *(delayed if recipe.is_delayed and delayed is not None else (None, None, None)),
-                *(*cast_weight, Geometry(strides, pad, dilations, groups), recipe),
-                *(torch.float32 if clip else out_dtype, name, torch.is_grad_enabled()),
+                x,
+                weight,
+                bias,
+                main_grad,
+                Geometry(strides, pad, dilations, groups),
+                recipe,
+                delayed if recipe.is_delayed else None,
+                quantized_weight,
+                torch.float32 if clip else out_dtype,
+                name,
+                torch.is_grad_enabled(),
             )
         y = saturate(y, clipped) if clip else y
     return y.squeeze(0) if single else y
@@ -189,8 +204,16 @@ def _pointwise(
     x = x[:, :, :: stride[0], :: stride[1]].permute(0, 2, 3, 1)
     main_grad = None if main_grad is None else main_grad.flatten(1)
     y = run_linear(
-        *(x, weight.flatten(1), bias, main_grad, recipe, out_dtype, name),
-        *(delayed, quantized_weight, None),
+        x,
+        weight.flatten(1),
+        bias,
+        main_grad,
+        recipe,
+        out_dtype,
+        name,
+        delayed,
+        quantized_weight,
+        None,
     ).permute(0, 3, 1, 2)
     return y if channels_last else y.contiguous()
 

@@ -7,37 +7,19 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..ops._dispatch import backends, checks
+from ..ops._dispatch import checks
+from ..ops.gemm import accumulate
+from ..ops.gemm import run as gemm
 from ..recipes import Recipe
 from . import operands
-from ._arguments import check_dtypes, check_state, main_grad_of
+from ._arguments import check_output, check_state, main_grad_of
 from ._observed import observe
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
 
-# Below, the ops are called through _backends.call: `linear` has checked the arguments, and the
-# public functions would do so again at every call (gemm of 8 x 32 x 16: 12 us against 6).
-
 
 def _t(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.t()
-
-
-def _gemm(
-    kind: str,
-    ctx: Any,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    observe(kind, ctx.recipe, ctx.name)
-    fast_accum = kind in ctx.recipe.fast_accum
-    return backends.call(
-        "gemm", a.device.type, a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum
-    )
 
 
 class _Linear(torch.autograd.Function):
@@ -50,14 +32,9 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         main_grad: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        amax: torch.Tensor | None,
-        grad_amax: torch.Tensor | None,
-        w_data: torch.Tensor | None,
-        w_data_t: torch.Tensor | None,
-        w_scale_inv: torch.Tensor | None,
-        w_scale_inv_t: torch.Tensor | None,
         recipe: Recipe,
+        delayed: Delayed | None,
+        quantized_weight: Operand | None,
         out_dtype: torch.dtype,
         name: str,
         grad_enabled: bool,
@@ -66,26 +43,25 @@ class _Linear(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved tensors, which nothing may write before backward is over: these are written.
-        ctx.scale, ctx.amax, ctx.grad_amax, ctx.main_grad = scale, amax, grad_amax, main_grad
-        delayed = None if scale is None else Delayed(scale, amax, grad_amax)  # type: ignore[arg-type]
+        ctx.delayed, ctx.main_grad = delayed, main_grad
         # Each backward GEMM saves only what it multiplies with: w for grad_input, x for
         # grad_weight. Both sum over another dimension than the forward: they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = operands.cast(
             x, "x", recipe, delayed, use_t=need_w and grad_enabled, record=grad_enabled
         )
-        if w_data is None:
-            use_t = need_x and grad_enabled
-            qw = operands.cast(weight, "w", recipe, delayed, use_t=use_t, record=grad_enabled)
-        else:
-            qw = Operand(w_data, w_data_t, w_scale_inv, w_scale_inv_t)
+        qw = quantized_weight or operands.cast(
+            weight, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
+        )
         saved_x = (qx.data_t, qx.scale_inv_t) if need_w else (None, None)
         saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w)
         if bias is not None and bias.dtype == torch.float64:
             bias = bias.float()
-        b, b_scale_inv = qw.data.t(), _t(qw.scale_inv)
-        y = _gemm("forward", ctx, qx.data, b, qx.scale_inv, b_scale_inv, out_dtype, bias)
+        observe("forward", recipe, name)
+        fast = "forward" in recipe.fast_accum
+        w_inv = _t(qw.scale_inv)
+        y = gemm(qx.data, qw.data.t(), qx.scale_inv, w_inv, bias, out_dtype, fast)
         # Not a view, which autograd would not let anyone write to (nn.ReLU(inplace=True) would).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -93,45 +69,44 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_t, x_inv_t, w_t, w_inv_t = ctx.saved_tensors  # x_t [K, M], w_t [K, N]
+        recipe, name = ctx.recipe, ctx.name
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
-            delayed = None if ctx.scale is None else Delayed(ctx.scale, ctx.amax, ctx.grad_amax)
-            qg = operands.cast(g, "g", ctx.recipe, delayed, use_t=need_w)
+            qg = operands.cast(g, "g", recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            b, b_inv = w_t.t(), _t(w_inv_t)
-            grad_x = _gemm("grad_input", ctx, qg.data, b, qg.scale_inv, b_inv, ctx.x_dtype)
+            observe("grad_input", recipe, name)
+            fast = "grad_input" in recipe.fast_accum
+            inv = qg.scale_inv
+            grad_x = gemm(qg.data, w_t.t(), inv, _t(w_inv_t), None, ctx.x_dtype, fast)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
-            a, a_inv, b, b_inv = qg.data_t, qg.scale_inv_t, x_t.t(), _t(x_inv_t)
+            observe("grad_weight", recipe, name)
+            fast = "grad_weight" in recipe.fast_accum
+            a, inv = qg.data_t, qg.scale_inv_t
             assert a is not None, "use_t"
-            if ctx.main_grad is None:
-                grad_w = _gemm("grad_weight", ctx, a, b, a_inv, b_inv, ctx.w_dtype)
+            if ctx.main_grad is not None:
+                accumulate(ctx.main_grad, a, x_t.t(), inv, _t(x_inv_t))
             else:
-                observe("grad_weight", ctx.recipe, ctx.name)
-                acc = ctx.main_grad
-                backends.call("gemm_accumulate_", a.device.type, acc, a, b, a_inv, b_inv)
-                checks.mutated(acc)
+                grad_w = gemm(a, x_t.t(), inv, _t(x_inv_t), None, ctx.w_dtype, fast)
         if need_bias:
             rows = g.unsqueeze(0) if g.dim() == 1 else g.flatten(0, -2)
             grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 12
+        return grad_x, grad_w, grad_bias, *[None] * 7
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: object
-) -> None:
+def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """What may be wrong at each call of a layer: x, and the dtype and device of its weight."""
     op = "linear"
     checks.is_tensor(op, "x", x)
-    checks.is_tensor(op, "weight", weight)
-    if weight.dim() != 2:
-        raise ValueError(f"{op}: weight must be [N, K], got shape {tuple(weight.shape)}")
     k = weight.shape[1]
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(
             f"{op}: x must be [..., K] with K = {k} as in weight [N, K], got shape {tuple(x.shape)}"
         )
-    check_dtypes(op, x, weight, bias, out_dtype, "[N]")
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    checks.on_device(op, "weight", weight, x.device, "x")
 
 
 def run_linear(
@@ -149,10 +124,16 @@ def run_linear(
     """`linear`, for arguments that have been checked."""
     clip = clips(recipe, out_dtype)
     y = _Linear.apply(
-        *(x, weight, bias, main_grad),
-        *(delayed if recipe.is_delayed and delayed is not None else (None, None, None)),
-        *(quantized_weight or (None, None, None, None)),
-        *(recipe, torch.float32 if clip else out_dtype, name, torch.is_grad_enabled()),
+        x,
+        weight,
+        bias,
+        main_grad,
+        recipe,
+        delayed if recipe.is_delayed else None,
+        quantized_weight,
+        torch.float32 if clip else out_dtype,
+        name,
+        torch.is_grad_enabled(),
     )
     return saturate(y, clipped) if clip else y
 
@@ -194,15 +175,16 @@ def linear(
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.
     """
     recipe = Recipe.parse(recipe)
-    if out_dtype is None and isinstance(x, torch.Tensor):
-        out_dtype = x.dtype
-    _check(x, weight, bias, out_dtype)
-    assert out_dtype is not None, "checked"
+    checks.is_tensor("linear", "weight", weight)
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight must be [N, K], got shape {tuple(weight.shape)}")
+    check_input(x, weight)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_output("linear", weight, bias, out_dtype, "[N]")
     check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")
     main_grad = main_grad_of("linear", weight)
     return run_linear(
-        *(x, weight, bias, main_grad, recipe, out_dtype, name),
-        *(delayed, quantized_weight, clipped),
+        x, weight, bias, main_grad, recipe, out_dtype, name, delayed, quantized_weight, clipped
     )
 
 

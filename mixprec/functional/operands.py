@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._dispatch import backends
+from ..ops.quantize import run as quantize
 from ..recipes import DELAYED_ROLES, Recipe
 
 
@@ -54,14 +54,12 @@ def cast(
     if fmt.bits == 16:
         data = x.to(fmt.dtype).flatten(0, -2)  # x itself, not a copy, where its dtype is right
         return Operand(data, data.t(), None, None)
-    device = x.device.type
     delayed = delayed if role in DELAYED_ROLES else None
     scale = None if delayed is None else delayed.scale[DELAYED_ROLES.index(role)]
     apart = granularity in ("row", "block1x128")  # the transpose has other scales
-    transpose = use_t and (apart or _wants_k_major(device))
-    data, data_t, scale_inv, scale_inv_t, amax = backends.call(
-        *("quantize", device, x, fmt.dtype, scale, transpose, granularity),
-        recipe.power_of_two_scale,
+    transpose = use_t and (apart or _wants_k_major(x.device.type))
+    data, data_t, scale_inv, scale_inv_t, amax = quantize(
+        x, fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale
     )
     if delayed is not None and record:
         # A recomputed forward and a second call in one step change nothing or raise the maximum;

@@ -25,6 +25,13 @@ class QuantizedWeight(NamedTuple):
     operand: Operand
 
 
+class LayerState(NamedTuple):
+    out_dtype: torch.dtype
+    delayed: Delayed | None
+    quantized_weight: Operand | None
+    clipped: torch.Tensor | None
+
+
 class Layer(torch.nn.Module):
     """The part of Linear and Conv2d that is not arithmetic; stands before torch's module.
 
@@ -93,27 +100,18 @@ class Layer(torch.nn.Module):
         converted.name = name
         return converted
 
-    def _options(self, x: torch.Tensor, recipe: Recipe) -> dict[str, Any]:
-        """What the functional form takes besides the operands, where `recipe` holds."""
-        if not isinstance(x, torch.Tensor):
-            kind, got = type(self).__name__.lower(), type(x).__name__
-            raise TypeError(f"{kind}: x must be a torch.Tensor, got {got}")
-        device = x.device.type
-        out_dtype = None
+    def _state(self, x: torch.Tensor, recipe: Recipe) -> LayerState:
+        """What a pass computes with besides the operands, where `recipe` holds."""
+        device, out_dtype = x.device.type, x.dtype
         if device != "meta" and torch.is_autocast_enabled(device):  # it knows no meta device
             out_dtype = torch.get_autocast_dtype(device)
-        own = recipe == self.recipe  # state and cast weights belong to that one
-        return {
-            "recipe": recipe,
-            "out_dtype": out_dtype,
-            "name": self.name,
-            "delayed": self._delayed() if own else None,
-            "quantized_weight": self._reused() if own else None,
-            "clipped": self._buffers.get(CLIPPED) if own else None,
-        }
+        if recipe is not self._recipe and recipe != self._recipe:
+            return LayerState(out_dtype, None, None, None)  # the state belongs to the layer's own
+        clipped = self._buffers.get(CLIPPED)
+        return LayerState(out_dtype, self._delayed(), self._reused(), clipped)
 
     def _delayed(self) -> Delayed | None:
-        if not self.recipe.is_delayed:
+        if not self._recipe.is_delayed:
             return None
         return Delayed(self.scale, self.amax, self.grad_amax)
 

@@ -30,12 +30,11 @@ def follow(layer: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Of an optimizer of mixprec only: a GradScaler leaves its flag there for the step. Torch's
-    are stepped in the same way with and without one."""
+    """For optimizers of mixprec only, which know whether a GradScaler drives the step. Torch's are
+    stepped in the same way with and without one."""
     global _warned
-    if _warned or optimizer in _fine or not getattr(optimizer, "_raises_found_inf", False):
-        return
-    if getattr(optimizer, "found_inf", None) is not None:
+    scaling = getattr(optimizer, "_current_scaling", None)
+    if _warned or optimizer in _fine or scaling is None or scaling().found_inf is not None:
         return
     weights = {id(layer.weight) for layer in _layers}
     if not any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):

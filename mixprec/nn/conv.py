@@ -7,6 +7,7 @@ import torch
 from .. import functional
 from ..functional import IntOrPair
 from ..functional.operands import Operand
+from ..ops._dispatch import checks
 from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
@@ -63,16 +64,25 @@ class Conv2d(Layer, torch.nn.Conv2d):
         return cls._sharing(torch.nn.Conv2d, conv, recipe, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        recipe = _region.recipe_here(self.recipe)
+        recipe = _region.recipe_here(self._recipe)
         if recipe is None:
             return super().forward(x)
-        options = self._options(x, recipe)  # also refuses what is no tensor
+        checks.is_tensor("conv2d", "x", x)
+        state = self._state(x, recipe)
         if self.padding_mode != "zeros":
             amounts = self._reversed_padding_repeated_twice
             x = torch.nn.functional.pad(x, amounts, mode=self.padding_mode)
         return functional.conv2d(
-            *(x, self.weight, self.bias, self.stride, self._zeros, self.dilation, self.groups),
-            **options,
+            x,
+            self.weight,
+            self.bias,
+            self.stride,
+            self._zeros,
+            self.dilation,
+            self.groups,
+            recipe=recipe,
+            name=self.name,
+            **state._asdict(),
         )
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import functional
 from ..functional import operands
+from ..functional._arguments import main_grad_of
+from ..functional._linear import check_input, run_linear
 from ..functional.operands import Operand
 from ..recipes import Recipe
 from . import _region
@@ -57,10 +58,24 @@ class Linear(Layer, torch.nn.Linear):
         return cls._sharing(torch.nn.Linear, linear, recipe, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        recipe = _region.recipe_here(self.recipe)
+        recipe = _region.recipe_here(self._recipe)
         if recipe is None:
             return super().forward(x)
-        return functional.linear(x, self.weight, self.bias, **self._options(x, recipe))
+        weight = self.weight
+        check_input(x, weight)
+        out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
+        return run_linear(
+            x,
+            weight,
+            self.bias,
+            main_grad_of("linear", weight),
+            recipe,
+            out_dtype,
+            self.name,
+            delayed,
+            quantized_weight,
+            clipped,
+        )
 
     def _cast_weight(self) -> Operand:
         return operands.cast(self.weight, "w", self.recipe, self._delayed(), use_t=True)

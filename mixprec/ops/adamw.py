@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._dispatch import backends, checks, library, optimizer_update, rounding
+from ._dispatch import example_inputs, optimizer_update, rounding
+from ._dispatch.op import Op
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -34,94 +36,42 @@ def _sqrt(v: torch.Tensor) -> torch.Tensor:
     return v.sqrt()
 
 
-def adamw_reference_(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    masters: list[torch.Tensor],
-    steps: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    maximize: bool,
-    max_value: float,
-    stochastic_rounding: bool,
-    seed: int,
-    indices: list[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    skip, counts = optimizer_update.advance(steps, found_inf)
-    rate = torch.full((), lr, dtype=torch.float64, device=steps.device)
-    if lr_tensor is not None:
-        rate = lr_tensor.reshape(()).double()
-    step_sizes = rate / _bias_corrections(counts, beta1)
-    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(counts, beta2))
-    for i, (param, grad, m, v) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        real = optimizer_update.real_dtype(param)
-        master = masters[i] if masters else None
-        g = optimizer_update.gradient(grad, real, inv_scale, clip, max_value, maximize)
-        p = optimizer_update.truth(param, master)
+def adamw_reference_(args: Any) -> None:
+    update = optimizer_update.Update(args)
+    step_sizes = update.lr / _bias_corrections(update.counts, args.beta1)
+    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(update.counts, args.beta2))
+    for i, (m, v) in enumerate(zip(args.exp_avgs, args.exp_avg_sqs, strict=True)):
+        real, g, p = update.real(i), update.gradient(i), update.master(i)
         # No decay leaves an infinite p alone: 0 * Inf would be NaN.
-        if decoupled_weight_decay:
-            decay = (rate * weight_decay).to(real)
+        if args.decoupled_weight_decay:
+            decay = (update.lr * args.weight_decay).to(real)
             p = torch.where(decay != 0, p - p * decay, p)
-        elif (decay_of_grad := optimizer_update.rounded(weight_decay, real)) != 0:
+        elif (decay_of_grad := optimizer_update.rounded(args.weight_decay, real)) != 0:
             g = g + p * decay_of_grad
-        new_m = m.to(real) + (g - m.to(real)) * optimizer_update.rounded(1 - beta1, real)
-        new_v = v.to(real) * optimizer_update.rounded(beta2, real)
-        new_v = new_v + (g * g) * optimizer_update.rounded(1 - beta2, real)
-        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real) + optimizer_update.rounded(eps, real)
+        new_m = m.to(real) + (g - m.to(real)) * optimizer_update.rounded(1 - args.beta1, real)
+        new_v = v.to(real) * optimizer_update.rounded(args.beta2, real)
+        new_v = new_v + (g * g) * optimizer_update.rounded(1 - args.beta2, real)
+        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real)
+        denom = denom + optimizer_update.rounded(args.eps, real)
         p = p - (new_m / denom) * step_sizes[i].to(real)
-        random = (seed, counts[i], indices[i]) if indices else (0, counts[i], 0)
-        optimizer_update.write_state(m, new_m, skip, (*random, rounding.FIRST_STATE))
-        optimizer_update.write_state(v, new_v, skip, (*random, rounding.SECOND_STATE))
-        stochastic = (*random, rounding.PARAM) if stochastic_rounding else None
-        optimizer_update.write_param(param, master, p, skip, stochastic)
+        update.write_state(i, m, new_m, rounding.FIRST_STATE)
+        update.write_state(i, v, new_v, rounding.SECOND_STATE)
+        update.write_param(i, p)
 
 
-def _check(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
-    steps: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    maximize: bool,
-    max_value: float,
-    stochastic_rounding: bool,
-    seed: int,
-    indices: Sequence[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    options = (max_value, stochastic_rounding, indices)
-    scalars = (lr_tensor, inv_scale, clip, found_inf)
-    optimizer_update.check("adamw_", params, grads, states, masters, steps, *options, *scalars)
+def _check(args: Any) -> None:
+    optimizer_update.check("adamw_", args, states=("exp_avgs", "exp_avg_sqs"))
 
 
-library.define(
+adamw_op = Op(
     "adamw_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor(e!) steps, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, bool decoupled_weight_decay, " + optimizer_update.SHARED_SCHEMA,
-    check=_check,
     reference=adamw_reference_,
+    check=_check,
+    examples=example_inputs.adamw,
+    triton="adamw",
 )
 
 
@@ -175,20 +125,29 @@ def adamw_(
     Sources: Adam (Kingma, Ba, 2015), Decoupled Weight Decay Regularization (Loshchilov, Hutter,
     2019).
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs, masters)
-    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
-    for name, tensors in zip(names, lists, strict=True):
-        checks.is_sequence("adamw_", name, tensors)
+    optimizer_update.prepare("adamw_", params, steps)
     if not params:
         return
-    checks.is_tensor("adamw_", "steps", steps)
-    checks.needs_no_grad("adamw_", "call it under torch.no_grad()", *params)
-    lr_tensor, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
-    numbers = (lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay)
-    shared = (maximize, max_value, stochastic_rounding, seed, indices)
-    device = steps.device.type
-    backends.call(
-        *("adamw_", device, *lists, steps, *numbers, *shared),
-        *(lr_tensor, inv_scale, clip, found_inf),
+    adamw_op(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        masters,
+        steps,
+        0.0 if isinstance(lr, torch.Tensor) else lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        decoupled_weight_decay,
+        maximize,
+        max_value,
+        stochastic_rounding,
+        seed,
+        indices,
+        lr if isinstance(lr, torch.Tensor) else None,
+        inv_scale,
+        clip,
+        found_inf,
     )
-    checks.mutated(*params, *exp_avgs, *exp_avg_sqs, *masters, steps)

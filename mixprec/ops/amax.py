@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import backends, checks, library
+from ._dispatch import checks, example_inputs
+from ._dispatch.op import Op
 
 
 def amax_reference(x: torch.Tensor) -> torch.Tensor:
@@ -23,7 +24,15 @@ def _check(x: torch.Tensor) -> None:
     checks.has_dtype("amax", "x", x, checks.FLOATS)
 
 
-library.define("amax", "(Tensor x) -> Tensor", check=_check, reference=amax_reference, fake=_fake)
+amax_op = Op(
+    "amax",
+    "(Tensor x) -> Tensor",
+    reference=amax_reference,
+    fake=_fake,
+    check=_check,
+    examples=example_inputs.amax,
+    triton="amax",
+)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +41,5 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     x: any shape and strides, fp32, bf16 or fp16. NaN if any element is NaN, else Inf if any is
     infinite; 0 for an empty tensor. Raises TypeError or ValueError for other inputs.
     """
-    checks.is_tensor("amax", "x", x)
     checks.needs_no_grad("amax", "call it on x.detach()", x)
-    return backends.call("amax", x.device.type, x)
+    return amax_op(x)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import backends, checks, library
+from ._dispatch import checks, example_inputs
+from ._dispatch.op import Op
 from .scale import scale_from_amax
 
 UNUSED = -1.0  # an amax that no tensor has: nothing was cast since the last update
@@ -76,12 +77,13 @@ def _check(
             checks.is_writable(op, f"{name}[{i}]", t)
 
 
-library.define(
+delayed_scales_op = Op(
     "update_delayed_scales_",
     "(Tensor(a!)[] amax_histories, Tensor(b!)[] scales, Tensor(c!)[] amaxes, float[] fmt_max, "
     "int margin, bool power_of_two, bool most_recent) -> ()",
-    check=_check,
     reference=update_delayed_scales_reference_,
+    check=_check,
+    examples=example_inputs.update_delayed_scales,
 )
 
 
@@ -112,13 +114,10 @@ def update_delayed_scales_(
     NVIDIA Transformer Engine, whose window of L also includes the current amax.
     """
     op = "update_delayed_scales_"
-    for name, t in (("amax_histories", amax_histories), ("scales", scales), ("amaxes", amaxes)):
-        checks.is_sequence(op, name, t)
     checks.is_list(op, "scales", scales)
-    lists = list(amax_histories), list(scales), list(amaxes)
-    arguments = (*lists, [float(limit) for limit in fmt_max], margin, power_of_two, most_recent)
+    limits = [float(limit) for limit in fmt_max]
+    arguments = (amax_histories, scales, amaxes, limits, margin, power_of_two, most_recent)
     if not scales:  # the dispatcher finds a kernel by the tensors
-        _check(*arguments)
+        delayed_scales_op.check(*arguments)
         return
-    backends.call(op, scales[0].device.type, *arguments)
-    checks.mutated(*amax_histories, *scales, *amaxes)
+    delayed_scales_op(*arguments)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import backends, checks, library, scale_layout
+from ._dispatch import checks, example_inputs, scale_layout
+from ._dispatch.op import Op
 
 LOW = (*checks.FP8, torch.float16, torch.bfloat16)
 
@@ -19,7 +20,7 @@ def dequantize_reference(
     return wide.to(dtype).reshape(data.shape).contiguous()
 
 
-def _fake(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _fake(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return data.new_empty(data.shape, dtype=dtype)
 
 
@@ -41,13 +42,20 @@ def _check(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> N
         raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {dtype}")
 
 
-library.define(
+dequantize_op = Op(
     "dequantize",
     "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
-    check=_check,
     reference=dequantize_reference,
     fake=_fake,
+    check=_check,
+    examples=example_inputs.dequantize,
+    triton="dequantize",
 )
+
+
+def run(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`dequantize` of plain tensors, without a look at autograd: for autograd functions."""
+    return dequantize_op(data, scale_inv, dtype)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -61,13 +69,10 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     if not isinstance(q, Quantized):
         got = type(q).__name__
         raise TypeError(f"{op}: q must be a Quantized (from mixprec.quantize), got {got}")
-    checks.is_tensor(op, "q.data", q.data)
-    checks.is_tensor(op, "q.scale_inv", q.scale_inv)
     checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
-    device = q.data.device.type
     if _along_columns(q):
-        return backends.call(op, device, q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
-    return backends.call(op, device, q.data, q.scale_inv, dtype)
+        return run(q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
+    return run(q.data, q.scale_inv, dtype)
 
 
 def _along_columns(q: Quantized) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import backends, checks, gemm_choice, gemm_scales, gemm_vendor, library
+from ._dispatch import autocast, checks, example_inputs, gemm_scales, gemm_table, gemm_vendor
+from ._dispatch.op import Choice, Op
 
 Operand = torch.Tensor | Quantized
 
@@ -17,7 +18,6 @@ def gemm_reference(
     b_scale_inv: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
-    fast_accum: bool,
 ) -> torch.Tensor:
     acc = gemm_scales.product(a, b, a_scale_inv, b_scale_inv)
     if bias is not None:
@@ -74,7 +74,6 @@ def _check_gemm(
     b_scale_inv: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
-    fast_accum: bool,
 ) -> None:
     op = "gemm"
     _check_operands(op, a, b, a_scale_inv, b_scale_inv)
@@ -126,7 +125,43 @@ def _check_accumulate(
             )
 
 
-def _fake(
+def _fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+gemm_op = Op(
+    "gemm",
+    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
+    "ScalarType out_dtype, bool fast_accum) -> Tensor",
+    reference=gemm_reference,
+    fake=_fake,
+    check=_check_gemm,
+    examples=example_inputs.gemm,
+    triton="gemm",
+    vendor=gemm_vendor.gemm_vendor,
+    choice=Choice(
+        gemm_table.order,
+        {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not},
+    ),
+    operands=("a", "b"),
+)
+gemm_accumulate_op = Op(
+    "gemm_accumulate_",
+    "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
+    reference=gemm_accumulate_reference_,
+    check=_check_accumulate,
+    examples=example_inputs.gemm_accumulate,
+    triton="gemm",
+    vendor=gemm_vendor.gemm_accumulate_vendor_,
+    choice=Choice(
+        gemm_table.order,
+        {"vendor": gemm_vendor.gemm_accumulate_why_not, "cuda": gemm_table.cuda_why_not},
+    ),
+    operands=("a", "b"),
+)
+
+
+def run(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scale_inv: torch.Tensor | None,
@@ -135,35 +170,20 @@ def _fake(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    """`gemm` of plain tensors in the dtypes that they have, without a look at autograd or
+    autocast: for autograd functions, which have cast the operands."""
+    return gemm_op(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
 
 
-library.define(
-    "gemm",
-    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
-    "ScalarType out_dtype, bool fast_accum) -> Tensor",
-    check=_check_gemm,
-    reference=gemm_reference,
-    fake=_fake,
-    vendor=gemm_vendor.gemm_vendor,
-    choice=library.Choice(
-        gemm_choice.order,
-        {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_choice.cuda_why_not},
-    ),
-    operands=(0, 1),
-)
-library.define(
-    "gemm_accumulate_",
-    "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
-    check=_check_accumulate,
-    reference=gemm_accumulate_reference_,
-    vendor=gemm_vendor.gemm_accumulate_vendor_,
-    choice=library.Choice(
-        gemm_choice.accumulate_order,
-        {"vendor": gemm_vendor.gemm_accumulate_why_not, "cuda": gemm_choice.cuda_why_not},
-    ),
-    operands=(1, 2),
-)
+def accumulate(
+    acc: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+) -> None:
+    """The same for `gemm_accumulate_`."""
+    gemm_accumulate_op(acc, a, b, a_scale_inv, b_scale_inv)
 
 
 def _unpack(
@@ -212,16 +232,12 @@ def gemm(
     b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)
     hint = "use mixprec.functional.matmul or linear"
     checks.needs_no_grad("gemm", hint, a_data, b_data, bias)
-    device_type = a_data.device.type
-    autocast = device_type in library.AUTOCAST and torch.is_autocast_enabled(device_type)
-    if autocast:
-        a_data, b_data = (library.cast_operand(x, device_type) for x in (a_data, b_data))
+    device = a_data.device.type
+    if autocast.is_on(device):
+        a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a_data.dtype in checks.FP8 else a_data.dtype
-    args = (a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
-    if autocast:
-        return backends.call("gemm", device_type, *args)
-    return backends.run("gemm", device_type, args)
+    return run(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
 
 
 def gemm_accumulate_(
@@ -242,10 +258,7 @@ def gemm_accumulate_(
     a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
     b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
     checks.needs_no_grad(op, "use mixprec.functional.linear", acc, a_data, b_data)
-    device_type = a_data.device.type
-    if device_type in library.AUTOCAST and torch.is_autocast_enabled(device_type):
-        a_data, b_data = (library.cast_operand(x, device_type) for x in (a_data, b_data))
-        backends.call(op, device_type, acc, a_data, b_data, a_inv, b_inv)
-    else:
-        backends.run(op, device_type, (acc, a_data, b_data, a_inv, b_inv))
-    checks.mutated(acc)
+    device = a_data.device.type
+    if autocast.is_on(device):
+        a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
+    accumulate(acc, a_data, b_data, a_inv, b_inv)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import backends, checks, library
+from ._dispatch import checks, example_inputs
+from ._dispatch.op import Op
 from .unscale import COUNTS, count_reference
 
 
@@ -52,12 +53,14 @@ def _check(
             checks.is_table(op, name, t, dtype, shape, found_inf.device, "found_inf")
 
 
-library.define(
+grad_stats_op = Op(
     "grad_stats_",
     "(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_sq, "
     "Tensor(c!)? counts) -> ()",
-    check=_check,
     reference=grad_stats_reference_,
+    check=_check,
+    examples=example_inputs.grad_stats,
+    triton="grad_stats",
 )
 
 
@@ -80,8 +83,5 @@ def grad_stats_(
     order: two runs give the same bits, and finite gradients of any size do not overflow them.
     """
     checks.is_sequence("grad_stats_", "grads", grads)
-    checks.is_tensor("grad_stats_", "found_inf", found_inf)
     checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
-    device = found_inf.device.type
-    backends.call("grad_stats_", device, grads, inv_scale, found_inf, sum_sq, counts)
-    checks.mutated(found_inf, sum_sq, *([] if counts is None else [counts]))
+    grad_stats_op(grads, inv_scale, found_inf, sum_sq, counts)

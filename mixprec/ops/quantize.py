@@ -6,7 +6,8 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from ._dispatch import backends, checks, library, scale_layout
+from ._dispatch import checks, example_inputs, scale_layout
+from ._dispatch.op import Op
 from .amax import amax_reference
 from .scale import scale_from_amax
 
@@ -83,12 +84,7 @@ def quantize_reference(
 
 
 def _fake(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     m, k = scale_layout.as_matrix(x.shape)
     shape_t = scale_layout.scale_shape(granularity, k, m)
@@ -113,7 +109,6 @@ def _check(
     scale: torch.Tensor | None,
     transpose: bool,
     granularity: str,
-    power_of_two_scale: bool,
 ) -> None:
     op = "quantize"
     formats.parse(dtype, who=op)
@@ -134,14 +129,29 @@ def _check(
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
 
 
-library.define(
+quantize_op = Op(
     "quantize",
     "(Tensor x, ScalarType dtype, Tensor? scale, bool transpose, str granularity, "
     "bool power_of_two_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    check=_check,
     reference=quantize_reference,
     fake=_fake,
+    check=_check,
+    examples=example_inputs.quantize,
+    triton="quantize",
 )
+
+
+def run(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """data, data_t, scale_inv, scale_inv_t and amax, as `quantize` says, without a look at
+    autograd: for autograd functions. What was not asked for is empty."""
+    return quantize_op(x, dtype, scale, transpose, granularity, power_of_two_scale)
 
 
 def _reads_zero(scale: torch.Tensor) -> bool:
@@ -199,8 +209,9 @@ def quantize(
     checks.is_tensor(op, "x", x)
     checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
     scale = _given(op, scale, x)
-    args = (x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
-    data, data_t, scale_inv, scale_inv_t, amax = backends.run(op, x.device.type, args)
+    data, data_t, scale_inv, scale_inv_t, amax = run(
+        x, parsed.dtype, scale, transpose, granularity, power_of_two_scale
+    )
     own_scales = transpose and granularity != "tensor"
     return Quantized(
         data,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from .. import formats
-from ._dispatch import backends, checks, library
+from ._dispatch import checks, example_inputs
+from ._dispatch.op import Op
 
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
 
@@ -50,7 +52,6 @@ def _check_scale_from_amax(
     amax: torch.Tensor,
     dtype: torch.dtype,
     margin: int,
-    power_of_two: bool,
 ) -> None:
     op = "scale_from_amax_"
     formats.parse(dtype, who=op)
@@ -65,12 +66,14 @@ def _check_scale_from_amax(
         raise ValueError(f"{op}: margin must be an int between -64 and 64, got {margin!r}")
 
 
-library.define(
+scale_from_amax_op = Op(
     "scale_from_amax_",
     "(Tensor(a!) scale, Tensor(b!) scale_inv, Tensor amax, ScalarType dtype, int margin, "
     "bool power_of_two) -> ()",
-    check=_check_scale_from_amax,
     reference=scale_from_amax_reference_,
+    check=_check_scale_from_amax,
+    examples=example_inputs.scale_from_amax,
+    triton="scale",
 )
 
 
@@ -91,10 +94,7 @@ def scale_from_amax_(
     """
     op = "scale_from_amax_"
     dtype = formats.parse(fmt, who=op).dtype
-    checks.is_tensor(op, "scale", scale)
-    device = scale.device.type
-    backends.call(op, device, scale, scale_inv, amax, dtype, margin, power_of_two)
-    checks.mutated(scale, scale_inv)
+    scale_from_amax_op(scale, scale_inv, amax, dtype, margin, power_of_two)
 
 
 def inv_scale_reference(scale: torch.Tensor) -> torch.Tensor:
@@ -106,19 +106,20 @@ def _check_inv_scale(scale: torch.Tensor) -> None:
     checks.is_scalar("inv_scale", "scale", scale, torch.float32)
 
 
-library.define(
+inv_scale_op = Op(
     "inv_scale",
     "(Tensor scale) -> Tensor",
-    check=_check_inv_scale,
     reference=inv_scale_reference,
-    fake=torch.empty_like,
+    fake=lambda scale: torch.empty_like(scale),
+    check=_check_inv_scale,
+    examples=example_inputs.inv_scale,
+    triton="scale",
 )
 
 
 def inv_scale(scale: torch.Tensor) -> torch.Tensor:
     """Return 1 / scale (fp32, one element), computed in FP64 and rounded once to FP32."""
-    checks.is_tensor("inv_scale", "scale", scale)
-    return backends.call("inv_scale", scale.device.type, scale)
+    return inv_scale_op(scale)
 
 
 def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -128,7 +129,7 @@ def clip_coef_reference(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (limit / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
 
 
-def _fake_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
+def _fake_clip_coef(sum_sq: torch.Tensor) -> torch.Tensor:
     return sum_sq.new_empty((), dtype=torch.float32)
 
 
@@ -141,12 +142,14 @@ def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
         raise ValueError(f"clip_coef: max_norm must be positive, got {max_norm}")
 
 
-library.define(
+clip_coef_op = Op(
     "clip_coef",
     "(Tensor sum_sq, float max_norm) -> Tensor",
-    check=_check_clip_coef,
     reference=clip_coef_reference,
     fake=_fake_clip_coef,
+    check=_check_clip_coef,
+    examples=example_inputs.clip_coef,
+    triton="scale",
 )
 
 
@@ -158,8 +161,7 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     a fixed order. Returns fp32 [] on the same device; NaN if the sum is NaN. ValueError if
     max_norm is not positive.
     """
-    checks.is_tensor("clip_coef", "sum_sq", sum_sq)
-    return backends.call("clip_coef", sum_sq.device.type, sum_sq, float(max_norm))
+    return clip_coef_op(sum_sq, float(max_norm))
 
 
 def underflow_share(counts: torch.Tensor, elements: int) -> torch.Tensor:
@@ -179,92 +181,66 @@ COUNTERS = 3  # of updates: with an overflow, without, and with one in a row
 _EARLY = 20
 
 
-def update_scale_reference_(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    hysteresis_tracker: torch.Tensor,
-    counters: torch.Tensor,
-    found_inf: torch.Tensor,
-    underflow: torch.Tensor | None,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-    grow_on_underflow: float,
-) -> None:
+def update_scale_reference_(args: Any) -> None:
+    scale, growth_tracker, hysteresis_tracker, counters, found_inf, underflow = args[:6]
     found = found_inf.reshape(()) != 0
     now, clean, left = (t.reshape(()) for t in (scale, growth_tracker, hysteresis_tracker))
     left = torch.where(found, left - 1, left)
     clean = torch.where(found, 0, clean.long() + 1)  # long: growth_interval may be
-    grows = ~found & (clean >= growth_interval)
+    grows = ~found & (clean >= args.growth_interval)
     if underflow is not None:
-        early = clean * _EARLY >= growth_interval
-        grows = grows | (~found & early & (underflow.reshape(()) > grow_on_underflow))
+        early = clean * _EARLY >= args.growth_interval
+        grows = grows | (~found & early & (underflow.reshape(()) > args.grow_on_underflow))
     backs_off = found & (left <= 0)
     # min_scale and max_scale bound what a step does; a scale set outside them by hand stays.
-    lower = torch.minimum(now, (now.double() * backoff_factor).float().clamp(min=min_scale))
-    higher = (now.double() * growth_factor).float().clamp(max=max_scale)
+    lower = torch.minimum(
+        now, (now.double() * args.backoff_factor).float().clamp(min=args.min_scale)
+    )
+    higher = (now.double() * args.growth_factor).float().clamp(max=args.max_scale)
     higher = torch.where(torch.isfinite(higher), torch.maximum(now, higher), now)
     later = torch.where(backs_off, lower, torch.where(grows, higher, now))
     scale.copy_(later.reshape(scale.shape))
     growth_tracker.copy_(torch.where(grows, 0, clean).reshape(growth_tracker.shape))
-    left = torch.where(grows, hysteresis, left.clamp(min=0))
+    left = torch.where(grows, args.hysteresis, left.clamp(min=0))
     hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
     skipped, applied, in_a_row = counters.unbind()
     in_a_row = torch.where(found, in_a_row + 1, 0)
     counters.copy_(torch.stack([skipped + found, applied + ~found, in_a_row]))
 
 
-def _check_update_scale(
-    scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    hysteresis_tracker: torch.Tensor,
-    counters: torch.Tensor,
-    found_inf: torch.Tensor,
-    underflow: torch.Tensor | None,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-    grow_on_underflow: float,
-) -> None:
+def _check_update_scale(args: Any) -> None:
     op = "update_scale_"
-    for name, t, dtype in (
-        ("scale", scale, torch.float32),
-        ("growth_tracker", growth_tracker, torch.int32),
-        ("hysteresis_tracker", hysteresis_tracker, torch.int32),
-        ("found_inf", found_inf, torch.float32),
-        ("underflow", underflow, torch.float32),
+    checks.is_tensor(op, "scale", args.scale)
+    device = args.scale.device
+    fp32 = ("scale", "found_inf", "underflow")
+    for name in (*fp32, "growth_tracker", "hysteresis_tracker"):
+        if (t := getattr(args, name)) is not None:
+            checks.is_scalar(op, name, t, torch.float32 if name in fp32 else torch.int32)
+            checks.on_device(op, name, t, device, "scale")
+    checks.is_table(op, "counters", args.counters, torch.int64, (COUNTERS,), device, "scale")
+    for name, is_valid, meaning in (
+        ("growth_factor", lambda x: 1 <= x < math.inf, "finite, 1 or more"),
+        ("backoff_factor", lambda x: 0 < x <= 1, "in (0, 1]"),
+        ("growth_interval", lambda x: x >= 1, "1 or more"),
+        ("min_scale", lambda x: 0 <= x < math.inf, "finite, 0 or more"),
+        ("max_scale", lambda x: x > 0, "positive"),
+        ("hysteresis", lambda x: x >= 1, "1 or more"),
+        ("grow_on_underflow", lambda x: 0 <= x <= 1, "in [0, 1]"),
     ):
-        if t is not None:
-            checks.is_scalar(op, name, t, dtype)
-            checks.on_device(op, name, t, scale.device, "scale")
-    checks.is_table(op, "counters", counters, torch.int64, (COUNTERS,), scale.device, "scale")
-    for name, number, valid, meaning in (
-        ("growth_factor", growth_factor, 1 <= growth_factor < math.inf, "finite, 1 or more"),
-        ("backoff_factor", backoff_factor, 0 < backoff_factor <= 1, "in (0, 1]"),
-        ("growth_interval", growth_interval, growth_interval >= 1, "1 or more"),
-        ("min_scale", min_scale, 0 <= min_scale < math.inf, "finite, 0 or more"),
-        ("max_scale", max_scale, max_scale > 0, "positive"),
-        ("hysteresis", hysteresis, hysteresis >= 1, "1 or more"),
-        ("grow_on_underflow", grow_on_underflow, 0 <= grow_on_underflow <= 1, "in [0, 1]"),
-    ):
-        if not valid:
+        if not is_valid(number := getattr(args, name)):
             raise ValueError(f"{op}: {name} must be {meaning}, got {number}")
 
 
-library.define(
+update_scale_op = Op(
     "update_scale_",
     "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, "
     "Tensor(d!) counters, Tensor found_inf, Tensor? underflow, float growth_factor, "
     "float backoff_factor, int growth_interval, float min_scale, float max_scale, int hysteresis, "
     "float grow_on_underflow) -> ()",
-    check=_check_update_scale,
     reference=update_scale_reference_,
+    check=_check_update_scale,
+    examples=example_inputs.update_scale,
+    triton="scale",
 )
 
 
@@ -297,11 +273,7 @@ def update_scale_(
     row, up to this one, had one. Sources: dynamic loss scaling of Mixed Precision Training
     (Micikevicius et al., 2018); hysteresis as in Megatron-LM.
     """
-    op = "update_scale_"
-    checks.is_tensor(op, "scale", scale)
-    backends.call(
-        op,
-        scale.device.type,
+    update_scale_op(
         scale,
         growth_tracker,
         hysteresis_tracker,
@@ -316,4 +288,3 @@ def update_scale_(
         hysteresis,
         grow_on_underflow,
     )
-    checks.mutated(scale, growth_tracker, hysteresis_tracker, counters)

@@ -4,91 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._dispatch import backends, checks, library, optimizer_update, rounding
+from ._dispatch import example_inputs, optimizer_update, rounding
+from ._dispatch.op import Op
 
 
-def sgd_reference_(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    momentum_buffers: list[torch.Tensor],
-    masters: list[torch.Tensor],
-    steps: torch.Tensor,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    max_value: float,
-    stochastic_rounding: bool,
-    seed: int,
-    indices: list[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    skip, counts = optimizer_update.advance(steps, found_inf)
-    rate = torch.full((), lr, dtype=torch.float64, device=steps.device)
-    if lr_tensor is not None:
-        rate = lr_tensor.reshape(()).double()
-    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        real = optimizer_update.real_dtype(param)
-        master = masters[i] if masters else None
-        random = (seed, counts[i], indices[i]) if indices else (0, counts[i], 0)
-        p = optimizer_update.truth(param, master)
-        g = optimizer_update.gradient(grad, real, inv_scale, clip, max_value, maximize)
-        if (decay := optimizer_update.rounded(weight_decay, real)) != 0:  # 0 * Inf would be NaN
+def sgd_reference_(args: Any) -> None:
+    update = optimizer_update.Update(args)
+    for i in range(len(args.params)):
+        real, g, p = update.real(i), update.gradient(i), update.master(i)
+        # 0 * Inf would be NaN.
+        if (decay := optimizer_update.rounded(args.weight_decay, real)) != 0:
             g = g + p * decay
-        if momentum_buffers:
-            buffer, factor = momentum_buffers[i], optimizer_update.rounded(momentum, real)
-            later = buffer.to(real) * factor + g * optimizer_update.rounded(1 - dampening, real)
-            b = torch.where(counts[i] == 1, g, later)
-            g = g + b * factor if nesterov else b
-            optimizer_update.write_state(buffer, b, skip, (*random, rounding.FIRST_STATE))
-        p = p - g * rate.to(real)
-        stochastic = (*random, rounding.PARAM) if stochastic_rounding else None
-        optimizer_update.write_param(param, master, p, skip, stochastic)
+        if args.momentum_buffers:
+            buffer = args.momentum_buffers[i]
+            factor = optimizer_update.rounded(args.momentum, real)
+            later = buffer.to(real) * factor + g * optimizer_update.rounded(
+                1 - args.dampening, real
+            )
+            b = torch.where(update.counts[i] == 1, g, later)
+            g = g + b * factor if args.nesterov else b
+            update.write_state(i, buffer, b, rounding.FIRST_STATE)
+        update.write_param(i, p - g * update.lr.to(real))
 
 
-def _check(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    momentum_buffers: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
-    steps: torch.Tensor,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    max_value: float,
-    stochastic_rounding: bool,
-    seed: int,
-    indices: Sequence[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    states = {"momentum_buffers": momentum_buffers}
-    options = (max_value, stochastic_rounding, indices)
-    scalars = (lr_tensor, inv_scale, clip, found_inf)
-    empty = ("momentum_buffers", "masters")
-    optimizer_update.check("sgd_", params, grads, states, masters, steps, *options, *scalars, empty)
+def _check(args: Any) -> None:
+    optimizer_update.check(
+        "sgd_", args, states=("momentum_buffers",), may_be_empty=("momentum_buffers", "masters")
+    )
 
 
-library.define(
+sgd_op = Op(
     "sgd_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
     "Tensor(d!) steps, float lr, float momentum, float dampening, float weight_decay, "
     "bool nesterov, " + optimizer_update.SHARED_SCHEMA,
-    check=_check,
     reference=sgd_reference_,
+    check=_check,
+    examples=example_inputs.sgd,
+    triton="sgd",
 )
 
 
@@ -128,20 +85,27 @@ def sgd_(
     importance of initialization and momentum in deep learning (Sutskever et al., 2013), in the
     form of torch.optim.SGD.
     """
-    lists = (params, grads, momentum_buffers, masters)
-    for name, tensors in zip(("params", "grads", "momentum_buffers", "masters"), lists,
-                             strict=True):  # fmt: skip
-        checks.is_sequence("sgd_", name, tensors)
+    optimizer_update.prepare("sgd_", params, steps)
     if not params:
         return
-    checks.is_tensor("sgd_", "steps", steps)
-    checks.needs_no_grad("sgd_", "call it under torch.no_grad()", *params)
-    lr_tensor, lr = (lr, 0.0) if isinstance(lr, torch.Tensor) else (None, lr)
-    numbers = (lr, momentum, dampening, weight_decay, nesterov)
-    shared = (maximize, max_value, stochastic_rounding, seed, indices)
-    device = steps.device.type
-    backends.call(
-        *("sgd_", device, *lists, steps, *numbers, *shared),
-        *(lr_tensor, inv_scale, clip, found_inf),
+    sgd_op(
+        params,
+        grads,
+        momentum_buffers,
+        masters,
+        steps,
+        0.0 if isinstance(lr, torch.Tensor) else lr,
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        maximize,
+        max_value,
+        stochastic_rounding,
+        seed,
+        indices,
+        lr if isinstance(lr, torch.Tensor) else None,
+        inv_scale,
+        clip,
+        found_inf,
     )
-    checks.mutated(*params, *momentum_buffers, *masters, steps)

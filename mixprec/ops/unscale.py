@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import backends, checks, library
+from ._dispatch import checks, example_inputs
+from ._dispatch.op import Op
 
 COUNTS = 4  # Inf, NaN, zeros, subnormals
 
@@ -60,16 +61,19 @@ def _check(
         checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
 
 
-# 3. The schema, shared by all variants; the C++ kernel is csrc/cpu/unscale.cpp.
-library.define(
+# 3. The op: its schema, shared by all variants, and what is known of it. The C++ kernel is
+# csrc/cpu/unscale.cpp, the CUDA kernel csrc/cuda/grads/unscale.cu.
+unscale_op = Op(
     "unscale_",
     "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!)? counts) -> ()",
-    check=_check,
     reference=unscale_reference_,
+    check=_check,
+    examples=example_inputs.unscale,
+    triton="unscale",
 )
 
 
-# 4. The public function: choose a variant, run it.
+# 4. The public function.
 def unscale_(
     grads: Sequence[torch.Tensor],
     inv_scale: torch.Tensor,
@@ -87,7 +91,5 @@ def unscale_(
     anything is written.
     """
     checks.is_sequence("unscale_", "grads", grads)
-    checks.is_tensor("unscale_", "found_inf", found_inf)
     checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)
-    backends.call("unscale_", found_inf.device.type, grads, inv_scale, found_inf, counts)
-    checks.mutated(*grads, found_inf, *([] if counts is None else [counts]))
+    unscale_op(grads, inv_scale, found_inf, counts)

@@ -1,4 +1,5 @@
-"""Optimizers that train 16-bit parameters as FP32 numbers: with masters, remainders, or chance."""
+"""Optimizers that train 16-bit parameters in FP32 precision: FP32 masters, 16-bit remainders, or
+stochastic rounding."""
 
 from ._fp32 import fp32_state_dict
 from .adamw import Adam, AdamW

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -23,18 +23,25 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class Optimizer(torch.optim.Optimizer):
-    """The step around an update op; AdamW says what it does.
+class Scaling(NamedTuple):
+    """What a GradScaler passes to one step."""
 
-    A subclass says which settings a group must have (`_check_settings`), which moments its params
+    grad_scale: torch.Tensor | None  # None where the gradients are unscaled already
+    found_inf: torch.Tensor | None  # None without a scaler
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The step around an update op, which the subclass provides.
+
+    A subclass checks the settings of a group (`_check_settings`), names the moments of its params
     (`_moments`), and runs its op on one batch of params (`_update`).
     """
 
-    # What torch.amp.GradScaler asks of an optimizer that unscales by itself: it sets grad_scale
-    # (None after unscale_) and found_inf on the optimizer while it calls step().
+    # Tells torch.amp.GradScaler that step() unscales by itself. It then sets the attributes
+    # grad_scale (None after unscale_) and found_inf on the optimizer while it calls step().
     _step_supports_amp_scaling = True
-    # What mixprec.GradScaler asks beyond that: step() raises the found_inf that it was handed.
-    _raises_found_inf = True
+    # The same from mixprec.GradScaler, through `_step_scaled`, while that runs.
+    _scaling: Scaling | None = None
     # Settings that a group of a torch state dict may lack.
     _optional: ClassVar[dict[str, Any]] = {"maximize": False}
     # What a state to load may hold, and whether it has to.
@@ -58,8 +65,15 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         who = type(self).__name__
         _settings.check_options(
-            *(who, master_weights, state_dtype, stochastic_rounding, seed, grad_dtype),
-            *(max_grad_norm, max_grad_value, ignored),
+            who,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            grad_dtype=grad_dtype,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            ignored=ignored,
         )
         self._policy = Policy(master_weights, state_dtype, stochastic_rounding)
         self._seed, self._grad_dtype = seed, grad_dtype
@@ -71,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def master_weights(self) -> str | None:
-        """What it was made with."""
+        """The option that the optimizer was constructed with."""
         return self._policy.master_weights
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
@@ -93,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _forget(self) -> None:
-        """Take every param for one that someone else has written since our last step."""
+        """Treat every param as written by other code since the last step."""
         self._batches = Batches(type(self).__name__, self._policy)
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
         self.grad_counts = GradCounts()
@@ -174,11 +188,36 @@ class Optimizer(torch.optim.Optimizer):
         read them first, in their own dtype and still scaled. Waits for the device."""
         return self.grad_counts.underflows(namer([self], model))
 
+    def _step_scaled(
+        self,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        """step(*args, **kwargs) for mixprec.GradScaler: unscale by grad_scale, set `found_inf` in
+        place where a gradient is Inf or NaN, and skip where it is not 0.
+
+        It calls `self.step`, so that hooks, the profiler and an LR scheduler's wrapper all run.
+        """
+        self._scaling = Scaling(grad_scale, found_inf)
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            self._scaling = None
+
+    def _current_scaling(self) -> Scaling:
+        """What the scaler that drives this step, of mixprec or of torch, has passed."""
+        if self._scaling is not None:
+            return self._scaling
+        return Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Do one step with the gradients at hand; return what `closure`, if given, returned."""
+        """Update the params with their current gradients; return what `closure`, if given,
+        returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -193,9 +232,8 @@ class Optimizer(torch.optim.Optimizer):
         self._sums = {}
         if not batches and alone:
             return loss
-        found_inf = getattr(self, "found_inf", None)
-        grad_scale = getattr(self, "grad_scale", None)
-        # Gradients that a scaler's unscale_ has seen are read again only for their norm.
+        grad_scale, found_inf = self._current_scaling()
+        # Gradients that a scaler's unscale_ has checked are read again only for their norm.
         seen = found_inf is not None and grad_scale is None
         must_read = self._clips() or grad_scale is not None or (self._any_low() and not seen)
         if found_inf is None and must_read:
@@ -250,9 +288,12 @@ class Optimizer(torch.optim.Optimizer):
             masters = [s["master"] if "master" in s else s["remainder"] for s in states]
         lr = group["lr"]
         self._update(
-            *(group, batch.data, batch.grads, state),
-            list(map(local, masters)) if sharded else masters,
-            self._batches.steps(batch),
+            group=group,
+            params=batch.data,
+            grads=batch.grads,
+            state=state,
+            masters=list(map(local, masters)) if sharded else masters,
+            steps=self._batches.steps(batch),
             lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
             maximize=group["maximize"],
             max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
@@ -265,12 +306,12 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of its namesake in torch.optim, in copies.
+        """Load a state dict of this class, or of the class of the same name in torch.optim.
 
-        Every tensor keeps its dtype whatever the params' is (torch.optim casts it to that). The
-        weights may be loaded before or after. Raises ValueError, changing nothing, for a state that
-        does not fit: another number of params, another shape, dtype or optimizer, masters without
-        a place.
+        Tensors are copied and keep their dtypes (torch.optim casts them to the params'). The
+        model's weights may be loaded before or after. Raises ValueError, changing nothing, for a
+        state that does not fit: another number of params, another shape, dtype or optimizer, or
+        masters that these options have no use for.
         """
         _settings.check_state_dict(f"{type(self).__name__}.load_state_dict", state_dict)
         hook = self.register_load_state_dict_pre_hook(hide_tensors)  # runs after all others
@@ -280,7 +321,12 @@ class Optimizer(torch.optim.Optimizer):
             hook.remove()
 
     _OWN = (
-        *("_policy", "_seed", "_grad_dtype", "max_grad_norm", "max_grad_value", "ranks"),
+        "_policy",
+        "_seed",
+        "_grad_dtype",
+        "max_grad_norm",
+        "max_grad_value",
+        "ranks",
         "skipped",
     )
 

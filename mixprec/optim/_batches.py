@@ -1,4 +1,4 @@
-"""The lists that one call of an update takes, gathered with little Python per param."""
+"""The lists of tensors for one call of an update op, gathered with little Python per param."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._state import Policy
 
 @dataclass
 class Batch:
-    """The params that one call of an update takes: of one group, on one device."""
+    """The params of one call of an update op: of one group, on one device."""
 
     group: int
     params: list[torch.Tensor]  # as the optimizer holds them
-    data: list[torch.Tensor]  # what of them is on this rank: the same list without DTensors
+    data: list[torch.Tensor]  # their parts on this rank: the same list without DTensors
     grads: list[torch.Tensor]
     states: list[dict[str, Any]]
     has_master: bool  # or remainder; all of them, or none
@@ -30,25 +30,25 @@ class Batch:
 
 
 class _Known(NamedTuple):
-    """The params of a group as our last step left them, to see what others have done since."""
+    """The params of a group as our last step left them, to detect changes by other code."""
 
     ids: list[int]
     dtypes: list[torch.dtype]
     state_sizes: list[int]
     moments: tuple[str, ...]
     versions: list[int]
-    data: list[torch.Tensor]  # what is on this rank
+    data: list[torch.Tensor]  # the parts on this rank
     has_master: bool | None  # all of them, or none, in one batch; None: several batches
 
 
 class Batches:
-    """Makes the batches of every step, and remembers what the last step has left behind."""
+    """Makes the batches of every step, and remembers the params as the last step left them."""
 
     def __init__(self, who: str, policy: Policy) -> None:
         self._who, self._policy = who, policy
         self._known: dict[int, _Known] = {}  # by group
         self._current: dict[int, _Known] = {}
-        # By batch: the steps in its states, and the buffer of which they are the elements.
+        # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.met_low_precision = False
 
@@ -59,9 +59,9 @@ class Batches:
         state: MutableMapping[Any, dict[str, Any]],
         moments: tuple[str, ...],
     ) -> Iterator[Batch]:
-        """The params of a group that have gradients, their state prepared.
+        """The params of a group that have gradients, with their state prepared.
 
-        By whole lists, because this is most of what a step costs in Python.
+        It works on whole lists, because this is most of a step's Python time.
         """
         params = group["params"]
         grads = [p.grad for p in params]
@@ -85,8 +85,8 @@ class Batches:
         else:
             same = known is not None and known[:4] == now
             before = known.versions if known is not None and same else [-1] * len(params)
-            rows = zip(params, grads, states, versions, before, strict=True)
-            for p, grad, of_param, version, last in rows:
+            each = zip(params, grads, states, versions, before, strict=True)
+            for p, grad, of_param, version, last in each:
                 if version != last:
                     self._prepare(p, grad, of_param, moments)
             kinds = {(_has_master(s), p.device) for s, p in zip(states, data, strict=True)}
@@ -98,12 +98,13 @@ class Batches:
             yield Batch(g, params, data, grads, states, has_master)
             return
         split: dict[tuple[bool, torch.device], Batch] = {}
-        for row in zip(params, data, grads, states, strict=True):
-            kind = (_has_master(row[3]), row[1].device)
+        for p, part, grad, of_param in zip(params, data, grads, states, strict=True):
+            kind = (_has_master(of_param), part.device)
             batch = split.setdefault(kind, Batch(g, [], [], [], [], kind[0]))
-            lists = (batch.params, batch.data, batch.grads, batch.states)
-            for values, value in zip(lists, row, strict=True):
-                values.append(value)  # type: ignore[attr-defined]
+            batch.params.append(p)
+            batch.data.append(part)
+            batch.grads.append(grad)
+            batch.states.append(of_param)
         yield from split.values()
 
     def _prepare(
@@ -121,13 +122,13 @@ class Batches:
         self._policy.prepare(p, state, moments)
 
     def remember(self) -> None:
-        """The step has been done: what is written from now on is written by someone else."""
+        """Call after the step: later writes to the params are those of other code."""
         for g, known in self._current.items():
             self._known[g] = known._replace(versions=[p._version for p in known.data])
         self._current = {}
 
     def steps(self, batch: Batch) -> torch.Tensor:
-        """The steps of the batch as one tensor, of which those in the states are views."""
+        """The `step` of each state of the batch in one tensor; those in the states are views."""
         steps = [s["step"] for s in batch.states]
         key = (batch.group, batch.device, batch.has_master)
         known, buffer = self._steps.get(key, ((), None))

@@ -1,4 +1,4 @@
-"""The weights that training really has: a model's state dict in FP32, from the masters."""
+"""A model's state dict in FP32, from the master weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ def fp32_state_dict(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> dict[str, Any]:
-    """model.state_dict() with every 16-bit tensor in FP32: a param's master where one of the
-    optimizers keeps it, else the same values widened. In copies; other entries are as they were.
+    """model.state_dict() with every 16-bit tensor in FP32: the param's master where one of the
+    optimizers keeps it, else the same values converted. Tensors are copies; other entries are
+    unchanged.
 
-    Loading it into this model gives its params again; to that end, a number kept as a remainder
-    that is exactly between two BF16 neighbours is returned one FP32 unit further from 0. ValueError
-    where a param has been written since the last step and is no longer its master's rounding.
+    Loading it into this model restores exactly its params. To this end, a number kept as a
+    remainder that is halfway between two BF16 neighbours is returned one FP32 unit further from 0.
+    Raises ValueError where a param was written after the last step and is no longer its master
+    rounded.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     states = {id(p): state for o in optimizers for p, state in o.state.items()}
@@ -43,7 +45,7 @@ def _wide(name: str, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor
     rounded = state["master"].to(param.dtype)
     if not ((rounded == param) | (rounded.isnan() & param.isnan())).all():
         raise ValueError(
-            f"fp32_state_dict: {name} was written after the last step and is not its master's "
-            "rounding any more; do a step first, or save model.state_dict()"
+            f"fp32_state_dict: {name} was written after the last step and is no longer its master "
+            "rounded; do a step first, or save model.state_dict()"
         )
     return state["master"]

@@ -1,4 +1,4 @@
-"""What a step must know of all its gradients before it may write: are they finite, how large."""
+"""What a step needs to know of all gradients before it writes: are they finite, how large."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def read(
     found_inf: torch.Tensor,
     counts: GradCounts | None,
 ) -> dict[int, torch.Tensor]:
-    """Pass once over all gradients: raise `found_inf` (fp32, one element, on any device) in place,
-    and return, by group, fp64 squared norms on found_inf's device that have to be added up."""
+    """Read all gradients once: set `found_inf` (fp32, one element, on any device) in place, and
+    return, by group, fp64 squared norms on found_inf's device, whose sum is the group's."""
     home = found_inf.device
     by_device: dict[torch.device, list[Batch]] = {}
     for batch in batches:

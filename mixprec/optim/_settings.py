@@ -1,4 +1,4 @@
-"""What the settings and options of an optimizer may be: one ValueError each."""
+"""Valid settings and options of an optimizer; anything else is a ValueError."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def check_limit(who: str, name: str, limit: Any) -> None:
 
 def check_options(
     who: str,
+    *,
     master_weights: str | None,
     state_dtype: torch.dtype,
     stochastic_rounding: bool,
@@ -83,7 +84,7 @@ def check_options(
 
 
 def check_state_dict(who: str, state_dict: Any) -> None:
-    """A dict with the two keys of every optimizer's state dict, and what they must hold."""
+    """Check for the two keys of every optimizer's state dict and the types of their values."""
     wrong = None
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         wrong = "be a dict with the keys state and param_groups"

@@ -1,4 +1,4 @@
-"""The state of one parameter: made at its first step, its master kept true, restored exactly."""
+"""The state of one parameter: created at its first step, kept up to date, restored exactly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MAX_STEP = 2**24  # step is counted in fp32
 
 @dataclass(frozen=True)
 class Policy:
-    """What state an optimizer keeps for a param of each dtype."""
+    """Which state an optimizer keeps for a param of each dtype."""
 
     master_weights: str | None
     state_dtype: torch.dtype
     stochastic_rounding: bool
 
     def master(self, param: torch.Tensor) -> str | None:
-        """The state key of what makes the param an FP32 number; None if nothing does."""
+        """The state key that extends the param to an FP32 number; None if there is none."""
         if self.master_weights is None or param.dtype not in LOW_PRECISION:
             return None
         if param.dtype == torch.bfloat16:
@@ -42,11 +42,11 @@ class Policy:
         return self.stochastic_rounding or self.state_dtype == torch.bfloat16
 
     def prepare(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
-        """Make what the state lacks. Where someone wrote the param, its master follows.
+        """Create what the state lacks. Where other code wrote the param, update its master.
 
-        The master stays wherever it still rounds to the param: weights that are loaded after the
-        optimizer's state, as they were saved with it, leave all its bits in place. A remainder
-        always stays: it is less than half a unit of whatever the param is now.
+        The master is kept wherever it still rounds to the param, so that loading a model's weights
+        after the optimizer's state leaves all its bits in place. A remainder is always kept: it is
+        less than half a unit of whatever the param is now.
         """
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -78,10 +78,10 @@ class Policy:
         moments: tuple[str, ...],
         required: tuple[str, ...],
     ) -> dict[str, Any]:
-        """The state to continue from, on the param's device, in copies that share no memory.
+        """The loaded state, copied to the param's device.
 
-        Moments must be of the optimizer's dtype, or of one that widens exactly to it. Anything
-        else is a ValueError: no value is ever rounded on its way.
+        Moments must have the optimizer's dtype, or one that converts to it exactly. Anything else
+        is a ValueError: no value is ever rounded.
         """
         saved = {name: value for name, value in saved.items() if value is not None}
         if not saved:
@@ -91,13 +91,13 @@ class Policy:
                 f"{who}: a state must hold {', '.join(('step', *moments))}, got "
                 f"{', '.join(saved)}: is this a checkpoint of another optimizer?"
             )
-        # torch.optim.SGD keeps a buffer without counting: what has one has begun.
+        # torch.optim.SGD has no step count; a state with a buffer has had its first step.
         state: dict[str, Any] = {"step": _step(who, param, saved.get("step", 1.0))}
         place = self.master(param)
         for name in _MASTERS.keys() & saved.keys():
             if name != place:
                 raise ValueError(
-                    f"{who}: the state holds a {name}, for which a {_word(param.dtype)} param has "
+                    f"{who}: the state holds a {name}, for which a {_short(param.dtype)} param has "
                     f"no place with master_weights={self.master_weights!r}, "
                     f"stochastic_rounding={self.stochastic_rounding}; use the options that it was "
                     "saved with, or delete the key to go on from the weights alone"
@@ -112,7 +112,7 @@ class Policy:
         return state
 
 
-def _word(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -132,8 +132,8 @@ def _tensor(
             f"{who}: {name} must be sharded as its param is; use torch.distributed.checkpoint"
         )
     if t.dtype not in (dtype, *narrower):
-        words = ", ".join(map(_word, (dtype, *narrower)))
-        raise ValueError(f"{who}: {name} must have dtype {words}, got {_word(t.dtype)}")
+        allowed = ", ".join(map(_short, (dtype, *narrower)))
+        raise ValueError(f"{who}: {name} must have dtype {allowed}, got {_short(t.dtype)}")
     return t.detach().to(param.device, dtype, copy=True)
 
 
@@ -145,14 +145,14 @@ def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Te
 
 
 class _Hidden:
-    """A tensor that Optimizer.load_state_dict does not see, and so does not cast."""
+    """Hides a tensor from torch's Optimizer.load_state_dict, which would cast it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def hide_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook before load_state_dict: the same state dict with the tensors of its state hidden."""
+    """A pre-hook of load_state_dict that hides the tensors of the state from it."""
 
     def hide(value: Any) -> Any:
         if isinstance(value, dict):
@@ -163,7 +163,7 @@ def hide_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def show_tensors(value: Any) -> Any:
-    """What hide_tensors was given."""
+    """The inverse of hide_tensors."""
     if isinstance(value, dict):
         return {k: show_tensors(v) for k, v in value.items()}
     return value.tensor if isinstance(value, _Hidden) else value

@@ -23,37 +23,37 @@ class AdamW(Optimizer):
     agree with torch.optim.AdamW within a few units in the last place. lr (a number or a tensor on
     any device), betas, eps, weight_decay and maximize may differ between param groups.
 
-    master_weights: what makes a 16-bit param an FP32 number, to which the updates go.
-      "auto", "fp32"  an FP32 copy in state[param]["master"], 4 bytes; the param is its rounding
+    master_weights: how 16-bit params are kept in FP32, where updates are applied.
+      "auto", "fp32"  an FP32 copy in state[param]["master"], 4 bytes; the param is this rounded
       "remainder16"   for bf16 the 16 bits that the param lacks, in state[param]["remainder"],
-                      2 bytes: the same FP32 numbers; fp16 params get a copy
-      None            nothing: small updates are rounded away, unless rounding is stochastic
+                      2 bytes: the same FP32 numbers; fp16 params get an FP32 copy
+      None            not at all: small updates are rounded away, unless rounding is stochastic
     state_dtype: of the moments, torch.float32, or torch.bfloat16, which is always rounded
-    stochastically (to nearest, exp_avg_sq would stop to decay). stochastic_rounding: bf16 params
-    have no master ("auto") and are rounded up or down at random in proportion, from `seed`.
-    Everything is reproducible: the same seed gives the same bits.
+    stochastically (rounded to nearest, exp_avg_sq would stop decaying). stochastic_rounding: bf16
+    params have no master ("auto") and are rounded up or down at random, in proportion to the
+    distance, from `seed`. The same seed gives the same bits.
     grad_dtype: torch.float32 lets autograd accumulate the gradients of 16-bit params in FP32 (not
-    under DDP, which has `distributed.reduce_gradients_in_fp32`). A param's `main_grad` is used in
-    place of its `grad` where there is one.
+    under DDP, which has `distributed.reduce_gradients_in_fp32`). A param's `main_grad`, if there
+    is one, is used instead of its `grad`.
     max_grad_norm: clips the norm of all gradients of all groups together, after unscaling, by
-    min(1, max_grad_norm / (norm + 1e-6)); a group with a "max_grad_norm" of its own is clipped by
-    its own norm. max_grad_value bounds each element. `grad_norm` tells the norm.
-    process_group: ranks that hold different params, or parts of them, and have to skip and clip
-    together; for DTensors (FSDP2) this is known without it.
-    foreach, fused, capturable: accepted so that calls of torch.optim carry over, and ignored: the
-    step is always fused and capturable. amsgrad and differentiable must be False.
+    min(1, max_grad_norm / (norm + 1e-6)); a group with its own "max_grad_norm" is clipped by the
+    norm of that group. max_grad_value bounds each element. The norm is in `grad_norm`.
+    process_group: ranks that hold different params, or parts of them, and must skip and clip
+    together; for DTensors (FSDP2) the ranks are known without it.
+    foreach, fused, capturable: accepted for compatibility with torch.optim and ignored: the step is
+    always fused and capturable. amsgrad and differentiable must be False.
 
-    A master is made at the first step; when someone else has written the param since the last
-    step, it is taken over wherever it is not the master's rounding any more (writes through
-    `.data` are not seen). state[param]: `exp_avg`, `exp_avg_sq`, `master` or `remainder`, and
-    `step`, FP32 on the param's device, which counts applied steps. State dicts keep all dtypes,
-    and are exchanged with torch.optim.AdamW, both ways, where there are no masters.
+    A master is created at the first step. If other code has written a param since the last step,
+    its master takes the new value wherever it no longer rounds to the param (writes through `.data`
+    are not detected). state[param]: `exp_avg`, `exp_avg_sq`, `master` or `remainder`, and `step`,
+    FP32 on the param's device, which counts applied steps. State dicts keep all dtypes. Without
+    masters they can be exchanged with torch.optim.AdamW in both directions.
 
-    A step is skipped as a whole, leaving params, masters, moments and `step` as they were, when a
-    gradient is Inf or NaN and either a GradScaler drives the step, or max_grad_norm is set, or a
-    param is 16 bits wide. `skipped` counts such steps on the device, and `overflow_report()` names
-    the params. Otherwise (fp32 params, no scaler, no clipping) nothing reads the gradients first
-    and a NaN reaches the params, as it does in torch.optim. Nothing here waits for the device.
+    A step is skipped as a whole, leaving params, masters, moments and `step` unchanged, when a
+    gradient is Inf or NaN and a GradScaler drives the step, max_grad_norm is set or a param has 16
+    bits. `skipped` counts such steps on the device, and `overflow_report()` names the params.
+    Otherwise (fp32 params, no scaler, no clipping) gradients are not checked and a NaN reaches the
+    params, as in torch.optim. Nothing here waits for the device.
 
     With `mixprec.GradScaler` or `torch.amp.GradScaler`, gradients stay scaled and are unscaled
     inside the update. Raises ValueError for settings out of range and for sparse gradients.
@@ -154,7 +154,7 @@ class AdamW(Optimizer):
 class Adam(AdamW):
     """Adam: weight decay, if any, is added to the gradient (L2 regularization).
 
-    Arguments and everything else as in `AdamW`, of which it is a kind only to share its code.
+    Arguments and behavior as for `AdamW`; it is a subclass only to share code.
     Source: Adam: A Method for Stochastic Optimization (Kingma, Ba, 2015).
     """
 

@@ -22,8 +22,8 @@ class SGD(Optimizer):
     The formula is that of `mixprec.ops.sgd_`; results agree with torch.optim.SGD within a few
     units in the last place. lr, momentum, dampening, weight_decay, nesterov and maximize may
     differ between param groups. state[param]: `momentum_buffer` where momentum is not 0, `step`,
-    and `master` or `remainder`; state dicts are exchanged with torch.optim.SGD, both ways, where
-    there are no masters. Options, skipping and scaling as in `AdamW`. Source: On the importance
+    and `master` or `remainder`. Without masters, state dicts can be exchanged with torch.optim.SGD
+    in both directions. Options, skipping and scaling as for `AdamW`. Source: On the importance
     of initialization and momentum in deep learning (Sutskever et al., 2013).
     """
 

@@ -9,14 +9,19 @@ import torch
 
 import mixprec
 from mixprec import ops
-from mixprec.ops._dispatch import arch, backends, library
+from mixprec.ops._dispatch import arch, backends, library, self_check
+from mixprec.ops._dispatch.op import ALL, Op
+
+OPS: dict[str, Op] = {op.name: op for op in ALL}
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing is chosen, compared or logged yet."""
-    for name, empty in (("_chosen", {}), ("_able", {}), ("_ready", {}), ("_logged", set())):
-        monkeypatch.setattr(backends, name, empty)
+    for op in ALL:
+        for name in ("_chosen", "_able", "_agreed"):
+            monkeypatch.setattr(op, name, {})
+        monkeypatch.setattr(op, "_warned", False)
     return monkeypatch
 
 
@@ -28,7 +33,6 @@ def gpu(fresh: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     fresh.setattr(library, "CUDA_ERROR", None)
     fresh.setattr(library, "CUDA_ARCHS", "8.0;9.0a;12.0+PTX")
     fresh.setattr(library, "has_cuda_kernel", lambda op: True)
-    fresh.setattr(library, "TRITON", {**library.TRITON, "gemm": "gemm"})
     fresh.setattr(library, "capability", lambda index: (9, 0))
     return fresh
 
@@ -36,9 +40,9 @@ def gpu(fresh: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
     assert library.LOAD_ERROR is None
     assert library.C is not None
-    for op in library.OPS:
-        assert backends.why_not(op, "cpp", "cpu") is None
-        assert backends.chosen_backend(op, "cpu") == "cpp"
+    for op in ALL:
+        assert op.why_not("cpp", "cpu") is None
+        assert op.backend("cpu") == "cpp"
 
 
 def test_every_op_has_its_variants() -> None:
@@ -46,36 +50,45 @@ def test_every_op_has_its_variants() -> None:
         "adamw_", "amax", "clip_coef", "dequantize", "gemm", "gemm_accumulate_", "grad_stats_",
         "inv_scale", "quantize", "scale_from_amax_", "sgd_", "unscale_", "update_scale_",
     }  # fmt: skip
-    assert set(library.OPS) >= expected
-    for op in library.OPS:
-        kernel = getattr(torch.ops.mixprec, op).default
-        written = str(kernel._schema).split("(", 1)[1]
-        triton = ["triton"] if op in library.TRITON else []
-        vendor = ["vendor"] if library.has_vendor_kernel(op) else []
+    assert set(OPS) >= expected
+    for name, op in OPS.items():
+        written = str(op.handle()._schema).split("(", 1)[1]
+        triton = [] if op.triton is None else ["triton"]
+        vendor = ["vendor"] if name.startswith("gemm") else []
         for variant in ("reference", *triton, *vendor):
-            other = getattr(torch.ops.mixprec, library.variant_name(op, variant)).default
-            assert str(other._schema).split("(", 1)[1] == written, "the signatures differ"
-        mutates = op.endswith("_")
-        assert (
-            any(a.alias_info and a.alias_info.is_write for a in kernel._schema.arguments) is mutates
-        )
-        assert not (mutates and kernel._schema.returns), "a mutated argument is never returned"
-        assert hasattr(ops, op)
+            other = str(op.handle(variant)._schema).split("(", 1)[1]
+            assert other == written, "the signatures differ"
+        schema = op.handle()._schema
+        assert op.arguments == tuple(a.name for a in schema.arguments)
+        mutates = name.endswith("_")
+        assert any(a.alias_info and a.alias_info.is_write for a in schema.arguments) is mutates
+        assert not (mutates and schema.returns), "a mutated argument is never returned"
+        assert hasattr(ops, name)
+
+
+def test_functions_take_the_arguments_that_they_name() -> None:
+    """In any order, some of them, or all as one named tuple."""
+    op = OPS["dequantize"]  # (data, scale_inv, dtype)
+    assert op.by_name(lambda dtype, data: (dtype, data))(1, 2, 3) == (3, 1)
+    assert op.by_name(lambda args: args.scale_inv)(1, 2, 3) == 2
+    with pytest.raises(ValueError, match="not in tuple"):
+        op.by_name(lambda scale: scale)
 
 
 def test_variant_names() -> None:
-    assert library.variant_name("gemm", "triton") == "gemm_triton"
-    assert library.variant_name("unscale_", "reference") == "unscale_reference_"
+    assert OPS["gemm"].variant_name("triton") == "gemm_triton"
+    assert OPS["unscale_"].variant_name("reference") == "unscale_reference_"
 
 
 def test_use_backend_runs_that_variant(fresh: pytest.MonkeyPatch) -> None:
     calls = []
+    amax, handle = OPS["amax"], OPS["amax"].handle
 
-    def spy(name: str) -> object:
-        calls.append(name)
-        return getattr(torch.ops.mixprec, name).default
+    def spy(variant: str) -> object:
+        calls.append(variant)
+        return handle(variant)
 
-    fresh.setattr(library, "op_handle", spy)
+    fresh.setattr(amax, "handle", spy)
     x = torch.ones(3)
     mixprec.amax(x)
     with mixprec.use_backend("reference"):
@@ -84,13 +97,13 @@ def test_use_backend_runs_that_variant(fresh: pytest.MonkeyPatch) -> None:
             mixprec.amax(x)
         mixprec.amax(x)
     mixprec.amax(x)
-    assert calls == ["amax", "amax_reference", "amax"], "choices are remembered and restored"
+    assert calls == ["cpp", "reference", "cpp"], "each choice is made once and remembered"
 
 
 def test_use_backend_is_restored_after_an_error() -> None:
     with pytest.raises(ValueError, match=r"^dequantize"), mixprec.use_backend("reference"):
         mixprec.dequantize(mixprec.quantize(torch.ones(2), "fp16"), torch.int8)
-    assert backends.chosen_backend("amax", "cpu") == "cpp"
+    assert OPS["amax"].backend("cpu") == "cpp"
     assert mixprec.amax(torch.tensor([-2.0])).item() == 2.0
 
 
@@ -101,8 +114,8 @@ def test_unknown_backend(backend: object) -> None:
         mixprec.use_backend(backend),  # type: ignore[arg-type]
     ):
         raise AssertionError("the block must not run")
-    assert backends.chosen_backend("gemm", "cpu") == "cpp"
-    reason = backends.why_not("gemm", "opencl", "cpu")
+    assert OPS["gemm"].backend("cpu") == "cpp"
+    reason = OPS["gemm"].why_not("opencl", "cpu")
     assert reason is not None
     assert "unknown backend" in reason
 
@@ -122,40 +135,39 @@ def test_forced_backend_that_cannot_run_says_why() -> None:
         mixprec.use_backend("cpp"),
         pytest.raises(RuntimeError, match=r"amax: no backend can run on cuda.*run on cpu tensors"),
     ):
-        backends.choose("amax", "cuda")
+        OPS["amax"].choose("cuda")
 
 
 def test_on_a_gpu_cuda_comes_first_then_triton(gpu: pytest.MonkeyPatch) -> None:
     """Where one cannot run the next does, and the reason is given."""
     gpu.setattr(library, "has_cuda_kernel", lambda op: op == "amax")
-    assert backends.order("cuda") == ("cuda", "triton", "reference")
-    assert backends.chosen_backend("amax", "cuda") == "cuda"
-    assert backends.chosen_backend("quantize", "cuda") == "triton"
-    assert backends.why_not("gemm", "cuda", "cuda") == "it has no CUDA kernel"
-    assert backends.why_not("amax", "vendor", "cuda") == "torch has no kernel for the same job"
-    gpu.delitem(library.TRITON, "amax")
+    assert OPS["amax"].order("cuda") == ("cuda", "triton", "reference")
+    assert OPS["amax"].backend("cuda") == "cuda"
+    assert OPS["quantize"].backend("cuda") == "triton"
+    assert OPS["gemm"].why_not("cuda", "cuda") == "it has no CUDA kernel"
+    assert OPS["amax"].why_not("vendor", "cuda") == "torch has no kernel for the same job"
+    gpu.setattr(OPS["amax"], "triton", None)
     with mixprec.use_backend("triton"):
-        for op in library.TRITON:
-            assert backends.chosen_backend(op, "cuda") == "triton"
+        assert OPS["quantize"].backend("cuda") == "triton"
         with pytest.raises(RuntimeError, match=r"^amax: .*triton: it has no Triton kernel"):
-            backends.choose("amax", "cuda")
+            OPS["amax"].choose("cuda")
     for backend in ("triton", "cuda", "vendor"):
-        reason = backends.why_not("gemm", backend, "cpu")
+        reason = OPS["gemm"].why_not(backend, "cpu")
         assert reason is not None
         assert reason.endswith("kernels run on cuda tensors, not cpu")
     gpu.setattr(library, "TRITON_ERROR", "triton is not installed: pip install triton")
     gpu.setattr(library, "CUDA_ERROR", "they were not built: no nvcc")
-    assert backends.chosen_backend("quantize", "cuda") == "reference"
+    assert OPS["quantize"].backend("cuda") == "reference"
     with (
         mixprec.use_backend("triton"),
         pytest.raises(RuntimeError, match=r"^quantize: no backend can run .*pip install triton"),
     ):
-        backends.choose("quantize", "cuda")
+        OPS["quantize"].choose("cuda")
     with (
         mixprec.use_backend("cuda"),
         pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*cuda: .*no nvcc"),
     ):
-        backends.choose("amax", "cuda")
+        OPS["amax"].choose("cuda")
 
 
 @pytest.mark.parametrize(
@@ -191,74 +203,53 @@ def test_which_gpus_a_build_is_for(archs: str, capability: tuple[int, int], runs
 def test_a_gpu_that_the_build_is_not_for_falls_to_triton(gpu: pytest.MonkeyPatch) -> None:
     capabilities = {0: (9, 0), 1: (7, 5)}
     gpu.setattr(library, "capability", capabilities.__getitem__)
-    assert backends.chosen_backend("amax", "cuda", 0) == "cuda"
-    assert backends.chosen_backend("amax", "cuda", 1) == "triton"
-    reason = backends.why_not("amax", "cuda", "cuda", 1)
+    assert OPS["amax"].backend("cuda", 0) == "cuda"
+    assert OPS["amax"].backend("cuda", 1) == "triton"
+    reason = OPS["amax"].why_not("cuda", "cuda", 1)
     assert reason is not None
     assert "built for 8.0, 9.0a, 12.0+PTX, and this GPU is 7.5" in reason
     gpu.setattr(library, "capability", lambda index: None)  # torch sees no GPU: nothing to refuse
-    assert backends.chosen_backend("amax", "cuda", 1) == "cuda"
-
-
-class OnGpu:
-    """Stands for a tensor on GPU `index`: choosing looks at nothing else of these arguments."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    assert OPS["amax"].backend("cuda", 1) == "cuda"
 
 
 def test_a_gpu_kernel_is_compared_before_its_first_use(gpu: pytest.MonkeyPatch) -> None:
     """Once per kernel and GPU: what one GPU gets right another need not."""
     asked = []
 
-    def right(name: str, op: object, device: str, skip: object) -> dict:
-        assert skip is None
-        asked.append((name, device))
-        return {"ok": name == "amax", "worst": 0.5, "reason": None}
+    def compare(op: Op, run: object, device: str, skip: object) -> dict:
+        asked.append((op.name, device))
+        return {"ok": op.name == "amax", "worst": 0.5, "reason": None}
 
-    gpu.setattr(backends._self_test, "compare", right)
-    gpu.setattr(library, "device_index", lambda args: args[0].index)
-    gpu.setattr(backends, "_can_compare", lambda: False)
-    one, other = (OnGpu(0),), (OnGpu(1),)
-    backends.choose("amax", "cuda", one)
-    assert not asked, "while tracing, say"
-    gpu.setattr(backends, "_can_compare", lambda: True)
+    gpu.setattr(self_check, "compare", compare)
+    gpu.setattr(backends, "can_compare", lambda: False)
+    OPS["amax"].choose("cuda", 0)
+    assert not asked, "while tracing, for example"
+    gpu.setattr(backends, "can_compare", lambda: True)
     for _ in range(2):
-        backends.choose("amax", "cuda", one)
+        OPS["amax"].choose("cuda", 0)
         with mixprec.use_backend("cuda"):
-            backends.choose("amax", "cuda", one)
+            OPS["amax"].choose("cuda", 0)
     assert asked == [("amax", "cuda:0")], "once, and not forgotten because tracing came first"
     for _ in range(2):
-        backends.choose("amax", "cuda", other)
+        OPS["amax"].choose("cuda", 1)
     assert asked == [("amax", "cuda:0"), ("amax", "cuda:1")]
-    for _ in range(2):  # and no silent stand-in the second time
+    for _ in range(2):  # and no silent replacement the second time
         with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
-            backends.choose("quantize", "cuda", one)
+            OPS["quantize"].choose("cuda", 0)
     with mixprec.use_backend("reference"):
-        backends.choose("quantize", "cuda", one)
-
-
-def test_the_device_of_a_call() -> None:
-    x = torch.ones(2)
-    assert library.device_index((x,)) == 0
-    assert library.device_index(()) == 0
-    assert library.device_index((None, 1.0, [torch.empty(2, device="meta")])) == 0
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        there = torch.empty(2, device="meta")
-    assert library.device_index(([there], x)) == 0
-    assert library.capability(0) is None or torch.cuda.is_available()
+        OPS["quantize"].choose("cuda", 0)
 
 
 def test_nothing_is_compared_while_values_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not backends._can_compare()
+    assert not backends.can_compare()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backends._can_compare()
+    assert backends.can_compare()
     with torch._subclasses.FakeTensorMode():
-        assert not backends._can_compare()
+        assert not backends.can_compare()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not backends._can_compare()
+    assert not backends.can_compare()
 
 
 def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
@@ -274,14 +265,14 @@ def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
 def test_a_reference_that_was_not_asked_for_is_logged_once(
     fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fresh.setattr(backends, "_ORDER", {"cuda": ("reference",)})
+    fresh.setattr(backends, "ORDER", {"cuda": ("reference",)})
     with caplog.at_level(logging.WARNING, "mixprec"):
         for _ in range(3):
-            backends.choose("amax", "cuda")
+            OPS["amax"].choose("cuda")
         assert [r.getMessage().split()[0] for r in caplog.records] == ["amax"]
         caplog.clear()
         with mixprec.use_backend("reference"):
-            backends.choose("quantize", "cuda")
+            OPS["quantize"].choose("cuda")
         assert not caplog.records, "no warning where it was asked for"
 
 

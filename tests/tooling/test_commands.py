@@ -1,6 +1,6 @@
-"""The commands a person types: what they would run, and what they say when something is missing.
+"""The make commands: what they would run, and what they print when something is missing.
 
-Nothing is installed and nothing compiled here: `make -n`, and checks with a made-up PATH.
+Nothing is installed or compiled here: `make -n`, and checks with a PATH made for the test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 def make(
     *arguments: str, folder: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run make as from a shell of its own: nothing of the make that may run these tests."""
+    """Run make without the variables of the make that may run these tests."""
     drop = ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "TESTS", "ARGS")
     inherited = {k: v for k, v in os.environ.items() if k not in drop}
     return subprocess.run(
@@ -35,10 +35,10 @@ def make(
     )
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """A folder with what make reads, and nothing built."""
-    root = tmp_path / "clone"
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that make reads, and nothing built. Tests do not change it."""
+    root = tmp_path_factory.mktemp("make") / "clone"
     root.mkdir()
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, root)
@@ -49,8 +49,14 @@ def clone(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture
+def clone(sources: Path, tmp_path: Path) -> Path:
+    """A copy of `sources` for tests that touch build stamps or sources."""
+    return shutil.copytree(sources, tmp_path / "clone")
+
+
 def tools(folder: Path, **scripts: str) -> str:
-    """A PATH with the shell's own tools and what `scripts` name: "" is the real program."""
+    """A PATH with basic tools and the given scripts; "" stands for the real program."""
     folder.mkdir()
     for name in ("sh", "mkdir", "touch", "find", "cksum", "cut", "date", "rm"):
         (folder / name).symlink_to(shutil.which(name) or f"/bin/{name}")
@@ -65,7 +71,7 @@ def tools(folder: Path, **scripts: str) -> str:
 
 
 def python3(*, without: str = "", version: tuple[int, int] = (3, 11)) -> str:
-    """A shell script that plays python3: it runs the real one, less a module or a header."""
+    """A shell script for python3: the real one without a module or a header, or an older one."""
     hide = {
         "ensurepip": "import sys; sys.modules['ensurepip'] = None",
         "Python.h": "import sysconfig; sysconfig.get_path = lambda name: '/nowhere'",
@@ -86,47 +92,41 @@ def test_help_is_the_default_and_lists_every_command() -> None:
     targets = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert targets is not None
     commands = [t for t in targets[1].split() if not t.startswith("needs-") and t != "help"]
-    assert commands[:4] == ["demo", "test", "lint", "bench"]
+    assert {"demo", "test", "lint", "bench"} < set(commands)
     for command in commands:
         assert f"make {command} " in shown.stdout
     assert "PYTHON=/path/to/python" in shown.stdout
     assert "FULL=1" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("scripts", "packages"),
-    [
-        ({"g++": ""}, "python3 python3-venv python3-dev"),
-        ({"g++": "", "python3": python3(without="ensurepip")}, "python3-venv"),
-        ({"g++": "", "python3": python3(without="Python.h")}, "python3-dev"),
-        ({"python3": python3()}, "g++"),
-        ({}, "python3 python3-venv python3-dev g++"),
-    ],
-    ids=["python3", "venv", "headers", "compiler", "everything"],
-)
-def test_what_the_system_lacks_is_named_in_one_line(
-    scripts: dict[str, str], packages: str, clone: Path, tmp_path: Path
-) -> None:
-    done = make("test", folder=clone, PATH=tools(tmp_path / "bin", **scripts))
+def message(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a failing make prints beside its own."""
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert said == [f"missing: {packages}. Run: sudo apt-get install {packages}"]
-    assert not (clone / ".venv").exists()
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    return line
 
 
-def test_an_old_python_is_named_in_one_line(clone: Path, tmp_path: Path) -> None:
+def test_missing_system_packages_are_named_in_one_line(sources: Path, tmp_path: Path) -> None:
+    for i, (scripts, packages) in enumerate(
+        [
+            ({"g++": ""}, "python3 python3-venv python3-dev"),
+            ({"g++": "", "python3": python3(without="ensurepip")}, "python3-venv"),
+            ({"g++": "", "python3": python3(without="Python.h")}, "python3-dev"),
+            ({"python3": python3()}, "g++"),
+            ({}, "python3 python3-venv python3-dev g++"),
+        ]
+    ):
+        done = make("test", folder=sources, PATH=tools(tmp_path / f"bin{i}", **scripts))
+        assert message(done) == f"missing: {packages}. Run: sudo apt-get install {packages}"
+        assert not (sources / ".venv").exists()
     path = tools(tmp_path / "bin", **{"g++": "", "python3": python3(version=(3, 8))})
-    done = make("demo", folder=clone, PATH=path)
-    assert done.returncode != 0
-    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert said.startswith(
+    assert message(make("demo", folder=sources, PATH=path)).startswith(
         "mixprec needs Python 3.10 or newer, python3 is Python 3.8: sudo apt-get"
     )
 
 
-def test_a_first_run_installs_builds_and_runs(clone: Path) -> None:
-    """In this order, from the packages that the variables name."""
-    done = make("-n", "test", "TORCH=torch==2.12.0", "ARGS=-x", folder=clone)
+def test_a_first_run_installs_builds_and_runs_in_this_order(sources: Path) -> None:
+    done = make("-n", "test", "TORCH=torch==2.12.0", "ARGS=-x", folder=sources)
     assert done.returncode == 0, done.stderr
     steps = [
         '"python3" -m venv .venv',
@@ -140,49 +140,44 @@ def test_a_first_run_installs_builds_and_runs(clone: Path) -> None:
     assert places == sorted(places)
 
 
-def test_demo_passes_full_on(clone: Path) -> None:
-    assert "train_gpt.py --out demo --full" in make("-n", "demo", "FULL=1", folder=clone).stdout
-    for off in ("FULL=", "FULL=0"):
-        done = make("-n", "demo", off, folder=clone).stdout
-        assert "train_gpt.py --out demo" in done
-        assert "--full" not in done
+def test_demo_passes_full_on(sources: Path) -> None:
+    for word, full in (("FULL=1", True), ("FULL=", False), ("FULL=0", False)):
+        shown = make("-n", "demo", word, folder=sources).stdout
+        assert "train_gpt.py --out demo" in shown
+        assert ("--out demo --full" in shown) is full
 
 
 def built(folder: Path, *arguments: str) -> None:
-    """Pretend that everything up to now was made: touch the stamps that make asks for, in order."""
+    """Mark everything as built: touch the stamps that make would touch, in order."""
     for stamp in re.findall(r"^touch (\S+)$", make("-n", *arguments, folder=folder).stdout, re.M):
         (folder / stamp).parent.mkdir(parents=True, exist_ok=True)
         (folder / stamp).touch()
 
 
-@pytest.mark.parametrize("mode", [[], [f"PYTHON={sys.executable}"]], ids=["venv", "PYTHON"])
-def test_a_second_run_only_runs_and_a_changed_source_rebuilds(mode: list[str], clone: Path) -> None:
-    built(clone, "test", *mode)
-    again = make("-n", "test", *mode, folder=clone).stdout
-    assert "install" not in again
-    assert "build_ext" not in again
-    assert "-m pytest" in again
-
-    later = 2e9  # in the year 2033
-    os.utime(clone / "csrc" / "module.cpp", (later, later))
-    changed = make("-n", "test", *mode, folder=clone).stdout
-    if mode:
-        assert "--no-build-isolation --upgrade --target build/ext/" in changed
-    else:
-        assert "setup.py -q build_ext --inplace" in changed
-        assert "pip" not in changed, "one changed C++ source needs no new installation"
-        os.utime(clone / "setup.py", (later + 1, later + 1))
-        assert '-e ".[test,examples]"' in make("-n", "test", folder=clone).stdout
-
-
-def test_another_torch_is_installed_over_the_first(clone: Path) -> None:
-    built(clone, "test")
+def test_a_second_run_only_runs_and_a_changed_source_rebuilds(clone: Path) -> None:
+    python = f"PYTHON={sys.executable}"
+    for mode in ([], [python]):
+        built(clone, "test", *mode)
+        again = make("-n", "test", *mode, folder=clone).stdout
+        assert "install" not in again
+        assert "build_ext" not in again
+        assert "-m pytest" in again
     other = make("-n", "test", "TORCH=torch==2.12.0", folder=clone).stdout
     assert "check torch==2.12.0" in " ".join(other.split())
     assert '-e ".[test,examples]"' in other
 
+    later = 2e9  # in the year 2033
+    os.utime(clone / "csrc" / "module.cpp", (later, later))
+    changed = make("-n", "test", python, folder=clone).stdout
+    assert "--no-build-isolation --upgrade --target build/ext/" in changed
+    changed = make("-n", "test", folder=clone).stdout
+    assert "setup.py -q build_ext --inplace" in changed
+    assert "pip" not in changed, "one changed C++ source needs no new installation"
+    os.utime(clone / "setup.py", (later + 1, later + 1))
+    assert '-e ".[test,examples]"' in make("-n", "test", folder=clone).stdout
 
-def test_lint_compiles_with_warnings_as_errors_apart_from_the_normal_build(clone: Path) -> None:
+
+def test_lint_compiles_with_warnings_as_errors_in_its_own_folder(clone: Path) -> None:
     built(clone, "test")
     shown = make("-n", "lint", folder=clone).stdout
     for step in ("ruff check .", "ruff format --check .", "-m mypy", "--dry-run -Werror csrc/"):
@@ -192,14 +187,14 @@ def test_lint_compiles_with_warnings_as_errors_apart_from_the_normal_build(clone
     assert "MIXPREC_WERROR" not in make("-n", "lint", folder=clone).stdout
 
 
-# PYTHON=…: an environment that is only read
+# PYTHON=...: an environment that is not written to
 
 
-def test_python_mode_writes_only_below_build(clone: Path) -> None:
-    shown = make("-n", "bench", f"PYTHON={sys.executable}", folder=clone).stdout
+def test_python_mode_writes_only_below_build(sources: Path) -> None:
+    shown = make("-n", "bench", f"PYTHON={sys.executable}", folder=sources).stdout
     assert "-m venv" not in shown
     assert not re.search(r"[ \"]\.venv", shown)
-    assert str(clone / ".venv") not in shown
+    assert str(sources / ".venv") not in shown
     (install,) = re.findall(r"-m pip install .*\\\n.*", shown)
     assert "--no-deps --no-build-isolation --upgrade --target build/ext/" in " ".join(
         install.split()
@@ -207,12 +202,12 @@ def test_python_mode_writes_only_below_build(clone: Path) -> None:
     assert "PYTHONDONTWRITEBYTECODE=1" in shown
     site = re.search(r'PYTHONPATH="([^"$]*)', shown)
     assert site is not None
-    assert site[1].startswith(str(clone / "build" / "ext"))
+    assert site[1].startswith(str(sources / "build" / "ext"))
     assert "cd build/run && " in shown, "started in the source folder, it would import the source"
 
 
-def test_two_pythons_get_two_folders(clone: Path, tmp_path: Path) -> None:
-    """A second interpreter path is a second environment, though it is the same program."""
+def test_two_pythons_get_two_folders(sources: Path, tmp_path: Path) -> None:
+    """Two interpreter paths are two environments, even if they run the same program."""
     other = tmp_path / "bin" / "python3"
     other.parent.mkdir()
     other.write_text(
@@ -223,26 +218,26 @@ def test_two_pythons_get_two_folders(clone: Path, tmp_path: Path) -> None:
     other.chmod(0o755)
     folders = set()
     for python in (sys.executable, str(other)):
-        shown = make("-n", "test", f"PYTHON={python}", folder=clone).stdout
+        shown = make("-n", "test", f"PYTHON={python}", folder=sources).stdout
         folders |= set(re.findall(r"--target (build/ext/[0-9a-f]{12})/site", shown))
     assert len(folders) == 2, folders
 
 
-def test_python_mode_takes_relative_paths_and_names(clone: Path) -> None:
+def test_python_mode_takes_relative_paths_and_names(sources: Path) -> None:
     for python, path in (
-        (os.path.relpath(sys.executable, clone), os.environ["PATH"]),
+        (os.path.relpath(sys.executable, sources), os.environ["PATH"]),
         (Path(sys.executable).name, f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
     ):
-        shown = make("-n", "test", f"PYTHON={python}", folder=clone, PATH=path).stdout
+        shown = make("-n", "test", f"PYTHON={python}", folder=sources, PATH=path).stdout
         (program,) = re.findall(r'"([^"]*)" -m pytest', shown)
         assert program.startswith("/"), program
         assert Path(program).samefile(sys.executable)
-    done = make("test", "PYTHON=/nowhere/python", folder=clone)
+    done = make("test", "PYTHON=/nowhere/python", folder=sources)
     assert done.returncode != 0
     assert "PYTHON=/nowhere/python is not a program" in done.stderr
 
 
-def test_a_package_that_is_missing_is_named_in_one_line(clone: Path, tmp_path: Path) -> None:
+def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path: Path) -> None:
     """Hide two packages from the real interpreter; nothing is built before they are named."""
     python = tmp_path / "python"
     hide = "import importlib.util as u; find = u.find_spec; "
@@ -252,14 +247,13 @@ def test_a_package_that_is_missing_is_named_in_one_line(clone: Path, tmp_path: P
         f'exec "{sys.executable}" -c "{hide}\n$program" "$@"\n'
     )
     python.chmod(0o755)
-    done = make("test", f"PYTHON={python}", folder=clone)
-    assert done.returncode != 0
-    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert said == (
-        "missing in this environment: hypothesis rich. "
-        f"Run: {sys.executable} -m pip install hypothesis rich"
-    )
-    assert not (clone / "build").exists()
+    said = message(make("test", f"PYTHON={python}", folder=sources))
+    named, command = said.split(". Run: ")
+    assert named == "missing in this environment: hypothesis rich"
+    program, words = command.split(" ", 1)
+    assert Path(program).samefile(sys.executable)
+    assert words == "-m pip install hypothesis rich"
+    assert not (sources / "build").exists()
 
 
 def test_the_packages_that_make_asks_for_are_the_extras() -> None:
@@ -271,7 +265,7 @@ def test_the_packages_that_make_asks_for_are_the_extras() -> None:
         asked = re.search(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.MULTILINE)
         assert declared is not None
         assert asked is not None
-        # What only some systems get (Triton) is no need: its tests are skipped without it.
+        # Packages for some systems only (Triton) are optional: their tests are skipped.
         words = [word for word in re.findall(r'"([^"]*)"', declared[1]) if ";" not in word]
         names = {re.split(r"[=<>]", word)[0] for word in words}
         assert {name.replace("_", "-") for name in asked[1].split()} == names, extra

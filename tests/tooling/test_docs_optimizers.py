@@ -1,4 +1,4 @@
-"""docs/optimizers.md: its table is what optimizers allocate and move, and its code runs."""
+"""docs/optimizers.md: its table matches what optimizers allocate and move, and its code runs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ from mixprec.optim import SGD, Adam, AdamW, _grad_norms, adamw, sgd
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COLUMNS = ("param", "grad", "state", "resident", "checked", "read", "written")
-LARGE = 1 << 20  # elements, beside which what there is once per tensor does not count
+NUMEL = 1 << 12  # large enough for what there is once per tensor to be rounded away
 
 
-def rows() -> list[dict[str, str]]:
-    table = re.search(r"<!-- bytes -->\n\n(.*?)\n\n<!-- end -->", DOC.read_text(), re.DOTALL)
-    assert table is not None
-    head, _, *lines = [line.strip("|").split("|") for line in table[1].splitlines()]
+def table() -> list[dict[str, str]]:
+    text = re.search(r"<!-- bytes -->\n\n(.*?)\n\n<!-- end -->", DOC.read_text(), re.DOTALL)
+    assert text is not None
+    head, _, *lines = [line.strip("|").split("|") for line in text[1].splitlines()]
     names = [cell.strip() for cell in head]
     return [dict(zip(names, map(str.strip, line), strict=True)) for line in lines]
 
 
-ROWS = rows()
-in_the_table = pytest.mark.parametrize(
-    "row", ROWS, ids=[f"{row['optimizer']} {row['params']} {row['gradients']}" for row in ROWS]
-)
+TABLE = table()
 
 
 def called(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -48,37 +44,36 @@ def called(text: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return {"AdamW": AdamW, "Adam": Adam, "SGD": SGD}[ast.unparse(call.func)], options
 
 
-def trained(row: dict[str, str], numel: int) -> tuple[torch.nn.Parameter, Any]:
-    """A param and its optimizer as the row says, two steps on; the gradient is still there."""
-    param = torch.nn.Parameter(torch.randn(numel).to(DTYPES[row["params"]]))
-    kind, options = called(row["optimizer"])
+def trained(line: dict[str, str], numel: int) -> tuple[torch.nn.Parameter, Any]:
+    """A param and its optimizer as in that line of the table, after two steps; grads are kept."""
+    param = torch.nn.Parameter(torch.randn(numel).to(DTYPES[line["params"]]))
+    kind, options = called(line["optimizer"])
     optimizer = kind([param], **options)
     for _ in range(2):
         optimizer.zero_grad()
-        if row["gradients"] == "fp32 in main_grad":
+        if line["gradients"] == "fp32 in main_grad":
             param.main_grad = torch.randn(numel)
         else:
             (param.float() * torch.randn(numel)).sum().backward()
-            assert param.grad.dtype == DTYPES[row["gradients"]]
+            assert param.grad.dtype == DTYPES[line["gradients"]]
         optimizer.step()
     return param, optimizer
 
 
-@in_the_table
-def test_resident_bytes_are_what_is_allocated(row: dict[str, str]) -> None:
-    param, optimizer = trained(row, LARGE)
+def resident(line: dict[str, str]) -> dict[str, float]:
+    """Bytes per element that are allocated between two steps."""
+    param, optimizer = trained(line, NUMEL)
     grads = [g for g in (param.grad, getattr(param, "main_grad", None)) if g is not None]
     tensors = {"param": [param], "grad": grads, "state": optimizer.state[param].values()}
-    got = {
-        what: round(sum(t.untyped_storage().nbytes() for t in several) / LARGE, 2)
-        for what, several in tensors.items()
+    sizes = {
+        name: round(sum(t.untyped_storage().nbytes() for t in several) / NUMEL, 2)
+        for name, several in tensors.items()
     }
-    got["resident"] = sum(got.values())
-    assert got == {what: float(row[what]) for what in got}
+    return sizes | {"resident": sum(sizes.values())}
 
 
 class Spy:
-    """Keeps what the ops of a step were handed, as it was before."""
+    """Records the arguments of the ops of a step, as they were before."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.checked: list[torch.Tensor] = []
@@ -112,7 +107,7 @@ def places(args: list[Any]) -> Iterator[tuple[int, int]]:
 
 
 def moved(op: Callable, args: list[Any], options: dict[str, Any]) -> tuple[int, int]:
-    """Bytes per element that the op read, those on which what it wrote depends, and wrote."""
+    """Bytes per element that the result depends on, and that the op writes."""
 
     def outcome(change: tuple[int, int] | None = None) -> list[Any]:
         own = cloned(args)
@@ -133,67 +128,58 @@ def moved(op: Callable, args: list[Any], options: dict[str, Any]) -> tuple[int, 
     return size[0], size[1]
 
 
-@in_the_table
-def test_bytes_moved_are_what_the_ops_depend_on(
-    row: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "line", TABLE, ids=[f"{x['optimizer']} {x['params']} {x['gradients']}" for x in TABLE]
+)
+def test_the_table_is_what_is_allocated_and_moved(
+    line: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    got = resident(line)
     spy = Spy(monkeypatch)
-    trained(row, 512)
-    op, args, options = spy.updates[-1]
+    trained(line, 512)
     assert len(spy.updates) == 2
-    read, written = moved(op, args, options)
-    checked = sum(t.element_size() for t in spy.checked) // 2
-    assert {"checked": checked, "read": read, "written": written} == {
-        what: int(row[what]) for what in ("checked", "read", "written")
-    }
+    got["checked"] = sum(t.element_size() for t in spy.checked) / 2
+    got["read"], got["written"] = moved(*spy.updates[-1])
+    assert got == {name: float(line[name]) for name in got}
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler.unscale_. unscaled gradients are rounded to fp16")
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["", "clipped"])
-@pytest.mark.parametrize("unscaled", [False, True], ids=["", "unscale_"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_with_a_scaler_gradients_are_read_first_once(
-    dtype: torch.dtype, unscaled: bool, clip: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spy = Spy(monkeypatch)
-    param = torch.nn.Parameter(torch.randn(64).to(dtype))
-    optimizer = AdamW([param], max_grad_norm=clip)
-    scaler = mixprec.GradScaler(init_scale=4.0)
-    scaler.scale(param.float().sum()).backward()
-    if unscaled:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert len(spy.checked) == (0 if unscaled and clip is None else 1)
-    assert len(spy.updates) == 1
+def test_with_a_scaler_gradients_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in DTYPES.values():
+        for unscaled in (False, True):
+            for clip in (None, 1.0):
+                with monkeypatch.context() as patch:
+                    spy = Spy(patch)
+                    param = torch.nn.Parameter(torch.randn(64).to(dtype))
+                    optimizer = AdamW([param], max_grad_norm=clip)
+                    scaler = mixprec.GradScaler(init_scale=4.0)
+                    scaler.scale(param.float().sum()).backward()
+                    if unscaled:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                assert len(spy.checked) == (0 if unscaled and clip is None else 1)
+                assert len(spy.updates) == 1
 
 
 def test_the_table_has_every_option() -> None:
-    calls = " ".join(row["optimizer"] for row in ROWS)
+    calls = " ".join(line["optimizer"] for line in TABLE)
     for word in ("AdamW(", "Adam(", "SGD(", "momentum", "remainder16", "master_weights=None"):
         assert word in calls
     for word in ("state_dtype", "stochastic_rounding", "grad_dtype", "max_grad_"):
         assert word in calls
-    assert {row["params"] for row in ROWS} == set(DTYPES)
-    assert all(set(COLUMNS) < set(row) for row in ROWS)
-    for row in ROWS:
-        parts = sum(int(row[what]) for what in ("param", "grad", "state"))
-        assert parts == int(row["resident"])
+    assert {line["params"] for line in TABLE} == set(DTYPES)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"master_weights": "remainder16"}, {"stochastic_rounding": True}],
-    ids=str,
-)
-def test_fp16_params_always_get_an_fp32_copy(options: dict[str, Any]) -> None:
-    param = torch.nn.Parameter(torch.randn(8).half())
-    param.grad = torch.randn(8).half()
-    optimizer = AdamW([param], **options)
-    optimizer.step()
-    assert optimizer.state[param]["master"].dtype == torch.float32
+def test_fp16_params_always_get_an_fp32_copy() -> None:
+    for options in ({}, {"master_weights": "remainder16"}, {"stochastic_rounding": True}):
+        param = torch.nn.Parameter(torch.randn(8).half())
+        param.grad = torch.randn(8).half()
+        optimizer = AdamW([param], **options)
+        optimizer.step()
+        assert optimizer.state[param]["master"].dtype == torch.float32
 
 
-def test_the_code_runs(tmp_path: Path) -> None:
+def test_the_code_runs_and_links_exist(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
     assert len(blocks) >= 8
     program = tmp_path / "page.py"
@@ -201,8 +187,5 @@ def test_the_code_runs(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "2.bias: 1 Inf among 8" in run.stdout
-
-
-def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", DOC.read_text()):
         assert (DOC.parent / target).exists(), target

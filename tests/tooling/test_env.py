@@ -18,40 +18,31 @@ from mixprec.diagnostics import env
 from mixprec.ops._dispatch import backends, gemm_choice, gemm_rows, library, self_check
 
 
-def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mixprec.env", *arguments],
+def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mixprec.env", "--json"],
         capture_output=True,
         text=True,
-        cwd=folder,
-        env={**os.environ, **variables},
+        cwd=tmp_path,
+        env={**os.environ, "MIXPREC_ISA": "base"},
         check=False,
     )
-
-
-def test_json_of_a_process_of_its_own(tmp_path: Path) -> None:
-    done = run("--json", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["ok"] is True
-    assert facts["versions"]["torch"] == str(torch.__version__)
-    assert facts["versions"]["mixprec"] == mixprec.__version__
-    assert facts["machine"]["threads"] >= 1
-    assert facts["machine"]["cores"] >= 1
-    assert facts["extension"]["isa"] in facts["extension"]["isa_available"]
-    assert set(facts["ops"]["cpu"]) == set(library.OPS)
-    for name, row in facts["ops"]["cpu"].items():
-        assert row["uses"] == "cpp", name
-        assert set(row["others"]) == set(backends.BACKENDS) - {"cpp"}, name
-        assert all(row["others"].values()), f"{name}: a backend was left without a reason"
-        assert facts["self_test"]["cpu"][name] == {"ok": True, "worst": 0.0, "reason": None}
-
-
-def test_a_forced_level_is_reported(tmp_path: Path) -> None:
-    done = run("--json", folder=tmp_path, MIXPREC_ISA="base")
-    assert done.returncode == 0, done.stdout + done.stderr
-    extension = json.loads(done.stdout)["extension"]
+    report = json.loads(done.stdout)
+    assert report["ok"] is True
+    assert report["versions"]["torch"] == str(torch.__version__)
+    assert report["versions"]["mixprec"] == mixprec.__version__
+    assert report["machine"]["threads"] >= 1
+    assert report["machine"]["cores"] >= 1
+    extension = report["extension"]
     assert (extension["isa"], extension["isa_forced"]) == ("base", "base")
+    assert "base" in extension["isa_available"]
+    assert set(report["ops"]["cpu"]) == set(library.OPS)
+    for name, op in report["ops"]["cpu"].items():
+        assert op["uses"] == "cpp", name
+        assert set(op["others"]) == set(backends.BACKENDS) - {"cpp"}, name
+        assert all(op["others"].values()), f"{name}: a backend was left without a reason"
+        assert report["self_test"]["cpu"][name] == {"ok": True, "worst": 0.0, "reason": None}
 
 
 def test_text_names_every_op_and_the_level() -> None:
@@ -96,54 +87,54 @@ def first_tensor(values: object) -> torch.Tensor | None:
     return None
 
 
-@pytest.mark.parametrize("name", self_check.INPUTS)
-def test_self_test_sees_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel whose result, or whose first argument afterwards, is off by 1 fails the report."""
+def test_self_test_detects_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each op: a result, or a first argument afterwards, that is off by 1."""
     right = backends.call
+    for wrong in self_check.INPUTS:
 
-    def wrong(op: str, device: str, *arguments: object) -> object:
-        result = right(op, device, *arguments)
-        if op == name:
-            target = first_tensor([result, arguments])
-            assert target is not None
-            target.copy_(target.float() + 1)
-        return result
+        def call(op: str, device: str, *arguments: object, wrong: str = wrong) -> object:
+            result = right(op, device, *arguments)
+            if op == wrong:
+                target = first_tensor([result, arguments])
+                assert target is not None
+                target.copy_(target.float() + 1)
+            return result
 
-    monkeypatch.setattr(backends, "call", wrong)
-    facts = env.report()
-    outcome = facts["self_test"]["cpu"][name]
-    assert not outcome["ok"]
-    assert outcome["worst"] > 0
-    said = env.describe(facts)
-    assert re.search(rf"^  {name} +cpp +FAILED, worst difference", said, re.MULTILINE)
-    assert not facts["ok"]
-    assert [n for n, test in facts["self_test"]["cpu"].items() if not test["ok"]] == [name]
+        monkeypatch.setattr(backends, "call", call)
+        outcome = env.self_test(wrong, "cpu")
+        assert not outcome["ok"], wrong
+        assert outcome["worst"] > 0, wrong
+
+    report = env.report()  # with the last of them
+    assert not report["ok"]
+    failed = [name for name, test in report["self_test"]["cpu"].items() if not test["ok"]]
+    assert failed == [wrong]
+    text = env.describe(report)
+    assert re.search(rf"^  {wrong} +cpp +FAILED, worst difference", text, re.MULTILINE)
 
 
 def test_self_test_reports_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> object:
-        raise RuntimeError("no such luck\nsecond line")
+        raise RuntimeError("cannot run\nsecond line")
 
     monkeypatch.setattr(backends, "call", broken)
     outcome = env.self_test("amax", "cpu")
-    assert outcome == {"ok": False, "worst": math.inf, "reason": "RuntimeError: no such luck"}
+    assert outcome == {"ok": False, "worst": math.inf, "reason": "RuntimeError: cannot run"}
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "difference"),
-    [
+def test_difference() -> None:
+    nan, inf = math.nan, math.inf
+    for x, y, difference in (
         (1.0, 1.0, 0.0),
         (1.0, 1.5, 0.5),
-        (0.0, -0.0, math.inf),
-        (math.nan, math.nan, 0.0),
-        (math.nan, 1.0, math.inf),
-        (math.inf, math.inf, 0.0),
-        (math.inf, -math.inf, math.inf),
-        (math.inf, 3e38, math.inf),
-    ],
-)
-def test_difference(x: float, y: float, difference: float) -> None:
-    assert self_check._difference(x, y) == difference
+        (0.0, -0.0, inf),
+        (nan, nan, 0.0),
+        (nan, 1.0, inf),
+        (inf, inf, 0.0),
+        (inf, -inf, inf),
+        (inf, 3e38, inf),
+    ):
+        assert self_check._difference(x, y) == difference, (x, y)
 
 
 ROW = gemm_rows.Row("9.0", "bf16", "thin", "cuda", "NVIDIA H200", "2026-01-02", 1.25)

@@ -1,7 +1,8 @@
-"""examples/train_pruned.py: masks that hold through low-precision training, and the proof of it."""
+"""examples/train_pruned.py: masks that hold through low-precision training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,16 +13,17 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import image_data
-    import train_pruned
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        import image_data
+        import train_pruned
 
-    monkeypatch.setattr(image_data, "CHARACTERS", "0147XS")
-    images = image_data.glyph_images(train=300, held_out=60)
-    monkeypatch.setattr(image_data, "load", lambda name: images)
-    return train_pruned
+        patch.setattr(image_data, "CHARACTERS", "0147XS")
+        images = image_data.glyph_images(train=200, held_out=24)
+        patch.setattr(image_data, "load", lambda name: images)
+        yield train_pruned
 
 
 def test_the_mask_takes_the_smallest(example: ModuleType) -> None:
@@ -34,36 +36,37 @@ def test_the_mask_takes_the_smallest(example: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("model", "recipe", "forms"),
     [
-        ("cnn", "fp32", ["param"]),
+        ("vit", "fp32", ["param"]),
         ("cnn", "fp8", ["param", "master", "FP8"]),
         ("vit", "fp16", ["param", "master"]),
         ("vit", "fp8-delayed", ["param", "master", "FP8"]),
         ("vit", "fp8-block", ["param", "master", "FP8"]),
     ],
 )
-def test_the_pruned_weights_stay_zero_and_the_others_move(
+def test_pruned_weights_stay_zero_and_the_others_move(
     example: ModuleType, model: str, recipe: str, forms: list[str]
 ) -> None:
-    pruner = example.Pruner(0.7, last_dense_step=3)
+    pruner = example.Pruner(0.7, last_dense_step=2)
     before: dict[str, torch.Tensor] = {}
 
     def after_step(step: int, model: Any, optimizer: Any) -> None:
         pruner(step, model, optimizer)
-        if step == 3:
+        if step == 2:
             before.update({name: p.detach().clone() for name, p in model.named_parameters()})
 
-    example.train(model, recipe, 0, 12, "glyphs", "cpu", after_step)
+    example.train(model, recipe, 0, 10, "glyphs", "cpu", after_step)
     shares = pruner.shares()
     assert list(shares) == forms
     assert all(0.699 < shares[form] < 0.701 for form in forms if form != "FP8")
-    assert shares[forms[-1]] >= shares["param"], "a cast may underflow, but brings nothing back"
+    in_order = [shares[form] for form in ("master", "param", "FP8") if form in shares]
+    assert in_order == sorted(in_order), "a cast may underflow; none brings a weight back"
     assert len(pruner.masks) >= 7
     assert "head" not in pruner.masks
     for name, mask in pruner.masks.items():
         weight = pruner.model.get_submodule(name).weight
         assert weight[mask == 0].count_nonzero() == 0
         moved = weight != before[f"{name}.weight"]
-        assert moved[mask == 1].float().mean() > 0.5, f"{name} does not train any more"
+        assert moved[mask == 1].float().mean() > 0.5, f"{name} is not trained any more"
         moments = [pruner.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
         assert all(m[mask == 0].count_nonzero() == 0 for m in moments)
         assert all(m[mask == 1].count_nonzero() > 0 for m in moments)
@@ -89,22 +92,22 @@ def test_an_overflow_in_a_pruned_place_is_still_seen(example: ModuleType) -> Non
     assert 0.499 < pruner.shares()["master"] < 0.501
 
 
-@pytest.mark.parametrize("form", ["param", "master"])
-def test_a_weight_that_came_back_is_found(example: ModuleType, form: str) -> None:
+def test_a_weight_that_came_back_is_found(example: ModuleType) -> None:
     pruner = example.Pruner(0.5, last_dense_step=0)
-    example.train("vit", "bf16", 0, 3, "glyphs", "cpu", pruner)
+    example.train("vit", "bf16", 0, 2, "glyphs", "cpu", pruner)
     weight = pruner.model.get_submodule("blocks.1.down").weight
     place = tuple((pruner.masks["blocks.1.down"] == 0).nonzero()[0].tolist())
-    tensor = weight if form == "param" else pruner.optimizer.state[weight]["master"]
-    with torch.no_grad():
+    for form in ("param", "master"):
+        tensor = weight.data if form == "param" else pruner.optimizer.state[weight]["master"]
         tensor[place] = 0.5
-    words = f"blocks.1.down: a pruned weight is not zero in the {form}"
-    with pytest.raises(example.PruningError, match=words):
-        pruner.shares()
+        message = f"blocks.1.down: a pruned weight is not zero in the {form}"
+        with pytest.raises(example.PruningError, match=message):
+            pruner.shares()
+        tensor[place] = 0
 
 
-def test_masking_the_param_alone_would_not_do(example: ModuleType) -> None:
-    """What the example is for: the moments' rest moves a master whose gradient is masked."""
+def test_masking_the_param_alone_is_not_enough(example: ModuleType) -> None:
+    """The point of the example: the moments still move a master whose gradient is masked."""
 
     class ParamOnly(example.Pruner):
         def _prune(self, weight: Any, optimizer: Any) -> torch.Tensor:
@@ -121,7 +124,7 @@ def test_masking_the_param_alone_would_not_do(example: ModuleType) -> None:
 
 
 def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main(["--model=cnn", "--recipe=fp8", "--steps=10", "--sparsity=0.6"]) == 0
+    assert example.main(["--model=cnn", "--recipe=fp8", "--steps=4", "--sparsity=0.6"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].startswith("dense ")
     assert printed[2].startswith("pruned ")
@@ -129,18 +132,15 @@ def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) ->
     assert printed[3] == "passed: all pruned weights of 7 layers are exactly zero"
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
+def test_bad_options(example: ModuleType, capsys: Any) -> None:
+    for argument, message in (
         ("--sparsity=1", "--sparsity must be between 0 and 1, got 1.0"),
         ("--warmup=0", "--warmup must be between 0 and 1, got 0.0"),
         ("--steps=1", "--steps must be at least 2, got 1"),
         ("--recipe=fp4", '--recipe: recipe must be "bf16"'),
         ("--model=rnn", "invalid choice: 'rnn'"),
-    ],
-)
-def test_bad_options(example: ModuleType, capsys: Any, argument: str, message: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        example.main([argument])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            example.main([argument])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err

@@ -14,46 +14,26 @@ import torch
 from cases import name, normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from optimizers import (
+    TORCHS,
+    Make,
+    our_adam,
+    our_adamw,
+    our_sgd,
+    torch_foreach,
+    torch_fused,
+    torch_plain,
+    torch_sgd,
+)
 
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, Adam, AdamW
 
 Optimizer = torch.optim.Optimizer
-Make = Callable[[list[torch.Tensor]], Optimizer]
 Call = tuple[str, tuple]
-NO_FLOOR = 1e-38  # so low that ours, like torch, has none
+NO_MINIMUM = 1e-38  # so low that ours, like torch, has none
 
 
-def torch_sgd(params: list[torch.Tensor]) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def torch_plain(params: list[torch.Tensor]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=0.05, foreach=False)
-
-
-def torch_foreach(params: list[torch.Tensor]) -> Optimizer:
-    return torch.optim.Adam(params, lr=0.05, foreach=True)
-
-
-def torch_fused(params: list[torch.Tensor]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=0.05, fused=True)
-
-
-def our_sgd(params: list[torch.Tensor]) -> Optimizer:
-    return SGD(params, lr=0.05, momentum=0.9)
-
-
-def our_adamw(params: list[torch.Tensor]) -> Optimizer:
-    return AdamW(params, lr=0.05)
-
-
-def our_adam(params: list[torch.Tensor]) -> Optimizer:
-    return Adam(params, lr=0.05)
-
-
-TORCHS = (torch_sgd, torch_plain, torch_foreach, torch_fused)
-# Ours, and what torch runs in their place.
+# What torch runs in place of ours.
 OURS = {our_sgd: torch_sgd, our_adamw: torch_plain, our_adam: torch_foreach}
 
 
@@ -131,7 +111,7 @@ def assert_same(mine: Side, theirs: Side, exact: bool) -> None:
 
 def sides(makes: Sequence[Make], **scaler: Any) -> tuple[Side, Side]:
     return (
-        Side(GradScaler(min_scale=NO_FLOOR, **scaler), makes),
+        Side(GradScaler(min_scale=NO_MINIMUM, **scaler), makes),
         Side(torch.amp.GradScaler("cpu", **scaler), [OURS.get(make, make) for make in makes]),
     )
 

@@ -478,7 +478,7 @@ def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_picture_names_three_layers_of_many() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from mixprec.diagnostics.stats import draw
+    from mixprec.diagnostics import plotting
 
     torch.manual_seed(0)
     model = mixprec.convert(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))), "fp8")
@@ -486,7 +486,7 @@ def test_the_picture_names_three_layers_of_many() -> None:
         for scale in (1.0, 10.0):
             one_step(model, scale * torch.randn(4, 16))
             monitor.step()
-    above, middle, below = (draw.draw(monitor.records).axes[i] for i in (0, 3, 6))
+    above, middle, below = (plotting.plot_records(monitor.records).axes[i] for i in (0, 3, 6))
     assert len(above.lines) == len(middle.lines) == 12
     assert len(above.get_legend().get_texts()) == 3
     assert above.get_legend().get_title().get_text() == "and 9 others in grey"

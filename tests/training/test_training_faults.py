@@ -1,8 +1,7 @@
-"""What a training run survives: overflow anywhere, storms, resuming anywhere, late weights."""
+"""Training runs that overflow anywhere, again and again or for ever, and recover."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from typing import Any
@@ -69,9 +68,6 @@ class Run:
         self.scaler.update()
         return loss.item()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {k: getattr(self, k).state_dict() for k in ("model", "optimizer", "scaler")}
-
     def bits(self) -> list[Any]:
         """All that a step may change but the scaler's; as integers, so that NaN compares."""
         state = self.optimizer.state
@@ -86,20 +82,10 @@ class Run:
         return all(t.isfinite().all() for t in [*self.model.parameters(), *states])
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 @every_kind
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_one_bad_element_anywhere_is_one_skipped_step(
-    dtype: torch.dtype, max_grad_norm: float | None, kind: str
-) -> None:
-    run, applied = Run(dtype, max_grad_norm, kind), 0
+def test_one_bad_element_anywhere_is_one_skipped_step(dtype: torch.dtype, kind: str) -> None:
+    run, applied = Run(dtype, None if dtype == torch.bfloat16 else 1.0, kind), 0
     places = itertools.product((0, -1), (0, -1), (math.inf, -math.inf, math.nan))
     for step, place in enumerate(places):
         run.step(2 * step)
@@ -111,9 +97,9 @@ def test_one_bad_element_anywhere_is_one_skipped_step(
         assert run.scaler.skipped.item() == run.optimizer.skipped.item() == step + 1
         assert run.scaler.applied_steps.item() == applied
         assert run.scaler.last_step_skipped
-        (row,) = run.scaler.overflow_report(run.model)
-        assert row.name == ("0.weight" if place[0] == 0 else "2.bias")
-        assert (row.inf, row.nan) == ((0, 1) if math.isnan(place[2]) else (1, 0))
+        (found,) = run.scaler.overflow_report(run.model)
+        assert found.name == ("0.weight" if place[0] == 0 else "2.bias")
+        assert (found.inf, found.nan) == ((0, 1) if math.isnan(place[2]) else (1, 0))
     run.step(99)
     assert run.bits() != before
     assert {int(s["step"]) for s in run.optimizer.state.values()} == {applied + 1}
@@ -135,7 +121,9 @@ def test_a_nan_in_the_first_step_of_all(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "stochastic"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_a_storm_of_300_overflows_hits_the_floor_and_passes(dtype: torch.dtype, kind: str) -> None:
+def test_300_overflows_in_a_row_reach_the_minimum_scale_and_pass(
+    dtype: torch.dtype, kind: str
+) -> None:
     calls: list[Any] = []
     settings = {"init_scale": 2.0**16, "growth_interval": 2}
     settings |= {"max_consecutive_skips": 100, "on_max_skips": calls.append}
@@ -150,7 +138,7 @@ def test_a_storm_of_300_overflows_hits_the_floor_and_passes(dtype: torch.dtype, 
     assert run.bits() == before
     assert run.scaler.get_scale() == MIN_SCALE
     assert run.scaler.skipped.item() == 300
-    assert [[(row.inf, row.nan) for row in report] for report in calls] == [[(1, 0)]] * 3
+    assert [[(each.inf, each.nan) for each in report] for report in calls] == [[(1, 0)]] * 3
     losses = [(run.step(step), calm.step(step)) for step in range(3, 71)]
     assert run.scaler.get_scale() == 2.0**10
     assert run.scaler.skipped.item() == 300
@@ -163,17 +151,17 @@ def test_a_storm_of_300_overflows_hits_the_floor_and_passes(dtype: torch.dtype, 
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_a_permanent_inf_ends_nothing(dtype: torch.dtype, kind: str) -> None:
+def test_a_permanent_inf_ends_nothing(kind: str) -> None:
+    dtype = DTYPES[len(kind) % 3]
     run = Run(dtype, kind=kind)
     run.model[0].weight.register_hook(lambda grad: grad * math.inf)
     before = [p.detach().clone() for p in run.model.parameters()]
-    for step in range(60):
+    for step in range(45):
         run.step(step)
     assert all(torch.equal(p, b) for p, b in zip(run.model.parameters(), before, strict=True))
     assert run.scaler.get_scale() == MIN_SCALE
-    assert run.scaler.skipped.item() == 60
-    assert [row.name for row in run.scaler.overflow_report(run.model)] == ["0.weight"]
+    assert run.scaler.skipped.item() == 45
+    assert [each.name for each in run.scaler.overflow_report(run.model)] == ["0.weight"]
     strict = Run(dtype, kind=kind, max_consecutive_skips=20, model=run.model)
     strict.model.load_state_dict(run.model.state_dict())
     for step in range(19):
@@ -182,84 +170,6 @@ def test_a_permanent_inf_ends_nothing(dtype: torch.dtype, kind: str) -> None:
         RuntimeError, match=r"the last 20 updates .*shape \(16, 6\): 1 Inf among 96"
     ):
         strict.step(20, (0, 0, math.inf))
-
-
-STORMY = {2, 3, 7}
-
-
-@every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_resuming_at_every_step_is_not_resuming_at_all(dtype: torch.dtype, kind: str) -> None:
-    """Weights, moments, masters, scale and trackers come back bit for bit, from a safe load."""
-    settings: dict[str, Any] = {"hysteresis": 2, "max_scale": 2.0**12}
-
-    def steps(run: Run, first: int, last: int) -> None:
-        for step in range(first, last):
-            run.step(step, *([(1, 0, math.inf)] if step in STORMY else []))
-
-    straight = Run(dtype, kind=kind, **settings)
-    checkpoints = []
-    for step in range(12):
-        checkpoints.append(through_a_file(straight.state_dict()))
-        steps(straight, step, step + 1)
-    for at, checkpoint in enumerate(checkpoints):
-        order = ("model", "optimizer", "scaler") if at % 2 else ("optimizer", "scaler", "model")
-        resumed = Run(dtype, kind=kind)  # other settings, and other steps behind it
-        for step in range(at % 3):
-            resumed.step(100 + step)
-        for part in order:
-            getattr(resumed, part).load_state_dict(checkpoint[part])
-        steps(resumed, at, 12)
-        dtypes = [
-            [{key: t.dtype for key, t in run.optimizer.state[p].items()} for p in ps]
-            for run in (straight, resumed)
-            for ps in [list(run.model.parameters())]
-        ]
-        assert dtypes[0] == dtypes[1]
-        assert resumed.bits() == straight.bits(), f"resumed at step {at}"
-        assert resumed.scaler.state_dict() == straight.scaler.state_dict()
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=name)
-def test_other_weights_after_the_optimizers_state_are_where_training_goes_on(
-    dtype: torch.dtype,
-) -> None:
-    run = Run(dtype)
-    run.step(0)
-    state = through_a_file(run.state_dict())
-    other = model_of(dtype, seed=1)
-    resumed = Run(dtype)
-    resumed.optimizer.load_state_dict(state["optimizer"])
-    resumed.model.load_state_dict(other.state_dict())
-    for group in resumed.optimizer.param_groups:
-        group["lr"] = 0.0
-    resumed.step(1)
-    for p, o in zip(resumed.model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, o)
-        assert torch.equal(resumed.optimizer.state[p]["master"], o.float())
-
-
-def test_two_optimizers_one_overflows() -> None:
-    body, head = model_of(torch.float16), nn.Linear(3, 1)
-    optimizers = [AdamW(m.parameters(), lr=0.01) for m in (body, head)]
-    scaler = GradScaler(init_scale=2.0**8)
-    for bad in (None, body, head, body):
-        before = {m: [p.detach().clone() for p in m.parameters()] for m in (body, head)}
-        scale = scaler.get_scale()
-        scaler.scale(head(body(normal((4, 6), torch.float16)).float()).square().mean()).backward()
-        if bad is not None:
-            next(bad.parameters()).grad.view(-1)[0] = math.nan
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        scaler.update()
-        assert scaler.get_scale() == scale / (1 if bad is None else 2)
-        for m in (body, head):
-            same = [torch.equal(p, b) for p, b in zip(m.parameters(), before[m], strict=True)]
-            assert same == [m is bad] * len(same)
-    assert [int(s["step"]) for s in optimizers[0].state.values()] == [2] * 4
-    assert [int(s["step"]) for s in optimizers[1].state.values()] == [3] * 2
-    assert scaler.skipped.item() == 3
 
 
 @pytest.mark.parametrize(

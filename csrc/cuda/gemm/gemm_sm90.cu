@@ -2,28 +2,28 @@
 #include <atomic>
 #include <string>
 
-#include "cuda/gemm/kernel/gemm_finish.cuh"
-#include "cuda/gemm/instances/gemm_instances.h"
 #include "cuda/gemm/config/gemm_operand.h"
 #include "cuda/gemm/config/gemm_plan_text.h"
+#include "cuda/gemm/instances/gemm_instances.h"
+#include "cuda/gemm/kernel/gemm_finish.cuh"
 #include "cuda/gemm/kernel/map_cache_sm90.h"
 
 namespace mixprec::cuda::sm90 {
 
 namespace {
 
-std::atomic<int64_t> forced_row{-1}, forced_splits{0}, forced_group{0};
+std::atomic<int64_t> forced_tile_config{-1}, forced_splits{0}, forced_group{0};
 
-GemmWish wish() {
-  return {static_cast<int>(forced_row), static_cast<int>(forced_splits),
+ConfigOverride forced() {
+  return {static_cast<int>(forced_tile_config), static_cast<int>(forced_splits),
           static_cast<int>(forced_group)};
 }
 
-const GpuFacts& facts_of(int device) {
-  static const std::vector<GpuFacts> all = [] {
+const DeviceProperties& properties_of(int device) {
+  static const std::vector<DeviceProperties> all = [] {
     int count = 0;
     check_launch(cudaGetDeviceCount(&count), "gemm");
-    std::vector<GpuFacts> found(count);
+    std::vector<DeviceProperties> found(count);
     for (int d = 0; d < count; ++d) {
       auto get = [d](cudaDeviceAttr attribute) {
         int value = 0;
@@ -40,35 +40,41 @@ const GpuFacts& facts_of(int device) {
 }
 
 template <class A, class B>
-Instance fp8_instance(int row) {
+Instance fp8_instance(int tile_config) {
   constexpr Major k = Major::k;
-  switch (kGemmRows[row].accumulate) {
+  switch (kTileConfigs[tile_config].accumulate) {
     case Accumulate::direct:
-      return instance<A, B, k, k, Accumulate::direct>(row);
+      return instance<A, B, k, k, Accumulate::direct>(tile_config);
     case Accumulate::promoted:
-      return instance<A, B, k, k, Accumulate::promoted>(row);
+      return instance<A, B, k, k, Accumulate::promoted>(tile_config);
     default:
-      return instance<A, B, k, k, Accumulate::scaled>(row);
+      return instance<A, B, k, k, Accumulate::scaled>(tile_config);
   }
 }
 
 template <class T>
-Instance wide_instance(int row, Major a, Major b) {
+Instance wide_instance(int tile_config, Major a, Major b) {
   constexpr Major k = Major::k, mn = Major::mn;
   constexpr Accumulate direct = Accumulate::direct;
   if (a == k) {
-    return b == k ? instance<T, T, k, k, direct>(row) : instance<T, T, k, mn, direct>(row);
+    return b == k ? instance<T, T, k, k, direct>(tile_config)
+                  : instance<T, T, k, mn, direct>(tile_config);
   }
-  return b == k ? instance<T, T, mn, k, direct>(row) : instance<T, T, mn, mn, direct>(row);
+  return b == k ? instance<T, T, mn, k, direct>(tile_config)
+                : instance<T, T, mn, mn, direct>(tile_config);
 }
 
-Instance instance_of(int row, const Operand& a, const Operand& b) {
-  if (a.dtype == Dtype::bf16) return wide_instance<Bf16>(row, a.lies.major, b.lies.major);
-  if (a.dtype == Dtype::f16) return wide_instance<Fp16>(row, a.lies.major, b.lies.major);
+Instance instance_of(int tile_config, const Operand& a, const Operand& b) {
+  if (a.dtype == Dtype::bf16)
+    return wide_instance<Bf16>(tile_config, a.layout.major, b.layout.major);
+  if (a.dtype == Dtype::f16)
+    return wide_instance<Fp16>(tile_config, a.layout.major, b.layout.major);
   if (a.dtype == Dtype::e4m3) {
-    return b.dtype == Dtype::e4m3 ? fp8_instance<E4m3, E4m3>(row) : fp8_instance<E4m3, E5m2>(row);
+    return b.dtype == Dtype::e4m3 ? fp8_instance<E4m3, E4m3>(tile_config)
+                                  : fp8_instance<E4m3, E5m2>(tile_config);
   }
-  return b.dtype == Dtype::e4m3 ? fp8_instance<E5m2, E4m3>(row) : fp8_instance<E5m2, E5m2>(row);
+  return b.dtype == Dtype::e4m3 ? fp8_instance<E5m2, E4m3>(tile_config)
+                                : fp8_instance<E5m2, E5m2>(tile_config);
 }
 
 TensorMap map_of(const MapArgs& args, const char* op) {
@@ -79,10 +85,10 @@ TensorMap map_of(const MapArgs& args, const char* op) {
 }
 
 TensorMap map_of(const Operand& x, const int (&box)[2], const char* op) {
-  bool along_k = x.lies.major == Major::k;
+  bool along_k = x.layout.major == Major::k;
   return map_of(
       {x.dtype, x.tensor.const_data_ptr(), along_k ? x.k() : x.rows(), along_k ? x.rows() : x.k(),
-       x.lies.pitch * element_size(x.dtype), box[0], box[1], true},
+       x.layout.pitch * element_size(x.dtype), box[0], box[1], true},
       op);
 }
 
@@ -100,20 +106,20 @@ int64_t pitch_of(const Tensor& out, int rows) {
 }
 
 GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out, bool fast_accum,
-                          const GpuFacts& gpu, const char* op) {
+                          const DeviceProperties& gpu, const char* op) {
   GemmProblem problem = {a.rows(), b.rows(), a.k(), a.dtype, b.dtype, out.dtype};
-  problem.a_major = a.lies.major;
-  problem.b_major = b.lies.major;
+  problem.a_major = a.layout.major;
+  problem.b_major = b.layout.major;
   problem.a_scale = a.granularity;
   problem.b_scale = b.granularity;
   problem.fast_accum = fast_accum;
   problem.accumulate = out.accumulate;
   problem.out_aligned = out.pitch * element_size(out.dtype) % 16 == 0 &&
                         reinterpret_cast<uint64_t>(out.data) % 16 == 0;
-  std::optional<GemmConfig> plan = plan_gemm(problem, gpu, wish());
+  std::optional<GemmConfig> plan = plan_gemm(problem, gpu, forced());
   if (plan) return *plan;
   std::string why;
-  for (const std::string& line : explain(problem, gpu, wish())) {
+  for (const std::string& line : explain(problem, gpu, forced())) {
     if (why.find(line) == std::string::npos) why += "; " + line;
   }
   STD_TORCH_CHECK(false, op, ": ", to_string(problem), why);
@@ -143,8 +149,8 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
   arrange(a);
   arrange(b);
   GemmConfig plan =
-      plan_or_refuse(a, b, out, fast_accum, facts_of(a.tensor.get_device_index()), op);
-  Instance kernel = instance_of(plan.row, a, b);
+      plan_or_refuse(a, b, out, fast_accum, properties_of(a.tensor.get_device_index()), op);
+  Instance kernel = instance_of(plan.tile_config, a, b);
   STD_TORCH_CHECK(kernel.run != nullptr, op, ": no kernel for ", to_string(plan));
 
   GemmArgs args = {};
@@ -179,7 +185,7 @@ void check_pair(const Operand& a, const Operand& b, const char* op) {
 }
 
 void check_arch(const Tensor& t, const char* op) {
-  const GpuFacts& gpu = facts_of(t.get_device_index());
+  const DeviceProperties& gpu = properties_of(t.get_device_index());
   STD_TORCH_CHECK(gpu.major == 9 && gpu.minor == 0, op,
                   ": this kernel is for GPUs of compute capability 9.0, got ", gpu.major, ".",
                   gpu.minor);
@@ -218,25 +224,26 @@ void gemm_accumulate_op(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                   "gemm_accumulate_: acc must be [M, N], fp32, on a's device, writable");
   check_arch(a, op);
   if (acc.numel() == 0 || x.k() == 0) return;
-  bool rows_lie = acc.size(1) == 1 || acc.stride(1) == 1;
-  bool columns_lie = acc.size(0) == 1 || acc.stride(0) == 1;
-  Tensor target = rows_lie || columns_lie ? acc : torch::stable::contiguous(acc);
-  // Where C lies along M, C^T = b^T a^T lies along N.
-  if (!rows_lie && columns_lie) std::swap(x, y);
-  int outer = !rows_lie && columns_lie ? 1 : 0;
+  bool n_contiguous = acc.size(1) == 1 || acc.stride(1) == 1;
+  bool m_contiguous = acc.size(0) == 1 || acc.stride(0) == 1;
+  Tensor target = n_contiguous || m_contiguous ? acc : torch::stable::contiguous(acc);
+  // C is contiguous along M: compute C^T = b^T a^T, which is contiguous along N.
+  if (!n_contiguous && m_contiguous) std::swap(x, y);
+  int outer = !n_contiguous && m_contiguous ? 1 : 0;
   multiply(x, y, {target.mutable_data_ptr(), pitch_of(target, outer), Dtype::f32, true}, nullptr,
            Dtype::f32, false, op);
   write_back(acc, target);
 }
 
-// For tests and measurements: from now on every gemm of this process takes this row, this many
-// splits, this band (gemm_plan.h), or fails where it cannot. -1, 0, 0: the planner's choice again.
-void force_op(int64_t row, int64_t splits, int64_t group) {
-  STD_TORCH_CHECK(row >= -1 && row < kGemmRowCount && splits >= 0 && splits < (1 << 16) &&
-                      group >= 0 && group < (1 << 16),
-                  "gemm_sm90_force: row must be -1 to ", kGemmRowCount - 1,
+// For tests and measurements: from now on every gemm of this process takes this tile config,
+// this many splits and this band (gemm_plan.h), or fails where it cannot. -1, 0, 0: back to the
+// planner's choice.
+void force_op(int64_t tile_config, int64_t splits, int64_t group) {
+  STD_TORCH_CHECK(tile_config >= -1 && tile_config < kTileConfigCount && splits >= 0 &&
+                      splits < (1 << 16) && group >= 0 && group < (1 << 16),
+                  "gemm_sm90_force: tile_config must be -1 to ", kTileConfigCount - 1,
                   ", splits and group must not be negative");
-  forced_row = row;
+  forced_tile_config = tile_config;
   forced_splits = splits;
   forced_group = group;
 }
@@ -246,7 +253,7 @@ void force_op(int64_t row, int64_t splits, int64_t group) {
 }  // namespace mixprec::cuda::sm90
 
 STABLE_TORCH_LIBRARY_FRAGMENT(mixprec, m) {
-  m.def("gemm_sm90_force(int row=-1, int splits=0, int group=0) -> ()");
+  m.def("gemm_sm90_force(int tile_config=-1, int splits=0, int group=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CompositeExplicitAutograd, m) {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "cuda/optim/step_rows.h"
+#include "cuda/optim/param_bundles.h"
 
 namespace mixprec::cuda {
 
@@ -21,7 +21,7 @@ template <class Rule>
 void launch_step(const StepLists& lists, const Rule& rule, const StepCall& call) {
   const Tensor& steps = lists.steps;
   const std::string op = lists.op;
-  StepRows rows(lists, call.max_value, call.stochastic_rounding, call.indices);
+  ParamBundles bundles(lists, call.max_value, call.stochastic_rounding, call.indices);
   StepArgs args = {};
   args.inv_scale = scalar_on(call.inv_scale, steps, (op + ": inv_scale").c_str());
   args.clip = scalar_on(call.clip, steps, (op + ": clip").c_str());
@@ -40,7 +40,7 @@ void launch_step(const StepLists& lists, const Rule& rule, const StepCall& call)
 
   OnDevice device(steps);
   args.steps = static_cast<float*>(steps.mutable_data_ptr());
-  std::vector<StepTensor> tensors = rows.tensors();
+  std::vector<StepTensor> tensors = bundles.tensors();
   int64_t bytes = static_cast<int64_t>(tensors.size() * sizeof(StepConstants<Rule>));
   static_assert(sizeof(StepConstants<Rule>) % sizeof(double) == 0);
   Tensor constants = empty_on(steps, {bytes / int64_t{sizeof(double)}}, ScalarType::Double);
@@ -48,7 +48,7 @@ void launch_step(const StepLists& lists, const Rule& rule, const StepCall& call)
       step(tensors, rule, args, static_cast<StepConstants<Rule>*>(constants.mutable_data_ptr()),
            device.sms, device.stream),
       lists.op);
-  rows.write_back();
+  bundles.write_back();
 }
 
 }  // namespace mixprec::cuda

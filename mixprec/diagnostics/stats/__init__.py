@@ -1,4 +1,4 @@
-"""What happened to the numbers: amax, scale, overflow, underflow and SQNR of every cast, sampled.
+"""Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
 
 `Monitor` watches a model while it trains; `mixprec.compare(..., sqnr=True)` measures its layers
 once, at the end of a run.

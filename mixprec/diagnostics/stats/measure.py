@@ -1,4 +1,4 @@
-"""What a cast did to one tensor, as one small tensor of sums that stays on the device."""
+"""The statistics of one cast, as one small tensor of sums that stays on the device."""
 
 from __future__ import annotations
 
@@ -12,23 +12,36 @@ from ...functional.operands import Delayed
 from ...ops._dispatch import scale_layout
 from ...recipes import Recipe
 
+__all__ = ["FIELDS", "cast_sums", "decibels", "largest_kept", "output_sums", "squares"]
+
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
 # added, but for amax and the scales, of which the extremes are kept.
 FIELDS = (
-    *("elements", "amax", "scale_min", "scale_max", "overflow", "underflow", "inf", "nan"),
-    *("signal", "noise"),
+    "elements",
+    "amax",
+    "scale_min",
+    "scale_max",
+    "overflow",
+    "underflow",
+    "inf",
+    "nan",
+    "signal",
+    "noise",
 )
 
 
-def _row(*values: torch.Tensor | float) -> torch.Tensor:
-    device = next(v.device for v in values if isinstance(v, torch.Tensor))
-    made = [
-        v.detach().double().reshape(())
-        if isinstance(v, torch.Tensor)
-        else torch.full((), v, dtype=torch.float64, device=device)
-        for v in values
-    ]
-    return torch.stack(made)
+def _stacked(values: dict[str, torch.Tensor | float]) -> torch.Tensor:
+    """FIELDS in their order; NaN for a field that is not given."""
+    device = next(v.device for v in values.values() if isinstance(v, torch.Tensor))
+    fields = [values.get(name, math.nan) for name in FIELDS]
+    return torch.stack(
+        [
+            v.detach().double().reshape(())
+            if isinstance(v, torch.Tensor)
+            else torch.full((), v, dtype=torch.float64, device=device)
+            for v in fields
+        ]
+    )
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
@@ -83,24 +96,36 @@ def cast_sums(
         scales = 1.0 / operand.scale_inv
         none = scales.new_ones(())
         low, high = (scales.amin(), scales.amax()) if scales.numel() else (none, none)
-    return _row(
-        *(float(x.numel()), _amax(wide), low, high),
-        *(overflow.sum(), ((wide != 0) & (data == 0)).sum()),
-        *(torch.isinf(wide).sum(), torch.isnan(wide).sum()),
-        *(squares(wide, data * scale_inv) if sqnr else (math.nan, math.nan)),
-    )
+    sums: dict[str, torch.Tensor | float] = {
+        "elements": float(x.numel()),
+        "amax": _amax(wide),
+        "scale_min": low,
+        "scale_max": high,
+        "overflow": overflow.sum(),
+        "underflow": ((wide != 0) & (data == 0)).sum(),
+        "inf": torch.isinf(wide).sum(),
+        "nan": torch.isnan(wide).sum(),
+    }
+    if sqnr:
+        sums["signal"], sums["noise"] = squares(wide, data * scale_inv)
+    return _stacked(sums)
 
 
 @torch.no_grad()
 def output_sums(y: torch.Tensor, ref: torch.Tensor | None) -> torch.Tensor:
-    """FIELDS of a layer's output y. ref: what it is in FP32; without it overflow, underflow, signal
-    and noise are NaN: a rounded number alone does not tell. An output has no scale: 1."""
+    """FIELDS of a layer's output y, whose scale is 1. ref: the same in FP32; without it overflow,
+    underflow, signal and noise are NaN."""
     wide = y.detach().float()
-    lost: tuple[torch.Tensor | float, ...] = (math.nan,) * 4
+    sums: dict[str, torch.Tensor | float] = {
+        "elements": float(y.numel()),
+        "amax": _amax(wide),
+        "scale_min": 1.0,
+        "scale_max": 1.0,
+        "inf": torch.isinf(wide).sum(),
+        "nan": torch.isnan(wide).sum(),
+    }
     if ref is not None:
-        overflow = torch.isfinite(ref) & ~torch.isfinite(wide)
-        lost = overflow.sum(), ((ref != 0) & (wide == 0)).sum(), *squares(ref, wide)
-    return _row(
-        *(float(y.numel()), _amax(wide), 1.0, 1.0, *lost[:2]),
-        *(torch.isinf(wide).sum(), torch.isnan(wide).sum(), *lost[2:]),
-    )
+        sums["overflow"] = (torch.isfinite(ref) & ~torch.isfinite(wide)).sum()
+        sums["underflow"] = ((ref != 0) & (wide == 0)).sum()
+        sums["signal"], sums["noise"] = squares(ref, wide)
+    return _stacked(sums)

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from ..._local_gradients import is_sharded
+from .. import plotting
 from . import measure, records
 from .layers import as_operand, product_fp32, recipe_layers, state_here
+
+__all__ = ["Monitor"]
 
 
 class _Sample(NamedTuple):
@@ -36,7 +39,7 @@ class _Scalar(NamedTuple):
 
 
 class Monitor:
-    """What happened to the numbers while a model trains: every `every`-th step, each tensor.
+    """Statistics of every tensor that is cast, at every `every`-th step of training.
 
         with mixprec.stats.Monitor(model, every=100, scaler=scaler) as monitor:
             for batch in batches:
@@ -46,21 +49,21 @@ class Monitor:
 
     model: its modules that have a `recipe` (`mixprec.convert`) are watched. Steps 0, every,
     2 * every, ... are sampled. Of x, w and g (the gradient of the output, loss scale included) of
-    each layer: amax, the scale of the cast (delayed scaling: the layer's; else as the op derives
-    it; the smallest and the largest of rows and blocks), how many elements overflow (finite, and
-    saturate in FP8 or become Inf in 16 bits), underflow (not 0, and become 0), are Inf, are NaN;
-    of the output y: amax, Inf and NaN. x and w are seen as the forward GEMM casts them, g as the
-    grad_input GEMM does. sqnr=True adds the SQNR of each cast, and of y against torch's product
-    in FP32, with how much of y overflows and underflows: one FP32 product more for each layer.
-    scaler: its loss scale and skipped steps are noted; optimizer: for a scaler that does not count
-    (torch's), or none, the steps that its `step` counts lack. Several calls in one step
-    (micro-batches, a layer used twice) are one row: largest amax, summed counts.
+    each layer: amax; the scale of the cast (the layer's with delayed scaling, else derived by the
+    op; the smallest and the largest over rows or blocks); how many elements overflow (finite, and
+    saturate in FP8 or become Inf in 16 bits), underflow (nonzero, and become 0), are Inf, are NaN.
+    Of the output y: amax, Inf and NaN. x and w are measured as cast for the forward GEMM, g as cast
+    for the grad_input GEMM. sqnr=True adds the SQNR of each cast, and of y against torch's product
+    in FP32, with how much of y overflows and underflows, at the cost of one FP32 product per layer.
+    scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler that does not
+    count them (torch's), or none, skipped steps are those missing in its `step` counts. Several
+    calls in one step (micro-batches, a layer used twice) are merged: largest amax, summed counts.
 
-    Nothing waits for the device until `flush`, which transfers all at once; nothing of what the
-    model computes changes. Off the sampled steps a hook is one Python comparison. Not measured:
-    passes without grad mode, forwards that activation checkpointing repeats (each counts once),
-    what torch.compile compiled or a CUDA graph replays, where the hooks do nothing, and the weights
-    of a layer that FSDP shards by itself. `close` removes the hooks.
+    Nothing waits for the device until `flush`, which transfers everything at once, and the model's
+    results do not change. In other steps a hook is one Python comparison. Not measured: passes
+    without grad mode, forward passes repeated by activation checkpointing (each counts once), code
+    compiled by torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the
+    weights of a layer that FSDP shards by itself. `close` removes the hooks.
 
     TypeError if `model` is no module; ValueError if it has no layer with a recipe or `every` is no
     int of 1 or more.
@@ -255,9 +258,7 @@ class Monitor:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,
         to an image file whose suffix says the format. ImportError without matplotlib."""
-        from .draw import save
-
-        save(self.records, path)
+        plotting.save(plotting.plot_records(self.records), path)
 
 
 def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:

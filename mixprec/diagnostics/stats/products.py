@@ -14,6 +14,8 @@ from ...recipes import ROLES, Recipe
 from .layers import as_operand, product_fp32, recipe_layers, state_here
 from .measure import FIELDS, cast_sums, decibels, squares
 
+__all__ = ["BARS", "PRODUCTS", "REMEDIES", "Sqnr", "below_bar", "model_sqnr", "product_sqnr"]
+
 PRODUCTS = ("y", "grad_input", "grad_weight")
 Sqnr = dict[str, float | None]
 

@@ -10,6 +10,19 @@ from typing import Any
 
 from .measure import FIELDS, decibels
 
+__all__ = [
+    "SHORT",
+    "WIDTH",
+    "Key",
+    "Record",
+    "add",
+    "append_jsonl",
+    "badness",
+    "finite",
+    "scalars",
+    "table",
+]
+
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 WIDTH = 100
 _NAME = 26  # columns of the table for a layer's name
@@ -141,8 +154,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: finite(v) for key, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, list) else value
+        return {str(key): finite(v) for key, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def append_jsonl(records: Sequence[Record], path: str | os.PathLike[str]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from ...recipes import ROLES
 from .products import BARS, PRODUCTS, below_bar
 
+__all__ = ["Measured", "Overrides", "sqnr_table"]
+
 Measured = Mapping[str, Mapping[str, Any]]  # by layer, as `model_sqnr` returns it
 _NAME = 26
 

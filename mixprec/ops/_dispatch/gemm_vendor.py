@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from . import checks
-
-Capability = tuple[int, int]
+from .library import Capability
 
 # What lets torch.mm add up in less than FP32: parts of a split K, or everything.
 _LOOSE = {
@@ -21,9 +20,20 @@ _LOOSE = {
 _flags = threading.RLock()  # they are global to the process, and backward runs in its own thread
 
 
-def gemm_why_not(args: tuple[Any, ...], capability: Capability | None) -> str | None:
+def gemm_why_not(args: Any, capability: Capability | None) -> str | None:
     """Why torch has no single call for these arguments of gemm; None if it has."""
-    a, b, a_scale_inv, b_scale_inv, bias, out_dtype, _ = args
+    return _why_not(args, args.bias, args.out_dtype, capability)
+
+
+def gemm_accumulate_why_not(args: Any, capability: Capability | None) -> str | None:
+    """Why torch cannot give this product in FP32, to be added to acc; None if it can."""
+    return _why_not(args, None, torch.float32, capability)
+
+
+def _why_not(
+    args: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, capability: Capability | None
+) -> str | None:
+    a, b, a_scale_inv, b_scale_inv = args.a, args.b, args.a_scale_inv, args.b_scale_inv
     if a.dtype in checks.FP8:
         return _scaled_why_not(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, capability)
     if a_scale_inv is not None or b_scale_inv is not None:
@@ -33,11 +43,6 @@ def gemm_why_not(args: tuple[Any, ...], capability: Capability | None) -> str | 
     if out_dtype != a.dtype and out_dtype != torch.float32:
         return f"torch.mm gives {_name(a.dtype)} operands no {_name(out_dtype)} result"
     return None
-
-
-def gemm_accumulate_why_not(args: tuple[Any, ...], capability: Capability | None) -> str | None:
-    """Why torch cannot give this product in FP32, to be added to acc; None if it can."""
-    return gemm_why_not((*args[1:], None, torch.float32, False), capability)
 
 
 def _scaled_why_not(

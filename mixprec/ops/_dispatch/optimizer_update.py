@@ -1,9 +1,10 @@
-"""What the optimizer updates have in common: their arguments' checks, and reading and writing."""
+"""What the references of the optimizer updates share: checks, and reading and writing of state."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,145 +18,155 @@ SHARED_SCHEMA = (
 )
 
 
-def real_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype of the arithmetic."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
 def rounded(value: float, real: torch.dtype) -> float:
     """A constant as the arithmetic holds it."""
     return value if real == torch.float64 else ctypes.c_float(value).value
 
 
-def advance(
-    steps: torch.Tensor, found_inf: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the steps, unless skipped; return the flag that says so, and the counts."""
-    flag = torch.zeros((), device=steps.device) if found_inf is None else found_inf
-    skip = flag.reshape(()) != 0
-    steps.copy_(torch.where(skip, steps, steps + 1))
-    return skip, steps.clone()
+class Update:
+    """One call of an update, by its arguments `args`: counts the steps, unless it is skipped, and
+    then reads and writes the tensors of each param i.
 
+    skip: whether found_inf is not 0. counts: the steps after this one. lr: fp64 [].
+    """
 
-def gradient(
-    grad: torch.Tensor,
-    real: torch.dtype,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    max_value: float,
-    maximize: bool,
-) -> torch.Tensor:
-    g = grad.to(real)
-    for factor in (inv_scale, clip):
-        if factor is not None:
-            g = g * factor.reshape(()).to(real)
-    limit = rounded(max_value, real)
-    g = torch.where(g > limit, limit, torch.where(g < -limit, -limit, g))  # NaN stays NaN
-    return -g if maximize else g
+    def __init__(self, args: Any) -> None:
+        self._args, steps = args, args.steps
+        found = torch.zeros((), device=steps.device) if args.found_inf is None else args.found_inf
+        self.skip = found.reshape(()) != 0
+        steps.copy_(torch.where(self.skip, steps, steps + 1))
+        self.counts = steps.clone()
+        self.lr = torch.full((), args.lr, dtype=torch.float64, device=steps.device)
+        if args.lr_tensor is not None:
+            self.lr = args.lr_tensor.reshape(()).double()
 
+    def real(self, i: int) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        return _real(self._args.params[i])
 
-def truth(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-    """The number that is updated: the master where there is one."""
-    if master is None:
-        return param.to(real_dtype(param))
-    return rounding.join_master(param, master) if master.dtype == REMAINDER else master
+    def gradient(self, i: int) -> torch.Tensor:
+        """grad * inv_scale * clip, bounded by +-max_value, negated to maximize."""
+        args, real = self._args, self.real(i)
+        g = args.grads[i].to(real)
+        for factor in (args.inv_scale, args.clip):
+            if factor is not None:
+                g = g * factor.reshape(()).to(real)
+        limit = rounded(args.max_value, real)
+        g = torch.where(g > limit, limit, torch.where(g < -limit, -limit, g))  # NaN stays NaN
+        return -g if args.maximize else g
 
+    def _master(self, i: int) -> torch.Tensor | None:
+        return self._args.masters[i] if self._args.masters else None
 
-def write_state(
-    state: torch.Tensor, value: torch.Tensor, skip: torch.Tensor, random: tuple[int, torch.Tensor,
-    int, int],
-) -> None:  # fmt: skip
-    """random: seed, step, index, stream, for bf16 state, which is always rounded at random."""
-    if state.dtype == torch.bfloat16:
-        value = rounding.stochastic_bf16(value, rounding.random_bits(value.shape, *random))
-    state.copy_(torch.where(skip, state, value))
+    def master(self, i: int) -> torch.Tensor:
+        """The values that are updated: the master, or the param if it has none."""
+        param, master = self._args.params[i], self._master(i)
+        if master is None:
+            return param.to(self.real(i))
+        return rounding.join_master(param, master) if master.dtype == REMAINDER else master
 
+    def _bits(self, i: int, shape: torch.Size, stream: int) -> torch.Tensor:
+        args = self._args
+        seed, index = (args.seed, args.indices[i]) if args.indices else (0, 0)
+        return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
-def write_param(
-    param: torch.Tensor,
-    master: torch.Tensor | None,
-    p: torch.Tensor,
-    skip: torch.Tensor,
-    random: tuple[int, torch.Tensor, int, int] | None,
-) -> None:
-    """random: seed, step, index, stream; None to round to nearest even."""
-    if master is not None and master.dtype == REMAINDER:
-        low, remainder = rounding.split_master(p)
-        master.copy_(torch.where(skip, master, remainder))
-    elif master is None and random is not None and param.dtype == torch.bfloat16:
-        low = rounding.stochastic_bf16(p, rounding.random_bits(p.shape, *random))
-    else:
-        low = p.to(param.dtype)
+    def write_state(self, i: int, state: torch.Tensor, value: torch.Tensor, stream: int) -> None:
+        """bf16 state is always rounded at random."""
+        if state.dtype == torch.bfloat16:
+            value = rounding.stochastic_bf16(value, self._bits(i, value.shape, stream))
+        state.copy_(torch.where(self.skip, state, value))
+
+    def write_param(self, i: int, p: torch.Tensor) -> None:
+        param, master = self._args.params[i], self._master(i)
+        stochastic = self._args.stochastic_rounding and param.dtype == torch.bfloat16
+        if master is not None and master.dtype == REMAINDER:
+            low, p = rounding.split_master(p)
+        elif master is None and stochastic:
+            low = rounding.stochastic_bf16(p, self._bits(i, p.shape, rounding.PARAM))
+        else:
+            low = p.to(param.dtype)
         if master is not None:
-            master.copy_(torch.where(skip, master, p))
-    param.copy_(torch.where(skip, param, low))
+            master.copy_(torch.where(self.skip, master, p))
+        param.copy_(torch.where(self.skip, param, low))
+
+
+def _real(param: torch.Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def prepare(op: str, params: Sequence[torch.Tensor], steps: torch.Tensor) -> None:
+    """What a kernel cannot see: a tensor given for a list, and autograd."""
+    checks.is_sequence(op, "params", params)
+    if params:
+        checks.is_tensor(op, "steps", steps)
+        checks.needs_no_grad(op, "call it under torch.no_grad()", *params)
 
 
 def check(
     op: str,
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    states: dict[str, Sequence[torch.Tensor]],
-    masters: Sequence[torch.Tensor],
-    steps: torch.Tensor,
-    max_value: float,
-    stochastic_rounding: bool,
-    indices: Sequence[int],
-    lr_tensor: torch.Tensor | None,
-    inv_scale: torch.Tensor | None,
-    clip: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
+    args: Any,
+    *,
+    states: tuple[str, ...],
     may_be_empty: tuple[str, ...] = ("masters",),
 ) -> None:
-    """states: the op's lists of moments, by name. may_be_empty: those that are left out so."""
-    params = checks.is_list(op, "params", params)
-    lists = {"grads": grads, **states, "masters": masters}
+    """states: the names of the op's lists of moments. may_be_empty: of lists that may be left out
+    by giving an empty one."""
+    params = checks.is_list(op, "params", args.params)
+    lists = {name: getattr(args, name) for name in ("grads", *states, "masters")}
     for name, tensors in lists.items():
         count = len(checks.is_list(op, name, tensors))
         if count != len(params) and (count or name not in may_be_empty):
             raise ValueError(
                 f"{op}: {name} must have one tensor per param ({len(params)}), got {count}"
             )
-    checks.is_tensor(op, "steps", steps)
-    device = steps.device
-    checks.is_table(op, "steps", steps, torch.float32, (len(params),), device, "its own")
-    for name, t in (("inv_scale", inv_scale), ("clip", clip), ("found_inf", found_inf)):
-        if t is not None:
-            checks.is_scalar(op, name, t, torch.float32)
-            checks.on_device(op, name, t, device, "steps")
-    if lr_tensor is not None:
-        checks.is_tensor(op, "lr_tensor", lr_tensor)
-        kind = torch.float64 if lr_tensor.dtype == torch.float64 else torch.float32
-        checks.is_scalar(op, "lr_tensor", lr_tensor, kind)
-        checks.on_device(op, "lr_tensor", lr_tensor, device, "steps")
-    if not max_value > 0:
-        raise ValueError(f"{op}: max_value must be positive, got {max_value}")
-    if len(indices) not in (len(params), *([] if stochastic_rounding else [0])):
-        raise ValueError(
-            f"{op}: indices must have one number per param ({len(params)}) for stochastic "
-            f"rounding, got {len(indices)}"
-        )
-    if any(not 0 <= i < 2**rounding._STREAM_SHIFT for i in indices):
-        raise ValueError(f"{op}: indices must be in [0, 2^30), got {list(indices)}")
+    _check_scalars(op, args)
     for i, param in enumerate(params):
-        checks.has_dtype(op, f"params[{i}]", param, checks.REALS)
-        checks.on_device(op, f"params[{i}]", param, device, "steps")
-        checks.is_writable(op, f"params[{i}]", param)
-        real = real_dtype(param)
-        narrow = (torch.bfloat16,) if real == torch.float32 else ()
-        remainder = (REMAINDER,) if param.dtype == torch.bfloat16 else ()
-        allowed = {"grads": checks.FLOATS if narrow else (real,), "masters": (real, *remainder)}
-        for name, tensors in lists.items():
-            if not tensors:
-                continue
-            t, label = tensors[i], f"{name}[{i}]"
-            checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
-            checks.has_dtype(op, label, t, allowed.get(name, (real, *narrow)))
-            if name in states and t.dtype != real and not indices:
-                raise ValueError(
-                    f"{op}: {label} must have dtype float32, or bfloat16 with indices for its "
-                    "stochastic rounding, got bfloat16 without"
-                )
-            checks.on_device(op, label, t, device, "steps")
-            if name != "grads":
-                checks.is_writable(op, label, t)
+        _check_param(op, i, param, lists, args)
+
+
+def _check_scalars(op: str, args: Any) -> None:
+    checks.is_tensor(op, "steps", args.steps)
+    count, device = len(args.params), args.steps.device
+    checks.is_table(op, "steps", args.steps, torch.float32, (count,), device, "its own")
+    for name in ("inv_scale", "clip", "found_inf", "lr_tensor"):
+        if (t := getattr(args, name)) is not None:
+            checks.is_tensor(op, name, t)
+            fp64 = name == "lr_tensor" and t.dtype == torch.float64
+            checks.is_scalar(op, name, t, torch.float64 if fp64 else torch.float32)
+            checks.on_device(op, name, t, device, "steps")
+    if not args.max_value > 0:
+        raise ValueError(f"{op}: max_value must be positive, got {args.max_value}")
+    if len(args.indices) not in (count, *([] if args.stochastic_rounding else [0])):
+        raise ValueError(
+            f"{op}: indices must have one number per param ({count}) for stochastic rounding, "
+            f"got {len(args.indices)}"
+        )
+    if any(not 0 <= i < rounding.MAX_INDEX for i in args.indices):
+        raise ValueError(f"{op}: indices must be in [0, 2^30), got {list(args.indices)}")
+
+
+def _check_param(
+    op: str, i: int, param: torch.Tensor, lists: dict[str, Sequence[torch.Tensor]], args: Any
+) -> None:
+    device = args.steps.device
+    checks.has_dtype(op, f"params[{i}]", param, checks.REALS)
+    checks.on_device(op, f"params[{i}]", param, device, "steps")
+    checks.is_writable(op, f"params[{i}]", param)
+    real = _real(param)
+    narrow = (torch.bfloat16,) if real == torch.float32 else ()
+    remainder = (REMAINDER,) if param.dtype == torch.bfloat16 else ()
+    allowed = {"grads": checks.FLOATS if narrow else (real,), "masters": (real, *remainder)}
+    for name, tensors in lists.items():
+        if not tensors:
+            continue
+        t, label, is_state = tensors[i], f"{name}[{i}]", name not in allowed
+        checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
+        checks.has_dtype(op, label, t, allowed.get(name, (real, *narrow)))
+        if is_state and t.dtype != real and not args.indices:
+            raise ValueError(
+                f"{op}: {label} must have dtype float32, or bfloat16 with indices for its "
+                "stochastic rounding, got bfloat16 without"
+            )
+        checks.on_device(op, label, t, device, "steps")
+        if name != "grads":
+            checks.is_writable(op, label, t)

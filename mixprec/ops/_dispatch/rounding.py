@@ -14,6 +14,7 @@ _WORD = 0xFFFFFFFF
 # index of the param, of which there are fewer than 2^30.
 PARAM, FIRST_STATE, SECOND_STATE = range(3)
 _STREAM_SHIFT = 30
+MAX_INDEX = 2**_STREAM_SHIFT
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

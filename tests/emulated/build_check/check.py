@@ -131,9 +131,9 @@ def demangled(names: list[str]) -> dict[str, str]:
 def missing_gemms(names: set[str]) -> list[str]:
     """Instances of the planner's table that were not compiled, and others that were."""
     there = {gemm for name in names if (gemm := hopper.instance(name)) is not None}
-    expected = hopper.expected(CSRC / "cuda" / "gemm" / "config" / "gemm_rows.h")
+    expected = hopper.expected(CSRC / "cuda" / "gemm" / "config" / "tile_configs.h")
     return [f"not compiled: {gemm}" for gemm in sorted(expected - there)] + [
-        f"not in gemm_rows.h: {gemm}" for gemm in sorted(there - expected)
+        f"not in tile_configs.h: {gemm}" for gemm in sorted(there - expected)
     ]
 
 

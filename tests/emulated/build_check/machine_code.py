@@ -10,7 +10,7 @@ ACCUMULATE = (
     "direct",
     "promoted",
     "scaled",
-)  # csrc/cuda/gemm/config/gemm_rows.h: enum class Accumulate
+)  # csrc/cuda/gemm/config/tile_configs.h: enum class Accumulate
 FP8 = ("E4m3", "E5m2")
 MIXES = tuple((a, b) for a in FP8 for b in FP8)
 SIXTEEN = (("Bf16", "Bf16"), ("Fp16", "Fp16"))
@@ -42,7 +42,7 @@ def instance(name: str) -> Instance | None:
 
 
 def expected(rows: Path) -> set[Instance]:
-    """Every instance that the table in gemm_rows.h stands for."""
+    """Every instance that the table in tile_configs.h stands for."""
     instances = set()
     for fp8, accumulate, *sizes in ROW.findall(rows.read_text()):
         layouts = [(0, 0)] if fp8 == "true" else [(a, b) for a in (0, 1) for b in (0, 1)]

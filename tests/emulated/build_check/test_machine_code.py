@@ -35,9 +35,9 @@ def test_names_say_which_instance_it_is() -> None:
 
 
 def test_the_table_stands_for_these_instances() -> None:
-    expected = hopper.expected(ROOT / "csrc" / "cuda" / "gemm" / "config" / "gemm_rows.h")
+    expected = hopper.expected(ROOT / "csrc" / "cuda" / "gemm" / "config" / "tile_configs.h")
     assert {PLAIN, SMALL, FP8} <= expected
-    text = (ROOT / "csrc" / "cuda" / "gemm" / "config" / "gemm_rows.h").read_text()
+    text = (ROOT / "csrc" / "cuda" / "gemm" / "config" / "tile_configs.h").read_text()
     sixteen, eight = text.count("{false, Acc"), text.count("{true, Acc")
     assert len(expected) == sixteen * 2 * 4 + eight * 4 > 50
 

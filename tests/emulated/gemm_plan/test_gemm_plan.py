@@ -13,8 +13,8 @@ from mixprec import _C
 
 plan = _C.gemm_plan
 D, Major, Granularity, Accumulate = plan.Dtype, plan.Major, plan.Granularity, plan.Accumulate
-ROWS = plan.ROWS
-H200 = plan.GpuFacts(9, 0, 132, 232448)
+ROWS = plan.TILE_CONFIGS
+H200 = plan.DeviceProperties(9, 0, 132, 232448)
 LOW = {"bf16": (D.bf16, D.bf16), "fp16": (D.f16, D.f16), "fp8": (D.e4m3, D.e5m2)}
 BLOCKS = (Granularity.block1x128, Granularity.block128x128)
 
@@ -40,7 +40,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def check(config: Any, m: int, n: int, k: int, gpu_sms: int, gpu_shared: int) -> None:
     """What must hold of every plan."""
-    row, tiles = ROWS[config.row], config.tiles
+    row, tiles = ROWS[config.tile_config], config.tiles
     height = row.block_m * row.cluster
     assert (tiles.m_tiles, tiles.n_tiles) == (ceil_div(m, height), ceil_div(n, row.block_n))
     count = tiles.m_tiles * tiles.n_tiles * tiles.splits
@@ -89,31 +89,31 @@ def test_every_plan_holds_what_the_kernel_needs(
     if blocks is not None and how["kind"] == "fp8":
         how = how | {"b_scale": blocks}
     m, n, k = how["m"], how["n"], how["k"]
-    config = plan.plan_gemm(problem(**how), plan.GpuFacts(9, 0, *gpu))
+    config = plan.plan_gemm(problem(**how), plan.DeviceProperties(9, 0, *gpu))
     assert config is not None
     check(config, m, n, k, *gpu)
-    row = ROWS[config.row]
+    row = ROWS[config.tile_config]
     assert row.base
     assert row.fp8 == (how["kind"] == "fp8")
     scaled = row.accumulate == Accumulate.scaled
     assert scaled == ("b_scale" in how)
     assert scaled or (row.accumulate == Accumulate.promoted) == (row.fp8 and not how["fast_accum"])
     assert config.tma_store == (how["out_aligned"] and config.tiles.splits == 1)
-    assert repr(plan.plan_gemm(problem(**how), plan.GpuFacts(9, 0, *gpu))) == repr(config)
+    assert repr(plan.plan_gemm(problem(**how), plan.DeviceProperties(9, 0, *gpu))) == repr(config)
 
 
 @given(problems, st.integers(0, len(ROWS) - 1), st.integers(0, 9), st.integers(0, 20))
 def test_every_wish_that_is_granted_is_sound(
     how: dict[str, Any], row: int, splits: int, group: int
 ) -> None:
-    wish = plan.GemmWish(row=row, splits=splits, group=group)
+    wish = plan.ConfigOverride(tile_config=row, splits=splits, group=group)
     config = plan.plan_gemm(problem(**how), H200, wish)
     lines = plan.explain(problem(**how), H200, wish)
     if config is None:
         assert not any(line.startswith("chosen") for line in lines)
         return
     check(config, how["m"], how["n"], how["k"], 132, 232448)
-    assert config.row == row
+    assert config.tile_config == row
     assert splits == 0 or config.tiles.splits <= splits
     assert group == 0 or config.tiles.group == group
 
@@ -146,9 +146,9 @@ def test_every_element_is_computed_once(row: int) -> None:
         if r.accumulate == Accumulate.scaled:
             how["a_scale"] = Granularity.block1x128
         for splits in (1, 2, 3):
-            wish = plan.GemmWish(row=row, splits=splits, group=2)
+            wish = plan.ConfigOverride(tile_config=row, splits=splits, group=2)
             asked = problem(m, n, k, "fp8" if r.fp8 else "fp16", **how)
-            config = plan.plan_gemm(asked, plan.GpuFacts(9, 0, 6, 232448), wish)
+            config = plan.plan_gemm(asked, plan.DeviceProperties(9, 0, 6, 232448), wish)
             assert config is not None, asked
             check(config, m, n, k, 6, 232448)
             clusters = config.grid // r.cluster
@@ -195,7 +195,7 @@ def test_named_shapes(
     shape: tuple[int, int, int], kind: str, block: tuple[int, int], splits: int, group: int
 ) -> None:
     config = plan.plan_gemm(problem(*shape, kind), H200)
-    row = ROWS[config.row]
+    row = ROWS[config.tile_config]
     found = ((row.block_m, row.block_n), config.tiles.splits, config.tiles.group)
     assert found == (block, splits, group), config
     check(config, *shape, 132, 232448)
@@ -204,7 +204,7 @@ def test_named_shapes(
 @given(st.integers(1, 64), st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([*LOW]))
 def test_small_m_takes_the_low_tile(m: int, n: int, k: int, kind: str) -> None:
     config = plan.plan_gemm(problem(m, n, k, kind), H200)
-    assert ROWS[config.row].block_m == 64
+    assert ROWS[config.tile_config].block_m == 64
     lines = plan.explain(problem(m, n, k, kind), H200)
     assert "at least half of each tile would lie outside of C" in lines
 
@@ -223,9 +223,9 @@ def test_k_is_split_only_where_sms_are_idle() -> None:
 
 def test_partial_sums_stay_within_their_memory() -> None:
     m, n = 4096, 2048
-    wish = plan.GemmWish(row=row_of(False, Accumulate.direct, (128, 256)), splits=2)
+    wish = plan.ConfigOverride(tile_config=row_of(False, Accumulate.direct, (128, 256)), splits=2)
     assert plan.plan_gemm(problem(m, n, 4096), H200, wish).workspace_bytes == 2 * m * n * 4
-    wish = plan.GemmWish(row=row_of(False, Accumulate.direct, (128, 256)), splits=3)
+    wish = plan.ConfigOverride(tile_config=row_of(False, Accumulate.direct, (128, 256)), splits=3)
     assert plan.plan_gemm(problem(m, n, 4096), H200, wish) is None
     (line,) = [x for x in plan.explain(problem(m, n, 4096), H200, wish) if "partial" in x]
     assert line == "the partial sums of 3 splits exceed 67108864 bytes"
@@ -255,7 +255,7 @@ def test_what_no_row_can_do_is_refused_with_the_reason(how: dict[str, Any], reas
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_are_refused(capability: tuple[int, int]) -> None:
-    gpu = plan.GpuFacts(*capability, 132, 232448)
+    gpu = plan.DeviceProperties(*capability, 132, 232448)
     assert plan.plan_gemm(problem(256, 256, 256), gpu) is None
     reason = "the GPU is not of compute capability 9.0"
     assert set(plan.explain(problem(256, 256, 256), gpu)) == {reason}
@@ -276,15 +276,15 @@ def test_every_row_that_was_not_chosen_has_its_reason(how: dict[str, Any]) -> No
     config, lines = plan.plan_gemm(asked, H200), plan.explain(asked, H200)
     for i, (row, line) in enumerate(zip(ROWS, lines, strict=True)):
         assert "\n" not in line
-        if i == config.row:
+        if i == config.tile_config:
             assert line == f"chosen: {config!r}"
         elif row.fp8 != (how["kind"] == "fp8"):
             assert line == ("for FP8 operands" if row.fp8 else "for 16-bit operands")
-        elif row.accumulate == ROWS[config.row].accumulate and not row.base:
-            assert line == "only where it was measured, or by force"
-        elif row.accumulate == ROWS[config.row].accumulate:
+        elif row.accumulate == ROWS[config.tile_config].accumulate and not row.base:
+            assert line == "only where it was measured, or if forced"
+        elif row.accumulate == ROWS[config.tile_config].accumulate:
             too_big = "at least half of each tile would lie outside of C"
-            assert line == too_big or f"clocks, row {config.row} " in line
+            assert line == too_big or f"clocks, tile config {config.tile_config} " in line
         else:
             assert line in {
                 "keeps the tensor core's short accumulator",
@@ -297,20 +297,20 @@ def test_bolder_rows_wait_for_a_measurement() -> None:
     bold = row_of(False, Accumulate.direct, (128, 256), cluster=2)
     assert not ROWS[bold].base
     asked = problem(8192, 8192, 8192)
-    assert plan.plan_gemm(asked, H200).row != bold
-    assert plan.plan_gemm(asked, H200, plan.GemmWish(row=bold)).row == bold
+    assert plan.plan_gemm(asked, H200).tile_config != bold
+    assert plan.plan_gemm(asked, H200, plan.ConfigOverride(tile_config=bold)).tile_config == bold
     measured = [
         plan.MeasuredGemm(
             *(False, Accumulate.direct, (4096, 8192), (1, 8192), (8192, 9000)),
-            plan.GemmWish(row=bold, group=4),
+            plan.ConfigOverride(tile_config=bold, group=4),
         )
     ]
     config = plan.plan_gemm(asked, H200, measured=measured)
-    assert (config.row, config.tiles.group) == (bold, 4)
+    assert (config.tile_config, config.tiles.group) == (bold, 4)
     for m, n, k in ((4095, 8192, 8192), (8193, 64, 8192), (8192, 8193, 8192), (8192, 64, 8191)):
-        assert plan.plan_gemm(problem(m, n, k), H200, measured=measured).row != bold
+        assert plan.plan_gemm(problem(m, n, k), H200, measured=measured).tile_config != bold
     fp8 = plan.plan_gemm(problem(8192, 8192, 8192, "fp8"), H200, measured=measured)
-    assert ROWS[fp8.row].cluster == 1
+    assert ROWS[fp8.tile_config].cluster == 1
 
 
 def test_a_measured_row_that_cannot_run_is_passed_over() -> None:
@@ -319,16 +319,16 @@ def test_a_measured_row_that_cannot_run_is_passed_over() -> None:
     measured = [
         plan.MeasuredGemm(
             *(False, Accumulate.direct, everything, everything, everything),
-            plan.GemmWish(row=bold),
+            plan.ConfigOverride(tile_config=bold),
         )
     ]
-    one_sm = plan.GpuFacts(9, 0, 1, 232448)
+    one_sm = plan.DeviceProperties(9, 0, 1, 232448)
     asked = problem(512, 512, 512)
-    assert plan.plan_gemm(asked, H200, measured=measured).row == bold
+    assert plan.plan_gemm(asked, H200, measured=measured).tile_config == bold
     want = plan.plan_gemm(asked, one_sm)
     assert repr(plan.plan_gemm(asked, one_sm, measured=measured)) == repr(want)
-    assert plan.plan_gemm(asked, one_sm, plan.GemmWish(row=bold)) is None
-    assert plan.explain(asked, one_sm, plan.GemmWish(row=bold))[bold] == (
+    assert plan.plan_gemm(asked, one_sm, plan.ConfigOverride(tile_config=bold)) is None
+    assert plan.explain(asked, one_sm, plan.ConfigOverride(tile_config=bold))[bold] == (
         "the GPU is smaller than a cluster"
     )
 
@@ -342,4 +342,6 @@ def test_the_structs_print_themselves() -> None:
     assert repr(H200) == "compute capability 9.0, 132 SMs, 232448 bytes of shared memory"
     assert repr(ROWS[0]) == "16-bit direct 64x128, 1 consumer"
     config = plan.plan_gemm(asked, H200)
-    assert repr(config).startswith("row 8 (fp8 scaled 64x128, 1 consumer), 8 stages, 1x1 tiles")
+    assert repr(config).startswith(
+        "tile config 8 (fp8 scaled 64x128, 1 consumer), 8 stages, 1x1 tiles"
+    )

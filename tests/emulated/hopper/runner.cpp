@@ -84,7 +84,7 @@ void truncate_fp8_sums(int on) { cuda_on_cpu::sm90::truncate_fp8_sums(on != 0); 
 int gemm(const Call* c) {
   Instance found = find(*c);
   if (found.run == nullptr) return kNoSuchInstance;
-  GpuFacts gpu = {9, 0, c->sms, int64_t{cuda_on_cpu::kMaxShared}};
+  DeviceProperties gpu = {9, 0, c->sms, int64_t{cuda_on_cpu::kMaxShared}};
   std::optional<GemmConfig> plan = config_of(c->row, problem(*c), gpu, c->splits, 0);
   if (!plan) return kNoPlan;
   TensorMap a, b, out = {};

@@ -102,7 +102,7 @@ def gemm(
     sms: int = 2,  # few: blocks walk over several tiles
     tma_store: bool = True,
 ) -> int:
-    """out = a [M, K] @ b [K, N], or +=, on instance `row` of gemm_rows.h; the error."""
+    """out = a [M, K] @ b [K, N], or +=, on instance `row` of tile_configs.h; the error."""
     [m, k], [_, n] = a.shape, b.shape
     finish = epilogue(out, out.stride(0), accumulate, bias, *scales)
     partial = torch.full((splits, m, n), torch.nan) if splits > 1 else None

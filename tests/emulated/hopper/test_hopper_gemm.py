@@ -24,7 +24,7 @@ ROWS = re.compile(r"\{(true|false), Accumulate::(\w+), (\d+), (\d+), (\d), (\d),
 
 
 class Row(NamedTuple):
-    """A row of csrc/cuda/gemm/config/gemm_rows.h."""
+    """A row of csrc/cuda/gemm/config/tile_configs.h."""
 
     index: int
     fp8: bool
@@ -39,13 +39,13 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    text = (shim.CSRC / "cuda" / "gemm" / "config" / "gemm_rows.h").read_text()
+    text = (shim.CSRC / "cuda" / "gemm" / "config" / "tile_configs.h").read_text()
     found = [
         Row(i, m[0] == "true", m[1], *map(int, m[2:6])) for i, m in enumerate(ROWS.findall(text))
     ]
-    count = re.search(r"std::array<GemmRow, (\d+)>", text)
+    count = re.search(r"std::array<TileConfig, (\d+)>", text)
     assert count is not None
-    assert len(found) == int(count[1]), "gemm_rows.h is written in another way"
+    assert len(found) == int(count[1]), "tile_configs.h has an unexpected format"
     return found
 
 

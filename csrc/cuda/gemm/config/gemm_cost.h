@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/config/gemm_rows.h"
 #include "cuda/gemm/config/gemm_tiles.h"
+#include "cuda/gemm/config/tile_configs.h"
 
 namespace mixprec::cuda::sm90 {
 
@@ -24,30 +24,30 @@ struct GemmWork {
 
 // One chunk of K of one tile: the slowest of the units that work at the same time. What lies
 // outside of a and b is not moved.
-constexpr double chunk_clocks(const GemmRow& r, const GemmWork& w) {
-  double m = r.block_m, n = r.block_n;
+constexpr double chunk_clocks(const TileConfig& t, const GemmWork& w) {
+  double m = t.block_m, n = t.block_n;
   double math = m * n / kMathPerClock;
   // Each 64 rows of the tile are one wgmma, which reads them and all of b; TMA writes both once.
   double shared = (m / 64 * (64 + n) + m + n) * kChunkBytes / kSharedBytesPerClock;
-  double read = std::min<double>(m, w.m) + std::min<double>(n, w.n) / r.cluster;
+  double read = std::min<double>(m, w.m) + std::min<double>(n, w.n) / t.cluster;
   double l2 = read * kChunkBytes / kL2BytesPerClock;
-  int per_element = r.accumulate == Accumulate::direct     ? 0
-                    : r.accumulate == Accumulate::promoted ? 1
+  int per_element = t.accumulate == Accumulate::direct     ? 0
+                    : t.accumulate == Accumulate::promoted ? 1
                                                            : 2;
   double promotion = per_element * m * n / kLanesPerClock;
   // Two consumers alternate: one promotes while the other's wgmma runs.
-  double compute = r.consumers > 1 ? std::max(math, promotion) : math + promotion;
+  double compute = t.consumers > 1 ? std::max(math, promotion) : math + promotion;
   return std::max({compute, shared, l2});
 }
 
 // tiles counts clusters; chunks are those of one split.
-inline double gemm_clocks(const GemmRow& r, const GemmWork& w, const GemmTiles& tiles,
+inline double gemm_clocks(const TileConfig& t, const GemmWork& w, const GemmTiles& tiles,
                           int64_t chunks, int sms) {
-  int64_t slots = sms / r.cluster, waves = (tile_count(tiles) + slots - 1) / slots;
+  int64_t slots = sms / t.cluster, waves = (tile_count(tiles) + slots - 1) / slots;
   bool split = tiles.splits > 1;
-  double stored = std::min<double>(r.block_m, w.m) * std::min<double>(r.block_n, w.n) *
+  double stored = std::min<double>(t.block_m, w.m) * std::min<double>(t.block_n, w.n) *
                   (split ? 4 : w.out_bytes);
-  double per_tile = static_cast<double>(chunks) * chunk_clocks(r, w) + stored / kL2BytesPerClock;
+  double per_tile = static_cast<double>(chunks) * chunk_clocks(t, w) + stored / kL2BytesPerClock;
   double m = static_cast<double>(w.m), n = static_cast<double>(w.n), k = static_cast<double>(w.k);
   double moved = (m + n) * k * w.in_bytes + m * n * w.out_bytes;
   double clocks =
@@ -58,12 +58,12 @@ inline double gemm_clocks(const GemmRow& r, const GemmWork& w, const GemmTiles& 
 
 // How many rows of tiles form a band: those in flight then touch the fewest rows of a and columns
 // of b, which they read from L2 together.
-constexpr int raster_group(const GemmRow& r, int64_t m_tiles, int sms) {
-  int64_t slots = std::max(1, sms / r.cluster), best_bytes = INT64_MAX;
+constexpr int raster_group(const TileConfig& t, int64_t m_tiles, int sms) {
+  int64_t slots = std::max(1, sms / t.cluster), best_bytes = INT64_MAX;
   int best = 1;
   for (int group = 1; group <= 16 && (group == 1 || group <= m_tiles); group *= 2) {
     int64_t bytes =
-        int64_t{group} * r.block_m * r.cluster + (slots + group - 1) / group * r.block_n;
+        int64_t{group} * t.block_m * t.cluster + (slots + group - 1) / group * t.block_n;
     if (bytes < best_bytes) best_bytes = bytes, best = group;
   }
   return best;

@@ -1,8 +1,8 @@
 // The operands of gemm: torch's tensors, and what the Hopper kernel is told of them.
 #pragma once
 
-#include "cuda/gemm/config/gemm_layout.h"
 #include "cuda/common/on_device.h"
+#include "cuda/gemm/config/gemm_layout.h"
 
 namespace mixprec::cuda::sm90 {
 
@@ -13,7 +13,7 @@ struct Operand {
   Dtype dtype;
   ScaleView scale = {};  // where none was given: 1
   Granularity granularity = Granularity::tensor;
-  Arrangement lies = {};  // set by arrange()
+  Arrangement layout = {};  // set by arrange()
 
   int64_t rows() const { return tensor.size(row); }
   int64_t k() const { return tensor.size(1 - row); }
@@ -58,11 +58,11 @@ inline Operand operand_of(const Tensor& x, int row, const MaybeTensor& scale, co
 
 // Copies the operand if it does not lie as it must.
 inline void arrange(Operand& x) {
-  x.lies = arrangement_of(strided(x.tensor, x.row), element_size(x.dtype));
-  if (!x.lies.copy) return;
-  int inner = x.lies.major == Major::k ? 1 - x.row : x.row;
+  x.layout = arrangement_of(strided(x.tensor, x.row), element_size(x.dtype));
+  if (!x.layout.copy) return;
+  int inner = x.layout.major == Major::k ? 1 - x.row : x.row;
   Tensor lines =
-      empty_on(x.tensor, {x.tensor.size(1 - inner), x.lies.pitch}, x.tensor.scalar_type());
+      empty_on(x.tensor, {x.tensor.size(1 - inner), x.layout.pitch}, x.tensor.scalar_type());
   Tensor copy = torch::stable::narrow(lines, 1, 0, x.tensor.size(inner));
   if (inner == 0) copy = torch::stable::transpose(copy, 0, 1);
   torch::stable::copy_(copy, x.tensor);

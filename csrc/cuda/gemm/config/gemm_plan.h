@@ -6,8 +6,8 @@
 #include <span>
 #include <string>
 
-#include "cuda/gemm/kernel/descriptor_sm90.h"
 #include "cuda/gemm/config/gemm_cost.h"
+#include "cuda/gemm/kernel/descriptor_sm90.h"
 #include "dispatch.h"
 
 namespace mixprec::cuda::sm90 {
@@ -26,17 +26,18 @@ struct GemmProblem {
   bool a_aligned = true, b_aligned = true, out_aligned = true;
 };
 
-struct GpuFacts {
+struct DeviceProperties {
   int major, minor;  // compute capability
   int sms;
   int64_t shared_bytes;  // that a block may have
 };
 
-// Overrides, for tests and measurements. 0, or -1 for the row: as the planner likes.
-struct GemmWish {
-  int row = -1, splits = 0, group = 0;
+// Overrides the planner's choice, for tests and measurements; -1 for tile_config and 0 for the
+// others leave the choice to the planner.
+struct ConfigOverride {
+  int tile_config = -1, splits = 0, group = 0;
 
-  constexpr bool is_empty() const { return row < 0 && splits == 0 && group == 0; }
+  constexpr bool is_empty() const { return tile_config < 0 && splits == 0 && group == 0; }
 };
 
 // A measured choice for a class of problems: both bounds of a range belong to it.
@@ -44,15 +45,15 @@ struct MeasuredGemm {
   bool fp8;
   Accumulate accumulate;
   int64_t m[2], n[2], k[2];
-  GemmWish choice;
+  ConfigOverride choice;
 };
 
-// None yet: a row comes here with the GPU, the date and the figure that speak for it.
+// None yet: an entry comes here with the GPU, the date and the figure that speak for it.
 constexpr std::array<MeasuredGemm, 0> kMeasured = {};
 
 struct GemmConfig {
-  int row;     // of kGemmRows
-  int stages;  // of the ring
+  int tile_config;  // index into kTileConfigs
+  int stages;       // of the ring
   GemmTiles tiles;
   int chunks_per_split;
   int64_t grid;             // blocks: a multiple of the cluster
@@ -82,14 +83,14 @@ constexpr Accumulate accumulate_of(const GemmProblem& p) {
 }
 
 // As many as fit.
-constexpr int stages_of(const GemmRow& r, const GpuFacts& gpu) {
+constexpr int stages_of(const TileConfig& t, const DeviceProperties& gpu) {
   int stages = kMaxStages;
-  while (stages >= kMinStages && shared_bytes(r, stages) > gpu.shared_bytes) --stages;
+  while (stages >= kMinStages && shared_bytes(t, stages) > gpu.shared_bytes) --stages;
   return stages;
 }
 
 // Why nothing here can do the problem as it is; null if something can.
-inline const char* why_none(const GemmProblem& p, const GpuFacts& gpu) {
+inline const char* why_none(const GemmProblem& p, const DeviceProperties& gpu) {
   bool fp8 = is_8bit(p.a) && is_8bit(p.b), sixteen = p.a == Dtype::f16 || p.a == Dtype::bf16;
   if (gpu.major != 9 || gpu.minor != 0) return "the GPU is not of compute capability 9.0";
   if (!fp8 && !(sixteen && p.a == p.b)) return "a and b are not both fp16, both bf16 or both FP8";
@@ -108,101 +109,105 @@ inline const char* why_none(const GemmProblem& p, const GpuFacts& gpu) {
   return nullptr;
 }
 
-// Why this row cannot do the problem, or should not; null if it may. wanted: by force or by a
-// measurement, so only what cannot be counts.
-inline const char* why_not(const GemmRow& r, const GemmProblem& p, const GpuFacts& gpu,
-                           bool wanted) {
+// Why this tile cannot compute the problem, or should not; null if it may. requested: by an
+// override or a measured entry, so that only what is impossible rules it out.
+inline const char* why_not(const TileConfig& t, const GemmProblem& p, const DeviceProperties& gpu,
+                           bool requested) {
   if (const char* reason = why_none(p, gpu)) return reason;
-  if (r.fp8 != is_8bit(p.a)) return r.fp8 ? "for FP8 operands" : "for 16-bit operands";
-  if (r.accumulate != accumulate_of(p)) {
-    return r.accumulate == Accumulate::direct     ? "keeps the tensor core's short accumulator"
-           : r.accumulate == Accumulate::promoted ? "not for these scales or fast_accum"
+  if (t.fp8 != is_8bit(p.a)) return t.fp8 ? "for FP8 operands" : "for 16-bit operands";
+  if (t.accumulate != accumulate_of(p)) {
+    return t.accumulate == Accumulate::direct     ? "keeps the tensor core's short accumulator"
+           : t.accumulate == Accumulate::promoted ? "not for these scales or fast_accum"
                                                   : "for scales of blocks along K";
   }
-  if (stages_of(r, gpu) < kMinStages) return "two stages do not fit into shared memory";
-  if (gpu.sms < r.cluster) return "the GPU is smaller than a cluster";
-  if (wanted) return nullptr;
-  if (!r.base) return "only where it was measured, or by force";
-  bool too_big = 2 * p.m <= r.block_m * r.cluster || 2 * p.n <= r.block_n;
-  if (too_big && r.consumers > 1) return "at least half of each tile would lie outside of C";
+  if (stages_of(t, gpu) < kMinStages) return "two stages do not fit into shared memory";
+  if (gpu.sms < t.cluster) return "the GPU is smaller than a cluster";
+  if (requested) return nullptr;
+  if (!t.base) return "only where it was measured, or if forced";
+  bool too_big = 2 * p.m <= t.block_m * t.cluster || 2 * p.n <= t.block_n;
+  if (too_big && t.consumers > 1) return "at least half of each tile would lie outside of C";
   return nullptr;
 }
 
-// The problem on one row with about that many splits: none is empty. Nothing if the partial sums
-// would need too much memory.
-inline std::optional<GemmConfig> config_of(int row, const GemmProblem& p, const GpuFacts& gpu,
-                                           int64_t splits, int group) {
-  const GemmRow& r = kGemmRows[row];
-  int64_t chunks = ceil_div(p.k, chunk_elements(r));
+// The problem on one tile with at most `splits` splits of K, none of them empty. Nothing if the
+// partial sums would need too much memory.
+inline std::optional<GemmConfig> config_of(int tile_config, const GemmProblem& p,
+                                           const DeviceProperties& gpu, int64_t splits, int group) {
+  const TileConfig& t = kTileConfigs[tile_config];
+  int64_t chunks = ceil_div(p.k, chunk_elements(t));
   int64_t per_split = ceil_div(chunks, std::min(splits, chunks));
   splits = ceil_div(chunks, per_split);
   int64_t workspace = splits > 1 ? p.m * p.n * 4 : 0;
   if (workspace > kMaxWorkspaceBytes / splits) return std::nullopt;
-  int64_t m_tiles = ceil_div(p.m, r.block_m * r.cluster);
-  GemmTiles tiles = {static_cast<int>(m_tiles), static_cast<int>(ceil_div(p.n, r.block_n)),
+  int64_t m_tiles = ceil_div(p.m, t.block_m * t.cluster);
+  GemmTiles tiles = {static_cast<int>(m_tiles), static_cast<int>(ceil_div(p.n, t.block_n)),
                      static_cast<int>(splits),
-                     group > 0 ? group : raster_group(r, m_tiles, gpu.sms)};
-  int stages = stages_of(r, gpu);
+                     group > 0 ? group : raster_group(t, m_tiles, gpu.sms)};
+  int stages = stages_of(t, gpu);
   GemmWork work = {p.m, p.n, p.k, static_cast<int>(element_size(p.a)),
                    static_cast<int>(element_size(p.out))};
-  return GemmConfig{row,
+  return GemmConfig{tile_config,
                     stages,
                     tiles,
                     static_cast<int>(per_split),
-                    std::min<int64_t>(tile_count(tiles), gpu.sms / r.cluster) * r.cluster,
-                    shared_bytes(r, stages),
+                    std::min<int64_t>(tile_count(tiles), gpu.sms / t.cluster) * t.cluster,
+                    shared_bytes(t, stages),
                     workspace * splits,
                     p.out_aligned && splits == 1,
-                    gemm_clocks(r, work, tiles, per_split, gpu.sms)};
+                    gemm_clocks(t, work, tiles, per_split, gpu.sms)};
 }
 
-// The best number of splits for one row. K is split only where the tiles of C leave SMs idle.
-inline std::optional<GemmConfig> best_on(int row, const GemmProblem& p, const GpuFacts& gpu,
-                                         const GemmWish& wish) {
-  if (wish.splits > 0) return config_of(row, p, gpu, wish.splits, wish.group);
-  const GemmRow& r = kGemmRows[row];
-  int64_t tiles = ceil_div(p.m, r.block_m * r.cluster) * ceil_div(p.n, r.block_n);
+// The best number of splits for one tile. K is split only where the tiles of C leave SMs idle.
+inline std::optional<GemmConfig> best_on(int tile_config, const GemmProblem& p,
+                                         const DeviceProperties& gpu,
+                                         const ConfigOverride& forced) {
+  if (forced.splits > 0) return config_of(tile_config, p, gpu, forced.splits, forced.group);
+  const TileConfig& t = kTileConfigs[tile_config];
+  int64_t tiles = ceil_div(p.m, t.block_m * t.cluster) * ceil_div(p.n, t.block_n);
   int64_t most =
-      std::min(gpu.sms / r.cluster / tiles, ceil_div(p.k, chunk_elements(r)) / kMinChunksPerSplit);
-  std::optional<GemmConfig> best = config_of(row, p, gpu, 1, wish.group);
+      std::min(gpu.sms / t.cluster / tiles, ceil_div(p.k, chunk_elements(t)) / kMinChunksPerSplit);
+  std::optional<GemmConfig> best = config_of(tile_config, p, gpu, 1, forced.group);
   // Beyond 8, steps of an eighth: the plan is made anew for each call.
   for (int64_t splits = 2; splits <= most; splits += std::max<int64_t>(1, splits / 8)) {
-    std::optional<GemmConfig> c = config_of(row, p, gpu, splits, wish.group);
+    std::optional<GemmConfig> c = config_of(tile_config, p, gpu, splits, forced.group);
     if (c && c->clocks < best->clocks) best = c;
   }
   return best;
 }
 
-inline GemmWish measured_choice(const GemmProblem& p, std::span<const MeasuredGemm> measured) {
+inline ConfigOverride measured_choice(const GemmProblem& p,
+                                      std::span<const MeasuredGemm> measured) {
   auto in = [](int64_t x, const int64_t (&range)[2]) { return x >= range[0] && x <= range[1]; };
-  for (const MeasuredGemm& row : measured) {
-    if (row.fp8 == is_8bit(p.a) && row.accumulate == accumulate_of(p) && in(p.m, row.m) &&
-        in(p.n, row.n) && in(p.k, row.k)) {
-      return row.choice;
+  for (const MeasuredGemm& entry : measured) {
+    if (entry.fp8 == is_8bit(p.a) && entry.accumulate == accumulate_of(p) && in(p.m, entry.m) &&
+        in(p.n, entry.n) && in(p.k, entry.k)) {
+      return entry.choice;
     }
   }
   return {};
 }
 
-// The cheapest config among the rows that the wish allows; the first one of equals.
-inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const GpuFacts& gpu,
-                                          const GemmWish& wish) {
+// The cheapest config that the override allows; the first one of equals.
+inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const DeviceProperties& gpu,
+                                          const ConfigOverride& forced) {
   std::optional<GemmConfig> best;
-  for (int row = 0; row < kGemmRowCount; ++row) {
-    bool wanted = row == wish.row;
-    if ((wish.row >= 0 && !wanted) || why_not(kGemmRows[row], p, gpu, wanted) != nullptr) continue;
-    std::optional<GemmConfig> c = best_on(row, p, gpu, wish);
+  for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
+    bool requested = tile_config == forced.tile_config;
+    if ((forced.tile_config >= 0 && !requested) ||
+        why_not(kTileConfigs[tile_config], p, gpu, requested) != nullptr)
+      continue;
+    std::optional<GemmConfig> c = best_on(tile_config, p, gpu, forced);
     if (c && (!best || c->clocks < best->clocks)) best = c;
   }
   return best;
 }
 
-// As wished, else as measured, else by the cost model. Nothing if no row can do it, or not the one
-// that was wished for: explain() says why.
-inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const GpuFacts& gpu,
-                                           const GemmWish& wish = {},
+// By the override, else by measurement, else by the cost model. Nothing if no tile can compute the
+// problem, or not the one that is forced: explain() gives the reasons.
+inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DeviceProperties& gpu,
+                                           const ConfigOverride& forced = {},
                                            std::span<const MeasuredGemm> measured = kMeasured) {
-  if (!wish.is_empty()) return cheapest(p, gpu, wish);
+  if (!forced.is_empty()) return cheapest(p, gpu, forced);
   std::optional<GemmConfig> best = cheapest(p, gpu, measured_choice(p, measured));
   return best ? best : cheapest(p, gpu, {});
 }

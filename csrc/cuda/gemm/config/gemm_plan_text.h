@@ -1,4 +1,4 @@
-// The planner's structs in words, and the reason against each row that was not chosen.
+// The planner's structs as text, and the reason against each tile that was not chosen.
 #pragma once
 
 #include <sstream>
@@ -24,11 +24,11 @@ inline const char* to_string(Accumulate a) {
   return names[static_cast<int>(a)];
 }
 
-inline std::string to_string(const GemmRow& r) {
+inline std::string to_string(const TileConfig& t) {
   std::ostringstream s;
-  s << (r.fp8 ? "fp8 " : "16-bit ") << to_string(r.accumulate) << ' ' << r.block_m << 'x'
-    << r.block_n << ", " << r.consumers << (r.consumers > 1 ? " consumers" : " consumer");
-  if (r.cluster > 1) s << ", cluster of " << r.cluster;
+  s << (t.fp8 ? "fp8 " : "16-bit ") << to_string(t.accumulate) << ' ' << t.block_m << 'x'
+    << t.block_n << ", " << t.consumers << (t.consumers > 1 ? " consumers" : " consumer");
+  if (t.cluster > 1) s << ", cluster of " << t.cluster;
   return s.str();
 }
 
@@ -43,7 +43,7 @@ inline std::string to_string(const GemmProblem& p) {
   return s.str();
 }
 
-inline std::string to_string(const GpuFacts& g) {
+inline std::string to_string(const DeviceProperties& g) {
   std::ostringstream s;
   s << "compute capability " << g.major << '.' << g.minor << ", " << g.sms << " SMs, "
     << g.shared_bytes << " bytes of shared memory";
@@ -52,40 +52,41 @@ inline std::string to_string(const GpuFacts& g) {
 
 inline std::string to_string(const GemmConfig& c) {
   std::ostringstream s;
-  s << "row " << c.row << " (" << to_string(kGemmRows[c.row]) << "), " << c.stages << " stages, "
-    << c.tiles.m_tiles << 'x' << c.tiles.n_tiles << " tiles in bands of " << c.tiles.group << ", "
-    << c.tiles.splits << " splits of " << c.chunks_per_split << " chunks, " << c.grid
-    << " blocks with " << c.shared_bytes << " bytes each, workspace " << c.workspace_bytes
+  s << "tile config " << c.tile_config << " (" << to_string(kTileConfigs[c.tile_config]) << "), "
+    << c.stages << " stages, " << c.tiles.m_tiles << 'x' << c.tiles.n_tiles << " tiles in bands of "
+    << c.tiles.group << ", " << c.tiles.splits << " splits of " << c.chunks_per_split << " chunks, "
+    << c.grid << " blocks with " << c.shared_bytes << " bytes each, workspace " << c.workspace_bytes
     << ", stored " << (c.tma_store ? "by TMA" : "plainly") << ", about "
     << static_cast<int64_t>(c.clocks) << " clocks";
   return s.str();
 }
 
-// One line per row: the plan, or why it is another one.
-inline std::array<std::string, kGemmRowCount> explain(
-    const GemmProblem& p, const GpuFacts& gpu, const GemmWish& wish = {},
+// One line per tile config: the plan, or the reason why it was not chosen.
+inline std::array<std::string, kTileConfigCount> explain(
+    const GemmProblem& p, const DeviceProperties& gpu, const ConfigOverride& forced = {},
     std::span<const MeasuredGemm> measured = kMeasured) {
-  std::array<std::string, kGemmRowCount> lines;
-  std::optional<GemmConfig> plan = plan_gemm(p, gpu, wish, measured);
-  for (int row = 0; row < kGemmRowCount; ++row) {
-    const char* reason = why_not(kGemmRows[row], p, gpu, row == wish.row);
+  std::array<std::string, kTileConfigCount> lines;
+  std::optional<GemmConfig> plan = plan_gemm(p, gpu, forced, measured);
+  for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
+    const char* reason =
+        why_not(kTileConfigs[tile_config], p, gpu, tile_config == forced.tile_config);
     std::ostringstream s;
-    if (plan && plan->row == row) {
+    if (plan && plan->tile_config == tile_config) {
       s << "chosen: " << to_string(*plan);
     } else if (reason != nullptr) {
       s << reason;
-    } else if (wish.row >= 0 && wish.row != row) {
-      s << "row " << wish.row << " is forced";
-    } else if (std::optional<GemmConfig> own = best_on(row, p, gpu, wish); !own) {
-      s << "the partial sums of " << wish.splits << " splits exceed " << kMaxWorkspaceBytes
+    } else if (forced.tile_config >= 0 && forced.tile_config != tile_config) {
+      s << "tile config " << forced.tile_config << " is forced";
+    } else if (std::optional<GemmConfig> own = best_on(tile_config, p, gpu, forced); !own) {
+      s << "the partial sums of " << forced.splits << " splits exceed " << kMaxWorkspaceBytes
         << " bytes";
     } else if (own->clocks < plan->clocks) {
-      s << "row " << plan->row << " was measured to be faster";
+      s << "tile config " << plan->tile_config << " was measured to be faster";
     } else {
-      s << "about " << static_cast<int64_t>(own->clocks) << " clocks, row " << plan->row << " "
-        << static_cast<int64_t>(plan->clocks);
+      s << "about " << static_cast<int64_t>(own->clocks) << " clocks, tile config "
+        << plan->tile_config << " " << static_cast<int64_t>(plan->clocks);
     }
-    lines[row] = s.str();
+    lines[tile_config] = s.str();
   }
   return lines;
 }

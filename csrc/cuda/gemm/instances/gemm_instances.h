@@ -1,22 +1,22 @@
-// Between the launcher and the kernels, which are compiled in files of their own
-// (gemm_sm90_*.cu): the kernel of a row of the plan.
+// How the launcher finds the kernel of a tile config; the kernels are compiled in files of their
+// own (gemm_sm90_*.cu).
 #pragma once
 
-#include "cuda/gemm/kernel/descriptor_sm90.h"
 #include "cuda/gemm/config/gemm_args.h"
-#include "cuda/gemm/config/gemm_rows.h"
+#include "cuda/gemm/config/tile_configs.h"
+#include "cuda/gemm/kernel/descriptor_sm90.h"
 #include "cuda/gemm/kernel/ptx_sm90.cuh"
 
 namespace mixprec::cuda::sm90 {
 
 struct Instance {
-  // Null: there is no such kernel, because the row is not for these operands.
+  // Null: there is no such kernel, because the tile config is not for these operands.
   cudaError_t (*run)(const TensorMap& a, const TensorMap& b, const TensorMap& out,
                      const GemmArgs& args, int64_t grid, cudaStream_t stream);
   int a_box[2], b_box[2];  // of the maps: inner and outer dimension, in elements
 };
 
 template <class A, class B, Major a_major, Major b_major, Accumulate accumulate>
-Instance instance(int row);
+Instance instance(int tile_config);
 
 }  // namespace mixprec::cuda::sm90

@@ -2,10 +2,10 @@
 // accumulators. Warpgroup 0 of a block loads, the others compute; blocks stay and walk over tiles.
 #pragma once
 
-#include "cuda/gemm/config/gemm_args.h"
-#include "cuda/gemm/config/gemm_rows.h"
-#include "cuda/gemm/kernel/gemm_store_sm90.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/gemm/config/gemm_args.h"
+#include "cuda/gemm/config/tile_configs.h"
+#include "cuda/gemm/kernel/gemm_store_sm90.cuh"
 #include "cuda/gemm/kernel/wgmma_sm90.cuh"
 
 namespace mixprec::cuda::sm90 {

@@ -1,5 +1,5 @@
-// The tensors of an optimizer's update on the side of torch: what they must be, and in which memory
-// order the kernels see them.
+// The tensors of an optimizer's update: checks them, and brings those of each param into one memory
+// order for the kernels.
 #pragma once
 
 #include <array>
@@ -38,11 +38,11 @@ struct StepLists {
   const Tensor& steps;
 };
 
-class StepRows {
+class ParamBundles {
  public:
   // Checks everything, before anything is copied or written.
-  StepRows(const StepLists& lists, double max_value, bool stochastic_rounding,
-           const std::vector<int64_t>& indices)
+  ParamBundles(const StepLists& lists, double max_value, bool stochastic_rounding,
+               const std::vector<int64_t>& indices)
       : lists_(lists), stochastic_rounding_(stochastic_rounding) {
     const Tensors& params = *lists.list[kParam];
     require(lists.steps.scalar_type() == ScalarType::Float && lists.steps.dim() == 1 &&
@@ -58,13 +58,13 @@ class StepRows {
     }
     bool random = stochastic_rounding;
     for (size_t i = 0; i < params.size(); ++i) {
-      rows_.emplace_back();
+      bundles_.emplace_back();
       for (int a = 0; a < kStepArrays; ++a) {
         const Tensors* list = lists.list[a];
-        if (list != nullptr && !list->empty()) rows_[i].at[a] = (*list)[i];
+        if (list != nullptr && !list->empty()) bundles_[i].at[a] = (*list)[i];
       }
-      check(rows_[i]);
-      random |= is_random(rows_[i]);
+      check(bundles_[i]);
+      random |= is_random(bundles_[i]);
     }
     require(indices.size() == params.size() || (indices.empty() && !random),
             "indices must have one number per param for stochastic rounding");
@@ -77,22 +77,22 @@ class StepRows {
   // To be called on the params' device.
   std::vector<StepTensor> tensors() {
     std::vector<StepTensor> result;
-    for (Row& row : rows_) {
-      if (is_flat(row)) {
-        row.flat = row.at;
+    for (Bundle& bundle : bundles_) {
+      if (is_flat(bundle)) {
+        bundle.flat = bundle.at;
       } else {
         for (int a = 0; a < kStepArrays; ++a) {
-          if (row.at[a].has_value()) row.flat[a] = row_major(*row.at[a]);
+          if (bundle.at[a].has_value()) bundle.flat[a] = row_major(*bundle.at[a]);
         }
       }
       StepTensor t = {};
       for (int a = 0; a < kStepArrays; ++a) {
-        t.stored[a] = stored_of(row.flat[a]);
-        if (!row.flat[a].has_value()) continue;
-        t.data[a] = a == kGrad ? const_cast<void*>(row.flat[a]->const_data_ptr())
-                               : row.flat[a]->mutable_data_ptr();
+        t.stored[a] = stored_of(bundle.flat[a]);
+        if (!bundle.flat[a].has_value()) continue;
+        t.data[a] = a == kGrad ? const_cast<void*>(bundle.flat[a]->const_data_ptr())
+                               : bundle.flat[a]->mutable_data_ptr();
       }
-      t.numel = row.at[kParam]->numel();
+      t.numel = bundle.at[kParam]->numel();
       t.index = indices_.empty() ? 0 : indices_[result.size()];
       result.push_back(t);
     }
@@ -101,66 +101,69 @@ class StepRows {
 
   // After the launches: what was copied for them.
   void write_back() const {
-    for (const Row& row : rows_) {
+    for (const Bundle& bundle : bundles_) {
       for (int a = 0; a < kStepArrays; ++a) {
-        if (a != kGrad && row.at[a].has_value()) cuda::write_back(*row.at[a], *row.flat[a]);
+        if (a != kGrad && bundle.at[a].has_value())
+          cuda::write_back(*bundle.at[a], *bundle.flat[a]);
       }
     }
   }
 
  private:
-  struct Row {
+  // One param with its grad, master and states; flat: what the kernels read and write.
+  struct Bundle {
     std::array<MaybeTensor, kStepArrays> at, flat;
   };
 
   void require(bool fits, const char* what) const { STD_TORCH_CHECK(fits, lists_.op, ": ", what); }
 
-  void check(const Row& row) const {
-    const Tensor& param = *row.at[kParam];
+  void check(const Bundle& bundle) const {
+    const Tensor& param = *bundle.at[kParam];
     for (int a = 0; a < kStepArrays; ++a) {
-      if (!row.at[a].has_value()) continue;
-      const Tensor& t = *row.at[a];
+      if (!bundle.at[a].has_value()) continue;
+      const Tensor& t = *bundle.at[a];
       require(
           on_device_of(t, lists_.steps) && same_shape(t, param) && (a == kGrad || is_writable(t)),
           "a grad, a state and a master must have their param's shape; all must be on one CUDA "
           "device, and all but grads writable");
     }
-    Stored p = stored_of(row.at[kParam]), g = stored_of(row.at[kGrad]);
+    Stored p = stored_of(bundle.at[kParam]), g = stored_of(bundle.at[kGrad]);
     Stored real = p == Stored::f64 ? Stored::f64 : Stored::f32;
     require(p != Stored::absent && p != Stored::i16, "a param must be fp32, bf16, fp16 or fp64");
     require(g != Stored::absent && g != Stored::i16 && (g == Stored::f64) == (p == Stored::f64),
             "a grad must be fp32, bf16 or fp16 (fp64 for an fp64 param)");
-    if (row.at[kMaster].has_value()) {
-      Stored m = stored_of(row.at[kMaster]);
+    if (bundle.at[kMaster].has_value()) {
+      Stored m = stored_of(bundle.at[kMaster]);
       require(m == real || (m == Stored::i16 && p == Stored::bf16),
               "a master must be fp32 (fp64 for an fp64 param), or int16 for a bf16 param");
     }
     for (int a = kState; a < kStepArrays; ++a) {
-      Stored s = stored_of(row.at[a]);
-      require(!row.at[a].has_value() || s == real || (s == Stored::bf16 && real == Stored::f32),
+      Stored s = stored_of(bundle.at[a]);
+      require(!bundle.at[a].has_value() || s == real || (s == Stored::bf16 && real == Stored::f32),
               "a state must be fp32 or bf16 (fp64 for an fp64 param)");
     }
   }
 
   // Whether random bits are used, which are numbered in row-major order.
-  bool is_random(const Row& row) const {
-    bool param = stochastic_rounding_ && !row.at[kMaster].has_value();
-    return (param && stored_of(row.at[kParam]) == Stored::bf16) ||
-           stored_of(row.at[kState]) == Stored::bf16 ||
-           stored_of(row.at[kState + 1]) == Stored::bf16;
+  bool is_random(const Bundle& bundle) const {
+    bool param = stochastic_rounding_ && !bundle.at[kMaster].has_value();
+    return (param && stored_of(bundle.at[kParam]) == Stored::bf16) ||
+           stored_of(bundle.at[kState]) == Stored::bf16 ||
+           stored_of(bundle.at[kState + 1]) == Stored::bf16;
   }
 
-  // All arrays of a row in one memory order without gaps.
-  bool is_flat(const Row& row) const {
-    const Tensor& param = *row.at[kParam];
-    bool flat = is_random(row) ? param.is_contiguous() : is_dense(param);
-    for (const MaybeTensor& t : row.at) flat = flat && (!t.has_value() || same_strides(param, *t));
+  // Whether all arrays of a param have one memory order without gaps.
+  bool is_flat(const Bundle& bundle) const {
+    const Tensor& param = *bundle.at[kParam];
+    bool flat = is_random(bundle) ? param.is_contiguous() : is_dense(param);
+    for (const MaybeTensor& t : bundle.at)
+      flat = flat && (!t.has_value() || same_strides(param, *t));
     return flat;
   }
 
   const StepLists& lists_;
   bool stochastic_rounding_;
-  std::vector<Row> rows_;
+  std::vector<Bundle> bundles_;
   std::vector<int64_t> indices_;
 };
 

@@ -1,5 +1,5 @@
-// The instances of the Hopper GEMM kernel as rows: the planner chooses one, the launcher finds its
-// kernel by its number, and the kernels are made from the same rows. Host only, no CUDA, no torch.
+// The tiles of the Hopper GEMM kernel: the planner chooses one, the launcher finds its kernel by
+// its index, and the kernels are instantiated from the same table. Host only, no CUDA, no torch.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace mixprec::cuda::sm90 {
 enum class Accumulate { direct, promoted, scaled };
 
 // One tile, for every pair of operand types of its family and every layout that the family has.
-struct GemmRow {
+struct TileConfig {
   bool fp8;  // else fp16 or bf16
   Accumulate accumulate;
   int block_m, block_n;
@@ -21,7 +21,7 @@ struct GemmRow {
   bool base;      // may be chosen unmeasured
 };
 
-constexpr std::array<GemmRow, 15> kGemmRows = {{
+constexpr std::array<TileConfig, 15> kTileConfigs = {{
     {false, Accumulate::direct, 64, 128, 1, 1, true},
     {false, Accumulate::direct, 128, 128, 2, 1, true},
     {false, Accumulate::direct, 128, 256, 2, 1, true},
@@ -38,17 +38,17 @@ constexpr std::array<GemmRow, 15> kGemmRows = {{
     {true, Accumulate::direct, 128, 256, 2, 1, true},
     {true, Accumulate::direct, 128, 256, 2, 2, false},
 }};
-constexpr int kGemmRowCount = static_cast<int>(kGemmRows.size());
+constexpr int kTileConfigCount = static_cast<int>(kTileConfigs.size());
 
 constexpr int kChunkBytes =
     128;  // of K in one stage of the ring, for each row of a and column of b
 
-constexpr int chunk_elements(const GemmRow& r) { return r.fp8 ? kChunkBytes : kChunkBytes / 2; }
+constexpr int chunk_elements(const TileConfig& t) { return t.fp8 ? kChunkBytes : kChunkBytes / 2; }
 
 // Of a block: per stage the tiles of a and b and two barriers, per consumer 16 KiB for its output.
-constexpr int64_t shared_bytes(const GemmRow& r, int stages) {
-  return int64_t{stages} * ((r.block_m + r.block_n) * kChunkBytes + 16) +
-         int64_t{r.consumers} * (16 << 10);
+constexpr int64_t shared_bytes(const TileConfig& t, int stages) {
+  return int64_t{stages} * ((t.block_m + t.block_n) * kChunkBytes + 16) +
+         int64_t{t.consumers} * (16 << 10);
 }
 
 }  // namespace mixprec::cuda::sm90

@@ -1,4 +1,4 @@
-"""Which gemm runs on a GPU: what torch's own can do exactly, measured rows, the user's rows.
+"""Which gemm runs on a GPU: what torch's own can do exactly, measured entries, the user's entries.
 
 Played on the CPU: the tensors are CPU tensors, and `call` is told that they are CUDA's.
 """
@@ -17,7 +17,11 @@ import torch
 from cases import FP8, name, small_integers
 
 import mixprec
-from mixprec.ops._dispatch import backends, gemm_choice, gemm_rows, gemm_vendor, library, self_check
+from mixprec.ops._dispatch import backends, gemm_table, gemm_vendor, library, self_check
+from mixprec.ops._dispatch.op import Op
+from mixprec.ops.gemm import gemm_accumulate_op, gemm_op
+
+GEMMS = (gemm_op, gemm_accumulate_op)
 
 E4M3, E5M2 = FP8
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -115,7 +119,7 @@ CANNOT: dict[str, tuple[tuple[Any, ...], str]] = {
 def test_what_torch_does_in_one_call_has_the_right_values(case: str) -> None:
     """The very calls, on torch's CPU kernels (which have no FP32 result for 16-bit operands)."""
     args = CAN[case]
-    assert gemm_vendor.gemm_why_not(args, (9, 0)) is None
+    assert gemm_vendor.gemm_why_not(gemm_op.Args(*args), (9, 0)) is None
     if args[0].dtype.itemsize == 2 and args[5] == FP32:
         pytest.skip("torch's CPU kernels give 16-bit operands no fp32 result")
     got = gemm_vendor.gemm_vendor(*args)
@@ -127,7 +131,7 @@ def test_what_torch_does_in_one_call_has_the_right_values(case: str) -> None:
 @pytest.mark.parametrize("case", CANNOT)
 def test_what_torch_cannot_do_is_refused_with_the_reason(case: str) -> None:
     args, reason = CANNOT[case]
-    refused = gemm_vendor.gemm_why_not(args, (9, 0))
+    refused = gemm_vendor.gemm_why_not(gemm_op.Args(*args), (9, 0))
     assert refused is not None
     assert re.search(f"^torch.*{reason}", refused)
 
@@ -142,13 +146,14 @@ def test_what_a_gpu_is_too_old_for() -> None:
         (None, None, None),
     ):
         for args, reason in ((plain, of_plain), (by_rows, of_rows)):
-            got = gemm_vendor.gemm_why_not(args, capability)
+            got = gemm_vendor.gemm_why_not(gemm_op.Args(*args), capability)
             assert (got is None) is (reason is None)
             assert reason is None or reason in (got or "")
-        assert gemm_vendor.gemm_why_not(CAN["bf16"], capability) is None
-    assert gemm_choice.cuda_why_not((), (9, 0)) is None
+        assert gemm_vendor.gemm_why_not(gemm_op.Args(*CAN["bf16"]), capability) is None
+    plain_args = gemm_op.Args(*plain)
+    assert gemm_table.cuda_why_not(plain_args, (9, 0)) is None
     assert "for compute capability 9.0 (Hopper), this GPU is 8.0" in str(
-        gemm_choice.cuda_why_not((), (8, 0))
+        gemm_table.cuda_why_not(plain_args, (8, 0))
     )
 
 
@@ -158,7 +163,8 @@ def test_the_cuda_kernel_has_scales_along_k_for_fp8_only(head: tuple[Any, ...]) 
         scales = [None if shape is None else torch.ones(shape) for shape in shapes]
         a, b = (torch.ones(shape).to(dtype) for shape in ((256, 384), (384, 128)))
         tail = () if head else (None, FP32, False)
-        return gemm_choice.cuda_why_not((*head, a, b, *scales, *tail), (9, 0))
+        op = gemm_accumulate_op if head else gemm_op
+        return gemm_table.cuda_why_not(op.Args(*head, a, b, *scales, *tail), (9, 0))
 
     for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
         assert why_not(fp8, (256, 3), (3, 1)) is None
@@ -168,17 +174,21 @@ def test_the_cuda_kernel_has_scales_along_k_for_fp8_only(head: tuple[Any, ...]) 
         assert "FP8 operands only" in str(why_not(torch.float16, *shapes))
 
 
+def accumulate_why_not(*args: Any) -> str | None:
+    return gemm_vendor.gemm_accumulate_why_not(gemm_accumulate_op.Args(*args), (9, 0))
+
+
 def test_accumulate_is_the_fp32_product_added() -> None:
     acc = small_integers((32, 48), FP32, seed=5)
     want = acc.clone()
     args = (A8, B8, ONE * 2, ONE / 4)
-    assert gemm_vendor.gemm_accumulate_why_not((acc, *args), (9, 0)) is None
+    assert accumulate_why_not(acc, *args) is None
     gemm_vendor.gemm_accumulate_vendor_(acc, *args)
     torch.ops.mixprec.gemm_accumulate_reference_(want, *args)
     assert torch.equal(acc, want)
-    refused = gemm_vendor.gemm_accumulate_why_not((acc, A8, B8, ROW, COLUMN), (9, 0))
+    refused = accumulate_why_not(acc, A8, B8, ROW, COLUMN)
     assert "bfloat16 result" in str(refused), "by rows it has no FP32 result"
-    assert gemm_vendor.gemm_accumulate_why_not((acc, *operands(BF16), None, None), (9, 0)) is None
+    assert accumulate_why_not(acc, *operands(BF16), None, None) is None
 
 
 FLAGS = (
@@ -218,38 +228,47 @@ def test_torch_sums_in_fp32_whatever_the_flags_say(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """As on a GPU of compute capability 9.0 with everything built, without any row."""
+    """As on a GPU of compute capability 9.0 with everything built, without any entry."""
     monkeypatch.setattr(library, "TRITON_ERROR", None)
     monkeypatch.setattr(library, "CUDA_ERROR", None)
     monkeypatch.setattr(library, "CUDA_ARCHS", "9.0a")
     monkeypatch.setattr(library, "has_cuda_kernel", lambda op: True)
-    monkeypatch.setattr(library, "TRITON", dict.fromkeys(("gemm", "gemm_accumulate_"), "gemm"))
     monkeypatch.setitem(library._capabilities, 0, (9, 0))
-    monkeypatch.setattr(backends, "_able", {})
-    monkeypatch.setattr(backends, "_ready", {})
-    monkeypatch.setenv("MIXPREC_TUNED", "/nowhere/gemm_rows.json")
-    gemm_choice.forget()
+    for op in GEMMS:
+        monkeypatch.setattr(op, "_able", {})
+        monkeypatch.setattr(op, "_agreed", {})
+    monkeypatch.setenv("MIXPREC_TUNED", "/nowhere/gemm_table.json")
+    gemm_table.forget()
     yield monkeypatch
-    gemm_choice.forget()
+    gemm_table.forget()
 
 
 def chosen(args: tuple[Any, ...]) -> str:
-    return backends._backend_of_call("gemm", 0, args)
+    return gemm_op.backend_of_call(0, args)
 
 
-def test_without_a_row_torch_where_it_is_exact_else_ours(gpu: pytest.MonkeyPatch) -> None:
+def on_gpu(*args: Any) -> Any:
+    """A call as for tensors on a GPU."""
+    try:
+        return gemm_op.choose("cuda", 0, args)(*args)
+    except Exception:
+        gemm_op.check(*args)
+        raise
+
+
+def test_without_an_entry_torch_where_it_is_exact_else_ours(gpu: pytest.MonkeyPatch) -> None:
     assert all(chosen(args) == "vendor" for args in CAN.values())
     assert all(chosen(args) == "cuda" for args, _ in CANNOT.values())
     acc = torch.zeros(32, 48)
-    assert backends._backend_of_call("gemm_accumulate_", 0, (acc, A8, B8, ONE, ONE)) == "vendor"
-    assert backends._backend_of_call("gemm_accumulate_", 0, (acc, A8, B8, ROW, ONE)) == "cuda"
+    assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ONE, ONE)) == "vendor"
+    assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ROW, ONE)) == "cuda"
     gpu.setitem(library._capabilities, 0, (8, 0))
     gpu.setattr(library, "CUDA_ARCHS", "8.0")
-    backends._able.clear()
+    gemm_op._able.clear()
     assert chosen(CAN["bf16"]) == "vendor"
     assert chosen(CAN["fp8"]) == "triton", "the CUDA kernel is Hopper's"
     gpu.setattr(library, "TRITON_ERROR", "not installed")
-    backends._able.clear()
+    gemm_op._able.clear()
     assert chosen(CAN["fp8"]) == "reference"
 
 
@@ -260,11 +279,11 @@ def test_the_error_lists_every_variant_with_its_reason(gpu: pytest.MonkeyPatch) 
             chosen(CANNOT["a scale"][0])
     with mixprec.use_backend("cuda"):
         assert chosen(CAN["bf16"]) == "cuda", "overridden"
-    gpu.setattr(gemm_choice, "DEFAULT", ("vendor", "cuda", "triton"))
+    gpu.setattr(gemm_table, "DEFAULT", ("vendor", "cuda", "triton"))
     gpu.setitem(library._capabilities, 0, (8, 0))
     gpu.setattr(library, "CUDA_ARCHS", "8.0")
     gpu.setattr(library, "TRITON_ERROR", "triton is not installed")
-    backends._able.clear()
+    gemm_op._able.clear()
     with pytest.raises(
         RuntimeError,
         match=r"vendor: torch._scaled_mm needs .* 8\.9 .*; cuda: .*Hopper.* 8\.0; triton: .*not",
@@ -282,56 +301,56 @@ def test_bad_arguments_are_named_by_the_check(gpu: pytest.MonkeyPatch) -> None:
         ((a, None), "b must be a torch.Tensor"),
     ):
         with pytest.raises((ValueError, TypeError), match=f"^gemm: .*{message}"):
-            backends.call("gemm", "cuda", *arguments(*bad, BF16))
+            on_gpu(*arguments(*bad, BF16))
 
 
-ROWS = [
-    gemm_rows.Row("9.0", "bf16", "thin", "cuda", "NVIDIA H200", "2026-01-01", 1.2),
-    gemm_rows.Row("9.0", "fp8", "small", "triton", "NVIDIA H200", "2026-01-01", 1.1),
-    gemm_rows.Row("8.0", "fp16", "thin", "cuda", "NVIDIA A100", "2026-01-01", 1.1),
+TILE = {"block_m": 64, "block_n": 128, "block_k": 64, "warps": 4, "stages": 3}
+ENTRIES = [
+    gemm_table.Entry("9.0", "16-bit", "thin", "cuda", None, "NVIDIA H200", "2026-01-01", 1.2),
+    gemm_table.Entry("9.0", "fp8", "small", "triton", TILE, "NVIDIA H200", "2026-01-01", 1.1),
+    gemm_table.Entry("8.0", "fp8", "medium", "cuda", None, "NVIDIA A100", "2026-01-01", 1.1),
 ]
 
 
-def write(path: Path, rows: list[gemm_rows.Row]) -> None:
-    path.write_text(json.dumps([row._asdict() for row in rows]))
+def write(path: Path, entries: list[gemm_table.Entry]) -> None:
+    path.write_text(json.dumps([entry._asdict() for entry in entries]))
 
 
-def test_rows_decide_for_their_arch_family_and_size(
+def test_entries_decide_for_their_arch_family_and_size(
     gpu: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write(tmp_path / "rows.json", ROWS)
-    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "rows.json"))
+    write(tmp_path / "entries.json", ENTRIES)
+    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "entries.json"))
     large = operands(BF16, 80, 96, 64)
     assert chosen(CAN["bf16"]) == "cuda"
-    assert chosen(CAN["fp16"]) == "vendor", "of another architecture"
     assert chosen(arguments(*large, BF16)) == "vendor", "of another size"
     assert chosen(arguments(*operands(E4M3, 80, 96, 64), BF16, ONE, ONE)) == "triton"
     assert chosen(CAN["fp8"]) == "vendor"
     gpu.setattr(library, "has_cuda_kernel", lambda op: False)
-    backends._able.clear()
-    assert chosen(CAN["bf16"]) == "vendor", "the row's variant cannot run: the usual order"
+    gemm_op._able.clear()
+    assert chosen(CAN["bf16"]) == "vendor", "its variant cannot run: the usual order"
 
 
-def test_the_users_rows_go_before_ours(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpu.setattr(gemm_rows, "ROWS", {row.key: row for row in ROWS})
+def test_the_users_entries_go_before_ours(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu.setattr(gemm_table, "ENTRIES", {entry.key: entry for entry in ENTRIES})
     assert chosen(CAN["bf16"]) == "cuda"
-    write(tmp_path / "gemm_rows.json", [ROWS[0]._replace(backend="triton")])
-    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "gemm_rows.json"))
+    write(tmp_path / "gemm_table.json", [ENTRIES[0]._replace(backend="triton")])
+    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "gemm_table.json"))
     assert chosen(CAN["bf16"]) == "cuda", "read once"
-    gemm_choice.forget()
+    gemm_table.forget()
     assert chosen(CAN["bf16"]) == "triton"
     assert chosen(arguments(*operands(E4M3, 80, 96, 64), BF16, ONE, ONE)) == "triton", "of ours"
 
 
-def test_where_the_users_rows_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_the_users_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MIXPREC_TUNED", str(tmp_path / "mine.json"))
-    assert gemm_choice.user_file() == tmp_path / "mine.json"
+    assert gemm_table.user_file() == tmp_path / "mine.json"
     monkeypatch.delenv("MIXPREC_TUNED")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert gemm_choice.user_file() == tmp_path / "mixprec" / "gemm_rows.json"
+    assert gemm_table.user_file() == tmp_path / "mixprec" / "gemm_table.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert gemm_choice.user_file() == tmp_path / ".cache" / "mixprec" / "gemm_rows.json"
+    assert gemm_table.user_file() == tmp_path / ".cache" / "mixprec" / "gemm_table.json"
 
 
 @pytest.mark.parametrize(
@@ -342,11 +361,11 @@ def test_where_the_users_rows_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "{}",
         "[1]",
         '[{"arch": "9.0"}]',
-        json.dumps([ROWS[0]._replace(backend="reference")._asdict()]),
-        json.dumps([ROWS[0]._replace(family="fp4")._asdict()]),
-        json.dumps([ROWS[0]._replace(size=7)._asdict()]),
-        json.dumps([ROWS[0]._replace(size=[])._asdict()]),
-        json.dumps([ROWS[0]._replace(arch=9.0)._asdict()]),
+        json.dumps([ENTRIES[0]._replace(backend="reference")._asdict()]),
+        json.dumps([ENTRIES[0]._replace(family="fp4")._asdict()]),
+        json.dumps([ENTRIES[0]._replace(size=7)._asdict()]),
+        json.dumps([ENTRIES[0]._replace(size=[])._asdict()]),
+        json.dumps([ENTRIES[0]._replace(arch=9.0)._asdict()]),
         "[" * 100_000,
         b"\xff\xfe",
     ],
@@ -355,7 +374,7 @@ def test_where_the_users_rows_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_damaged_file_is_named_once_and_ignored(
     gpu: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | bytes
 ) -> None:
-    path = tmp_path / "rows.json"
+    path = tmp_path / "entries.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     gpu.setenv("MIXPREC_TUNED", str(path))
     with caplog.at_level(logging.WARNING, "mixprec"):
@@ -383,8 +402,8 @@ def test_a_damaged_file_is_named_once_and_ignored(
     ],
 )
 def test_size_classes(shape: tuple[int, int, int], itemsize: int, size: str) -> None:
-    assert gemm_rows.size_class(*shape, itemsize) == size
-    assert size in gemm_rows.SIZES
+    assert gemm_table.size_class(*shape, itemsize) == size
+    assert size in gemm_table.SIZES
 
 
 @pytest.fixture
@@ -394,7 +413,7 @@ def vendor_on_cpu() -> Iterator[list[str]]:
 
     def gemm_vendor(*args: Any) -> torch.Tensor:
         ran.append("vendor")
-        return library.VARIANTS["gemm_vendor"](*args)
+        return gemm_op.checked_vendor(*args)
 
     library = torch.library.Library("mixprec", "IMPL")
     library.impl("gemm_vendor", gemm_vendor, "CPU")
@@ -405,19 +424,19 @@ def vendor_on_cpu() -> Iterator[list[str]]:
 def test_the_choice_compiles_into_one_graph(
     gpu: pytest.MonkeyPatch, vendor_on_cpu: list[str], tmp_path: Path
 ) -> None:
-    """fullgraph, also where the rows are first read while tracing; another choice is traced anew.
+    """fullgraph, also where the table is first read while tracing; another choice is traced anew.
     (The variant "cuda" is the op mixprec::gemm, which has a kernel for these tensors too.)"""
-    write(tmp_path / "rows.json", ROWS)
-    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "rows.json"))
+    write(tmp_path / "entries.json", ENTRIES)
+    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "entries.json"))
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager")
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return backends.call("gemm", "cuda", a, b, None, None, None, BF16, False)
+        return on_gpu(a, b, None, None, None, BF16, False)
 
     thin, larger = operands(BF16), operands(BF16, 80, 96, 64)
     assert torch.equal(product(*thin), thin[0] @ thin[1])
-    assert not vendor_on_cpu, "the row says cuda"
+    assert not vendor_on_cpu, "the entry says cuda"
     assert torch.equal(product(*larger), larger[0] @ larger[1])
     assert vendor_on_cpu == ["vendor"]
     assert torch.equal(product(*thin), thin[0] @ thin[1])
@@ -436,7 +455,7 @@ def test_sizes_that_change_compile_too(gpu: pytest.MonkeyPatch, vendor_on_cpu: l
 
     @torch.compile(fullgraph=True, backend=counted, dynamic=True)
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return backends.call("gemm", "cuda", a, b, ONE, ONE, None, BF16, False)
+        return on_gpu(a, b, ONE, ONE, None, BF16, False)
 
     for m in (80, 96, 112):
         a, b = operands(E4M3, m, 96, 64)
@@ -449,9 +468,9 @@ def test_sizes_that_change_compile_too(gpu: pytest.MonkeyPatch, vendor_on_cpu: l
 def test_torchs_own_op_is_called_without_a_way_around(gpu: pytest.MonkeyPatch) -> None:
     """Eager: not through an op of ours, whose Python kernel costs more than torch.mm's launch."""
     ran = []
-    gpu.setitem(library.DIRECT, "gemm", lambda *args: ran.append(args))
+    gpu.setattr(gemm_op, "_vendor", lambda *args: ran.append(args))
     args = CAN["bf16"]
-    backends.call("gemm", "cuda", *args)
+    on_gpu(*args)
     assert len(ran) == 1
     assert all(got is given for got, given in zip(ran[0], args, strict=True))
 
@@ -460,17 +479,17 @@ def test_each_variant_is_compared_with_what_it_can_do(gpu: pytest.MonkeyPatch) -
     """Before its first use, on the inputs that it does not refuse."""
     seen = []
 
-    def compare(name: str, op: object, device: str, skip: Any) -> dict:
-        kept = [args for args in self_check.INPUTS[name]("cpu") if skip is None or not skip(args)]
-        seen.append((name, device, len(kept)))
+    def compare(op: Op, run: object, device: str, skip: Any) -> dict:
+        kept = [args for args in op.examples("cpu") if not skip(args)]
+        seen.append((op.name, device, len(kept)))
         return {"ok": True, "worst": 0.0, "reason": None}
 
     gpu.setattr(self_check, "compare", compare)
-    gpu.setattr(backends, "_can_compare", lambda: True)
+    gpu.setattr(backends, "can_compare", lambda: True)
     for _ in range(2):
-        backends.choose("gemm", "cuda", CAN["bf16"])
-        backends.choose("gemm", "cuda", CANNOT["a scale"][0])
-    every = len(list(self_check.INPUTS["gemm"]("cpu")))
+        gemm_op.choose("cuda", 0, CAN["bf16"])
+        gemm_op.choose("cuda", 0, CANNOT["a scale"][0])
+    every = len(list(gemm_op.examples("cpu")))
     (of_vendor, of_cuda) = seen
     assert of_cuda == ("gemm", "cuda:0", every)
     assert of_vendor[:2] == ("gemm", "cuda:0")
@@ -481,7 +500,7 @@ def test_autocast_does_not_reach_into_the_variant(vendor_on_cpu: list[str]) -> N
     args = arguments(*operands(HALF), HALF)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.mm(*args[:2]).dtype == BF16, "what has to be kept out"
-        assert library.DIRECT["gemm"](*args).dtype == HALF
+        assert gemm_op._vendor(*args).dtype == HALF
         assert torch.ops.mixprec.gemm_vendor(*args[:5], BF16, False).dtype == BF16
     assert vendor_on_cpu == ["vendor"]
 

@@ -1,0 +1,41 @@
+"""What torch.autocast does to a call of torch.ops.mixprec: it casts the operands of a GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}  # the dispatch key by device type
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cast_operand(x: torch.Tensor, device: str) -> torch.Tensor:
+    """x as torch.autocast, which is on, has an operand: fp32, bf16 and fp16 in the autocast dtype.
+
+    FP8, whose scale belongs to that format, is left alone, and so is fp64, as in torch's own ops.
+    """
+    if x.dtype not in _CAST or x.device.type != device:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def is_on(device: str) -> bool:
+    return device in KEYS and torch.is_autocast_enabled(device)
+
+
+def kernel(op: str, operands: tuple[int, ...], device: str) -> Callable[..., Any]:
+    """What runs for a direct call of `mixprec::op` inside torch.autocast; operands: the places of
+    the arguments to cast, none for an op that autocast leaves alone."""
+    if not operands:
+        return torch.library.fallthrough_kernel
+
+    def cast_and_run(*args: Any) -> Any:
+        cast = list(args)
+        for i in operands:
+            cast[i] = cast_operand(args[i], device)
+        with torch.autocast(device, enabled=False):
+            return getattr(torch.ops.mixprec, op).default(*cast)
+
+    return cast_and_run

@@ -1,0 +1,327 @@
+"""Op: one operation, with its schema, its reference, its check and its variants."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from . import autocast, backends, checks, gemm_table, library, self_check
+
+logger = logging.getLogger("mixprec")
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]  # a call's arguments, in the schema's order
+
+_UNKNOWN = ("", None)
+ALL: list[Op] = []  # every op, in the order in which they are defined
+
+
+class Choice(NamedTuple):
+    """How the variants of an op on a GPU are chosen, call by call.
+
+    order: the backends to try, best first, for a call's arguments (a tuple with their names) on a
+    GPU of this compute capability; None for what is not known. why_not: by backend, the reason
+    that it cannot do the call, for those that cannot do every call.
+    """
+
+    order: Callable[[Any, library.Capability | None], tuple[str, ...]]
+    why_not: Mapping[str, Callable[[Any, library.Capability | None], str | None]]
+
+
+class Op:
+    """`mixprec::name` and its variants, all with one schema.
+
+    schema: the arguments and results, as torch.library.define takes them: the only list of them.
+    Each function below takes the arguments that it names, or all of them as one named tuple if its
+    only parameter is called `args`.
+
+    reference: what the op means, in plain torch on any device: `mixprec::name_reference`. check:
+    raises ValueError or TypeError where arguments do not fit together (the compiled kernels check
+    again, in C++). fake: shapes, dtypes and strides of the results; None for an op without any.
+    examples: small inputs on a device, for the comparison with the reference before a GPU kernel
+    is first used. triton: the module of mixprec.triton_kernels with a function of the op's name,
+    imported when it is first launched. vendor: what torch has for the same job on a GPU. choice:
+    for which calls which variant is taken on a GPU. operands: the arguments that torch.autocast
+    casts; it leaves the others, and ops without operands, alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        *,
+        reference: Function,
+        check: Function,
+        examples: Callable[[str], Iterator[list[Any]]],
+        fake: Function | None = None,
+        triton: str | None = None,
+        vendor: Function | None = None,
+        choice: Choice | None = None,
+        operands: tuple[str, ...] = (),
+    ) -> None:
+        parsed = torch._C.parse_schema(f"mixprec::{name}{schema}").arguments
+        self.name, self.examples, self.triton, self.choice = name, examples, triton, choice
+        self.arguments = tuple(argument.name for argument in parsed)
+        self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
+        self.check = self.by_name(check)
+        kinds = [str(argument.type) for argument in parsed]
+        # The argument whose device is that of the call: the first tensor, else the first list.
+        self._owner_is_list = "Tensor" not in kinds
+        self._owner = kinds.index("List[Tensor]" if self._owner_is_list else "Tensor")
+        self._lists = [i for i, kind in enumerate(kinds) if kind == "List[Tensor]"]
+        self._written = [i for i, a in enumerate(parsed) if a.alias_info and a.alias_info.is_write]
+        self._operands = tuple(self.arguments.index(operand) for operand in operands)
+        self._vendor = None if vendor is None else self._without_autocast(self.by_name(vendor))
+        # By use_backend's choice and device: what runs every call there, and the device's type.
+        self._chosen: dict[tuple[str | None, torch.device], tuple[str, Function]] = {}
+        self._able: dict[int, tuple[str, ...]] = {}  # backends that can do some calls, by GPU
+        self._agreed: dict[tuple[str, int], Function] = {}  # compared on that GPU, and equal
+        self._warned = False
+        self._define(schema, self.by_name(reference), fake)
+        ALL.append(self)
+
+    def by_name(self, function: Function) -> Function:
+        """`function` for all arguments in the schema's order; it takes those that it names."""
+        wanted = list(inspect.signature(function).parameters)
+        if wanted == ["args"]:
+            return lambda *args: function(self.Args(*args))
+        places = [self.arguments.index(name) for name in wanted]
+        if places == list(range(len(self.arguments))):
+            return function
+        return lambda *args: function(*[args[place] for place in places])
+
+    def variant_name(self, variant: str) -> str:
+        """`gemm`, `triton` -> `gemm_triton`; `unscale_`, `reference` -> `unscale_reference_`."""
+        if variant in ("cpp", "cuda"):  # kernels of the op itself, on their dispatch keys
+            return self.name
+        name = self.name
+        return f"{name[:-1]}_{variant}_" if name.endswith("_") else f"{name}_{variant}"
+
+    def handle(self, variant: str = "cpp") -> Function:
+        """The torch op of a variant."""
+        return getattr(torch.ops.mixprec, self.variant_name(variant)).default
+
+    def launcher(self) -> Function:
+        """What launches the Triton kernel; imports Triton."""
+        return _launcher(self)
+
+    def _define(self, schema: str, reference: Function, fake: Function | None) -> None:
+        meta = None if fake is None else self.by_name(fake)
+
+        def checked_fake(*args: Any) -> Any:
+            self.check(*args)
+            return None if meta is None else meta(*args)
+
+        def checked_triton(*args: Any) -> Any:
+            self.check(*args)
+            return self.launcher()(*args)
+
+        def checked_reference(*args: Any) -> Any:
+            self.check(*args)
+            return undisturbed(*args)
+
+        # Its dtypes are the op's own business.
+        undisturbed = self._without_autocast(reference)
+        variants = {"reference": (checked_reference, "CompositeExplicitAutograd")}
+        if self.triton is not None:
+            variants["triton"] = (checked_triton, "CUDA")
+        if self._vendor is not None:
+            variants["vendor"] = (self.checked_vendor, "CUDA")
+        for op in (self.name, *map(self.variant_name, variants)):
+            library.LIBRARY.define(op + schema, tags=(torch.Tag.pt2_compliant_tag,))
+            torch.library.register_fake(f"mixprec::{op}", checked_fake, lib=library.LIBRARY)
+            for device, key in autocast.KEYS.items():
+                kernel = autocast.kernel(op, self._operands, device)
+                library.LIBRARY.impl(op, kernel, key)
+        for variant, (function, key) in variants.items():
+            library.LIBRARY.impl(self.variant_name(variant), function, key)
+
+    def _without_autocast(self, function: Function) -> Function:
+        """The same, with torch.autocast off while it runs."""
+
+        def undisturbed(*args: Any) -> Any:
+            kind = self._device(args).type
+            if not autocast.is_on(kind):
+                return function(*args)
+            with torch.autocast(kind, enabled=False):
+                return function(*args)
+
+        return undisturbed
+
+    def checked_vendor(self, *args: Any) -> Any:
+        """What `mixprec::name_vendor` runs."""
+        assert self._vendor is not None
+        self.check(*args)
+        reason = self._refusal("vendor", self.Args(*args), self._device(args).index or 0)
+        if reason is not None:
+            raise RuntimeError(f"{self.name}: {reason}")
+        return self._vendor(*args)
+
+    def _device(self, args: Args) -> torch.device:
+        owner = args[self._owner]
+        return (owner[0] if self._owner_is_list else owner).device
+
+    def _refusal(self, backend: str, args: Any, index: int) -> str | None:
+        """Why a variant cannot do the call with these `Args` on GPU `index`; None if it can."""
+        refuses = None if self.choice is None else self.choice.why_not.get(backend)
+        return None if refuses is None else refuses(args, library.capability(index))
+
+    def why_not(
+        self, backend: str, device: str, index: int = 0, args: Args | None = None
+    ) -> str | None:
+        """Why `backend` cannot run this op on GPU `index`, or on another device type; None if it
+        can. With a call's arguments the reason may also be that it cannot do this call."""
+        if reason := backends.why_not(backend, device):
+            return reason
+        if backend == "triton" and self.triton is None:
+            return "it has no Triton kernel"
+        if backend == "vendor" and self._vendor is None:
+            return "torch has no kernel for the same job"
+        if backend == "cuda":
+            if not library.has_cuda_kernel(self.name):
+                return "it has no CUDA kernel"
+            if reason := backends.not_built_for(index):
+                return reason
+        if args is None or device != "cuda":
+            return None
+        return self._refusal(backend, self.Args(*args), index)
+
+    def order(self, device: str, index: int = 0, args: Any = None) -> tuple[str, ...]:
+        """The backends to try for tensors on `device`, best first; args: a call's `Args`."""
+        if (forced := backends.forced()) is not None:
+            return (forced,)
+        if device == "cuda" and self.choice is not None:
+            return self.choice.order(args, library.capability(index))
+        return backends.ORDER.get(device, backends.ANYWHERE)
+
+    def backend(self, device: str, index: int = 0, args: Args | None = None) -> str:
+        """The first backend in order without an objection; RuntimeError listing them if none."""
+        tried = self.order(device, index, None if args is None else self.Args(*args))
+        for backend in tried:
+            if self.why_not(backend, device, index, args) is None:
+                return backend
+        reasons = (f"{b}: {self.why_not(b, device, index, args)}" for b in tried)
+        raise RuntimeError(f"{self.name}: no backend can run on {device}. " + "; ".join(reasons))
+
+    def choose(self, device: str, index: int = 0, args: Args | None = None) -> Function:
+        """What runs the op on tensors on `device`, for a call with `args`."""
+        if device == "cuda" and args is not None and self.choice is not None:
+            backend = self.backend_of_call(index, args)
+            run = self._ready(backend, device, index)
+            # Torch's own ops need no op of ours around them (8 us), unless they are to be traced.
+            direct = backend == "vendor" and not torch.compiler.is_compiling()
+            return self._vendor if direct and self._vendor is not None else run
+        where = torch.device(device, index) if device == "cuda" else torch.device(device)
+        key = (backends.forced(), where)
+        if key in self._chosen:
+            return self._chosen[key][1]
+        backend = self.backend(device, index)
+        run = self._ready(backend, device, index)
+        compared = backend not in ("cuda", "triton") or (backend, index) in self._agreed
+        if compared and (self.choice is None or device != "cuda"):
+            self._chosen[key] = device, run
+        return run
+
+    def backend_of_call(self, index: int, args: Args) -> str:
+        """`backend` on a GPU, with the reasons that do not depend on the call kept."""
+        able, named = self.able_backends(index), self.Args(*args)
+        for backend in self.order("cuda", index, named):
+            if backend in able and self._refusal(backend, named, index) is None:
+                return backend
+        return self.backend("cuda", index, args)  # raises, with the reasons
+
+    def able_backends(self, index: int) -> tuple[str, ...]:
+        """The backends that can run this op on GPU `index` for some arguments at least."""
+        able = self._able.get(index)
+        if able is None:
+            able = tuple(b for b in backends.BACKENDS if self.why_not(b, "cuda", index) is None)
+            self._able[index] = able
+        return able
+
+    # The same for the life of the process: torch.compile takes it as it is, without a guard.
+    able_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _ready(self, backend: str, device: str, index: int) -> Function:
+        """The torch op of a variant; on a GPU compared with its reference before its first use."""
+        if device == "cuda" and (agreed := self._agreed.get((backend, index))) is not None:
+            return agreed
+        run = self.handle(backend)
+        if device == "cuda" and backend != "reference":
+            if backends.can_compare():
+                self._compare(backend, run, index)
+                self._agreed[backend, index] = run
+        elif backend == "reference" and backends.forced() is None:
+            self._warn_of_reference(device)
+        return run
+
+    def _warn_of_reference(self, device: str) -> None:
+        if not self._warned and not torch.compiler.is_compiling():
+            self._warned = True
+            logger.warning(
+                "%s runs as its plain torch reference on %s: no other variant can do it",
+                self.name,
+                device,
+            )
+
+    def _compare(self, backend: str, run: Function, index: int) -> None:
+        """RuntimeError unless `run` gives on the examples exactly what the reference gives."""
+
+        def refused(args: Args) -> bool:
+            return self._refusal(backend, self.Args(*args), index) is not None
+
+        result = self_check.compare(self, run, f"cuda:{index}", refused)
+        if not result["ok"]:
+            reason = result["reason"] or f"worst difference {result['worst']:.3g}"
+            raise RuntimeError(
+                f"{self.name}: the {backend} kernel does not agree with its reference on this GPU "
+                f"({reason}); please report it. mixprec.use_backend('reference') does without it"
+            )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the op on its chosen variant, with the operands as they are, also inside
+        torch.autocast. Arguments in the schema's order.
+
+        A compiled kernel checks its arguments before it touches memory, faster than Python could;
+        when it, or the choice of a variant, cannot use them, `check` says which one is wrong.
+        """
+        for i in self._lists:
+            if type(args[i]) is not list:
+                checks.is_sequence(self.name, self.arguments[i], args[i])
+        try:
+            owner = args[self._owner]
+            device = (owner[0] if self._owner_is_list else owner).device
+            kind, run = self._chosen.get((backends._forced, device), _UNKNOWN)
+            if run is None:
+                kind = device.type
+                run = self.choose(kind, device.index or 0, args)
+            if self._operands and kind in autocast.KEYS and torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    result = run(*args)
+            else:
+                result = run(*args)
+        except Exception:
+            self.check(*args)
+            raise
+        if self._written:
+            written: list[torch.Tensor] = []
+            for i in self._written:
+                x = args[i]
+                written += x if isinstance(x, (list, tuple)) else [] if x is None else [x]
+            checks.mutated(*written)
+        return result
+
+
+@cache
+def _launcher(op: Op) -> Function:
+    # That package imports nothing of this one: the measured tiles are handed over.
+    configs = importlib.import_module(f"{library.TRITON_PACKAGE}.configs")
+    configs.measured = gemm_table.tile  # type: ignore[attr-defined]
+    module = importlib.import_module(f"{library.TRITON_PACKAGE}.{op.triton}")
+    return op.by_name(getattr(module, op.name))

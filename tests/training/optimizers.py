@@ -1,0 +1,166 @@
+"""The optimizers under test, their namesakes in torch, and training with given gradients."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from cases import GRADS, normal, transposed
+
+from mixprec.optim import SGD, Adam, AdamW
+
+LOW = (torch.bfloat16, torch.float16)
+SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (0,), (), (129,), (4, 0, 3), (2, 3, 5))
+Params = list[torch.nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer of ours with settings of its own, and the same of torch."""
+
+    ours: type[torch.optim.Optimizer]
+    theirs: type[torch.optim.Optimizer]
+    own: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.ours.__name__
+
+    def __call__(self, params: Any, **options: Any) -> Any:
+        return self.ours(params, **{**dict(self.own), **options})
+
+    def torch(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        return self.theirs(params, **{**dict(self.own), **options})
+
+
+KINDS = {
+    "AdamW": Kind(AdamW, torch.optim.AdamW),
+    "Adam": Kind(Adam, torch.optim.Adam, (("weight_decay", 0.1),)),
+    "SGD": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("dampening", 0.1))),
+    "nesterov": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("nesterov", True))),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+# Every valid combination: a master or stochastic rounding, not both.
+MIXES: list[dict[str, Any]] = [
+    {"master_weights": m, "state_dtype": d, "stochastic_rounding": s}
+    for m in ("auto", "fp32", "remainder16", None)
+    for d in (torch.float32, torch.bfloat16)
+    for s in ((False, True) if m in ("auto", None) else (False,))
+]
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> Params:
+    return [torch.nn.Parameter(normal(s, dtype, seed=i)) for i, s in enumerate(shapes)]
+
+
+def all_dtypes() -> Params:
+    """Params of every dtype, empty and strided ones among them."""
+    params = []
+    for i, dtype in enumerate(GRADS):
+        params += parameters(dtype, [(3, 5), (0,), (67,)])
+        params.append(torch.nn.Parameter(transposed(normal((4, 9), dtype, seed=i))))
+    return params
+
+
+def clones(params: Params) -> Params:
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def set_grads(params: Params, seed: int, scale: float = 1.0) -> None:
+    for i, p in enumerate(params):
+        p.grad = normal(tuple(p.shape), p.dtype, seed=1000 * seed + i) * scale
+
+
+def train(optimizer: torch.optim.Optimizer, params: Params, steps: int = 5, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
+    """Everything a step may write: params, then each one's state in a fixed order."""
+    states = [optimizer.state[p] for p in params]
+    return [p.detach() for p in params] + [s[key] for s in states for key in sorted(s)]
+
+
+def copies(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
+    return [t.clone() for t in tensors(optimizer, params)]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), f"tensor {i} differs"
+
+
+def assert_close(
+    mine: torch.optim.Optimizer,
+    params: Params,
+    theirs: torch.optim.Optimizer,
+    other: Params,
+    steps: int,
+) -> None:
+    """Within the rounding of `steps` steps of either: a param is rounded twice in each, half a unit
+    each time, and its update a dozen times. Adam's is about lr; SGD's buffer holds up to ten
+    gradients, about 3 each, times lr = 0.05."""
+    group = theirs.param_groups[0]
+    update = 12 * group["lr"] if "betas" in group else 2
+    for p, o in zip(params, other, strict=True):
+        ulp = torch.finfo(p.dtype).eps
+        rtol = 2 * steps * ulp
+        torch.testing.assert_close(p.detach(), o.detach(), rtol=rtol, atol=update * steps * ulp)
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            a, b = mine.state[p].get(key), theirs.state[o].get(key)
+            assert (a is None) == (b is None)
+            if a is not None:
+                rtol, atol = (16, 4) if key != "momentum_buffer" else (4 * steps, 8 * steps)
+                torch.testing.assert_close(a, b, rtol=rtol * ulp, atol=atol * ulp)
+
+
+def through_a_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+# For tests of scalers: optimizers of torch, fused or not, and of ours.
+
+
+def torch_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def torch_plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, foreach=False)
+
+
+def torch_foreach(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.05, foreach=True)
+
+
+def torch_fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, fused=True)
+
+
+def our_sgd(params: Any) -> torch.optim.Optimizer:
+    return SGD(params, lr=0.05, momentum=0.9)
+
+
+def our_adamw(params: Any) -> torch.optim.Optimizer:
+    return AdamW(params, lr=0.05)
+
+
+def our_adam(params: Any) -> torch.optim.Optimizer:
+    return Adam(params, lr=0.05)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
+OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
+every_optimizer = pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=lambda f: f.__name__)
+every_way = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
