@@ -1,6 +1,6 @@
 """make cuda: what can be known of the CUDA kernels without a GPU.
 
-    python tests/emulated/cuda_build/check.py --objects FOLDER --report FILE [--gpus 8.0,9.0a,...]
+    python tests/emulated/build_check/check.py --objects FOLDER --report FILE [--gpus 8.0,9.0a,...]
                                      [--summary FILE]
 
 Asks the disassembler about the object files that setup.py has compiled of csrc/cuda/*.cu, for every
@@ -143,7 +143,9 @@ def loaded() -> list[str]:
 
     if library.CUDA_ERROR is not None:
         return [f"mixprec._C_cuda: {library.CUDA_ERROR}"]
-    without = [op for op in library.OPS if not library.has_cuda_kernel(op)]
+    from mixprec.ops._dispatch.op import ALL
+
+    without = [op.name for op in ALL if not library.has_cuda_kernel(op.name)]
     return [f"without a CUDA kernel: {without}"] if without else []
 
 

@@ -215,5 +215,5 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def update_scale_(*args: object) -> None:
-    """Arguments as of mixprec.ops.scale.update_scale_reference_."""
+    """Arguments as of the op update_scale_."""
     call("update_scale", "ppppppddqffif", *args)

@@ -12,12 +12,9 @@ import independent as ind
 import pytest
 import torch
 from cases import GRADS, WIDE, name, normal, random_bits
+from emulated.ops import reference
 from emulated.shim import runner
 from emulated.shim.helpers import CHUNK, LONG, SIZES, assert_lists, at_offset
-
-from mixprec.ops.amax import amax_reference
-from mixprec.ops.grad_stats import grad_stats_reference_
-from mixprec.ops.unscale import unscale_reference_
 
 
 def test_the_shim_itself() -> None:
@@ -50,7 +47,7 @@ def check_unscale(grads: list[torch.Tensor], inv_scale: float, flag: float = 0.0
     counts, wanted_counts = no_counts(grads), no_counts(grads)
     runner.unscale_(grads, torch.tensor(inv_scale), flags[0], counts)
     runner.unscale_(plain, torch.tensor(inv_scale), flags[1], None, sms=1)
-    unscale_reference_(want, torch.tensor(inv_scale), wanted, wanted_counts)
+    reference("unscale_")(want, torch.tensor(inv_scale), wanted, wanted_counts)
     assert_lists(grads, want, "grads")
     assert_lists(plain, want, "grads without counts")
     assert flags[0].item() == flags[1].item() == wanted.item()
@@ -65,7 +62,7 @@ def check_stats(grads: list[torch.Tensor], inv_scale: float | None) -> float:
     inv = None if inv_scale is None else torch.tensor(inv_scale)
     wanted_inf, wanted = torch.tensor(0.0), torch.zeros(len(grads), dtype=torch.float64)
     wanted_counts = no_counts(grads)
-    grad_stats_reference_(grads, inv, wanted_inf, wanted, wanted_counts)
+    reference("grad_stats_")(grads, inv, wanted_inf, wanted, wanted_counts)
     sums = []
     for sms, counting in runs:
         found_inf, sum_sq = torch.tensor(0.0), torch.full_like(wanted, -7.0)
@@ -146,4 +143,4 @@ def test_amax(dtype: torch.dtype) -> None:
             for bad in (None, float("-inf"), float("nan")):
                 if bad is not None and n > 0:
                     x[n // 2] = bad
-                ind.assert_same_bits(runner.amax(x), amax_reference(x), f"amax of {n}")
+                ind.assert_same_bits(runner.amax(x), reference("amax")(x), f"amax of {n}")

@@ -6,12 +6,11 @@ import independent as ind
 import pytest
 import torch
 from cases import FP8, WIDE, name, normal, random_bits
+from emulated.ops import reference
 from emulated.shim import runner
 from emulated.shim.helpers import CHUNK, LONG, SIZES, at_offset
 
 from mixprec.ops._dispatch import scale_layout
-from mixprec.ops.dequantize import dequantize_reference
-from mixprec.ops.quantize import quantize_reference
 
 LOW = (*FP8, torch.float16, torch.bfloat16)
 SHAPES = (
@@ -28,7 +27,7 @@ def check_quantize(
 ) -> None:  # fmt: skip
     given = None if scale is None else torch.tensor(scale)
     args = (x, dtype, given, transpose, granularity, power_of_two_scale)
-    got, want = runner.quantize(*args, offset=offset, sms=sms), quantize_reference(*args)
+    got, want = runner.quantize(*args, offset=offset, sms=sms), reference("quantize")(*args)
     for part, one, two in zip(PARTS, got, want, strict=True):
         ind.assert_same_bits(one, two, f"{part} of {tuple(x.shape)} by {granularity}")
 
@@ -98,7 +97,7 @@ def test_dequantize(data_dtype: torch.dtype, dtype: torch.dtype) -> None:
         for offset, out_offset in ((0, 0), (0, 1), (1, 1)):
             moved, scale_inv = at_offset(data, offset), torch.tensor(0.3)
             got = runner.dequantize(moved, scale_inv, dtype, offset=out_offset)
-            ind.assert_same_bits(got, dequantize_reference(data, scale_inv, dtype), f"of {n}")
+            ind.assert_same_bits(got, reference("dequantize")(data, scale_inv, dtype), f"of {n}")
 
 
 @pytest.mark.parametrize("granularity", BLOCKS)
@@ -116,5 +115,5 @@ def test_dequantize_by_blocks(
                 got = runner.dequantize(
                     at_offset(data, offset), scale_inv, dtype, offset=out_offset
                 )
-                want = dequantize_reference(data, scale_inv, dtype)
+                want = reference("dequantize")(data, scale_inv, dtype)
                 ind.assert_same_bits(got, want, f"of {shape} by {granularity}")

@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 from cases import WIDE, name, normal, random_bits
+from emulated.ops import reference
 from emulated.shim import runner
 from emulated.shim.helpers import CHUNK, assert_lists, at_offset
 
 from mixprec.ops._dispatch.rounding import split_master
-from mixprec.ops.adamw import adamw_reference_
-from mixprec.ops.sgd import sgd_reference_
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 Lists = list[list[torch.Tensor]]  # params, grads, states, masters
@@ -26,7 +25,6 @@ RULES = {
     "momentum": ("sgd", 1, (0.1, 0.9, 0.1, 0.0, False)),
     "nesterov": ("sgd", 1, (0.1, 0.9, 0.0, 0.01, True)),
 }
-REFERENCES = {"adamw": adamw_reference_, "sgd": sgd_reference_}
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -80,7 +78,7 @@ def check_step(
     want, wanted_steps = [[t.clone() for t in ts] for ts in lists], steps.clone()
     runner.step_(op, lists, steps, settings, *tail, sms=sms)
     no_buffers = [[]] if rule == "sgd" else []
-    REFERENCES[op](*want[: 2 + states], *no_buffers, want[-1], wanted_steps, *settings, *tail)
+    reference(f"{op}_")(*want[: 2 + states], *no_buffers, want[-1], wanted_steps, *settings, *tail)
     for k, (ours, theirs) in enumerate(zip(lists, want, strict=True)):
         assert_lists(ours, theirs, f"{rule}: array {k}")
     assert torch.equal(steps, wanted_steps)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from cases import FP8, WIDE, name, normal, offset, padded_rows
+from emulated.ops import OPS, TRITON, launcher
 from emulated.shim.runner import ROOT
 from emulated.triton_compiled.helpers import Launch, record_launches
 
-from mixprec.ops._dispatch import library, self_check
 from mixprec.triton_kernels import launch
 
 
@@ -37,10 +37,10 @@ def kernels(launches: list[Launch]) -> list[str]:
     return [one.name.removesuffix("_kernel") for one in launches]
 
 
-@pytest.mark.parametrize("op", library.TRITON)
+@pytest.mark.parametrize("op", TRITON)
 def test_every_launcher(launched: list[Launch], op: str) -> None:
-    for arguments in self_check.INPUTS[op]("cpu"):
-        library.triton_launcher(op)(*arguments)
+    for arguments in OPS[op].examples("cpu"):
+        launcher(op)(*arguments)
     assert launched
     assert not any(one.keywords.get("SOFT_CAST") for one in launched)
 
@@ -64,7 +64,7 @@ def test_soft_casts_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", WIDE[:2], ids=name)  # fp16 takes the same way as bf16
 def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype) -> None:
     """A size of 1 becomes a constant in Triton, and addresses of odd elements lose alignment."""
-    run = library.triton_launcher
+    run = launcher
     one = torch.ones(())
     for x in (
         normal((1,), dtype),
@@ -119,7 +119,7 @@ def test_update_of_every_kind(launched: list[Launch], op: str) -> None:
         (torch.int16, torch.bfloat16, torch.ones(1, dtype=torch.float64)),
     ):
         params = [normal((33,), torch.bfloat16), normal((2048,), torch.bfloat16)]
-        library.triton_launcher(op)(*update(op, params, masters, state, lr=lr))
+        launcher(op)(*update(op, params, masters, state, lr=lr))
     stem = op[:-1]
     assert kernels(launched) == 3 * [f"{stem}_constants", stem, stem]
 
@@ -129,13 +129,13 @@ def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], op: str) ->
     """Triton makes another for an integer of 1, of a multiple of 16, or of more than 32 bits."""
     for seed in (0, 1, 16, 17, -1, 2**63 - 1):
         args = update(op, [normal((32,), torch.bfloat16) for _ in range(17)], seed=seed)
-        library.triton_launcher(op)(*args)
+        launcher(op)(*args)
     assert len({id(one.compiled) for one in launched if one.name == f"{op}kernel"}) == 1
 
 
 def test_launches_of_quantize(launched: list[Launch]) -> None:
     """To FP8 amax, which returns at once where a scale is given, then the cast; to 16 bits: one."""
-    run = library.triton_launcher("quantize")
+    run = launcher("quantize")
     x = normal((64, 32), torch.bfloat16)
     for dtype in FP8:
         run(x, dtype, None, True, "tensor", True)
@@ -147,7 +147,7 @@ def test_launches_of_quantize(launched: list[Launch]) -> None:
 
 def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
     """One, but for rows with transpose, whose scales need all tiles."""
-    run = library.triton_launcher("quantize")
+    run = launcher("quantize")
     x = normal((64, 32), torch.bfloat16)
     for granularity in ("row", "block1x128", "block128x128"):
         for transpose in (False, True):
@@ -160,7 +160,7 @@ def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
 def test_launches_of_an_update(launched: list[Launch], op: str) -> None:
     """The constants of all params, then one launch a param; nothing for empty ones."""
     params = [normal((n,), torch.float32) for n in (5, 0, 5000)]
-    library.triton_launcher(op)(*update(op, params))
+    launcher(op)(*update(op, params))
     assert kernels(launched) == [f"{op[:-1]}_constants", op[:-1], op[:-1]]
     assert all(one.keywords["enable_fp_fusion"] is False for one in launched)
 
@@ -168,7 +168,5 @@ def test_launches_of_an_update(launched: list[Launch], op: str) -> None:
 def test_launches_of_grad_stats(launched: list[Launch]) -> None:
     """One a gradient; two where there is more than one partial sum to add; none for empty ones."""
     grads = [normal((n,), torch.float32) for n in (5, 0, 50_000)]
-    library.triton_launcher("grad_stats_")(
-        grads, torch.ones(()), torch.zeros(()), torch.zeros(3).double(), None
-    )
+    launcher("grad_stats_")(grads, torch.ones(()), torch.zeros(()), torch.zeros(3).double(), None)
     assert kernels(launched) == ["grad_stats", "grad_stats", "sum"]

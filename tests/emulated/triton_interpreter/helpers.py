@@ -24,8 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton
 import triton.language as tl
-
-from mixprec.ops._dispatch import library
+from emulated.ops import launcher, reference
 
 __all__ = ["INF", "NAN", "agree", "f32", "no_warnings", "same_bits", "tensors", "tl", "triton"]
 
@@ -58,9 +57,8 @@ def same_bits(got: torch.Tensor, want: torch.Tensor, label: str) -> None:
 def agree(op: str, make: Callable[[], list[Any]]) -> None:
     """Results and arguments after the call are those of the reference, in every bit."""
     ours, same = make(), make()
-    got = tensors([library.triton_launcher(op)(*ours), ours])
-    reference = library.op_handle(library.variant_name(op, "reference"))
-    want = tensors([reference(*same), same])
+    got = tensors([launcher(op)(*ours), ours])
+    want = tensors([reference(op)(*same), same])
     assert len(got) == len(want)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         same_bits(g, w, f"{op}: tensor {i}")

@@ -25,11 +25,11 @@ from cases import (
     random_bits,
     transposed,
 )
+from emulated.ops import OPS, TRITON, launcher
 from emulated.triton_interpreter.helpers import INF, NAN, agree, f32, no_warnings
 
 import mixprec
-from mixprec.diagnostics import env
-from mixprec.ops._dispatch import backends, library
+from mixprec.ops._dispatch import backends, self_check
 from mixprec.triton_kernels import launch
 
 pytestmark = no_warnings
@@ -46,21 +46,21 @@ def test_the_interpreter_runs() -> None:
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The _triton ops take CPU tensors, which only the interpreter can make of use."""
     registered = torch.library.Library("mixprec", "IMPL")
-    for op in library.TRITON:
-        triton_op = library.variant_name(op, "triton")
-        registered.impl(triton_op, library.triton_launcher(op), "CPU")
+    for op in TRITON:
+        registered.impl(OPS[op].variant_name("triton"), launcher(op), "CPU")
     monkeypatch.setattr(backends, "why_not", lambda *_: None)
     yield
     registered._destroy()
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("op", library.TRITON)
-def test_through_the_dispatcher(op: str) -> None:
-    """As an op of torch, with the self-test that a GPU would run."""
+@pytest.mark.parametrize("op_name", TRITON)
+def test_through_the_dispatcher(op_name: str) -> None:
+    """As an op of torch, compared on the examples that a GPU would run first."""
+    op = OPS[op_name]
     with mixprec.use_backend("triton"):
-        assert backends.choose(op, "cpu") is library.op_handle(library.variant_name(op, "triton"))
-        outcome = env.self_test(op, "cpu")
+        assert op.choose("cpu") is op.handle("triton")
+        outcome = self_check.compare(op, op.handle("triton"), "cpu")
     assert outcome == {"ok": True, "worst": 0.0, "reason": None}
 
 

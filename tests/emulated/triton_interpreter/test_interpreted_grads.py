@@ -8,9 +8,9 @@ import independent as ind
 import pytest
 import torch
 from cases import GRADS, SHAPES, WRITABLE, name, normal, padded_rows, permuted, random_bits
+from emulated.ops import launcher, reference
 from emulated.triton_interpreter.helpers import INF, NAN, agree, f32, no_warnings
 
-from mixprec.ops._dispatch import library
 from mixprec.triton_kernels import grad_stats
 
 pytestmark = no_warnings
@@ -49,7 +49,7 @@ def test_unscale_layouts() -> None:
         ])  # fmt: skip
     around = padded_rows(torch.ones(4, 5))
     wide = around.as_strided((4, 8), (8, 1), 0)
-    library.triton_launcher("unscale_")([around], f32(0.5), f32(0.0), None)
+    launcher("unscale_")([around], f32(0.5), f32(0.0), None)
     assert (around == 0.5).all()
     assert wide[:, [0, 6, 7]].isnan().all(), "written beside the gradient"
 
@@ -67,7 +67,7 @@ def test_found_inf_at_every_end(op: str, dtype: torch.dtype) -> None:
         rest = [found, None] if op == "unscale_" else [found, torch.zeros(2).double(), None]
         # the sum of squares sees the FP32 product, the write-back its rounding to 16 bits
         expected = op == "unscale_" or not overflow or dtype != torch.float16
-        library.triton_launcher(op)(grads, f32(4.0 if overflow else 0.5), *rest)
+        launcher(op)(grads, f32(4.0 if overflow else 0.5), *rest)
         assert found.item() == float(expected), (value, which, at)
 
 
@@ -81,7 +81,7 @@ def test_grad_stats(dtype: torch.dtype, inv_scale: float | None) -> None:
     sums = []
     for _ in range(2):
         found, sum_sq = f32(0.0), torch.full((len(grads),), NAN, dtype=torch.float64)
-        library.triton_launcher("grad_stats_")(grads, scale, found, sum_sq, None)
+        launcher("grad_stats_")(grads, scale, found, sum_sq, None)
         sums.append(sum_sq.tolist())
         assert found.item() == 0.0
     assert sums[0] == sums[1], "two runs, two results"
@@ -93,9 +93,8 @@ def test_grad_stats(dtype: torch.dtype, inv_scale: float | None) -> None:
 def agree_on_counts(grads: list[torch.Tensor], inv_scale: float | None) -> list[list[int]]:
     """The counts, and found_inf, of the kernel and of the reference."""
     scale = None if inv_scale is None else f32(inv_scale)
-    reference = library.op_handle("grad_stats_reference_")
     results = []
-    for run in (library.triton_launcher("grad_stats_"), reference):
+    for run in (launcher("grad_stats_"), reference("grad_stats_")):
         found, sum_sq, counts = f32(0.0), torch.zeros(len(grads)).double(), counts_of(grads)
         run(grads, scale, found, sum_sq, counts)
         results.append((found.item(), counts.tolist()))
@@ -116,7 +115,7 @@ def test_grad_stats_counts(dtype: torch.dtype) -> None:
 
 
 def test_grad_stats_of_nothing_and_of_much() -> None:
-    run = library.triton_launcher("grad_stats_")
+    run = launcher("grad_stats_")
     found = f32(0.0)
     run([], None, found, torch.zeros(0).double(), torch.zeros((0, 4)).long())
     # the square of each of 70 overflows FP32

@@ -20,6 +20,7 @@ from cases import (
     random_bits,
     transposed,
 )
+from emulated.ops import launcher
 from emulated.triton_interpreter.helpers import (
     INF,
     NAN,
@@ -32,7 +33,7 @@ from emulated.triton_interpreter.helpers import (
     triton,
 )
 
-from mixprec.ops._dispatch import library, rounding
+from mixprec.ops._dispatch import rounding
 from mixprec.triton_kernels import philox
 
 pytestmark = no_warnings
@@ -163,7 +164,7 @@ def test_updates_skip(op: str) -> None:
                                 stochastic_rounding=narrow)  # fmt: skip
         args[1] = [torch.full_like(g, NAN) for g in args[1]]
         before = [t.clone() for t in tensors(args)]
-        library.triton_launcher(op)(*args)
+        launcher(op)(*args)
         for after, was in zip(tensors(args), before, strict=True):
             same_bits(after, was, op)
 
@@ -238,7 +239,7 @@ def test_maximize_negates_zeros_too() -> None:
 
     agree("sgd_", make)
     args = make()
-    library.triton_launcher("sgd_")(*args)
+    launcher("sgd_")(*args)
     assert args[2][0].signbit().all()
 
 
@@ -259,7 +260,7 @@ def test_remainders_hold_every_master() -> None:
 
     agree("sgd_", make)
     args = make()
-    library.triton_launcher("sgd_")(*args)
+    launcher("sgd_")(*args)
     same_bits(rounding.join_master(args[0][0], args[3][0]), master, "master")
 
 
