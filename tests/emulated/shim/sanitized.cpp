@@ -1,10 +1,12 @@
-// Kernels over memory of exactly the right size, for the sanitizers: every kernel that has a
-// barrier, and odd sizes and alignments. What each computes is tested from Python; here only what
-// tells of a race is compared. Exits with 1 where that is wrong; the sanitizers exit with numbers
-// of their own.
+// Kernels over memory of exactly the right size, for the sanitizers and against values computed
+// here: every kernel that has a barrier, and odd sizes and alignments. Exits with 1 where a value
+// is wrong; the sanitizers exit with numbers of their own.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
+#include <map>
+#include <tuple>
 #include <vector>
 
 #include "cuda/grads/grad_stats.cuh"
@@ -63,24 +65,38 @@ void grad_stats_case() {
   }
 }
 
-// Several tiles and rows for one block, some of them ragged; also all reductions of amax.
+// Of a block of `down` rows and `across` columns from row and col on.
+float block_amax(const std::vector<Bf16>& x, int64_t rows, int64_t cols, int64_t row, int64_t col,
+                 int64_t down, int64_t across) {
+  float largest = 0.0f;
+  for (int64_t r = row; r < rows && r < row + down; ++r) {
+    for (int64_t c = col; c < cols && c < col + across; ++c) {
+      largest = std::max(largest, std::abs(decode(x[r * cols + c])));
+    }
+  }
+  return largest;
+}
+
+// Several tiles and rows for one block, some of them ragged; also all reductions of amax. The
+// magnitudes differ between blocks.
 void quantize_case(int64_t rows, int64_t cols, Granularity granularity, bool transpose,
                    const float* given = nullptr) {
   std::vector<Bf16> x(rows * cols);
-  float largest = 0.0f;
   for (size_t i = 0; i < x.size(); ++i) {
-    x[i] = Convert<Bf16>::encode(static_cast<float>(i * 37 % 211) - 100.0f);
-    largest = std::max(largest, std::abs(decode(x[i])));
+    int64_t r = static_cast<int64_t>(i) / cols, c = static_cast<int64_t>(i) % cols;
+    float size = static_cast<float>(1 << (r / 64 + c / 64) % 5);
+    x[i] = Convert<Bf16>::encode((static_cast<float>(i * 37 % 211) - 100.0f) * size);
   }
-  auto blocks = [&](int64_t m, int64_t k) {  // the number of scales of an [m, k] tensor
-    if (granularity == Granularity::tensor) return int64_t{1};
-    int64_t down = granularity == Granularity::block128x128 ? (m + kTile - 1) / kTile : m;
-    return down * (granularity == Granularity::row ? 1 : (k + kTile - 1) / kTile);
-  };
+  int64_t down = 1, across = 1, blocks_t = 1;
+  if (granularity != Granularity::tensor) {
+    bool squares = granularity == Granularity::block128x128;
+    down = squares ? (rows + kTile - 1) / kTile : rows;
+    across = granularity == Granularity::row ? 1 : (cols + kTile - 1) / kTile;
+    blocks_t = (squares ? (cols + kTile - 1) / kTile : cols) *
+               (granularity == Granularity::row ? 1 : (rows + kTile - 1) / kTile);
+  }
   std::vector<E4m3> q(x.size()), q_t(transpose ? x.size() : 0);
-  std::vector<float> scale_inv(blocks(rows, cols), -1.0f);
-  bool scaled_t = transpose && granularity != Granularity::tensor;
-  std::vector<float> scale_inv_t(scaled_t ? blocks(cols, rows) : 0, -1.0f);
+  std::vector<float> scale_inv(down * across, -1.0f), scale_inv_t(transpose ? blocks_t : 0, -1.0f);
   float amax = -1.0f;
   Quantize a = {Dtype::bf16,        Dtype::e4m3, granularity, x.data(),
                 q.data(),           q_t.data(),  rows,        cols,
@@ -89,15 +105,50 @@ void quantize_case(int64_t rows, int64_t cols, Granularity granularity, bool tra
   std::vector<uint32_t> scratch(scratch_words(a, 1), 0xFFFFFFFFu);
   a.scratch = scratch.data();
   expect(quantize(a, 1, nullptr) == cudaSuccess, "quantize launch");
-  expect(amax == largest, "amax");
-  bool written = true, turned = true;
-  for (std::vector<float>* scales : {&scale_inv, &scale_inv_t}) {
-    for (float s : *scales) written = written && s > 0.0f;
+  expect(amax == block_amax(x, rows, cols, 0, 0, rows, cols), "amax");
+
+  // The scales of what is there, by their blocks, for q and then q^T.
+  bool by_squares = granularity == Granularity::block128x128;
+  bool by_tensor = granularity == Granularity::tensor, by_row = granularity == Granularity::row;
+  std::map<std::tuple<bool, int64_t, int64_t>, float> scales;
+  bool same = true;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) {
+      auto at = [&](int64_t n, bool whole, bool one, int64_t size, int64_t& first) {
+        int64_t width = whole ? size : one ? 1 : kTile;
+        first = n / width * width;
+        return width;
+      };
+      for (bool turned : {false, true}) {
+        if (turned && !transpose) continue;
+        int64_t row = 0, col = 0;
+        // The side along which a block is long is K of q and M of q^T.
+        bool one_row = !turned && !by_squares, one_col = turned && !by_squares;
+        int64_t height = at(r, by_tensor || (turned && by_row), one_row, rows, row);
+        int64_t breadth = at(c, by_tensor || (!turned && by_row), one_col, cols, col);
+        auto [found, is_new] = scales.try_emplace({turned, row, col}, 0.0f);
+        float& s = found->second;
+        if (is_new) {
+          float amax_here = block_amax(x, rows, cols, row, col, height, breadth);
+          s = given != nullptr && *given != 0.0f
+                  ? *given
+                  : scale_from_amax(amax_here, 448.0f, 1.0f, true, 1.0f);
+        }
+        uint8_t want = Convert<E4m3>::encode(decode(x[r * cols + c]), s).bits;
+        same = same && (turned ? q_t[c * rows + r] : q[r * cols + c]).bits == want;
+        if (by_tensor) {
+          same = same && scale_inv[0] == 1.0f / s;
+        } else if (turned) {
+          int64_t wide = by_row ? 1 : (rows + kTile - 1) / kTile;
+          same = same && scale_inv_t[col / breadth * wide + row / height] == 1.0f / s;
+        } else {
+          same = same && scale_inv[row / height * across + col / breadth] == 1.0f / s;
+        }
+        if (!same) break;
+      }
+    }
   }
-  for (int64_t i = 0; granularity == Granularity::tensor && i < rows * cols && transpose; ++i) {
-    turned = turned && q_t[i % cols * rows + i / cols].bits == q[i].bits;
-  }
-  expect(written && turned, "scales, and q^T beside q");
+  expect(same, "q, q_t or their scales");
 }
 
 constexpr int64_t kOdd = 1003;  // elements, of which the kernels see those from `skipped` on
@@ -116,38 +167,106 @@ void unscale_case(int64_t skipped) {
   expect(counts == std::vector<int64_t>(kKinds, 0), "counts");
 }
 
-// Every way to store a weight, its gradient and states; each array has an alignment of its own. All
-// of it is zero.
-template <class Rule>
-void step_case(const Rule& rule, int states, int64_t skipped) {
-  using S = Stored;
-  constexpr S rows[][4] = {{S::f32, S::bf16, S::absent, S::f32},
-                           {S::f16, S::f32, S::f32, S::bf16},
-                           {S::bf16, S::f16, S::i16, S::bf16},
-                           {S::f64, S::f64, S::f64, S::f64}};
-  std::vector<std::vector<char>> arrays;
-  std::vector<StepTensor> tensors;
-  for (const auto& row : rows) {
-    StepTensor t = {};
-    for (int a = 0; a < kState + states; ++a) {
-      t.stored[a] = row[std::min<int>(a, kState)];
-      if (t.stored[a] == S::absent) continue;
-      int64_t size = t.stored[a] == S::f64 ? 8 : t.stored[a] == S::f32 ? 4 : 2;
-      int64_t skip = a == kGrad ? (skipped + 1) % 8 : skipped;
-      arrays.emplace_back((kOdd + skip) * size);
-      t.data[a] = arrays.back().data() + skip * size;
+// An array of `stored` elements, all `value`, of which a kernel sees those from `skipped` on.
+struct Elements {
+  Stored stored;
+  std::vector<char> bytes;
+
+  Elements(Stored s, double value) : stored(s), bytes(kOdd * size()) {
+    for (int64_t i = 0; i < kOdd; ++i) {
+      if (stored == Stored::f64) put(i, value);
+      if (stored == Stored::f32) put(i, static_cast<float>(value));
+      if (stored == Stored::bf16) put(i, Convert<Bf16>::encode(static_cast<float>(value)));
+      if (stored == Stored::f16) put(i, Convert<Fp16>::encode(static_cast<float>(value)));
     }
-    t.numel = kOdd;
+  }
+  int64_t size() const { return stored == Stored::f64 ? 8 : stored == Stored::f32 ? 4 : 2; }
+  template <class T>
+  void put(int64_t i, T x) {
+    std::memcpy(bytes.data() + i * size(), &x, sizeof x);
+  }
+  template <class T>
+  T get(int64_t i) const {
+    T x;
+    std::memcpy(&x, bytes.data() + i * size(), sizeof x);
+    return x;
+  }
+};
+
+// Every way to store a weight, its gradient and states; each array has an alignment of its own. The
+// weight 1 goes to 0.5: exact in all formats.
+void step_case(int64_t skipped) {
+  struct Row {
+    Stored param, grad, master, state;
+  };
+  constexpr Row rows[] = {{Stored::f32, Stored::bf16, Stored::absent, Stored::f32},
+                          {Stored::f16, Stored::f32, Stored::f32, Stored::bf16},
+                          {Stored::bf16, Stored::f16, Stored::i16, Stored::bf16},
+                          {Stored::bf16, Stored::bf16, Stored::absent, Stored::absent},
+                          {Stored::f64, Stored::f64, Stored::f64, Stored::f64}};
+  std::vector<Elements> arrays;
+  std::vector<StepTensor> tensors;
+  arrays.reserve(kStepArrays * std::size(rows));
+  for (const Row& row : rows) {
+    StepTensor t = {};
+    for (int a = 0; a <= kState; ++a) {
+      Stored stored[] = {row.param, row.grad, row.master, row.state};
+      t.stored[a] = stored[a];
+      if (stored[a] == Stored::absent) continue;
+      Elements& e = arrays.emplace_back(stored[a], a == kState ? 0.0 : 1.0);
+      int64_t skip = a == kGrad ? (skipped + 1) % 8 : skipped;
+      t.data[a] = e.bytes.data() + skip * e.size();
+    }
+    t.numel = kOdd - 7;
     tensors.push_back(t);
   }
   std::vector<float> steps(tensors.size());
-  std::vector<StepConstants<Rule>> constants(tensors.size());
+  std::vector<StepConstants<SgdRule>> constants(tensors.size());
   StepArgs args = {};
   args.steps = steps.data();
   args.max_value = 2.0;
   args.stochastic_rounding = true;
+  SgdRule rule = {{0.5, 0.9, 0.0, 0.0, false}};
   expect(step(tensors, rule, args, constants.data(), 1, nullptr) == cudaSuccess, "step launch");
-  expect(steps == std::vector<float>(steps.size(), 1.0f), "steps");
+  bool same = true;
+  for (size_t i = 0; i < steps.size(); ++i) same = same && steps[i] == 1.0f;
+  expect(same, "steps");
+  size_t next = 0;
+  for (const Row& row : rows) {
+    const Elements& param = arrays[next];
+    next += 2 + (row.master != Stored::absent) + (row.state != Stored::absent);
+    for (int64_t i = 0; i < kOdd; ++i) {
+      double want = i >= skipped && i < skipped + kOdd - 7 ? 0.5 : 1.0, got = 0.0;
+      if (row.param == Stored::f64) got = param.get<double>(i);
+      if (row.param == Stored::f32) got = param.get<float>(i);
+      if (row.param == Stored::bf16) got = decode(param.get<Bf16>(i));
+      if (row.param == Stored::f16) got = decode(param.get<Fp16>(i));
+      same = same && got == want;
+    }
+  }
+  expect(same, "param");
+}
+
+void adamw_case(int64_t skipped) {
+  std::vector<Bf16> param(kOdd);
+  std::vector<float> grad(kOdd, 1.0f), m(kOdd), v(kOdd), master(kOdd, 1.0f);
+  float steps = 0.0f;
+  StepTensor t = {{param.data() + skipped, grad.data() + skipped, master.data() + skipped,
+                   m.data() + skipped, v.data() + skipped},
+                  {Stored::bf16, Stored::f32, Stored::f32, Stored::f32, Stored::f32},
+                  kOdd - skipped,
+                  0};
+  StepArgs args = {};
+  args.steps = &steps;
+  args.max_value = 2.0;
+  AdamWRule rule = {{0.1, 0.9, 0.99, 1e-8, 0.0, true}};
+  StepConstants<AdamWRule> constants;
+  cudaError_t error = step({t}, rule, args, &constants, 1, nullptr);
+  float one_m = 0.0f, one_v = 0.0f;
+  float want = adamw<true>(1.0f, 1.0f, one_m, one_v, constants.narrow);
+  bool same = true;
+  for (int64_t i = 0; i < kOdd; ++i) same = same && master[i] == (i < skipped ? 1.0f : want);
+  expect(error == cudaSuccess && same && steps == 1.0f, "adamw");
 }
 
 void clip_coef_case() {
@@ -212,8 +331,8 @@ int main() {
   clip_coef_case();
   for (int64_t skipped : {0, 1, 4, 7}) {
     unscale_case(skipped);
-    step_case(SgdRule{{0.5, 0.9, 0.0, 0.0, false}}, 1, skipped);
-    step_case(AdamWRule{{0.1, 0.9, 0.99, 1e-8, 0.0, true}}, 2, skipped);
+    step_case(skipped);
+    adamw_case(skipped);
     quantize_and_back_case(skipped);
   }
   return failed ? 1 : 0;

@@ -35,7 +35,7 @@ def sanitized(sanitizer: str, csrc: Path = runner.CSRC) -> subprocess.CompletedP
     scheduler = runner.compile_(["-O1", "-c", runner.SCHEDULER], ".o")
     checks = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     program = runner.compile_(
-        ["-O0", "-g1", *checks, scheduler, runner.HERE / "sanitized.cpp"], ".sanitized", csrc
+        ["-O1", "-g", *checks, scheduler, runner.HERE / "sanitized.cpp"], ".sanitized", csrc
     )
     options = "exitcode=66 halt_on_error=1"
     names = ("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS")
