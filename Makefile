@@ -111,7 +111,7 @@ help:
 	@echo 'make test-kernels run the GPU kernels on the CPU: emulated, and in the interpreter of Triton'
 	@echo 'make test-all     run all of these, and the casts of every input'
 	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
-	@echo '             them, and run the tests of a GPU on a fake one, the CPU; needs nvcc 13'
+	@echo '             them, and run the tests of a GPU on a fake one, on the CPU; needs nvcc 13'
 	@echo '             and no GPU; a CUDA build of torch comes into build/cuda'
 	@echo 'make gpu-test  on a machine with an NVIDIA GPU: every op on it, in graphs, under sanitizers;'
 	@echo '               results in bench/results/ or OUT= (STAGE=env,self,cuda,triton,large,sanitize,'
@@ -173,8 +173,8 @@ bench: needs-build $(READY)
 	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)
 
 # What the checks of make cuda depend on: with the same sources they are not run again.
-CUDA_FILES := setup.py $(wildcard tests/emulated/cuda_build/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-FAKE_GPU_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/emulated/cuda_on_cpu -name '*.py' -o -name '*.h' -o -name '*.cpp')
+CUDA_FILES := setup.py $(wildcard tests/emulated/build_check/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FAKE_DEVICE_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/emulated/shim tests/emulated/hopper tests/emulated/device -name '*.py' -o -name '*.h' -o -name '*.cpp')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
@@ -197,19 +197,19 @@ build/cuda/.checked: build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 	  -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 	  --upgrade --target build/cuda/site .
 	@mkdir -p build/run && cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" \
-	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/cuda_build/check.py --objects ../cuda/base \
+	  PATH="$(dir $(NVCC)):$$PATH" "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/build_check/check.py --objects ../cuda/base \
 	  --report ../cuda/report.json --summary ../cuda/summary.json
 	@touch $@
 
-# tests/gpu on a fake GPU, the CPU: everything but the hardware, Triton and speed. Most
+# tests/gpu on the fake device (tests/emulated/device): all but the hardware, Triton and speed. Most
 # of test_values is left out: make test runs the same kernels on many more values.
-FAKE_GPU := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
-build/cuda/.ran: build/cuda/.checked $(FAKE_GPU_FILES)
+FAKE_DEVICE_TESTS := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
+build/cuda/.ran: build/cuda/.checked $(FAKE_DEVICE_FILES)
 	@cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" PATH="$(dir $(NVCC)):$$PATH" \
-	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/cuda_on_cpu/device/run.py ../../tests/gpu/stages.py \
-	  --out ../cuda/fake-gpu --stages env,self,cuda --timeout-factor 4 --limit 1200 --only "$(FAKE_GPU)" >../cuda/fake-gpu.log 2>&1 || \
-	  { cat ../cuda/fake-gpu.log; exit 1; }
-	@tail -n 3 build/cuda/fake-gpu.log >$@
+	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/device/run.py ../../tests/gpu/stages.py \
+	  --out ../cuda/fake-device --stages env,self,cuda --timeout-factor 4 --limit 1200 --only "$(FAKE_DEVICE_TESTS)" >../cuda/fake-device.log 2>&1 || \
+	  { cat ../cuda/fake-device.log; exit 1; }
+	@tail -n 3 build/cuda/fake-device.log >$@
 
 STAGED = $(if $(OUT),--out "$(abspath $(OUT))") $(if $(STAGE),--stages $(STAGE))
 

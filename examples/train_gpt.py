@@ -38,8 +38,8 @@ from torch import nn
 
 import mixprec
 import mixprec.env
-from mixprec.bench.gpu import device
 from mixprec.bench.environment import environment
+from mixprec.bench.gpu import device
 
 __all__ = ["BITS", "VALIDATION_BYTES", "check_device", "compare", "main", "warmup_then_cosine"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import every_second, offset
-from emulated.cuda_on_cpu import runner
+from emulated.shim import runner
 
 import mixprec
 from mixprec.ops.delayed_scales import UNUSED, delayed_scales_op, update_delayed_scales_

@@ -1,0 +1,249 @@
+"""make cuda: what can be known of the CUDA kernels without a GPU.
+
+    python tests/emulated/build_check/check.py --objects FOLDER --report FILE [--gpus 8.0,9.0a,...]
+                                     [--summary FILE]
+
+Asks the disassembler about the object files that setup.py has compiled of csrc/cuda/*.cu, for every
+GPU generation (with MIXPREC_WERROR=1, so that a warning, a spilled register or a serialised wgmma
+ended the build): no stack and no local memory; 16-byte loads and stores in the kernels that move
+tensors; in the Hopper GEMM what each instance declares (hopper.py). Then loads the built libraries
+and takes an optimizer step on fake CUDA tensors, where anything that waits for the device raises.
+Results go to FILE as JSON; a table comes last. Exit status 1 if anything is not as it should be.
+--summary writes the few facts per kernel that docs/kernels.md shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import machine_code as hopper
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+ROOT = Path(__file__).resolve().parents[3]
+CSRC = ROOT / "csrc"
+# Kernels that run on a few numbers, whose accesses are strided by design, or that move their data
+# by TMA: no 16-byte words.
+NARROW = re.compile(
+    "scales?_kernel|coef_kernel|amax_kernel|amax_of_partials|steps_kernel|chunks|transpose|"
+    "gemm_kernel"
+)
+
+GEMM = "gemm_sm90_bf16_k_k.cu"  # one of the files that instances of the Hopper GEMM are in
+
+
+def gpus() -> list[str]:
+    """The list that setup.py builds for, without +PTX."""
+    found = re.search(r'^GPUS = "([^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert found is not None, "setup.py must say GPUS"
+    return [gpu.removesuffix("+PTX") for gpu in found[1].split(";")]
+
+
+class Kernel(NamedTuple):
+    source: str
+    gpu: str
+    name: str
+    registers: int
+    stack: int  # bytes, of spilled registers too
+    shared: int  # bytes
+    wide: int  # 16-byte loads and stores of global memory
+    local: int  # bytes of local memory, and loads and stores of it
+    code: list[str]  # what is wrong with the machine code of a Hopper GEMM
+
+    def wrong(self) -> list[str]:
+        reasons = list(self.code)
+        if self.stack or self.local:
+            reasons.append(f"{self.stack} bytes of stack, {self.local} uses of local memory")
+        if not self.wide and not NARROW.search(self.name):
+            reasons.append("no 16-byte load or store")
+        return reasons
+
+
+def tool(name: str) -> str:
+    """A disassembler: of the CUDA toolkit, or the one that Triton brings."""
+    candidates = [Path(CUDA_HOME or "") / "bin" / name]
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        candidates.append(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name)
+    for path in candidates:
+        if path.exists():
+            return str(path)
+    found = shutil.which(name)
+    if found is None:
+        sys.exit(f"{name} is missing: it comes with the CUDA toolkit, and with triton")
+    return found
+
+
+def ask(option: str, file: Path) -> dict[str, dict[str, str]]:
+    """{GPU: {kernel: text}} of what cuobjdump tells of each kernel in an object file."""
+    command = [tool("cuobjdump"), option, str(file)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found: dict[str, dict[str, str]] = {}
+    for part in re.split(r"^Fatbin elf code:", text, flags=re.MULTILINE)[1:]:
+        arch = re.search(r"^arch = sm_(\d+)(\d)(a?)$", part, re.MULTILINE)
+        assert arch is not None, f"cuobjdump {option} names no GPU"
+        kernels = re.findall(r"Function ?:? ?(\w+):?\n(.*?)(?=\n\s*Function|\Z)", part, re.DOTALL)
+        found.setdefault(f"{arch[1]}.{arch[2]}{arch[3]}", {}).update(kernels)
+    return found
+
+
+def kernels_of(source: str, file: Path) -> list[Kernel]:
+    """The kernels of one source, for every GPU that its object file was compiled for."""
+    usage, sass = ask("-res-usage", file), ask("-sass", file)
+    names = demangled(sorted({name for kernels in usage.values() for name in kernels}))
+    found = []
+    for gpu, kernels in usage.items():
+        for name, text in kernels.items():
+            uses = {word: int(number) for word, number in re.findall(r"\b(\w+):(\d+)", text)}
+            code, gemm = sass[gpu][name], hopper.instance(names[name])
+            reserved = 1024 if float(gpu.rstrip("a")) >= 9 and uses["SHARED"] else 0
+            found.append(
+                Kernel(
+                    *(source, gpu, names[name], uses["REG"], uses["STACK"]),
+                    uses["SHARED"] - reserved,  # what the system takes of each block
+                    len(re.findall(r"\b(?:LDG|STG)\.\S*128", code)),
+                    uses["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", code)),
+                    [] if gemm is None else hopper.wrong(gemm, code),
+                )
+            )
+    return found
+
+
+def demangled(names: list[str]) -> dict[str, str]:
+    """Short names with template arguments; values of enums as numbers."""
+    words = subprocess.run(
+        [tool("c++filt")], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout
+    plain = re.sub(r"\([\w:]+\)(\d)", r"\1", words)
+    short = (re.sub(r"\(.*|void |mixprec::(cuda::)?", "", w) for w in plain.splitlines())
+    return dict(zip(names, short, strict=True))
+
+
+def missing_gemms(names: set[str]) -> list[str]:
+    """Instances of the planner's table that were not compiled, and others that were."""
+    there = {gemm for name in names if (gemm := hopper.instance(name)) is not None}
+    expected = hopper.expected(CSRC / "cuda" / "gemm" / "config" / "tile_configs.h")
+    return [f"not compiled: {gemm}" for gemm in sorted(expected - there)] + [
+        f"not in tile_configs.h: {gemm}" for gemm in sorted(there - expected)
+    ]
+
+
+def loaded() -> list[str]:
+    """What is wrong with the built library, loaded into this process."""
+    from mixprec.ops._dispatch import library
+
+    if library.CUDA_ERROR is not None:
+        return [f"mixprec._C_cuda: {library.CUDA_ERROR}"]
+    from mixprec.ops._dispatch.op import ALL
+
+    without = [op.name for op in ALL if not library.has_cuda_kernel(op.name)]
+    return [f"without a CUDA kernel: {without}"] if without else []
+
+
+def fake_step() -> list[str]:
+    """An optimizer step on fake CUDA tensors, as shapes alone: a host sync raises."""
+    import mixprec
+
+    wrong = []
+    with torch._subclasses.FakeTensorMode():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            params = [torch.nn.Parameter(torch.ones(8, 5, dtype=dtype, device="cuda"))]
+            optimizer = mixprec.optim.AdamW(params, max_grad_norm=1.0)
+            scaler = mixprec.GradScaler()
+            scaler._lagged.push = lambda _: None  # pinned memory cannot be fake
+            scaler.scale(torch.ones((), device="cuda"))
+            try:
+                for explicit in (False, True):
+                    params[0].grad = torch.ones(8, 5, dtype=dtype, device="cuda")
+                    if explicit:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+            except Exception as error:
+                wrong.append(f"a step in {dtype}: {type(error).__name__}: {error}")
+    return wrong
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
+    most shared memory and spilled bytes."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        gemm = hopper.instance(row["name"])
+        if gemm is None:
+            key = (row["source"], row["name"].split("<")[0])
+        else:  # by tile; all types and layouts come from the same sources
+            tile = f"{gemm.block_m}x{gemm.block_n}, {gemm.consumers} consumers"
+            key = (GEMM, f"gemm {gemm.accumulate} {tile}, cluster {gemm.cluster}")
+        groups.setdefault(key, []).append(row)
+    return [
+        {
+            "source": source,
+            "name": name,
+            "instances": len({row["name"] for row in same}),
+            "registers": [f(row["registers"] for row in same) for f in (min, max)],
+            "shared": max(row["shared"] for row in same),
+            "spilled": max(row["stack"] + row["local"] for row in same),
+        }
+        for (source, name), same in sorted(groups.items())
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--objects", type=Path, required=True, help="where setup.py compiled them")
+    parser.add_argument("--gpus", default=",".join(gpus()))
+    parser.add_argument("--summary", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    wrong: list[str] = []
+    objects: dict[str, Path] = {}
+    for source in sorted((CSRC / "cuda").rglob("*.cu")):
+        built = sorted(args.objects.rglob(f"{source.stem}.o"))
+        objects |= {source.name: built[-1]} if built else {}
+        wrong += [] if built else [f"not compiled: {source.name}"]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        kernels = [k for found in pool.map(kernels_of, objects, objects.values()) for k in found]
+    for source in objects:
+        built_for = {kernel.gpu for kernel in kernels if kernel.source == source}
+        # setup.py: cuda_extensions
+        asked = {"9.0a"} if "_sm90" in source else set(args.gpus.split(","))
+        if built_for and built_for != asked:
+            wrong.append(f"{source} was compiled for {sorted(built_for)}, not {sorted(asked)}")
+    for kernel in kernels:
+        wrong += [f"{kernel.name} on {kernel.gpu}: {reason}" for reason in kernel.wrong()]
+    names = {kernel.name for kernel in kernels}
+    if "9.0a" in args.gpus.split(","):
+        wrong += missing_gemms(names)
+    wrong += loaded() + fake_step()
+    rows: list[dict[str, Any]] = [kernel._asdict() for kernel in kernels]
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "kernels": rows}
+    args.report.write_text(json.dumps({**facts, "wrong": wrong}, indent=1) + "\n")
+    if args.summary is not None:
+        short = {**facts, "gpus": args.gpus.split(","), "kernels": summary(rows)}
+        args.summary.write_text(json.dumps(short, indent=1) + "\n")
+    print(f"{'kernel':64} {'registers':>12} {'shared':>7} {'stack':>8}")
+    for name in sorted(names):
+        same = [row for row in rows if row["name"] == name]
+        registers = sorted({row["registers"] for row in same})
+        span = f"{registers[0]}-{registers[-1]}" if len(registers) > 1 else str(registers[0])
+        shared, stack = (max(row[word] for row in same) for word in ("shared", "stack"))
+        print(f"{name[:64]:64} {span:>12} {shared:>7} {stack:>8}")
+    print(*wrong, sep="\n")
+    print(f"{len(kernels)} kernels for {args.gpus}: {'all is well' if not wrong else 'see above'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+// The instances of csrc/cuda/gemm/kernel/gemm_sm90.cuh as C functions over host memory, for ctypes.
+// Compiled once for each pair of operand types and way to accumulate: -DTYPE_A= -DTYPE_B= -DSUMS=;
+// with -DROW= only for that row, a being K-major and b as -DB_MAJOR= says.
+#include "cuda/gemm/config/gemm_plan.h"
+#include "cuda/gemm/instances/gemm_instances.cuh"
+#include "cuda/gemm/kernel/gemm_finish.cuh"
+#include "cuda/gemm/kernel/tensor_map_sm90.h"
+#include "scheduler.h"
+
+using namespace mixprec;
+using namespace mixprec::cuda;
+using namespace mixprec::cuda::sm90;
+
+// As the caller lays it out (runner.py: Call).
+struct Operand {
+  const void* data;
+  int64_t pitch;  // bytes from one contiguous line to the next
+  int major;      // 0: K
+};
+
+struct Call {
+  int row, m, n, k;
+  Operand a, b;
+  Dtype a_dtype, b_dtype;
+  Epilogue epilogue;
+  ScaleView a_chunk, b_chunk;
+  int stages;  // 0: as planned
+  int splits, sms;
+  bool tma_store;
+  float* partial;  // [splits, m, n] if splits > 1
+};
+
+namespace {
+
+constexpr int kNoSuchInstance = -2, kMapRefused = -3, kNoPlan = -4;
+
+#if defined(ROW)
+Instance find(const Call& call) {
+  bool same = call.row == ROW && call.a.major == 0 && call.b.major == static_cast<int>(B_MAJOR);
+  return same ? instance_of<TYPE_A, TYPE_B, Major::k, B_MAJOR, ROW>() : Instance{};
+}
+#else
+template <Major a, Major b>
+Instance instance_for(int row) {
+  return instance<TYPE_A, TYPE_B, a, b, Accumulate::SUMS>(row);
+}
+
+Instance find(const Call& call) {
+  if constexpr (sizeof(TYPE_A) == 1) {
+    return instance_for<Major::k, Major::k>(call.row);
+  } else if (call.a.major == 0) {
+    return call.b.major == 0 ? instance_for<Major::k, Major::k>(call.row)
+                             : instance_for<Major::k, Major::mn>(call.row);
+  } else {
+    return call.b.major == 0 ? instance_for<Major::mn, Major::k>(call.row)
+                             : instance_for<Major::mn, Major::mn>(call.row);
+  }
+}
+#endif
+
+// rows: of a, or columns of b
+bool encode(const Operand& o, Dtype dtype, int rows, int k, const int (&box)[2], TensorMap* map) {
+  bool k_major = o.major == 0;
+  return encode_map(
+      {dtype, o.data, k_major ? k : rows, k_major ? rows : k, o.pitch, box[0], box[1], true}, map);
+}
+
+GemmProblem problem(const Call& c) {
+  GemmProblem p = {c.m, c.n, c.k, c.a_dtype, c.b_dtype, c.epilogue.out_dtype};
+  p.a_major = c.a.major == 0 ? Major::k : Major::mn;
+  p.b_major = c.b.major == 0 ? Major::k : Major::mn;
+  p.accumulate = c.epilogue.accumulate;
+  return p;
+}
+
+}  // namespace
+
+extern "C" {
+
+void seed(uint64_t value) { cuda_on_cpu::set_seed(value); }
+const char* last_error() { return cuda_on_cpu::last_error(); }
+void truncate_fp8_sums(int on) { cuda_on_cpu::sm90::truncate_fp8_sums(on != 0); }
+
+int gemm(const Call* c) {
+  Instance found = find(*c);
+  if (found.run == nullptr) return kNoSuchInstance;
+  DeviceProperties gpu = {9, 0, c->sms, int64_t{cuda_on_cpu::kMaxShared}};
+  std::optional<GemmConfig> plan = config_of(c->row, problem(*c), gpu, c->splits, 0);
+  if (!plan) return kNoPlan;
+  TensorMap a, b, out = {};
+  Dtype out_dtype = c->epilogue.out_dtype;
+  int box = static_cast<int>(128 / element_size(out_dtype));
+  bool whole = plan->tiles.splits == 1;
+  if (!encode(c->a, c->a_dtype, c->m, c->k, found.a_box, &a) ||
+      !encode(c->b, c->b_dtype, c->n, c->k, found.b_box, &b) ||
+      (c->tma_store && whole &&
+       !encode_map({out_dtype, c->epilogue.out, c->n, c->m,
+                    c->epilogue.pitch * element_size(out_dtype), box, 64, true},
+                   &out))) {
+    return kMapRefused;
+  }
+  GemmArgs args = {c->m,
+                   c->n,
+                   c->k,
+                   plan->chunks_per_split,
+                   c->stages > 0 ? c->stages : plan->stages,
+                   plan->tiles,
+                   c->epilogue,
+                   c->tma_store && whole,
+                   c->a_chunk,
+                   c->b_chunk,
+                   whole ? nullptr : c->partial};
+  cudaError_t error = found.run(a, b, out, args, plan->grid, nullptr);
+  if (error != cudaSuccess || whole) return error;
+  return gemm_finish(c->partial, plan->tiles.splits, c->m, c->n, c->epilogue, c->sms, nullptr);
+}
+}

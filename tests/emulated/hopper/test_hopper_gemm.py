@@ -1,0 +1,326 @@
+"""The Hopper GEMM kernel, run on the CPU model beside this file under random interleavings.
+
+Every instance is exact on small integers, and every mutation of the kernel is caught.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import name
+from emulated.hopper import runner
+from emulated.hopper.mutations import MUTATIONS, Mutation
+from emulated.shim import runner as shim
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS = re.compile(r"\{(true|false), Accumulate::(\w+), (\d+), (\d+), (\d), (\d), (true|false)\}")
+
+
+class Row(NamedTuple):
+    """A row of csrc/cuda/gemm/config/tile_configs.h."""
+
+    index: int
+    fp8: bool
+    sums: str
+    block_m: int
+    block_n: int
+    consumers: int
+    cluster: int
+
+    def __str__(self) -> str:
+        return f"{self.index}_{self.sums}_{self.block_m}x{self.block_n}x{self.cluster}"
+
+
+def rows() -> list[Row]:
+    text = (shim.CSRC / "cuda" / "gemm" / "config" / "tile_configs.h").read_text()
+    found = [
+        Row(i, m[0] == "true", m[1], *map(int, m[2:6])) for i, m in enumerate(ROWS.findall(text))
+    ]
+    count = re.search(r"std::array<TileConfig, (\d+)>", text)
+    assert count is not None
+    assert len(found) == int(count[1]), "tile_configs.h has an unexpected format"
+    return found
+
+
+ALL_ROWS = rows()
+SIXTEEN = [r for r in ALL_ROWS if not r.fp8]
+EIGHT = [r for r in ALL_ROWS if r.fp8]
+LAYOUTS = ("NN", "NT", "TN", "TT")  # a, b: N as the shape says, T transposed
+
+
+def small(
+    rows: int, cols: int, dtype: torch.dtype, largest: int, g: torch.Generator
+) -> torch.Tensor:
+    return torch.randint(-largest, largest + 1, (rows, cols), generator=g).to(dtype)
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """The same values; lines start at multiples of 16 bytes, with NaN between them."""
+    line = 16 // x.element_size()
+    width = (x.shape[1] + line - 1) // line * line
+    room = torch.full((x.shape[0], width * x.element_size()), 0xFF, dtype=torch.uint8)
+    room = room.view(x.dtype)[:, : x.shape[1]]
+    room.copy_(x)
+    return room
+
+
+class Problem:
+    """Small integers, so that every sum is exact in any order."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        layout: str = "NT",
+        seed: int = 0,
+        largest: int = 3,
+    ) -> None:
+        m, n, k = shape
+        g = torch.Generator().manual_seed(seed)
+        a, b = small(m, k, dtypes[0], largest, g), small(k, n, dtypes[1], largest, g)
+        self.a = padded(a) if layout[0] == "N" else padded(a.t().contiguous()).t()
+        self.b = padded(b) if layout[1] == "N" else padded(b.t().contiguous()).t()
+        self.product = a.float() @ b.float()
+
+
+def output(
+    problem: Problem, dtype: torch.dtype, fill: float, tma: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """C within a larger tensor, and that tensor: a guard above, below and to the right."""
+    m, n = problem.product.shape
+    line = 16 // dtype.itemsize
+    width = (n + 2 * line) // line * line + (0 if tma else 1)
+    room = torch.full((m + 4, width), fill, dtype=dtype)
+    return room[2 : m + 2, :n], room
+
+
+def check(
+    loaded: ctypes.CDLL,
+    row: Row,
+    problem: Problem,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    want: torch.Tensor | None = None,
+    **options: object,
+) -> None:
+    """One launch: no error, C as it should be, nothing beside it written."""
+    tma = bool(options.get("tma_store", True))
+    out, room = output(problem, dtype, 5.0, tma)
+    before = room.clone()
+    error = runner.gemm(loaded, row.index, problem.a, problem.b, out, seed=seed, **options)
+    assert error == 0, f"seed {seed}: error {error}, {loaded.last_error().decode()}"
+    expected = problem.product if want is None else want
+    before[2 : 2 + out.shape[0], : out.shape[1]] = expected.to(dtype)
+    wrong = (room != before).nonzero()
+    assert len(wrong) == 0, f"seed {seed}: {len(wrong)} wrong, the first at {wrong[0].tolist()}"
+
+
+def ragged(row: Row) -> tuple[int, int, int]:
+    """Two tiles each way and seven chunks of K; of all of these the last ones only in part."""
+    k = 7 * 128 - 48 if row.fp8 else 7 * 64 - 24
+    return row.block_m * row.cluster + 24, row.block_n + 40, k
+
+
+def combinations(row: Row) -> list[tuple[torch.dtype, torch.dtype, str]]:
+    """Operand types and layouts: the instances of a row, for FP8 two of the four pairs of formats,
+    so that each pair is compiled with one way to accumulate. (test_wgmma_fp8 has all pairs.)"""
+    if row.fp8:
+        pairs = {"direct": (E4M3, E5M2), "promoted": (E5M2, E4M3), "scaled": (E5M2, E5M2)}
+        return [(*pair, "NT") for pair in ((E4M3, E4M3), pairs[row.sums])]
+    return [(t, t, layout) for t in (torch.bfloat16, torch.float16) for layout in LAYOUTS]
+
+
+def check_instances(row: Row, seeds: range) -> None:
+    for a, b, layout in combinations(row):
+        problem = Problem(ragged(row), (a, b), layout)
+        for seed in seeds:
+            stages = 2 + seed % 2 if seed % 4 != 3 else 0  # several rounds of the ring
+            check(runner.library(a, b, row.sums), row, problem, seed, stages=stages)
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=str)
+def test_every_instance_is_exact(row: Row) -> None:
+    check_instances(row, range(4))
+
+
+# Per row, of which there are 15: 1,500 launches, some four minutes on one core.
+MANY = int(os.environ.get("MIXPREC_INTERLEAVINGS", "100"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ALL_ROWS, ids=str)
+def test_every_row_is_exact_under_many_interleavings(row: Row) -> None:
+    check_instances(row, range(100, 100 + MANY // len(combinations(row))))
+
+
+# ---- what becomes of the sums ----
+
+SMALL = next(r for r in SIXTEEN if r.consumers == 1)
+WIDE = next(r for r in SIXTEEN if r.block_n == 256 and r.cluster == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name)
+@pytest.mark.parametrize("row", [SMALL, WIDE], ids=str)
+def test_scales_bias_and_one_rounding(row: Row, dtype: torch.dtype) -> None:
+    m, n, k = ragged(row)
+    problem = Problem((m, n, k), (torch.bfloat16, torch.bfloat16), "NN", largest=1)
+    g = torch.Generator().manual_seed(1)
+    a_scale, b_scale = (2.0 ** torch.randint(-2, 3, (size,), generator=g) for size in (m, n))
+    bias = torch.randint(-9, 10, (n,), generator=g).to(dtype)
+    want = (problem.product * a_scale[:, None]) * b_scale + bias.float()
+    scales = (runner.scale_view(a_scale), runner.scale_view(b_scale))
+    loaded = runner.library(torch.bfloat16, torch.bfloat16)
+    for seed, tma in enumerate([True, False, True]):
+        options = {"scales": scales, "bias": bias, "tma_store": tma}
+        check(loaded, row, problem, seed, dtype, want, **options)
+    one = torch.tensor(0.25)
+    scales = (runner.scale_view(one), runner.scale_view(one))
+    check(loaded, row, problem, 4, dtype, problem.product / 16, scales=scales)
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["tma", "plain"])
+@pytest.mark.parametrize("row", [SMALL, WIDE], ids=str)
+def test_accumulate(row: Row, tma: bool) -> None:
+    problem = Problem(ragged(row), (torch.float16, torch.float16), "TN")
+    loaded = runner.library(torch.float16, torch.float16)
+    for seed in range(2):
+        options = {"accumulate": True, "tma_store": tma}
+        check(loaded, row, problem, seed, want=problem.product + 5.0, **options)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("row", SIXTEEN, ids=str)
+def test_split_k(row: Row, accumulate: bool) -> None:
+    problem = Problem(ragged(row), (torch.bfloat16, torch.bfloat16), "NT")
+    want = problem.product + (5.0 if accumulate else 0.0)
+    loaded = runner.library(torch.bfloat16, torch.bfloat16)
+    for seed, splits in enumerate((2, 3)):
+        check(loaded, row, problem, seed, want=want, splits=splits, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 300, 64), (65, 8, 72), (130, 129, 520)])
+@pytest.mark.parametrize("row", [SMALL, WIDE], ids=str)
+def test_small_shapes(row: Row, shape: tuple[int, int, int]) -> None:
+    loaded = runner.library(torch.bfloat16, torch.bfloat16)
+    for seed, layout in enumerate(LAYOUTS):
+        check(loaded, row, Problem(shape, (torch.bfloat16, torch.bfloat16), layout), seed)
+
+
+# ---- FP8 ----
+
+
+def per_chunk(x: torch.Tensor, scale: torch.Tensor, shift: int) -> torch.Tensor:
+    """x [rows, K] times scale [rows >> shift, K / 128], element by element."""
+    rows = torch.arange(x.shape[0]) >> shift
+    return x * scale[rows][:, torch.arange(x.shape[1]) // 128]
+
+
+@pytest.mark.parametrize("shifts", [(0, 7), (0, 0), (7, 7)], ids=str)
+@pytest.mark.parametrize("row", [r for r in EIGHT if r.sums == "scaled"], ids=str)
+def test_scales_of_blocks(row: Row, shifts: tuple[int, int]) -> None:
+    m, n, k = ragged(row)
+    problem = Problem((m, n, k), (E4M3, E4M3), largest=2)
+    g = torch.Generator().manual_seed(2)
+    counts = [
+        (size + (1 << shift) - 1) >> shift for size, shift in zip((m, n), shifts, strict=True)
+    ]
+    scales = [2.0 ** torch.randint(-2, 3, (c, (k + 127) // 128), generator=g) for c in counts]
+    a = per_chunk(problem.a.float(), scales[0], shifts[0])
+    b = per_chunk(problem.b.float().t(), scales[1], shifts[1]).t()
+    views = [runner.scale_view(s, shift) for s, shift in zip(scales, shifts, strict=True)]
+    loaded = runner.library(E4M3, E4M3, "scaled")
+    for seed in range(2):
+        check(loaded, row, problem, seed, want=a @ b, chunk_scales=views, stages=2)
+
+
+def relative_error(row: Row, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of a product with the short accumulators of the tensor cores."""
+    loaded = runner.library(E4M3, E4M3, row.sums)
+    out = torch.full((a.shape[0], b.shape[1]), torch.nan)
+    loaded.truncate_fp8_sums(1)
+    error = runner.gemm(loaded, row.index, a, b, out, seed=0)
+    loaded.truncate_fp8_sums(0)
+    assert error == 0
+    exact = a.double() @ b.double()
+    return float((out - exact).norm() / exact.norm())
+
+
+def test_promotion_keeps_fp8_sums_accurate() -> None:
+    """K = 4096, all positive: the case that breaks a short accumulator (docs/numerics.md)."""
+    g = torch.Generator().manual_seed(3)
+    a = torch.rand(16, 4096, generator=g).to(E4M3)
+    b = torch.rand(16, 4096, generator=g).to(E4M3).t()
+    errors = {}
+    for sums in ("promoted", "direct"):
+        row = next(r for r in EIGHT if r.sums == sums and r.consumers == 1)
+        errors[sums] = relative_error(row, a, b)
+    assert errors["promoted"] < 2e-3, errors
+    assert errors["direct"] > 2e-2, errors
+
+
+def test_small_integers_are_exact_in_short_accumulators_too() -> None:
+    row = next(r for r in EIGHT if r.sums == "promoted" and r.consumers == 1)
+    loaded = runner.library(E5M2, E4M3, row.sums)
+    loaded.truncate_fp8_sums(1)
+    check(loaded, row, Problem((40, 56, 520), (E5M2, E4M3)), 0)
+    loaded.truncate_fp8_sums(0)
+
+
+# ---- mutations of the kernel ----
+
+
+def mutated(mutation: Mutation, folder: Path) -> Path:
+    """A copy of csrc with that change."""
+    copy = folder / "csrc"
+    shutil.copytree(shim.CSRC, copy, ignore=shutil.ignore_patterns("*.cpp", "*.cu"))
+    file = copy / "cuda" / "gemm" / "kernel" / mutation.file
+    parts = file.read_text().split(mutation.old)
+    assert len(parts) > mutation.occurrence + 1, f"{mutation.what}: {mutation.old!r} is not there"
+    at = mutation.occurrence + 1
+    file.write_text(mutation.old.join(parts[:at]) + mutation.new + mutation.old.join(parts[at:]))
+    return copy
+
+
+MUTATED = {
+    "direct": next(r for r in SIXTEEN if r.consumers == 2 and r.block_n == 128),
+    "cluster": next(r for r in SIXTEEN if r.cluster == 2),
+    "promoted": next(r for r in EIGHT if r.sums == "promoted" and r.block_m == 128),
+}
+
+
+def compile_one(which: str, csrc: Path) -> Path:
+    row = MUTATED[which]
+    dtype, major = (E4M3, "Major::k") if row.fp8 else (torch.bfloat16, "Major::mn")
+    flags = (f"-DROW={row.index}", f"-DB_MAJOR={major}", "-w")  # mutants may warn
+    return runner.compile_gemm(dtype, dtype, row.sums, *flags, csrc=csrc)
+
+
+def fails(which: str, loaded: ctypes.CDLL, seeds: range) -> bool:
+    row = MUTATED[which]
+    dtype = E4M3 if row.fp8 else torch.bfloat16
+    problem = Problem(ragged(row), (dtype, dtype), "NT" if row.fp8 else "NN")
+    for seed in seeds:
+        out_dtype = torch.bfloat16 if seed % 2 else torch.float32
+        try:
+            check(loaded, row, problem, seed, out_dtype, stages=3)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("which", MUTATED)
+def test_the_kernel_itself_passes_what_mutants_must_not(which: str) -> None:
+    assert not fails(which, runner.load(compile_one(which, shim.CSRC)), range(12))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.what}, {m.instance}")
+def test_every_mutation_is_caught(tmp_path: Path, mutation: Mutation) -> None:
+    library = compile_one(mutation.instance, mutated(mutation, tmp_path))
+    assert fails(mutation.instance, runner.load(library), range(30)), mutation

@@ -1,0 +1,20 @@
+"""The ops by name: reference and Triton launcher of each, with arguments in the schema's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mixprec  # noqa: F401 (defines the ops)
+from mixprec.ops._dispatch.op import ALL
+
+OPS = {op.name: op for op in ALL}
+TRITON = [op.name for op in ALL if op.triton is not None]
+
+
+def reference(name: str) -> Callable[..., Any]:
+    return OPS[name].handle("reference")
+
+
+def launcher(name: str) -> Callable[..., Any]:
+    return OPS[name].launcher()

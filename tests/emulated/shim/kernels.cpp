@@ -1,0 +1,180 @@
+// The kernels of csrc/cuda as plain C functions over host memory, for ctypes. Each returns 0 or
+// CUDA's error code.
+#include <tuple>
+#include <vector>
+
+#include "cuda/grads/grad_stats.cuh"
+#include "cuda/grads/unscale.cuh"
+#include "cuda/optim/adamw.cuh"
+#include "cuda/optim/sgd.cuh"
+#include "cuda/quantize/dequantize.cuh"
+#include "cuda/quantize/quantize.cuh"
+#include "cuda/scale/scale.cuh"
+
+using namespace mixprec;
+using namespace mixprec::cuda;
+
+namespace {
+
+GradList grad_list(int count, const int* dtypes, void** data, const int64_t* numels) {
+  GradList grads;
+  for (int i = 0; i < count; ++i) {
+    grads.push_back({static_cast<Dtype>(dtypes[i]), data[i], numels[i]});
+  }
+  return grads;
+}
+
+constexpr uint64_t kUnwritten = ~uint64_t{0};
+constexpr uint32_t kDirty = 0xFFFFFFFFu;  // larger than any maximum
+
+// pointers, stored: [count][kStepArrays]; indices may be null
+std::vector<StepTensor> step_tensors(int count, const int* stored, void** pointers,
+                                     const int64_t* numels, const int64_t* indices) {
+  std::vector<StepTensor> tensors(count);
+  for (int i = 0; i < count; ++i) {
+    for (int a = 0; a < kStepArrays; ++a) {
+      tensors[i].data[a] = pointers[i * kStepArrays + a];
+      tensors[i].stored[a] = static_cast<Stored>(stored[i * kStepArrays + a]);
+    }
+    tensors[i].numel = numels[i];
+    tensors[i].index = indices != nullptr ? indices[i] : 0;
+  }
+  return tensors;
+}
+
+template <class Rule>
+int run_step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
+             int sms) {
+  std::vector<StepConstants<Rule>> constants(tensors.size());
+  return step(tensors, rule, args, constants.data(), sms, nullptr);
+}
+
+// What the shim itself must get right, one number per primitive and thread.
+void primitives_kernel(int* out) {
+  int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  int* shared = static_cast<int*>(cuda_on_cpu::dynamic_shared());
+  out += (static_cast<int>(blockIdx.x) * threads + t) * 6;
+  shared[t] = t;
+  __syncwarp();
+  out[0] = shared[t ^ 1];
+  __syncthreads();
+  out[1] = shared[threads - 1 - t];
+  out[2] = __shfl_down_sync(0xFFFFFFFFu, t, 2);
+  out[3] = static_cast<int>(__ballot_sync(0xFFFFFFFFu, t % 3 == 0));
+  out[4] = __syncthreads_or(t == 40);
+  out[5] = __syncthreads_or(0);
+}
+
+// Thread 0 waits for its block, its warp for thread 0.
+void deadlock_kernel() {
+  if (threadIdx.x == 0) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void seed(uint64_t value) { cuda_on_cpu::set_seed(value); }
+
+int primitives(int blocks, int threads, int* out) {
+  return launch(primitives_kernel, blocks, threads, threads * int64_t{sizeof(int)}, nullptr, out);
+}
+
+int deadlock() { return launch(deadlock_kernel, 1, 64, 0, nullptr); }
+
+int unscale(int count, const int* dtypes, void** data, const int64_t* numels,
+            const float* inv_scale, float* found_inf, int64_t* counts, int sms) {
+  GradList grads = grad_list(count, dtypes, data, numels);
+  std::vector<uint64_t> scratch(counts != nullptr ? chunks_in(grads) : 0, kUnwritten);
+  return mixprec::cuda::unscale(grads, inv_scale, found_inf, counts, {nullptr, scratch.data()}, sms,
+                                nullptr);
+}
+
+int grad_stats(int count, const int* dtypes, void** data, const int64_t* numels,
+               const float* inv_scale, float* found_inf, double* sum_sq, int64_t* counts, int sms) {
+  GradList grads = grad_list(count, dtypes, data, numels);
+  std::vector<double> sums(chunks_in(grads), __builtin_nan(""));
+  std::vector<uint64_t> kinds(counts != nullptr ? sums.size() : 0, kUnwritten);
+  return mixprec::cuda::grad_stats(grads, inv_scale, found_inf, sum_sq, counts,
+                                   {sums.data(), kinds.data()}, sms, nullptr);
+}
+
+int amax(int dtype, const void* x, int64_t count, float* result, int sms) {
+  std::vector<uint32_t> partials(partials_for(sms), kDirty);
+  return mixprec::cuda::amax(static_cast<Dtype>(dtype), x, count, partials.data(), result, sms,
+                             nullptr);
+}
+
+int quantize(int x_dtype, int q_dtype, int granularity, const void* x, void* q, void* q_t,
+             int64_t rows, int64_t cols, int transpose, int power_of_two_scale, const float* scale,
+             float* scale_inv, float* scale_inv_t, float* amax, int sms) {
+  Quantize args = {static_cast<Dtype>(x_dtype),
+                   static_cast<Dtype>(q_dtype),
+                   static_cast<Granularity>(granularity),
+                   x,
+                   q,
+                   q_t,
+                   rows,
+                   cols,
+                   transpose != 0,
+                   power_of_two_scale != 0,
+                   scale,
+                   scale_inv,
+                   scale_inv_t,
+                   amax,
+                   nullptr};
+  std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
+  args.scratch = scratch.data();
+  return mixprec::cuda::quantize(args, sms, nullptr);
+}
+
+int dequantize(int data_dtype, int out_dtype, const void* data, void* out, int64_t count,
+               const ScaleGrid* grid, int sms) {
+  return mixprec::cuda::dequantize(static_cast<Dtype>(data_dtype), static_cast<Dtype>(out_dtype),
+                                   data, out, count, *grid, sms, nullptr);
+}
+
+// rule: its numbers in order, its flag last.
+int update(int is_adamw, int count, const int* stored, void** pointers, const int64_t* numels,
+           const int64_t* indices, float* steps, const float* lr_f32, const double* lr_f64,
+           const float* inv_scale, const float* clip, const float* found_inf, double max_value,
+           int maximize, int stochastic_rounding, int64_t seed, const double* rule, int sms) {
+  std::vector<StepTensor> tensors = step_tensors(count, stored, pointers, numels, indices);
+  StepArgs args = {steps,     lr_f32,        lr_f64,
+                   inv_scale, clip,          found_inf,
+                   max_value, maximize != 0, stochastic_rounding != 0,
+                   seed};
+  auto [a, b, c, d] = std::tuple(rule[0], rule[1], rule[2], rule[3]);
+  if (is_adamw == 0) return run_step(tensors, SgdRule{{a, b, c, d, rule[4] != 0}}, args, sms);
+  return run_step(tensors, AdamWRule{{a, b, c, d, rule[4], rule[5] != 0}}, args, sms);
+}
+
+int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int dtype,
+                    float two_to_minus_margin, int power_of_two) {
+  return mixprec::cuda::scale_from_amax(scale, scale_inv, amax, count,
+                                        format_max(static_cast<Dtype>(dtype)), two_to_minus_margin,
+                                        power_of_two != 0, nullptr);
+}
+
+int inv_scale(const float* scale, float* result) {
+  return mixprec::cuda::inv_scale(scale, result, nullptr);
+}
+
+int clip_coef(const double* sum_sq, int64_t count, double max_norm, float* result) {
+  return mixprec::cuda::clip_coef(sum_sq, count, max_norm, result, nullptr);
+}
+
+int update_scale(float* scale, int32_t* growth_tracker, int32_t* hysteresis_tracker,
+                 int64_t* counters, const float* found_inf, const float* underflow,
+                 double growth_factor, double backoff_factor, int64_t growth_interval,
+                 float min_scale, float max_scale, int hysteresis, float grow_on_underflow) {
+  return mixprec::cuda::update_scale(
+      {scale, growth_tracker, hysteresis_tracker, counters}, found_inf, underflow,
+      grow_on_underflow,
+      {growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis}, nullptr);
+}
+}

@@ -1,0 +1,84 @@
+"""What the tests that compile Triton kernels share: no GPU is needed for that.
+
+They need a process in which triton was imported without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any, NamedTuple
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles kernels: runs without TRITON_INTERPRET", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from mixprec.triton_kernels import launch
+
+
+def compile_for(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int,
+    multiples: tuple[str, ...] = (), **options: Any,
+) -> Any:  # fmt: skip
+    """multiples: arguments beside the pointers that are multiples of 16, as a launch finds out."""
+    names = [p.name for p in kernel.params]
+    assert set(names) == set(types) | set(constants), "the test names other arguments"
+    signature = {n: types.get(n, "constexpr") for n in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if n in types and n in multiples
+    }
+    fixed = {(i,): constants[n] for i, n in enumerate(names) if n not in types}
+    source = ASTSource(kernel, signature, fixed, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def pointers_of(types: dict[str, str]) -> tuple[str, ...]:
+    return tuple(n for n, kind in types.items() if kind.startswith("*"))
+
+
+class OneGpu:
+    """A Triton driver for compiling only, of a GPU of compute capability 9.0."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 90  # compiled kernels are kept per device: not that of a GPU that may be here
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+class Launch(NamedTuple):
+    name: str
+    keywords: dict[str, Any]
+    grid: tuple[int, ...]
+    compiled: Any
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch from now on: the kernel is compiled for its arguments, and not run."""
+    launches: list[Launch] = []
+    compile_only = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
+        assert all(1 <= n < 2**31 for n in grid), f"{self.__name__}: grid {grid}"
+        compiled = compile_only(self, *args, grid=grid, warmup=True, **keywords)
+        launches.append(Launch(self.__name__, keywords, grid, compiled))
+        return compiled
+
+    monkeypatch.setattr(driver, "_active", OneGpu())
+    monkeypatch.setattr(launch, "_converts_fp8", lambda _: True)
+    monkeypatch.setattr(JITFunction, "run", run)
+    return launches

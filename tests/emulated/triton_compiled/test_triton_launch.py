@@ -1,0 +1,172 @@
+"""The launchers of the Triton kernels, up to the launch itself, without a GPU.
+
+Triton is told of a driver that knows one GPU, and every kernel is compiled for exactly the
+arguments it would be launched with: names, types, sizes of 1, pointers that are not aligned.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from cases import FP8, WIDE, name, normal, offset, padded_rows
+from emulated.ops import OPS, TRITON, launcher
+from emulated.shim.runner import ROOT
+from emulated.triton_compiled.helpers import Launch, record_launches
+
+from mixprec.triton_kernels import launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    return record_launches(monkeypatch)
+
+
+def test_the_folder_is_not_importable_under_its_own_name() -> None:
+    """It would shadow Triton's own package triton_kernels."""
+    command = [sys.executable, "-c", "import triton_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode != 0
+    assert "mixprec.triton_kernels and cannot be imported as 'triton_kernels'" in done.stderr
+
+
+def kernels(launches: list[Launch]) -> list[str]:
+    return [one.name.removesuffix("_kernel") for one in launches]
+
+
+@pytest.mark.parametrize("op", TRITON)
+def test_every_launcher(launched: list[Launch], op: str) -> None:
+    for arguments in OPS[op].examples("cpu"):
+        launcher(op)(*arguments)
+    assert launched
+    assert not any(one.keywords.get("SOFT_CAST") for one in launched)
+
+
+def test_soft_casts_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit formats have instructions everywhere, FP8 from compute capability 8.9 on."""
+    device = torch.device("cuda", 0)
+    for converts in (False, True):
+        monkeypatch.setattr(launch, "_converts_fp8", lambda _, converts=converts: converts)
+        assert not launch.soft_cast(device, torch.bfloat16, torch.float16, torch.float64)
+        for dtype in FP8:
+            assert launch.soft_cast(device, torch.float32, dtype) is not converts
+    monkeypatch.undo()
+    for capability, converts in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        launch._converts_fp8.cache_clear()
+        assert launch._converts_fp8(device) is converts
+    launch._converts_fp8.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", WIDE[:2], ids=name)  # fp16 takes the same way as bf16
+def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype) -> None:
+    """A size of 1 becomes a constant in Triton, and addresses of odd elements lose alignment."""
+    run = launcher
+    one = torch.ones(())
+    for x in (
+        normal((1,), dtype),
+        offset(normal((33,), dtype)),
+        padded_rows(normal((3, 5), dtype)),
+    ):
+        run("amax")(x)
+        run("quantize")(x, torch.float8_e4m3fn, None, False, "tensor", True)
+        for counts in (None, torch.zeros((2, 4), dtype=torch.int64)):
+            grads, flag = [x.clone(), x.clone()], torch.zeros(())
+            run("unscale_")(grads, one, flag, counts)
+            run("grad_stats_")(grads, None, flag, torch.zeros(2).double(), counts)
+    for shape in ((1, 1), (1, 7), (7, 1)):
+        run("quantize")(normal(shape, dtype), torch.float8_e5m2, one, True, "tensor", True)
+        for granularity in ("row", "block1x128", "block128x128"):
+            for transpose in (False, True):
+                args = (normal(shape, dtype), torch.float8_e5m2, None, transpose, granularity)
+                run("quantize")(*args, True)
+    for op in UPDATES:
+        run(op)(*update(op, [x[:1, 0]], seed=1))
+    for sums in (torch.ones(1), torch.ones(3)[1:]):
+        run("clip_coef")(sums.double(), 1.0)
+
+
+# The numbers of each update up to lr_tensor, inv_scale, clip and found_inf.
+UPDATES = {"adamw_": (0.1, 0.9, 0.99, 1e-8, 0.0, True), "sgd_": (0.1, 0.9, 0.0, 0.0, True)}
+
+
+def update(
+    op: str,
+    params: list[torch.Tensor],
+    masters: torch.dtype | None = None,
+    state: torch.dtype = torch.float32,
+    seed: int = 7,
+    lr: torch.Tensor | None = None,
+) -> list[Any]:
+    """Arguments of adamw_ or sgd_, stochastic rounding included."""
+    count = {"adamw_": 2, "sgd_": 1}[op]
+    states = [[torch.zeros_like(p, dtype=state) for p in params] for _ in range(count)]
+    kept = [] if masters is None else [torch.zeros_like(p, dtype=masters) for p in params]
+    lists = [params, [p.clone() for p in params], *states, kept]
+    tail = (False, 1.0, True, seed, list(range(len(params))), lr, None, None, torch.zeros(()))
+    return [*lists, torch.zeros(len(params)), *UPDATES[op], *tail]
+
+
+@pytest.mark.parametrize("op", UPDATES)
+def test_update_of_every_kind(launched: list[Launch], op: str) -> None:
+    """Masters of both kinds, states of both, a rate on the device of both widths."""
+    for masters, state, lr in (
+        (None, torch.bfloat16, None),
+        (torch.float32, torch.float32, torch.ones(())),
+        (torch.int16, torch.bfloat16, torch.ones(1, dtype=torch.float64)),
+    ):
+        params = [normal((33,), torch.bfloat16), normal((2048,), torch.bfloat16)]
+        launcher(op)(*update(op, params, masters, state, lr=lr))
+    stem = op[:-1]
+    assert kernels(launched) == 3 * [f"{stem}_constants", stem, stem]
+
+
+@pytest.mark.parametrize("op", UPDATES)
+def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], op: str) -> None:
+    """Triton makes another for an integer of 1, of a multiple of 16, or of more than 32 bits."""
+    for seed in (0, 1, 16, 17, -1, 2**63 - 1):
+        args = update(op, [normal((32,), torch.bfloat16) for _ in range(17)], seed=seed)
+        launcher(op)(*args)
+    assert len({id(one.compiled) for one in launched if one.name == f"{op}kernel"}) == 1
+
+
+def test_launches_of_quantize(launched: list[Launch]) -> None:
+    """To FP8 amax, which returns at once where a scale is given, then the cast; to 16 bits: one."""
+    run = launcher("quantize")
+    x = normal((64, 32), torch.bfloat16)
+    for dtype in FP8:
+        run(x, dtype, None, True, "tensor", True)
+        run(x, dtype, torch.ones(()), False, "tensor", True)
+    run(x, torch.float16, None, True, "tensor", True)
+    one_dtype = ["amax", "quantize_transpose", "amax", "quantize"]
+    assert kernels(launched) == [*one_dtype, *one_dtype, "quantize_transpose"]
+
+
+def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
+    """One, but for rows with transpose, whose scales need all tiles."""
+    run = launcher("quantize")
+    x = normal((64, 32), torch.bfloat16)
+    for granularity in ("row", "block1x128", "block128x128"):
+        for transpose in (False, True):
+            run(x, torch.float8_e4m3fn, None, transpose, granularity, True)
+    tiles = "quantize_tiles"
+    assert kernels(launched) == ["quantize_rows", "tile_maxima", tiles, tiles, tiles, tiles, tiles]
+
+
+@pytest.mark.parametrize("op", UPDATES)
+def test_launches_of_an_update(launched: list[Launch], op: str) -> None:
+    """The constants of all params, then one launch a param; nothing for empty ones."""
+    params = [normal((n,), torch.float32) for n in (5, 0, 5000)]
+    launcher(op)(*update(op, params))
+    assert kernels(launched) == [f"{op[:-1]}_constants", op[:-1], op[:-1]]
+    assert all(one.keywords["enable_fp_fusion"] is False for one in launched)
+
+
+def test_launches_of_grad_stats(launched: list[Launch]) -> None:
+    """One a gradient; two where there is more than one partial sum to add; none for empty ones."""
+    grads = [normal((n,), torch.float32) for n in (5, 0, 50_000)]
+    launcher("grad_stats_")(grads, torch.ones(()), torch.zeros(()), torch.zeros(3).double(), None)
+    assert kernels(launched) == ["grad_stats", "grad_stats", "sum"]
