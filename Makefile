@@ -13,7 +13,7 @@ FULL ?=
 TESTS ?=
 ARGS ?=
 WORKERS ?= 2
-# Where make gpu-test, gpu-bench, gpu-train and write (default: bench/results/ and the
+# Where make gpu-test, gpu-bench and gpu-train write (default: bench/results/ and the
 # GPU's name), which stages of the first two, and in how many seconds.
 OUT ?=
 STAGE ?=

@@ -1,9 +1,8 @@
-"""Measure gemm's variants on the GPU at hand and write which is fastest, per operands and size; and
-before that the tiles of the Triton one (tune_tiles.py).
+"""Measure gemm on the GPU at hand, and write which backend, and which Triton tile, is the fastest.
 
-The rows go to a file of the user's, which mixprec reads when it next chooses a gemm:
-$MIXPREC_TUNED, or mixprec/gemm_rows.json in the cache folder. What the rows of mixprec say of
-the same classes then no longer counts.
+The entries go to the user's table of GEMM choices ($MIXPREC_TUNED, or mixprec/gemm_table.json in the
+cache folder), which mixprec reads when it next chooses. Its entries replace those that mixprec has
+for the same classes of operands and sizes.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,23 @@ import torch
 
 import mixprec
 from mixprec._atomic import replace_file
-from mixprec.ops._dispatch import backends, gemm_choice, gemm_rows, library
+from mixprec.ops._dispatch import gemm_table, library
+from mixprec.ops.gemm import gemm_op
 
+from ..triton_kernels import configs
 from . import verify
 from .timing.timer import Candidate, Clock, CudaClock, interleave, medians, settle
 
 Shape = tuple[int, int, int]  # M, N, K
+Run = Callable[..., torch.Tensor]
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+# Operands that stand for a family of gemm_table: their dtype, and fast_accum. Products with scales
+# of blocks have one backend that can do them, and no choice.
+FAMILIES = {
+    "16-bit": (torch.bfloat16, False),
+    "fp8": (torch.float8_e4m3fn, False),
+    "fp8 fast": (torch.float8_e4m3fn, True),
+}
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "thin": ((16, 4096, 4096), (64, 14336, 4096)),
     "unaligned": ((1023, 1029, 2511), (2047, 3073, 8191)),
@@ -44,117 +53,153 @@ MARGIN = 1.01
 def arguments(family: str, shape: Shape, device: str, seed: int) -> tuple[Any, ...]:
     """gemm's arguments as a linear layer has them: a [M, K], b = weight^T, scales for FP8."""
     m, n, k = shape
+    dtype, fast = FAMILIES[family]
     generator = torch.Generator(device).manual_seed(seed)
     a, weight = (
-        torch.randn(rows, k, generator=generator, device=device).to(DTYPES[family])
-        for rows in (m, n)
+        torch.randn(size, k, generator=generator, device=device).to(dtype) for size in (m, n)
     )
-    one = torch.ones((), device=device) if family == "fp8" else None
-    out_dtype = torch.bfloat16 if family == "fp8" else DTYPES[family]
-    return a, weight.t(), one, one, None, out_dtype, False
+    one = torch.ones((), device=device) if dtype.itemsize == 1 else None
+    return a, weight.t(), one, one, None, torch.bfloat16, fast
 
 
-def contenders(args: tuple[Any, ...], index: int) -> dict[str, Callable[..., torch.Tensor]]:
-    """The variants that can do this call on GPU `index`, compared with the reference before."""
-    able = {}
-    for backend in gemm_rows.BACKENDS:
-        if backends.why_not("gemm", backend, "cuda", index, args) is None:
-            with mixprec.use_backend(backend):
-                able[backend] = backends.choose("gemm", "cuda", args)
+def tiles(capability: int, family: str) -> list[configs.Config]:
+    """Triton's tiles to try: the defaults of all sizes, and each with one stage fewer or more."""
+    kind = "fp8 soft" if family.startswith("fp8") and capability < 89 else family
+    itemsize = FAMILIES[family][0].itemsize
+    found: list[configs.Config] = []
+    for config in configs.TILES[configs.known_arch(capability), kind]:
+        for stages in (0, -1, 1):
+            tried = replace(config, stages=config.stages + stages)
+            if configs.why_not(asdict(tried), capability, itemsize) is None and tried not in found:
+                found.append(tried)
+    return found
+
+
+@contextlib.contextmanager
+def using(config: configs.Config) -> Iterator[None]:
+    """Triton's GEMM computes in this tile inside the block."""
+    before, configs.measured = configs.measured, lambda *_: asdict(config)
+    configs.pick.cache_clear()
+    try:
+        yield
+    finally:
+        configs.measured = before
+        configs.pick.cache_clear()
+
+
+def contenders(
+    args: tuple[Any, ...], index: int, tried: list[configs.Config]
+) -> dict[str, tuple[Run, Callable[[], contextlib.AbstractContextManager[None]]]]:
+    """What can do this call on GPU `index`: "cuda", "vendor" and "triton 0" to "triton n", one for
+    each tile; and what each runs inside of."""
+    able: dict[str, tuple[Run, Callable[[], contextlib.AbstractContextManager[None]]]] = {}
+    for backend in gemm_table.BACKENDS:
+        if gemm_op.why_not(backend, "cuda", index, args) is not None:
+            continue
+        with mixprec.use_backend(backend):
+            run = gemm_op.choose("cuda", index, args)
+        if backend == "triton":
+            able |= {f"triton {i}": (run, _inside(c)) for i, c in enumerate(tried)}
+        else:
+            able[backend] = run, contextlib.nullcontext
     return able
 
 
-def _sets(args: tuple[Any, ...], cache: int) -> int:
-    """How many sets of operands do not fit into the GPU's cache together."""
-    size = sum(t.numel() * t.element_size() for t in args[:2])
-    return max(2, min(64, math.ceil(2 * cache / size)))
+def _inside(config: configs.Config) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    return lambda: using(config)
 
 
 def times_of(
-    family: str, shape: Shape, device: str, clock: Clock, *, cache: int, seconds: float
+    family: str,
+    shape: Shape,
+    device: str,
+    clock: Clock,
+    tried: list[configs.Config],
+    *,
+    cache: int,
+    seconds: float,
 ) -> dict[str, float]:
-    """Seconds on the device per variant. ValueError for a variant whose values are wrong."""
+    """Seconds on the device per contender. ValueError for one whose values are wrong."""
     first = arguments(family, shape, device, 0)
-    able = contenders(first, torch.device(device).index or 0)
-    for backend, run in able.items():
-        wrong = verify.gemm(run(*first), first[0], first[1])
+    bytes_of_one = sum(t.numel() * t.element_size() for t in first[:2])
+    # So many operands that the GPU's cache does not hold them together.
+    sets = max(2, min(64, math.ceil(2 * cache / bytes_of_one)))
+    inputs = [first, *(arguments(family, shape, device, i) for i in range(1, sets))]
+    runs: dict[str, Candidate] = {}
+    for name, (run, inside) in contenders(first, torch.device(device).index or 0, tried).items():
+        try:
+            with inside():
+                c = run(*first)
+        except Exception as error:
+            if not name.startswith("triton"):
+                raise
+            print(f"  {name} does not run: {str(error).splitlines()[0]}")  # too much shared memory
+            continue
+        # The shorter accumulator was asked for: it is not held to FP32's tolerance.
+        wrong = None if first[-1] else verify.gemm(c, first[0], first[1])
         if wrong is not None:
-            raise ValueError(f"gemm of {shape} in {family} by {backend} is wrong: {wrong}")
-    count = _sets(first, cache)
-    inputs = [first, *(arguments(family, shape, device, i) for i in range(1, count))]
-    runs = {name: Candidate(_run_on(run, inputs)) for name, run in able.items()}
+            raise ValueError(f"gemm of {shape} in {family} by {name} is wrong: {wrong}")
+        runs[name] = Candidate(lambda s, run=run: run(*inputs[s]), inside)
     if len(runs) < 2:
         return dict.fromkeys(runs, 1.0)  # nothing to compare with
-    return medians(interleave(runs, sets=count, clock=clock, seconds=seconds))
-
-
-def _run_on(run: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> Callable[[int], Any]:
-    return lambda i: run(*inputs[i])
+    return medians(interleave(runs, sets=sets, clock=clock, seconds=seconds))
 
 
 def fastest(measured: list[dict[str, float]]) -> tuple[str, float] | None:
-    """The variant with the smallest geometric mean among those that did every shape, and how many
-    times faster it is than the next; torch's where ours is not MARGIN faster. None without two."""
-    common = [b for b in gemm_rows.BACKENDS if all(b in times for times in measured)]
-    if len(common) < 2:
+    """The contender with the smallest geometric mean among those that did every shape, and how many
+    times faster it is than the best other backend; torch's where ours is not MARGIN faster. None
+    without two backends."""
+    common = [name for name in measured[0] if all(name in times for times in measured)]
+    if len({name.split()[0] for name in common}) < 2:
         return None
-    mean = {b: math.exp(sum(math.log(t[b]) for t in measured) / len(measured)) for b in common}
-    best = min(common, key=lambda b: mean[b])
+    mean = {n: math.exp(sum(math.log(t[n]) for t in measured) / len(measured)) for n in common}
+    best = min(common, key=lambda name: mean[name])
     if "vendor" in mean and mean["vendor"] < mean[best] * MARGIN:
         best = "vendor"
-    return best, min(mean[b] for b in common if b != best) / mean[best]
+    others = [mean[n] for n in common if n.split()[0] != best.split()[0]]
+    return best, min(others) / mean[best]
 
 
 def measure(
     device: str,
     clock: Clock,
     *,
-    arch: str,
+    capability: library.Capability,
     gpu: str,
     cache: int,
     seconds: float,
     report: Callable[[str], None] = print,
-) -> Iterator[gemm_rows.Row]:
-    """One row for each family and size class in which two variants or more can do all shapes."""
-    date = datetime.now(timezone.utc).date().isoformat()
-    for family in gemm_rows.FAMILIES:
+) -> Iterator[gemm_table.Entry]:
+    """One entry for each family and size class in which two backends or more can do all shapes."""
+    arch, date = "{}.{}".format(*capability), datetime.now(timezone.utc).date().isoformat()
+    for family in FAMILIES:
+        tried = tiles(10 * capability[0] + capability[1], family)
         for size, shapes in SHAPES.items():
-            measured = [
-                times_of(family, shape, device, clock, cache=cache, seconds=seconds)
-                for shape in shapes
-            ]
-            found = fastest(measured)
+            found = fastest(
+                [
+                    times_of(family, shape, device, clock, tried, cache=cache, seconds=seconds)
+                    for shape in shapes
+                ]
+            )
             if found is None:
-                report(f"{family:5} {size:10} no choice: fewer than two variants can do it")
+                report(f"{family:8} {size:10} no choice: fewer than two backends can do it")
                 continue
-            backend, speedup = found
-            report(f"{family:5} {size:10} {backend:8} {speedup:.2f}x the next")
-            yield gemm_rows.Row(arch, family, size, backend, gpu, date, round(speedup, 3))
+            (backend, *number), speedup = found[0].split(), found[1]
+            tile = asdict(tried[int(number[0])]) if number else None
+            report(f"{family:8} {size:10} {backend:8} {speedup:.2f}x the next  {tile or ''}")
+            yield gemm_table.Entry(arch, family, size, backend, tile, gpu, date, round(speedup, 3))
 
 
-def save(path: Path, rows: list[gemm_rows.Row], arch: str) -> None:
-    """Write `rows`, keeping what the file has of other architectures."""
-    kept: dict[tuple[str, str, str], gemm_rows.Row] = {}
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # not there, or damaged
-        kept = gemm_rows.parse(json.loads(path.read_text(encoding="utf-8")))
-    every = [row for row in kept.values() if row.arch != arch] + rows
-    text = json.dumps([row._asdict() for row in every], indent=1) + "\n"
+def save(path: Path, entries: list[gemm_table.Entry], arch: str) -> None:
+    """Write `entries`, keeping what the file has of other architectures."""
+    kept: dict[tuple[str, str, str], gemm_table.Entry] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # none, or damaged
+        kept = gemm_table.parse(json.loads(path.read_text(encoding="utf-8")))
+    every = [entry for entry in kept.values() if entry.arch != arch] + entries
+    text = json.dumps([entry._asdict() for entry in every], indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    gemm_choice.forget()
-
-
-def _tune_tiles(
-    device: str, clock: Clock, properties: Any, capability: tuple[int, int], seconds: float
-) -> None:
-    """First the tiles of the Triton kernel, so that it is compared at its best."""
-    from . import tune_tiles
-
-    number = 10 * capability[0] + capability[1]
-    facts = {"gpu": properties.name, "cache": properties.L2_cache_size, "seconds": seconds}
-    run = library.op_handle("gemm_triton")
-    rows = list(tune_tiles.measure(device, clock, capability=number, run=run, **facts))
-    print(f"written: {tune_tiles.save(rows, number)} ({len(rows)} rows of tiles)")
+    gemm_table.forget()
 
 
 def tune(argv: list[str] | None = None) -> int:
@@ -169,27 +214,18 @@ def tune(argv: list[str] | None = None) -> int:
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     capability = library.capability(index) or (0, 0)
-    arch, device = ".".join(map(str, capability)), f"cuda:{index}"
-    clock = CudaClock()
+    device, clock = f"cuda:{index}", CudaClock()
     x = torch.randn(4096, 4096, device=device).bfloat16()
     settle(lambda: torch.mm(x, x), clock)
-    out = args.out if args.out is not None else gemm_choice.user_file()
-    if backends.why_not("gemm", "triton", "cuda", index) is None:
-        _tune_tiles(device, clock, properties, capability, args.seconds)
+    out = args.out if args.out is not None else gemm_table.user_file()
+    options = {"cache": properties.L2_cache_size, "seconds": args.seconds}
     try:
-        rows = list(
-            measure(
-                device,
-                clock,
-                arch=arch,
-                gpu=properties.name,
-                cache=properties.L2_cache_size,
-                seconds=args.seconds,
-            )
+        entries = list(
+            measure(device, clock, capability=capability, gpu=properties.name, **options)
         )
     except ValueError as error:
         print(f"tune: {error}; nothing is written", file=sys.stderr)
         return 1
-    save(out, rows, arch)
-    print(f"written: {out} ({len(rows)} rows for {properties.name}, compute capability {arch})")
+    save(out, entries, "{}.{}".format(*capability))
+    print(f"written: {out} ({len(entries)} entries for {properties.name})")
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mixprec
-from mixprec.ops._dispatch import backends
+from mixprec.ops._dispatch.op import OPS
 
 from ..cases.registry import COPY, Case, NotMeasured, Workload
 from ..gpu import device
@@ -44,7 +44,7 @@ def on(backend: str, ops: tuple[str, ...]) -> Iterator[None]:
     """Everything inside runs on `backend`, chosen now and not by the first call that is timed."""
     with mixprec.use_backend(backend):
         for op in ops:
-            backends.choose(op, device.DEVICE.type)
+            OPS[op].choose(device.DEVICE.type)
         yield
 
 
@@ -151,7 +151,7 @@ def _variants(
     """What each backend says before it is timed, and the one that a user gets."""
     found: dict[str, dict[str, Any]] = {}
     for backend in device.BACKENDS:
-        reasons = (backends.why_not(op, backend, device.DEVICE.type) for op in work.ops)
+        reasons = (OPS[op].why_not(backend, device.DEVICE.type) for op in work.ops)
         reason = next((r for r in reasons if r is not None), None)
         status = "refused"
         if backend in broken:
@@ -187,7 +187,7 @@ def _default(work: Workload) -> str | None:
     """The backend that a user gets."""
     call = None if work.arguments is None else work.arguments(*_arguments(work, 0))
     try:
-        return backends.chosen_backend(work.ops[0], device.DEVICE.type, 0, call)
+        return OPS[work.ops[0]].backend(device.DEVICE.type, 0, call)
     except RuntimeError:
         return None
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import mixprec  # noqa: F401 (defines the ops)
-from mixprec.ops._dispatch.op import ALL
+from mixprec.ops._dispatch.op import OPS
 
-OPS = {op.name: op for op in ALL}
-TRITON = [op.name for op in ALL if op.triton is not None]
+TRITON = [name for name, op in OPS.items() if op.triton is not None]
 
 
 def reference(name: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import mixprec
 from mixprec import ops
 from mixprec.functional import observed
 from mixprec.ops._dispatch import autocast
-from mixprec.ops._dispatch.op import ALL
+from mixprec.ops._dispatch.op import OPS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = (BF16, FP16)
@@ -249,8 +249,8 @@ def test_the_formats_seen_in_a_region() -> None:
 def test_gemm_alone_has_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""
-    assert {op.name for op in ALL if op._operands} == {"gemm", "gemm_accumulate_"}
-    for op in ALL:
+    assert {op.name for op in OPS.values() if op._operands} == {"gemm", "gemm_accumulate_"}
+    for op in OPS.values():
         for variant in ("cpp", "reference"):
             name = op.variant_name(variant)
             for key in autocast.KEYS.values():

@@ -1,5 +1,5 @@
 // All kernels are launched through these functions. They use neither torch nor <<<>>>, so that the
-// kernels also compile as plain C++ with tests/emulated/cuda_on_cpu/cuda_runtime.h in place of
+// kernels also compile as plain C++ with tests/emulated/cuda_runtime.h in place of
 // CUDA's header.
 #pragma once
 

@@ -143,9 +143,9 @@ def loaded() -> list[str]:
 
     if library.CUDA_ERROR is not None:
         return [f"mixprec._C_cuda: {library.CUDA_ERROR}"]
-    from mixprec.ops._dispatch.op import ALL
+    from mixprec.ops._dispatch.op import OPS
 
-    without = [op.name for op in ALL if not library.has_cuda_kernel(op.name)]
+    without = [name for name in OPS if not library.has_cuda_kernel(name)]
     return [f"without a CUDA kernel: {without}"] if without else []
 
 
