@@ -1,8 +1,8 @@
 """Measure gemm on the GPU at hand, and write which backend, and which Triton tile, is the fastest.
 
-The entries go to the user's table of GEMM choices ($MIXPREC_TUNED, or mixprec/gemm_table.json in the
-cache folder), which mixprec reads when it next chooses. Its entries replace those that mixprec has
-for the same classes of operands and sizes.
+The entries go to the user's table of GEMM choices ($MIXPREC_TUNED, or mixprec/gemm_table.json in
+the cache folder), which mixprec reads when it next chooses. They replace those that mixprec has for
+the same classes of operands and sizes.
 """
 
 from __future__ import annotations

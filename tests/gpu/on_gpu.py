@@ -12,7 +12,7 @@ import mixprec
 from mixprec.bench.gpu.device import FAKE_NAME
 from mixprec.ops._dispatch.op import OPS
 
-# emulated/cuda_on_cpu/device: a GPU in everything but speed, and without what inductor generates.
+# tests/emulated/device: a GPU in everything but speed, and without what inductor generates.
 STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == FAKE_NAME
 
 Shape = tuple[int, ...]
