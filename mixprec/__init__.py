@@ -1,4 +1,4 @@
-"""mixprec: mixed-precision training for PyTorch, from its own kernels."""
+"""mixprec: mixed-precision training for PyTorch, with its own kernels."""
 
 from . import _aliases, distributed, functional, nn, optim, scaling
 from .amp.grad_scaler import GradScaler

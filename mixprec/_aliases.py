@@ -18,7 +18,7 @@ ALIASES = {
 
 
 def install(package: str) -> None:
-    """Make the old paths importable. All modules of the table, and theirs, have been imported."""
+    """Make the old paths importable. The modules of the table must have been imported."""
     for old, new in ALIASES.items():
         before, now = f"{package}.{old}", f"{package}.{new}"
         for name in [n for n in sys.modules if n == now or n.startswith(now + ".")]:

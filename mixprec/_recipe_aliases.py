@@ -1,4 +1,4 @@
-"""The words of other libraries for what is one of our recipes, and why others are none."""
+"""Names that other libraries use for our recipes, and why some have no counterpart."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _JMP_TYPES = {
 def name_of(word: str) -> str:
     """The name of the recipe that `word`, in lower case, stands for; itself if it is no alias.
 
-    ValueError, with the reason, for a recipe of others that has no counterpart.
+    ValueError, with the reason, for a recipe of another library without a counterpart.
     """
     if "=" in word:
         word = _compute_type(word)
@@ -63,7 +63,7 @@ def name_of(word: str) -> str:
 
 
 def _compute_type(policy: str) -> str:
-    """What a jmp policy computes in. Parameters and outputs are no business of a recipe's."""
+    """The compute dtype of a jmp policy. A recipe does not set parameter or output dtypes."""
     types = {}
     for part in policy.split(","):
         key, _, value = (word.strip() for word in part.partition("="))

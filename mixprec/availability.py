@@ -1,4 +1,4 @@
-"""is_available, why_not: whether a device computes in the formats of a recipe, or why not."""
+"""is_available, why_not: whether a device supports the formats of a recipe, and if not, why."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
     device: a torch.device, its name or a CUDA index; None is the current CUDA device if there is
     one, otherwise the CPU. "Computes" means that the device has instructions for the format. Every
     recipe also runs on CPU and CUDA devices without such instructions, with the same values; the
-    reason then says what is lost. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why they
+    reason then says what it costs. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why they
     are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.
     """
     recipe = Recipe.parse(recipe)

@@ -2,7 +2,8 @@
 
 The file is written by torch.save and holds a dict: "format", "version", "step", "extra", "rng" (or
 None), "classes", and the state dicts under the names of the arguments: "model", "optimizer", ...
-Its zip container has a checksum of every tensor, which torch.load ignores and we verify.
+Its zip container has a checksum of every tensor, which torch.load ignores and load_checkpoint
+verifies.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def save_checkpoint(
     load_checkpoint. rng: the states of torch's random generators, of the CPU and, if CUDA is
     in use, of its devices. torch.load(path, weights_only=True) reads the file.
 
-    Save between two steps, when gradients are cleared: they are not saved. Raises ValueError, which
-    says where it is, for a value that could not be loaded and for a tensor that is sharded over
-    ranks (a DTensor); nothing is written then.
+    Gradients are not saved: call this between two steps, after clearing them. Raises ValueError,
+    naming the entry, for a value that could not be loaded or a tensor sharded over ranks (a
+    DTensor); nothing is written in that case.
     """
     if step is not None and type(step) is not int:
         raise ValueError(f"save_checkpoint: step must be an int, got {step!r}")
@@ -86,8 +87,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a file of save_checkpoint into the objects given; return {"step": ..., "extra": ...}.
 
-    Tensors go to the devices of the objects' own; `extra` stays on the CPU. The run continues bit
-    for bit as if it had not been interrupted.
+    Tensors are moved to the devices that the objects use; `extra` stays on the CPU. The run
+    continues bit for bit as if it had not been interrupted.
 
     All or nothing: a ValueError, which names the path, leaves everything unchanged. It is raised
     for a file that is damaged, truncated, of a newer version or not a checkpoint; if the file lacks
@@ -99,7 +100,7 @@ def load_checkpoint(
     the file has some; a finite value that would become Inf is a ValueError.
     """
     where = f"load_checkpoint: {os.fspath(path)}"
-    # The model last: at the next step masters are compared with its weights.
+    # Load the model last: at the next step masters are compared with its weights.
     parts = _parts(optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler, model=model)
     checkpoint = _read(path, where)
     for name, part in parts.items():
@@ -190,7 +191,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
-    with open(path, "rb") as file:  # once, because another process may replace it
+    with open(path, "rb") as file:  # open once: another process may replace the file
         try:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
@@ -219,7 +220,7 @@ def _read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
 
 
 def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> None:
-    """ValueError unless model.load_state_dict(saved) will take every value, and lose none."""
+    """ValueError unless model.load_state_dict(saved) can load every value without loss."""
     own = model.state_dict()
     if not isinstance(saved, dict):
         raise ValueError(f"{where} must be a state dict, got {type(saved).__name__}")

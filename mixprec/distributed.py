@@ -22,7 +22,7 @@ __all__ = ["Ranks", "agree_found_", "reduce_gradients_in_fp32"]
 
 @dataclass
 class _Plan:
-    """Which squared norms go into which sum, with the arguments it was made for."""
+    """Which squared norms go into which sum, and the arguments this was computed from."""
 
     params: list[torch.Tensor]
     scopes: list[int]
@@ -40,7 +40,7 @@ class _Plan:
 class Ranks:
     """The ranks that must skip, and clip, a step together.
 
-    Ranks that share DTensors (FSDP2, tensor parallelism) are known from the tensors' meshes.
+    Ranks that share DTensors (FSDP2, tensor parallelism) are found from the tensors' meshes.
     process_group adds ranks that hold different params, such as the stages of a pipeline: their
     squared norms are added up, so no two of its ranks may hold the same part of a param. With DDP
     every rank has the same gradients, and no communication is needed. Raises TypeError if
@@ -82,18 +82,18 @@ class Ranks:
         over all ranks.
 
         sum_sq: fp64 [n] on found_inf's device, the squared norms of this rank's parts of the
-        gradients of `params` (n of them), of which the i-th belongs to scope scopes[i]. all_params,
-        all params of the optimizer, determine which ranks take part: their number, order and
+        gradients of the n `params`; the i-th belongs to scope scopes[i]. all_params, all params of
+        the optimizer, determine which ranks take part: their number, order and
         meshes must be the same on every rank, even where a gradient is missing.
 
         It takes one all-reduce of 1 + count FP64 numbers per mesh, the smallest mesh first, and one
         over process_group. Every rank of a mesh gets the same bits. Copies of a DTensor that is
-        replicated along a dimension of its mesh count once in total. Nothing waits for the device.
-        Raises RuntimeError if another rank does not answer.
+        replicated along a dimension of its mesh count once in total. There is no host sync. Raises
+        RuntimeError if another rank does not answer.
         """
         meshes = _meshes(all_params)
         plan = self._plan_for(params, scopes, (count, found_inf.device, meshes))
-        # Selected, not multiplied by 0: a sum that is Inf must not make NaN of the other scopes.
+        # torch.where, not a product with 0: an Inf sum must not turn the other scopes into NaN.
         sums = torch.where(plan.member, sum_sq * plan.weight, 0).sum(1)
         parts = sums.view(1 + len(meshes), count)
         found = (found_inf.reshape(1) != 0).double()
@@ -165,7 +165,7 @@ def _meshes(params: Sequence[torch.Tensor]) -> list[DeviceMesh]:
 
 
 def _copies(param: torch.Tensor) -> int:
-    """On how many ranks each element of a DTensor is."""
+    """The number of ranks that hold each element of a DTensor."""
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     return math.prod(mesh.size(d) for d, place in enumerate(placements) if place.is_replicate())
 
@@ -184,7 +184,7 @@ def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 def _sum(
     found: torch.Tensor, sums: torch.Tensor, groups: list[dist.ProcessGroup]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over all groups, one after the other: the flag (fp64 [1], 0.0 or 1.0) and the sums."""
+    """Reduce the flag (fp64 [1], 0.0 or 1.0) and the sums over each group in turn."""
     vector = torch.cat([found, sums])
     for group in groups:
         vector = _all_reduce(vector, group)
@@ -218,7 +218,7 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     which mixprec's optimizers use; `param.grad` is this average rounded. main_grad holds all
     gradients accumulated, also under no_sync(), up to the last backward pass that communicated;
     the optimizer's zero_grad() clears it. For fp32 and fp64 params the only change is that the sum
-    is divided, not the summands. 16-bit buckets take twice the traffic. (An optimizer's
+    is divided instead of each term. Communication doubles for 16-bit buckets. (An optimizer's
     grad_dtype=torch.float32 is a different option, which DDP does not support.)
 
     Raises TypeError unless given a DistributedDataParallel, and ValueError with

@@ -1,4 +1,4 @@
-"""The low-precision number formats: what each can hold, as data."""
+"""The low-precision number formats and their limits."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ FORMATS = ("int8", "fp8")
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W^T + bias with W ~ weight * weight_scale_inv in 8 bits, computed in 16.
+    """y = x @ W^T + bias in 16 bits, with the weight W ~ weight * weight_scale_inv stored in 8.
 
     weight: [N, K], int8 or E4M3; weight_scale_inv: fp32 [N, 1], one scale per output row. The
     weight is decoded to x's dtype, or to `compute_dtype` where x is fp32; the output has x's
-    dtype. Gradients flow to x, none to the weight.
+    dtype. x receives a gradient, the weight does not.
     """
 
     weight: torch.Tensor
@@ -116,7 +116,7 @@ def _size(model: nn.Module) -> int:
 
 def _frozen(linear: nn.Linear, fmt: str, compute_dtype: torch.dtype) -> FrozenLinear:
     weight = linear.weight.detach()
-    if weight.is_meta:  # shapes only, for load_state_dict(..., assign=True)
+    if weight.is_meta:  # no values yet: for load_state_dict(..., assign=True)
         code = torch.int8 if fmt == "int8" else E4M3.dtype
         data = torch.empty_like(weight, dtype=code, memory_format=torch.contiguous_format)
         scale_inv = weight.new_empty((len(weight), 1), dtype=torch.float32)
@@ -148,8 +148,8 @@ def freeze(
     The state_dict of the result holds the plain tensors `weight` (8 bits), `weight_scale_inv` and
     `bias`: save it with torch.save or mixprec.save_checkpoint. To load it, build the model
     (possibly on the meta device), call `freeze` on it and then load_state_dict (with assign=True
-    for meta tensors). Raises ValueError for an unknown fmt or a weight that is not finite, with the
-    name of the layer and before anything is changed.
+    for meta tensors). Raises ValueError for an unknown fmt, or for a weight that is not finite,
+    naming the layer, before anything is changed.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")

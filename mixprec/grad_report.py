@@ -17,7 +17,7 @@ class Table(NamedTuple):
     """The counts on one device."""
 
     params: list[torch.Tensor]
-    elements: list[int] | None  # of their gradients, on this rank; None: as many as the params
+    elements: list[int] | None  # of their gradients, on this rank; None: the sizes of the params
     counts: torch.Tensor  # int64 [params, 4], see grad_stats_
 
 
@@ -35,7 +35,7 @@ class Overflow(NamedTuple):
 
 
 class Underflow(NamedTuple):
-    """One parameter's gradient as it was read: still scaled, in its own dtype."""
+    """The zeros and subnormals of one parameter's gradient, still scaled, in its own dtype."""
 
     name: str
     elements: int
@@ -44,7 +44,7 @@ class Underflow(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of subnormal numbers among those that are not 0."""
+        """The share of subnormal numbers among the nonzero elements."""
         return self.subnormals / max(1, self.elements - self.zeros)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class GradCounts:
         return counts
 
     def finish(self, found_inf: torch.Tensor) -> None:
-        """End a step with its flag: if that is set, this is the last step that overflowed."""
+        """End a step. If `found_inf` is set, its counts become those of the last overflow."""
         for device, table in self._last.items():
             overflowed = (found_inf.reshape(()) != 0).to(device, non_blocking=True)
             table, before = _aligned(table, self._overflow.get(device))
@@ -90,7 +90,7 @@ class GradCounts:
             self._overflow[device] = table._replace(counts=counts)
 
     def underflow_share(self, home: torch.device) -> torch.Tensor | None:
-        """The share of subnormal numbers among the last step's gradients that are not 0."""
+        """The share of subnormal numbers among the nonzero gradients of the last step."""
         tables = list(self._last.values())
         if not tables:
             return None
@@ -106,7 +106,7 @@ class GradCounts:
 
 
 def _aligned(table: Table, before: Table | None) -> tuple[Table, torch.Tensor]:
-    """`table` and the counts of `before`, both for the params of either: 0 where one has none."""
+    """`table` and the counts of `before`, both extended to the params of either, with zeros."""
     if before is None:
         return table, torch.zeros_like(table.counts)
     more = len(before.params) - len(table.params)
@@ -139,7 +139,7 @@ def _elements(table: Table) -> list[int]:
 def namer(
     optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None
 ) -> Callable[[torch.Tensor], str]:
-    """A function that names a parameter: by `model`, by its optimizer, or by its place there."""
+    """A function that returns the name of a parameter: from `model`, its optimizer or its index."""
     names: dict[int, str] = {}
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.param_groups):

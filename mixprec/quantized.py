@@ -1,4 +1,4 @@
-"""Quantized: a tensor in a low-precision format together with the scale that gives it meaning."""
+"""Quantized: a tensor in a low-precision format, with its scale."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
         )
 
     def transposed(self) -> Quantized:
-        """x^T as it was quantized by its own rows and blocks: data_t with its scales.
+        """x^T, quantized with the scales of its own rows and blocks: data_t and scale_inv_t.
 
         ValueError where `quantize` was called without transpose=True.
         """

@@ -1,4 +1,4 @@
-"""Recipe: how each operand of a layer's three GEMMs is cast, and what its scale is."""
+"""Recipe: how each operand of a layer's three GEMMs is cast and scaled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRANULARITIES = ("tensor", "row", "block1x128", "block128x128")
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
 ROLES = ("x", "w", "g")
-DELAYED_ROLES = ("x", "g")  # a weight is at hand before the step: it is scaled by its own amax
+DELAYED_ROLES = ("x", "g")  # a weight is scaled by its current amax
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,25 @@ class Recipe:
         grad_weight  grad of w   = g^T @ x      operands g, x
 
     x, w, g: a Format, its name or its torch dtype; all FP8 (in any mix), all fp16 or all bf16.
-    16-bit operands are cast as IEEE 754 says and have no scale, so the rest is for FP8:
+    16-bit operands are cast as IEEE 754 says, without a scale. The other settings are for FP8:
 
-    x_granularity, w_granularity, g_granularity: what shares one scale: "tensor", all of it; "row",
-    a row; "block1x128", 128 elements of a row; "block128x128". Rows and blocks lie along the
-    dimension that the GEMM sums over, so an operand of two GEMMs is quantized for each, both times
-    from the unquantized tensor. Seen in memory, x and g are [M, features] and w [N, K].
-    scaling: "current", from the amax of the tensor at hand, or "delayed", one scale per tensor,
-    of x and g from the amax of earlier steps (`mixprec.update_scales`), of w from its own. history:
-    how many steps count, this one included (16); amax_of: "max" of these, or the "most_recent".
+    x_granularity, w_granularity, g_granularity: which elements share a scale: "tensor", all; "row",
+    a row; "block1x128", 128 elements of a row; "block128x128". Rows and blocks run along the
+    dimension that the GEMM sums over, so an operand of two GEMMs is quantized once for each, both
+    times from the unquantized tensor. The layout of x and g is [M, features], that of w [N, K].
+    scaling: "current", from the amax of the tensor itself, or "delayed": one scale per tensor, for
+    x and g from the amax of earlier steps (`mixprec.update_scales`), for w from its own. history:
+    the number of steps, including the current one (16); amax_of: their "max" or the "most_recent".
     margin: delayed scales are divided by 2^margin. power_of_two_scale: round scales down to a power
     of two, which makes scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the
     shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
     recipe.
 
-    clip_activations, for fp16 alone: an output y that is to be fp16 and is finite, but would become
-    Inf, becomes +-65504, is counted in its layer's buffer `clipped`, and has gradient 0. By default
-    it is Inf, which shows.
+    clip_activations, for fp16 only: finite values of an fp16 output y that would overflow to Inf
+    become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0. By default
+    they become Inf.
 
-    ValueError, listing what is valid, for settings that do not exist or contradict each other.
+    Raises ValueError, listing valid values, for unknown or contradictory settings.
 
     Sources: Mixed Precision Training (Micikevicius et al., 2018) for "fp16"; FP8 Formats for Deep
     Learning (Micikevicius et al., 2022) for E4M3 values with E5M2 gradients, "fp8" and
@@ -120,7 +120,7 @@ class Recipe:
             )
 
     def _check_delayed(self) -> None:
-        """What only delayed scaling has: nothing of it may be given without."""
+        """Settings of delayed scaling only."""
         if self.scaling == "current":
             for field, nothing in (("history", None), ("amax_of", None), ("margin", 0)):
                 given = getattr(self, field)
@@ -210,10 +210,10 @@ class Recipe:
     def parse(recipe: Recipe | str) -> Recipe:
         """Return `recipe` itself, or the one that a name or an alias stands for.
 
-        Names: those of `RECIPES`. Aliases: the words of Keras ("mixed_bfloat16"), of jmp
+        Names: those of `RECIPES`. Aliases: the names used by Keras ("mixed_bfloat16"), of jmp
         ("params=float32,compute=bfloat16,output=float32"), of torchao and of Transformer Engine;
         all in `mixprec._recipe_aliases`, upper or lower case. ValueError lists the names, or says
-        why a recipe of others is none of these.
+        why a recipe of another library has no counterpart.
         """
         if isinstance(recipe, Recipe):
             return recipe

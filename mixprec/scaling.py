@@ -1,4 +1,4 @@
-"""Delayed scaling: the scales of each layer, as plain buffers, and their update after a step."""
+"""Delayed scaling: buffers with the scales of each layer, and their update after a step."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ __all__ = [
 
 # Buffers of a layer with a delayed recipe, with an entry for each of x and g: the amax of earlier
 # steps, newest first [2, L], and the scale for the next cast [2], 0 where there is none yet.
-# Weights use current scaling. They are known before the step, so their amax costs one read; and
-# where they start at zero, as output projections often do, an optimizer like Adam doubles them in
+# Weights use current scaling. Their amax costs one read; and where they start at zero, as output
+# projections often do, an optimizer like Adam doubles them in
 # each of the first steps: with the scale of the previous step most of their elements saturated,
 # which raised the loss of a small GPT by 1 to 4 %.
 SAVED = ("amax_history", "scale")
-# And the largest amax since the last update, of x [] and of g [], which are not saved: a checkpoint
-# is written between steps. They are two buffers because a compiled backward pass writes back a
+# And the largest amax of x [] and of g [] since the last update. These are not saved, because a
+# checkpoint is written between steps. They are two buffers because a compiled backward pass writes
+# back a
 # whole buffer as it was at the end of its own forward pass.
 BUFFERS = (*SAVED, "amax", "grad_amax")
 
-_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # all with delayed scales
+_layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # layers with delayed scales
 _automatic = True
 _hooked = False
 _agreed: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
@@ -108,8 +109,8 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
     process, unless `mixprec.scaling.set_automatic_updates(False)` was called; a second update
     without a forward pass in between does nothing. Call it yourself, before the optimizer's step,
     to pass a process_group: ranks that share the model but see different data, and will then share
-    the scales. Every rank must call it. It takes one all-reduce MAX of 2 numbers per tensor, the
-    amax and whether it was Inf or NaN, and compares the recipes at the first call. (With several
+    the scales. Every rank must call it. This takes one all-reduce (MAX) of 2 numbers per tensor:
+    the amax, and whether it was Inf or NaN. The first call also compares the recipes. (With several
     micro-batches per step, DDP must not broadcast buffers, which would overwrite the amax of other
     ranks: use DistributedDataParallel(..., broadcast_buffers=False).)
 
@@ -137,7 +138,7 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def _update(layers: Iterable[torch.nn.Module]) -> None:
-    """One call of the op for each recipe and device: in most models there is one of each."""
+    """Call the op once per recipe and device: most models have one of each."""
     alike: dict[tuple[Any, torch.device], list[torch.nn.Module]] = {}
     for layer in layers:
         alike.setdefault((layer.recipe, layer.amax.device), []).append(layer)  # type: ignore[arg-type]
@@ -209,7 +210,7 @@ def keep_fp32(layer: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
         new = layer._buffers[name]
         if new is None or (new.dtype == torch.float32 and new.is_meta == old.is_meta):
             continue
-        if old.is_meta:  # to_empty() gives memory that holds anything
+        if old.is_meta:  # to_empty() leaves memory uninitialized
             old = _fresh(layer.recipe, new.device)[name]  # type: ignore[arg-type]
         layer._buffers[name] = old.to(new.device)
 
@@ -217,7 +218,7 @@ def keep_fp32(layer: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
 def loadable(
     layer: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, errors: list[str]
 ) -> dict[str, Any]:
-    """A state dict for `layer` with the scales that it needs and no others.
+    """A state dict for `layer` with exactly the scales that it needs.
 
     Scales that are missing are reset: the current ones belong to other weights. Values that do not
     fit are reported in `errors`.
@@ -247,7 +248,7 @@ def loadable(
 
 
 def _unusable(name: str, saved: torch.Tensor) -> list[float]:
-    """Values that no update produces; not checked for tensors without values (meta, fake)."""
+    """Why a value is not the result of any update; meta and fake tensors are not checked."""
     if saved.is_meta or type(saved) is not torch.Tensor:
         return []
     low, high = (MIN_SCALE, MAX_SCALE) if name == "scale" else (0.0, torch.finfo(saved.dtype).max)

@@ -1,4 +1,4 @@
-"""How results are judged: a derived tolerance for GEMM, a comparison that explains itself, SQNR."""
+"""Testing utilities: a derived tolerance for GEMM, a comparison with a detailed message, SQNR."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def tolerance(
 
         eps(out) * |expected| + c * K * 2^-24 * (|a| @ |b|)        with c = ACCUMULATION
 
-    expected: [M, N], a @ b (+ bias) in FP64. a: [M, K], b: [K, N]: the values that the operands
-    stand for, scales undone. out_dtype: what the result was rounded to; below its smallest normal
-    number the spacing is constant and takes the place of eps * |expected|. fp8_tensor_core adds
-    2^-12 * (|a| @ |b|). The bound is the standard one for sums of products: Higham, Accuracy and
-    Stability of Numerical Algorithms, section 3.5.
+    expected: [M, N], a @ b (+ bias) in FP64. a: [M, K], b: [K, N]: the dequantized operands.
+    out_dtype: what the result was rounded to; below its smallest normal number the constant spacing
+    replaces eps * |expected|. fp8_tensor_core adds 2^-12 * (|a| @ |b|). The bound is the standard
+    one for sums of products: Higham, Accuracy and Stability of Numerical Algorithms, section 3.5.
     """
     k = a.shape[-1]
     out = torch.finfo(out_dtype)
@@ -54,10 +53,10 @@ def assert_close(
     """Raise AssertionError, showing the worst elements, unless |actual - expected| <= bound.
 
     actual, expected: one shape, any dtypes, compared in FP64. bound: a number, or a tensor that
-    broadcasts to that shape (from `tolerance`). First NaN must be where expected has NaN, and
-    Inf, with its sign, where expected rounded to actual's dtype has Inf; the rest is compared
-    then. rms: if given, also require rms(actual - expected) <= rms * rms(expected), which sees a
-    small error that is everywhere. show: how many elements to print.
+    broadcasts to that shape (from `tolerance`). NaN must match NaN of expected, and Inf, with its
+    sign, must match Inf of expected rounded to actual's dtype; the bound applies to the other
+    elements. rms: if given, also require rms(actual - expected) <= rms * rms(expected), which
+    detects small errors in many elements. show: how many elements to print.
     """
     if actual.shape != expected.shape:
         raise AssertionError(

@@ -1,4 +1,4 @@
-"""linear, matmul and conv2d with gradients: forward and backward as a recipe says."""
+"""linear, matmul and conv2d with forward and backward passes in the formats of a recipe."""
 
 from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._linear import linear, matmul

@@ -1,4 +1,4 @@
-"""What linear and conv2d ask of their arguments."""
+"""Argument checks of linear and conv2d."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_output(
     out_dtype: object,
     bias_shape: str,
 ) -> None:
-    """The bias, which has an element for each output of the weight, and the dtype of the result."""
+    """Check the bias, [N] for N outputs of the weight, and the dtype of the result."""
     if bias is not None:
         checks.is_tensor(op, "bias", bias)
         checks.has_dtype(op, "bias", bias, (*checks.FLOATS, torch.float64))
@@ -34,7 +34,7 @@ def check_state(
     device: torch.device,
     module: str,
 ) -> None:
-    """The state that a recipe writes to."""
+    """Check the tensors that a recipe updates."""
     if recipe.is_delayed and delayed is None:
         raise ValueError(
             f"{op}: recipe {recipe.name} has delayed scaling, whose state must be given as "
@@ -46,7 +46,7 @@ def check_state(
 
 
 def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
-    """Where to add the weight's gradient, if the weight says so and has no other."""
+    """weight.main_grad, to which the gradient is added, if there is one and `grad` is None."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not weight.requires_grad or weight.grad is not None:
         return None

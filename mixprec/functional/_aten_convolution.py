@@ -1,4 +1,4 @@
-"""A convolution and its gradients through the vendor's kernels, with operands saved in FP8."""
+"""A convolution and its gradients by the vendor's kernels, with operands saved in FP8."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _in_fp32(t: torch.Tensor) -> bool:
 
 
 class Geometry(NamedTuple):
-    """What a convolution does besides multiplying; pairs are (height, width)."""
+    """The settings of a convolution; pairs are (height, width)."""
 
     stride: tuple[int, int]
     padding: tuple[int, int]
@@ -32,19 +32,20 @@ class Geometry(NamedTuple):
     groups: int
 
     def for_aten(self) -> tuple[Any, ...]:
-        """As aten.convolution takes it; it also does transposed convolutions, with more padding."""
+        """As aten.convolution takes them; transposed convolutions also have output padding."""
         stride, padding, dilation, groups = self
         return [*stride], [*padding], [*dilation], False, [0, 0], groups
 
 
 def is_channels_last(t: torch.Tensor) -> bool:
-    """Whether t [B, C, H, W] lies in memory as [B, H, W, C], and not also as it is."""
+    """Whether t [B, C, H, W] has the layout [B, H, W, C] in memory and is not contiguous as
+    well."""
     return not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
 
 
 def _in_memory_order(t: torch.Tensor, granularity: str) -> bool:
-    """Whether t is cast as [B, H, W, C]. The order does not matter to one scale for all or for each
-    row; a block of 128 is one of [B, C, H, W], so that values do not depend on strides."""
+    """Whether t is cast as [B, H, W, C]. The order does not affect one scale per tensor or row;
+    blocks of 128 are always those of [B, C, H, W], so that values do not depend on strides."""
     return granularity in ("tensor", "row") and is_channels_last(t)
 
 
@@ -61,7 +62,7 @@ def encode(
 
 
 class Layout(NamedTuple):
-    """How `decode` gives back what `encode` was given."""
+    """How `decode` restores the shape and layout of what `encode` was given."""
 
     shape: tuple[int, ...]
     channels_last: bool
@@ -73,7 +74,7 @@ class Layout(NamedTuple):
         return Layout(tuple(t.shape), is_channels_last(t), _in_memory_order(t, granularity))
 
     def decode(self, data: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
-        """16 bits as they are; FP8 as bf16, in which an FP8 value times a power of two is exact."""
+        """16-bit values unchanged; FP8 as bf16, exact for scales that are powers of two."""
         if scale_inv is None:
             return data
         wide = dequantize(data, scale_inv, torch.bfloat16)
@@ -84,7 +85,7 @@ class Layout(NamedTuple):
         return wide.contiguous(memory_format=torch.channels_last) if self.channels_last else wide
 
     def nothing(self, like: torch.Tensor) -> torch.Tensor:
-        """In place of the operand, where a backward pass asks for its shape alone."""
+        """A placeholder for an operand of which a backward pass needs only the shape."""
         order = torch.channels_last if self.channels_last else torch.contiguous_format
         return torch.empty(self.shape, dtype=like.dtype, device=like.device, memory_format=order)
 
@@ -111,7 +112,7 @@ class Convolution(torch.autograd.Function):
         ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # Not saved tensors, which nothing may write before backward is over: these are written.
+        # Not saved with save_for_backward, because they are modified in place.
         ctx.delayed, ctx.main_grad = delayed, main_grad
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = encode(x, "x", recipe, delayed, record=grad_enabled)

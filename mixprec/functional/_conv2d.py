@@ -1,4 +1,4 @@
-"""conv2d: a convolution as a recipe says; a GEMM where its kernel is 1 x 1."""
+"""conv2d: a convolution in the formats of a recipe; a GEMM if its kernel is 1 x 1."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _padding(
 
 
 def is_pointwise(kernel: Sequence[int], padding: object, groups: int) -> bool:
-    """Whether a convolution mixes the channels of each pixel and nothing else: it is a GEMM."""
+    """Whether a convolution is a GEMM over pixels: it combines only the channels of each one."""
     none = padding in (0, (0, 0), [0, 0], "same", "valid")
     return tuple(kernel) == (1, 1) and groups == 1 and none
 
@@ -118,15 +118,15 @@ def conv2d(
     x: [B, C, H, W] or [C, H, W], any strides; weight: [O, C / groups, kh, kw]; both fp32, bf16 or
     fp16. bias: [O], fp32, bf16, fp16 or fp64. stride, padding (zeros, or "same", "valid"),
     dilation, groups: as in torch.nn.functional.conv2d. recipe, out_dtype, name, delayed, clipped:
-    as in `linear`. quantized_weight: what `cast_conv_weight` returned for this very weight. y has
-    the memory format that torch's convolution gives: channels_last for such an x.
+    as in `linear`. quantized_weight: the result of `cast_conv_weight` for this weight. y has the
+    memory format of torch's convolution: channels_last if x is.
 
     A 16-bit recipe casts x, weight, bias and the incoming gradient g to its dtype and calls the
     vendor's convolution. In FP8, a 1 x 1 kernel without padding and groups is `linear` over the
-    pixels, [B H' W', C]. Any other one saves memory and not time: x, weight and g are quantized as
+    pixels, [B H' W', C]. Other convolutions save memory, not time: x, weight and g are quantized as
     matrices [first dimension, all the rest], so that "row" means a scale for each sample of x and
     g and for each output channel of the weight, and blocks lie along the flattened rest; q(x) and
-    q(weight) are saved for backward, one byte an element; and the vendor's convolution multiplies
+    q(weight) are saved for backward, one byte per element; and the vendor's convolution multiplies
     them, decoded to bf16, which is exact for scales that are powers of two. Sums are the vendor's
     FP32. Results are rounded to the 16-bit dtype, bf16 for FP8, on their way to
 
@@ -136,9 +136,9 @@ def conv2d(
     On a CPU, where torch's fp16 convolution is slow, fp16 operands are multiplied as FP32 copies
     and results rounded once.
 
-    A gradient that nobody needs costs nothing and saves nothing. Inf and NaN in x, weight or g come
-    out as Inf or NaN in what is computed from them. There is no second derivative: RuntimeError
-    when one is asked for. TypeError or ValueError names an argument that does not fit.
+    Gradients that are not required are not computed, and nothing is saved for them. Inf and NaN in
+    x, weight or g propagate to the results as Inf or NaN. Double backward is not supported and
+    raises RuntimeError. TypeError or ValueError names an invalid argument.
     """
     recipe = Recipe.parse(recipe)
     if out_dtype is None and isinstance(x, torch.Tensor):
@@ -219,7 +219,7 @@ def _pointwise(
 
 
 def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """torch.autocast would cast the operands once more, and bf16 to fp16 at that."""
+    """Off, because torch.autocast would cast the operands again, possibly bf16 to fp16."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

@@ -1,4 +1,4 @@
-"""linear and matmul with gradients: three GEMMs as a recipe says."""
+"""linear and matmul with gradients: three GEMMs in the formats of a recipe."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class _Linear(torch.autograd.Function):
         ctx.recipe, ctx.name = recipe, name
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # Not saved tensors, which nothing may write before backward is over: these are written.
+        # Not saved with save_for_backward, because they are modified in place.
         ctx.delayed, ctx.main_grad = delayed, main_grad
-        # Each backward GEMM saves only what it multiplies with: w for grad_input, x for
-        # grad_weight. Both sum over another dimension than the forward: they take the transposes.
+        # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
+        # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = operands.cast(
             x, "x", recipe, delayed, use_t=need_w and grad_enabled, record=grad_enabled
@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
         fast = "forward" in recipe.fast_accum
         w_inv = _t(qw.scale_inv)
         y = gemm(qx.data, qw.data.t(), qx.scale_inv, w_inv, bias, out_dtype, fast)
-        # Not a view, which autograd would not let anyone write to (nn.ReLU(inplace=True) would).
+        # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Linear(torch.autograd.Function):
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """What may be wrong at each call of a layer: x, and the dtype and device of its weight."""
+    """The checks of every call of a layer: x, and the dtype and device of its weight."""
     op = "linear"
     checks.is_tensor(op, "x", x)
     k = weight.shape[1]
@@ -155,21 +155,21 @@ def linear(
     x: [..., K], one or more dimensions, any strides; weight: [N, K]; both fp32, bf16 or fp16.
     bias: [N], fp32, bf16, fp16 or fp64. recipe: a name ("bf16", "fp16", "fp8", "fp8-rowwise",
     "fp8-block", ...) or a Recipe, which says what q is for x, weight and the incoming gradient g.
-    out_dtype: fp32, bf16 or fp16; None takes x's. name: handed to `observed`. delayed: the state
+    out_dtype: fp32, bf16 or fp16; None takes x's. name: passed to `observed`. delayed: the state
     of a recipe with delayed scaling, which mixprec.nn.Linear keeps. quantized_weight: what
-    `operands.cast(weight, "w", recipe, delayed, use_t=True)` returned for this very weight.
-    clipped: int64 [], counts the outputs that a recipe with clip_activations saturated.
+    `operands.cast(weight, "w", recipe, delayed, use_t=True)` returned for this weight. clipped:
+    int64 [], counts the outputs that a recipe with clip_activations saturated.
 
         grad of x      = q(g) @ q(weight)    in x's dtype
         grad of weight = q(g)^T @ q(x)       in weight's dtype, or added to weight.main_grad
         grad of bias   = sum of g over rows  in bias's dtype
 
     Sums are FP32 and each result is rounded once. What is saved for backward is q(x) and
-    q(weight): one byte an element in FP8, and the tensors themselves where they have the recipe's
-    16-bit dtype. A gradient that nobody needs costs nothing and saves nothing. Inf and NaN in x,
-    weight or g come out as Inf or NaN in what is computed from them, never as a large finite
-    value. There is no second derivative: RuntimeError when one is asked for. TypeError or
-    ValueError names an argument that does not fit.
+    q(weight): one byte per element in FP8, and the tensors themselves if they have the recipe's
+    16-bit dtype. Gradients that are not required are not computed, and nothing is saved for them.
+    Inf and NaN in x, weight or g propagate as Inf or NaN, never as a large finite value. Double
+    backward is not supported and raises RuntimeError. TypeError or ValueError names an invalid
+    argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.
@@ -198,7 +198,7 @@ def matmul(
     """Return q(a) @ q(b), [..., N], with gradients: `linear` without a bias and with b = weight^T.
 
     a: [..., K], cast as the recipe's x; b: [K, N], cast as its w; any strides, fp32, bf16 or
-    fp16. out_dtype: None takes a's dtype. Raises what `linear` raises.
+    fp16. out_dtype: None takes a's dtype. Raises the same errors as `linear`.
     """
     recipe = Recipe.parse(recipe)
     checks.is_tensor("matmul", "a", a)

@@ -1,4 +1,4 @@
-"""observed: who wants to know which GEMMs and convolutions run, and in which formats."""
+"""observed: a callback for each GEMM and convolution, with its formats."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def observed(callback: Observer) -> Iterator[None]:
     """Call callback(kind, name, a_format, b_format) before each GEMM run inside the block.
 
     kind: "forward", "grad_input" or "grad_weight"; name: the `name` given to `linear` or `conv2d`,
-    whose convolutions count as GEMMs; the formats are names such as "e4m3". A backward pass is seen
-    if it runs inside the block. Blocks nest: the innermost callback is called. The setting is
-    global to the process (CUDA's backward runs in a thread of its own) and restored when the block
-    ends.
+    whose convolutions count as GEMMs; the formats are names such as "e4m3". A backward pass is
+    reported if it runs inside the block. Blocks nest: the innermost callback is called. The setting
+    is global to the process (CUDA's backward runs in a thread of its own) and restored when the
+    block ends.
     """
     global _observer
     before, _observer = _observer, callback
@@ -32,7 +32,7 @@ def observed(callback: Observer) -> Iterator[None]:
 
 
 def observe(kind: str, recipe: Recipe, name: str) -> None:
-    """Say that a GEMM is about to run."""
+    """Report a GEMM that is about to run."""
     if _observer is not None:
         a_format, b_format = getattr(recipe, kind)
         _observer(kind, name, a_format.name, b_format.name)

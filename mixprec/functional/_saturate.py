@@ -20,7 +20,7 @@ class _Saturate(torch.autograd.Function):
         over = rounded.isinf() & y.isfinite()
         ctx.save_for_backward(over)
         if clipped is not None:
-            clipped.add_(over.sum())  # on the device: nothing waits for it
+            clipped.add_(over.sum())  # on the device: no host sync
         return torch.where(over, rounded.clamp(-FP16.max, FP16.max), rounded)
 
     @staticmethod
@@ -31,7 +31,7 @@ class _Saturate(torch.autograd.Function):
 
 
 def clips(recipe: Recipe, out_dtype: torch.dtype) -> bool:
-    """Whether the output has to come in FP32 first, to be saturated."""
+    """Whether the output is computed in FP32 first, to be saturated."""
     return recipe.clip_activations and out_dtype == torch.float16
 
 

@@ -1,4 +1,4 @@
-"""The operands of a layer's GEMMs: x, weight and gradient, cast as a recipe says."""
+"""The operands of a layer's GEMMs: x, weight and gradient in the formats of a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..recipes import DELAYED_ROLES, Recipe
 
 
 class Operand(NamedTuple):
-    """A tensor seen as a matrix and cast, and its transpose, cast with scales of its own.
+    """A tensor cast as a matrix, and its transpose, cast with its own scales.
 
     data [R, C]; scale_inv: fp32, of a shape that gemm takes for an a [M, K]; None in 16 bits.
     data_t [C, R] and scale_inv_t are the same for the transpose, or None where no GEMM reads it.
@@ -26,8 +26,8 @@ class Operand(NamedTuple):
 class Delayed(NamedTuple):
     """The state of delayed scaling that a step reads and writes. See `mixprec.scaling`.
 
-    scale: fp32 [2], of x and g, for the next cast; 0 means that there is none yet. amax: fp32 [],
-    of x, the largest since the scales were last updated; grad_amax: fp32 [], of g.
+    scale: fp32 [2], of x and g, for the next cast; 0 means not initialized. amax: fp32 [], of x,
+    the largest since the scales were last updated; grad_amax: fp32 [], of g.
     """
 
     scale: torch.Tensor
@@ -52,7 +52,7 @@ def cast(
     if x.dim() == 1:
         x = x.unsqueeze(0)
     if fmt.bits == 16:
-        data = x.to(fmt.dtype).flatten(0, -2)  # x itself, not a copy, where its dtype is right
+        data = x.to(fmt.dtype).flatten(0, -2)  # no copy if x has this dtype
         return Operand(data, data.t(), None, None)
     delayed = delayed if role in DELAYED_ROLES else None
     scale = None if delayed is None else delayed.scale[DELAYED_ROLES.index(role)]
@@ -77,7 +77,7 @@ def cast(
 
 
 def _wants_k_major(device_type: str) -> bool:
-    """Whether the FP8 GEMM reads operands only with K contiguous in memory.
+    """Whether the FP8 GEMM requires operands with K contiguous in memory.
 
     FP8 tensor cores do, and K is another dimension in the backward GEMMs than in the forward one:
     there `quantize` writes the transposed copy in the same pass. A CPU kernel reads any strides.

@@ -1,4 +1,4 @@
-"""Modules that compute in low precision: torch.nn's own, with a recipe."""
+"""Modules that compute in low precision: those of torch.nn with a recipe."""
 
 from ._layer import Layer, QuantizedWeight
 from .conv import Conv2d

@@ -1,4 +1,4 @@
-"""What the layers share: a recipe, delayed scales, a weight that is cast once for many passes."""
+"""Base of the layers: a recipe, delayed scales, a weight that is cast once for several passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class QuantizedWeight(NamedTuple):
-    """What `mixprec.reuse_weights` leaves in a layer: its weight, cast when it was at `version`."""
+    """A layer's cast weight, stored by `mixprec.reuse_weights`, and the `version` it was cast
+    from."""
 
     weight: torch.Tensor
     version: int
@@ -33,18 +34,17 @@ class LayerState(NamedTuple):
 
 
 class Layer(torch.nn.Module):
-    """The part of Linear and Conv2d that is not arithmetic; stands before torch's module.
+    """What Linear and Conv2d share. Inherit from it before torch's module.
 
-    With a delayed recipe there are buffers, fp32 whatever the parameters' dtype, with a row for
-    each of x and g: amax_history [2, L], scale [2] (0: none yet) and, in no state dict, what was
-    seen since their last change: amax [] of x, grad_amax [] of g. The weight is always scaled by
-    its own amax. With clip_activations there is, in no state dict, clipped (int64 []): how many
-    outputs have been saturated.
+    A delayed recipe adds buffers, fp32 for parameters of any dtype, with an entry each for x and g:
+    amax_history [2, L], scale [2] (0: not initialized) and, not in state dicts, the amax since the
+    last update: amax [] of x, grad_amax [] of g. The weight is always scaled by its own amax.
+    clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
     """
 
     name: str
     weight: torch.Tensor
-    scale: torch.Tensor  # these three with a delayed recipe only
+    scale: torch.Tensor  # these three for a delayed recipe only
     amax: torch.Tensor
     grad_amax: torch.Tensor
     _recipe: Recipe
@@ -52,7 +52,7 @@ class Layer(torch.nn.Module):
 
     @property
     def recipe(self) -> Recipe:
-        """How operands are cast. Setting another one drops the state of the one before."""
+        """How operands are cast. Setting another recipe drops the state of the previous one."""
         return self._recipe
 
     @recipe.setter
@@ -76,7 +76,7 @@ class Layer(torch.nn.Module):
         recipe: Recipe | str,
         name: str,
     ) -> Self:
-        """A layer that shares the parameters, hooks and every other attribute of `module`."""
+        """A layer that shares the parameters, hooks and all other attributes of `module`."""
         what = kind.__name__.removesuffix("2d").lower()
         if not isinstance(module, kind):
             got = type(module).__name__
@@ -101,12 +101,12 @@ class Layer(torch.nn.Module):
         return converted
 
     def _state(self, x: torch.Tensor, recipe: Recipe) -> LayerState:
-        """What a pass computes with besides the operands, where `recipe` holds."""
+        """The output dtype and state for a forward pass with `recipe`."""
         device, out_dtype = x.device.type, x.dtype
-        if device != "meta" and torch.is_autocast_enabled(device):  # it knows no meta device
+        if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
             out_dtype = torch.get_autocast_dtype(device)
         if recipe is not self._recipe and recipe != self._recipe:
-            return LayerState(out_dtype, None, None, None)  # the state belongs to the layer's own
+            return LayerState(out_dtype, None, None, None)  # that state belongs to its own recipe
         clipped = self._buffers.get(CLIPPED)
         return LayerState(out_dtype, self._delayed(), self._reused(), clipped)
 
@@ -116,7 +116,7 @@ class Layer(torch.nn.Module):
         return Delayed(self.scale, self.amax, self.grad_amax)
 
     def _reused(self) -> Operand | None:
-        """The cast weight, unless another one stands in for it (torch.func.functional_call)."""
+        """The cast weight, unless torch.func.functional_call replaced the weight."""
         reused = self._quantized_weight
         if reused is None or reused.weight is not self.weight:
             return None
@@ -139,7 +139,7 @@ class Layer(torch.nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters as torch's module does, and drop what scales there are."""
+        """Initialize the parameters as torch's module does, and reset the scales."""
         super().reset_parameters()  # type: ignore[misc]
         if scaling.has_state(self):
             scaling.reset(self, self.recipe)
@@ -153,7 +153,7 @@ class Layer(torch.nn.Module):
         scaling.keep_fp32(self, before)  # type: ignore[arg-type]
         moved = self._buffers.get(CLIPPED)
         if count is not None and moved is not None and count.is_meta and not moved.is_meta:
-            moved.zero_()  # to_empty() gives memory that holds anything
+            moved.zero_()  # to_empty() leaves memory uninitialized
         return self
 
     def _load_from_state_dict(

@@ -1,4 +1,4 @@
-"""A warning, once, where an fp16 recipe is trained without loss scaling."""
+"""Warn once if an fp16 recipe is trained without loss scaling."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..recipes import Recipe
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose gradients are fp16
-_fine: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with no param of theirs
+_fine: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # without params of these layers
 _hooked = _warned = False
 
 
 def follow(layer: torch.nn.Module, recipe: Recipe) -> None:
-    """Watch over `layer` if its recipe needs loss scaling."""
+    """Include `layer` in the check if its recipe needs loss scaling."""
     global _hooked
     if not recipe.needs_loss_scaling:
         _layers.discard(layer)

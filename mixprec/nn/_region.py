@@ -1,4 +1,4 @@
-"""Which recipe holds in the region of the program that is running: what `autocast` sets."""
+"""The recipe of the current `autocast` region."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _current: Recipe | object | None = _NONE  # None: switched off
 
 
 def recipe_here(own: Recipe) -> Recipe | None:
-    """The recipe that a module with recipe `own` computes with now; None: as torch's module."""
+    """The current recipe of a module with recipe `own`; None: compute as torch's module."""
     if _current is _NONE:
         return own
     return _current  # type: ignore[return-value]
 
 
 def swap(recipe: Recipe | object | None) -> object:
-    """Set what holds from now on; returns what held before, to be set again."""
+    """Set the current recipe; return the previous one, to be restored later."""
     global _current
     before, _current = _current, recipe
     return before

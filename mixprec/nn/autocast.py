@@ -1,4 +1,5 @@
-"""autocast: a region in which converted modules use a recipe, or none, and delicate ops FP32."""
+"""autocast: a region in which converted modules use a recipe, or none, and sensitive ops use
+FP32."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from . import _region
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The ops that lose too much in 16 bits: what they are, and under which names torch has them. The
-# list is that of torch.autocast on CUDA, with mean, RMSNorm and batch norm; on a CPU
-# torch.autocast leaves all of them in 16 bits.
+# The ops that lose too much precision in 16 bits, with their names in torch. The list is that of
+# torch.autocast on CUDA plus mean, RMSNorm and batch norm; on a CPU torch.autocast runs all of them
+# in 16 bits.
 FP32_OPS: dict[str, tuple[str, ...]] = {
     "exponentials": (
         *("exp", "expm1", "log", "log10", "log1p", "log2", "pow", "__pow__", "__rpow__"),
@@ -44,7 +45,7 @@ _PLACES: tuple[ModuleType | type, ...] = (
 _LOW = (torch.float16, torch.bfloat16)
 
 
-# Every callable of torch that a name of FP32_OPS stands for.
+# Every callable of torch named in FP32_OPS.
 _FP32_FUNCTIONS: frozenset[Any] = frozenset(
     getattr(place, name)
     for place in _PLACES
@@ -79,17 +80,17 @@ class autocast:
     """A region in which converted modules compute with `recipe`; also a decorator.
 
         with mixprec.autocast("bf16"): ...      # modules of mixprec.convert use bf16 here
-        with mixprec.autocast(enabled=False):   # and here they are torch's own modules
+        with mixprec.autocast(enabled=False):   # and compute as torch.nn modules here
             ...
         with mixprec.autocast(): ...            # each with its own recipe
 
     Inside, exponentials, softmax, norms, losses and reductions of 16-bit tensors run in FP32 and
     return FP32, on every device, as torch.autocast does on CUDA only (`FP32_OPS` lists them; a
-    dtype= argument is left to decide). torch.autocast is not touched and may be used with it.
-    Regions nest: the innermost one holds; leaving one, also by an exception, restores what held
-    before. With enabled=False a region is as if `convert` had not been called, without FP32 ops.
-    The setting is global to the process, because backward passes run in threads of their own; the
-    FP32 ops are those called by the thread that entered.
+    dtype= argument takes precedence). torch.autocast is not affected and can be combined with it.
+    Regions nest: the innermost one applies; leaving one, also by an exception, restores the
+    previous setting. With enabled=False modules compute as if `convert` had not been called, and no
+    op is moved to FP32. The setting is global to the process, because backward passes run in
+    threads of their own; FP32 ops apply only to the thread that entered the region.
 
     recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
     delayed scaling, whose state belongs to the modules that `convert` made for it.
@@ -137,7 +138,7 @@ class autocast:
 
 
 def table() -> Iterator[str]:
-    """The lines of the table of docs/autocast.md: groups of ops, where they run, their names."""
+    """The rows of the table in docs/autocast.md: groups of ops, where they run, their names."""
     yield "| ops | 16-bit inputs inside `mixprec.autocast` | names in torch |"
     yield "|---|---|---|"
     layers = "`nn.Linear`, `nn.Conv2d`"

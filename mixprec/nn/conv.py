@@ -16,13 +16,13 @@ from ._layer import Layer
 class Conv2d(Layer, torch.nn.Conv2d):
     """y = x * weight + bias, a convolution with the operands cast as `recipe` says.
 
-    A torch.nn.Conv2d in everything else: arguments, parameters, initialisation, state_dict keys,
+    Otherwise identical to torch.nn.Conv2d: arguments, parameters, initialisation, state_dict keys,
     padding modes, memory formats. Parameters may be fp32, bf16 or fp16 and are never changed. The
     output has the input's dtype; under torch.autocast, the autocast dtype. With an FP8 recipe a
     1 x 1 kernel without padding and groups runs as an FP8 GEMM; others keep x and the weight in
-    FP8 for backward, which saves memory, and compute in bf16. recipe, name and the buffers of some
-    recipes: as in `mixprec.nn.Linear`. See `mixprec.functional.conv2d` for the formulas and what
-    is raised.
+    FP8 for backward, which saves memory, and compute in bf16. recipe, name and the additional
+    buffers are as in `mixprec.nn.Linear`. See `mixprec.functional.conv2d` for the formulas and
+    errors.
     """
 
     __module__ = "mixprec.nn"  # where pickles look for it
@@ -55,11 +55,11 @@ class Conv2d(Layer, torch.nn.Conv2d):
     def from_conv(
         cls, conv: torch.nn.Conv2d, recipe: Recipe | str = "fp8", name: str = ""
     ) -> Conv2d:
-        """A Conv2d that shares `conv`'s parameters, hooks and every other attribute.
+        """A Conv2d that shares the parameters, hooks and all other attributes of `conv`.
 
-        Handles of hooks that were registered on `conv` keep working. ValueError if `conv` carries a
-        forward of its own (put there by a wrapper or by .compile()), which would be lost: convert
-        first, then wrap or compile.
+        Handles of hooks that were registered on `conv` keep working. Raises ValueError if `forward`
+        of `conv` was replaced (by a wrapper or .compile()), which would be lost: convert first,
+        then wrap or compile.
         """
         return cls._sharing(torch.nn.Conv2d, conv, recipe, name)
 

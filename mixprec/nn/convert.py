@@ -1,5 +1,5 @@
-"""convert: an existing model's linear layers and convolutions to low precision; cast_parameters:
-its weights."""
+"""convert: run a model's linear layers and convolutions in low precision; cast_parameters: cast its
+weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-# What convert converts, and with what; ours only get another recipe.
+# What convert replaces, and by what; our own layers only get another recipe.
 _CONVERTIBLE: dict[type[nn.Module], Callable[..., nn.Module]] = {
     nn.Linear: Linear.from_linear,
     nn.Conv2d: Conv2d.from_conv,
@@ -91,29 +91,29 @@ def convert(
 ) -> nn.Module:
     """Replace every nn.Linear and nn.Conv2d in `model`, in place, by mixprec.nn's; return it.
 
-    recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", a word of
-    another library that `Recipe.parse` knows, or a Recipe. module_filter_fn(module, fqn) -> bool:
-    convert only where it says True; fqn is the module's path in the model ("" for the root). If
-    it has a parameter `recipe`, the layer's is passed. overrides: other recipes, by patterns of
-    paths, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, with None for layers to leave alone;
-    the last pattern that matches counts. If the model itself is such a layer, its replacement is
-    returned.
+    recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
+    library's name that `Recipe.parse` accepts, or a Recipe. module_filter_fn(module, fqn) -> bool:
+    convert only where it returns True; fqn is the module's path in the model ("" for the root). If
+    it has a parameter `recipe`, it receives the layer's recipe. overrides: other recipes by path
+    pattern, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, None to leave layers unchanged; the
+    last matching pattern applies. If the model itself is such a layer, its replacement is returned.
 
     Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
-    attributes move along. A module that occurs at several places is asked about once, under its
-    first path, and stays one module. Layers that are mixprec.nn's already get the new recipe; one
-    that they have already changes nothing, scales included. Subclasses of nn.Linear and nn.Conv2d
-    are left alone: they may compute something else (the output projection of
+    attributes are kept. A module that occurs at several places is filtered once, by its first path,
+    and stays one module. Layers of mixprec.nn get the new recipe; if they already have it, nothing
+    changes, scales included. Subclasses of nn.Linear and nn.Conv2d are left unchanged: they may
+    compute something else (the output projection of
     nn.MultiheadAttention is one, and is never called as a module). Where a module reads its
     linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval mode
     without gradients, it computes as before. One INFO line on the logger "mixprec" says how many
     layers were converted, and to what. In FP8, convolutions that are not 1 x 1 save memory, not
     time: `mixprec.filters.worthwhile` leaves them out.
 
-    Warns, listing what the model consists of, where there is neither. TypeError if `model`
-    is no module; ValueError for an unknown recipe, a pattern that matches no layer to convert
-    (with the layers' names) or a layer with its own forward, before anything is changed.
+    Warns, listing the kinds of modules in the model, if there is no layer to convert. TypeError if
+    `model` is not a module; ValueError for an unknown recipe, a pattern that matches no layer to
+    convert
+    (with the layers' names) or a layer whose forward was replaced, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)
@@ -154,7 +154,7 @@ def convert_to_float8_training(
     module_filter_fn: ModuleFilter | None = None,
     config: Recipe | str = "fp8",
 ) -> nn.Module:
-    """`convert` under the name and argument order that users of torchao know.
+    """`convert` with the name and argument order of torchao.
 
     config: a recipe name, torchao's "tensorwise" and "rowwise" among them, or a Recipe, not a
     torchao config object: ValueError says what is valid.
@@ -169,12 +169,12 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     their subclasses) become or stay FP32: they are few, and their updates are small next to their
     values. Buffers are left as they are, so running statistics keep their precision. Parameters
     keep their identity: optimizers, ties and requires_grad are unaffected; existing gradients are
-    cast along. ValueError for another dtype, TypeError if `model` is no module.
+    cast too. ValueError for another dtype, TypeError if `model` is not a module.
 
     A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
-    computes in FP32 inside). On CUDA, torch's layer_norm refuses that mix with a RuntimeError:
-    run the model under torch.autocast there. Norm classes of your own are not recognised: they
-    are cast, unless you derive them from one in NORMS.
+    computes in FP32 inside). On CUDA, torch's layer_norm raises RuntimeError for this combination:
+    run the model under torch.autocast there. Custom norm classes are cast too, unless they derive
+    from one in NORMS.
     """
     _is_module("cast_parameters", model)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

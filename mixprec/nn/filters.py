@@ -15,8 +15,8 @@ logger = logging.getLogger("mixprec")
 def _too_small(n: int, k: int, recipe: Recipe) -> str | None:
     """Why casting the operands of y [M, n] = x [M, k] @ w^T costs more than FP8 GEMMs save.
 
-    Start values, by which torchao's automatic filter goes (measured by its authors on an H100, with
-    M between 1k and 16k); figures of this library's own kernels are to replace them.
+    These are the thresholds of torchao's automatic filter, measured by its authors on an H100 with
+    M between 1k and 16k; they have not been measured for the kernels of this library.
     """
     if not recipe.is_fp8:
         return None
@@ -30,21 +30,21 @@ def _too_small(n: int, k: int, recipe: Recipe) -> str | None:
 
 
 def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> bool:
-    """Whether a layer is of a kind and a size to run faster in `recipe` than in 16 bits.
+    """Whether a layer is expected to run faster in `recipe` than in 16 bits.
 
         mixprec.convert(model, "fp8-rowwise", module_filter_fn=mixprec.filters.worthwhile)
 
-    convert passes the recipe that the layer is to have. False, with the reason in an INFO line of
-    the logger "mixprec", for N = out_features and K = in_features of
+    convert passes the recipe of the layer. Returns False, and logs the reason at level INFO to the
+    logger "mixprec", for N = out_features and K = in_features of
 
         one scale per tensor         K <= 4096 and N <= 1024
         scales per row or block      N <= 2048, or K <= 1024, or K <= 2048 and N <= 4096
 
-    A convolution with a 1 x 1 kernel, without padding and groups, is a GEMM: the same holds for its
-    channels. Any other one computes in 16 bits and saves memory, not time: False for FP8 recipes.
-    True for 16-bit recipes, whose casts cost nothing where parameters are 16 bits wide. It says
-    nothing of memory, of which FP8 saves as much in small layers, nor of accuracy: to leave out
-    the first and the last layer, combine it with a condition on fqn.
+    A convolution with a 1 x 1 kernel, without padding and groups, is a GEMM: the same limits apply
+    to its channels. Other convolutions compute in 16 bits and save memory, not time: False for FP8
+    recipes. True for 16-bit recipes, whose casts cost nothing where parameters are 16 bits wide.
+    The filter considers neither memory, which FP8 also saves in small layers, nor accuracy: to
+    exclude the first and the last layer, combine it with a condition on fqn.
     """
     recipe = Recipe.parse(recipe)
     if isinstance(module, nn.Linear):

@@ -16,16 +16,16 @@ from ._layer import Layer
 class Linear(Layer, torch.nn.Linear):
     """y = x @ weight^T + bias with the operands of all three GEMMs cast as `recipe` says.
 
-    A torch.nn.Linear in everything else: parameters, initialisation, state_dict keys. Parameters
+    Otherwise identical to torch.nn.Linear: parameters, initialisation, state_dict keys. Parameters
     may be fp32, bf16 or fp16 and are never changed. The output has the input's dtype; under
     torch.autocast, the autocast dtype. recipe: a name, such as "bf16", "fp8" or "fp8-delayed", or
     a Recipe; inside `mixprec.autocast`, that region's. name: what `mixprec.functional.observed`
-    reports; `mixprec.convert` sets it to the module's path. See `mixprec.functional.linear` for
-    the formulas and what is raised.
+    reports; `mixprec.convert` sets it to the module's path. See `mixprec.functional.linear` for the
+    formulas and errors.
 
     A delayed recipe and one with clip_activations add buffers: see `mixprec.nn.Layer`.
-    `mixprec.update_scales` says when delayed scales change. State dicts of nn.Linear load, and the
-    scales start anew; `mixprec.scaling.plain_state_dict` makes one for nn.Linear.
+    `mixprec.update_scales` says when delayed scales change. State dicts of nn.Linear can be loaded,
+    which resets the scales; `mixprec.scaling.plain_state_dict` returns one for nn.Linear.
     """
 
     __module__ = "mixprec.nn"  # where pickles look for it
@@ -49,11 +49,11 @@ class Linear(Layer, torch.nn.Linear):
     def from_linear(
         cls, linear: torch.nn.Linear, recipe: Recipe | str = "fp8", name: str = ""
     ) -> Linear:
-        """A Linear that shares `linear`'s parameters, hooks and every other attribute.
+        """A Linear that shares the parameters, hooks and all other attributes of `linear`.
 
-        Handles of hooks that were registered on `linear` keep working. ValueError if `linear`
-        carries a forward of its own (put there by a wrapper or by .compile()), which would be
-        lost: convert first, then wrap or compile.
+        Handles of hooks that were registered on `linear` keep working. Raises ValueError if
+        `forward` of `linear` was replaced (by a wrapper or .compile()), which would be lost:
+        convert first, then wrap or compile.
         """
         return cls._sharing(torch.nn.Linear, linear, recipe, name)
 

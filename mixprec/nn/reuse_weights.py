@@ -21,12 +21,12 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
                     loss(model(batch)).backward()
             optimizer.step()
 
-    The copies (one byte an element in FP8, two with scales of their own for the transpose) are
-    made when the block begins and freed when it ends, however it ends. Weights must not change
-    inside: a forward pass that finds a changed one raises RuntimeError (compiled ones do not
-    look, and nobody sees writes through `.data`). Begun without grad mode the block does nothing.
+    The copies (one byte per element in FP8, two where the transpose has its own scales) are created
+    when the block is entered and freed when it exits, also by an exception. Weights must not change
+    inside: a forward pass with a changed weight raises RuntimeError (not in compiled code, and
+    writes through `.data` are not detected). Without grad mode the block has no effect.
     A weight that is sharded over ranks (DTensor) is cast at each use, as without the block. Blocks
-    nest: the outermost counts. TypeError if `model` is no module.
+    nest: the outermost one applies. TypeError if `model` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         got = type(model).__name__
