@@ -34,14 +34,13 @@ __all__ = [
 # Buffers of a layer with a delayed recipe, with an entry for each of x and g: the amax of earlier
 # steps, newest first [2, L], and the scale for the next cast [2], 0 where there is none yet.
 # Weights use current scaling. Their amax costs one read; and where they start at zero, as output
-# projections often do, an optimizer like Adam doubles them in
-# each of the first steps: with the scale of the previous step most of their elements saturated,
-# which raised the loss of a small GPT by 1 to 4 %.
+# projections often do, an optimizer like Adam doubles them in each of the first steps: with the
+# scale of the previous step most of their elements saturated, which raised the loss of a small GPT
+# by 1 to 4 %.
 SAVED = ("amax_history", "scale")
 # And the largest amax of x [] and of g [] since the last update. These are not saved, because a
 # checkpoint is written between steps. They are two buffers because a compiled backward pass writes
-# back a
-# whole buffer as it was at the end of its own forward pass.
+# back a whole buffer as it was at the end of its own forward pass.
 BUFFERS = (*SAVED, "amax", "grad_amax")
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # layers with delayed scales

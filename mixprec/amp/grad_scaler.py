@@ -24,7 +24,7 @@ _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scales losses by a factor that backs off when gradients overflow and grows when they do not.
+    """Scales losses by a factor that shrinks when gradients overflow and grows when they do not.
 
     A drop-in replacement for torch.amp.GradScaler, and a subclass of it: the same methods, order
     of calls, errors and state dict keys. It drives one or several optimizers, of torch or of
@@ -35,16 +35,16 @@ class GradScaler(torch.amp.GradScaler):
     update(): when an optimizer's gradients held Inf or NaN, before or after unscaling,
     scale = max(scale * backoff_factor, min_scale) and that optimizer's step was skipped; after
     growth_interval updates in a row without, scale = min(scale * growth_factor, max_scale).
-    growth_interval=None: the scale stays as it is; overflowing steps are still skipped.
-    hysteresis: how many overflows since the scale last grew make it back off. Thanks to min_scale
-    the scale never collapses to 0, so training recovers from any run of overflows.
+    growth_interval=None: the scale is constant; overflowing steps are still skipped.
+    hysteresis: the number of overflows since the scale last grew after which it backs off. Due to
+    min_scale the scale never becomes 0, so training recovers from any number of overflows.
 
     max_consecutive_skips: after this many skipped updates in a row, update() raises a RuntimeError
     that names the worst parameter and says whether its gradient held Inf or NaN; with on_max_skips
-    it calls that function with the overflow report instead. Both repeat after as many more skips.
-    Parameters have their names in `model`, if given, or those of an optimizer constructed from
-    named_parameters(). On a GPU this, like `last_step_skipped`, lags a few updates behind, because
-    nothing waits for the device.
+    it calls this function with the overflow report instead. Both repeat after the same number of
+    further skips. Parameters have their names in `model`, if given, or those of an optimizer
+    constructed from named_parameters(). On a GPU this, like `last_step_skipped`, lags a few updates
+    behind, which avoids a host sync.
     grow_on_underflow: the scale may grow after a twentieth of growth_interval when more than this
     share of the nonzero gradients is subnormal in their dtype.
     process_group: with torch's optimizers, ranks that hold different parameters and must skip
@@ -52,9 +52,9 @@ class GradScaler(torch.amp.GradScaler):
     known.)
 
     device: accepted for compatibility; the scale is created on the device of the first loss, and
-    the scaler never disables itself. With mixprec's optimizers nothing waits for the device,
-    gradients may be fp16, and unscaling is part of the update. Raises ValueError for settings out
-    of range (not checked with enabled=False).
+    the scaler never disables itself. With mixprec's optimizers there is no host sync, gradients may
+    be fp16, and unscaling is part of the update. Raises ValueError for settings out of range (not
+    checked with enabled=False).
 
     Compute losses in fp32: the gradient of an fp16 loss is the scale itself in fp16, so scales
     above 65504 overflow at once. Source: Mixed Precision Training (Micikevicius et al., 2018).
@@ -111,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         self._model = None if model is None else weakref.ref(model)
 
     def _forget(self) -> None:
-        """Drop what is known of any optimizer, and pending copies from the device."""
+        """Reset the state of each optimizer, and drop pending copies from the device."""
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradCounts] = (
             weakref.WeakKeyDictionary()
         )
@@ -151,8 +151,8 @@ class GradScaler(torch.amp.GradScaler):
     def last_step_skipped(self) -> bool:
         """Whether the latest update known to the host found an overflow.
 
-        On the CPU that is the last update; on a GPU it may lag a few updates behind, because this
-        does not wait for the device.
+        On the CPU that is the last update; on a GPU it may lag a few updates behind, which avoids a
+        host sync.
         """
         return self._skipped_in_a_row() > 0
 

@@ -1,4 +1,4 @@
-"""What a GradScaler needs to know about an optimizer, of torch or of mixprec."""
+"""Queries of a GradScaler to an optimizer of torch or mixprec."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gradients(
                 )
             if grad.is_sparse:
                 if grad.dtype == torch.float16:
-                    # Entries of the same index are added up, which can overflow: do it first.
+                    # Coalesce first: adding up entries of the same index can overflow.
                     grad = p.grad = grad.coalesce()
                 grad = grad._values()
             params, grads = per_device.setdefault(grad.device, ([], []))

@@ -1,3 +1,3 @@
-"""Diagnostics of a training run and of this machine: stats, compare, report, env."""
+"""Diagnostics of training runs and of the machine: stats, compare, report, env."""
 
 __all__ = ["compare", "env", "plotting", "report", "stats", "training_run"]

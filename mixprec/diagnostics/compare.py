@@ -58,7 +58,7 @@ def compare(
         "fp32"           the plain model: torch's Linear, FP32 parameters
         "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer
         "fp8"            mixprec.convert, bf16 parameters, FP32 masters
-        a Recipe         like the one of these with the same formats
+        a Recipe         as the one above with the same formats
 
     fp16 trains with a mixprec.GradScaler, or with the scaler that make_scaler() returns.
     module_filter_fn(module, fqn) excludes layers from the conversion, as in `mixprec.convert`.
@@ -74,14 +74,14 @@ def compare(
     pass over the last batch, with the final weights and without an optimizer step. The signal to
     quantization noise ratio, 20 log10(||ref|| / ||ref - got||) in dB, is that of the casts of x, w
     and g (the gradient of the layer's output), and of y, grad_input and grad_weight against the
-    FP32 products of the same x, w and g: the error of this layer alone, without that of the layers
-    before it. Off by default, because each layer is run again in the recipe and in FP32, and every
-    x and g is kept. Timings, memory figures and losses are not affected. See `Report.sqnr_table`
-    and `Report.suggest_overrides`.
+    FP32 products of the same x, w and g: the error of this layer only, without that of preceding
+    layers. Off by default, because each layer is run again in the recipe and in FP32, and every x
+    and g is kept. Timings, memory figures and losses are not affected. See `Report.sqnr_table` and
+    `Report.suggest_overrides`.
 
-    A run whose loss is Inf or NaN ten times in a row is ended, and its status says so. Ctrl-C ends
-    the comparison: the report holds the results so far, and report.interrupted is true. Raises
-    ValueError if the batches are not the same for each recipe or the loss is not one number,
+    A run whose loss is Inf or NaN ten times in a row is stopped, which its status reports. Ctrl-C
+    stops the comparison: the report holds the results so far, and report.interrupted is true.
+    Raises ValueError if the batches are not the same for each recipe or the loss is not one number,
     TypeError if batches can be read only once. Random states are restored.
     """
     device = torch.device(device)
@@ -147,8 +147,8 @@ def compare(
                     row.status = "interrupted in validation"  # until it is over
                     row.validation_loss = run.validate(_read(validation, None)[0])
                     row.status = "complete"
-                # Before the next model is made, so that there is one at a time in memory: models
-                # and optimizers with hooks refer to themselves.
+                # Collect before the next model is created, so that only one is in memory: models
+                # and optimizers with hooks contain reference cycles.
                 del run
                 gc.collect()
     except KeyboardInterrupt:
@@ -157,7 +157,7 @@ def compare(
 
 
 def _read(batches: Batches, steps: int | None) -> tuple[Iterable[Any], int | None]:
-    """The batches of one run, and how many there will be if that can be known."""
+    """The batches of one run, and their number if it is known."""
     data = batches() if callable(batches) else batches
     try:
         length = len(data)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def _seed_all(seed: int) -> None:
 
 @contextmanager
 def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Put the random states of torch (CPU and `device`) and of `random` back at the end."""
+    """Restore the random states of torch (CPU and `device`) and of `random` at the end."""
     state = random.getstate()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -96,7 +96,7 @@ def build() -> dict[str, Any]:
 
 
 def variants(device_type: str) -> dict[str, dict[str, Any]]:
-    """Per op: the backend used for tensors on `device_type`, and why each other one is not."""
+    """Per op: the backend used for tensors on `device_type`, and why the others are not."""
     table: dict[str, dict[str, Any]] = {}
     for name, op in OPS.items():
         tried = op.order(device_type)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_records", "plot_report", "save", "smooth"]
 
-# Told apart by most colour-blind readers (Okabe and Ito, 2008).
+# Distinguishable with most color vision deficiencies (Okabe and Ito, 2008).
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#D55E00"
-# Curves that agree cover each other: later ones are thinner and dashed, so that all can be seen.
+# Equal curves overlap: later ones are thinner and dashed, so that all are visible.
 CURVES = (
     {"color": "#999999", "linewidth": 5.0, "linestyle": "-"},
     {"color": BLUE, "linewidth": 3.0, "linestyle": "-"},
@@ -33,7 +33,7 @@ CURVES = (
     {"color": "#CC79A7", "linewidth": 1.2, "linestyle": "--"},
     {"color": "#56B4E9", "linewidth": 1.2, "linestyle": "-"},
 )
-LAYERS = (RED, BLUE, GREEN)  # of the layers that have a name in plot_records
+LAYERS = (RED, BLUE, GREEN)  # of the named layers in plot_records
 TENSORS = {"x": "activations x", "w": "weights w", "g": "gradients g"}
 
 
@@ -121,7 +121,7 @@ def plot_records(records: Sequence[Record]) -> Any:
             others = len(lines) - len(named)
             above.legend(title=f"and {others} others in grey" if others else None, fontsize=8)
         _plot_shares(below, lines)
-        if role == "w":  # which hardly ever loses anything, so there is room
+        if role == "w":  # which hardly ever loses values, so there is space
             below.legend(fontsize=8)
         below.set_xlabel("training step")
         for ax in (above, middle):
@@ -145,7 +145,7 @@ def _by_layer(records: Sequence[Record], role: str) -> dict[str, list[tuple[int,
 
 
 def _positive(x: float) -> float:
-    """NaN, a gap in the line, for what has no place on a logarithmic axis."""
+    """NaN, a gap in the line, for values that a logarithmic axis cannot show."""
     return x if math.isfinite(x) and x > 0 else math.nan
 
 
@@ -161,7 +161,7 @@ def _range(samples: list[tuple[int, Record]]) -> float:
 def _plot_layer(above: Any, middle: Any, samples: list[tuple[int, Record]], **style: Any) -> None:
     steps = [step for step, _ in samples]
     above.plot(steps, [_positive(sample["amax"]) for _, sample in samples], **style)
-    # A tensor of zeros is cast with scale 1, which says nothing and would stretch the axis.
+    # A tensor of zeros is cast with scale 1, which would only stretch the axis.
     scales = [_positive(sample["scale_max"] if sample["amax"] else 0.0) for _, sample in samples]
     middle.plot(steps, scales, **style)
 

@@ -104,8 +104,8 @@ class Report:
         return row.validation_loss / base - 1
 
     def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
-        """One sentence for each recipe, module and GEMM kind that did not run as the recipe says:
-        in every step, and always with the recipe's operand formats.
+        """One sentence for each recipe, module and GEMM kind that did not run in every step, or not
+        always with the recipe's operand formats.
         """
         names = list(modules)
         wrong = []
@@ -172,14 +172,14 @@ class Report:
         return sqnr_table({row.recipe: row.sqnr for row in self.rows if row.sqnr}, limit)
 
     def suggest_overrides(self, recipe: str | None = None) -> Overrides:
-        """A more precise recipe for each layer whose products are too inexact, for
-        `mixprec.convert(model, recipe, overrides=report.suggest_overrides())`.
+        """A more precise recipe for each layer with inexact products, for `mixprec.convert(model,
+        recipe, overrides=report.suggest_overrides())`.
 
-        Too inexact is an SQNR of y below 18 dB or of grad_weight below 17 dB
+        Inexact means an SQNR of y below 18 dB or of grad_weight below 17 dB
         (`stats.products.BARS`). "fp8-rowwise" is suggested where it reaches both, measured on the
-        same x, w and g, else "bf16". The result is a dict of {layer: recipe}; its `reasons` hold
-        the figures, and str() lists them. recipe: the row to use; None is the first measured FP8
-        one, else the first measured one. ValueError if nothing was measured (use
+        same x, w and g, else "bf16". The result is a dict of {layer: recipe}; its `reasons` contain
+        the measurements, and str() lists them. recipe: the row to use; None is the first measured
+        FP8 one, else the first measured one. ValueError if nothing was measured (use
         compare(sqnr=True)), KeyError if there is no such row.
         """
         rows = [row for row in self.rows if row.sqnr]
@@ -243,8 +243,8 @@ class Report:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the training losses, and their difference to fp32, to an image file.
 
-        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without
-        matplotlib; written whole or not at all, as `save` does.
+        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
+        Written atomically, as by `save`.
         """
         plotting.save(plotting.plot_report(self), path)
 

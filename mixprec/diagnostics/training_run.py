@@ -59,11 +59,11 @@ class _Clock:
         return event
 
     def mark(self, part: str) -> None:
-        """`part` ends here."""
+        """Record the end of `part`."""
         self._marks.append((part, self._now()))
 
     def parts(self) -> dict[str, float]:
-        """Seconds of each part; on a GPU call it after the device has been waited for."""
+        """Seconds of each part; on a GPU, call it after a synchronization."""
         found = {}
         for (_, start), (part, end) in itertools.pairwise(self._marks):
             found[part] = start.elapsed_time(end) * 1e-3 if self._on_gpu else end - start
@@ -184,14 +184,15 @@ class TrainingRun:
         return number
 
     def finish(self) -> None:
-        """Measure memory, skipped steps and loss scale at the end of the run, however it ended."""
+        """Measure memory, skipped steps and loss scale at the end of the run, also after an
+        error."""
         states = list(self.optimizer.state.values())
         if self.device.type == "cuda":
             self.row.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.row.parameter_bytes = tensor_bytes(self.model.parameters())
         self.row.optimizer_bytes = tensor_bytes(t for state in states for t in state.values())
-        # An optimizer that skips on the device does not count the step; one without a count is
-        # skipped by not being called.
+        # An optimizer that skips on the device does not count the step; one without a count is not
+        # called for a skipped step.
         counts = [int(state["step"]) for state in states if "step" in state]
         self.row.skipped_steps = self.row.steps - max(counts, default=self.optimizer_calls)
         if self.scaler is not None:

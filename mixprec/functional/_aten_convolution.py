@@ -32,14 +32,13 @@ class Geometry(NamedTuple):
     groups: int
 
     def for_aten(self) -> tuple[Any, ...]:
-        """As aten.convolution takes them; transposed convolutions also have output padding."""
+        """As arguments of aten.convolution, which also take transposed and output_padding."""
         stride, padding, dilation, groups = self
         return [*stride], [*padding], [*dilation], False, [0, 0], groups
 
 
 def is_channels_last(t: torch.Tensor) -> bool:
-    """Whether t [B, C, H, W] has the layout [B, H, W, C] in memory and is not contiguous as
-    well."""
+    """Whether t [B, C, H, W] is channels_last in memory and not also contiguous."""
     return not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -1,5 +1,4 @@
-"""autocast: a region in which converted modules use a recipe, or none, and sensitive ops use
-FP32."""
+"""autocast: a region in which modules use a recipe, or none, and sensitive ops use FP32."""
 
 from __future__ import annotations
 

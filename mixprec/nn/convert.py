@@ -112,8 +112,7 @@ def convert(
 
     Warns, listing the kinds of modules in the model, if there is no layer to convert. TypeError if
     `model` is not a module; ValueError for an unknown recipe, a pattern that matches no layer to
-    convert
-    (with the layers' names) or a layer whose forward was replaced, before anything is changed.
+    convert (listing their names) or a layer whose forward was replaced, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)

@@ -27,8 +27,8 @@ def _bias_corrections(steps: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def _sqrt(v: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded square root. torch's on the CPU is one unit off for some inputs: for
-    FP32 it is taken in FP64, where that unit is rounded away; for FP64 by the math library."""
+    """The correctly rounded square root. torch.sqrt on the CPU is off by one unit for some inputs:
+    for FP32 it is taken in FP64, where that unit is rounded away; for FP64 by the math library."""
     if v.dtype == torch.float32:
         return v.double().sqrt().float()
     if v.device.type == "cpu":
@@ -42,7 +42,7 @@ def adamw_reference_(args: Any) -> None:
     inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(update.counts, args.beta2))
     for i, (m, v) in enumerate(zip(args.exp_avgs, args.exp_avg_sqs, strict=True)):
         real, g, p = update.real(i), update.gradient(i), update.master(i)
-        # No decay leaves an infinite p alone: 0 * Inf would be NaN.
+        # Without decay an infinite p is unchanged: 0 * Inf would be NaN.
         if args.decoupled_weight_decay:
             decay = (update.lr * args.weight_decay).to(real)
             p = torch.where(decay != 0, p - p * decay, p)
@@ -98,7 +98,7 @@ def adamw_(
     clip: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One Adam step over lists of tensors, in place; nothing at all where found_inf != 0.
+    """One Adam step over lists of tensors, in place; no change if found_inf != 0.
 
         step += 1;  bc = 1 - beta^step
         g = grad * inv_scale * clip, bounded by +-max_value     (negated if maximize)
@@ -114,16 +114,16 @@ def adamw_(
     params: fp32, bf16, fp16 or fp64, any shapes. grads: one per param, its shape, fp32, bf16 or
     fp16 (fp64 for fp64 params). exp_avgs, exp_avg_sqs: fp32 (fp64 for fp64 params) or bf16 of the
     param's shape. masters: one tensor per param, or an empty list; fp32, or, for bf16 params,
-    int16: the bits that the param lacks, with which it is rounded to nearest, ties away from zero.
-    steps: fp32 [params], counts. inv_scale, clip, found_inf: fp32, one element. lr: a number or
-    an fp32 or fp64 tensor of one element. All on one device.
+    int16: the bits that the param lacks, such that it rounds to the param, to nearest, ties away
+    from zero. steps: fp32 [params], counts. inv_scale, clip, found_inf: fp32, one element. lr: a
+    number or an fp32 or fp64 tensor of one element. All on one device.
 
-    bf16 moments, and with stochastic_rounding bf16 params that have no master, are rounded at
-    random, to the neighbours in proportion to their nearness: Philox4x32-10 keyed by seed, counted
-    by element, step and indices[i] (one number per param), so the same call gives the same bits.
-    FP32 arithmetic (FP64 for fp64 params) in exactly this order: all backends give the same bits.
-    Sources: Adam (Kingma, Ba, 2015), Decoupled Weight Decay Regularization (Loshchilov, Hutter,
-    2019).
+    bf16 moments, and with stochastic_rounding bf16 params without a master, are rounded
+    stochastically, to a neighbour with probability proportional to its nearness: Philox4x32-10
+    keyed by seed, counted by element, step and indices[i] (one number per param), so calls are
+    reproducible. The arithmetic is FP32 (FP64 for fp64 params) in exactly this order: all backends
+    give the same bits. Sources: Adam (Kingma, Ba, 2015), Decoupled Weight Decay Regularization
+    (Loshchilov, Hutter, 2019).
     """
     optimizer_update.prepare("adamw_", params, steps)
     if not params:

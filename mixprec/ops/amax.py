@@ -1,4 +1,4 @@
-"""amax: the largest magnitude in a tensor, which decides its scale."""
+"""amax: the largest magnitude in a tensor, from which its scale is computed."""
 
 from __future__ import annotations
 

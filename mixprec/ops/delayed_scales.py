@@ -1,4 +1,4 @@
-"""update_delayed_scales_: the amax histories of many tensors, and the scales that follow."""
+"""update_delayed_scales_: update the amax histories and scales of many tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 from .scale import scale_from_amax
 
-UNUSED = -1.0  # an amax that no tensor has: nothing was cast since the last update
+UNUSED = -1.0  # marks an amax as unused: nothing was cast since the last update
 
 
 def update_delayed_scales_reference_(
@@ -101,14 +101,14 @@ def update_delayed_scales_(
 
         history = [amax, history[0], ..., history[L - 2]]
         scale   = fmt_max / max(history) * 2^-margin      most_recent: fmt_max / amax * 2^-margin
-        amax    = -1                                      which says: not used since
+        amax    = -1                                      (unused)
 
     amax_histories: n of fp32 [L], one L, newest first; scales, amaxes: n of fp32 []; fmt_max: n
     numbers, the largest value of the format of each. A tensor whose amax is -1 was not used and is
     not rolled; one whose amax is Inf or NaN keeps its history and scale. Where the largest amax is
-    0 the scale keeps its value. power_of_two rounds it down to a power of two; it lies in
-    [2^-126, 2^126], and 0 stands for "not initialised" until the first amax above 0. ValueError or
-    TypeError names an argument that does not fit.
+    0 the scale keeps its value. power_of_two rounds it down to a power of two; its range is
+    [2^-126, 2^126], and 0 means "not initialized" until the first amax above 0. ValueError or
+    TypeError names an invalid argument.
 
     Source: delayed scaling of FP8 Formats for Deep Learning (Micikevicius et al., 2022) and of
     NVIDIA Transformer Engine, whose window of L also includes the current amax.
@@ -117,7 +117,7 @@ def update_delayed_scales_(
     checks.is_list(op, "scales", scales)
     limits = [float(limit) for limit in fmt_max]
     arguments = (amax_histories, scales, amaxes, limits, margin, power_of_two, most_recent)
-    if not scales:  # the dispatcher finds a kernel by the tensors
+    if not scales:  # the dispatcher selects a kernel by the device of the tensors
         delayed_scales_op.check(*arguments)
         return
     delayed_scales_op(*arguments)

@@ -54,16 +54,16 @@ dequantize_op = Op(
 
 
 def run(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantize` of plain tensors, without a look at autograd: for autograd functions."""
+    """`dequantize` of plain tensors, without the autograd check: for autograd functions."""
     return dequantize_op(data, scale_inv, dtype)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return q.data * q.scale_inv as `dtype` (fp32, bf16 or fp16), contiguous, in q.data's shape.
 
-    Each element with the scale of its row or block, for every granularity of `quantize`, and for
-    `q.t()`, whose scales lie along columns. The decode is exact and the product is FP32; the only
-    rounding is the one to `dtype`. ValueError or TypeError names what does not fit.
+    Each element is multiplied by the scale of its row or block, for every granularity of `quantize`
+    and for `q.t()`, whose scales are per column. Decoding is exact and the product is FP32; the
+    only rounding is the one to `dtype`. ValueError or TypeError names an invalid argument.
     """
     op = "dequantize"
     if not isinstance(q, Quantized):
@@ -76,7 +76,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 def _along_columns(q: Quantized) -> bool:
-    """Whether the scales fit the transpose of the data, and not the data itself: q is a `t()`."""
+    """Whether the scales fit only the transpose of the data: q is the result of `t()`."""
     if q.data.dim() != 2 or q.scale_inv.dim() != 2:
         return False
     m, k = q.data.shape

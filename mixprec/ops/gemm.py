@@ -87,7 +87,7 @@ def _check_gemm(
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether x and y are of one storage and the ranges that they span in it meet."""
+    """Whether x and y share a storage and their ranges in it overlap."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     if x.numel() == 0 or y.numel() == 0:
@@ -97,7 +97,7 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _span(x: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """The bytes of its storage from x's first element to the end of its last."""
+    """The byte range of x in its storage, from its first element to the end of its last."""
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     first, size = x.storage_offset(), x.dtype.itemsize
     return first * size, (first + extent) * size
@@ -170,8 +170,8 @@ def run(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """`gemm` of plain tensors in the dtypes that they have, without a look at autograd or
-    autocast: for autograd functions, which have cast the operands."""
+    """`gemm` of plain tensors without the autograd check and autocast: for autograd functions,
+    which have cast the operands."""
     return gemm_op(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
 
 
@@ -182,7 +182,7 @@ def accumulate(
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
 ) -> None:
-    """The same for `gemm_accumulate_`."""
+    """`gemm_accumulate_` of plain tensors; see `run`."""
     gemm_accumulate_op(acc, a, b, a_scale_inv, b_scale_inv)
 
 
@@ -211,7 +211,7 @@ def gemm(
     """Return (a @ b) * a_scale_inv * b_scale_inv + bias, [M, N] contiguous.
 
     a: [M, K], b: [K, N], any strides: both fp16, both bf16, or FP8 (E4M3 and E5M2 in any mix); a
-    Quantized brings its scale_inv, and its t() is an operand too. a_scale_inv: fp32, any strides:
+    Quantized, or its t(), includes its scale_inv. a_scale_inv: fp32, any strides:
 
         one element (a number is accepted)   for all of a
         [M, 1]                               per row
@@ -221,12 +221,11 @@ def gemm(
     b_scale_inv: the transposes of these, for b; the two operands may differ. bias: [N], fp32, bf16
     or fp16. out_dtype: fp32, bf16 or fp16; None takes the operands' dtype, bf16 for FP8.
 
-    Accumulation is FP32 and there is one rounding, at the end. Scales that change along K multiply
-    the FP32 sum of each 128 of K before it is added up, the others the whole sum. fast_accum lets
-    FP8 tensor cores keep their shorter accumulator; no effect on a CPU. K = 0 gives the bias or
-    zeros. Inside torch.autocast a and b of fp32, bf16 or fp16 are first cast to the autocast dtype;
-    FP8, scales and bias are taken as they are. Raises ValueError naming the argument that does not
-    fit.
+    Accumulation is FP32, with one rounding at the end. Scales that change along K multiply the FP32
+    sum of each 128 of K; other scales multiply the whole sum. fast_accum allows the shorter
+    accumulator of FP8 tensor cores; it has no effect on a CPU. K = 0 gives the bias or zeros.
+    Inside torch.autocast a and b of fp32, bf16 or fp16 are first cast to the autocast dtype; FP8,
+    scales and bias are not cast. Raises ValueError naming the invalid argument.
     """
     a_data, a_inv = _unpack("gemm", "a", a, a_scale_inv)
     b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)

@@ -1,4 +1,4 @@
-"""grad_stats_: one read of all gradients that tells whether they are finite and how large."""
+"""grad_stats_: read all gradients once, for their norms and whether they are finite."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def grad_stats_(
 
     grads: list of n tensors of any shapes, fp32, bf16, fp16 or fp64, only read. inv_scale: fp32,
     one element, or None for 1. found_inf: fp32, one element; set to 1.0 if a value is Inf or NaN
-    before or after the multiplication, else left as it is. sum_sq: fp64 [n], overwritten. counts:
-    int64 [n, 4], overwritten with how many elements of grads[i] are Inf, are NaN (before or after
-    the multiplication), are 0, are subnormal in the gradient's own dtype (both before it).
+    before or after the multiplication, else unchanged. sum_sq: fp64 [n], overwritten. counts: int64
+    [n, 4], overwritten with the numbers of elements of grads[i] that are Inf, NaN (before or after
+    the multiplication), 0, and subnormal in the gradient's dtype (both before it).
 
     The products are FP32 (FP64 for fp64 gradients), the squares and their sums FP64 in a fixed
     order: two runs give the same bits, and finite gradients of any size do not overflow them.

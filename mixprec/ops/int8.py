@@ -1,4 +1,4 @@
-"""INT8 with one scale per row, for weights that are kept and no longer trained."""
+"""INT8 with one scale per row, for weights in inference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quantize_int8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(f"{op}: w must be finite, got Inf or NaN")
     amax = wide.abs().amax(dim=1, keepdim=True) if w.shape[1] else wide.new_zeros(len(w), 1)
-    # The quotient of a very small amax is Inf: the scale stops where its inverse is normal.
+    # 127 / amax is Inf for a very small amax: the scale is clamped so that its inverse is normal.
     scale = torch.where(amax == 0, 1.0, _MAX / amax).clamp(max=2.0**126)
     data = (wide * scale).round().clamp(-_MAX, _MAX).to(torch.int8)
     return data, 1.0 / scale

@@ -36,8 +36,8 @@ def cast_reference(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 def _scale(
     amax: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype, power_of_two: bool
 ) -> torch.Tensor:
-    """The scale of a tensor: the given one unless it is 0, which means not initialised; else from
-    its amax for FP8, and 1 for the 16-bit formats."""
+    """The scale of a tensor: the given one unless it is 0 (not initialized); otherwise computed
+    from amax for FP8, and 1 for the 16-bit formats."""
     current = torch.ones_like(amax)
     if dtype in checks.FP8:
         current = scale_from_amax(amax, formats.parse(dtype).max, 0, power_of_two, current)
@@ -47,7 +47,7 @@ def _scale(
 def _by_blocks(
     rows: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """data [M, K] and scale_inv of rows [M, K], every block with the scale of its own amax."""
+    """data [M, K] and scale_inv of x [M, K], each block scaled by its own amax."""
     amax = scale_layout.block_amax(rows, granularity)
     scale = _scale(amax, None, dtype, power_of_two)
     data = cast_reference(rows, scale_layout.expand(scale, *rows.shape), dtype)
@@ -55,7 +55,7 @@ def _by_blocks(
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy; `contiguous()` and `clone()` keep whatever strides an empty tensor has."""
+    """A contiguous copy; `contiguous()` and `clone()` keep the strides of an empty tensor."""
     return x.new_empty(x.shape).copy_(x)
 
 
@@ -149,19 +149,19 @@ def run(
     granularity: str,
     power_of_two_scale: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """data, data_t, scale_inv, scale_inv_t and amax, as `quantize` says, without a look at
-    autograd: for autograd functions. What was not asked for is empty."""
+    """data, data_t, scale_inv, scale_inv_t and amax, as of `quantize`, without the autograd check:
+    for autograd functions. Results not requested are empty."""
     return quantize_op(x, dtype, scale, transpose, granularity, power_of_two_scale)
 
 
 def _reads_zero(scale: torch.Tensor) -> bool:
-    """Whether this is one 0, as far as that can be seen without waiting for a device."""
+    """Whether the scale is known to be 0, without a host sync."""
     seen = type(scale) is torch.Tensor and scale.device.type == "cpu" and scale.numel() == 1
     return seen and not torch.compiler.is_compiling() and scale.item() == 0
 
 
 def _given(op: str, scale: float | torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The scale as a tensor on x's device. A tensor may hold 0 (not initialised), a number not."""
+    """The scale as a tensor on x's device. Only a tensor may hold 0 (not initialized)."""
     if isinstance(scale, torch.Tensor) and _reads_zero(scale):
         checks.is_scalar(op, "scale", scale, torch.float32)
         checks.on_device(op, "scale", scale, x.device, "the input")
@@ -181,8 +181,8 @@ def quantize(
     """Cast x to `fmt`: data = saturate(x * scale), so that x ~ data * scale_inv.
 
     x: any shape and strides, fp32, bf16 or fp16, seen as [M, K] with leading dimensions flattened.
-    fmt: E4M3, E5M2, FP16 or BF16 (a Format, its name or its torch dtype). granularity: how many
-    elements share a scale, hence the shape of scale_inv, fp32:
+    fmt: E4M3, E5M2, FP16 or BF16 (a Format, its name or its torch dtype). granularity: which
+    elements share a scale, and so the shape of scale_inv, fp32:
 
         "tensor"        all                            []
         "row"           a row                          [M, 1]
@@ -190,17 +190,17 @@ def quantize(
         "block128x128"  a square of 128 x 128          [ceil(M / 128), ceil(K / 128)]
 
     scale: the multiplier before the cast, fp32 with one element (a number is accepted), for
-    "tensor" only. None, or a tensor that holds 0 (not initialised yet), takes fmt.max / amax,
-    rounded down to a power of two unless power_of_two_scale is False (where amax is 0 or not
-    finite, and for FP16 and BF16: 1). The other granularities, FP8 only, take the scale of each
-    block from its own amax by the same rule. The amax returned is that of all of x.
+    "tensor" only. None, or a tensor that holds 0 (not initialized), selects fmt.max / amax, rounded
+    down to a power of two unless power_of_two_scale is False (1 where amax is 0 or not finite, and
+    for FP16 and BF16). The other granularities, FP8 only, compute the scale of each block from its
+    own amax in the same way. The amax returned is that of all of x.
 
     transpose also returns data_t [K, M], x^T quantized with the same granularity: for "tensor" and
     "block128x128" the transpose of data; for the others its rows, and blocks along M, have scales
     of their own, scale_inv_t ([K, 1], [K, ceil(M / 128)]), from x itself.
 
-    Rounding is to nearest, ties to even. In FP8 finite values saturate and NaN and Inf stay
-    visible (Inf is NaN in E4M3); FP16 and BF16 overflow to Inf as IEEE 754 says.
+    Rounding is to nearest, ties to even. In FP8 finite values saturate, and NaN and Inf are kept
+    (Inf is NaN in E4M3); FP16 and BF16 overflow to Inf as IEEE 754 says.
     Sources: FP8 Formats for Deep Learning (Micikevicius et al., 2022); DeepSeek-V3 Technical Report
     (2024) for the blocks.
     """

@@ -1,4 +1,4 @@
-"""The scalar arithmetic of scales: from amax to scale, the loss scale's update, clipping."""
+"""Scalar arithmetic: the scale from amax, the update of the loss scale, the clip factor."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def scale_from_amax_(
     """Set scale = fmt.max / amax * 2^-margin and scale_inv = 1 / scale, for many tensors at once.
 
     scale, scale_inv, amax: fp32, one shape, any number of elements. Where amax is 0 or not
-    finite, scale keeps its value. power_of_two rounds the scale down to a power of two. The
-    result lies in [2^-126, 2^126].
+    finite, scale keeps its value. power_of_two rounds the scale down to a power of two. The range
+    of the result is [2^-126, 2^126].
     """
     op = "scale_from_amax_"
     dtype = formats.parse(fmt, who=op).dtype
@@ -154,7 +154,7 @@ clip_coef_op = Op(
 
 
 def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor that brings gradients down to the norm `max_norm`.
+    """Return the factor that clips gradients to the norm `max_norm`.
 
     clip = min(1, max_norm / (sqrt(sum of sum_sq) + 1e-6)), as torch.nn.utils.clip_grad_norm_
     computes it. sum_sq: fp64, any shape, contiguous: the squared norms of `grad_stats_`, added in
@@ -167,15 +167,15 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 def underflow_share(counts: torch.Tensor, elements: int) -> torch.Tensor:
     """The share of subnormal numbers among the gradients that are not 0: fp32 [].
 
-    counts: int64 [n, 4] of `grad_stats_`, over `elements` elements in all. 1 if all are 0: nothing
-    is left of them. Other zeros do not count, because most are no underflow: rows of an embedding
-    that was not used, say.
+    counts: int64 [n, 4] of `grad_stats_`, over `elements` elements in all. 1 if all are 0.
+    Otherwise zeros do not count, because most are not underflow: for example, unused rows of an
+    embedding.
     """
     some, subnormals = elements - counts[:, 2].sum(), counts[:, 3].sum()
     return torch.where(some > 0, subnormals.float() / some.clamp(min=1).float(), elements > 0)
 
 
-COUNTERS = 3  # of updates: with an overflow, without, and with one in a row
+COUNTERS = 3  # of updates: with an overflow, without one, and consecutive ones with one
 # Early growth waits for this part of growth_interval without an overflow, so that a scale which
 # underflow drives up and overflow drives down costs at most a few skipped steps in a hundred.
 _EARLY = 20
@@ -192,7 +192,7 @@ def update_scale_reference_(args: Any) -> None:
         early = clean * _EARLY >= args.growth_interval
         grows = grows | (~found & early & (underflow.reshape(()) > args.grow_on_underflow))
     backs_off = found & (left <= 0)
-    # min_scale and max_scale bound what a step does; a scale set outside them by hand stays.
+    # min_scale and max_scale bound what a step does; a scale set manually outside them is kept.
     lower = torch.minimum(
         now, (now.double() * args.backoff_factor).float().clamp(min=args.min_scale)
     )
@@ -266,12 +266,12 @@ def update_scale_(
     scale = max(scale * backoff_factor, min_scale). found_inf == 0: growth_tracker += 1; when it
     reaches growth_interval, scale = min(scale * growth_factor, max_scale) unless that is
     infinite, growth_tracker = 0, hysteresis_tracker = hysteresis. Where underflow >
-    grow_on_underflow, a twentieth of growth_interval is enough for that.
+    grow_on_underflow, growth_interval / 20 updates suffice.
 
     scale, found_inf, underflow: fp32, one element; the trackers: int32, one element. counters:
-    int64 [3], each update advances how many had an overflow, how many had none, and how many in a
-    row, up to this one, had one. Sources: dynamic loss scaling of Mixed Precision Training
-    (Micikevicius et al., 2018); hysteresis as in Megatron-LM.
+    int64 [3]: the numbers of updates with an overflow, without one, and of the latest consecutive
+    updates with one. Sources: dynamic loss scaling of Mixed Precision Training (Micikevicius et
+    al., 2018); hysteresis as in Megatron-LM.
     """
     update_scale_op(
         scale,

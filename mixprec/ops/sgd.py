@@ -70,20 +70,20 @@ def sgd_(
     clip: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One SGD step over lists of tensors, in place; nothing at all where found_inf != 0.
+    """One SGD step over lists of tensors, in place; no change if found_inf != 0.
 
         step += 1
         g = grad * inv_scale * clip, bounded by +-max_value     (negated if maximize)
         g = g + weight_decay * p  unless that is 0              p: master, or param without one
         b = g at step 1, later b * momentum + g * (1 - dampening)        b: momentum_buffer
-        g = g + momentum * b with nesterov, else b              (no line of b without buffers)
+        g = g + momentum * b with nesterov, else b              (without buffers, g is unchanged)
         p = p - lr * g
         master = p;  param = p rounded to nearest even
 
     momentum_buffers: one tensor per param, or an empty list for SGD without momentum; fp32 (fp64
-    for fp64 params) or bf16, of the param's shape. Everything else as in `adamw_`. Source: On the
-    importance of initialization and momentum in deep learning (Sutskever et al., 2013), in the
-    form of torch.optim.SGD.
+    for fp64 params) or bf16, of the param's shape. All other arguments are as in `adamw_`. Source:
+    On the importance of initialization and momentum in deep learning (Sutskever et al., 2013), in
+    the form of torch.optim.SGD.
     """
     optimizer_update.prepare("sgd_", params, steps)
     if not params:

@@ -1,6 +1,6 @@
 """unscale_: divide the loss scale out of gradients, and find Inf and NaN, in one pass.
 
-The plainest op of the library: read it first to learn how one is made.
+The simplest op of the library: read it first to see how an op is defined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def count_reference(grad: torch.Tensor, unscaled: torch.Tensor) -> torch.Tensor:
     return torch.stack([mask.sum() for mask in (inf, nan, zero, subnormal)])
 
 
-# 1. The reference: what the op means, in plain torch, on any device.
+# 1. The reference: the definition of the op in plain torch, for any device.
 def unscale_reference_(
     grads: list[torch.Tensor],
     inv_scale: torch.Tensor,
@@ -41,7 +41,7 @@ def unscale_reference_(
         found_inf.masked_fill_(bad, 1.0)
 
 
-# 2. What the arguments must be, run by the fake kernel, the reference, and when a kernel refuses.
+# 2. The argument check, run by the fake kernel, the reference, and when a kernel raises.
 def _check(
     grads: Sequence[torch.Tensor],
     inv_scale: torch.Tensor,
@@ -61,7 +61,7 @@ def _check(
         checks.is_table(op, "counts", counts, torch.int64, shape, device, "found_inf")
 
 
-# 3. The op: its schema, shared by all variants, and what is known of it. The C++ kernel is
+# 3. The op: its schema, shared by all variants, and its functions. The C++ kernel is
 # csrc/cpu/unscale.cpp, the CUDA kernel csrc/cuda/grads/unscale.cu.
 unscale_op = Op(
     "unscale_",
@@ -80,15 +80,15 @@ def unscale_(
     found_inf: torch.Tensor,
     counts: torch.Tensor | None = None,
 ) -> None:
-    """g <- g * inv_scale for each gradient, in place; found_inf <- 1.0 where one is not finite.
+    """g <- g * inv_scale for each gradient, in place; found_inf <- 1.0 if one is not finite.
 
     grads: list of tensors of any shapes, fp32, bf16, fp16 (FP32 arithmetic, one rounding to the
     gradient's dtype) or fp64 (FP64). inv_scale: fp32, one element, 1 / loss scale. found_inf:
     fp32, one element; set to 1.0 if a value is Inf or NaN before or after the multiplication,
-    else left as it is (the caller clears it). counts: int64 [grads, 4], overwritten with how many
-    elements of each are Inf, are NaN (before or after), are 0, are subnormal in the gradient's own
-    dtype (both before). No host sync. TypeError or ValueError names a bad argument, before
-    anything is written.
+    else unchanged (the caller clears it). counts: int64 [grads, 4], overwritten with the numbers of
+    elements of each gradient that are Inf, NaN (before or after), 0, and subnormal in the
+    gradient's dtype (both before). No host sync. TypeError or ValueError names an invalid argument
+    before anything is written.
     """
     checks.is_sequence("unscale_", "grads", grads)
     checks.needs_no_grad("unscale_", "call it under torch.no_grad()", *grads)

@@ -1,4 +1,4 @@
-"""What all optimizers share: one pass over the gradients, one over the state, no host sync."""
+"""Base of the optimizers: one pass over the gradients, one over the state, no host sync."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Optimizer(torch.optim.Optimizer):
     (`_moments`), and runs its op on one batch of params (`_update`).
     """
 
-    # Tells torch.amp.GradScaler that step() unscales by itself. It then sets the attributes
+    # Tells torch.amp.GradScaler that step() unscales gradients itself. It then sets the attributes
     # grad_scale (None after unscale_) and found_inf on the optimizer while it calls step().
     _step_supports_amp_scaling = True
-    # The same from mixprec.GradScaler, through `_step_scaled`, while that runs.
+    # The values that mixprec.GradScaler passed to the current `_step_scaled`.
     _scaling: Scaling | None = None
     # Settings that a group of a torch state dict may lack.
     _optional: ClassVar[dict[str, Any]] = {"maximize": False}
-    # What a state to load may hold, and whether it has to.
+    # The keys of a state to load, and whether each is required.
     _moment_names: tuple[str, ...]
     _moments_required = True
 
@@ -107,13 +107,13 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _forget(self) -> None:
-        """Treat every param as written by other code since the last step."""
+        """Treat every param as modified by other code since the last step."""
         self._batches = Batches(type(self).__name__, self._policy)
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
         self.grad_counts = GradCounts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of params, with its own settings where it names them."""
+        """Add a group of params; its settings override the defaults."""
         if isinstance(param_group, dict):
             self._check_group({**self.defaults, **param_group}, type(self).__name__)
         super().add_param_group(param_group)
@@ -165,13 +165,13 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The norm of all gradients of the last step, unscaled, before clipping: fp64 [] on the
-        device; None where the step did not have to read them first."""
+        device; None if the step did not read them first."""
         parts = list(self._sums.values())
         return torch.cat(parts).sum().sqrt() if parts else None
 
     @property
     def group_grad_norms(self) -> list[torch.Tensor | None]:
-        """The same for each param group; None for one without gradients."""
+        """`grad_norm` of each param group; None for one without gradients."""
         groups = range(len(self.param_groups))
         return [self._sums[g].sum().sqrt() if g in self._sums else None for g in groups]
 
@@ -179,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
         """Which params' gradients held Inf or NaN at the last skipped step, the worst first.
 
         Names are `model`'s, or those of named_parameters() if the optimizer was made with them.
-        Waits for the device. Of a sharded param, the part on this rank was looked at.
+        Waits for the device. For a sharded param, only the part on this rank is considered.
         """
         return worst_first(self.grad_counts.overflows(namer([self], model)))
 
@@ -207,7 +207,7 @@ class Optimizer(torch.optim.Optimizer):
             self._scaling = None
 
     def _current_scaling(self) -> Scaling:
-        """What the scaler that drives this step, of mixprec or of torch, has passed."""
+        """The values passed by the scaler of this step, of mixprec or torch."""
         if self._scaling is not None:
             return self._scaling
         return Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -311,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
         Tensors are copied and keep their dtypes (torch.optim casts them to the params'). The
         model's weights may be loaded before or after. Raises ValueError, changing nothing, for a
         state that does not fit: another number of params, another shape, dtype or optimizer, or
-        masters that these options have no use for.
+        masters that these options do not use.
         """
         _settings.check_state_dict(f"{type(self).__name__}.load_state_dict", state_dict)
         hook = self.register_load_state_dict_pre_hook(hide_tensors)  # runs after all others

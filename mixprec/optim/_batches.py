@@ -30,7 +30,7 @@ class Batch:
 
 
 class _Known(NamedTuple):
-    """The params of a group as our last step left them, to detect changes by other code."""
+    """The params of a group after the last step, to detect changes by other code."""
 
     ids: list[int]
     dtypes: list[torch.dtype]
@@ -42,7 +42,7 @@ class _Known(NamedTuple):
 
 
 class Batches:
-    """Makes the batches of every step, and remembers the params as the last step left them."""
+    """Makes the batches of every step, and records the params after it."""
 
     def __init__(self, who: str, policy: Policy) -> None:
         self._who, self._policy = who, policy
@@ -122,7 +122,7 @@ class Batches:
         self._policy.prepare(p, state, moments)
 
     def remember(self) -> None:
-        """Call after the step: later writes to the params are those of other code."""
+        """Call after the step: later writes to the params are made by other code."""
         for g, known in self._current.items():
             self._known[g] = known._replace(versions=[p._version for p in known.data])
         self._current = {}

@@ -15,9 +15,8 @@ def fp32_state_dict(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
 ) -> dict[str, Any]:
-    """model.state_dict() with every 16-bit tensor in FP32: the param's master where one of the
-    optimizers keeps it, else the same values converted. Tensors are copies; other entries are
-    unchanged.
+    """model.state_dict() with every 16-bit tensor in FP32: the master of a param if one of the
+    optimizers has it, else the converted values. Tensors are copies; other entries are unchanged.
 
     Loading it into this model restores exactly its params. To this end, a number kept as a
     remainder that is halfway between two BF16 neighbours is returned one FP32 unit further from 0.

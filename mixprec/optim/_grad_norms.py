@@ -1,4 +1,4 @@
-"""What a step needs to know of all gradients before it writes: are they finite, how large."""
+"""The norms of all gradients, and whether they are finite, read before a step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def agree(
     sums: dict[int, torch.Tensor],
     groups: list[dict[str, Any]],
 ) -> dict[int, torch.Tensor]:
-    """The same flag and, by group, the same squared norms on all ranks that share the params.
+    """Reduce the flag and the squared norms of each group over all ranks that share the params.
 
     sums: of this rank, from `read`; a rank may have no gradient of a group, or none at all.
     """
@@ -73,8 +73,8 @@ def agree(
 def clip_factors(
     sums: dict[int, torch.Tensor], groups: list[dict[str, Any]], max_grad_norm: float | None
 ) -> dict[int, torch.Tensor]:
-    """By group, the factor that clips its gradients: by its own norm where it has a limit of its
-    own, else by the norm of all groups without one."""
+    """By group, the factor that clips its gradients: by its own norm if it has its own limit, else
+    by the norm of all groups without one."""
     clips = {}
     rest = []
     for g in sums:

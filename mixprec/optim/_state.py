@@ -42,11 +42,11 @@ class Policy:
         return self.stochastic_rounding or self.state_dtype == torch.bfloat16
 
     def prepare(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
-        """Create what the state lacks. Where other code wrote the param, update its master.
+        """Create missing state. If other code modified the param, update its master.
 
-        The master is kept wherever it still rounds to the param, so that loading a model's weights
-        after the optimizer's state leaves all its bits in place. A remainder is always kept: it is
-        less than half a unit of whatever the param is now.
+        The master is kept where it still rounds to the param, so that loading a model's weights
+        after the optimizer's state preserves all its bits. A remainder is always kept: it is less
+        than half a unit of the new value.
         """
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -81,7 +81,7 @@ class Policy:
         """The loaded state, copied to the param's device.
 
         Moments must have the optimizer's dtype, or one that converts to it exactly. Anything else
-        is a ValueError: no value is ever rounded.
+        raises ValueError: values are never rounded.
         """
         saved = {name: value for name, value in saved.items() if value is not None}
         if not saved:

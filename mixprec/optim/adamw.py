@@ -26,8 +26,8 @@ class AdamW(Optimizer):
     master_weights: how 16-bit params are kept in FP32, where updates are applied.
       "auto", "fp32"  an FP32 copy in state[param]["master"], 4 bytes; the param is this rounded
       "remainder16"   for bf16 the 16 bits that the param lacks, in state[param]["remainder"],
-                      2 bytes: the same FP32 numbers; fp16 params get an FP32 copy
-      None            not at all: small updates are rounded away, unless rounding is stochastic
+                      2 bytes: the same FP32 values; fp16 params get an FP32 copy
+      None            none: small updates are rounded away, unless rounding is stochastic
     state_dtype: of the moments, torch.float32, or torch.bfloat16, which is always rounded
     stochastically (rounded to nearest, exp_avg_sq would stop decaying). stochastic_rounding: bf16
     params have no master ("auto") and are rounded up or down at random, in proportion to the
@@ -39,7 +39,7 @@ class AdamW(Optimizer):
     min(1, max_grad_norm / (norm + 1e-6)); a group with its own "max_grad_norm" is clipped by the
     norm of that group. max_grad_value bounds each element. The norm is in `grad_norm`.
     process_group: ranks that hold different params, or parts of them, and must skip and clip
-    together; for DTensors (FSDP2) the ranks are known without it.
+    together; for DTensors (FSDP2) the ranks are detected without it.
     foreach, fused, capturable: accepted for compatibility with torch.optim and ignored: the step is
     always fused and capturable. amsgrad and differentiable must be False.
 
@@ -53,7 +53,7 @@ class AdamW(Optimizer):
     gradient is Inf or NaN and a GradScaler drives the step, max_grad_norm is set or a param has 16
     bits. `skipped` counts such steps on the device, and `overflow_report()` names the params.
     Otherwise (fp32 params, no scaler, no clipping) gradients are not checked and a NaN reaches the
-    params, as in torch.optim. Nothing here waits for the device.
+    params, as in torch.optim. There is no host sync.
 
     With `mixprec.GradScaler` or `torch.amp.GradScaler`, gradients stay scaled and are unscaled
     inside the update. Raises ValueError for settings out of range and for sparse gradients.

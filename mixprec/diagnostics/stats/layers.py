@@ -1,4 +1,4 @@
-"""The layers that have a recipe: what they compute with, and the same product in FP32."""
+"""The layers with a recipe: their settings, and the same product in FP32."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:
 
 
 def as_operand(layer: nn.Module, role: str, t: torch.Tensor) -> torch.Tensor:
-    """t ("x", "w" or "g" of `layer`) in the shape in which it is cast, whose rows and blocks may
-    have scales of their own.
+    """t ("x", "w" or "g" of `layer`) in the shape in which it is cast, which determines rows and
+    blocks.
 
-    A convolution with FP8 operands is a GEMM over pixels where it mixes nothing but channels;
-    otherwise its operands are cast as [first dimension, all the rest]. (The zeros of padding are
-    left out.)
+    A convolution with FP8 operands is a GEMM over pixels if it combines only channels; otherwise
+    its operands are cast as [first dimension, all the rest]. (The zeros of padding are excluded.)
     """
     if not isinstance(layer, nn.Conv2d):
         return t
@@ -57,10 +56,10 @@ def as_operand(layer: nn.Module, role: str, t: torch.Tensor) -> torch.Tensor:
 def product_fp32(
     layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """What torch's own module computes in FP32; None for a kind of layer that is not known."""
+    """The output of torch's own module in FP32; None for an unknown kind of layer."""
     x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if isinstance(layer, nn.Linear):
         return nn.functional.linear(x, weight, bias)
     if isinstance(layer, nn.Conv2d):
-        return layer._conv_forward(x, weight, bias)  # with its padding, whatever kind it is
+        return layer._conv_forward(x, weight, bias)  # applies any padding_mode
     return None

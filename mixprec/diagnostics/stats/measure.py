@@ -15,7 +15,7 @@ from ...recipes import Recipe
 __all__ = ["FIELDS", "cast_sums", "decibels", "largest_kept", "output_sums", "squares"]
 
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
-# added, but for amax and the scales, of which the extremes are kept.
+# added; for amax and the scales the extremes are kept.
 FIELDS = (
     "elements",
     "amax",
@@ -57,7 +57,7 @@ def squares(ref: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def decibels(signal: float, noise: float) -> float | None:
     """10 log10(signal / noise); inf for no noise, nan where either is not finite, None where both
-    are 0: there was nothing to lose."""
+    are 0."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     if noise == 0:
@@ -77,10 +77,10 @@ def cast_sums(
 ) -> torch.Tensor:
     """FIELDS of the cast that `recipe` makes of x [..., C] as `role`: "x", "w" or "g".
 
-    The cast is made once more, by the same op, from the same scale; delayed state is read only.
+    The cast is repeated by the same op with the same scale; delayed state is not modified.
     overflow: finite elements that come out as Inf, or, in FP8, that saturate: |x * scale| is more
-    than half a step above the format's maximum. underflow: elements other than 0 that become 0.
-    signal, noise: see `squares`, of x and q(x) / scale; NaN unless sqnr.
+    than half a step above the format's maximum. underflow: nonzero elements that become 0. signal,
+    noise: see `squares`, of x and q(x) / scale; NaN unless sqnr.
     """
     x = x.detach()
     fmt: Format = getattr(recipe, role)

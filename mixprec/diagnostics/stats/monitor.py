@@ -48,25 +48,26 @@ class Monitor:
         print(monitor.table())
 
     model: its modules that have a `recipe` (`mixprec.convert`) are watched. Steps 0, every,
-    2 * every, ... are sampled. Of x, w and g (the gradient of the output, loss scale included) of
+    2 * every, ... are sampled. For x, w and g (the gradient of the output, loss scale included) of
     each layer: amax; the scale of the cast (the layer's with delayed scaling, else derived by the
     op; the smallest and the largest over rows or blocks); how many elements overflow (finite, and
     saturate in FP8 or become Inf in 16 bits), underflow (nonzero, and become 0), are Inf, are NaN.
-    Of the output y: amax, Inf and NaN. x and w are measured as cast for the forward GEMM, g as cast
-    for the grad_input GEMM. sqnr=True adds the SQNR of each cast, and of y against torch's product
-    in FP32, with how much of y overflows and underflows, at the cost of one FP32 product per layer.
-    scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler that does not
-    count them (torch's), or none, skipped steps are those missing in its `step` counts. Several
-    calls in one step (micro-batches, a layer used twice) are merged: largest amax, summed counts.
+    For the output y: amax, Inf and NaN. x and w are measured as cast for the forward GEMM, g as
+    cast for the grad_input GEMM. sqnr=True adds the SQNR of each cast, and of y against torch's
+    product in FP32, with how much of y overflows and underflows, at the cost of one FP32 product
+    per layer. scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler that
+    does not count them (torch's), or none, skipped steps are those missing in its `step` counts.
+    Several calls in one step (micro-batches, a layer used twice) are merged: largest amax, summed
+    counts.
 
-    Nothing waits for the device until `flush`, which transfers everything at once, and the model's
-    results do not change. In other steps a hook is one Python comparison. Not measured: passes
-    without grad mode, forward passes repeated by activation checkpointing (each counts once), code
-    compiled by torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the
-    weights of a layer that FSDP shards by itself. `close` removes the hooks.
+    There is no host sync until `flush`, which transfers everything at once, and the model's results
+    do not change. In other steps a hook is one Python comparison. Not measured: passes without grad
+    mode, forward passes repeated by activation checkpointing (each counts once), code compiled by
+    torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the weights of a
+    layer that FSDP shards by itself. `close` removes the hooks.
 
-    TypeError if `model` is no module; ValueError if it has no layer with a recipe or `every` is no
-    int of 1 or more.
+    TypeError if `model` is not a module; ValueError if it has no layer with a recipe or `every` is
+    not an int of 1 or more.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Monitor:
         self._start_step()
 
     def attach(self) -> Monitor:
-        """Start to watch; entering the monitor as a context does it. Again: nothing."""
+        """Register the hooks, as entering the context does; no effect if they are registered."""
         if not self._handles:
             for name, layer in recipe_layers(self.model):
                 hook = self._after_forward(name)
@@ -126,7 +127,7 @@ class Monitor:
     def _start_step(self) -> None:
         self._sampling = self.steps % self.every == 0
         self._seen: set[str] = set()  # layers that were called outside of a backward pass
-        self._loss_scale: torch.Tensor | None = None  # that the gradients of this step carry
+        self._loss_scale: torch.Tensor | None = None  # of the gradients of this step
 
     def step(self) -> None:
         """End a training step: after the optimizer's step and the scaler's update."""
@@ -151,7 +152,7 @@ class Monitor:
             clipped = getattr(layer, "clipped", None)
             if isinstance(clipped, torch.Tensor):
                 self._note(f"clipped/{name}", clipped.sum())
-        self._note("", torch.zeros(()))  # the step was sampled, even if no layer was called
+        self._note("", torch.zeros(()))  # records the step even if no layer was called
 
     def _note(self, name: str, value: torch.Tensor) -> None:
         self._scalars.append(_Scalar(self.steps, name, value.detach().double().reshape(())))
@@ -195,8 +196,8 @@ class Monitor:
 
         if y.requires_grad:
             y.register_hook(after_backward)
-        # Inside a backward pass a forward is a repeated one; of a layer that was not yet called,
-        # it is the first that has a graph (checkpoint with use_reentrant=True).
+        # A forward inside a backward pass is a recomputation; for a layer not yet called it is the
+        # first with a graph (checkpoint with use_reentrant=True).
         if torch._C._current_graph_task_id() == -1:
             self._seen.add(name)
         elif name in self._seen:
@@ -204,7 +205,7 @@ class Monitor:
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         with torch.no_grad(), _no_autocast(x.device.type):
             note("x", x)
-            ref, whole = None, not is_sharded(weight)  # else it is known during the forward only
+            ref, whole = None, not is_sharded(weight)  # else known in the forward only
             if whole:
                 note("w", weight)
             if self.sqnr and whole:
@@ -215,8 +216,8 @@ class Monitor:
             self._samples.append(_Sample(step, name, "y", records.SHORT.get(fmt, fmt), "", sums))
 
     def flush(self) -> list[dict[str, Any]]:
-        """Bring what was measured since the last flush to the host, in one transfer, and add it to
-        `records`, which are returned. The only call here that waits for the device."""
+        """Transfer the measurements since the last flush to the host at once, add them to
+        `records`, and return these. The only method that waits for the device."""
         rows = [s.sums for s in self._samples]
         width = len(measure.FIELDS)
         with torch.no_grad():
@@ -235,13 +236,14 @@ class Monitor:
 
     def table(self, limit: int | None = None) -> str:
         """The newest sample that was flushed, as text of at most 100 columns: a line for each layer
-        and tensor (`limit`: so many), the worst first: Inf and NaN, then overflow, underflow and
+        and tensor (at most `limit`), the worst first: Inf and NaN, then overflow, underflow and
         SQNR."""
         return records.table(self.records[-1], limit) if self.records else "nothing was sampled"
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Append the records that this monitor has not written there yet, a line each, with None
-        for NaN and Inf. All lines go in one write; a line that a crash cut short stays alone."""
+        for NaN and Inf. All lines are written at once; a line truncated by a crash does not affect
+        later ones."""
         done = self._written.get(os.path.abspath(path), 0)
         records.append_jsonl(self.records[done:], path)
         self._written[os.path.abspath(path)] = len(self.records)
@@ -257,7 +259,7 @@ class Monitor:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,
-        to an image file whose suffix says the format. ImportError without matplotlib."""
+        to an image file; its suffix selects the format. ImportError without matplotlib."""
         plotting.save(plotting.plot_records(self.records), path)
 
 
@@ -272,7 +274,7 @@ def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 
 def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """What is measured is FP32, whatever region of torch.autocast runs."""
+    """Measure in FP32, also inside torch.autocast."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

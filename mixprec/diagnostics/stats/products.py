@@ -1,4 +1,4 @@
-"""The SQNR of the three products of each layer, computed as a recipe says, against FP32."""
+"""The SQNR against FP32 of each layer's three products with a recipe."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
     Returns {layer: {"recipe", the SQNRs, "remedy"}}. remedy: for a layer below BARS, the first of
     REMEDIES that reaches them, measured on the same x, w and g, or else the last one, as
     {"recipe", the SQNRs}; None for other layers. Buffers and torch's random state are restored;
-    gradients are left to the caller.
+    gradients are not cleared.
     """
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
@@ -95,7 +95,7 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
         def after_forward(layer: nn.Module, inputs: Any, y: torch.Tensor) -> None:
             state = state_here(layer)
             if state is None or state[0] != layer.recipe or not y.requires_grad:
-                return  # a region with another recipe, or nothing to go backward through
+                return  # a region with another recipe, or no graph for backward
             x = inputs[0]
             kept = x.detach().clone().requires_grad_(x.requires_grad)  # may be written to later
 

@@ -170,7 +170,7 @@ def append_jsonl(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
 
 
 def scalars(records: Sequence[Record]) -> Iterator[tuple[str, float, int]]:
-    """(tag, value, step) of every number in `records` that there is."""
+    """(tag, value, step) of every number in `records` that is not None."""
     for record in records:
         step = record["step"]
         for name in ("loss_scale", "skipped_steps"):

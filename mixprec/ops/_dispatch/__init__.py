@@ -1,1 +1,1 @@
-"""What the ops share: definition, choice of a variant, checks. Nothing in here is an op."""
+"""What the ops share: their definition, the choice of a variant, checks."""

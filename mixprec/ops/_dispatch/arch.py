@@ -1,4 +1,4 @@
-"""Which GPUs a list of architectures, as TORCH_CUDA_ARCH_LIST writes it, makes code for."""
+"""Which GPUs a list of architectures in the form of TORCH_CUDA_ARCH_LIST builds code for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _ARCH = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?")
 def _covers(arch: str, capability: tuple[int, int]) -> bool:
     found = _ARCH.fullmatch(arch)
     if found is None:
-        return True  # a name such as Hopper: what it stands for is for torch to say
+        return True  # a name such as Hopper, which torch resolves
     built, kind = (int(found[1]), int(found[2])), found[3]
-    if kind == "a":  # instructions of this very generation
+    if kind == "a":  # instructions of this architecture only
         return capability == built
     same_family = capability[0] == built[0] and capability[1] >= built[1]
     return same_family or (found[4] is not None and kind == "" and capability >= built)
@@ -21,8 +21,8 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 def why_not(archs: str, capability: tuple[int, int]) -> str | None:
     """None if code built for `archs` ("8.0;9.0a;12.0+PTX") runs on a GPU of `capability`.
 
-    Code for X.Y runs on X.Z with Z >= Y; "a" only on X.Y itself; "+PTX" on everything from X.Y on.
-    Nothing is refused where `archs` is empty: not recorded.
+    Code for X.Y runs on X.Z with Z >= Y; "a" only on X.Y itself; "+PTX" on X.Y and all later ones.
+    None if `archs` is empty (not recorded).
     """
     words = re.split(r"[;\s]+", archs.strip())
     if words == [""] or any(_covers(word, capability) for word in words):

@@ -1,4 +1,4 @@
-"""What torch.autocast does to a call of torch.ops.mixprec: it casts the operands of a GEMM."""
+"""torch.autocast for torch.ops.mixprec: it casts the operands of a GEMM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_operand(x: torch.Tensor, device: str) -> torch.Tensor:
-    """x as torch.autocast, which is on, has an operand: fp32, bf16 and fp16 in the autocast dtype.
+    """Cast an operand as torch.autocast does: fp32, bf16 and fp16 to the autocast dtype.
 
-    FP8, whose scale belongs to that format, is left alone, and so is fp64, as in torch's own ops.
+    FP8, whose scale belongs to its format, is not cast, nor is fp64, as in torch's own ops.
     """
     if x.dtype not in _CAST or x.device.type != device:
         return x
@@ -26,8 +26,8 @@ def is_on(device: str) -> bool:
 
 
 def kernel(op: str, operands: tuple[int, ...], device: str) -> Callable[..., Any]:
-    """What runs for a direct call of `mixprec::op` inside torch.autocast; operands: the places of
-    the arguments to cast, none for an op that autocast leaves alone."""
+    """What runs for a direct call of `mixprec::op` inside torch.autocast; operands: the indices of
+    the arguments to cast, empty for an op that autocast does not affect."""
     if not operands:
         return torch.library.fallthrough_kernel
 

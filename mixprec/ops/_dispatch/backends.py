@@ -1,4 +1,4 @@
-"""The backends of an op, their order, and why one cannot be used here."""
+"""The backends of an op, their order, and why one cannot be used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def why_not(backend: str, device: str) -> str | None:
-    """The reason that holds for every op why `backend` cannot run on tensors on `device`."""
+    """Why `backend` cannot run any op on `device`; None if it can."""
     if backend not in BACKENDS:
         return f"unknown backend, expected one of {', '.join(BACKENDS)}"
     if backend == "reference":
@@ -59,16 +59,16 @@ def why_not(backend: str, device: str) -> str | None:
 
 
 def not_built_for(index: int) -> str | None:
-    """The reason that the CUDA kernels hold no code for GPU `index`; None if they do."""
+    """Why the CUDA kernels do not support GPU `index`; None if they do."""
     capability = library.capability(index)
     return None if capability is None else arch.why_not(library.CUDA_ARCHS, capability)
 
 
 def can_compare() -> bool:
-    """Whether values can be computed and looked at now: there is a GPU, and nothing is traced."""
+    """Whether values can be computed and read now: there is a GPU, and nothing is traced."""
     return (
         not torch.compiler.is_compiling()
         and torch.cuda.is_available()
         and not torch.cuda.is_current_stream_capturing()
-        and type(torch.empty(0)) is torch.Tensor  # not a fake one
+        and type(torch.empty(0)) is torch.Tensor  # not a FakeTensor
     )

@@ -9,7 +9,7 @@ import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REALS = (*FLOATS, torch.float64)  # of params and gradients
-# What a scale and its inverse are kept within: both are normal fp32 numbers.
+# The limits of a scale and its inverse: both are normal fp32 numbers.
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -23,7 +23,7 @@ def is_tensor(op: str, name: str, x: object) -> None:
 
 
 def is_sequence(op: str, name: str, tensors: object) -> None:
-    """A list or tuple, which a single tensor is not (torch would take its rows)."""
+    """Require a list or tuple, not a tensor (which torch would split into rows)."""
     if not isinstance(tensors, (list, tuple)):
         got = type(tensors).__name__
         raise TypeError(f"{op}: {name} must be a list of tensors, got {got}")
@@ -84,7 +84,7 @@ def is_table(
 
 
 def is_writable(op: str, name: str, x: torch.Tensor) -> None:
-    """No two elements of x share memory (an expanded tensor cannot be written in place)."""
+    """Require that no two elements of x share memory, as in an expanded tensor."""
     extent = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= extent and x.numel() > 0:
@@ -96,7 +96,7 @@ def is_writable(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def needs_no_grad(op: str, hint: str, *tensors: object) -> None:
-    """Raw ops have no derivative: refuse inputs that ask for one, naming what to use instead."""
+    """Raise if an input of an op without a derivative requires grad, naming the alternative."""
     if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
         raise RuntimeError(f"{op}: this op has no derivative and an input requires grad; {hint}")
 
@@ -118,7 +118,7 @@ def positive_scale(
             return scale
         value = scale.item()
     elif isinstance(scale, (int, float)):
-        value = ctypes.c_float(scale).value  # as FP32 holds it: 1e-60 is 0
+        value = ctypes.c_float(scale).value  # rounded to FP32: 1e-60 is 0
         scale = torch.tensor(value, dtype=torch.float32, device=device)
     else:
         got = type(scale).__name__
@@ -132,7 +132,7 @@ def positive_scale(
 
 
 def mutated(*tensors: torch.Tensor) -> None:
-    """Tell autograd that these tensors were written in place (our schemas do not do it alone)."""
+    """Tell autograd that these tensors were modified in place; the schemas alone do not."""
     if torch.compiler.is_compiling():
         return
     if torch.is_inference_mode_enabled():

@@ -1,7 +1,7 @@
 """Small inputs of every op, on which a GPU kernel is compared with the reference before use.
 
-The rules fix every rounding, so results are compared exactly; GEMM operands are small integers,
-whose sums FP32 holds.
+Every rounding is defined, so results are compared exactly; GEMM operands are small integers, whose
+sums are exact in FP32.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def amax(device: str) -> Iterator[Arguments]:
 
 
 def _operands(device: str, *, plain: bool = False) -> Iterator[Arguments]:
-    """a, b and their scales; plain: such as every GEMM takes, torch's too."""
+    """a, b and their scales; plain: such that torch's GEMM accepts them too."""
     half, quarter = _scalar(device, 0.5), _scalar(device, 0.25)
     for a_dtype, b_dtype in [(d, d) for d in LOW] + [LOW[:2]]:
         fp8 = a_dtype.itemsize == 1
@@ -75,7 +75,7 @@ def _operands(device: str, *, plain: bool = False) -> Iterator[Arguments]:
 
 
 def _blocks(device: str) -> Iterator[Arguments]:
-    """Operands with scales of blocks, and with scales of rows. A new kernel of Triton for each."""
+    """Operands with scales per block and per row. Triton compiles a kernel for each."""
     a = _integers(device, (12, 144), torch.float8_e4m3fn)
     b = _integers(device, (32, 144), torch.float8_e4m3fn).t()
     powers = 2.0 ** torch.arange(4.0, device=device)

@@ -1,4 +1,4 @@
-"""The scales of a GEMM's operands: which shapes fit, what each element means, the product."""
+"""The scales of a GEMM's operands: valid shapes, the scale of each element, the product."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def positive(
 ) -> torch.Tensor | None:
     """A public function's scale_inv as a tensor: a number, one element, or one per row or block.
 
-    Positive and finite where that can be seen without waiting for a device.
+    Checked to be positive and finite where this needs no host sync.
     """
     if not isinstance(scale_inv, torch.Tensor) or scale_inv.numel() == 1:
         return checks.positive_scale(op, name, scale_inv, device)
@@ -86,7 +86,7 @@ def product(
 ) -> torch.Tensor:
     """The sum over K of a * a_scale_inv * b * b_scale_inv, FP32 [M, N].
 
-    Products are summed in FP64, which no setting of torch shortens, and rounded to FP32: once
+    Products are summed in FP64, which no torch setting affects, and rounded to FP32: once
     where no scale changes along K, else once per 128 of K. Scales multiply in FP32.
     """
     m, k, n = *a.shape, b.shape[1]

@@ -1,9 +1,9 @@
-"""Which GEMM is fastest where: the one table of measured choices, and the order they give.
+"""Which GEMM is fastest: the table of measured choices, and the resulting order of backends.
 
 An entry says which backend was the fastest for a kind of operands and a class of sizes on one GPU
 architecture and, for Triton, with which tile. `python -m mixprec.bench tune` measures entries for
-the GPU at hand and writes them to `user_file()`; they go before those of `ENTRIES`. Without an
-entry the vendor's GEMM comes first, wherever one call of it does the job exactly.
+the current GPU and writes them to `user_file()`; they override those of `ENTRIES`. Without an entry
+the vendor's GEMM is first, wherever a single call of it is exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = ("thin", "unaligned", "small", "medium", "large")
 
 
 class Entry(NamedTuple):
-    """`backend` was the fastest for a family and size class on GPUs of this architecture."""
+    """The fastest backend for a family and size class on GPUs of one architecture."""
 
     arch: str  # compute capability: "9.0"
     family: str
@@ -65,7 +65,7 @@ def size_class(m: int, n: int, k: int, itemsize: int) -> str:
 
 
 def parse(entries: Any) -> dict[tuple[str, str, str], Entry]:
-    """Entries from plain values, as JSON holds them; ValueError for what is none."""
+    """Entries from plain values, as in JSON; ValueError for an invalid one."""
     if not isinstance(entries, list):
         raise ValueError("the table must be a list of entries")
     table = {}
@@ -100,7 +100,7 @@ def user_file() -> Path:
 
 @cache
 def table() -> dict[tuple[str, str, str], Entry]:
-    """Our entries with the user's over them, read once. A damaged file is reported once."""
+    """`ENTRIES` overridden by the user's entries, read once. A damaged file is reported once."""
     known = dict(ENTRIES)
     try:
         path = user_file()
@@ -127,7 +127,7 @@ def is_measured(arch: str) -> bool:
 
 
 def fastest(arch: str, family: str, size: str) -> str:
-    """The backend of the entry for these; "" where there is none."""
+    """The backend of the entry for these arguments; "" if there is none."""
     entry = table().get((arch, family, size))
     return "" if entry is None else entry.backend
 
@@ -135,21 +135,21 @@ def fastest(arch: str, family: str, size: str) -> str:
 def tile(
     capability: int, family: str, m: int, n: int, k: int, itemsize: int
 ) -> dict[str, Any] | None:
-    """The tile of the entry for a product on a GPU of capability 10 * major + minor; None where
-    there is no entry, or not one of Triton's."""
+    """The tile of the entry for a product on a GPU of capability 10 * major + minor; None if there
+    is no entry for Triton."""
     arch = f"{capability // 10}.{capability % 10}"
     entry = table().get((arch, family, size_class(m, n, k, itemsize)))
     return None if entry is None else entry.tile
 
 
-# torch.compile takes their results as they are and follows no file while it traces: the mark that
-# torch.compiler.assume_constant_result sets, which would import torch._dynamo (1.3 s).
+# torch.compile treats their results as constants and does not trace into the file access: the mark
+# that torch.compiler.assume_constant_result sets, which would import torch._dynamo (1.3 s).
 is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forget() -> None:
-    """Read the table again at the next use: the file was written."""
+    """Read the table again at the next use, after the file was written."""
     table.cache_clear()
     _measured.cache_clear()
 
@@ -174,8 +174,7 @@ def scales_along_k(args: Any) -> bool:
 
 
 def cuda_why_not(args: Any, capability: Capability | None) -> str | None:
-    """The kernel is made of instructions that one generation of GPUs has, and scales along K are
-    for its FP8 instances alone."""
+    """The kernel needs instructions of one GPU generation; scales along K are for FP8 only."""
     major, minor = capability or (9, 0)  # torch.compile of torch 2.11 does not trace != of tuples
     if major != 9 or minor != 0:
         gpu = f"{major}.{minor}"

@@ -1,4 +1,4 @@
-"""The vendor's GEMMs, torch.mm and torch._scaled_mm, for the calls that they do exactly as gemm is
+"""The vendor's GEMMs, torch.mm and torch._scaled_mm, for calls that they compute exactly as gemm is
 defined: FP32 accumulation and one rounding, in one call."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from . import checks
 from .library import Capability
 
-# What lets torch.mm add up in less than FP32: parts of a split K, or everything.
+# The settings that let torch.mm accumulate in less than FP32: across a split K, or everywhere.
 _LOOSE = {
     torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
@@ -96,7 +96,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _sum_in_fp32(run: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    """run(*args), during whose launch nothing is on that lets torch.mm sum in less than FP32."""
+    """run(*args) with all settings off that let torch.mm accumulate in less than FP32."""
     matmul = torch.backends.cuda.matmul
     with _flags:
         loose = [flag for flag in _LOOSE[args[-1].dtype] if getattr(matmul, flag)]
@@ -136,7 +136,7 @@ def gemm_vendor(
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where x is a view that starts off 16 bytes: rare, and unseen by a tracer."""
+    """x, or a copy if x is a view not aligned to 16 bytes: rare, and invisible to a tracer."""
     if x.storage_offset() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

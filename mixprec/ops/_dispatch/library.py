@@ -20,7 +20,7 @@ TRITON_PACKAGE = __name__.removesuffix(".ops._dispatch.library") + ".triton_kern
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
-    """Import mixprec._C; on failure keep the reason, which is raised when an op first needs it."""
+    """Import mixprec._C; on failure keep the error, which is raised when an op first needs it."""
     try:
         return importlib.import_module("mixprec._C"), None
     except ModuleNotFoundError:
@@ -42,7 +42,7 @@ C, LOAD_ERROR = _load()
 
 
 def _load_cuda() -> str | None:
-    """Load the CUDA kernels, which registers them; None if they are there, else why not."""
+    """Load and register the CUDA kernels; return None, or the reason if they cannot be loaded."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if C is None:
@@ -51,7 +51,7 @@ def _load_cuda() -> str | None:
     if not files:
         reason = C.build_info()["no_cuda"] or "mixprec/_C_cuda.so is gone"
         return f"they were not built: {reason}; to build them, in the source folder run: {INSTALL}"
-    # Built only where 9.0a was among the GPUs to build for; on others it has nothing to run.
+    # Built only if 9.0a was among the target architectures.
     files += sorted(files[0].parent.glob("_C_sm90*.so"))
     for file in files:
         try:
@@ -71,7 +71,7 @@ def has_cuda_kernel(name: str) -> bool:
 
 
 def _triton_error() -> str | None:
-    """Why the Triton kernels cannot be imported, found without importing them; None if they can."""
+    """Why the Triton kernels cannot be imported, without importing them; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     if importlib.util.find_spec(TRITON_PACKAGE) is None:
@@ -91,5 +91,5 @@ def capability(index: int) -> Capability | None:
 
 
 _capabilities: dict[int, Capability] = {}
-# Asked of the driver, and the same for the life of the process: torch.compile takes it as it is.
+# Constant for the process: torch.compile need not trace into the driver query.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -24,11 +24,11 @@ OPS: dict[str, Op] = {}  # every op, by name
 
 
 class Choice(NamedTuple):
-    """How the variants of an op on a GPU are chosen, call by call.
+    """How the variant of an op on a GPU is chosen for each call.
 
     order: the backends to try, best first, for a call's arguments (a tuple with their names) on a
-    GPU of this compute capability; None for what is not known. why_not: by backend, the reason
-    that it cannot do the call, for those that cannot do every call.
+    GPU of this compute capability; None for what is not known. why_not: by backend, the reason that
+    it does not support a call; only for backends that do not support every call.
     """
 
     order: Callable[[Any, library.Capability | None], tuple[str, ...]]
@@ -38,18 +38,18 @@ class Choice(NamedTuple):
 class Op:
     """`mixprec::name` and its variants, all with one schema.
 
-    schema: the arguments and results, as torch.library.define takes them: the only list of them.
-    Each function below takes the arguments that it names, or all of them as one named tuple if its
-    only parameter is called `args`.
+    schema: the arguments and results, in the form of torch.library.define: the only list of them.
+    Each function below receives the arguments that it names, or all as one named tuple if its only
+    parameter is `args`.
 
-    reference: what the op means, in plain torch on any device: `mixprec::name_reference`. check:
-    raises ValueError or TypeError where arguments do not fit together (the compiled kernels check
-    again, in C++). fake: shapes, dtypes and strides of the results; None for an op without any.
-    examples: small inputs on a device, for the comparison with the reference before a GPU kernel
+    reference: the definition of the op in plain torch for any device: `mixprec::name_reference`.
+    check: raises ValueError or TypeError for invalid arguments (the compiled kernels check again,
+    in C++). fake: shapes, dtypes and strides of the results; None for an op without any. examples:
+    small inputs on a device, for the comparison with the reference before a GPU kernel
     is first used. triton: the module of mixprec.triton_kernels with a function of the op's name,
-    imported when it is first launched. vendor: what torch has for the same job on a GPU. choice:
-    for which calls which variant is taken on a GPU. operands: the arguments that torch.autocast
-    casts; it leaves the others, and ops without operands, alone.
+    imported when it is first launched. vendor: the equivalent in torch on a GPU. choice: which
+    variant is used for which calls on a GPU. operands: the arguments that torch.autocast casts; it
+    does not affect other arguments or ops without operands.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Op:
         self._written = [i for i, a in enumerate(parsed) if a.alias_info and a.alias_info.is_write]
         self._operands = tuple(self.arguments.index(operand) for operand in operands)
         self._vendor = None if vendor is None else self._without_autocast(self.by_name(vendor))
-        # By use_backend's choice and device: what runs every call there, and the device's type.
+        # By use_backend's choice and device: the function for every call, and the device's type.
         self._chosen: dict[tuple[str | None, torch.device], tuple[str, Function]] = {}
         self._able: dict[int, tuple[str, ...]] = {}  # backends that can do some calls, by GPU
         self._agreed: dict[tuple[str, int], Function] = {}  # compared on that GPU, and equal
@@ -88,7 +88,7 @@ class Op:
         OPS[name] = self
 
     def by_name(self, function: Function) -> Function:
-        """`function` for all arguments in the schema's order; it takes those that it names."""
+        """Wrap `function` to take all arguments in the schema's order and use those it names."""
         wanted = list(inspect.signature(function).parameters)
         if wanted == ["args"]:
             return lambda *args: function(self.Args(*args))
@@ -127,7 +127,7 @@ class Op:
             self.check(*args)
             return undisturbed(*args)
 
-        # Its dtypes are the op's own business.
+        # The op defines its dtypes: torch.autocast must not change them.
         undisturbed = self._without_autocast(reference)
         variants = {"reference": (checked_reference, "CompositeExplicitAutograd")}
         if self.triton is not None:
@@ -144,7 +144,7 @@ class Op:
             library.LIBRARY.impl(self.variant_name(variant), function, key)
 
     def _without_autocast(self, function: Function) -> Function:
-        """The same, with torch.autocast off while it runs."""
+        """Run the variant with torch.autocast off."""
 
         def undisturbed(*args: Any) -> Any:
             kind = self._device(args).type
@@ -169,7 +169,7 @@ class Op:
         return (owner[0] if self._owner_is_list else owner).device
 
     def _refusal(self, backend: str, args: Any, index: int) -> str | None:
-        """Why a variant cannot do the call with these `Args` on GPU `index`; None if it can."""
+        """Why a variant cannot run a call with these `Args` on GPU `index`; None if it can."""
         refuses = None if self.choice is None else self.choice.why_not.get(backend)
         return None if refuses is None else refuses(args, library.capability(index))
 
@@ -177,7 +177,7 @@ class Op:
         self, backend: str, device: str, index: int = 0, args: Args | None = None
     ) -> str | None:
         """Why `backend` cannot run this op on GPU `index`, or on another device type; None if it
-        can. With a call's arguments the reason may also be that it cannot do this call."""
+        can. With a call's arguments it may be the reason that this call is not supported."""
         if reason := backends.why_not(backend, device):
             return reason
         if backend == "triton" and self.triton is None:
@@ -202,7 +202,7 @@ class Op:
         return backends.ORDER.get(device, backends.ANYWHERE)
 
     def backend(self, device: str, index: int = 0, args: Args | None = None) -> str:
-        """The first backend in order without an objection; RuntimeError listing them if none."""
+        """The first backend that can run; RuntimeError listing the reasons if none can."""
         tried = self.order(device, index, None if args is None else self.Args(*args))
         for backend in tried:
             if self.why_not(backend, device, index, args) is None:
@@ -215,7 +215,7 @@ class Op:
         if device == "cuda" and args is not None and self.choice is not None:
             backend = self.backend_of_call(index, args)
             run = self._ready(backend, device, index)
-            # Torch's own ops need no op of ours around them (8 us), unless they are to be traced.
+            # Torch's own ops need no op of ours around them (8 us), unless they are traced.
             direct = backend == "vendor" and not torch.compiler.is_compiling()
             return self._vendor if direct and self._vendor is not None else run
         where = torch.device(device, index) if device == "cuda" else torch.device(device)
@@ -238,18 +238,18 @@ class Op:
         return self.backend("cuda", index, args)  # raises, with the reasons
 
     def able_backends(self, index: int) -> tuple[str, ...]:
-        """The backends that can run this op on GPU `index` for some arguments at least."""
+        """The backends that can run this op on GPU `index` for at least some arguments."""
         able = self._able.get(index)
         if able is None:
             able = tuple(b for b in backends.BACKENDS if self.why_not(b, "cuda", index) is None)
             self._able[index] = able
         return able
 
-    # The same for the life of the process: torch.compile takes it as it is, without a guard.
+    # Constant for the process: torch.compile uses it without a guard.
     able_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _ready(self, backend: str, device: str, index: int) -> Function:
-        """The torch op of a variant; on a GPU compared with its reference before its first use."""
+        """The torch op of a variant; on a GPU it is checked against the reference before use."""
         if device == "cuda" and (agreed := self._agreed.get((backend, index))) is not None:
             return agreed
         run = self.handle(backend)
@@ -320,7 +320,7 @@ class Op:
 
 @cache
 def _launcher(op: Op) -> Function:
-    # That package imports nothing of this one: the measured tiles are handed over.
+    # That package does not import this one: pass it the measured tiles.
     configs = importlib.import_module(f"{library.TRITON_PACKAGE}.configs")
     configs.measured = gemm_table.tile  # type: ignore[attr-defined]
     module = importlib.import_module(f"{library.TRITON_PACKAGE}.{op.triton}")

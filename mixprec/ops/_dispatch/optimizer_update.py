@@ -1,4 +1,4 @@
-"""What the references of the optimizer updates share: checks, and reading and writing of state."""
+"""Shared by the references of the optimizer updates: checks, reading and writing of state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED_SCHEMA = (
 
 
 def rounded(value: float, real: torch.dtype) -> float:
-    """A constant as the arithmetic holds it."""
+    """A constant in the dtype of the arithmetic."""
     return value if real == torch.float64 else ctypes.c_float(value).value
 
 
@@ -95,7 +95,7 @@ def _real(param: torch.Tensor) -> torch.dtype:
 
 
 def prepare(op: str, params: Sequence[torch.Tensor], steps: torch.Tensor) -> None:
-    """What a kernel cannot see: a tensor given for a list, and autograd."""
+    """The checks that a kernel cannot make: a tensor given for a list, and autograd."""
     checks.is_sequence(op, "params", params)
     if params:
         checks.is_tensor(op, "steps", steps)

@@ -1,6 +1,6 @@
-"""Rounding FP32 to BF16 other than to nearest: at random, or keeping the 16 bits that are cut off.
+"""Rounding FP32 to BF16: stochastic, or keeping the 16 bits that are cut off.
 
-The references of what csrc/math/rounding.h does for the kernels, in plain torch on any device.
+The reference of csrc/math/rounding.h in plain torch, for any device.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The FP32 tensor of which split_master made `param` and `remainder`.
 
-    A param that someone else set to zero stays zero: there is nothing below it to subtract from.
+    A param that other code set to zero stays zero: no smaller magnitude could be subtracted from.
     """
     low = remainder.to(torch.int32)
     low = torch.where((param == 0) & (low < 0), 0, low)
@@ -96,7 +96,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def export_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The same, except that a number exactly between two BF16 neighbours comes out one FP32 unit
-    further from 0: there, plain rounding to nearest even finds `param` again."""
+    """`join_master`, but a number halfway between two BF16 neighbours is returned one FP32 unit
+    further from 0, so that rounding to nearest even gives `param`."""
     tie = (remainder == torch.iinfo(torch.int16).min).to(torch.int32)
     return (join_master(param, remainder).view(torch.int32) + tie).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Where the scales of a tensor lie: one for all of it, one per row, or one per block of 128."""
+"""The layout of the scales of a tensor: one per tensor, per row, or per block of 128."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRANULARITIES = {
 
 
 def parse(op: str, granularity: str) -> tuple[int, int]:
-    """The block of a granularity; ValueError listing the names if there is none of that name."""
+    """The block of a granularity; ValueError listing the names for an unknown one."""
     block = GRANULARITIES.get(granularity) if isinstance(granularity, str) else None
     if block is None:
         names = ", ".join(f'"{name}"' for name in GRANULARITIES)
@@ -42,7 +42,7 @@ def scale_shape(granularity: str, m: int, k: int) -> tuple[int, ...]:
 
 
 def fits(scale: torch.Tensor, m: int, k: int) -> bool:
-    """Whether `scale` has the shape of some granularity's scales of an [m, k] tensor."""
+    """Whether `scale` has the shape of the scales of an [m, k] tensor for any granularity."""
     shapes = (scale_shape(name, m, k) for name in GRANULARITIES)
     return scale.numel() == 1 or tuple(scale.shape) in shapes
 

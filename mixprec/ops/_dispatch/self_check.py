@@ -55,7 +55,7 @@ def compare(
                 reason = f"{len(got)} numbers came out, not {len(expected)}"
                 return {"ok": False, "worst": math.inf, "reason": reason}
             worst = max([worst, *map(_difference, got, expected)])
-    except Exception as error:  # whatever is broken, the report has to come out
+    except Exception as error:  # always return a report
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return {"ok": False, "worst": math.inf, "reason": reason}
     return {"ok": worst == 0.0, "worst": worst, "reason": None}
