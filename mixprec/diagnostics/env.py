@@ -116,7 +116,7 @@ def variants(device_type: str) -> dict[str, dict[str, Any]]:
     return table
 
 
-def describe_gemm_choice() -> dict[str, Any]:
+def gemm_choice() -> dict[str, Any]:
     """How the backend of gemm is chosen on the first GPU: the order and the measured entries."""
     capability = library.capability(0)
     arch = None if capability is None else ".".join(map(str, capability))
@@ -149,7 +149,7 @@ def report() -> dict[str, Any]:
         "machine": machine(),
         "extension": extension,
         "ops": by_device,
-        "gemm": describe_gemm_choice(),
+        "gemm": gemm_choice(),
         "self_test": tests,
         "ok": extension["loaded"] and passed,
     }

@@ -69,6 +69,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     if not isinstance(q, Quantized):
         got = type(q).__name__
         raise TypeError(f"{op}: q must be a Quantized (from mixprec.quantize), got {got}")
+    checks.is_tensor(op, "q.data", q.data)
+    checks.is_tensor(op, "q.scale_inv", q.scale_inv)
     checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
     if _along_columns(q):
         return run(q.data.t(), q.scale_inv.t(), dtype).t().contiguous()

@@ -236,7 +236,7 @@ def gemm(
         a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a_data.dtype in checks.FP8 else a_data.dtype
-    return run(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
+    return gemm_op(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
 
 
 def gemm_accumulate_(
@@ -260,4 +260,4 @@ def gemm_accumulate_(
     device = a_data.device.type
     if autocast.is_on(device):
         a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
-    accumulate(acc, a_data, b_data, a_inv, b_inv)
+    gemm_accumulate_op(acc, a_data, b_data, a_inv, b_inv)

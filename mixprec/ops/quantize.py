@@ -209,7 +209,7 @@ def quantize(
     checks.is_tensor(op, "x", x)
     checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
     scale = _given(op, scale, x)
-    data, data_t, scale_inv, scale_inv_t, amax = run(
+    data, data_t, scale_inv, scale_inv_t, amax = quantize_op(
         x, parsed.dtype, scale, transpose, granularity, power_of_two_scale
     )
     own_scales = transpose and granularity != "tensor"
