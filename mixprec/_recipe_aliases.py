@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_WORDS = {
+_ALIASES = {
     "float16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
@@ -50,23 +50,23 @@ _JMP_TYPES = {
 }
 
 
-def name_of(word: str) -> str:
-    """The name of the recipe that `word`, in lower case, stands for; itself if it is no alias.
+def name_of(alias: str) -> str:
+    """The recipe name for `alias`, in lower case; `alias` itself if it is not one.
 
     ValueError, with the reason, for a recipe of another library without a counterpart.
     """
-    if "=" in word:
-        word = _compute_type(word)
-    if reason := _REFUSED.get(word):
-        raise ValueError(f'recipe "{word}" is not supported: {reason}')
-    return _WORDS.get(word, word)
+    if "=" in alias:
+        alias = _compute_type(alias)
+    if reason := _REFUSED.get(alias):
+        raise ValueError(f'recipe "{alias}" is not supported: {reason}')
+    return _ALIASES.get(alias, alias)
 
 
 def _compute_type(policy: str) -> str:
     """The compute dtype of a jmp policy. A recipe does not set parameter or output dtypes."""
     types = {}
     for part in policy.split(","):
-        key, _, value = (word.strip() for word in part.partition("="))
+        key, _, value = (side.strip() for side in part.partition("="))
         key = _JMP_KEYS.get(key, key)
         if key not in _JMP_KEYS.values() or key in types or value not in _JMP_TYPES:
             raise ValueError(

@@ -42,8 +42,8 @@ BF16 = Format(
 )
 
 FORMATS: tuple[Format, ...] = (E4M3, E5M2, FP16, BF16)
-_BY_WORD: dict[object, Format] = {word: f for f in FORMATS for word in (f, f.name, f.dtype)}
-_BY_WORD |= {
+_BY_NAME: dict[object, Format] = {name: f for f in FORMATS for name in (f, f.name, f.dtype)}
+_BY_NAME |= {
     "float8_e4m3fn": E4M3,
     "float8_e5m2": E5M2,
     "float16": FP16,
@@ -59,7 +59,7 @@ def parse(fmt: Format | str | torch.dtype, *, who: str = "parse") -> Format:
     """
     key = fmt.lower() if isinstance(fmt, str) else fmt
     try:
-        return _BY_WORD[key]
+        return _BY_NAME[key]
     except (KeyError, TypeError):
         names = ", ".join(f"{f.name} ({f.dtype})" for f in FORMATS)
         raise ValueError(f"{who}: fmt must be one of {names}, got {fmt!r}") from None

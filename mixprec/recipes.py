@@ -169,21 +169,21 @@ class Recipe:
     @property
     def needs_loss_scaling(self) -> bool:
         """Whether small gradients underflow unless the loss is scaled: with fp16, whose exponent
-        range is short and which, unlike FP8 here, is cast without a scale of its own."""
+        range is short and which, unlike FP8 here, is cast without a scale."""
         return self.g == FP16
 
     def __str__(self) -> str:
         if not self.is_fp8:
-            words = [self.name if self.name == self.x.name else f"{self.name}: {self.x}"]
-            return ", ".join([*words, *(["clip_activations"] if self.clip_activations else [])])
+            parts = [self.name if self.name == self.x.name else f"{self.name}: {self.x}"]
+            return ", ".join([*parts, *(["clip_activations"] if self.clip_activations else [])])
         roles = (f"{r} {getattr(self, r)}/{getattr(self, f'{r}_granularity')}" for r in ROLES)
-        words = [f"{self.name}: {', '.join(roles)}"]
+        parts = [f"{self.name}: {', '.join(roles)}"]
         if self.is_delayed:
-            words.append(f"delayed({self.history},{self.amax_of})")
-        words += [f"margin {self.margin}"] if self.margin else []
-        words += [] if self.power_of_two_scale else ["any scale"]
-        words += [f"fast_accum({','.join(self.fast_accum)})"] if self.fast_accum else []
-        return ", ".join(words)
+            parts.append(f"delayed({self.history},{self.amax_of})")
+        parts += [f"margin {self.margin}"] if self.margin else []
+        parts += [] if self.power_of_two_scale else ["any scale"]
+        parts += [f"fast_accum({','.join(self.fast_accum)})"] if self.fast_accum else []
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, as strings, numbers and lists: for JSON and for checkpoints."""
@@ -208,7 +208,7 @@ class Recipe:
 
     @staticmethod
     def parse(recipe: Recipe | str) -> Recipe:
-        """Return `recipe` itself, or the one that a name or an alias stands for.
+        """Return `recipe` itself, or the recipe of that name or alias.
 
         Names: those of `RECIPES`. Aliases: the names used by Keras ("mixed_bfloat16"), of jmp
         ("params=float32,compute=bfloat16,output=float32"), of torchao and of Transformer Engine;
@@ -218,8 +218,8 @@ class Recipe:
         if isinstance(recipe, Recipe):
             return recipe
         if isinstance(recipe, str):
-            word = recipe.strip().lower()
-            if found := RECIPES.get(_recipe_aliases.name_of(word)):
+            alias = recipe.strip().lower()
+            if found := RECIPES.get(_recipe_aliases.name_of(alias)):
                 return found
         names = ", ".join(f'"{name}"' for name in RECIPES)
         raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")

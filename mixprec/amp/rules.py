@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-# The growth interval that stands for static scaling, which torch does not have.
+# The growth interval that represents static scaling, which torch does not have.
 NEVER = 2**31 - 1
 
 

@@ -90,7 +90,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def __getitem__(self, recipe: str) -> Row:
-        """The row of that recipe; KeyError, listing the rows there are, if it has none."""
+        """The row of a recipe; KeyError, listing the existing rows, if there is none."""
         for row in self.rows:
             if row.recipe == recipe:
                 return row

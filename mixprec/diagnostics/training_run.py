@@ -26,7 +26,7 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def torch_formats(dtype: torch.dtype) -> str:
-    """The formats in a Row of a GEMM that torch.nn.Linear runs, not mixprec."""
+    """The formats of a GEMM run by torch.nn.Linear, for a Row."""
     name = _SHORT.get(dtype, str(dtype))
     return f"{name} x {name} (torch)"
 
@@ -89,7 +89,7 @@ class TrainingRun:
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.optimizer_calls, self._was_called = 0, False
         optimizer.register_step_post_hook(self._called)
-        # Of the parameters that are not norms, which stay FP32: the dtype that most elements have.
+        # The dtype of most elements of the parameters, except norms, which stay FP32.
         sizes: dict[torch.dtype, int] = {}
         for p in model.parameters():
             sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
@@ -184,8 +184,7 @@ class TrainingRun:
         return number
 
     def finish(self) -> None:
-        """Measure memory, skipped steps and loss scale at the end of the run, also after an
-        error."""
+        """Measure memory, skipped steps and loss scale when the run ends, also by an error."""
         states = list(self.optimizer.state.values())
         if self.device.type == "cuda":
             self.row.peak_bytes = torch.cuda.max_memory_allocated(self.device)

@@ -91,7 +91,7 @@ def _check(
 def cast_conv_weight(
     weight: torch.Tensor, padding: object, groups: int, recipe: Recipe, delayed: Delayed | None
 ) -> Operand:
-    """What `conv2d` takes as quantized_weight for this weight, padding and groups."""
+    """The argument quantized_weight of `conv2d` for this weight, padding and groups."""
     if recipe.is_fp8 and is_pointwise(weight.shape[2:], padding, groups):
         return operands.cast(weight.flatten(1), "w", recipe, delayed, use_t=True)
     return encode(weight, "w", recipe, delayed)
@@ -125,7 +125,7 @@ def conv2d(
     vendor's convolution. In FP8, a 1 x 1 kernel without padding and groups is `linear` over the
     pixels, [B H' W', C]. Other convolutions save memory, not time: x, weight and g are quantized as
     matrices [first dimension, all the rest], so that "row" means a scale for each sample of x and
-    g and for each output channel of the weight, and blocks lie along the flattened rest; q(x) and
+    g and for each output channel of the weight, and blocks run along the flattened rest; q(x) and
     q(weight) are saved for backward, one byte per element; and the vendor's convolution multiplies
     them, decoded to bf16, which is exact for scales that are powers of two. Sums are the vendor's
     FP32. Results are rounded to the 16-bit dtype, bf16 for FP8, on their way to

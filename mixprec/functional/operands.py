@@ -44,9 +44,9 @@ def cast(
     use_t: bool,
     record: bool = True,
 ) -> Operand:
-    """Cast x [..., C] as the recipe says for `role`: "x", "w" or "g".
+    """Cast x [..., C] with the recipe's settings for `role`: "x", "w" or "g".
 
-    use_t: whether a GEMM will read the transpose; record: whether delayed scaling notes the amax.
+    use_t: whether a GEMM will read the transpose; record: whether delayed scaling records the amax.
     """
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if x.dim() == 1:

@@ -18,8 +18,7 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class QuantizedWeight(NamedTuple):
-    """A layer's cast weight, stored by `mixprec.reuse_weights`, and the `version` it was cast
-    from."""
+    """The cast weight that `mixprec.reuse_weights` stores in a layer, and its `version`."""
 
     weight: torch.Tensor
     version: int

@@ -14,7 +14,7 @@ from ._layer import Layer
 
 
 class Conv2d(Layer, torch.nn.Conv2d):
-    """y = x * weight + bias, a convolution with the operands cast as `recipe` says.
+    """y = x * weight + bias, a convolution with operands in the formats of `recipe`.
 
     Otherwise identical to torch.nn.Conv2d: arguments, parameters, initialisation, state_dict keys,
     padding modes, memory formats. Parameters may be fp32, bf16 or fp16 and are never changed. The
@@ -25,7 +25,7 @@ class Conv2d(Layer, torch.nn.Conv2d):
     errors.
     """
 
-    __module__ = "mixprec.nn"  # where pickles look for it
+    __module__ = "mixprec.nn"  # the path that pickle stores
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""convert: run a model's linear layers and convolutions in low precision; cast_parameters: cast its
-weights."""
+"""convert: run a model's layers in low precision; cast_parameters: cast its weights."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def convert(
     compute something else (the output projection of
     nn.MultiheadAttention is one, and is never called as a module). Where a module reads its
     linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval mode
-    without gradients, it computes as before. One INFO line on the logger "mixprec" says how many
+    without gradients, it computes as before. One INFO line on the logger "mixprec" reports how many
     layers were converted, and to what. In FP8, convolutions that are not 1 x 1 save memory, not
     time: `mixprec.filters.worthwhile` leaves them out.
 
@@ -141,9 +140,9 @@ def convert(
             if child in replacement:
                 setattr(parent, child_name, replacement[child])
     used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
-    words = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
+    names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""
-    logger.info("convert: %d of %d layers set to %s%s", len(chosen), len(layers), words, note)
+    logger.info("convert: %d of %d layers set to %s%s", len(chosen), len(layers), names, note)
     return replacement.get(model, model)
 
 

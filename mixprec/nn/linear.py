@@ -14,7 +14,7 @@ from ._layer import Layer
 
 
 class Linear(Layer, torch.nn.Linear):
-    """y = x @ weight^T + bias with the operands of all three GEMMs cast as `recipe` says.
+    """y = x @ weight^T + bias with the operands of all three GEMMs in the formats of `recipe`.
 
     Otherwise identical to torch.nn.Linear: parameters, initialisation, state_dict keys. Parameters
     may be fp32, bf16 or fp16 and are never changed. The output has the input's dtype; under
@@ -28,7 +28,7 @@ class Linear(Layer, torch.nn.Linear):
     which resets the scales; `mixprec.scaling.plain_state_dict` returns one for nn.Linear.
     """
 
-    __module__ = "mixprec.nn"  # where pickles look for it
+    __module__ = "mixprec.nn"  # the path that pickle stores
 
     def __init__(
         self,

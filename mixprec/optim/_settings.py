@@ -21,7 +21,7 @@ def check_number(who: str, name: str, value: Any, limit: float = math.inf) -> No
 
 
 def check_lr(who: str, lr: Any) -> None:
-    """A number, or a tensor of one element, which is not read here: it may be on a device."""
+    """A number, or a tensor of one element, which is not read, to avoid a host sync."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(

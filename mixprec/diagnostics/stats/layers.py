@@ -35,8 +35,7 @@ def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:
 
 
 def as_operand(layer: nn.Module, role: str, t: torch.Tensor) -> torch.Tensor:
-    """t ("x", "w" or "g" of `layer`) in the shape in which it is cast, which determines rows and
-    blocks.
+    """t ("x", "w" or "g" of `layer`) in the shape of its cast, which determines rows and blocks.
 
     A convolution with FP8 operands is a GEMM over pixels if it combines only channels; otherwise
     its operands are cast as [first dimension, all the rest]. (The zeros of padding are excluded.)

@@ -24,11 +24,11 @@ def why_not(archs: str, capability: tuple[int, int]) -> str | None:
     Code for X.Y runs on X.Z with Z >= Y; "a" only on X.Y itself; "+PTX" on X.Y and all later ones.
     None if `archs` is empty (not recorded).
     """
-    words = re.split(r"[;\s]+", archs.strip())
-    if words == [""] or any(_covers(word, capability) for word in words):
+    names = re.split(r"[;\s]+", archs.strip())
+    if names == [""] or any(_covers(name, capability) for name in names):
         return None
     gpu = ".".join(map(str, capability))
     return (
-        f"the CUDA kernels were built for {', '.join(words)}, and this GPU is {gpu}; to build them "
+        f"the CUDA kernels were built for {', '.join(names)}, and this GPU is {gpu}; to build them "
         f"for it, set TORCH_CUDA_ARCH_LIST={gpu}"
     )

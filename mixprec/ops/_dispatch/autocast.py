@@ -26,8 +26,8 @@ def is_on(device: str) -> bool:
 
 
 def kernel(op: str, operands: tuple[int, ...], device: str) -> Callable[..., Any]:
-    """What runs for a direct call of `mixprec::op` inside torch.autocast; operands: the indices of
-    the arguments to cast, empty for an op that autocast does not affect."""
+    """The autocast kernel of `mixprec::op`; operands: the indices of the arguments to cast, empty
+    for an op that autocast does not affect."""
     if not operands:
         return torch.library.fallthrough_kernel
 

@@ -26,8 +26,8 @@ def forced() -> str | None:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Run every mixprec op inside the block on `backend`: "cpp", "cuda", "triton", "vendor" (what
-    torch has for the same job) or "reference".
+    """Run every mixprec op inside the block on `backend`: "cpp", "cuda", "triton", "vendor" (the
+    equivalent in torch) or "reference".
 
     An op that this backend cannot run raises RuntimeError with the reason. ValueError for an
     unknown backend. The setting is global to the process and restored when the block ends.

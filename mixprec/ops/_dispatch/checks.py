@@ -39,8 +39,8 @@ def is_list(op: str, name: str, tensors: Sequence[object]) -> Sequence[torch.Ten
 
 def has_dtype(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in allowed:
-        words = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ValueError(f"{op}: {name} must have dtype {words}, got {x.dtype}")
+        dtypes = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ValueError(f"{op}: {name} must have dtype {dtypes}, got {x.dtype}")
 
 
 def has_shape(op: str, name: str, x: torch.Tensor, shape: Sequence[int], meaning: str) -> None:

@@ -62,7 +62,7 @@ def _load_cuda() -> str | None:
 
 
 CUDA_ERROR = _load_cuda()
-# What the CUDA kernels were built for, as TORCH_CUDA_ARCH_LIST writes it; "" if there are none.
+# The architectures of the CUDA kernels, as in TORCH_CUDA_ARCH_LIST; "" without kernels.
 CUDA_ARCHS = C.build_info().get("cuda_archs", "") if C is not None else ""
 
 

@@ -109,7 +109,7 @@ class Op:
         return getattr(torch.ops.mixprec, self.variant_name(variant)).default
 
     def launcher(self) -> Function:
-        """What launches the Triton kernel; imports Triton."""
+        """The launcher of the Triton kernel; imports Triton."""
         return _launcher(self)
 
     def _define(self, schema: str, reference: Function, fake: Function | None) -> None:
@@ -156,7 +156,7 @@ class Op:
         return undisturbed
 
     def checked_vendor(self, *args: Any) -> Any:
-        """What `mixprec::name_vendor` runs."""
+        """The implementation of `mixprec::name_vendor`."""
         assert self._vendor is not None
         self.check(*args)
         reason = self._refusal("vendor", self.Args(*args), self._device(args).index or 0)
@@ -211,7 +211,7 @@ class Op:
         raise RuntimeError(f"{self.name}: no backend can run on {device}. " + "; ".join(reasons))
 
     def choose(self, device: str, index: int = 0, args: Args | None = None) -> Function:
-        """What runs the op on tensors on `device`, for a call with `args`."""
+        """The function that runs the op on `device` for a call with `args`."""
         if device == "cuda" and args is not None and self.choice is not None:
             backend = self.backend_of_call(index, args)
             run = self._ready(backend, device, index)
@@ -230,7 +230,7 @@ class Op:
         return run
 
     def backend_of_call(self, index: int, args: Args) -> str:
-        """`backend` on a GPU, with the reasons that do not depend on the call kept."""
+        """`backend` on a GPU, with reasons that do not depend on the call cached."""
         able, named = self.able_backends(index), self.Args(*args)
         for backend in self.order("cuda", index, named):
             if backend in able and self._refusal(backend, named, index) is None:

@@ -10,7 +10,7 @@ import torch
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-# Streams: which array of a param the random bits are for. They share one counter word with the
+# Streams: the array of a param that the random bits are for. They share one counter word with the
 # index of the param, of which there are fewer than 2^30.
 PARAM, FIRST_STATE, SECOND_STATE = range(3)
 _STREAM_SHIFT = 30
@@ -18,7 +18,7 @@ MAX_INDEX = 2**_STREAM_SHIFT
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two 32-bit words of a * b (int64 holds no unsigned product: a is taken in halves)."""
+    """The two 32-bit words of a * b (a is split in halves: int64 cannot hold the product)."""
     low, high = (a & 0xFFFF) * b, (a >> 16) * b
     middle = high + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -66,7 +66,7 @@ def random_bits(
 def stochastic_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """x (fp32) rounded to one of its two BF16 neighbours, up with probability `the part cut off`.
 
-    Inf stays Inf and NaN NaN.
+    Inf and NaN are unchanged.
     """
     noisy = ((x.view(torch.int32).long() & _WORD) + bits) >> 16
     rounded = noisy.to(torch.int32).to(torch.int16).view(torch.bfloat16)
