@@ -7,6 +7,8 @@ import torch
 from .ops._dispatch import library
 from .recipes import Recipe
 
+__all__ = ["is_available", "why_not"]
+
 # The first compute capability whose tensor cores support a format, and its name.
 _NEEDED = {
     "fp16": ((7, 0), "Volta"),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "Format", "parse"]
+
 
 @dataclass(frozen=True)
 class Format:

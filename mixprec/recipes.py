@@ -9,6 +9,8 @@ from typing import Any
 from . import _recipe_aliases, formats
 from .formats import BF16, E4M3, E5M2, FP16, Format
 
+__all__ = ["AMAX_OF", "GEMMS", "GRANULARITIES", "RECIPES", "ROLES", "SCALINGS", "Recipe"]
+
 GEMMS = ("forward", "grad_input", "grad_weight")
 GRANULARITIES = ("tensor", "row", "block1x128", "block128x128")
 SCALINGS = ("current", "delayed")

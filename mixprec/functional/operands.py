@@ -9,6 +9,8 @@ import torch
 from ..ops.quantize import run as quantize
 from ..recipes import DELAYED_ROLES, Recipe
 
+__all__ = ["Delayed", "Operand", "cast"]
+
 
 class Operand(NamedTuple):
     """A tensor cast as a matrix, and its transpose, cast with its own scales.

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from ..recipes import Recipe
 from . import _region
 
+__all__ = ["FP32_OPS", "autocast"]
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The ops that lose too much precision in 16 bits, with their names in torch. The list is that of

@@ -15,6 +15,8 @@ from torch import nn
 from ..recipes import Recipe
 from . import Conv2d, Layer, Linear
 
+__all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
+
 logger = logging.getLogger("mixprec")
 
 ModuleFilter = Callable[[nn.Module, str], bool]

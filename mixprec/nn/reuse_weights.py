@@ -10,6 +10,8 @@ import torch
 from .._local_gradients import is_sharded
 from . import Layer
 
+__all__ = ["reuse_weights"]
+
 
 @contextlib.contextmanager
 def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
