@@ -477,7 +477,7 @@ def test_a_file_cut_off_anywhere_is_refused(path: Path) -> None:
 def test_a_byte_that_changed_is_found_or_means_nothing(path: Path) -> None:
     whole, wanted = small(path)
     directory = whole.index(b"PK\x01\x02")  # of the archive: the only part without a checksum
-    seed, found = random.Random(0), 0
+    seed, problems = random.Random(0), []
     places = [(at, seed.randrange(1, 256)) for at in (*range(0, directory, 11), directory)]
     places += [(at, bit) for at in range(directory, len(whole)) for bit in (1, 16)]
     for at, change in places:
@@ -487,29 +487,16 @@ def test_a_byte_that_changed_is_found_or_means_nothing(path: Path) -> None:
         try:
             told = load_checkpoint(path, model=model, rng=False)
         except ValueError as error:
-            problem = str(error)
+            problems.append(str(error))
         else:
             assert told["step"] == 5
             assert torch.equal(told["extra"], torch.arange(3))
             assert as_bytes(list(model.state_dict().values())) == as_bytes(wanted), at
             continue
-        found += 1
-        assert problem.startswith(f"load_checkpoint: {path}")
+        assert problems[-1].startswith(f"load_checkpoint: {path}")
         assert as_bytes(model.state_dict()) == before
-    assert found > len(places) // 3
-
-
-def test_a_changed_weight_is_found(path: Path) -> None:
-    """torch.load itself does not look at checksums."""
-    run = Run()
-    torch.nn.init.constant_(run.model[0].weight, 1.234375)
-    save_checkpoint(path, **run.parts())
-    whole = path.read_bytes()
-    pattern = run.model[0].weight.detach()[0, :1].view(torch.int16).numpy().tobytes() * 6
-    at = whole.index(pattern)
-    path.write_bytes(whole[:at] + b"\x00\x00" + whole[at + 2 :])
-    assert torch.load(path, weights_only=True)["model"]["0.weight"][0, 0] == 0
-    refused(path, "checksum", run)
+    assert len(problems) > len(places) // 3
+    assert any("is not what its checksum says" in problem for problem in problems)
 
 
 def test_checksums_are_written_whatever_torch_is_told(path: Path) -> None:

@@ -60,32 +60,6 @@ def test_what_a_state_holds(kind: Kind) -> None:
             assert all(t.stride() == p.stride() for t in matrices)
 
 
-def test_overflow_reports_name_params_and_put_the_worst_first() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).bfloat16()
-    optimizer = AdamW(model.parameters())
-    assert optimizer.overflow_report(model) == []
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    model[0].weight.grad[0, :2] = math.inf  # 2 of 16
-    model[1].bias.grad[0] = math.nan  # 1 of 2
-    optimizer.step()
-    found = optimizer.overflow_report(model)
-    assert [(r.name, r.elements, r.inf, r.nan) for r in found] == [
-        ("1.bias", 2, 0, 1),
-        ("0.weight", 16, 2, 0),
-    ]
-    named = AdamW(list(model.named_parameters()))
-    named.step()
-    assert named.overflow_report() == found
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    named.step()
-    assert named.overflow_report() == found  # of the last step that overflowed
-    assert [(r.name, r.zeros) for r in named.underflow_report()] == [
-        (n, p.numel()) for n, p in model.named_parameters()
-    ]
-
-
 def test_the_step_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def synchronizes(*args: object) -> None:
         raise AssertionError("this waits for the device")
