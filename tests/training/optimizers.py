@@ -128,7 +128,22 @@ def through_a_file(state: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+def forbid_synchronization(patched: pytest.MonkeyPatch) -> None:
+    """All that would wait for a device raises."""
+
+    def synchronizes(*args: object) -> None:
+        raise AssertionError("this waits for the device")
+
+    for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
+        patched.setattr(torch.Tensor, method, synchronizes)
+    for function in ("equal", "is_nonzero", "allclose"):
+        patched.setattr(torch, function, synchronizes)
+
+
 # For tests of scalers: optimizers of torch, fused or not, and of ours.
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def torch_sgd(params: Any) -> torch.optim.Optimizer:
@@ -159,7 +174,6 @@ def our_adam(params: Any) -> torch.optim.Optimizer:
     return Adam(params, lr=0.05)
 
 
-Make = Callable[[Any], torch.optim.Optimizer]
 TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
 OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
 every_optimizer = pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=lambda f: f.__name__)

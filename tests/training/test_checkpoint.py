@@ -33,17 +33,14 @@ def sgd(groups: Any, **options: Any) -> torch.optim.Optimizer:
     return SGD(groups, momentum=0.9, **options)
 
 
+LOW_STATE = {"state_dtype": torch.bfloat16}
 MIXES: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "fp32": (torch.float32, AdamW, {}),
     "bf16 master": (torch.bfloat16, sgd, {}),
     "bf16 remainder16": (torch.bfloat16, Adam, {"master_weights": "remainder16"}),
     "bf16 stochastic": (torch.bfloat16, sgd, {"stochastic_rounding": True, "seed": 5}),
-    "bf16 moments": (torch.bfloat16, AdamW, {"state_dtype": torch.bfloat16}),
-    "bf16 all": (
-        torch.bfloat16,
-        AdamW,
-        {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
-    ),
+    "bf16 moments": (torch.bfloat16, AdamW, LOW_STATE),
+    "bf16 all": (torch.bfloat16, AdamW, {"stochastic_rounding": True, **LOW_STATE}),
     "fp16 master": (torch.float16, Adam, {"max_grad_norm": 0.5}),
 }
 STEPS, OVERFLOW = 6, 3
@@ -234,9 +231,8 @@ def test_several_optimizers_and_schedulers(path: Path) -> None:
     assert bits(other) == bits(mine)
     other = pair(1)
     before = bits(other)
-    with pytest.raises(
-        ValueError, match=r"holds no optimizer, .*: .*optimizer\[0\], optimizer\[1\]"
-    ):
+    message = r"holds no optimizer, .*: .*optimizer\[0\], optimizer\[1\]"
+    with pytest.raises(ValueError, match=message):
         load_checkpoint(path, optimizer=other["optimizer"][0])
     with pytest.raises(ValueError, match=r"optimizer\[0\] was saved from AdamW, got SGD"):
         load_checkpoint(path, optimizer=other["optimizer"][::-1])
@@ -477,7 +473,7 @@ def test_a_file_cut_off_anywhere_is_refused(path: Path) -> None:
 def test_a_byte_that_changed_is_found_or_means_nothing(path: Path) -> None:
     whole, wanted = small(path)
     directory = whole.index(b"PK\x01\x02")  # of the archive: the only part without a checksum
-    seed, found = random.Random(0), 0
+    seed, problems = random.Random(0), []
     places = [(at, seed.randrange(1, 256)) for at in (*range(0, directory, 11), directory)]
     places += [(at, bit) for at in range(directory, len(whole)) for bit in (1, 16)]
     for at, change in places:
@@ -487,29 +483,16 @@ def test_a_byte_that_changed_is_found_or_means_nothing(path: Path) -> None:
         try:
             told = load_checkpoint(path, model=model, rng=False)
         except ValueError as error:
-            problem = str(error)
+            problems.append(str(error))
         else:
             assert told["step"] == 5
             assert torch.equal(told["extra"], torch.arange(3))
             assert as_bytes(list(model.state_dict().values())) == as_bytes(wanted), at
             continue
-        found += 1
-        assert problem.startswith(f"load_checkpoint: {path}")
+        assert problems[-1].startswith(f"load_checkpoint: {path}")
         assert as_bytes(model.state_dict()) == before
-    assert found > len(places) // 3
-
-
-def test_a_changed_weight_is_found(path: Path) -> None:
-    """torch.load itself does not look at checksums."""
-    run = Run()
-    torch.nn.init.constant_(run.model[0].weight, 1.234375)
-    save_checkpoint(path, **run.parts())
-    whole = path.read_bytes()
-    pattern = run.model[0].weight.detach()[0, :1].view(torch.int16).numpy().tobytes() * 6
-    at = whole.index(pattern)
-    path.write_bytes(whole[:at] + b"\x00\x00" + whole[at + 2 :])
-    assert torch.load(path, weights_only=True)["model"]["0.weight"][0, 0] == 0
-    refused(path, "checksum", run)
+    assert len(problems) > len(places) // 3
+    assert any("is not what its checksum says" in problem for problem in problems)
 
 
 def test_checksums_are_written_whatever_torch_is_told(path: Path) -> None:
@@ -522,25 +505,16 @@ def test_checksums_are_written_whatever_torch_is_told(path: Path) -> None:
     assert load_checkpoint(path)["step"] == 1
 
 
-def other_files() -> dict[str, Callable[[Path], object]]:
-    old = io.BytesIO()
-    torch.save({"format": "mixprec checkpoint"}, old, _use_new_zipfile_serialization=False)
-    return {
-        "an empty one": lambda path: path.write_bytes(b""),
-        "a text": lambda path: path.write_text("step: 1\n"),
-        "torch's old format": lambda path: path.write_bytes(old.getvalue()),
-        "a pickled object": lambda path: torch.save(Thing(), path),
-        "a pickled optimizer": lambda path: torch.save(Run().optimizer, path),
-        "a tensor": lambda path: torch.save(torch.ones(2), path),
-        "a state dict": lambda path: torch.save(Run().model.state_dict(), path),
-        "its parts by hand": lambda path: torch.save({"model": {}, "optimizer": {}}, path),
-    }
-
-
 def test_other_files_are_refused(path: Path) -> None:
-    run = Run()
-    for write in other_files().values():
-        write(path)
+    run, old = Run(), io.BytesIO()
+    content = {"format": "mixprec checkpoint"}
+    torch.save(content, old, _use_new_zipfile_serialization=False)
+    for data in (b"", b"step: 1\n", old.getvalue()):
+        path.write_bytes(data)
+        refused(path, "is damaged or no checkpoint", run)
+    parts = {"model": {}, "optimizer": {}}
+    for value in (Thing(), run.optimizer, torch.ones(2), run.model.state_dict(), parts):
+        torch.save(value, path)
         message = "(is damaged or no checkpoint|is no checkpoint that save_checkpoint wrote)"
         refused(path, message, run)
 
@@ -555,58 +529,45 @@ def test_too_little_memory_is_not_damage(path: Path, monkeypatch: pytest.MonkeyP
         load_checkpoint(path)
 
 
-EDITS: dict[str, tuple[Callable[[dict], object], str]] = {
-    "a newer version": (lambda c: c.update(version=2), "has version 2, and this mixprec reads 1"),
-    "no version": (lambda c: c.pop("version"), "has version None"),
-    "no extra": (lambda c: c.pop("extra"), "it holds no extra"),
-    **{f"no {part}": (lambda c, part=part: c.pop(part), f"holds no {part}, of") for part in PARTS},
-    "no rng": (lambda c: c.update(rng=None), "pass rng=False"),
-    "a bad rng": (lambda c: c["rng"].update(cpu=torch.zeros(4, dtype=torch.uint8)), "rng: "),
-    "an rng of zeros": (lambda c: c["rng"].update(cpu=c["rng"]["cpu"] * 0), "rng: "),
-    "an rng of text": (lambda c: c["rng"].update(cpu="x"), "rng: "),
-    "a weight less": (lambda c: c["model"].pop("0.bias"), "lacks 1 entries: 0.bias"),
-    "a weight more": (lambda c: c["model"].update(w=torch.ones(1)), "adds 1 entries: w"),
-    "a weight's shape": (
+EDITS: tuple[tuple[Callable[[dict], object], str], ...] = (
+    (lambda c: c.update(version=2), "has version 2, and this mixprec reads 1"),
+    (lambda c: c.pop("version"), "has version None"),
+    (lambda c: c.pop("extra"), "it holds no extra"),
+    *((lambda c, part=part: c.pop(part), f"holds no {part}, of") for part in PARTS),
+    (lambda c: c.update(rng=None), "pass rng=False"),
+    (lambda c: c["rng"].update(cpu=torch.zeros(4, dtype=torch.uint8)), "rng: "),
+    (lambda c: c["rng"].update(cpu=c["rng"]["cpu"] * 0), "rng: "),
+    (lambda c: c["rng"].update(cpu="x"), "rng: "),
+    (lambda c: c["model"].pop("0.bias"), "lacks 1 entries: 0.bias"),
+    (lambda c: c["model"].update(w=torch.ones(1)), "adds 1 entries: w"),
+    (
         lambda c: c["model"].update({"0.bias": torch.ones(1, 16)}),
         r"0.bias must have shape \(16,\), got \(1, 16\)",
     ),
-    "a weight's dtype": (
+    (
         lambda c: c["model"].update({"0.bias": c["model"]["0.bias"].half()}),
         "0.bias must have torch.bfloat16, got torch.float16; convert_dtype=True",
     ),
-    "a weight of ints": (
+    (
         lambda c: c["model"].update({"0.bias": c["model"]["0.bias"].int()}),
         "0.bias must have torch.bfloat16, got torch.int32$",
     ),
-    "a weight of text": (lambda c: c["model"].update({"0.bias": "x"}), "0.bias is a tensor only"),
-    "no weights": (lambda c: c.update(model=[]), "model must be a state dict, got list"),
-    "another optimizer": (
-        lambda c: c["classes"].update(optimizer="Adam"),
-        "optimizer was saved from Adam, got AdamW",
-    ),
-    "another schedule": (
+    (lambda c: c["model"].update({"0.bias": "x"}), "0.bias is a tensor only"),
+    (lambda c: c.update(model=[]), "model must be a state dict, got list"),
+    (lambda c: c["classes"].update(optimizer="Adam"), "optimizer was saved from Adam, got AdamW"),
+    (
         lambda c: c["classes"].update(lr_scheduler="StepLR"),
         "lr_scheduler was saved from StepLR, got SequentialLR",
     ),
-    "no groups": (lambda c: c["optimizer"].pop("param_groups"), "optimizer: "),
-    "a group less": (lambda c: c["optimizer"]["param_groups"].pop(), "optimizer: .*group"),
-    "a bad setting": (
-        lambda c: c["optimizer"]["param_groups"][0].update(eps=-1.0),
-        "optimizer: AdamW.load_state_dict: eps must be",
-    ),
-    "a moment's shape": (
-        lambda c: c["optimizer"]["state"][1].update(exp_avg=torch.ones(3)),
-        "optimizer: AdamW.load_state_dict: exp_avg must be a tensor of shape",
-    ),
-    "a moment's dtype": (
+    (lambda c: c["optimizer"]["param_groups"].pop(), "optimizer: .*group"),
+    (
         lambda c: c["optimizer"]["state"][5].update(exp_avg_sq=torch.ones(3).double()),
         "optimizer: AdamW.load_state_dict: exp_avg_sq must have dtype",
     ),
-    "no scale": (lambda c: c["scaler"].pop("scale"), "scaler: GradScaler: .*lacks"),
-    "a bad scale": (lambda c: c["scaler"].update(scale=-1.0), "scaler: GradScaler: scale must be"),
-    "a disabled scaler": (lambda c: c.update(scaler={}), "scaler: .*empty"),
-    "a schedule in pieces": (lambda c: c["lr_scheduler"].pop("_schedulers"), "lr_scheduler: "),
-}
+    (lambda c: c["scaler"].update(scale=-1.0), "scaler: GradScaler: scale must be"),
+    (lambda c: c.update(scaler={}), "scaler: .*empty"),
+    (lambda c: c["lr_scheduler"].pop("_schedulers"), "lr_scheduler: "),
+)
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["into a fresh run", "into a run in progress"])
@@ -620,7 +581,7 @@ def test_what_does_not_fit_changes_nothing(steps: int, path: Path) -> None:
         torch.manual_seed(2)
         for step in range(steps):
             each.step(step)
-    for change, message in EDITS.values():
+    for change, message in EDITS:
         path.write_bytes(whole)
         edit(path, change)
         refused(path, message, other)

@@ -187,10 +187,7 @@ def test_wrong_gemms_names_a_layer_that_was_left_out() -> None:
 
 def test_overflow_is_skipped_counted_and_backs_off() -> None:
     report = mixprec.compare(
-        MLP,
-        data(30),
-        ("fp32", "fp16"),
-        make_scaler=lambda: mixprec.GradScaler(init_scale=2.0**30),
+        MLP, data(30), ("fp32", "fp16"), make_scaler=lambda: mixprec.GradScaler(init_scale=2.0**30)
     )
     fp32, fp16 = report.rows
     assert (fp32.skipped_steps, fp32.loss_scale) == (0, None)
@@ -328,7 +325,7 @@ def test_interrupt_returns_what_there_is(tmp_path: Path) -> None:
     assert report.interrupted
     assert torch.equal(torch.get_rng_state(), state)
     assert [row.status for row in report.rows] == [
-        *("complete", "complete", "interrupted in step 3", "not started"),
+        *("complete", "complete", "interrupted in step 3", "not started")
     ]
     assert report["fp16"].loss_scale == 65536.0
     assert report["fp16"].parameter_bytes is not None

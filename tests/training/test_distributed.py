@@ -37,6 +37,7 @@ from mixprec.distributed import Ranks, agree_found_, reduce_gradients_in_fp32
 FLAGS = (0.0, 1.0, 2.0, -1.0, math.inf, math.nan)
 # Five rows over four ranks are 2, 2, 1 and 0; one row leaves three ranks without any.
 SHAPES = ((5, 3), (1,), (7, 2), (4, 4), (0, 3))
+SCOPES = [0, 2, 0, 2, 0]
 
 
 @contextmanager
@@ -96,46 +97,43 @@ def agreements() -> dict[str, Any]:
     pair = cube["copy", "part"]  # ranks 0 and 1, ranks 2 and 3: two dimensions, not all ranks
     across = cube["stage"].get_group()  # ranks 0 and 2, ranks 1 and 3
     whole = grads_of(SHAPES)
-    scopes = [0, 2, 0, 2, 0]
 
     def shards(mesh: DeviceMesh, *placements: Any) -> list[Any]:
         return [distribute_tensor(t, mesh, placements) for t in whole]
 
     ranks, sharded = Ranks(), shards(line, Shard(0))
     results: dict[str, Any] = {
-        "sharded": agree(ranks, sharded, scopes),
-        "again": agree(ranks, sharded, scopes),
+        "sharded": agree(ranks, sharded, SCOPES),
+        "again": agree(ranks, sharded, SCOPES),
         "other scopes": agree(ranks, sharded, [1, 1, 1, 1, 1]),
-        "replicated": agree(ranks, shards(line, Replicate()), scopes),
-        "hybrid": agree(ranks, shards(grid, Replicate(), Shard(0)), scopes),
+        "replicated": agree(ranks, shards(line, Replicate()), SCOPES),
+        "hybrid": agree(ranks, shards(grid, Replicate(), Shard(0)), SCOPES),
         "two shards": agree(
             ranks, [distribute_tensor(t, grid, (Shard(1), Shard(0))) for t in whole[2:4]], [0, 2]
         ),
-        "plain": agree(ranks, [*sharded[:2], *whole[2:]], scopes),
-        "missing on 1": agree(ranks, sharded, scopes, missing=(2,) if rank == 1 else ()),
-        "nothing on 3": agree(ranks, sharded, scopes, missing=tuple(range(5)) * (rank == 3)),
+        "plain": agree(ranks, [*sharded[:2], *whole[2:]], SCOPES),
+        "missing on 1": agree(ranks, sharded, SCOPES, missing=(2,) if rank == 1 else ()),
+        "nothing on 3": agree(ranks, sharded, SCOPES, missing=tuple(range(5)) * (rank == 3)),
         "meshes": agree(
             ranks,
             [*shards(line, Shard(0))[:2], *shards(grid["shard"], Shard(0))[2:]],
-            scopes,
+            SCOPES,
             flag=float(rank == 3),
         ),
         "stages": agree(
             Ranks(across),
-            [distribute_tensor(t, pair, (Replicate(), Replicate())) for t in whole]
-            if rank < 2
-            else [distribute_tensor(2 * t, pair, (Replicate(), Replicate())) for t in whole],
-            scopes,
+            [(1 + rank // 2) * t for t in shards(pair, Replicate(), Replicate())],
+            SCOPES,
             flag=float(rank == 1),
         ),
-        "group": agree(Ranks(dist.group.WORLD), [t * 2**rank for t in whole], scopes),
+        "group": agree(Ranks(dist.group.WORLD), [t * 2**rank for t in whole], SCOPES),
     }
     for bad, flag in itertools.product(range(4), FLAGS):
         mine = flag if rank == bad else 0.0
         shape = (1,) if bad % 2 else ()
-        results[f"{flag} on {bad}"] = agree(ranks, sharded, scopes, mine, shape=shape)
+        results[f"{flag} on {bad}"] = agree(ranks, sharded, SCOPES, mine, shape=shape)
     opposite = (2.0, -2.0, 1.0, -1.0)[rank]
-    results["opposite flags"] = agree(ranks, sharded, scopes, opposite)
+    results["opposite flags"] = agree(ranks, sharded, SCOPES, opposite)
     # A sum that is not finite spoils neither flag nor other scopes.
     found, sums = torch.zeros(()), torch.ones(5).double()
     sums[0] = (math.inf, 1.0, math.nan, 1.0)[rank]
@@ -178,87 +176,57 @@ def expected(scopes: list[int], factors: tuple[float, ...] = (1,) * 5) -> list[f
     return totals
 
 
-SCOPES = [0, 2, 0, 2, 0]
-
-
 def test_squared_norms_are_those_of_a_single_process(asked: list[dict[str, Any]]) -> None:
-    cases = ("sharded", "again", "replicated", "hybrid", "plain")
-    for answers, case in itertools.product(asked, cases):
-        assert answers[case]["totals"] == pytest.approx(expected(SCOPES), rel=1e-14)
-        assert answers[case]["found"] == 0.0
-
-
-def test_other_ways_to_share_params(asked: list[dict[str, Any]]) -> None:
-    whole = [square_norm(g).item() for g in grads_of(SHAPES)]
-    for answers in asked:
-        assert answers["other scopes"]["totals"] == pytest.approx([0, sum(whole), 0], rel=1e-14)
-        assert answers["two shards"]["totals"] == pytest.approx([whole[2], 0, whole[3]], rel=1e-14)
-        # A mesh of all ranks, and meshes of two of them that hold the same.
-        assert answers["meshes"]["totals"] == pytest.approx(expected(SCOPES), rel=1e-14)
-        # Two pipeline stages, whose gradients differ by a factor of 2, of two replicas each.
-        assert answers["stages"]["totals"] == pytest.approx(expected(SCOPES, (5,) * 5), rel=1e-14)
-        squares = 1 + 4 + 16 + 64
-        assert answers["group"]["totals"] == pytest.approx(
-            expected(SCOPES, (squares,) * 5), rel=1e-14
-        )
-
-
-def test_a_gradient_missing_on_some_ranks(asked: list[dict[str, Any]]) -> None:
     parts = grads_of(SHAPES)
-    without = expected(SCOPES)
+    norms = [square_norm(g).item() for g in parts]
+    all_of = expected(SCOPES)
+    without, rest = expected(SCOPES), expected(SCOPES)
     without[0] -= square_norm(parts[2].chunk(4)[1]).item()
-    for answers in asked:
-        assert answers["missing on 1"]["totals"] == pytest.approx(without, rel=1e-14)
-        rest = expected(SCOPES)
-        rest[0] -= square_norm(parts[2].chunk(4)[3]).item()
-        rest[2] -= square_norm(parts[3].chunk(4)[3]).item()
-        assert answers["nothing on 3"]["totals"] == pytest.approx(rest, rel=1e-14)
+    for i in (2, 3):
+        rest[SCOPES[i]] -= square_norm(parts[i].chunk(4)[3]).item()
+    totals = {
+        **dict.fromkeys(("sharded", "again", "replicated", "hybrid", "plain"), all_of),
+        "other scopes": [0, sum(norms), 0],
+        "two shards": [norms[2], 0, norms[3]],
+        "meshes": all_of,  # one of all ranks, and two of two ranks that hold the same
+        # Two pipeline stages, whose gradients differ by a factor of 2, of two replicas each.
+        "stages": expected(SCOPES, (5,) * 5),
+        "group": expected(SCOPES, (1 + 4 + 16 + 64,) * 5),
+        "missing on 1": without,
+        "nothing on 3": rest,
+        **{f"{flag} on {bad}": all_of for bad, flag in itertools.product(range(4), FLAGS)},
+    }
+    for answers, (case, want) in itertools.product(asked, totals.items()):
+        assert answers[case]["totals"] == pytest.approx(want, rel=1e-14), case
+    for answers in asked:  # a sum that is not finite stays in its scope
+        first, *others = answers["inf sum"]["totals"]
+        assert math.isnan(first)  # Inf + NaN
+        assert others == [8.0, 8.0]
 
 
 def test_all_ranks_get_the_same_bits(asked: list[dict[str, Any]]) -> None:
     # NaN is not equal to itself; a group of two ranks does not tell the others.
     cases = [c for c in asked[0] if c not in ("alone", "inf sum", "flag of group", "outside")]
     assert len(cases) > 30
-    for case in cases:
-        for answers in asked[1:]:
-            assert answers[case]["totals"] == asked[0][case]["totals"], case
-            assert answers[case]["found"] == asked[0][case]["found"], case
+    for case, answers in itertools.product(cases, asked[1:]):
+        assert answers[case]["totals"] == asked[0][case]["totals"], case
+        assert answers[case]["found"] == asked[0][case]["found"], case
 
 
 def test_a_flag_on_one_rank_is_set_on_all(asked: list[dict[str, Any]]) -> None:
-    for answers, bad, flag in itertools.product(asked, range(4), FLAGS):
-        assert answers[f"{flag} on {bad}"]["found"] == float(flag != 0)
-        assert answers[f"{flag} on {bad}"]["totals"] == pytest.approx(expected(SCOPES), rel=1e-14)
-
-
-def test_flags_reach_across_meshes_and_groups(asked: list[dict[str, Any]]) -> None:
+    flags = {f"{flag} on {bad}": flag != 0 for bad, flag in itertools.product(range(4), FLAGS)}
+    flags |= dict.fromkeys(("meshes", "stages", "flag", "opposite flags"), True)
+    flags |= dict.fromkeys(("sharded", "again", "replicated", "hybrid", "plain", "inf sum"), False)
     for rank, answers in enumerate(asked):
-        assert answers["meshes"]["found"] == 1.0
-        assert answers["stages"]["found"] == 1.0
-        assert answers["flag"]["found"] == 1.0
-        assert answers["opposite flags"]["found"] == 1.0
-        assert answers["flag of group"]["found"] == float(rank in (0, 2))
-
-
-def test_sums_that_are_not_finite_stay_in_their_scope(asked: list[dict[str, Any]]) -> None:
-    for answers in asked:
-        first, *others = answers["inf sum"]["totals"]
-        assert math.isnan(first)  # Inf + NaN
-        assert others == [8.0, 8.0]
-        assert answers["inf sum"]["found"] == 0.0
+        for case, want in {**flags, "flag of group": rank in (0, 2)}.items():
+            assert answers[case]["found"] == float(want), case
 
 
 def test_one_small_all_reduce_per_mesh(asked: list[dict[str, Any]]) -> None:
+    """A hybrid mesh is one group, of all ranks; a dimension of one rank takes none."""
+    sizes = {"sharded": [4], "hybrid": [4], "group": [4], "meshes": [4, 4], "stages": [4, 4]}
     for answers in asked:
-        assert answers["sharded"]["sizes"] == [4]
-        assert answers["hybrid"]["sizes"] == [4]  # all ranks: one group, not one per dimension
-        assert answers["meshes"]["sizes"] == [4, 4]
-        assert answers["stages"]["sizes"] == [4, 4]  # a dimension of one rank takes none
-        assert answers["group"]["sizes"] == [4]
-
-
-def test_who_is_alone(asked: list[dict[str, Any]]) -> None:
-    for answers in asked:
+        assert {case: answers[case]["sizes"] for case in sizes} == sizes
         assert answers["alone"] == [True, True, False, False, True]
 
 

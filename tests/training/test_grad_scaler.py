@@ -15,7 +15,6 @@ from optimizers import (
     TORCHS,
     Make,
     every_optimizer,
-    every_way,
     our_adamw,
     through_a_file,
     torch_plain,
@@ -251,23 +250,6 @@ def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
 # What counts as an overflow
 
 
-@every_way
-@every_optimizer
-def test_overflow_by_unscaling_is_found(make: Make, explicit: bool) -> None:
-    """A scale below 1: finite gradients that are infinite once unscaled."""
-    params, optimizer = run_of(make)
-    before = [p.detach().clone() for p in params]
-    scaler = GradScaler(init_scale=2.0**-10)
-    backward(scaler, params, 1e37)
-    if explicit:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    assert scaler.skipped.item() == 1
-    assert scaler.get_scale() == 2.0**-11
-
-
 @every_optimizer
 def test_flags_of_any_value_and_shape_are_taken(make: Make) -> None:
     """Two ranks that both overflow make 2.0, for which torch's fused optimizers do the step."""
@@ -393,19 +375,6 @@ def test_fp16_sparse_gradients_are_added_up_before_they_are_checked() -> None:
 
 
 # The rule of the scale
-
-
-def test_the_minimum_and_the_maximum() -> None:
-    params, optimizer = run_of(our_adamw)
-    scaler = GradScaler(
-        init_scale=8.0, growth_interval=2, backoff_factor=0.3, min_scale=1.0, max_scale=20.0
-    )
-    seen = []
-    for bad in [math.inf] * 3 + [0.0] * 12:
-        iterate(scaler, optimizer, params, bad)
-        seen.append(round(scaler.get_scale(), 4))
-    assert seen[:3] == [2.4, 1.0, 1.0]
-    assert seen[3:] == [1.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 20.0, 20.0, 20.0]
 
 
 def test_growth_catches_up_with_a_lowered_interval() -> None:

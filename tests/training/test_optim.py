@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GRADS, name, normal
+from cases import GRADS, name
 from optimizers import (
     KINDS,
     LOW,
@@ -154,20 +154,6 @@ def test_groups_of_mixed_params() -> None:
             master = p.detach() if i % 2 else optimizer.state[p]["master"]
             torch.testing.assert_close(master, o.detach(), rtol=1e-6, atol=1e-6)
             assert ("master" in optimizer.state[p]) == (i % 2 == 0)
-
-
-def test_strided_params_and_gradients() -> None:
-    """A transposed param and a gradient with strides of 0 give the bits of contiguous copies."""
-    strided = torch.nn.Parameter(normal((4, 6), torch.bfloat16).t())
-    dense = torch.nn.Parameter(strided.detach().contiguous())
-    optimizer, expected = AdamW([strided]), AdamW([dense])
-    for step in range(3):
-        grad = normal((6, 1), torch.bfloat16, seed=step).expand(6, 4)
-        strided.grad, dense.grad = grad, grad.contiguous()
-        optimizer.step()
-        expected.step()
-    assert torch.equal(strided, dense)
-    assert torch.equal(optimizer.state[strided]["master"], expected.state[dense]["master"])
 
 
 # Momentum

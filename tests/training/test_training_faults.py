@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -83,30 +82,6 @@ class Run:
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_one_bad_element_anywhere_is_one_skipped_step(dtype: torch.dtype, kind: str) -> None:
-    run, applied = Run(dtype, None if dtype == torch.bfloat16 else 1.0, kind), 0
-    places = itertools.product((0, -1), (0, -1), (math.inf, -math.inf, math.nan))
-    for step, place in enumerate(places):
-        run.step(2 * step)
-        applied += 1
-        before, scale = run.bits(), run.scaler.get_scale()
-        run.step(2 * step + 1, place)
-        assert run.bits() == before, place
-        assert run.scaler.get_scale() == scale / 2
-        assert run.scaler.skipped.item() == run.optimizer.skipped.item() == step + 1
-        assert run.scaler.applied_steps.item() == applied
-        assert run.scaler.last_step_skipped
-        (found,) = run.scaler.overflow_report(run.model)
-        assert found.name == ("0.weight" if place[0] == 0 else "2.bias")
-        assert (found.inf, found.nan) == ((0, 1) if math.isnan(place[2]) else (1, 0))
-    run.step(99)
-    assert run.bits() != before
-    assert {int(s["step"]) for s in run.optimizer.state.values()} == {applied + 1}
-    assert run.all_finite()
-
-
-@every_kind
 def test_a_nan_in_the_first_step_of_all(kind: str) -> None:
     for dtype in DTYPES:
         run = Run(dtype, kind=kind)
@@ -119,7 +94,7 @@ def test_a_nan_in_the_first_step_of_all(kind: str) -> None:
         assert run.all_finite()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "stochastic"])
+@every_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind: str) -> None:
     calls: list[Any] = []
@@ -133,9 +108,10 @@ def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind
     for step in range(300):
         run.step(step, (step % 4, -1, math.inf if step % 2 else math.nan))
         assert run.scaler.get_scale() >= MIN_SCALE
+        assert run.scaler.last_step_skipped
     assert run.bits() == before
     assert run.scaler.get_scale() == MIN_SCALE
-    assert run.scaler.skipped.item() == 300
+    assert run.scaler.skipped.item() == run.optimizer.skipped.item() == 300
     assert [[(each.inf, each.nan) for each in report] for report in calls] == [[(1, 0)]] * 3
     losses = [(run.step(step), calm.step(step)) for step in range(3, 71)]
     assert run.scaler.get_scale() == 2.0**10
@@ -194,18 +170,3 @@ def test_16_bit_training_reaches_what_fp32_reaches(dtype: torch.dtype, kind: str
     assert finals[0] < 0.8 * start
     assert finals[1] < 1.05 * finals[0]
     assert dtype != torch.float16 or run.scaler.skipped.item() > 0
-
-
-def test_early_growth_shortens_the_way_back_from_too_low_a_scale() -> None:
-    steps = {}
-    for threshold in (None, 0.5, 0.0):
-        settings = {"init_scale": 2.0**-16, "growth_interval": 20}
-        run = Run(torch.float16, grow_on_underflow=threshold, **settings)
-        steps[threshold] = 0
-        while run.scaler.get_scale() < 1:
-            run.step(steps[threshold])
-            steps[threshold] += 1
-        assert run.scaler.skipped.item() == 0
-    assert steps[None] == 16 * 20
-    assert steps[0.5] < 0.6 * steps[None]
-    assert steps[0.0] < 0.2 * steps[None]
