@@ -165,7 +165,7 @@ def test_every_element_is_computed_once(row: int) -> None:
 
 
 # (M, N, K), operands -> tile, splits, band: the shapes of training, and odd ones. From the cost
-# model alone: a measured row changes this table.
+# model alone.
 NAMED = (
     ((1, 6144, 4096), "bf16", (64, 128), 2, 1),
     ((16, 4096, 4096), "bf16", (64, 128), 3, 1),
@@ -281,7 +281,7 @@ def test_every_row_that_was_not_chosen_has_its_reason(how: dict[str, Any]) -> No
         elif row.fp8 != (how["kind"] == "fp8"):
             assert line == ("for FP8 operands" if row.fp8 else "for 16-bit operands")
         elif row.accumulate == ROWS[config.tile_config].accumulate and not row.base:
-            assert line == "only where it was measured, or if forced"
+            assert line == "only if forced"
         elif row.accumulate == ROWS[config.tile_config].accumulate:
             too_big = "at least half of each tile would lie outside of C"
             assert line == too_big or f"clocks, tile config {config.tile_config} " in line
@@ -293,44 +293,16 @@ def test_every_row_that_was_not_chosen_has_its_reason(how: dict[str, Any]) -> No
             }
 
 
-def test_bolder_rows_wait_for_a_measurement() -> None:
+def test_bolder_rows_are_only_taken_if_asked_for() -> None:
     bold = row_of(False, Accumulate.direct, (128, 256), cluster=2)
     assert not ROWS[bold].base
-    asked = problem(8192, 8192, 8192)
+    asked, wish = problem(8192, 8192, 8192), plan.ConfigOverride(tile_config=bold, group=4)
     assert plan.plan_gemm(asked, H200).tile_config != bold
-    assert plan.plan_gemm(asked, H200, plan.ConfigOverride(tile_config=bold)).tile_config == bold
-    measured = [
-        plan.MeasuredGemm(
-            *(False, Accumulate.direct, (4096, 8192), (1, 8192), (8192, 9000)),
-            plan.ConfigOverride(tile_config=bold, group=4),
-        )
-    ]
-    config = plan.plan_gemm(asked, H200, measured=measured)
+    config = plan.plan_gemm(asked, H200, wish)
     assert (config.tile_config, config.tiles.group) == (bold, 4)
-    for m, n, k in ((4095, 8192, 8192), (8193, 64, 8192), (8192, 8193, 8192), (8192, 64, 8191)):
-        assert plan.plan_gemm(problem(m, n, k), H200, measured=measured).tile_config != bold
-    fp8 = plan.plan_gemm(problem(8192, 8192, 8192, "fp8"), H200, measured=measured)
-    assert ROWS[fp8.tile_config].cluster == 1
-
-
-def test_a_measured_row_that_cannot_run_is_passed_over() -> None:
-    bold = row_of(False, Accumulate.direct, (128, 256), cluster=2)
-    everything = (1, 1 << 40)
-    measured = [
-        plan.MeasuredGemm(
-            *(False, Accumulate.direct, everything, everything, everything),
-            plan.ConfigOverride(tile_config=bold),
-        )
-    ]
     one_sm = plan.DeviceProperties(9, 0, 1, 232448)
-    asked = problem(512, 512, 512)
-    assert plan.plan_gemm(asked, H200, measured=measured).tile_config == bold
-    want = plan.plan_gemm(asked, one_sm)
-    assert repr(plan.plan_gemm(asked, one_sm, measured=measured)) == repr(want)
-    assert plan.plan_gemm(asked, one_sm, plan.ConfigOverride(tile_config=bold)) is None
-    assert plan.explain(asked, one_sm, plan.ConfigOverride(tile_config=bold))[bold] == (
-        "the GPU is smaller than a cluster"
-    )
+    assert plan.plan_gemm(asked, one_sm, wish) is None
+    assert plan.explain(asked, one_sm, wish)[bold] == "the GPU is smaller than a cluster"
 
 
 def test_the_structs_print_themselves() -> None:
