@@ -26,6 +26,12 @@ std::mutex mutex;
 std::map<char*, size_t> allocations;  // by first byte
 size_t used = 0;
 
+template <class T, class Value>
+cudaError_t give(T* to, Value value) {
+  *to = static_cast<T>(value);
+  return cudaSuccess;
+}
+
 cudaError_t result(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
@@ -64,10 +70,8 @@ bool on_device(const void* p) {
   return static_cast<const char*>(p) < after->first + after->second;
 }
 
-template <class T>
-cudaError_t new_handle(T* handle) {
-  *handle = reinterpret_cast<T>(next_handle += 16);
-  return cudaSuccess;
+cudaError_t new_handle(cudaStream_t* to) {
+  return give(to, reinterpret_cast<cudaStream_t>(next_handle += 16));
 }
 
 }  // namespace
@@ -76,35 +80,20 @@ extern "C" {
 
 // The device.
 
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
+cudaError_t cudaGetDeviceCount(int* count) { return give(count, 1); }
+cudaError_t cudaGetDevice(int* device) { return give(device, 0); }
 cudaError_t cudaSetDevice(int device) {
   return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
 }
 cudaError_t cudaDeviceSynchronize() { return wait(captured != nullptr); }
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+cudaError_t cudaDriverGetVersion(int* version) { return give(version, CUDART_VERSION); }
+cudaError_t cudaRuntimeGetVersion(int* version) { return give(version, CUDART_VERSION); }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 0;
-  return cudaSuccess;
-}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return give(can, 0); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int device) {
   if (device != 0) return result(cudaErrorInvalidDevice);
   std::memset(of, 0, sizeof(*of));
@@ -127,20 +116,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = 4;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 227 << 10;
-      break;
-    default:
-      *value = 0;
-  }
-  return cudaSuccess;
+  if (attribute == cudaDevAttrComputeCapabilityMajor) return give(value, 9);
+  if (attribute == cudaDevAttrMultiProcessorCount) return give(value, 4);
+  return give(value, attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0);
 }
 cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int) {
   std::snprintf(id, length, "0000:00:00.0");
@@ -190,8 +168,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) {
-  *memory = std::aligned_alloc(512, (size + 511) / 512 * 512);
-  return cudaSuccess;
+  return give(memory, std::aligned_alloc(512, (size + 511) / 512 * 512));
 }
 cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
@@ -228,17 +205,13 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) { return new_handle(stream); 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   return new_handle(stream);
 }
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-  *priority = 0;
-  return cudaSuccess;
-}
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return give(priority, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait(captures(stream)); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = reinterpret_cast<cudaEvent_t>(new Time{});
-  return cudaSuccess;
+  return give(event, reinterpret_cast<cudaEvent_t>(new Time{}));
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -268,8 +241,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = captures(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
+  return give(status,
+              captures(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone);
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
@@ -289,13 +262,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-  *count = reinterpret_cast<Work*>(graph)->size();
-  return cudaSuccess;
+  return give(count, reinterpret_cast<Work*>(graph)->size());
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph,
                                           unsigned long long) {
-  *exec = reinterpret_cast<cudaGraphExec_t>(new Work(*reinterpret_cast<Work*>(graph)));
-  return cudaSuccess;
+  return give(exec, reinterpret_cast<cudaGraphExec_t>(new Work(*reinterpret_cast<Work*>(graph))));
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
   for (const std::function<void()>& work : *reinterpret_cast<Work*>(exec)) work();
@@ -332,8 +303,7 @@ void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int)
 unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, cudaStream_t) { return 0; }
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaSuccess; }
 cudaError_t __cudaGetKernel(void** kernel, const void* entry) {
-  *kernel = const_cast<void*>(entry);
-  return cudaSuccess;
+  return give(kernel, const_cast<void*>(entry));
 }
 cudaError_t __cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
   return result(cudaErrorNoKernelImageForDevice);

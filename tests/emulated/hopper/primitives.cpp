@@ -258,16 +258,14 @@ int start(void (*kernel)(Params...), int blocks, int threads, const Args&... arg
   return launch_cluster(kernel, blocks, threads, kShared, blocks, nullptr, args...);
 }
 
+template <class T>
+constexpr Dtype kTypeOf = std::is_same_v<T, Bf16>   ? Dtype::bf16
+                          : std::is_same_v<T, Fp16> ? Dtype::f16
+                          : std::is_same_v<T, E4m3> ? Dtype::e4m3
+                                                    : Dtype::e5m2;
+
 template <class A, class B, int n, Major a_major, Major b_major>
 int product(int fault, bool swizzle, const void* a, const void* b, float* out) {
-  constexpr Dtype types[2] = {std::is_same_v<A, Bf16>   ? Dtype::bf16
-                              : std::is_same_v<A, Fp16> ? Dtype::f16
-                              : std::is_same_v<A, E4m3> ? Dtype::e4m3
-                                                        : Dtype::e5m2,
-                              std::is_same_v<B, Bf16>   ? Dtype::bf16
-                              : std::is_same_v<B, Fp16> ? Dtype::f16
-                              : std::is_same_v<B, E4m3> ? Dtype::e4m3
-                                                        : Dtype::e5m2};
   constexpr int depth = 128 / sizeof(A);
   auto map = [&](Dtype type, const void* data, Major major, int rows, TensorMap* to) {
     bool k_major = major == Major::k;
@@ -277,7 +275,8 @@ int product(int fault, bool swizzle, const void* a, const void* b, float* out) {
                       to);
   };
   TensorMap a_map, b_map;
-  if (!map(types[0], a, a_major, 64, &a_map) || !map(types[1], b, b_major, n, &b_map)) return -1;
+  if (!map(kTypeOf<A>, a, a_major, 64, &a_map) || !map(kTypeOf<B>, b, b_major, n, &b_map))
+    return -1;
   return start(product_kernel<A, B, n, a_major, b_major>, 1, 128, a_map, b_map, fault, out);
 }
 
@@ -324,35 +323,15 @@ int matrix(int fault, uint16_t* data) {
 
 int warps(int fault, int* out) { return start(warps_kernel, 1, 384, fault, out); }
 
-// layout: 2 * (a is M-major) + (b is N-major), of bf16 and n = 128
-int product_16(int fault, int layout, int swizzle, const void* a, const void* b, float* out) {
+// The four layouts of bf16, K of both first, then b N-major; fp16; the four pairs of FP8 formats.
+int run_product(int kind, int fault, int swizzle, const void* a, const void* b, float* out) {
   constexpr Major k = Major::k, mn = Major::mn;
-  switch (layout) {
-    case 0:
-      return product<Bf16, Bf16, 128, k, k>(fault, swizzle, a, b, out);
-    case 1:
-      return product<Bf16, Bf16, 128, k, mn>(fault, swizzle, a, b, out);
-    case 2:
-      return product<Bf16, Bf16, 128, mn, k>(fault, swizzle, a, b, out);
-    default:
-      return product<Bf16, Bf16, 128, mn, mn>(fault, swizzle, a, b, out);
-  }
-}
-int product_fp16(const void* a, const void* b, float* out) {
-  return product<Fp16, Fp16, 256, Major::k, Major::mn>(0, true, a, b, out);
-}
-// mix: 2 * (a is E5M2) + (b is E5M2), n = 64
-int product_8(int mix, const void* a, const void* b, float* out) {
-  constexpr Major k = Major::k;
-  switch (mix) {
-    case 0:
-      return product<E4m3, E4m3, 64, k, k>(0, true, a, b, out);
-    case 1:
-      return product<E4m3, E5m2, 64, k, k>(0, true, a, b, out);
-    case 2:
-      return product<E5m2, E4m3, 64, k, k>(0, true, a, b, out);
-    default:
-      return product<E5m2, E5m2, 64, k, k>(0, true, a, b, out);
-  }
+  constexpr int (*products[])(int, bool, const void*, const void*, float*) = {
+      product<Bf16, Bf16, 128, k, k>,  product<Bf16, Bf16, 128, k, mn>,
+      product<Bf16, Bf16, 128, mn, k>, product<Bf16, Bf16, 128, mn, mn>,
+      product<Fp16, Fp16, 256, k, mn>, product<E4m3, E4m3, 64, k, k>,
+      product<E4m3, E5m2, 64, k, k>,   product<E5m2, E4m3, 64, k, k>,
+      product<E5m2, E5m2, 64, k, k>};
+  return products[kind](fault, swizzle != 0, a, b, out);
 }
 }

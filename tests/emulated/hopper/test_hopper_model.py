@@ -162,7 +162,7 @@ def product(seed: int, fault: int, layout: int, swizzle: bool = True) -> bool:
     out = torch.full((64, 128), -1.0)
     stored_a = a.t().contiguous() if layout & 2 else a
     stored_b = b.t().contiguous() if layout & 1 else b
-    if run(seed, "product_16", fault, layout, swizzle, at(stored_a), at(stored_b), at(out)) != 0:
+    if run(seed, "run_product", layout, fault, swizzle, at(stored_a), at(stored_b), at(out)) != 0:
         return False
     return torch.equal(out, 2 * (a.float() @ b.float().t()))
 
@@ -177,7 +177,9 @@ def test_wgmma_fp16_of_full_width() -> None:
     for seed in SEEDS:
         a, b = small(64, 64, torch.float16, seed), small(64, 256, torch.float16, seed + 1)
         out = torch.full((64, 256), -1.0)
-        assert run(seed, "product_fp16", at(a), at(b), at(out)) == 0, library().last_error()
+        assert run(seed, "run_product", 4, 0, True, at(a), at(b), at(out)) == 0, (
+            library().last_error()
+        )
         assert torch.equal(out, 2 * (a.float() @ b.float()))
 
 
@@ -188,7 +190,9 @@ def test_wgmma_fp8(a_dtype: torch.dtype, b_dtype: torch.dtype) -> None:
     for seed in SEEDS:
         a, b = small(64, 128, a_dtype, seed), small(64, 128, b_dtype, seed + 1)
         out = torch.full((64, 64), -1.0)
-        assert run(seed, "product_8", mix, at(a), at(b), at(out)) == 0, library().last_error()
+        assert run(seed, "run_product", 5 + mix, 0, True, at(a), at(b), at(out)) == 0, (
+            library().last_error()
+        )
         assert torch.equal(out, 2 * (a.float() @ b.float().t()))
 
 
@@ -202,7 +206,7 @@ def test_short_accumulators_of_fp8() -> None:
     exact = 2 * (2.0**14 + 127)
     for truncating, want in ((0, exact), (1, 2.0**15)):
         library().truncate_fp8_sums(truncating)
-        assert run(0, "product_8", 0, at(fp8[0]), at(fp8[1]), at(out)) == 0
+        assert run(0, "run_product", 5, 0, True, at(fp8[0]), at(fp8[1]), at(out)) == 0
         library().truncate_fp8_sums(0)
         assert (out == want).all(), (truncating, out[0, 0].item())
 

@@ -1,39 +1,48 @@
-"""The tile configs of the Triton GEMM: a choice for everything, measured entries, bad files."""
+"""The tile configs of the Triton GEMM: a choice for everything, measured ones, bad ones."""
 
 from __future__ import annotations
 
 import itertools
-import json
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from mixprec.triton_kernels import configs
 
-SIXTEEN = configs.pick("gemm", 90, "16-bit", 8192, 8192, 132)
+SHAPES = ((64, 64), (65, 64), (8192, 8192))  # thin, small and large products
+GPU_SMS = 132
+LARGE = configs.TILES[90, "16-bit"][2]
 
 
-def test_every_built_in_entry_is_valid() -> None:
-    for entry in configs.ROWS:
-        assert configs._problem(entry) is None
-        measured = (entry.gpu, entry.date, entry.tflops)
-        assert all(measured) or not any(measured), "measured in part"
-    keys = [(entry.op, entry.arch, entry.family, entry.size) for entry in configs.ROWS]
-    assert len(set(keys)) == len(keys), "two entries for one case"
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[Any, ...], dict[str, Any]]]:
+    """What was measured: a tile for each (capability, family, M, N, K, bytes of an element)."""
+    tiles: dict[tuple[Any, ...], dict[str, Any]] = {}
+    monkeypatch.setattr(configs, "measured", lambda *key: tiles.get(key))
+    configs.pick.cache_clear()
+    yield tiles
+    configs.pick.cache_clear()
 
 
-@pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 120, 121, 130])
+def test_every_built_in_tile_can_run() -> None:
+    for (arch, kind), tiles in configs.TILES.items():
+        for tile in tiles:
+            assert (
+                configs.why_not(asdict(tile), arch, 1 if kind in ("fp8", "fp8 fast") else 2) is None
+            )
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("capability", [75, 80, 86, 87, 89, 90, 100, 103, 120, 121, 130])
 def test_there_is_a_tile_for_everything(capability: int) -> None:
-    soft = capability < 89
+    arch = max(80, *(arch for arch, _ in configs.TILES if arch <= capability), 80)
     for fp8, blocks, fast in itertools.product((False, True), repeat=3):
-        kind = configs.family(fp8, fp8 and soft, blocks, fast)
-        for shape, size in (((1, 1), "skinny"), ((65, 64), "small"), ((8192, 8192), "large")):
-            for op in configs.OPS:
-                row = configs.pick(op, capability, kind, *shape, 132)
-                assert (row.family, row.size) == (kind, size)
-                assert row.arch <= capability
+        kind = configs.family(fp8, fp8 and capability < 89, blocks, fast)
+        for i, shape in enumerate(SHAPES):
+            tile = configs.pick(capability, kind, *shape, 8192, 2 - fp8, GPU_SMS)
+            assert tile == configs.TILES[arch, kind][i], (kind, shape)
 
 
 def test_scales_along_k_are_never_accumulated_fast() -> None:
@@ -49,67 +58,58 @@ def test_what_the_tiles_take_of_shared_memory() -> None:
 
 def test_split_k() -> None:
     """As many parts as fill the GPU once, each of at least 1024 of K."""
-    row = configs.pick("gemm", 90, "16-bit", 16, 4096, 132)
-    assert row.config.block_n == 64
-    assert configs.split_k(row, 16, 4096, 16384, 132) == 2  # 64 tiles
-    assert configs.split_k(row, 16, 4096, 1024, 132) == 1
-    assert configs.split_k(row, 16, 64, 8192, 132) == 8
-    assert configs.split_k(row, 16, 64, 2**20, 132) == configs.MAX_SPLIT
-    assert configs.split_k(row, 16, 2**20, 2**20, 132) == 1
+    thin = configs.default(90, "16-bit", 16, 4096, GPU_SMS)
+    assert thin.block_n == 64
+    for n, k, parts in (
+        (4096, 16384, 2),  # 64 tiles
+        (4096, 1024, 1),
+        (64, 8192, 8),
+        (64, 2**20, configs.MAX_SPLIT),
+        (2**20, 2**20, 1),
+    ):
+        assert configs.split_k(thin, 16, n, k, GPU_SMS) == parts, (n, k)
 
 
-@pytest.fixture
-def ours() -> Any:
-    """Afterwards the built-in entries again."""
-    yield
-    configs.use_rows(None)
-
-
-def test_measured_entries_come_first(tmp_path: Path, ours: None) -> None:
-    """On the GPU they were measured on, and for the op that they name."""
-    tile = replace(SIXTEEN.config, block_n=128, stages=3)
-    mine = replace(SIXTEEN, config=tile, gpu="NVIDIA H100", date="2026-01-31", tflops=612.5)
-    special = replace(mine, op="gemm_accumulate_", config=replace(tile, group=4))
-    path = tmp_path / "rows.json"
-    configs.write_rows(path, [special, mine])
-    assert configs.use_rows(path) == (special, mine)
-    assert configs.pick("gemm", 90, "16-bit", 8192, 8192, 132) == mine
-    assert configs.pick("gemm_accumulate_", 90, "16-bit", 8192, 8192, 132) == special
-    assert configs.pick("gemm", 90, "16-bit", 1024, 1024, 132) in configs.ROWS
-    assert configs.pick("gemm", 100, "16-bit", 8192, 8192, 132) in configs.ROWS
-    assert configs.use_rows(None) == ()
-    assert configs.pick("gemm", 90, "16-bit", 8192, 8192, 132) == SIXTEEN
+def test_measured_tiles_come_first(measured: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+    tile = asdict(LARGE) | {"block_n": 128, "stages": 3}
+    measured[90, "16-bit", 8192, 8192, 512, 2] = tile
+    measured[80, "fp8", 8192, 8192, 512, 1] = tile  # decoded or not, FP8 was measured as such
+    assert configs.pick(90, "16-bit", 8192, 8192, 512, 2, GPU_SMS) == configs.Config(**tile)
+    assert configs.pick(80, "fp8 soft", 8192, 8192, 512, 1, GPU_SMS) == configs.Config(**tile)
+    assert configs.pick(90, "16-bit", 8192, 8192, 1024, 2, GPU_SMS) == LARGE
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"op": "matmul"}, "op must be one of"),
-        ({"arch": 75}, "arch must be one of"),
-        ({"arch": "90"}, "arch must be one of"),
-        ({"family": "fp4"}, "family must be one of"),
-        ({"size": "huge"}, "size must be one of"),
-        ({"speed": 1}, "TypeError"),
-        ({"config": {"block_m": 96}}, "block_m must be one of"),
-        ({"config": {"block_k": 256}}, "block_k must be one of"),
-        ({"config": {"warps": 3}}, "warps must be one of"),
-        ({"config": {"stages": 0}}, "stages, group and per_sm must be at least 1"),
-        ({"config": {"stages": 9}}, "shared memory"),
-        ({"config": {"stages": 2.0}}, "stages must be int"),
-        ({"config": {"tma": 1}}, "tma must be bool"),
-        ({"config": {"cluster": 2}}, "TypeError"),
+        ({"speed": 1}, "unexpected keyword argument 'speed'"),
+        ({"block_m": 96}, "block_m must be one of"),
+        ({"block_n": 512}, "block_n must be one of"),
+        ({"block_k": 256}, "block_k must be one of"),
+        ({"warps": 3}, "warps must be one of"),
+        ({"stages": 0}, "stages, group and per_sm must be at least 1"),
+        ({"group": 0}, "stages, group and per_sm must be at least 1"),
+        ({"per_sm": 0}, "stages, group and per_sm must be at least 1"),
+        ({"stages": 9}, "of shared memory, the GPU has 227 KiB a block"),
+        ({"stages": 2.0}, "stages must be int, got 2.0"),
+        ({"block_m": "128"}, "block_m must be int, got '128'"),
+        ({"warps": None}, "warps must be int, got None"),
+        ({"tma": 1}, "tma must be bool, got 1"),
+        ({"flatten": None}, "flatten must be bool, got None"),
+        (None, "missing"),
     ],
+    ids=str,
 )
-def test_entries_that_make_no_sense(
-    tmp_path: Path, ours: None, change: dict[str, Any], message: str
+def test_tiles_that_make_no_sense(
+    measured: dict[tuple[Any, ...], dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, Any] | None,
+    message: str,
 ) -> None:
-    entry = asdict(SIXTEEN)
-    entry |= {**change, "config": entry["config"] | change.get("config", {})}
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([asdict(SIXTEEN), entry]))
-    with pytest.raises(ValueError, match=r"rows\.json, row 1: .*" + message):
-        configs.use_rows(path)
-    assert configs.pick("gemm", 90, "16-bit", 8192, 8192, 132) == SIXTEEN
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="must hold a list of rows, got dict"):
-        configs.use_rows(path)
+    """They are ignored with a warning, and the built-in tile is taken."""
+    given = {} if change is None else asdict(LARGE) | change
+    assert message in str(configs.why_not(given, 90, 2))
+    measured[90, "16-bit", 8192, 8192, 8192, 2] = given
+    assert configs.pick(90, "16-bit", 8192, 8192, 8192, 2, GPU_SMS) == LARGE
+    assert "is ignored: " in caplog.text
+    assert message in caplog.text

@@ -24,10 +24,11 @@ POINTERS = {
 }  # fmt: skip
 MULTIPLES = ("M", "N", "K", "lda", "ldb", "out_m")  # of 16 where a launch finds them so
 FAMILIES = {
-    capability: tuple(dict.fromkeys(r.family for r in configs.ROWS if r.arch == capability))
+    capability: tuple(kind for arch, kind in configs.TILES if arch == capability)
     for capability in CAPABILITIES
 }
-EVERY = [(c, f, s) for c in CAPABILITIES for f in FAMILIES[c] for s in configs.SIZES]
+SHAPES = {"thin": (64, 4096), "small": (1024, 1024), "large": (8192, 8192)}
+EVERY = [(c, f, s) for c in CAPABILITIES for f in FAMILIES[c] for s in SHAPES]
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class Build:
     aligned: bool = True
 
     @property
-    def row(self) -> configs.Row:
-        return configs.pick("gemm", self.capability, self.family, *SHAPES[self.size], 100)
+    def config(self) -> configs.Config:
+        return configs.default(self.capability, self.family, *SHAPES[self.size], 100)
 
     @property
     def uses_tma(self) -> bool:
-        return self.aligned and (self.row.config.tma if self.tma is None else self.tma)
+        return self.aligned and (self.config.tma if self.tma is None else self.tma)
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -65,11 +66,8 @@ class Build:
         return self.a or a, self.b or b
 
 
-SHAPES = {"skinny": (64, 4096), "small": (1024, 1024), "large": (8192, 8192)}
-
-
 def built(it: Build) -> Any:
-    config = it.row.config
+    config = it.config
     soft = it.family == "fp8 soft"
     promote = it.family == "fp8" or "blocks" in (it.a_scale, it.b_scale)
     constants: dict[str, Any] = {
@@ -130,7 +128,7 @@ def fp32_sums(ptx: str) -> int:
 
 def check(it: Build) -> Any:
     kernel = built(it)
-    ptx, config = kernel.asm["ptx"], it.row.config
+    ptx, config = kernel.asm["ptx"], it.config
     assert ".local" not in ptx, "local memory is used"
     limit = configs.SHARED_KIB[it.capability] * 1024
     assert kernel.metadata.shared <= limit, f"{kernel.metadata.shared} of {limit} bytes"
@@ -162,7 +160,7 @@ def test_every_tile_config(where: tuple[int, str, str]) -> None:
     if not it.uses_tma:
         assert re.search(r"cp\.async\.c[ag]\.shared\.global\S* .*0x10", ptx), "not 16 bytes a time"
     assert re.search(r"st\.global\.v4\.b32|st\.global\.v2\.b64", ptx), "narrow stores"
-    config = it.row.config
+    config = it.config
     itemsize = 2 if "16" in it.family else 1
     tiles = configs.shared_bytes(config, configs.known_arch(it.capability), itemsize)
     assert tiles <= configs.SHARED_KIB[it.capability] * 1024
@@ -186,7 +184,7 @@ def test_layouts_and_epilogues(where: tuple[int, str, str]) -> None:
     check(Build(*where, **a_turned, **rows, bias="bf16", out="fp16"))
     check(Build(*where, **b_turned, **one, accumulate=True, out="fp32"))
     check(Build(*where, **a_turned, **b_turned))
-    check(Build(*where[:2], "skinny", split=True, out="fp32"))
+    check(Build(*where[:2], "thin", split=True, out="fp32"))
     if Build(*where).uses_tma:
         check(Build(*where, **a_turned, tma=False))
         check(Build(*where, **b_turned, tma=False))

@@ -38,7 +38,7 @@ PAIRS = (
     *itertools.product(FP8, FP8),
 )
 formats = pytest.mark.parametrize("pair", PAIRS, ids=name)
-# Smaller than any row's, so that small problems have several tiles and rounds; 256 is stored in
+# Smaller than those in use, so that small problems have several tiles and rounds; 256 is stored in
 # two halves.
 TILES = {
     "square": configs.Config(32, 32, 64, 4, 2, group=2),
@@ -61,9 +61,8 @@ def use(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Callable[..., None]:
         native_fp8: bool = False,
     ) -> None:  # fmt: skip
         config = configs.Config(**(vars(TILES[tile]) | {"tma": tma}))
-        row = configs.Row("gemm", 90, "fp8", "large", config)
         monkeypatch.setattr(gemm, "_gpu", lambda _: (90, programs))
-        monkeypatch.setattr(gemm, "pick", lambda *_: row)
+        monkeypatch.setattr(gemm, "pick", lambda *_: config)
         monkeypatch.setattr(gemm, "split_k", lambda *_: parts)
         if native_fp8:
             fp8 = torch.uint8.itemsize
