@@ -16,34 +16,13 @@ WIDE = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GRADS = (*WIDE, torch.float64)
 
-SHAPES: tuple[tuple[int, ...], ...] = (
-    (0,),
-    (0, 5),
-    (5, 0),
-    (4, 0, 3),
-    (),
-    (1,),
-    (1, 1),
-    (7,),  # primes, and 2^k with its neighbours
-    (31,),
-    (32,),
-    (33,),
-    (127,),
-    (129,),
-    (13, 17),
-    (63, 65),
-    (64, 64),
-    (1, 1009),
-    (1009, 1),
-    (128, 257),
-    (2, 3, 5),
-    (3, 1, 129),
-    (2, 3, 2, 7),
-)
-LARGE: tuple[tuple[int, ...], ...] = (
-    (521, 523),
-    ((1 << 18) + 1,),
-)  # for the parallel paths of the kernels
+Shapes = tuple[tuple[int, ...], ...]
+EMPTY: Shapes = ((0,), (0, 5), (5, 0), (4, 0, 3))
+# Primes, and 2^k with its neighbours.
+VECTORS: Shapes = ((), (1,), (7,), (31,), (32,), (33,), (127,), (129,))
+MATRICES: Shapes = ((1, 1), (13, 17), (63, 65), (64, 64), (1, 1009), (1009, 1), (128, 257))
+SHAPES: Shapes = (*EMPTY, *VECTORS, *MATRICES, (2, 3, 5), (3, 1, 129), (2, 3, 2, 7))
+LARGE: Shapes = ((521, 523), ((1 << 18) + 1,))  # for the parallel paths of the kernels
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -112,16 +91,8 @@ def expanded_last(x: torch.Tensor) -> torch.Tensor:
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 # Layouts that can be written in place, and those that can only be read.
-WRITABLE: tuple[Layout, ...] = (
-    contiguous,
-    transposed,
-    permuted,
-    rotated,
-    every_second,
-    padded_rows,
-    offset,
-    odd_strides_of_ones,
-)
+WRITABLE: tuple[Layout, ...] = (contiguous, transposed, permuted, rotated, every_second)
+WRITABLE += (padded_rows, offset, odd_strides_of_ones)
 LAYOUTS: tuple[Layout, ...] = (*WRITABLE, expanded_rows, expanded_last)
 
 

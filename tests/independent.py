@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -193,12 +195,7 @@ def amax(x: torch.Tensor) -> float:
 
 
 def scale_of(
-    amax: float,
-    fmt_max: float,
-    *,
-    margin: int = 0,
-    power_of_two: bool = True,
-    previous: float = 1.0,
+    amax: float, fmt_max: float, margin: int = 0, power_of_two: bool = True, previous: float = 1.0
 ) -> float:
     """fmt_max / amax * 2^-margin, rounded once to FP32, rounded down to a power of two, clamped."""
     if not (0 < amax < math.inf):
@@ -247,89 +244,59 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def _usable(
-    g: np.ndarray,
-    real: type[np.floating],
-    inv_scale: float | None,
-    clip: float | None,
-    max_value: float,
-    maximize: bool,
-) -> np.ndarray:
-    for factor in (inv_scale, clip):
+# What the two optimizers share; step counts this one. The constants are FP64, rounded once.
+SETTINGS = {"maximize": False, "max_value": math.inf, "inv_scale": None, "clip": None}
+ADAMW = {**SETTINGS, "decoupled_weight_decay": True}
+SGD = {**SETTINGS, **dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov"), 0)}
+Array, Real = np.ndarray, type[np.floating]
+
+
+def _usable(g: np.ndarray, real: Real, s: SimpleNamespace) -> np.ndarray:
+    """The gradient unscaled, clipped, bounded, negated."""
+    for factor in (s.inv_scale, s.clip):
         if factor is not None:
             g = g * real(F32(factor))
-    limit = real(max_value)
+    limit = real(s.max_value)
     g = np.where(g > limit, limit, np.where(g < -limit, -limit, g))
-    return -g if maximize else g
+    return -g if s.maximize else g
 
 
 def adamw(
-    p: np.ndarray,
-    g: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
-    step: int,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool = True,
-    maximize: bool = False,
-    max_value: float = math.inf,
-    inv_scale: float | None = None,
-    clip: float | None = None,
-    real: type[np.floating] = F32,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One Adam step in `real` arithmetic, one NumPy operation per rounding; new (p, m, v).
-
-    `step` counts this one. The constants are FP64, rounded to `real` once.
-    """
+    p: Array, g: Array, m: Array, v: Array, step: int, real: Real = F32, **s: Any
+) -> tuple[Array, Array, Array]:
+    """One Adam step in `real` arithmetic, one NumPy operation per rounding; new (p, m, v)."""
+    h = SimpleNamespace(**(ADAMW | s))
     p, g, m, v = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g, m, v))
-    step_size = real(lr / (1.0 - power(beta1, step)))
-    inv_sqrt_bc2 = real(1.0 / math.sqrt(1.0 - power(beta2, step)))
+    step_size = real(h.lr / (1.0 - power(h.beta1, step)))
+    inv_sqrt_bc2 = real(1.0 / math.sqrt(1.0 - power(h.beta2, step)))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        g = _usable(g, real, inv_scale, clip, max_value, maximize)
-        decay = real(lr * weight_decay if decoupled_weight_decay else weight_decay)
-        if decay != 0 and decoupled_weight_decay:
+        g = _usable(g, real, h)
+        decay = real(h.lr * h.weight_decay if h.decoupled_weight_decay else h.weight_decay)
+        if decay != 0 and h.decoupled_weight_decay:
             p = p - decay * p
         elif decay != 0:
             g = g + decay * p
-        m = m + (g - m) * real(1.0 - beta1)
-        v = v * real(beta2) + (g * g) * real(1.0 - beta2)
-        p = p - step_size * (m / (np.sqrt(v) * inv_sqrt_bc2 + real(eps)))
+        m = m + (g - m) * real(1.0 - h.beta1)
+        v = v * real(h.beta2) + (g * g) * real(1.0 - h.beta2)
+        p = p - step_size * (m / (np.sqrt(v) * inv_sqrt_bc2 + real(h.eps)))
     return p, m, v
 
 
 def sgd(
-    p: np.ndarray,
-    g: np.ndarray,
-    b: np.ndarray | None,
-    step: int,
-    *,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    max_value: float = math.inf,
-    inv_scale: float | None = None,
-    clip: float | None = None,
-    real: type[np.floating] = F32,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    p: Array, g: Array, b: Array | None, step: int, real: Real = F32, **s: Any
+) -> tuple[Array, Array | None]:
     """The same for SGD; new (p, momentum buffer)."""
+    h = SimpleNamespace(**(SGD | s))
     p, g = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g))
     with np.errstate(over="ignore", invalid="ignore"):
-        g = _usable(g, real, inv_scale, clip, max_value, maximize)
-        if real(weight_decay) != 0:
-            g = g + real(weight_decay) * p
+        g = _usable(g, real, h)
+        if real(h.weight_decay) != 0:
+            g = g + real(h.weight_decay) * p
         if b is not None:
             b = np.asarray(b, dtype=np.float64).astype(real)
-            b = g if step == 1 else b * real(momentum) + g * real(1.0 - dampening)
-            g = g + b * real(momentum) if nesterov else b
-        p = p - g * real(lr)
+            b = g if step == 1 else b * real(h.momentum) + g * real(1.0 - h.dampening)
+            g = g + b * real(h.momentum) if h.nesterov else b
+        p = p - g * real(h.lr)
     return p, b
 
 

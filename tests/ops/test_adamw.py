@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import independent as ind
 import numpy as np
@@ -25,7 +26,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixprec.ops import adamw_, clip_coef, grad_stats_
+from mixprec.ops import adamw_
 from mixprec.ops._dispatch.rounding import split_master
 
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
@@ -88,14 +89,19 @@ class Lists:
         return Lists(*lists, list(self.counts), self.steps.clone())
 
     def call(self, **settings: object) -> None:
-        hyper = HYPER | settings
-        for key in ("inv_scale", "clip", "found_inf"):
-            if hyper.get(key) is not None:
-                hyper[key] = torch.tensor(hyper[key], dtype=torch.float32)
-        adamw_(*self.lists(), self.steps, **hyper)  # type: ignore[arg-type]
+        adamw_(*self.lists(), self.steps, **as_tensors(HYPER | settings))  # type: ignore[arg-type]
 
 
-NOT_IN_NUMPY = ("found_inf", "stochastic_rounding", "seed", "indices")
+def as_tensors(hyper: dict[str, Any]) -> dict[str, Any]:
+    """The settings as the ops take them."""
+    device = ("inv_scale", "clip", "found_inf")
+    return {k: torch.tensor(v, dtype=torch.float32) if k in device else v for k, v in hyper.items()}
+
+
+def for_numpy(hyper: dict[str, Any]) -> dict[str, Any]:
+    left = ("found_inf", "stochastic_rounding", "seed", "indices")
+    plain = {k: v for k, v in hyper.items() if k not in left}
+    return plain | {"lr": float(plain["lr"])}
 
 
 def patterns(t: torch.Tensor) -> np.ndarray:
@@ -113,46 +119,51 @@ def master_of(lists: Lists, i: int) -> torch.Tensor:
     return torch.from_numpy(np.array(code, np.uint32).view(np.float32))
 
 
+def check_results(
+    lists: Lists, i: int, p: np.ndarray, states: list[tuple[torch.Tensor, np.ndarray]], hyper: dict
+) -> None:
+    """Param and master number i and its states against the numbers of the step just done."""
+    param, master = lists.params[i], lists.masters[i] if lists.masters else None
+
+    def rounded(x: np.ndarray, to: torch.Tensor, stream: int) -> np.ndarray:
+        """With the random bits where there are to be some."""
+        wants = stream > 0 or (hyper.get("stochastic_rounding") and master is None)
+        if to.dtype != torch.bfloat16 or not wants:
+            return ind.narrow(x, to.dtype)
+        seed, step = hyper.get("seed", 0), int(lists.steps[i].item())
+        bits = ind.random16(x.size, seed, step, hyper["indices"][i], stream)
+        return ind.stochastic_bf16(x, bits)
+
+    if master is not None and master.dtype == torch.int16:
+        code = np.array(p, np.float32).view(np.uint32).astype(np.int64)
+        high = (code + 0x8000) >> 16
+        ind.assert_bits(param, high.astype(np.uint16), f"params[{i}]")
+        assert np.array_equal(master.numpy(), code - (high << 16)), f"masters[{i}]"
+    else:
+        ind.assert_bits(param, rounded(p, param, 0), f"params[{i}]")
+        if master is not None:
+            ind.assert_bits(master, ind.narrow(p, master.dtype), f"masters[{i}]")
+    for stream, (state, x) in enumerate(states, 1):
+        ind.assert_bits(state, rounded(x, state, stream), f"state {stream} of params[{i}]")
+
+
+def real_of(param: torch.Tensor) -> type[np.floating]:
+    return np.float64 if param.dtype == torch.float64 else np.float32
+
+
 def check(lists: Lists, **settings: object) -> None:
     """One call, and every bit of params, moments, masters and steps against NumPy."""
-    hyper = HYPER | {k: v for k, v in settings.items() if k not in NOT_IN_NUMPY}
-    if isinstance(hyper["lr"], torch.Tensor):
-        hyper["lr"] = hyper["lr"].item()
-    want = []
+    hyper, want = HYPER | settings, []
     for i, param in enumerate(lists.params):
-        real = np.float64 if param.dtype == torch.float64 else np.float32
         arrays = (master_of(lists, i), lists.grads[i], lists.exp_avgs[i], lists.exp_avg_sqs[i])
-        step = int(lists.steps[i].item()) + 1
-        want.append(ind.adamw(*(ind.values(t) for t in arrays), step, real=real, **hyper))
+        step, real = int(lists.steps[i].item()) + 1, real_of(param)
+        want.append(ind.adamw(*map(ind.values, arrays), step, real=real, **for_numpy(hyper)))
     before = lists.steps.clone()
     grads = [ind.bits(g).copy() for g in lists.grads]
     lists.call(**settings)
     assert torch.equal(lists.steps, before + 1)
-    for i, (param, (p, m, v)) in enumerate(zip(lists.params, want, strict=True)):
-
-        def rounded(x: np.ndarray, to: torch.Tensor, stream: int, i: int = i) -> np.ndarray:
-            """With the random bits where there are to be some."""
-            wants = stream > 0 or (settings.get("stochastic_rounding") and not lists.masters)
-            if to.dtype != torch.bfloat16 or not wants:
-                return ind.narrow(x, to.dtype)
-            seed, index = settings.get("seed", 0), settings["indices"][i]
-            step = int(lists.steps[i].item())
-            return ind.stochastic_bf16(x, ind.random16(x.size, seed, step, index, stream))
-
-        if lists.masters and lists.masters[i].dtype == torch.int16:
-            code = np.array(p, np.float32).view(np.uint32).astype(np.int64)
-            high = (code + 0x8000) >> 16
-            ind.assert_bits(param, high.astype(np.uint16), f"params[{i}]")
-            got = lists.masters[i].numpy()
-            assert np.array_equal(got, code - (high << 16)), f"masters[{i}]"
-        else:
-            ind.assert_bits(param, rounded(p, param, 0), f"params[{i}]")
-            if lists.masters:
-                master = lists.masters[i]
-                ind.assert_bits(master, ind.narrow(p, master.dtype), f"masters[{i}]")
-        ind.assert_bits(lists.exp_avgs[i], rounded(m, lists.exp_avgs[i], 1), f"exp_avgs[{i}]")
-        second = lists.exp_avg_sqs[i]
-        ind.assert_bits(second, rounded(v, second, 2), f"exp_avg_sqs[{i}]")
+    for i, (p, m, v) in enumerate(want):
+        check_results(lists, i, p, [(lists.exp_avgs[i], m), (lists.exp_avg_sqs[i], v)], hyper)
         assert np.array_equal(ind.bits(lists.grads[i]), grads[i]), "adamw_ wrote to a gradient"
 
 
@@ -160,22 +171,21 @@ KINDS = [(p, g, m) for p in WIDE for g in WIDE for m in (False, True)]
 KINDS.append((torch.float64, torch.float64, False))
 
 
-def rotated_layouts(at: int) -> tuple[Layout, ...]:
-    """A layout for each of the five tensors of a param, another one for each."""
-    return tuple(WRITABLE[(at + i) % len(WRITABLE)] for i in range(5))
+def all_shapes(param: torch.dtype, grads: tuple[torch.dtype, ...], **settings: Any) -> Lists:
+    """Every shape, and every layout: the same for a param's five tensors, or five others."""
+    lists = Lists()
+    for i, shape in enumerate((*SHAPES, *[(13, 17)] * len(WRITABLE))):  # the empty ones among them
+        each = tuple(WRITABLE[(i // 2 if i % 2 else i + j) % len(WRITABLE)] for j in range(5))
+        lists.add(shape, param, grads[i % len(grads)], step=i % 5, layouts=each, seed=10 * i,
+                  **settings)  # fmt: skip
+    return lists
 
 
 @pytest.mark.parametrize(("param", "grad", "master"), KINDS, ids=str)
 def test_every_dtype_mix_and_layout(
     backend: str, param: torch.dtype, grad: torch.dtype, master: bool
 ) -> None:
-    lists = Lists()
-    for i, shape in enumerate(SHAPES):  # the empty ones among them
-        each = (WRITABLE[i // 2 % len(WRITABLE)],) * 5 if i % 2 else rotated_layouts(i)
-        lists.add(shape, param, grad, master=master, step=i % 5, layouts=each, seed=10 * i)
-    for i, layout in enumerate(WRITABLE):
-        for layouts in ((layout,) * 5, rotated_layouts(i)):
-            lists.add((13, 17), param, grad, master=master, layouts=layouts, seed=i)
+    lists = all_shapes(param, (grad,), master=master)
     check(lists, inv_scale=2.0**-9, clip=0.7)
     check(lists, **OTHER, maximize=True)
     check(lists, decoupled_weight_decay=False, max_value=0.5)
@@ -198,11 +208,8 @@ def test_bf16_moments_remainders_and_stochastic_params(
     backend: str, param: torch.dtype, master: bool | str, moments: torch.dtype, stochastic: bool
 ) -> None:
     """Random bits are counted in row-major order whatever the memory order is."""
-    lists = Lists()
-    for i, shape in enumerate((*SHAPES, *[(13, 17)] * len(WRITABLE))):
-        each = (WRITABLE[i // 2 % len(WRITABLE)],) * 5 if i % 2 else rotated_layouts(i)
-        lists.add(shape, param, torch.float32 if i % 3 else param, master=master, moments=moments,
-                  step=i % 4, layouts=each, seed=10 * i)  # fmt: skip
+    grads = (param, torch.float32, torch.float32)
+    lists = all_shapes(param, grads, master=master, moments=moments)
     indices = [(7 * i) % 1000 for i in range(len(lists.params))]
     random = {"indices": indices, "stochastic_rounding": stochastic}
     check(lists, seed=5, **random)
@@ -281,23 +288,16 @@ def test_every_setting_has_its_effect(backend: str) -> None:
 
 
 def test_bias_correction_at_any_step(backend: str) -> None:
-    """Another step for every param of a list."""
+    """Another step for every param of a list; finite where an FP32 counter stands still."""
     for betas in ((0.9, 0.999), (0.95, 0.95), (0.5, 0.99999)):
         lists = Lists()
-        for step in (0, 1, 2, 7, 99, 1000, 12345, 999_999, 2**23 - 1, 2**24 - 2):
+        for step in (0, 1, 2, 7, 99, 1000, 12345, 999_999, 2**23 - 1, 2**24 - 1):
             for dtype in (torch.float32, torch.float64):
                 lists.add((33,), dtype, step=step, seed=step)
         check(lists, beta1=betas[0], beta2=betas[1])
-
-
-def test_the_last_step_that_fp32_can_count(backend: str) -> None:
-    """At 2^24 an FP32 counter stands still: the update must stay finite there."""
-    lists = Lists()
-    lists.add((5,), step=2**24 - 1)
-    check(lists)
-    assert lists.steps.item() == 2.0**24
-    lists.call()
-    assert lists.params[0].isfinite().all()
+        assert lists.steps.max() == 2.0**24
+        lists.call()
+        assert all(t.isfinite().all() for t in lists.all())
 
 
 def test_extreme_values(backend: str) -> None:
@@ -315,15 +315,18 @@ def test_extreme_values(backend: str) -> None:
         check(lists, max_value=1.0, weight_decay=0.0)
 
 
-def test_zero_gradients_and_zero_state(backend: str) -> None:
-    lists = Lists()
-    lists.add((17,))
-    lists.grads[0].zero_()
-    check(lists)
-    lists = Lists()
-    lists.add((3,))
-    lists.grads[0].zero_()
-    check(lists, eps=0.0)  # 0 / 0 is NaN by the formula, on every backend
+def test_zeros_nan_params_and_no_params(backend: str) -> None:
+    adamw_([], [], [], [], [], torch.zeros(0), **HYPER)
+    for eps in (1e-8, 0.0):  # 0 / 0 is NaN by the formula, on every backend
+        lists = Lists()
+        lists.add((17,))
+        lists.grads[0].zero_()
+        check(lists, eps=eps)
+    for dtype in (torch.float16, torch.float64):  # what a param with a master held does not matter
+        lists = Lists()
+        lists.add((9,), dtype, master=True)
+        lists.params[0].fill_(math.nan)
+        check(lists)
 
 
 @given(st.integers(1, 100), st.integers(0, 1 << 30), st.booleans())
@@ -341,20 +344,13 @@ def test_lists(count: int, seed: int, masters: bool) -> None:
 
 
 def test_found_inf_skips_everything(backend: str) -> None:
-    lists = Lists()
-    for i, (param, grad, master) in enumerate(KINDS[::2]):
-        if not master:
-            lists.add((5, 7), param, grad, step=i, seed=i)
-    lists.grads[0][0] = math.nan
-    with_masters = Lists()
+    plain, with_masters, remainders = Lists(), Lists(), Lists()
     for i, (param, grad, master) in enumerate(KINDS):
-        if master:
-            with_masters.add((0,) if i == 5 else (33,), param, grad, master=True, step=i, seed=i)
-    remainders = Lists()
+        (with_masters if master else plain).add((5, 7), param, grad, master=master, step=i, seed=i)
+    plain.grads[0][0] = math.nan
     for i in range(3):
         remainders.add((i, 33), torch.bfloat16, master="remainder", moments=torch.bfloat16, seed=i)
-    for each in (lists, with_masters, remainders):
-        assert each.params
+    for each in (plain, with_masters, remainders):
         before = [patterns(t).copy() for t in each.all()]
         for flag in (1.0, 2.0, 0.5, math.inf, math.nan, -1.0):
             each.call(found_inf=flag, inv_scale=0.5, indices=list(range(len(each.params))))
@@ -362,21 +358,6 @@ def test_found_inf_skips_everything(backend: str) -> None:
                 assert np.array_equal(patterns(t), pattern), f"found_inf {flag}: written to"
     for flag in (0.0, -0.0):
         check(with_masters, found_inf=flag)
-
-
-def test_small_updates_add_up_in_the_master(backend: str) -> None:
-    """Updates far below half a unit of the param add up in the master, and the param follows."""
-    param = torch.ones(4).bfloat16()
-    master, m, v, step = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.zeros(1)
-    for _ in range(30):
-        adamw_([param], [torch.ones(4).bfloat16()], [m], [v], [master], step,
-               **(HYPER | {"lr": 1e-3, "weight_decay": 0.0}))  # fmt: skip
-    assert master[0].item() == pytest.approx(0.97, rel=1e-4)
-    assert param[0].item() == 0.96875  # BF16 nearest to 0.97
-    lists = Lists()  # what the param held before does not matter
-    lists.add((9,), torch.float16, master=True)
-    lists.params[0].fill_(math.nan)
-    check(lists)
 
 
 def test_agrees_with_torch(backend: str) -> None:
@@ -403,26 +384,6 @@ def test_agrees_with_torch(backend: str) -> None:
         assert step.item() == 20
 
 
-def test_clipping_from_grad_stats(backend: str) -> None:
-    """The chain of a step: statistics, clip factor, update, all on the device."""
-    lists = Lists()
-    for i in range(3):
-        lists.add((50,), seed=i)
-    sum_sq, found_inf = torch.zeros(3, dtype=torch.float64), torch.zeros(1)
-    grad_stats_(lists.grads, torch.tensor(0.5), found_inf, sum_sq)
-    norm = math.sqrt(ind.sum_of_squares(lists.grads, 0.5))
-    clip = clip_coef(sum_sq, 1.0).item()
-    assert clip == pytest.approx(1 / norm, rel=1e-6)
-    check(lists, inv_scale=0.5, clip=clip)
-
-
-def test_no_params_and_fp64_masters(backend: str) -> None:
-    adamw_([], [], [], [], [], torch.zeros(0), **HYPER)
-    lists = Lists()
-    lists.add((11,), torch.float64, master=True)
-    check(lists)
-
-
 def one(**changes: object) -> dict[str, object]:
     """The arguments for one FP32 param of shape [3], some of them replaced."""
     t = torch.ones(3)
@@ -443,38 +404,29 @@ META = torch.ones(3, device="meta")
         ({"params": [T.int()]}, ValueError, r"params\[0\] must have dtype .*int32"),
         ({"params": [torch.ones(9).as_strided((2, 3), (1, 1))]}, ValueError, r"params\[0\] is wr"),
         ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
-        ({"grads": T}, TypeError, "grads must be a list of tensors, got Tensor"),
         ({"grads": [None]}, TypeError, r"grads\[0\] must be a torch.Tensor, got NoneType"),
         ({"grads": [T, T]}, ValueError, r"grads must have one tensor per param \(1\), got 2"),
         ({"grads": [T[:2]]}, ValueError, r"grads\[0\] must have shape"),
         ({"grads": [T.double()]}, ValueError, r"grads\[0\] must have dtype .*float64"),
         ({"grads": [META]}, ValueError, r"grads\[0\] must be on"),
         ({"grads": [T.to_sparse()]}, ValueError, r"grads\[0\] must be a dense tensor"),
-        ({"exp_avgs": []}, ValueError, "exp_avgs must have one tensor per param"),
         ({"exp_avgs": [T.half()]}, ValueError, r"exp_avgs\[0\] must have dtype float32"),
         ({"exp_avg_sqs": [T[:2]]}, ValueError, r"exp_avg_sqs\[0\] must have shape"),
-        ({"masters": [T, T]}, ValueError, "masters must have one tensor per param"),
         ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype float32"),
         ({"exp_avgs": [T.bfloat16()]}, ValueError, r"exp_avgs\[0\] must have .*with indices"),
-        ({"masters": [T.short()]}, ValueError, r"masters\[0\] must have dtype float32"),
         ({"steps": [T[:1]]}, TypeError, "steps must be a torch.Tensor, got list"),
         ({"steps": torch.zeros(1).long()}, ValueError, "steps must have dtype float32"),
         ({"steps": torch.zeros(2)}, ValueError, r"steps must have shape .* = \(1,\)"),
-        ({"params": [META]}, ValueError, r"params\[0\] must be on"),
         ({"max_value": 0.0}, ValueError, "max_value must be positive"),
         ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
         ({"indices": [1, 2]}, ValueError, r"indices must have one number per param \(1\)"),
         ({"indices": [-1]}, ValueError, r"indices must be in \[0, 2\^30\)"),
-        ({"indices": [2**30]}, ValueError, r"indices must be in \[0, 2\^30\)"),
-        ({"lr": T}, ValueError, "lr_tensor must hold one float32"),
         ({"lr": T[:1].half()}, ValueError, "lr_tensor must hold one float32"),
         ({"lr": META[:1]}, ValueError, "lr_tensor must be on"),
         ({"inv_scale": 0.5}, TypeError, "inv_scale must be a torch.Tensor, got float"),
-        ({"inv_scale": T}, ValueError, "inv_scale must hold one float32"),
         ({"inv_scale": META[:1]}, ValueError, "inv_scale must be on"),
         ({"clip": T[:1].double()}, ValueError, "clip must hold one float32"),
         ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
-        ({"found_inf": META[:1]}, ValueError, "found_inf must be on"),
     ],
 )
 def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:

@@ -113,9 +113,7 @@ def test_unknown_backend(backend: object) -> None:
     ):
         raise AssertionError("the block must not run")
     assert OPS["gemm"].backend("cpu") == "cpp"
-    reason = OPS["gemm"].why_not("opencl", "cpu")
-    assert reason is not None
-    assert "unknown backend" in reason
+    assert "unknown backend" in str(OPS["gemm"].why_not("opencl", "cpu"))
 
 
 def test_missing_build_is_an_error_with_the_command(fresh: pytest.MonkeyPatch) -> None:
@@ -128,12 +126,16 @@ def test_missing_build_is_an_error_with_the_command(fresh: pytest.MonkeyPatch) -
         assert mixprec.amax(torch.ones(2)).item() == 1.0
 
 
+def refusal(op: str, backend: str) -> str:
+    """Why the op cannot run for cuda tensors on a backend that is asked for."""
+    with mixprec.use_backend(backend), pytest.raises(RuntimeError) as caught:
+        OPS[op].choose("cuda")
+    assert str(caught.value).startswith(f"{op}: no backend can run on cuda")
+    return str(caught.value)
+
+
 def test_forced_backend_that_cannot_run_says_why() -> None:
-    with (
-        mixprec.use_backend("cpp"),
-        pytest.raises(RuntimeError, match=r"amax: no backend can run on cuda.*run on cpu tensors"),
-    ):
-        OPS["amax"].choose("cuda")
+    assert "run on cpu tensors" in refusal("amax", "cpp")
 
 
 def test_on_a_gpu_cuda_comes_first_then_triton(gpu: pytest.MonkeyPatch) -> None:
@@ -147,55 +149,40 @@ def test_on_a_gpu_cuda_comes_first_then_triton(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(OPS["amax"], "triton", None)
     with mixprec.use_backend("triton"):
         assert OPS["quantize"].backend("cuda") == "triton"
-        with pytest.raises(RuntimeError, match=r"^amax: .*triton: it has no Triton kernel"):
-            OPS["amax"].choose("cuda")
+    assert "triton: it has no Triton kernel" in refusal("amax", "triton")
     for backend in ("triton", "cuda", "vendor"):
         reason = OPS["gemm"].why_not(backend, "cpu")
-        assert reason is not None
-        assert reason.endswith("kernels run on cuda tensors, not cpu")
+        assert str(reason).endswith("kernels run on cuda tensors, not cpu")
     gpu.setattr(library, "TRITON_ERROR", "triton is not installed: pip install triton")
     gpu.setattr(library, "CUDA_ERROR", "they were not built: no nvcc")
     assert OPS["quantize"].backend("cuda") == "reference"
-    with (
-        mixprec.use_backend("triton"),
-        pytest.raises(RuntimeError, match=r"^quantize: no backend can run .*pip install triton"),
-    ):
-        OPS["quantize"].choose("cuda")
-    with (
-        mixprec.use_backend("cuda"),
-        pytest.raises(RuntimeError, match=r"^amax: no backend can run on cuda.*cuda: .*no nvcc"),
-    ):
-        OPS["amax"].choose("cuda")
+    assert "pip install triton" in refusal("quantize", "triton")
+    assert "no nvcc" in refusal("amax", "cuda")
 
 
-@pytest.mark.parametrize(
-    ("archs", "capability", "runs"),
-    [
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (8, 0), True),
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (8, 7), True),  # code for 8.6
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (9, 0), True),
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (10, 3), True),
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (7, 5), False),
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (11, 0), False),  # the code for later ones is of 12.0
-        ("8.0;8.6;8.9;9.0a;10.0;12.0+PTX", (13, 1), True),
-        ("9.0a", (9, 0), True),
-        ("9.0a", (10, 0), False),
-        ("9.0a+PTX", (10, 0), False),
-        ("8.6", (8, 0), False),
-        ("8.0+PTX", (9, 0), True),
-        ("10.0f", (10, 3), True),
-        ("10.0f", (12, 0), False),
-        ("7.0 7.5", (7, 5), True),  # torch takes spaces too
-        ("Hopper", (8, 0), True),  # a name that only torch knows: nothing is refused
-        ("", (5, 0), True),
-    ],
-)
-def test_which_gpus_a_build_is_for(archs: str, capability: tuple[int, int], runs: bool) -> None:
-    reason = arch.why_not(archs, capability)
-    assert (reason is None) is runs
-    if reason is not None:
+ALL = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
+# A build's architectures: the GPUs that it runs on, and those that it does not.
+ARCHS = {
+    ALL: ([(8, 0), (8, 7), (9, 0), (10, 3), (13, 1)], [(7, 5), (11, 0)]),  # 11.0: PTX is of 12.0
+    "9.0a": ([(9, 0)], [(10, 0)]),
+    "9.0a+PTX": ([], [(10, 0)]),
+    "8.6": ([], [(8, 0)]),
+    "8.0+PTX": ([(9, 0)], []),
+    "10.0f": ([(10, 3)], [(12, 0)]),
+    "7.0 7.5": ([(7, 5)], []),  # torch takes spaces too
+    "Hopper": ([(8, 0)], []),  # a name that only torch knows: nothing is refused
+    "": ([(5, 0)], []),
+}
+
+
+@pytest.mark.parametrize("archs", ARCHS)
+def test_which_gpus_a_build_is_for(archs: str) -> None:
+    runs, refused = ARCHS[archs]
+    assert [arch.why_not(archs, capability) for capability in runs] == [None] * len(runs)
+    for major, minor in refused:
+        reason = str(arch.why_not(archs, (major, minor)))
         assert reason.startswith("the CUDA kernels were built for ")
-        assert f"this GPU is {capability[0]}.{capability[1]};" in reason
+        assert f"this GPU is {major}.{minor};" in reason
 
 
 def test_a_gpu_that_the_build_is_not_for_falls_to_triton(gpu: pytest.MonkeyPatch) -> None:
@@ -203,8 +190,7 @@ def test_a_gpu_that_the_build_is_not_for_falls_to_triton(gpu: pytest.MonkeyPatch
     gpu.setattr(library, "capability", capabilities.__getitem__)
     assert OPS["amax"].backend("cuda", 0) == "cuda"
     assert OPS["amax"].backend("cuda", 1) == "triton"
-    reason = OPS["amax"].why_not("cuda", "cuda", 1)
-    assert reason is not None
+    reason = str(OPS["amax"].why_not("cuda", "cuda", 1))
     assert "built for 8.0, 9.0a, 12.0+PTX, and this GPU is 7.5" in reason
     gpu.setattr(library, "capability", lambda index: None)  # torch sees no GPU: nothing to refuse
     assert OPS["amax"].backend("cuda", 1) == "cuda"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import independent as ind
@@ -12,23 +13,22 @@ from cases import (
     FP8,
     LAYOUTS,
     WIDE,
+    WRITABLE,
     Layout,
     for_each,
     from_bits,
     name,
     normal,
-    padded_rows,
     pairwise,
     random_bits,
     small_integers,
     transposed,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mixprec
 from mixprec.testing import assert_close, tolerance
 
+Pair = tuple[torch.dtype, torch.dtype]
 PAIRS = (
     (torch.float16, torch.float16),
     (torch.bfloat16, torch.bfloat16),
@@ -42,7 +42,7 @@ TRIPLES = tuple(
 )
 
 
-def pair_id(pair: tuple[torch.dtype, torch.dtype]) -> str:
+def pair_id(pair: Pair) -> str:
     return "-".join(name(d).removeprefix("float8_") for d in pair)
 
 
@@ -70,9 +70,7 @@ def check_close(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, extra: float 
 
 
 @formats
-def test_small_integers_are_exact_for_all_sizes(
-    backend: str, poisoned: None, pair: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_small_integers_are_exact_for_all_sizes(backend: str, poisoned: None, pair: Pair) -> None:
     for i, (m, n, k) in enumerate(TRIPLES):
         a, b = small_integers((m, k), pair[0], seed=i), small_integers((k, n), pair[1], seed=-i)
         if i % 2:
@@ -87,11 +85,7 @@ def test_small_integers_are_exact_for_all_sizes(
 
 @for_each("layout_a, layout_b, pair", pairwise(LAYOUTS, LAYOUTS, PAIRS))
 def test_all_layouts(
-    backend: str,
-    poisoned: None,
-    layout_a: Layout,
-    layout_b: Layout,
-    pair: tuple[torch.dtype, torch.dtype],
+    backend: str, poisoned: None, layout_a: Layout, layout_b: Layout, pair: Pair
 ) -> None:
     for m, n, k in ((17, 33, 40), (1, 19, 7), (37, 1, 70)):
         a = layout_a(small_integers((m, k), pair[0], seed=m))
@@ -100,10 +94,14 @@ def test_all_layouts(
         check_exact(mixprec.gemm(a, b, out_dtype=torch.float32), product(a, b), pair_id(pair))
         assert np.array_equal(ind.bits(a), before[0])
         assert np.array_equal(ind.bits(b), before[1])
+        if layout_a in WRITABLE:
+            acc = layout_a(start := small_integers((m, n), torch.float32, seed=3))
+            mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=0.5, b_scale_inv=4.0)
+            check_exact(acc, ind.values(start) + product(a, b) * 2.0)
 
 
 @for_each("pair", [p for p in PAIRS if p[0] in FP8])
-def test_all_products_of_fp8_codes(backend: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
+def test_all_products_of_fp8_codes(backend: str, pair: Pair) -> None:
     codes = np.arange(256, dtype=np.uint8)
     a, b = from_bits(codes, pair[0]).view(256, 1), from_bits(codes, pair[1]).view(1, 256)
     with np.errstate(invalid="ignore"):
@@ -152,9 +150,7 @@ def test_one_bf16_subnormal_anywhere_is_not_lost(backend: str, at: int, transpos
 
 
 @formats
-def test_one_hot_rows_and_columns_select_exactly(
-    backend: str, pair: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_one_hot_rows_and_columns_select_exactly(backend: str, pair: Pair) -> None:
     """Layout and scale errors that random data hides; the values are all finite codes."""
     rng = np.random.default_rng(0)
     for m, n, k in ((40, 129, 300), (65, 64, 64), (3, 257, 33)):
@@ -177,10 +173,7 @@ def test_one_hot_rows_and_columns_select_exactly(
 @for_each("bias_dtype, out_dtype", pairwise(WIDE, WIDE))
 @formats
 def test_one_rounding_after_scales_and_bias(
-    backend: str,
-    pair: tuple[torch.dtype, torch.dtype],
-    bias_dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    backend: str, pair: Pair, bias_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
     """Sums with more bits than any 16-bit output, exact in FP32: every early rounding shows."""
     for m, n, k in ((33, 70, 64), (64, 129, 200), (5, 3, 1)):
@@ -190,18 +183,13 @@ def test_one_rounding_after_scales_and_bias(
         assert (np.abs(exact) < 2.0**13).all()  # with 2^-10 as the last place: 23 bits
         c = mixprec.gemm(a, b, a_scale_inv=0.5, b_scale_inv=0.5, bias=bias, out_dtype=out_dtype)
         check_exact(c, exact, f"bias {bias_dtype}")
-        strided = bias.repeat_interleave(2)[::2]
-        check_exact(
-            mixprec.gemm(a, b, bias=strided, out_dtype=out_dtype), product(a, b) + ind.values(bias)
-        )
-        one = bias[:1].expand(n)
-        check_exact(
-            mixprec.gemm(a, b, bias=one, out_dtype=out_dtype), product(a, b) + ind.values(one)
-        )
+        for strided in (bias.repeat_interleave(2)[::2], bias[:1].expand(n)):
+            c = mixprec.gemm(a, b, bias=strided, out_dtype=out_dtype)
+            check_exact(c, product(a, b) + ind.values(strided))
 
 
 @formats
-def test_scales_and_default_output(backend: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
+def test_scales_and_default_output(backend: str, pair: Pair) -> None:
     a, b = normal((37, 50), pair[0], 1), normal((50, 29), pair[1], 2)
     c = mixprec.gemm(a, b)
     assert c.dtype == (torch.bfloat16 if pair[0] in FP8 else pair[0])
@@ -211,20 +199,15 @@ def test_scales_and_default_output(backend: str, pair: tuple[torch.dtype, torch.
         for out_dtype in WIDE:
             c = mixprec.gemm(a, b, a_scale_inv=sa, b_scale_inv=sb, out_dtype=out_dtype)
             check_close(c, a, b, want)
-            tensors = [None if s is None else torch.tensor([s]) for s in (sa, sb)]
-            again = mixprec.gemm(
-                a, b, a_scale_inv=tensors[0], b_scale_inv=tensors[1], out_dtype=out_dtype
-            )
+            ta, tb = (None if s is None else torch.tensor([s]) for s in (sa, sb))
+            again = mixprec.gemm(a, b, a_scale_inv=ta, b_scale_inv=tb, out_dtype=out_dtype)
             ind.assert_same_bits(again, c)
 
 
 @for_each("out_dtype", WIDE)
 @formats
 def test_random_and_one_signed_data_within_the_bound(
-    backend: str,
-    two_threads: None,
-    pair: tuple[torch.dtype, torch.dtype],
-    out_dtype: torch.dtype,
+    backend: str, two_threads: None, pair: Pair, out_dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     for m, n, k in ((130, 140, 300), (9, 33, 4096), (1, 70, 4096), (70, 1, 513)):
@@ -236,6 +219,10 @@ def test_random_and_one_signed_data_within_the_bound(
             check_close(c, a, b)
             ind.assert_same_bits(mixprec.gemm(a, b, out_dtype=out_dtype), c, "second run")
             ind.assert_same_bits(mixprec.gemm(a, b, out_dtype=out_dtype, fast_accum=True), c)
+            acc = torch.zeros(m, n)
+            for at in range(0, k, 100):  # micro-batches of K
+                mixprec.gemm_accumulate_(acc, a[:, at : at + 100], b[at : at + 100])
+            check_close(acc, a, b)
 
 
 def test_operands_larger_than_the_packing_buffer(two_threads: None) -> None:
@@ -250,49 +237,46 @@ def test_operands_larger_than_the_packing_buffer(two_threads: None) -> None:
 
 
 @for_each("pair, out_dtype", pairwise(PAIRS, WIDE))
-def test_nan_and_inf_propagate(
-    backend: str, pair: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
-) -> None:
+def test_nan_and_inf_propagate(backend: str, pair: Pair, out_dtype: torch.dtype) -> None:
+    not_finite = (math.nan, math.inf, -math.inf)
     for m, n, k in ((17, 35, 40), (1, 1, 1), (64, 64, 129)):
         a, b = small_integers((m, k), pair[0], seed=1), small_integers((k, n), pair[1], seed=2)
-        for bad in (math.nan, math.inf, -math.inf):
-            for i in (0, -1):
-                for first in (True, False):
-                    dirty = (a if first else b).clone()
-                    dirty[i, i] = bad  # E4M3 has no Inf: torch stores NaN or 448, both are fine
-                    left, right = (dirty, b) if first else (a, dirty)
-                    c = mixprec.gemm(left, right, out_dtype=out_dtype)
-                    check_exact(c, product(left, right), f"{bad} in {'a' if first else 'b'}")
+        for bad, i, first in itertools.product(not_finite, (0, -1), (True, False)):
+            left, right = a.clone(), b.clone()
+            (left if first else right)[i, i] = bad  # E4M3 has no Inf: NaN or 448, both are fine
+            c = mixprec.gemm(left, right, out_dtype=out_dtype)
+            check_exact(c, product(left, right), f"{bad} in {'a' if first else 'b'}")
     bias = torch.tensor([1.0, math.nan, math.inf])
     c = mixprec.gemm(a[:2], b[:, :3], bias=bias, out_dtype=out_dtype)
     check_exact(c, product(a[:2], b[:, :3]) + ind.values(bias))
 
 
 def test_overflow_is_inf_as_ieee_says(backend: str) -> None:
-    targets = [65504.0, 65519.0, 65520.0, -65520.0, 1e6]
-    a = torch.tensor([[2048.0, 1.0]]).half()
-    for target in targets:
-        rest = target % 2048.0
-        b = torch.tensor([[target // 2048.0], [rest]]).half()
-        for out_dtype in WIDE:
-            check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.array([[target]]))
-    big = torch.full((2, 2), 2.0**127).bfloat16()
+    a, big = torch.tensor([[2048.0, 1.0]]).half(), torch.full((2, 2), 2.0**127).bfloat16()
     for out_dtype in WIDE:
+        for target in (65504.0, 65519.0, 65520.0, -65520.0, 1e6):
+            b = torch.tensor([[target // 2048.0], [target % 2048.0]]).half()
+            check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.array([[target]]))
         assert mixprec.gemm(big, big, out_dtype=out_dtype).isposinf().all()
 
 
 @for_each("pair, out_dtype", pairwise(PAIRS, WIDE))
-def test_empty_sizes(
-    backend: str, poisoned: None, pair: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
-) -> None:
-    bias = torch.tensor([1.5, -2.0, 0.25])
-    for m in (0, 1, 5, 64):
-        a, b = torch.empty((m, 0)).to(pair[0]), torch.empty((0, 3)).to(pair[1])
-        check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.zeros((m, 3)))
-        with_bias = mixprec.gemm(a, b, bias=bias, out_dtype=out_dtype)
-        check_exact(with_bias, np.tile(ind.values(bias), (m, 1)))
-    a, b = torch.ones((5, 7)).to(pair[0]), torch.ones((7, 0)).to(pair[1])
-    assert mixprec.gemm(a, b, bias=torch.empty(0), out_dtype=out_dtype).shape == (5, 0)
+def test_empty_sizes(backend: str, poisoned: None, pair: Pair, out_dtype: torch.dtype) -> None:
+    full = torch.tensor([1.5, -2.0, 0.25])
+    sizes = ((0, 3, 0), (1, 3, 0), (5, 3, 0), (64, 3, 0), (0, 3, 200), (200, 0, 130), (0, 0, 0))
+    for kind in GRANULARITIES:
+        for m, n, k in sizes:
+            a, b, bias = torch.ones(m, k).to(pair[0]), torch.ones(k, n).to(pair[1]), full[:n]
+            scales = {
+                "a_scale_inv": some_scales((m, k), kind, 1, (2.0,)),
+                "b_scale_inv": some_scales((n, k), kind, 2, (2.0,)).t(),
+            }
+            check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.zeros((m, n)))
+            c = mixprec.gemm(a, b, **scales, bias=bias, out_dtype=out_dtype)
+            check_exact(c, np.zeros((m, n)) + ind.values(bias))
+            acc = torch.ones(m, n)
+            mixprec.gemm_accumulate_(acc, a, b, **scales)
+            assert (acc == 1).all()
 
 
 # The granularities of a's scales, as (rows per scale, K per scale); b's are the same of b^T.
@@ -341,13 +325,12 @@ def test_scales_of_blocks_on_small_integers(
             sa, sb = transposed(sa), transposed(sb)
         bias = small_integers((n,), torch.float32, seed=7)
         out_dtype = WIDE[(i + len("".join(kinds))) % 3]
-        c = mixprec.gemm(
-            a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t(), bias=bias, out_dtype=out_dtype
-        )
+        scales = {"a_scale_inv": sa, "b_scale_inv": sb.t()}
+        c = mixprec.gemm(a, b.t(), **scales, bias=bias, out_dtype=out_dtype)
         check_exact(c, left @ right.T + ind.values(bias), f"{pair_id(pair)} {m} {n} {k}")
         start = small_integers((m, n), torch.float32, seed=8)
         acc = transposed(start)
-        mixprec.gemm_accumulate_(acc, a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t())
+        mixprec.gemm_accumulate_(acc, a, b.t(), **scales)
         check_exact(acc, ind.values(start) + left @ right.T)
 
 
@@ -378,9 +361,7 @@ def test_scales_of_blocks_within_the_bound(
 
 
 @formats
-def test_one_hot_rows_select_the_scaled_entry(
-    backend: str, pair: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_one_hot_rows_select_the_scaled_entry(backend: str, pair: Pair) -> None:
     """Every element of b meets its own scale, which is another one in each block."""
     m, n, k = 300, 150, 300
     values = tuple(2.0**e for e in range(-20, 21))
@@ -396,33 +377,15 @@ def test_one_hot_rows_select_the_scaled_entry(
         check_exact(c, want.T, kind)
 
 
-@for_each("kind", GRANULARITIES)
-def test_scales_of_empty_operands(backend: str, kind: str) -> None:
-    bias = torch.tensor([1.5, -2.0, 0.25])
-    for m, n, k in ((5, 3, 0), (0, 3, 200), (200, 0, 130), (0, 0, 0)):
-        a, b = torch.ones(m, k).half(), torch.ones(k, n).half()
-        sa = some_scales((m, k), kind, 1, (2.0,))
-        sb = some_scales((n, k), kind, 2, (2.0,)).t()
-        c = mixprec.gemm(a, b, a_scale_inv=sa, b_scale_inv=sb, bias=bias[:n])
-        check_exact(c, np.zeros((m, n)) + ind.values(bias[:n]))
-        acc = torch.ones(m, n)
-        mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=sa, b_scale_inv=sb)
-        assert (acc == 1).all()
-
-
 def test_nan_stays_in_its_row_with_scales_of_blocks(backend: str) -> None:
-    a, b = small_integers((70, 300), torch.bfloat16, seed=1), small_integers((300, 40), FP8[0])
-    a, b = a.to(FP8[1]), b.clone()
+    a, b = small_integers((70, 300), FP8[1], seed=1), small_integers((300, 40), FP8[0])
     s = some_scales((70, 300), "block1x128", 1, (0.5, 2.0))
-    left = ind.values(a) * spread(s, (70, 300), "block1x128")
     for at in ((0, 0), (-1, -1), (3, 200)):
         for bad in (math.nan, math.inf):
             dirty = a.clone()
             dirty[at] = bad
-            values = left.copy()
-            values[at] = bad
             with np.errstate(invalid="ignore"):
-                want = values @ ind.values(b)
+                want = (ind.values(dirty) * spread(s, (70, 300), "block1x128")) @ ind.values(b)
             check_exact(mixprec.gemm(dirty, b, a_scale_inv=s, out_dtype=torch.float32), want)
 
 
@@ -438,100 +401,38 @@ def test_quantized_operands(backend: str) -> None:
         ind.assert_same_bits(mixed, mixprec.gemm(qa, qb, out_dtype=torch.float32))
 
 
-def blocks(data: torch.Tensor, scale_inv: torch.Tensor, kind: str) -> mixprec.Quantized:
-    amax = torch.zeros(())
-    return mixprec.Quantized(data, scale_inv, amax, None, None, mixprec.E4M3, kind)
-
-
 def test_quantized_operands_bring_scales_of_their_granularity(backend: str) -> None:
     x, w = small_integers((140, 300), FP8[0], seed=1), small_integers((150, 300), FP8[0], seed=2)
-    for kind_x, kind_w in (("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")):
-        sx = some_scales((140, 300), kind_x, 1, (0.5, 2.0))
-        sw = some_scales((150, 300), kind_w, 2, (0.25, 4.0))
-        want = (ind.values(x) * spread(sx, (140, 300), kind_x)) @ (
-            ind.values(w) * spread(sw, (150, 300), kind_w)
-        ).T
-        qx, qw = blocks(x, sx, kind_x), blocks(w, sw, kind_w)
-        got = mixprec.gemm(qx, w.t(), b_scale_inv=sw.t(), out_dtype=torch.float32)
+    for kinds in (("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")):
+        (qx, left), (qw, right) = (
+            (
+                mixprec.Quantized(t, s, torch.zeros(()), None, None, mixprec.E4M3, kind),
+                ind.values(t) * spread(s, t.shape, kind),
+            )
+            for t, kind in zip((x, w), kinds, strict=True)
+            for s in (some_scales(t.shape, kind, 1, (0.25, 0.5, 2.0)),)
+        )
+        want = left @ right.T
+        got = mixprec.gemm(qx, w.t(), b_scale_inv=qw.scale_inv.t(), out_dtype=torch.float32)
         check_exact(got, want)
         check_exact(mixprec.gemm(qx, qw.t(), out_dtype=torch.float32), want)
 
 
-@given(
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.integers(1, 90),
-    st.integers(-8, 8),
-    st.integers(0, 5),
-)
-def test_power_of_two_scales_commute(m: int, n: int, k: int, exponent: int, pair: int) -> None:
-    da, db = PAIRS[pair]
-    a, b = normal((m, k), da, m), normal((k, n), db, n)
-    c = mixprec.gemm(a, b, out_dtype=torch.float32)
-    scaled = mixprec.gemm(a, b, b_scale_inv=2.0**exponent, out_dtype=torch.float32)
-    ind.assert_same_bits(scaled, c * 2.0**exponent)
-
-
-class Guarded:
-    """An FP32 [M, N] view into a larger buffer whose other elements must not change."""
-
-    def __init__(self, m: int, n: int, kind: str) -> None:
-        shape = {"rows": (m + 2, n + 5), "columns": (n + 5, m + 2), "steps": (2 * m + 3, 3 * n + 3)}
-        generator = torch.Generator().manual_seed(m * 1000 + n)
-        size = shape[kind]
-        self.buffer = torch.randint(-9, 10, size, generator=generator).float()
-        self.kind, self.m, self.n = kind, m, n
-
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        if self.kind == "rows":
-            return buffer[1:-1, 2:-3]
-        if self.kind == "columns":
-            return buffer[2:-3, 1:-1].t()
-        return buffer[1 : 2 * self.m + 1 : 2, 2 : 3 * self.n + 2 : 3]
-
-    def add(self, a: torch.Tensor, b: torch.Tensor, scale: float | None = None) -> None:
-        want = self.buffer.clone()
-        self.view(want).add_(torch.from_numpy(product(a, b) * (scale or 1.0)).float())
-        acc = self.view(self.buffer)
-        assert acc.shape == (self.m, self.n)
-        mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=scale)
-        ind.assert_bits(self.buffer + 0.0, ind.bits(want + 0.0), f"{self.kind} {self.m} {self.n}")
-
-
 @formats
-def test_accumulate_is_exact_and_stays_inside(
-    backend: str, pair: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_accumulate_is_exact_and_stays_inside(backend: str, pair: Pair) -> None:
+    """Into rows, columns or steps of a larger buffer, the rest of which keeps its bits."""
     for i, (m, n, k) in enumerate(TRIPLES[:: 1 if backend == "cpp" else 5]):
-        kind = ("rows", "columns", "steps")[(i + i // 15) % 3]
         a, b = small_integers((m, k), pair[0], seed=i), small_integers((k, n), pair[1], seed=-i)
-        guarded = Guarded(m, n, kind)
-        guarded.add(transposed(a) if i % 2 else a, transposed(b) if i % 3 else b)
-        if i % 7 == 0:
-            guarded.add(a, b, scale=0.25)
-
-
-@for_each("layout", LAYOUTS[:-2])
-def test_accumulate_layouts(backend: str, layout: Layout) -> None:
-    for pair in PAIRS:
-        a = padded_rows(small_integers((33, 70), pair[0], seed=1))
-        b = layout(small_integers((70, 41), pair[1], seed=2))
-        start = small_integers((33, 41), torch.float32, seed=3)
-        acc = layout(start)
-        mixprec.gemm_accumulate_(acc, a, b, a_scale_inv=0.5, b_scale_inv=4.0)
-        check_exact(acc, ind.values(start) + product(a, b) * 2.0)
-
-
-@formats
-def test_accumulate_random_data_in_pieces(
-    backend: str, two_threads: None, pair: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """Micro-batches of K add up to the whole within the bound."""
-    a, b = normal((65, 700), pair[0], 1), normal((700, 140), pair[1], 2)
-    acc = torch.zeros(65, 140)
-    for k in range(0, 700, 100):
-        mixprec.gemm_accumulate_(acc, a[:, k : k + 100], b[k : k + 100])
-    check_close(acc, a, b)
+        kind = (i + i // 15) % 3
+        buffer = torch.randint(-9, 10, (2 * m + 3, 3 * n + 3)).float()
+        buffer = transposed(buffer) if kind == 1 else buffer
+        at = np.s_[1 : m + 1, 2 : n + 2] if kind < 2 else np.s_[1 : 2 * m : 2, 2 : 3 * n + 1 : 3]
+        left, right = transposed(a) if i % 2 else a, transposed(b) if i % 3 else b
+        for scale in (None, 0.25) if i % 7 == 0 else (None,):
+            want = buffer.clone()
+            want[at] += torch.from_numpy(product(a, b) * (scale or 1.0)).float()
+            mixprec.gemm_accumulate_(buffer[at], left, right, a_scale_inv=scale)
+            ind.assert_bits(buffer + 0.0, ind.bits(want + 0.0), f"{m} {n} {k} {at}")
 
 
 def test_accumulate_edges(backend: str) -> None:
@@ -570,7 +471,6 @@ SCALES_OF_B = (
         (A, B.t(), {}, ValueError, r"agree in K, got a \(3, 4\) and b \(5, 4\)"),
         (A.float(), B.float(), {}, ValueError, "got a torch.float32 and b torch.float32"),
         (A, B.bfloat16(), {}, ValueError, "a and b must both be .*bfloat16"),
-        (A.to(FP8[0]), B, {}, ValueError, "a and b must both be"),
         (A.int(), B.int(), {}, ValueError, "a and b must both be .*int32"),
         (A, B.to("meta"), {}, ValueError, "b must be on a's device cpu, got meta"),
         (A, B.to_sparse(), {}, ValueError, "b must be a dense tensor"),
@@ -586,25 +486,16 @@ SCALES_OF_B = (
         (A, B, {"a_scale_inv": torch.ones(4, 1)}, ValueError, r"\[M, 1\] = \(3, 1\).*\(4, 1\)"),
         (A, B, {"b_scale_inv": torch.ones(5, 1)}, ValueError, r"\[1, N\] = .*got shape \(5, 1\)"),
         (A, B, {"a_scale_inv": torch.ones(3, 2)}, ValueError, r"a_scale_inv must .*\(3, 2\)"),
-        (A, B, {"a_scale_inv": torch.ones(0, 1)}, ValueError, r"a_scale_inv must .*\(0, 1\)"),
         (LONG, LONG.t(), {"a_scale_inv": torch.ones(1, 3)}, ValueError, r"ceil\(M/128\).*\(2, 3\)"),
-        (
-            LONG,
-            LONG.t(),
-            {"b_scale_inv": torch.ones(2, 3)},
-            ValueError,
-            r"= \(3, 2\), got .*\(2, 3",
-        ),
+        (LONG, LONG.t(), {"b_scale_inv": torch.ones(2, 3)}, ValueError, r"= \(3, 2\), .*\(2, 3"),
         (A, B, {"a_scale_inv": torch.ones(3, 1).double()}, ValueError, "must have dtype float32"),
         (A, B, {"a_scale_inv": torch.ones(3, 1).to("meta")}, ValueError, "a_scale_inv must be on"),
-        (A, B, {"a_scale_inv": -torch.ones(3, 1)}, ValueError, "a_scale_inv must be positive"),
         (A, B, {"b_scale_inv": ONE_NAN}, ValueError, "b_scale_inv must be positive and finite"),
         (A, B, {"b_scale_inv": torch.ones(1, 5, requires_grad=True)}, RuntimeError, "detach"),
         (A, B, {"a_scale_inv": torch.ones(1).half()}, ValueError, "a_scale_inv must hold one"),
         (A.clone().requires_grad_(), B, {}, RuntimeError, "functional"),
         (A, B.clone().requires_grad_(), {}, RuntimeError, "functional"),
         (A, B, {"bias": BIAS.clone().requires_grad_()}, RuntimeError, "functional"),
-        (A8, B, {}, ValueError, "a and b must both be"),
         (A8, B8, {"a_scale_inv": 1.0}, ValueError, "a is Quantized and brings its own a_scale_inv"),
     ],
 )
@@ -626,13 +517,11 @@ HALVES = SHARED.view(torch.float16)  # 128 of them in the same memory
         (None, A, B, TypeError, "acc must be a torch.Tensor, got NoneType"),
         (ACC.half(), A, B, ValueError, "acc must have dtype float32, got torch.float16"),
         (ACC.t(), A, B, ValueError, r"acc must have shape \[M, N\] = \(3, 5\), got \(5, 3\)"),
-        (ACC[0].expand(3, 5), A, B, ValueError, "acc is written in place"),
         (ACC[:, :1].expand(3, 5), A, B, ValueError, "acc is written in place"),
         (torch.zeros(9).as_strided((3, 5), (1, 1)), A, B, ValueError, "acc is written in place"),
         (ACC.to("meta"), A, B, ValueError, "acc must be on"),
         (ACC, A.float(), B.float(), ValueError, "a and b must both be"),
         (ACC, A, B[:3], ValueError, "agree in K"),
-        (ACC, A[0], B, ValueError, r"a must be \[M, K\]"),
         (ACC.clone().requires_grad_(), A, B, RuntimeError, "functional"),
         (SHARED[:15].view(3, 5), HALVES[28:40].view(3, 4), B, ValueError, "a is read.*overlap"),
         (SHARED[9:24].view(3, 5), A, HALVES[:20].view(4, 5), ValueError, "b is read.*overlap"),

@@ -21,8 +21,6 @@ from mixprec.ops._dispatch import backends, gemm_table, gemm_vendor, library, se
 from mixprec.ops._dispatch.op import Op
 from mixprec.ops.gemm import gemm_accumulate_op, gemm_op
 
-GEMMS = (gemm_op, gemm_accumulate_op)
-
 E4M3, E5M2 = FP8
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 ONE = torch.ones(())
@@ -36,14 +34,9 @@ def operands(
 
 
 def arguments(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.dtype,
-    a_scale_inv: torch.Tensor | None = None,
-    b_scale_inv: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    a: Any, b: Any, out: torch.dtype, a_inv: Any = None, b_inv: Any = None, bias: Any = None
 ) -> tuple[Any, ...]:
-    return a, b, a_scale_inv, b_scale_inv, bias, out, False
+    return a, b, a_inv, b_inv, bias, out, False
 
 
 ROW, COLUMN = torch.ones(32, 1), torch.ones(1, 48)
@@ -61,20 +54,18 @@ CAN: dict[str, tuple[Any, ...]] = {
     "fp8 to fp16": arguments(A8, B8, HALF, ONE.view(1, 1), None),
     "fp8 with a bias": arguments(A8, B8, BF16, ONE, ONE, torch.ones(48).bfloat16()),
     "fp8 that starts anywhere": arguments(
-        small_integers((32, 80), E4M3)[:, 8:72],
-        small_integers((48, 80), E4M3)[:, 3:67].t(),
-        *(BF16, ONE, ONE),
+        *(operands(E4M3, k=80)[0][:, 8:72], operands(E4M3, k=80)[1][3:67], BF16, ONE, ONE)
     ),
     "e5m2 x e4m3": arguments(*operands(E5M2, b_dtype=E4M3), BF16, ONE, ONE),
     "fp8 by rows": arguments(A8, B8, BF16, ROW, COLUMN),
 }
+BIAS, HALF_BIAS = torch.ones(48), torch.ones(48).bfloat16()
+LINES = small_integers((32, 72), E4M3)[:, :64]
+SCALES_OF_BLOCKS = torch.ones(32, 2), torch.ones(2, 1)
 CANNOT: dict[str, tuple[tuple[Any, ...], str]] = {
     "a scale": (arguments(*operands(BF16), BF16, ONE), "no scales for bfloat16"),
-    "bias of another dtype": (
-        arguments(*operands(BF16), BF16, bias=torch.ones(48)),
-        "takes a bias only where",
-    ),
-    "bias to fp32": (arguments(*operands(HALF), FP32, bias=torch.ones(48)), "takes a bias only"),
+    "bias of another dtype": (arguments(*operands(BF16), BF16, bias=BIAS), "takes a bias only"),
+    "bias to fp32": (arguments(*operands(HALF), FP32, bias=BIAS), "takes a bias only"),
     "fp16 to bf16": (arguments(*operands(HALF), BF16), "float16 operands no bfloat16 result"),
     "e5m2 x e5m2": (arguments(*operands(E5M2), BF16, ONE, ONE), "float8_e5m2 by float8_e5m2"),
     "odd K": (arguments(*operands(E4M3, k=40), BF16, ONE, ONE), "multiples of 16, got K = 40"),
@@ -82,27 +73,15 @@ CANNOT: dict[str, tuple[tuple[Any, ...], str]] = {
     "empty": (arguments(*operands(E4M3, m=0), BF16, ONE, ONE), "multiples of 16"),
     "b by rows": (arguments(A8, B8.contiguous(), BF16, ONE, ONE), "K next to each other"),
     "a by columns": (arguments(A8.t().contiguous().t(), B8, BF16, ONE, ONE), "K next to"),
-    "odd line": (
-        arguments(small_integers((32, 72), E4M3)[:, :64], B8, BF16, ONE, ONE),
-        "lines 16 bytes apart",
-    ),
-    "fp32 bias": (
-        arguments(A8, B8, BF16, ONE, ONE, torch.ones(48)),
-        "no float32 bias for a bfloat16 result",
-    ),
-    "bias to an fp32 result": (
-        arguments(A8, B8, FP32, ONE, ONE, torch.ones(48)),
-        "no float32 bias for a float32 result",
-    ),
+    "odd line": (arguments(LINES, B8, BF16, ONE, ONE), "lines 16 bytes apart"),
+    "fp32 bias": (arguments(A8, B8, BF16, ONE, ONE, BIAS), "no float32 bias for a bfloat16 res"),
+    "bias to an fp32 result": (arguments(A8, B8, FP32, ONE, ONE, BIAS), "bias for a float32 res"),
     "strided bias": (
-        arguments(A8, B8, BF16, ONE, ONE, torch.ones(96).bfloat16()[::2]),
+        arguments(A8, B8, BF16, ONE, ONE, HALF_BIAS.repeat(2)[::2]),
         "contiguous bias",
     ),
     "mixed granularities": (arguments(A8, B8, BF16, ROW, ONE), "one granularity"),
-    "blocks": (
-        arguments(*operands(E4M3, k=256), BF16, torch.ones(32, 2), torch.ones(2, 1)),
-        "scales of blocks",
-    ),
+    "blocks": (arguments(*operands(E4M3, k=256), BF16, *SCALES_OF_BLOCKS), "scales of blocks"),
     "rows to fp32": (arguments(A8, B8, FP32, ROW, COLUMN), "bfloat16 result"),
     "rows, e5m2 b": (
         arguments(*operands(E4M3, b_dtype=E5M2), BF16, ROW, COLUMN),
@@ -137,24 +116,19 @@ def test_what_torch_cannot_do_is_refused_with_the_reason(case: str) -> None:
 
 
 def test_what_a_gpu_is_too_old_for() -> None:
-    plain, by_rows = CAN["fp8"], CAN["fp8 by rows"]
+    old, rows = "8.9 or more", "only on compute capability 9 and 10"
     for capability, of_plain, of_rows in (
-        ((8, 0), "8.9 or more", "8.9 or more"),
-        ((8, 9), None, "only on compute capability 9 and 10"),
-        ((9, 0), None, None),
-        ((12, 0), None, "only on compute capability 9 and 10"),
-        (None, None, None),
+        *(((8, 0), old, old), ((8, 9), None, rows), ((9, 0), None, None)),
+        *(((12, 0), None, rows), (None, None, None)),
     ):
-        for args, reason in ((plain, of_plain), (by_rows, of_rows)):
-            got = gemm_vendor.gemm_why_not(gemm_op.Args(*args), capability)
+        for case, reason in (("fp8", of_plain), ("fp8 by rows", of_rows), ("bf16", None)):
+            got = gemm_vendor.gemm_why_not(gemm_op.Args(*CAN[case]), capability)
             assert (got is None) is (reason is None)
             assert reason is None or reason in (got or "")
-        assert gemm_vendor.gemm_why_not(gemm_op.Args(*CAN["bf16"]), capability) is None
-    plain_args = gemm_op.Args(*plain)
-    assert gemm_table.cuda_why_not(plain_args, (9, 0)) is None
-    assert "for compute capability 9.0 (Hopper), this GPU is 8.0" in str(
-        gemm_table.cuda_why_not(plain_args, (8, 0))
-    )
+    args = gemm_op.Args(*CAN["fp8"])
+    assert gemm_table.cuda_why_not(args, (9, 0)) is None
+    too_old = str(gemm_table.cuda_why_not(args, (8, 0)))
+    assert "for compute capability 9.0 (Hopper), this GPU is 8.0" in too_old
 
 
 @pytest.mark.parametrize("head", [(), ("acc",)])
@@ -174,21 +148,18 @@ def test_the_cuda_kernel_has_scales_along_k_for_fp8_only(head: tuple[Any, ...]) 
         assert "FP8 operands only" in str(why_not(torch.float16, *shapes))
 
 
-def accumulate_why_not(*args: Any) -> str | None:
-    return gemm_vendor.gemm_accumulate_why_not(gemm_accumulate_op.Args(*args), (9, 0))
-
-
 def test_accumulate_is_the_fp32_product_added() -> None:
+    def why_not(*args: Any) -> str | None:
+        return gemm_vendor.gemm_accumulate_why_not(gemm_accumulate_op.Args(*args), (9, 0))
+
     acc = small_integers((32, 48), FP32, seed=5)
-    want = acc.clone()
-    args = (A8, B8, ONE * 2, ONE / 4)
-    assert accumulate_why_not(acc, *args) is None
+    want, args = acc.clone(), (A8, B8, ONE * 2, ONE / 4)
+    assert why_not(acc, *args) is None
     gemm_vendor.gemm_accumulate_vendor_(acc, *args)
     torch.ops.mixprec.gemm_accumulate_reference_(want, *args)
     assert torch.equal(acc, want)
-    refused = accumulate_why_not(acc, A8, B8, ROW, COLUMN)
-    assert "bfloat16 result" in str(refused), "by rows it has no FP32 result"
-    assert accumulate_why_not(acc, *operands(BF16), None, None) is None
+    assert "bfloat16 result" in str(why_not(acc, A8, B8, ROW, COLUMN)), "no FP32 result by rows"
+    assert why_not(acc, *operands(BF16), None, None) is None
 
 
 FLAGS = (
@@ -206,13 +177,13 @@ def test_torch_sums_in_fp32_whatever_the_flags_say(
     """They are off during the launch, and afterwards as before, also after an error."""
     matmul, seen = torch.backends.cuda.matmul, []
     kind = "fp16" if dtype == HALF else "bf16"
-    before = {flag: getattr(matmul, flag) for flag in FLAGS}
 
     def mm(a: torch.Tensor, b: torch.Tensor, **_: object) -> torch.Tensor:
         seen.append([getattr(matmul, flag) for flag in FLAGS if kind in flag])
         raise MemoryError
 
     monkeypatch.setattr(torch, "mm", mm)
+    before = [getattr(matmul, flag) for flag in FLAGS]
     try:
         for flag in FLAGS:
             setattr(matmul, flag, on)
@@ -221,7 +192,7 @@ def test_torch_sums_in_fp32_whatever_the_flags_say(
                 gemm_vendor.gemm_vendor(*arguments(*operands(dtype), out))
         assert [getattr(matmul, flag) for flag in FLAGS] == [on] * 3
     finally:
-        for flag, value in before.items():
+        for flag, value in zip(FLAGS, before, strict=True):
             setattr(matmul, flag, value)
     assert seen == [[False] * (2 if dtype == HALF else 1)] * 2
 
@@ -234,7 +205,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(library, "CUDA_ARCHS", "9.0a")
     monkeypatch.setattr(library, "has_cuda_kernel", lambda op: True)
     monkeypatch.setitem(library._capabilities, 0, (9, 0))
-    for op in GEMMS:
+    for op in (gemm_op, gemm_accumulate_op):
         monkeypatch.setattr(op, "_able", {})
         monkeypatch.setattr(op, "_agreed", {})
     monkeypatch.setenv("MIXPREC_TUNED", "/nowhere/gemm_table.json")
@@ -284,22 +255,17 @@ def test_the_error_lists_every_variant_with_its_reason(gpu: pytest.MonkeyPatch) 
     gpu.setattr(library, "CUDA_ARCHS", "8.0")
     gpu.setattr(library, "TRITON_ERROR", "triton is not installed")
     gemm_op._able.clear()
-    with pytest.raises(
-        RuntimeError,
-        match=r"vendor: torch._scaled_mm needs .* 8\.9 .*; cuda: .*Hopper.* 8\.0; triton: .*not",
-    ):
+    reasons = r"vendor: torch._scaled_mm needs .* 8\.9 .*; cuda: .*Hopper.* 8\.0; triton: .*not"
+    with pytest.raises(RuntimeError, match=reasons):
         chosen(CAN["fp8"])
 
 
 def test_bad_arguments_are_named_by_the_check(gpu: pytest.MonkeyPatch) -> None:
     """Choosing looks at shapes: what it trips over, the op's own check explains."""
     a, b = operands(BF16)
-    for bad, message in (
-        ((a[0], b), r"a must be \[M, K\]"),
-        ((a, b[:3]), "agree in K"),
-        ((a, b.half()), "a and b must both be"),
-        ((a, None), "b must be a torch.Tensor"),
-    ):
+    cases = {r"a must be \[M, K\]": (a[0], b), "agree in K": (a, b[:3])}
+    cases |= {"a and b must both be": (a, b.half()), "b must be a torch.Tensor": (a, None)}
+    for message, bad in cases.items():
         with pytest.raises((ValueError, TypeError), match=f"^gemm: .*{message}"):
             on_gpu(*arguments(*bad, BF16))
 
@@ -353,29 +319,17 @@ def test_where_the_users_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert gemm_table.user_file() == tmp_path / ".cache" / "mixprec" / "gemm_table.json"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "{}",
-        "[1]",
-        '[{"arch": "9.0"}]',
-        json.dumps([ENTRIES[0]._replace(backend="reference")._asdict()]),
-        json.dumps([ENTRIES[0]._replace(family="fp4")._asdict()]),
-        json.dumps([ENTRIES[0]._replace(size=7)._asdict()]),
-        json.dumps([ENTRIES[0]._replace(size=[])._asdict()]),
-        json.dumps([ENTRIES[0]._replace(arch=9.0)._asdict()]),
-        "[" * 100_000,
-        b"\xff\xfe",
-    ],
-    ids=range(12),
-)
+WRONG = ({"backend": "reference"}, {"family": "fp4"}, {"size": 7}, {"size": []}, {"arch": 9.0})
+DAMAGED = [b"", b"{", b"{}", b"[1]", b'[{"arch": "9.0"}]', b"[" * 100_000, b"\xff\xfe"]
+DAMAGED += [json.dumps([ENTRIES[0]._replace(**wrong)._asdict()]).encode() for wrong in WRONG]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(12))
 def test_a_damaged_file_is_named_once_and_ignored(
-    gpu: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | bytes
+    gpu: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: bytes
 ) -> None:
     path = tmp_path / "entries.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text)
     gpu.setenv("MIXPREC_TUNED", str(path))
     with caplog.at_level(logging.WARNING, "mixprec"):
         assert [chosen(CAN["bf16"]) for _ in range(3)] == ["vendor"] * 3
@@ -384,26 +338,17 @@ def test_a_damaged_file_is_named_once_and_ignored(
     assert "mixprec.bench tune" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("shape", "itemsize", "size"),
-    [
-        ((64, 4096, 4096), 2, "thin"),
-        ((4096, 1, 4096), 1, "thin"),
-        ((0, 0, 0), 2, "thin"),
-        ((65, 4096, 4096), 2, "small"),
-        ((2047, 3073, 8192), 2, "unaligned"),
-        ((2048, 3080, 8192), 2, "medium"),
-        ((2048, 3080, 8192), 1, "unaligned"),
-        ((1448, 1448, 1448), 1, "unaligned"),
-        ((1448, 1448, 1448), 2, "small"),
-        ((1456, 1448, 1448), 2, "medium"),
-        ((4096, 4096, 4096), 2, "medium"),
-        ((4096, 4096, 4112), 1, "large"),
-    ],
-)
-def test_size_classes(shape: tuple[int, int, int], itemsize: int, size: str) -> None:
-    assert gemm_table.size_class(*shape, itemsize) == size
-    assert size in gemm_table.SIZES
+def test_size_classes() -> None:
+    sizes = {
+        "thin": [(64, 4096, 4096, 2), (4096, 1, 4096, 1), (0, 0, 0, 2)],
+        "small": [(65, 4096, 4096, 2), (1448, 1448, 1448, 2)],
+        "unaligned": [(2047, 3073, 8192, 2), (2048, 3080, 8192, 1), (1448, 1448, 1448, 1)],
+        "medium": [(2048, 3080, 8192, 2), (1456, 1448, 1448, 2), (4096, 4096, 4096, 2)],
+        "large": [(4096, 4096, 4112, 1)],
+    }
+    assert set(sizes) == set(gemm_table.SIZES)
+    for size, cases in sizes.items():
+        assert [gemm_table.size_class(*case) for case in cases] == [size] * len(cases)
 
 
 @pytest.fixture
@@ -422,13 +367,12 @@ def vendor_on_cpu() -> Iterator[list[str]]:
 
 
 def test_the_choice_compiles_into_one_graph(
-    gpu: pytest.MonkeyPatch, vendor_on_cpu: list[str], tmp_path: Path
+    gpu: pytest.MonkeyPatch, fresh_compiler: None, vendor_on_cpu: list[str], tmp_path: Path
 ) -> None:
     """fullgraph, also where the table is first read while tracing; another choice is traced anew.
     (The variant "cuda" is the op mixprec::gemm, which has a kernel for these tensors too.)"""
     write(tmp_path / "entries.json", ENTRIES)
     gpu.setenv("MIXPREC_TUNED", str(tmp_path / "entries.json"))
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager")
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -441,12 +385,12 @@ def test_the_choice_compiles_into_one_graph(
     assert vendor_on_cpu == ["vendor"]
     assert torch.equal(product(*thin), thin[0] @ thin[1])
     assert vendor_on_cpu == ["vendor"]
-    torch._dynamo.reset()
 
 
-def test_sizes_that_change_compile_too(gpu: pytest.MonkeyPatch, vendor_on_cpu: list[str]) -> None:
+def test_sizes_that_change_compile_too(
+    gpu: pytest.MonkeyPatch, fresh_compiler: None, vendor_on_cpu: list[str]
+) -> None:
     """With M left open, the choice is made for all of a size class at once."""
-    torch._dynamo.reset()
     graphs = []
 
     def counted(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -462,7 +406,6 @@ def test_sizes_that_change_compile_too(gpu: pytest.MonkeyPatch, vendor_on_cpu: l
         assert torch.equal(product(a, b), (a.float() @ b.float()).bfloat16())
     assert len(graphs) == 1
     assert vendor_on_cpu == ["vendor"] * 3
-    torch._dynamo.reset()
 
 
 def test_torchs_own_op_is_called_without_a_way_around(gpu: pytest.MonkeyPatch) -> None:

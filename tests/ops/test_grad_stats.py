@@ -190,80 +190,58 @@ def test_overflow_made_by_unscaling_is_found(backend: str) -> None:
 
 
 def test_flag_is_only_ever_set_and_the_sum_overwritten(backend: str) -> None:
-    assert stats([torch.tensor([3.0, 4.0])], None, flag=1.0) == (1.0, 25.0)
-    assert stats([torch.tensor([3.0, 4.0])], None, flag=2.0) == (2.0, 25.0)
-    assert stats([]) == (0.0, 0.0)
-    assert stats([], 0.5, flag=1.0) == (1.0, 0.0)
-    assert stats([torch.empty(0), torch.empty(3, 0)]) == (0.0, 0.0)
-
-
-def test_shape_of_the_scalars_is_free(backend: str) -> None:
-    for shape in ((), (1,), (1, 1)):
+    for grads, inv_scale, total in (
+        ([torch.tensor([3.0, 4.0])], None, 25.0),
+        ([], 0.5, 0.0),
+        ([torch.empty(0), torch.empty(3, 0)], None, 0.0),
+    ):
+        for flag in (0.0, 1.0, 2.0):
+            assert stats(grads, inv_scale, flag) == (flag, total)
+    for shape in ((), (1,), (1, 1)):  # the scalars' shape is free
         found_inf, sum_sq = torch.zeros(shape), torch.zeros(1, dtype=torch.float64)
         grad_stats_([torch.tensor([2.0, math.nan])], torch.ones(shape), found_inf, sum_sq)
         assert found_inf.item() == 1.0
+    grad = torch.tensor([3.0, 4.0], requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^grad_stats_: .*no derivative"):
+        stats([grad])
+    with torch.no_grad():
+        assert stats([grad]) == (0.0, 25.0)
 
 
 ONE, FLAG, SUM = torch.ones(()), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
 
 
 @for_each(
-    "grads, inv_scale, found_inf, sum_sq, error, message",
+    "args, error, message",
     [
-        (ONE, None, FLAG, SUM, TypeError, "grads must be a list of tensors, got Tensor"),
-        (None, None, FLAG, SUM, TypeError, "grads must be a list of tensors, got NoneType"),
-        ([ONE, 2.0], None, FLAG, SUM, TypeError, r"grads\[1\] must be a torch.Tensor, got float"),
-        ([ONE.long()], None, FLAG, SUM, ValueError, r"grads\[0\] must have dtype .*int64"),
-        ([ONE, ONE.to("meta")], None, FLAG, SUM, ValueError, r"grads\[1\] must be on"),
-        ([torch.ones(2).to_sparse()], None, FLAG, SUM, ValueError, r"grads\[0\] must be a dense"),
-        ([ONE], 0.5, FLAG, SUM, TypeError, "inv_scale must be a torch.Tensor, got float"),
-        ([ONE], ONE.double(), FLAG, SUM, ValueError, "inv_scale must hold one float32"),
-        ([ONE], torch.ones(2), FLAG, SUM, ValueError, "inv_scale must hold one float32"),
-        ([ONE], ONE.to("meta"), FLAG, SUM, ValueError, "inv_scale must be on"),
-        ([ONE], None, None, SUM, TypeError, "found_inf must be a torch.Tensor, got NoneType"),
-        ([ONE], None, FLAG.half(), SUM, ValueError, "found_inf must hold one float32"),
-        ([ONE], None, FLAG, SUM.float(), ValueError, "sum_sq must have dtype float64"),
-        ([ONE], None, FLAG, SUM[0], ValueError, r"sum_sq must have shape .* = \(1,\)"),
-        ([ONE] * 2, None, FLAG, SUM, ValueError, r"sum_sq must have shape .* = \(2,\)"),
-        ([ONE] * 2, None, FLAG, SUM.expand(2), ValueError, "sum_sq must be contiguous"),
-        ([ONE], None, FLAG, SUM.to("meta"), ValueError, "sum_sq must be on"),
-        ([ONE], None, FLAG, 1.0, TypeError, "sum_sq must be a torch.Tensor, got float"),
+        ((ONE, None, FLAG, SUM), TypeError, "grads must be a list of tensors, got Tensor"),
+        (([ONE, 2.0], None, FLAG, SUM), TypeError, r"grads\[1\] must be a torch.Tensor, got float"),
+        (([ONE.long()], None, FLAG, SUM), ValueError, r"grads\[0\] must have dtype .*int64"),
+        (([ONE, ONE.to("meta")], None, FLAG, SUM), ValueError, r"grads\[1\] must be on"),
+        (([torch.ones(2).to_sparse()], None, FLAG, SUM), ValueError, r"grads\[0\] must be a dense"),
+        (([ONE], 0.5, FLAG, SUM), TypeError, "inv_scale must be a torch.Tensor, got float"),
+        (([ONE], ONE.double(), FLAG, SUM), ValueError, "inv_scale must hold one float32"),
+        (([ONE], ONE.to("meta"), FLAG, SUM), ValueError, "inv_scale must be on"),
+        (([ONE], None, None, SUM), TypeError, "found_inf must be a torch.Tensor, got NoneType"),
+        (([ONE], None, FLAG.half(), SUM), ValueError, "found_inf must hold one float32"),
+        (([ONE], None, FLAG, SUM.float()), ValueError, "sum_sq must have dtype float64"),
+        (([ONE] * 2, None, FLAG, SUM), ValueError, r"sum_sq must have shape .* = \(2,\)"),
+        (([ONE] * 2, None, FLAG, SUM.expand(2)), ValueError, "sum_sq must be contiguous"),
+        (([ONE], None, FLAG, SUM.to("meta")), ValueError, "sum_sq must be on"),
+        (([ONE], None, FLAG, 1.0), TypeError, "sum_sq must be a torch.Tensor, got float"),
+        *(
+            (([ONE], None, FLAG, SUM, counts), error, f"counts must {message}")
+            for counts, error, message in (
+                (torch.zeros(1, 4), ValueError, "have dtype int64"),
+                (torch.zeros(4).long(), ValueError, r"have shape .* = \(1, 4\)"),
+                (torch.zeros(1, 8).long()[:, ::2], ValueError, "be contiguous"),
+                (torch.zeros(1, 4).long().to("meta"), ValueError, "be on"),
+                ([0, 0, 0, 0], TypeError, "be a torch.Tensor, got list"),
+            )
+        ),
     ],
 )
-def test_bad_input(
-    grads: object,
-    inv_scale: object,
-    found_inf: object,
-    sum_sq: object,
-    error: type[Exception],
-    message: str,
-) -> None:
+def test_bad_input(args: tuple, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^grad_stats_: .*{message}"):
-        grad_stats_(grads, inv_scale, found_inf, sum_sq)  # type: ignore[arg-type]
+        grad_stats_(*args)
     assert (FLAG.item(), SUM.item()) == (0.0, 0.0)
-
-
-@for_each(
-    "counts, error, message",
-    [
-        (torch.zeros(1, 4), ValueError, "counts must have dtype int64"),
-        (torch.zeros(4).long(), ValueError, r"counts must have shape .* = \(1, 4\)"),
-        (torch.zeros(1, 3).long(), ValueError, r"counts must have shape .* = \(1, 4\)"),
-        (torch.zeros(1, 8).long()[:, ::2], ValueError, "counts must be contiguous"),
-        (torch.zeros(1, 4).long().to("meta"), ValueError, "counts must be on"),
-        ([0, 0, 0, 0], TypeError, "counts must be a torch.Tensor, got list"),
-    ],
-)
-def test_bad_counts(counts: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^grad_stats_: .*{message}"):
-        grad_stats_([ONE], None, FLAG, SUM, counts)  # type: ignore[arg-type]
-    assert (FLAG.item(), SUM.item()) == (0.0, 0.0)
-
-
-def test_gradients_that_require_grad_are_read(backend: str) -> None:
-    """A leaf with requires_grad is refused in grad mode, as by every raw op, and read without."""
-    grad = torch.tensor([3.0, 4.0], requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"^grad_stats_: .*no derivative"):
-        stats([grad])
-    with torch.no_grad():
-        assert stats([grad]) == (0.0, 25.0)

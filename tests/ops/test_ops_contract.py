@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import independent as ind
@@ -17,6 +17,7 @@ from mixprec import ops
 from mixprec.ops._dispatch.op import OPS
 
 LOW = (torch.float16, torch.bfloat16, *FP8)
+SCALARS = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
 ARRANGEMENTS = ("contiguous", "permuted", "empty")
 
 
@@ -29,33 +30,24 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str) -> torc
 
 
 def cases() -> list[tuple[str, str, torch.dtype, str]]:
+    fp64 = (*WIDE, torch.float64)
     dtypes = {
-        "amax": WIDE,
-        "quantize": WIDE,
-        "dequantize": LOW,
-        "gemm": LOW,
-        "gemm_accumulate_": LOW,
-        "unscale_": (*WIDE, torch.float64),
-        "grad_stats_": (*WIDE, torch.float64),
-        "adamw_": (*WIDE, torch.float64),
-        "sgd_": (*WIDE, torch.float64),
-        "scale_from_amax_": (torch.float32,),
-        "update_scale_": (torch.float32,),
-        "inv_scale": (torch.float32,),
+        **dict.fromkeys(("amax", "quantize"), WIDE),
+        **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_"), LOW),
+        **dict.fromkeys(("unscale_", "grad_stats_", "adamw_", "sgd_"), fp64),
+        **dict.fromkeys(("scale_from_amax_", *SCALARS), (torch.float32,)),
         "clip_coef": (torch.float64,),
-        "update_delayed_scales_": (torch.float32,),
     }
     assert set(dtypes) == set(OPS), "an op without its cases"
-    scalars = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
     table = []
     for op, kinds in dtypes.items():
         # One dtype in every arrangement, every other dtype in one of them: they are independent.
-        arrangements = ("contiguous",) if op in scalars else ARRANGEMENTS
+        arrangements = ("contiguous",) if op in SCALARS else ARRANGEMENTS
         table += [(op, "cpp", kinds[0], arrangement) for arrangement in arrangements]
         for i, dtype in enumerate(kinds[1:]):
             table.append((op, "cpp", dtype, arrangements[i % len(arrangements)]))
         # The reference shares schema, fake and check: permuted inputs alone show its strides.
-        if op not in scalars:
+        if op not in SCALARS:
             table.append((op, "reference", kinds[0], "permuted"))
     return table
 
@@ -74,8 +66,8 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
         if op == "gemm":
             return x, b, one, None, torch.ones(5).bfloat16(), torch.float32, False
-        acc = torch.zeros((5, x.shape[0])).t() if arrangement == "permuted" else torch.zeros(
-            (x.shape[0], 5))  # fmt: skip
+        acc = torch.zeros((x.shape[0], 5))
+        acc = permuted(acc) if arrangement == "permuted" else acc
         return acc, x, b, None, one
     counts = torch.zeros((2, 4), dtype=torch.int64)
     if op == "unscale_":
@@ -87,9 +79,9 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         real = torch.float64 if dtype == torch.float64 else torch.float32
         wide = [tensor((4, 6), real, arrangement) for _ in range(3)]
         masters = [wide[2]] if real != dtype else []
-        shared = (False, 1e9, False, 0, [], None, one, one, flag)
+        shared = (False, 1e9, True, 7, [4], None, one, one, flag)
         if op == "sgd_":
-            return [x], [x.clone()], [wide[0]], masters, flag + 1, 0.1, 0.9, 0.0, 0.0, True, *shared
+            return [x], [x.clone()], [wide[0]], [], flag + 1, 0.1, 0.9, 0.0, 0.0, True, *shared
         numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, True)
         moments = [wide[0]], [wide[1].abs()]
         return ([x], [x.clone()], *moments, masters, torch.ones(1), *numbers, *shared)
@@ -143,123 +135,62 @@ def test_fakes_give_the_exact_strides(
         assert got.storage_offset() == said.storage_offset()
 
 
-def mutating_calls() -> list[tuple[str, Callable[[], tuple[list[torch.Tensor], Callable]]]]:
-    def unscale() -> tuple[list[torch.Tensor], Callable]:
-        grads, flag = [torch.ones(3), torch.ones(2).half()], torch.zeros(1)
-        counts = torch.zeros(2, 4).long()
-        return [*grads, flag, counts], partial(
-            mixprec.unscale_, grads, torch.ones(()), flag, counts
-        )
-
-    def grad_stats() -> tuple[list[torch.Tensor], Callable]:
-        flag, total, counts = torch.zeros(1), torch.zeros(1).double(), torch.zeros(1, 4).long()
-        call = partial(ops.grad_stats_, [torch.ones(3)], None, flag, total, counts)
-        return [flag, total, counts], call
-
-    def accumulate() -> tuple[list[torch.Tensor], Callable]:
-        acc, a = torch.zeros(2, 2), torch.ones(2, 2).half()
-        return [acc], lambda: mixprec.gemm_accumulate_(acc, a, a)
-
-    def scale() -> tuple[list[torch.Tensor], Callable]:
-        s, inv = torch.ones(3), torch.ones(3)
-        return [s, inv], lambda: ops.scale_from_amax_(s, inv, torch.ones(3), "e4m3")
-
-    def update() -> tuple[list[torch.Tensor], Callable]:
-        s, g, h = torch.ones(1), torch.ones(1).int(), torch.ones(1).int()
-        c = torch.zeros(3).long()
-        return [s, g, h, c], lambda: ops.update_scale_(s, g, h, c, torch.zeros(1))
-
-    def adamw() -> tuple[list[torch.Tensor], Callable]:
-        p, m, v, master, step = (torch.ones(3) for _ in range(5))
-        p, step = p.bfloat16(), step[:1].clone()
-        hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
-        lists = ([p], [torch.ones(3)], [m], [v], [master])
-        return [p, m, v, master, step], lambda: ops.adamw_(*lists, step, **hyper)
-
-    def sgd() -> tuple[list[torch.Tensor], Callable]:
-        p, m, step = torch.ones(3).bfloat16(), torch.ones(3).bfloat16(), torch.zeros(1)
-        lists = ([p], [torch.ones(3)], [m], [])
-        return [p, m, step], lambda: ops.sgd_(
-            *lists, step, lr=0.1, momentum=0.9, stochastic_rounding=True, indices=[4], seed=7
-        )
-
-    def delayed() -> tuple[list[torch.Tensor], Callable]:
-        history, s, seen = torch.ones(3), torch.zeros(()), torch.ones(())
-        call = partial(ops.update_delayed_scales_, [history], [s], [seen], [448.0])
-        return [history, s, seen], call
-
-    made = {
-        "update_delayed_scales_": delayed,
-        "unscale_": unscale,
-        "grad_stats_": grad_stats,
-        "gemm_accumulate_": accumulate,
-        "scale_from_amax_": scale,
-        "update_scale_": update,
-        "adamw_": adamw,
-        "sgd_": sgd,
-    }
-    assert set(made) == {op for op in OPS if op.endswith("_")}
-    return list(made.items())
+def mutating_call(op: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """The tensors that the op writes to, by its schema, and a call of the function."""
+    dtype = {"gemm_accumulate_": torch.float16, "adamw_": torch.bfloat16, "sgd_": torch.bfloat16}
+    args = arguments(op, dtype.get(op, torch.float32), "contiguous")
+    written = [
+        value if isinstance(value, list) else [value]
+        for argument, value in zip(OPS[op].handle()._schema.arguments, args, strict=True)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
+    named = dict(zip(OPS[op].arguments, args, strict=True))
+    named |= {"fmt": named.pop("dtype")} if op == "scale_from_amax_" else {}
+    named.pop("lr_tensor", None)  # an lr that is a tensor
+    return list(chain(*written)), lambda: getattr(ops, op)(**named)
 
 
-@pytest.mark.parametrize(
-    "make", [m for _, m in mutating_calls()], ids=[n for n, _ in mutating_calls()]
-)
-def test_versions_of_mutated_tensors_are_bumped(backend: str, make: Callable) -> None:
+mutating = pytest.mark.parametrize("op", [op for op in OPS if op.endswith("_")])
+
+
+@mutating
+def test_versions_of_mutated_tensors_are_bumped(backend: str, op: str) -> None:
     """Autograd notices that a tensor it saved was changed."""
-    tensors, call = make()
+    tensors, call = mutating_call(op)
     before = [t._version for t in tensors]
     call()
+    assert tensors
     assert all(t._version > v for t, v in zip(tensors, before, strict=True))
     with torch.inference_mode():
-        tensors, call = make()
-        call()  # inference tensors carry no version: no error
+        mutating_call(op)[1]()  # inference tensors carry no version: no error
 
 
-def test_a_changed_tensor_saved_for_backward_is_an_error() -> None:
-    weight = torch.ones(3, requires_grad=True)
-    grad = torch.ones(3)
-    loss = (weight * grad).sum()
-    mixprec.unscale_([grad], torch.tensor(0.5), torch.zeros(1))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def x2d(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return normal((8, 6), dtype)
-
-
-COMPILED: dict[str, Callable[[], tuple[Callable, tuple[torch.Tensor, ...]]]] = {
-    "amax": lambda: (mixprec.amax, (x2d(),)),
-    "quantize": lambda: (
-        lambda x: mixprec.quantize(x, "e4m3", transpose=True)[:4],
-        (x2d(torch.bfloat16),),
-    ),
-    "quantize with a scale": lambda: (
+X, HALF, SCALE = normal((8, 6), torch.float32), normal((8, 6), torch.float16), torch.tensor(3.0)
+COMPILED: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
+    "amax": (mixprec.amax, (X,)),
+    "quantize": (lambda x: mixprec.quantize(x, "e4m3", transpose=True)[:4], (X.bfloat16(),)),
+    "quantize with a scale": (
         lambda x, s: mixprec.quantize(x, mixprec.E5M2, scale=s)[:3],
-        (x2d().t(), torch.tensor(3.0)),
+        (X.t(), SCALE),
     ),
-    "dequantize": lambda: (
-        lambda x: mixprec.dequantize(mixprec.quantize(x, "fp16"), torch.bfloat16),
-        (x2d(),),
-    ),
-    "gemm": lambda: (
+    "dequantize": (lambda x: mixprec.dequantize(mixprec.quantize(x, "fp16"), torch.bfloat16), (X,)),
+    "gemm": (
         lambda a, b, s: mixprec.gemm(a, b, a_scale_inv=s, out_dtype=torch.float32),
-        (x2d(torch.float16), x2d(torch.float16).t(), torch.tensor(0.5)),
+        (HALF, HALF.t(), SCALE),
     ),
-    "gemm of Quantized": lambda: (
+    "gemm of Quantized": (
         lambda a, b: mixprec.gemm(mixprec.quantize(a, "e4m3"), mixprec.quantize(b, "e5m2").t()),
-        (x2d(), x2d()),
+        (X, X.clone()),
     ),
-    "inv_scale": lambda: (ops.inv_scale, (torch.tensor(3.0),)),
-    "clip_coef": lambda: (lambda s: ops.clip_coef(s, 2.0), (torch.tensor(9.0).double(),)),
+    "inv_scale": (ops.inv_scale, (SCALE,)),
+    "clip_coef": (lambda s: ops.clip_coef(s, 2.0), (SCALE.double(),)),
 }
 
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_graph_breaks(backend: str, case: str) -> None:
     torch._dynamo.reset()
-    function, args = COMPILED[case]()
+    function, args = COMPILED[case]
     eager = outputs(function(*args))
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for got, want in zip(outputs(compiled(*args)), eager, strict=True):
@@ -272,15 +203,13 @@ def test_compiles_without_graph_breaks(backend: str, case: str) -> None:
             ind.assert_same_bits(got, want, "second shape")
 
 
-@pytest.mark.parametrize("op", [n for n, _ in mutating_calls()])
+@mutating
 def test_mutating_ops_compile(op: str) -> None:
     torch._dynamo.reset()
-    make = dict(mutating_calls())[op]
-    tensors, call = make()
+    (eager, call), (traced, compiled_call) = mutating_call(op), mutating_call(op)
     call()
-    traced, compiled_call = make()
     torch.compile(compiled_call, backend="aot_eager", fullgraph=True)()
-    for got, want in zip(traced, tensors, strict=True):
+    for got, want in zip(traced, eager, strict=True):
         ind.assert_same_bits(got.double(), want.double(), op)
 
 
@@ -302,18 +231,14 @@ def test_raw_ops_give_no_silent_gradients() -> None:
 
 def test_raw_torch_ops_refuse_bad_arguments_too() -> None:
     """torch.ops.mixprec.* reached directly: an error, not a crash."""
-    half = torch.ones(2, 3).half()
-    for variant in ("gemm", "gemm_reference"):
-        raw = getattr(torch.ops.mixprec, variant)
-        with pytest.raises((ValueError, RuntimeError), match="gemm"):
-            raw(half, half, None, None, None, torch.float32, False)
-        with pytest.raises((ValueError, RuntimeError), match="gemm"):
-            raw(half.float(), half.float().t(), None, None, None, torch.float32, False)
-    for variant in ("unscale_", "unscale_reference_"):
-        raw = getattr(torch.ops.mixprec, variant)
-        grad = torch.ones(3)
+    half, grad = torch.ones(2, 3).half(), torch.ones(3)
+    grads = [grad, torch.ones(1).expand(4)]
+    for variant in ("cpp", "reference"):
+        for a, b in ((half, half), (half.float(), half.float().t())):
+            with pytest.raises((ValueError, RuntimeError), match="gemm"):
+                OPS["gemm"].handle(variant)(a, b, None, None, None, torch.float32, False)
         with pytest.raises((ValueError, RuntimeError), match="unscale_"):
-            raw([grad, torch.ones(1).expand(4)], torch.tensor(0.5), torch.zeros(1), None)
+            OPS["unscale_"].handle(variant)(grads, torch.tensor(0.5), torch.zeros(1), None)
         assert (grad == 1).all()
 
 

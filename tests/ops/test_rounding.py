@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import independent as ind
 import numpy as np
-import pytest
 import torch
 from cases import for_each, from_bits, random_bits
 
@@ -14,11 +13,7 @@ from mixprec.ops._dispatch import rounding
 # Random123's known answers for Philox4x32-10: counter, key (low word first), result.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    (
-        (0xFFFFFFFF,) * 4,
-        (0xFFFFFFFF,) * 2,
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
@@ -52,9 +47,11 @@ def test_random_bits_are_those_of_the_docs() -> None:
 
 @for_each("seed", [0, 7, 2**32, 2**63 - 1])
 def test_the_kernel_rounds_with_these_bits(backend: str, seed: int) -> None:
-    values = random_bits(4099, torch.float32)
-    values = torch.where(torch.isfinite(values), values, 1.5)
-    bits = ind.random16(4099, seed, 1, 5, 0)
+    """Inf and NaN stay: a carry out of 0x7FFFFFFF would be -0."""
+    codes = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32)
+    special = from_bits(codes, torch.float32).repeat(50)
+    values = torch.cat([random_bits(4099, torch.float32), special])
+    bits = ind.random16(len(values), seed, 1, 5, 0)
     want = ind.stochastic_bf16(values.numpy(), bits)
     ind.assert_bits(store(values, seed=seed, indices=[5]), want)
 
@@ -68,26 +65,6 @@ def test_only_the_two_neighbours_and_on_average_the_value(backend: str) -> None:
         share = (got == high).double().mean().item()
         # six standard deviations of the mean of 40,000 draws
         assert abs(share - part) <= 6 * max(part * (1 - part), 1e-6) ** 0.5 / 200
-
-
-def test_signs_and_subnormals(backend: str) -> None:
-    for value in (-1.003, 2.0**-140, -(2.0**-130) * 1.1, 3.3e38):
-        got = store(torch.full((1000,), value, dtype=torch.float32)).float()
-        below, above = got.min().item(), got.max().item()
-        assert below <= torch.tensor(value).item() <= above
-        assert above - below <= max(2.0**-7 * abs(value), 2.0**-133) * 1.01
-
-
-def test_inf_and_nan_stay(backend: str) -> None:
-    """A carry out of 0x7FFFFFFF would be -0."""
-    codes = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32)
-    values = from_bits(codes, torch.float32).repeat(50)
-    param = torch.zeros(250, dtype=torch.bfloat16)
-    sgd_([param], [-values], [], [], torch.zeros(1), lr=1.0, stochastic_rounding=True, indices=[0])
-    got = param.view(50, 5).float()
-    assert (got[:, 0] == float("inf")).all()
-    assert (got[:, 1] == -float("inf")).all()
-    assert got[:, 2:].isnan().all()
 
 
 def test_streams_steps_seeds_and_params_draw_apart(backend: str) -> None:
@@ -139,17 +116,3 @@ def test_a_param_that_was_set_to_zero_stays_zero(backend: str) -> None:
         sgd_([param], [torch.zeros(4)], [], [remainder], torch.zeros(1), lr=0.1)
         assert param.float().abs().max().item() <= 2.0**-133
         assert not param.isnan().any()
-
-
-def test_the_mean_of_many_steps_is_the_fp32_run(backend: str) -> None:
-    """Updates of a thousandth of a unit: to nearest they would all be lost."""
-    param, steps = torch.ones(20_000, dtype=torch.bfloat16), torch.zeros(1)
-    nearest, others = param.clone(), torch.zeros(1)
-    grad = torch.full((20_000,), -(2.0**-17))
-    for _ in range(64):
-        sgd_([param], [grad], [], [], steps, lr=1.0, stochastic_rounding=True, indices=[0])
-        sgd_([nearest], [grad], [], [], others, lr=1.0)
-    assert (nearest == 1.0).all()
-    # each element is 1 or a neighbour or two; the mean has moved as FP32 would
-    mean = param.double().mean().item() - 1.0
-    assert mean == pytest.approx(64 * 2.0**-17, rel=0.1)

@@ -9,8 +9,19 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import LARGE, SHAPES, WIDE, WRITABLE, for_each, normal, random_bits
-from test_adamw import KINDS, RANDOM, Lists, master_of, patterns, rotated_layouts
+from cases import LARGE, WIDE, for_each, normal, random_bits
+from test_adamw import (
+    KINDS,
+    RANDOM,
+    Lists,
+    all_shapes,
+    as_tensors,
+    check_results,
+    for_numpy,
+    master_of,
+    patterns,
+    real_of,
+)
 
 from mixprec.ops import sgd_
 
@@ -26,55 +37,27 @@ SETTINGS = [
 
 
 def call(lists: Lists, settings: dict[str, Any]) -> None:
-    hyper = HYPER | settings
-    for key in ("inv_scale", "clip", "found_inf"):
-        if hyper.get(key) is not None:
-            hyper[key] = torch.tensor(hyper[key], dtype=torch.float32)
+    hyper = as_tensors(HYPER | settings)
     buffers = lists.exp_avgs if hyper["momentum"] else []
     sgd_(lists.params, lists.grads, buffers, lists.masters, lists.steps, **hyper)
 
 
 def check(lists: Lists, settings: dict[str, Any]) -> None:
     """One call, and every bit of params, buffers, masters and steps against NumPy."""
-    hyper = HYPER | settings
-    seed, indices = hyper.get("seed", 0), hyper.get("indices")
-    stochastic = hyper.get("stochastic_rounding", False)
-    for_numpy = {
-        k: v for k, v in hyper.items() if k not in ("seed", "indices", "stochastic_rounding")
-    }
-    want = []
+    hyper, want = HYPER | settings, []
     for i, param in enumerate(lists.params):
-        real = np.float64 if param.dtype == torch.float64 else np.float32
         old = ind.values(lists.exp_avgs[i]) if hyper["momentum"] else None
-        step = int(lists.steps[i].item()) + 1
+        step, real = int(lists.steps[i].item()) + 1, real_of(param)
         arrays = (ind.values(master_of(lists, i)), ind.values(lists.grads[i]), old)
-        want.append(ind.sgd(*arrays, step, real=real, **for_numpy))
+        want.append(ind.sgd(*arrays, step, real=real, **for_numpy(hyper)))
     before, untouched = lists.steps.clone(), [ind.bits(b).copy() for b in lists.exp_avgs]
     call(lists, settings)
     assert torch.equal(lists.steps, before + 1)
-    for i, (param, (p, b)) in enumerate(zip(lists.params, want, strict=True)):
-        step = int(lists.steps[i].item())
-        if lists.masters and lists.masters[i].dtype == torch.int16:
-            code = np.array(p, np.float32).view(np.uint32).astype(np.int64)
-            high = (code + 0x8000) >> 16
-            ind.assert_bits(param, high.astype(np.uint16), f"params[{i}]")
-            assert np.array_equal(lists.masters[i].numpy(), code - (high << 16)), f"masters[{i}]"
-        elif stochastic and param.dtype == torch.bfloat16 and not lists.masters:
-            bits = ind.random16(p.size, seed, step, indices[i], 0)
-            ind.assert_bits(param, ind.stochastic_bf16(p, bits), f"params[{i}]")
-        else:
-            ind.assert_bits(param, ind.narrow(p, param.dtype), f"params[{i}]")
-            if lists.masters:
-                master = lists.masters[i]
-                ind.assert_bits(master, ind.narrow(p, master.dtype), f"masters[{i}]")
+    for i, (p, b) in enumerate(want):
         buffer = lists.exp_avgs[i]
+        check_results(lists, i, p, [] if b is None else [(buffer, b)], hyper)
         if b is None:
             assert np.array_equal(ind.bits(buffer), untouched[i]), "there was no momentum"
-        elif buffer.dtype == torch.bfloat16:
-            bits = ind.random16(b.size, seed, step, indices[i], 1)
-            ind.assert_bits(buffer, ind.stochastic_bf16(b, bits), f"momentum_buffers[{i}]")
-        else:
-            ind.assert_bits(buffer, ind.narrow(b, buffer.dtype), f"momentum_buffers[{i}]")
 
 
 @pytest.mark.parametrize("start", range(3))
@@ -82,9 +65,7 @@ def test_every_dtype_mix(backend: str, start: int) -> None:
     """Two of the six settings for each mix."""
     for k, (param, grad, master) in enumerate(KINDS):
         for settings in SETTINGS[(start + k) % 3 :: 3] if k % 3 == start else ():
-            lists = Lists()
-            for i, shape in enumerate(SHAPES):
-                lists.add(shape, param, grad, master=master, step=i % 5, seed=10 * i)
+            lists = all_shapes(param, (grad,), master=master)
             check(lists, settings)
             check(lists, settings)
 
@@ -93,11 +74,7 @@ def test_every_dtype_mix(backend: str, start: int) -> None:
 def test_layouts_and_random_rounding(
     backend: str, param: torch.dtype, master: bool | str, moments: torch.dtype, stochastic: bool
 ) -> None:
-    lists = Lists()
-    for i, shape in enumerate((*SHAPES, *[(13, 17)] * len(WRITABLE))):
-        each = (WRITABLE[i // 2 % len(WRITABLE)],) * 5 if i % 2 else rotated_layouts(i)
-        lists.add(shape, param, param, master=master, moments=moments, step=i % 3,
-                  layouts=each, seed=10 * i)  # fmt: skip
+    lists = all_shapes(param, (param,), master=master, moments=moments)
     random = {"indices": list(range(len(lists.params))), "stochastic_rounding": stochastic}
     check(lists, {"seed": 2**40 + 1, "nesterov": True, **random})
     check(lists, {"momentum": 0.0, **random})

@@ -30,24 +30,19 @@ INV_SCALES = (1.0, 2.0**-16, 2.0**24, 1 / 3, 2.0**-126, 2.0**127, 0.0)
 
 
 def run(grads: list[torch.Tensor], inv_scale: float, flag: float = 0.0) -> None:
-    """Unscale in place and compare every bit and the flag."""
+    """Unscale in place and compare every bit, the counts and the flag, with and without counts."""
     inv_scale = float(np.float32(inv_scale))
     wanted = [ind.unscale(g, inv_scale) for g in grads]
-    found_inf = torch.tensor([flag])
-    inv = torch.tensor(inv_scale)
     kinds = [ind.grad_counts(g, inv_scale, rounded=True) for g in grads]
-    copies, flag_too = [g.clone() for g in grads], found_inf.clone()
+    inv, copies = torch.tensor(inv_scale), [g.clone() for g in grads]
     counts = torch.full((len(grads), 4), -7)
-    mixprec.unscale_(grads, inv, found_inf, counts)
+    for tensors, table in ((grads, counts), (copies, None)):
+        found_inf = torch.tensor([flag])
+        mixprec.unscale_(tensors, inv, found_inf, table)
+        for i, (grad, (want, _)) in enumerate(zip(tensors, wanted, strict=True)):
+            ind.assert_bits(grad, want, f"grads[{i}] * {inv_scale}")
+        assert found_inf.item() == (1.0 if any(bad for _, bad in wanted) else flag)
     assert counts.tolist() == kinds
-    mixprec.unscale_(copies, inv, flag_too)
-    for grad, copy in zip(grads, copies, strict=True):
-        ind.assert_same_bits(grad, copy, "without counts")
-    assert flag_too.item() == found_inf.item()
-    for i, (grad, (want, _)) in enumerate(zip(grads, wanted, strict=True)):
-        ind.assert_bits(grad, want, f"grads[{i}] * {inv_scale}")
-    bad = any(is_bad for _, is_bad in wanted)
-    assert found_inf.item() == (1.0 if bad else flag)
     assert inv.item() == inv_scale
 
 
@@ -102,34 +97,30 @@ def test_lists(count: int, seed: int, bad: float | None, inv_scale: float, flag:
 
 @for_each("bad", [math.nan, math.inf, -math.inf])
 @for_each("dtype", GRADS)
-def test_planted_anywhere(backend: str, dtype: torch.dtype, bad: float) -> None:
+def test_planted_anywhere_or_the_largest(backend: str, dtype: torch.dtype, bad: float) -> None:
     for tensor in (0, 2, -1):
         for element in (0, 31, -1):
             grads = [torch.ones(67, dtype=d) for d in (dtype, torch.float32, dtype)]
             grads.insert(1, torch.ones(0, dtype=dtype))
             grads[tensor][element] = bad
             run(grads, 1.0)
+    for inv_scale in (1.0, 0.5):
+        run([torch.full((100,), torch.finfo(dtype).max, dtype=dtype)], inv_scale)
+    for grads in ([], [torch.ones(5)]):  # the flag is never cleared
+        for flag in (0.0, 1.0, 2.0):
+            run(grads, 1.0, flag)
 
 
-@for_each(
-    "value, dtype, inv_scale",
-    [
-        (3e38, torch.float32, 2.0),
-        (6e4, torch.float16, 2.0),
-        (3e38, torch.bfloat16, 2.0),
+def test_overflow_made_by_unscaling_is_found(backend: str) -> None:
+    for value, dtype, inv_scale in (
+        *((3e38, torch.float32, 2.0), (6e4, torch.float16, 2.0), (3e38, torch.bfloat16, 2.0)),
         (1.5e308, torch.float64, 2.0),
         (65504.0, torch.float16, 1.0005),  # finite in FP32, rounds to Inf in FP16
-    ],
-)
-def test_overflow_made_by_unscaling_is_found(
-    backend: str, value: float, dtype: torch.dtype, inv_scale: float
-) -> None:
-    grads = [torch.ones(3, dtype=dtype), torch.full((40,), 1.0, dtype=dtype)]
-    grads[1][-1] = value
-    found_inf = torch.zeros(1)
-    mixprec.unscale_(grads, torch.tensor([inv_scale]), found_inf)
-    assert found_inf.item() == 1.0
-    assert torch.isinf(grads[1][-1])
+    ):
+        grads = [torch.ones(3, dtype=dtype), torch.full((40,), 1.0, dtype=dtype)]
+        grads[1][-1] = value
+        run(grads, inv_scale)
+        assert torch.isinf(grads[1][-1])
 
 
 def test_raw_inf_is_found_even_where_the_product_is_finite(backend: str) -> None:
@@ -140,49 +131,20 @@ def test_raw_inf_is_found_even_where_the_product_is_finite(backend: str) -> None
         assert found_inf.item() == 1.0
 
 
-def test_finite_values_near_the_maximum_are_fine(backend: str) -> None:
-    grads = [torch.full((100,), torch.finfo(d).max, dtype=d) for d in GRADS]
-    run(grads, 1.0)
-    run(grads, 0.5)
-
-
-def test_found_inf_is_never_cleared(backend: str) -> None:
-    for flag in (1.0, 2.0):
-        run([torch.ones(5)], 1.0, flag)
-    run([], 1.0, 1.0)
-    run([], 1.0, 0.0)
-
-
-def test_two_runs_give_the_same_bits(backend: str, two_threads: None) -> None:
-    for dtype in GRADS:
-        first, again = ([normal(LARGE[0], dtype)] for _ in range(2))
-        for grads in (first, again):
-            mixprec.unscale_(grads, torch.tensor(0.1), torch.zeros(()))
-        ind.assert_same_bits(first[0], again[0])
-
-
 ONE, FLAG = torch.ones(()), torch.zeros(1)
-
-
-def overlapping() -> torch.Tensor:
-    return torch.ones(6).as_strided((3, 3), (1, 1))
 
 
 @for_each(
     "grads, inv_scale, found_inf, error, message",
     [
         (ONE, ONE, FLAG, TypeError, "grads must be a list of tensors, got Tensor"),
-        (None, ONE, FLAG, TypeError, "grads must be a list of tensors, got NoneType"),
-        ([None], ONE, FLAG, TypeError, r"grads\[0\] must be a torch.Tensor, got NoneType"),
         ([ONE, 1.0], ONE, FLAG, TypeError, r"grads\[1\] must be a torch.Tensor, got float"),
         ([ONE.int()], ONE, FLAG, ValueError, r"grads\[0\] must have dtype .*int32"),
-        ([ONE.to(torch.float8_e5m2)], ONE, FLAG, ValueError, r"grads\[0\] must have dtype"),
         ([torch.ones(3).to_sparse()], ONE, FLAG, ValueError, r"grads\[0\] must be a dense"),
         ([torch.ones(2, device="meta")], ONE, FLAG, ValueError, r"grads\[0\] must be on"),
         ([ONE.expand(4)], ONE, FLAG, ValueError, r"grads\[0\] is written in place"),
-        ([overlapping()], ONE, FLAG, ValueError, r"grads\[0\] is written in place"),
+        ([torch.ones(6).as_strided((3, 3), (1, 1))], ONE, FLAG, ValueError, "is written in place"),
         ([ONE], 0.5, FLAG, TypeError, "inv_scale must be a torch.Tensor, got float"),
-        ([ONE], torch.ones(2), FLAG, ValueError, "inv_scale must hold one float32"),
         ([ONE], ONE.double(), FLAG, ValueError, "inv_scale must hold one float32"),
         ([ONE], ONE.to("meta"), FLAG, ValueError, "inv_scale must be on"),
         ([ONE], ONE, True, TypeError, "found_inf must be a torch.Tensor, got bool"),
