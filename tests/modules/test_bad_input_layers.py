@@ -6,9 +6,7 @@ What one op or one class refuses is tested beside it; here are whole models, in 
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from cases import for_each, normal
 from torch import nn
 
 import mixprec
-from mixprec import Recipe, convert, update_scales
-from mixprec.nn import Linear
+from mixprec import Recipe, convert
 from mixprec.recipes import RECIPES
 
 NAMES = tuple(RECIPES)
@@ -50,43 +47,38 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 # --- a batch that does not fit -------------------------------------------------------------------
 
-BATCHES: dict[str, tuple[Callable[[], object], str]] = {
-    "int": (lambda: torch.ones(2, IN).int(), "x must have dtype float32, .* got torch.int32"),
-    "fp64": (lambda: torch.ones(2, IN).double(), "x must have dtype .* got torch.float64"),
-    "complex": (lambda: torch.ones(2, IN).cfloat(), "x must have dtype .* got torch.complex64"),
-    "fp8": (
-        lambda: torch.ones(2, IN).to(torch.float8_e4m3fn),
-        "x must have dtype .* got torch.float8_e4m3fn",
-    ),
-    "other K": (lambda: torch.ones(2, 7), r"x must be \[..., K\] with K = 24 .* shape \(2, 7\)"),
-    "no dimension": (lambda: torch.ones(()), r"x must be \[..., K\] with K = 24 .* shape \(\)"),
-    "none": (lambda: None, "x must be a torch.Tensor, got NoneType"),
-    "list": (lambda: [1.0], "x must be a torch.Tensor, got list"),
-    "sparse": (lambda: torch.ones(2, IN).to_sparse(), "x must be a dense tensor, got layout"),
-    "other device": (
-        lambda: torch.ones(2, IN, device="meta"),
-        "weight must be on x's device meta, got cpu",
-    ),
-}
+ONES = torch.ones(2, IN)
+BATCHES = [
+    (ONES.int(), "x must have dtype float32, .* got torch.int32"),
+    (ONES.double(), "x must have dtype .* got torch.float64"),
+    (ONES.cfloat(), "x must have dtype .* got torch.complex64"),
+    (ONES.to(torch.float8_e4m3fn), "x must have dtype .* got torch.float8_e4m3fn"),
+    (torch.ones(2, 7), r"x must be \[..., K\] with K = 24 .* shape \(2, 7\)"),
+    (torch.ones(()), r"x must be \[..., K\] with K = 24 .* shape \(\)"),
+    (None, "x must be a torch.Tensor, got NoneType"),
+    ([1.0], "x must be a torch.Tensor, got list"),
+    (ONES.to_sparse(), "x must be a dense tensor, got layout"),
+    (ONES.to("meta"), "weight must be on x's device meta, got cpu"),
+]
 
 
-@for_each("case", BATCHES)
 @for_each("recipe", NAMES)
-def test_a_batch_that_does_not_fit(recipe: str, case: str) -> None:
-    make_x, message = BATCHES[case]
+def test_a_batch_that_does_not_fit(recipe: str) -> None:
     model = make(recipe)
     model(batch(0)).sum().backward()
     before = snapshot(model)
-    with pytest.raises((ValueError, TypeError), match=f"^linear: {message}"):
-        model(make_x())
+    for x, message in BATCHES:
+        with pytest.raises((ValueError, TypeError), match=f"^linear: {message}"):
+            model(x)
     assert_same(snapshot(model), before)
 
 
 # --- numbers that are none -----------------------------------------------------------------------
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: mixprec.GradScaler,
-         x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:  # fmt: skip
+def step(
+    model: nn.Module, optimizer: object, scaler: object, x: torch.Tensor, factor: float = 1.0
+) -> torch.Tensor:
     y = model(x)
     scaler.scale(y.square().mean() * factor).backward()
     scaler.step(optimizer)
@@ -137,82 +129,6 @@ def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: flo
     assert all(n.endswith(("amax_history", ".scale")) for n in different), different
 
 
-# --- convert -------------------------------------------------------------------------------------
-
-
-@for_each("recipe", NAMES)
-def test_a_model_without_linear_layers_is_left_as_it_is(recipe: str) -> None:
-    model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Sequential(nn.ReLU()))
-    keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
-    seen = "2 Sequential, 1 Embedding, 1 LayerNorm, 1 ReLU"
-    with pytest.warns(UserWarning, match="convert: there is no .* to convert in: ") as caught:
-        assert convert(model, recipe) is model
-    listed = str(caught[0].message).split(" in: ")[1].split(", ")
-    assert sorted(listed) == sorted(seen.split(", "))
-    assert list(model.state_dict()) == keys
-    assert [type(m) for m in model.modules()] == kinds
-
-
-@for_each("recipe", NAMES)
-def test_converting_twice_in_mid_training(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
-    models = make(recipe), make(recipe)
-    left = []
-    for model, twice in zip(models, (False, True), strict=True):
-        optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
-        scaler = mixprec.GradScaler(init_scale=2.0**6)
-        step(model, optimizer, scaler, batch(0))
-        if twice:
-            modules = list(model.modules())
-            with caplog.at_level(logging.INFO, logger="mixprec"):
-                assert convert(model, recipe) is model
-            assert "(2 had it already)" in caplog.records[-1].getMessage()
-            assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
-        step(model, optimizer, scaler, batch(1))
-        left.append(snapshot(model))
-    assert_same(left[1], left[0])
-
-
-BAD_CONVERSIONS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no such recipe": (
-        lambda: convert(nn.Linear(4, 4), "fp9"),
-        ValueError,
-        r"recipe must be .*fp9",
-    ),
-    "a number": (lambda: convert(nn.Linear(4, 4), 8), ValueError, "recipe must be .* got 8"),
-    "a class": (lambda: convert(nn.Linear), TypeError, "must be a torch.nn.Module, got type"),
-    "formats that do not mix": (
-        lambda: convert(nn.Linear(4, 4), Recipe("mine", "e4m3", "bf16", "e5m2")),
-        ValueError,
-        "x, w and g must be all FP8",
-    ),
-    "a setter": (lambda: setattr(Linear(4, 4), "recipe", "fp9"), ValueError, "recipe must be .*"),
-    "a region": (lambda: mixprec.autocast("fp9"), ValueError, "recipe must be .* got 'fp9'"),
-    "no module to update": (lambda: update_scales(None), TypeError, "model must be a torch.nn.Mod"),
-    "no group": (
-        lambda: update_scales(Linear(4, 4, recipe="fp8-delayed"), "gloo"),
-        TypeError,
-        "update_scales: process_group must be a ProcessGroup that this rank is in, got 'gloo'",
-    ),
-    "no module to reuse": (
-        lambda: mixprec.reuse_weights(None).__enter__(),
-        TypeError,
-        "reuse_weights: model must be a torch.nn.Module, got NoneType",
-    ),
-    "fp64 weights": (
-        lambda: Linear(4, 4, dtype=torch.float64)(torch.ones(2, 4)),
-        ValueError,
-        "linear: weight must have dtype float32, bfloat16, float16, got torch.float64",
-    ),
-}
-
-
-@for_each("case", BAD_CONVERSIONS)
-def test_what_cannot_be_converted_or_run(case: str) -> None:
-    call, kind, message = BAD_CONVERSIONS[case]
-    with pytest.raises(kind, match=message):
-        call()
-
-
 # --- checkpoints ---------------------------------------------------------------------------------
 
 OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
@@ -228,11 +144,8 @@ OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", histor
         ("2.scale", torch.tensor([math.inf, 1]), r"2\.scale must be 0 or between .* got \[inf\]"),
         ("2.scale", torch.tensor([-1.0, 0]), r"2\.scale must be 0 or between .* got \[-1\.0\]"),
         ("2.scale", torch.tensor([1e-45, 0]), r"2\.scale must be 0 or between .* file is damaged"),
-        (
-            "2.amax_history",
-            torch.full((2, 16), math.inf),
-            r"finite, 0 or more, got \[inf, inf, inf",
-        ),
+        ("2.scale", [1.0], "got <class 'list'>"),
+        ("2.amax_history", torch.full((2, 16), math.inf), r"finite, 0 or more, got \[inf, inf,"),
         ("2.amax_history", torch.full((2, 16), -1.0), r"must be finite, 0 or more, got \[-1\.0,"),
         ("2.weight", torch.ones(8, 31), r"size mismatch for 2\.weight.*\[8, 31\].*\[8, 32\]"),
     ],

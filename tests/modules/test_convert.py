@@ -62,13 +62,8 @@ def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe)
     assert snapshot(model) == before
     assert [key for key in model.state_dict() if not key.endswith(SAVED)] == keys
     linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert list(linears) == [
-        "blocks.0.up",
-        "blocks.0.down",
-        "blocks.1.up",
-        "blocks.1.down",
-        "head",
-    ]
+    blocks = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down")]
+    assert list(linears) == [*blocks, "head"]
     for fqn, module in linears.items():
         assert type(module) is Linear
         assert (module.name, module.recipe) == (fqn, Recipe.parse(recipe))
@@ -79,7 +74,7 @@ def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe)
     assert model.blocks[1].up.weight.grad is None
 
 
-def test_filter_gets_the_module_and_its_path() -> None:
+def test_filter_gets_the_module_and_its_path(caplog: pytest.LogCaptureFixture) -> None:
     seen: dict[str, nn.Module] = {}
 
     def only_up(module: nn.Module, fqn: str) -> bool:
@@ -88,13 +83,14 @@ def test_filter_gets_the_module_and_its_path() -> None:
 
     model = nn.Sequential(Block(), nn.ModuleDict({"a": nn.Linear(4, 4)}))
     linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
-    convert(model, "fp8", only_up)
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        convert(model, "fp8", only_up)
     assert seen == linears
-    assert [type(m).__module__ for m in (model[0].up, model[0].down, model[1]["a"])] == [
-        "mixprec.nn",
-        "torch.nn.modules.linear",
-        "torch.nn.modules.linear",
-    ]
+    kinds = [type(m) for m in (model[0].up, model[0].down, model[1]["a"])]
+    assert kinds == [Linear, nn.Linear, nn.Linear]
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("convert")]
+    fp8 = "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
+    assert lines == [f"convert: 1 of 3 layers set to {fp8}"]
 
 
 def test_a_root_that_is_a_linear_is_returned_converted() -> None:
@@ -146,30 +142,13 @@ def test_hooks_training_flag_and_meta_device_survive() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_an_optimizer_made_before_keeps_working() -> None:
-    model = Block()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    convert(model, "fp8")
-    before = model.up.weight.detach().clone()
-    model(normal((4, 16), torch.float32)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.up.weight, before)
-
-
-def test_one_log_line_with_the_count(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="mixprec"):
-        convert(Tied(), "fp8", lambda module, fqn: "blocks" in fqn)
-    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("convert")]
-    fp8 = "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
-    assert lines == [f"convert: 4 of 5 layers set to {fp8}"]
-
-
 def test_convert_refuses_before_it_changes_anything() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].forward = model[1].forward
-    with pytest.raises(ValueError, match="1 has its own forward"):
-        convert(model, "fp8")
-    assert type(model[0]) is nn.Linear
+    for second in (nn.Linear(4, 4), nn.Conv2d(1, 1, 1)):
+        model = nn.Sequential(nn.Linear(4, 4), second)
+        second.forward = second.forward
+        with pytest.raises(ValueError, match="1 has its own forward"):
+            convert(model, "fp8")
+        assert type(model[0]) is nn.Linear
     with pytest.raises(ValueError, match=r"recipe must be .* got 'fp9'"):
         convert(model, "fp9")
     with pytest.raises(ValueError, match=r"recipe must be .* got 'fp9'"):
@@ -241,11 +220,6 @@ def test_convolutions_are_converted_too(caplog: pytest.LogCaptureFixture) -> Non
     assert (stem.recipe.name, stem.name, stem.scale.tolist()) == ("fp8-delayed", "stem", [0.0] * 2)
     root = convert(nn.Conv2d(1, 1, 1), "fp16")
     assert (type(root), root.name) == (Conv2d, "")
-    broken = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(1, 1, 1))
-    broken[1].forward = broken[1].forward
-    with pytest.raises(ValueError, match="1 has its own forward"):
-        convert(broken, "fp8")
-    assert type(broken[0]) is nn.Linear
 
 
 def test_a_model_without_layers_to_convert() -> None:
@@ -306,26 +280,26 @@ def test_parameters_are_cast_and_norms_stay(dtype: torch.dtype) -> None:
     assert model[1].weight.grad.dtype == torch.float32
 
 
-def norm_cases() -> list[tuple[nn.Module, tuple[int, ...]]]:
+def norms() -> list[tuple[nn.Module, tuple[int, ...]]]:
+    plain = [(norm(8), (4, 8)) for norm in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)]
+    tracked = nn.InstanceNorm3d(8, affine=True, track_running_stats=True)
     return [
-        (nn.LayerNorm(8), (4, 8)),
-        (nn.RMSNorm(8), (4, 8)),
+        *plain,
         (nn.GroupNorm(2, 8), (4, 8, 3)),
-        (nn.BatchNorm1d(8), (4, 8)),
         (nn.BatchNorm2d(8), (4, 8, 3, 3)),
         (nn.BatchNorm3d(8), (4, 8, 2, 3, 3)),
         (nn.InstanceNorm1d(8, affine=True), (4, 8, 5)),
         (nn.InstanceNorm2d(8, affine=True), (4, 8, 3, 3)),
-        (nn.InstanceNorm3d(8, affine=True, track_running_stats=True), (4, 8, 2, 3, 3)),
+        (tracked, (4, 8, 2, 3, 3)),
     ]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @for_each("dtype", [torch.bfloat16, torch.float16])
-@for_each("case", range(len(norm_cases())))
+@for_each("case", range(len(norms())))
 def test_norms_with_fp32_parameters_take_16_bit_input(case: int, dtype: torch.dtype) -> None:
     """What cast_parameters relies on: torch computes in FP32 inside, forward and backward."""
-    norm, shape = norm_cases()[case]
+    norm, shape = norms()[case]
     assert isinstance(norm, NORMS)
     cast_parameters(norm, dtype)
     with torch.no_grad():
@@ -374,14 +348,3 @@ def test_cast_parameters_errors() -> None:
         cast_parameters(nn.Linear(2, 2), torch.float8_e4m3fn)
     with pytest.raises(TypeError, match=r"cast_parameters: model must be a torch.nn.Module"):
         cast_parameters(torch.zeros(2), torch.bfloat16)
-
-
-@for_each("recipe, dtype", [("fp8", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_16_bit_model_runs_end_to_end(recipe: str, dtype: torch.dtype) -> None:
-    model = cast_parameters(convert(Tied(), recipe), dtype)
-    y = model(torch.arange(10))
-    assert y.dtype == dtype
-    y.float().square().mean().backward()
-    for fqn, p in model.named_parameters():
-        assert p.grad.dtype == p.dtype, fqn
-        assert p.grad.isfinite().all(), fqn
