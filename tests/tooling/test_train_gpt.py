@@ -135,10 +135,7 @@ def test_failures_are_reported_and_the_other_precisions_run(
 
 def test_every_condition_of_success(demo: ModuleType) -> None:
     def problems(fp32: float, fp8: float, status: str = "complete", gain: float = 0.25) -> Any:
-        rows = [
-            Row("fp32", "complete", fp32 * math.log(2)),
-            Row("fp8", status, fp8 * math.log(2)),
-        ]
+        rows = [Row("fp32", "complete", fp32 * math.log(2)), Row("fp8", status, fp8 * math.log(2))]
         return demo.problems(Report(rows=rows), [], 4.0, gain)
 
     assert problems(2.9, 2.95) == []
