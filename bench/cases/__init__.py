@@ -1,16 +1,6 @@
 """All cases: importing a module registers what it holds."""
 
-from . import (  # noqa: F401
-    gemm,
-    gpu_gemm,
-    gpu_layer,
-    gpu_memory,
-    mlp,
-    overhead,
-    quantize,
-    step,
-    training,
-)
+from . import gemm, gpu_gemm, gpu_layer, gpu_memory, mlp, overhead, quantize, step, training  # noqa: F401
 from .registry import CASES, select
 
 __all__ = ["CASES", "select"]

@@ -256,13 +256,7 @@ def _register(family: str, shape: Shape, quick: bool) -> None:
         target = times_faster(3.0 if odd else 0.97)
         make = partial(_product16, shape, dtype, how)
         what = f"{kind}, a {_ORDER[how[0]]}, b {_ORDER[how[1]]}"
-    case(
-        f"cuda/gemm/{family}/{shape[0]}x{shape[1]}x{shape[2]}",
-        what,
-        target,
-        make,
-        quick=quick,
-    )
+    case(f"cuda/gemm/{family}/{shape[0]}x{shape[1]}x{shape[2]}", what, target, make, quick=quick)
 
 
 _ORDER = {"n": "row-major", "t": "transposed"}

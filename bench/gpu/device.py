@@ -39,10 +39,7 @@ class Peak:
 
 
 # Dense figures of the data sheets of NVIDIA.
-PEAKS = {
-    "H200": Peak(4.8e12, 989e12, 1979e12),
-    "H100 80GB HBM3": Peak(3.35e12, 989e12, 1979e12),
-}
+PEAKS = {"H200": Peak(4.8e12, 989e12, 1979e12), "H100 80GB HBM3": Peak(3.35e12, 989e12, 1979e12)}
 
 
 def peak(name: str | None) -> Peak | None:

@@ -13,7 +13,7 @@ from mixprec.bench.gpu.device import FAKE_NAME
 from mixprec.ops._dispatch.op import OPS
 
 # tests/emulated/device: a GPU in everything but speed, and without what inductor generates.
-STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == FAKE_NAME
+FAKE_DEVICE = torch.cuda.is_available() and torch.cuda.get_device_name() == FAKE_NAME
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 def affordable(shapes: Iterable[Shape], most: int = 2**16) -> tuple[Shape, ...]:
     """Those shapes that the device is quick enough for. most: elements of a tensor, or
     multiplications of a GEMM (M, N, K)."""
-    return tuple(s for s in shapes if not STAND_IN or math.prod(s) <= most)
+    return tuple(s for s in shapes if not FAKE_DEVICE or math.prod(s) <= most)
 
 
 def affordable_gemms(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
@@ -80,6 +80,13 @@ def bits_differ(got: torch.Tensor, want: torch.Tensor) -> str | None:
     return f"{int(bad.sum())} of {bad.numel()} differ, at {at}: {got[at]!r}, not {want[at]!r}"
 
 
+def assert_bits(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], what: str = "") -> None:
+    """Every tensor has the bits of its partner, which may be on another device."""
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        wrong = bits_differ(g, w.cpu())
+        assert wrong is None, f"{what}tensor {i}: {wrong}"
+
+
 def assert_same(
     op: str,
     arguments: list[Any],
@@ -88,15 +95,12 @@ def assert_same(
 ) -> None:
     """Run `op` on copies on `device` with the backend in force, and on the CPU kernels; results
     and arguments afterwards agree bit for bit (those that `close` names: to 13 digits)."""
-    there = moved(arguments, device)
+    there, here = moved(arguments, device), moved(arguments, torch.device("cpu"))
     got = [*tensors(OPS[op](*there)), *tensors(there)]
-    here = moved(arguments, torch.device("cpu"))
     with mixprec.use_backend("cpp"):
         want = [*tensors(OPS[op](*here)), *tensors(here)]
-    assert len(got) == len(want)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         if close(w):
             torch.testing.assert_close(g.cpu(), w, rtol=1e-13, atol=0, equal_nan=True)
         else:
-            wrong = bits_differ(g, w)
-            assert wrong is None, f"{op}, tensor {i}: {wrong}"
+            assert_bits([g], [w], f"{op} {i}, ")

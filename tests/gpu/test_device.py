@@ -1,4 +1,4 @@
-"""What the other tests here rely on, of a GPU and of what stands in for one: that work which waits
+"""What the other tests here rely on, of a GPU and of the fake device: that work which waits
 for the device is refused where it must be, and that a capture runs nothing."""
 
 from __future__ import annotations

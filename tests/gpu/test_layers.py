@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from on_gpu import STAND_IN, bits_differ
+from on_gpu import FAKE_DEVICE, assert_bits
 from torch import nn
 
 import mixprec
@@ -53,10 +53,7 @@ def test_small_integers_are_exact(
     layer, x = layers(kind, recipe)
     with mixprec.use_backend("cpp"):
         want = passed(copy.deepcopy(layer), x)
-    got = passed(layer.to(device), x.to(device))
-    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        wrong = bits_differ(mine, theirs)
-        assert wrong is None, f"tensor {i}: {wrong}"
+    assert_bits(passed(layer.to(device), x.to(device)), want)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv1x1", "conv3x3"])
@@ -146,9 +143,7 @@ def test_a_step_replays_in_a_graph(recipe: str, device: torch.device, only_cuda:
             graph.replay() if captured else step()
             torch.cuda.synchronize()
         results.append(state(model))
-    for got, want in zip(*results, strict=True):
-        wrong = bits_differ(got, want.cpu())
-        assert wrong is None, wrong
+    assert_bits(*results)
 
 
 @pytest.mark.slow
@@ -159,7 +154,7 @@ def test_compiles_fullgraph(recipe: str, device: torch.device) -> None:
     for compiled in (False, True):
         model, optimizer = made(recipe, device)
         torch._dynamo.reset()
-        inductor = device.type == "cuda" and not STAND_IN
+        inductor = device.type == "cuda" and not FAKE_DEVICE
         backend = "inductor" if inductor else "aot_eager"
         run = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
         losses.append([])
@@ -184,8 +179,7 @@ def test_delayed_scales_are_those_of_the_cpu(device: torch.device) -> None:
             layer(x).sum().backward()
             mixprec.update_scales(layer)
         scales.append([layer.scale[0].cpu(), layer.amax_history[0].cpu()])
-    for got, want in zip(*scales, strict=True):
-        assert torch.equal(got, want)
+    assert_bits(*scales)
     assert scales[0][0] == 64.0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FP8, LAYOUTS, WIDE, contiguous, name, normal, small_integers, transposed
-from on_gpu import STAND_IN, affordable_gemms, bits_differ, moved
+from on_gpu import FAKE_DEVICE, affordable_gemms, bits_differ, moved
 
 import mixprec
 from mixprec.testing import assert_close, tolerance
@@ -301,11 +301,11 @@ def test_replays_in_a_graph(
 def test_side_stream(
     variant: Variant, device: torch.device, only_cuda: None, pair: tuple[torch.dtype, ...]
 ) -> None:
-    m, n, k = (64, 96, 128) if STAND_IN else (512, 768, 1024)
+    m, n, k = (64, 96, 128) if FAKE_DEVICE else (512, 768, 1024)
     a = integers((m, k), pair[0], device, 1)
     b = transposed(integers((k, n), pair[1], device, 2))
     if variant.gemm(a, b) is not None:  # the comparison with the reference, on the default stream
-        size = 256 if STAND_IN else 4096
+        size = 256 if FAKE_DEVICE else 4096
         source, stream = torch.ones(size, size, device=device), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):

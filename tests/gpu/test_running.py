@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from on_gpu import STAND_IN, bits_differ
+from on_gpu import FAKE_DEVICE, assert_bits
 
 import mixprec
 from mixprec import ops
@@ -58,9 +58,7 @@ def test_training_gives_the_bits_of_the_cpu(
                 scaler.update()
             states = [t for p in params for t in optimizer.state[p].values()]
             runs[where.type] = [*params, *states, scaler.skipped, scaler._scale]
-    for got, want in zip(runs[device.type], runs["cpu"], strict=True):
-        wrong = bits_differ(got, want)
-        assert wrong is None, wrong
+    assert_bits(runs[device.type], runs["cpu"])
 
 
 def test_tensors_that_are_made_here_by_default(kernels: str, device: torch.device) -> None:
@@ -79,9 +77,7 @@ def test_tensors_that_are_made_here_by_default(kernels: str, device: torch.devic
                 scaler.update()
         runs.append([p.cpu() for p in params])
         assert scaler.skipped.item() == 1
-    for got, want in zip(*runs, strict=True):
-        wrong = bits_differ(got, want)
-        assert wrong is None, wrong
+    assert_bits(*runs)
 
 
 def test_no_host_sync(kernels: str, device: torch.device, only_cuda: None) -> None:
@@ -141,9 +137,7 @@ def test_a_step_replays_in_a_graph(kernels: str, device: torch.device, only_cuda
             set_gradients(params, 2.0**8, i, bad=i == 2)
             graph.replay() if captured else step()
         results.append([*params, *(t for p in params for t in optimizer.state[p].values())])
-    for got, want in zip(*results, strict=True):
-        wrong = bits_differ(got, want.cpu())
-        assert wrong is None, wrong
+    assert_bits(*results)
 
 
 @pytest.mark.slow
@@ -154,7 +148,7 @@ def test_compiles_fullgraph(kernels: str, device: torch.device) -> None:
     x = torch.randn(37, 65, device=device)
     eager = run(x)
     torch._dynamo.reset()
-    backend = "aot_eager" if STAND_IN else "inductor"
+    backend = "aot_eager" if FAKE_DEVICE else "inductor"
     assert torch.equal(torch.compile(run, fullgraph=True, backend=backend)(x), eager)
 
 

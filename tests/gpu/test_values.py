@@ -22,13 +22,13 @@ from cases import (
     random_bits,
     random_list,
 )
-from on_gpu import STAND_IN, affordable, assert_same
+from on_gpu import FAKE_DEVICE, affordable, assert_same
 
 from mixprec.ops._dispatch import self_check
 from mixprec.ops._dispatch.op import OPS
 
 LOW = (*FP8, torch.float16, torch.bfloat16)
-LONG = 9_601 if STAND_IN else 300_001  # several chunks, an odd end
+LONG = 9_601 if FAKE_DEVICE else 300_001  # several chunks, an odd end
 
 
 def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_dequantize(kernels: str, device: torch.device, low: torch.dtype, layout
 def gradient_lists() -> Iterator[list[torch.Tensor]]:
     rng = random.Random(0)
     yield []
-    for count in (1, 3, 60) if STAND_IN else (1, 3, 60, 1500):
+    for count in (1, 3, 60) if FAKE_DEVICE else (1, 3, 60, 1500):
         yield random_list(rng, count)
     for layout in WRITABLE:
         yield [layout(normal(shape, d, seed=7)) for shape in SHAPES for d in GRADS]

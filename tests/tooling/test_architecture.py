@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import mixprec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,15 +128,17 @@ def wrong_imports(module: str, source: str, *, is_package: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_point_downwards(module: str) -> None:
-    path = SOURCES[module]
-    assert not wrong_imports(module, path.read_text(), is_package=path.name == "__init__.py")
+def test_imports_point_downwards() -> None:
+    wrong = [
+        w
+        for module, path in SOURCES.items()
+        for w in wrong_imports(module, path.read_text(), is_package=path.name == "__init__.py")
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
+def test_the_import_rule_catches() -> None:
+    for module, source in (
         ("ops.gemm", "from .quantize import quantize"),
         ("ops.gemm", "from . import amax"),
         ("ops._dispatch.checks", "from .op import Op"),
@@ -149,10 +149,8 @@ def test_imports_point_downwards(module: str) -> None:
         ("amp.grad_scaler", "from ..optim.adamw import AdamW"),
         ("optim.adamw", "from ..amp import grad_scaler"),
         ("nn.linear", "from ..diagnostics.stats import summary"),
-    ],
-)
-def test_the_import_rule_catches(module: str, source: str) -> None:
-    assert wrong_imports(module, source, is_package=False)
+    ):
+        assert wrong_imports(module, source, is_package=False), (module, source)
 
 
 def arithmetic(source: str) -> list[str]:
@@ -166,18 +164,15 @@ def arithmetic(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [m for m in SOURCES if m.split(".")[0] not in MAY_COMPUTE])
-def test_arithmetic_stands_where_it_belongs(module: str) -> None:
-    assert not arithmetic(SOURCES[module].read_text())
+def test_arithmetic_stands_where_it_belongs() -> None:
+    others = [p for m, p in SOURCES.items() if m.split(".")[0] not in MAY_COMPUTE]
+    assert {p.name: found for p in others if (found := arithmetic(p.read_text()))} == {}
 
 
 def test_the_arithmetic_rule_catches() -> None:
     source = "p.addcdiv_(m, v)\ntorch._foreach_mul_(g, s)\nx = a.clamp(min=0)\ns.add(1)"
-    assert arithmetic(source) == [
-        "line 1: p.addcdiv_",
-        "line 2: torch._foreach_mul_",
-        "line 3: a.clamp",
-    ]
+    found = ["p.addcdiv_", "torch._foreach_mul_", "a.clamp"]
+    assert arithmetic(source) == [f"line {i + 1}: {name}" for i, name in enumerate(found)]
 
 
 def test_formulas_in_csrc_math_include_neither_torch_nor_cuda() -> None:
@@ -189,40 +184,30 @@ def test_formulas_in_csrc_math_include_neither_torch_nor_cuda() -> None:
         assert not foreign, f"{header.name} includes {foreign}"
 
 
-@pytest.mark.parametrize("folder", ["bench", "triton_kernels"])
-def test_renamed_packages_import_themselves_relatively(folder: str) -> None:
-    """They are installed as mixprec.bench and mixprec.triton_kernels: their folder name is another
-    package's, or nobody's. bench may import mixprec, which it measures; triton_kernels may not."""
-    forbidden = ["bench", "triton_kernels", "mixprec.bench", "mixprec.triton_kernels"]
-    if folder == "triton_kernels":
-        forbidden.append("mixprec")
-        if not (ROOT / folder).exists():
-            pytest.skip("there are no Triton kernels yet")
-    sources = sorted((ROOT / folder).rglob("*.py"))
-    assert sources
-    for path in sources:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            for name in names:
+def absolute_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of every `import name` and `from name import ...` without a dot."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_what_is_installed_under_another_name_is_imported_relatively() -> None:
+    """bench and triton_kernels are installed as mixprec.bench and mixprec.triton_kernels. bench may
+    import mixprec, which it measures; triton_kernels may not; mixprec imports none of the rest."""
+    renamed = ("bench", "triton_kernels", "mixprec.bench", "mixprec.triton_kernels")
+    for folder, forbidden in (
+        ("bench", renamed),
+        ("triton_kernels", (*renamed, "mixprec")),
+        ("mixprec", ("bench", "examples")),
+    ):
+        sources = sorted((ROOT / folder).rglob("*.py"))
+        assert sources, folder
+        for path in sources:
+            for line, name in absolute_imports(path):
                 wrong = [f for f in forbidden if name == f or name.startswith(f + ".")]
-                assert not wrong, f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
-
-
-def test_nothing_imports_what_stands_above_the_library() -> None:
-    for path in SOURCES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or "", *(alias.name for alias in node.names)]
-            above = {"bench", "examples"} & {n.split(".")[0] for n in names}
-            assert not above, f"{path.relative_to(ROOT)}:{node.lineno} imports {above}"
+                assert not wrong, f"{path.relative_to(ROOT)}:{line} imports {name}"
 
 
 def test_import_is_light(tmp_path: Path) -> None:

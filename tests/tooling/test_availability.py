@@ -30,14 +30,11 @@ def test_nvidia_from_pascal_to_blackwell(recipe: str) -> None:
             assert "speed is not gained" in reason
 
 
-def test_the_message_for_an_a100() -> None:
+def test_devices_without_kernels_have_a_reason() -> None:
     assert why_not_cuda(Recipe.parse("fp8"), (8, 0), "A100") == (
         "A100 (Ampere, compute capability 8.0) has no tensor cores for fp8, which came with Ada or "
         "Hopper (8.9); the recipe runs, memory is saved as with the format, speed is not gained"
     )
-
-
-def test_devices_without_kernels_have_a_reason() -> None:
     for device in ("xpu", "mps", "xla", "hpu", "meta"):
         for recipe in RECIPES:
             assert not mixprec.is_available(recipe, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -144,42 +145,22 @@ def test_the_table_is_what_is_allocated_and_moved(
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler.unscale_. unscaled gradients are rounded to fp16")
-def test_with_a_scaler_gradients_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for dtype in DTYPES.values():
-        for unscaled in (False, True):
-            for clip in (None, 1.0):
-                with monkeypatch.context() as patch:
-                    spy = Spy(patch)
-                    param = torch.nn.Parameter(torch.randn(64).to(dtype))
-                    optimizer = AdamW([param], max_grad_norm=clip)
-                    scaler = mixprec.GradScaler(init_scale=4.0)
-                    scaler.scale(param.float().sum()).backward()
-                    if unscaled:
-                        scaler.unscale_(optimizer)
-                    scaler.step(optimizer)
-                assert len(spy.checked) == (0 if unscaled and clip is None else 1)
-                assert len(spy.updates) == 1
+def test_with_a_scaler_gradients_are_checked_once() -> None:
+    for dtype, unscaled, clip in itertools.product(DTYPES.values(), (False, True), (None, 1.0)):
+        with pytest.MonkeyPatch.context() as patch:
+            spy = Spy(patch)
+            param = torch.nn.Parameter(torch.randn(64).to(dtype))
+            optimizer = AdamW([param], max_grad_norm=clip)
+            scaler = mixprec.GradScaler(init_scale=4.0)
+            scaler.scale(param.float().sum()).backward()
+            if unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        assert len(spy.checked) == (0 if unscaled and clip is None else 1)
+        assert len(spy.updates) == 1
 
 
-def test_the_table_has_every_option() -> None:
-    calls = " ".join(line["optimizer"] for line in TABLE)
-    for word in ("AdamW(", "Adam(", "SGD(", "momentum", "remainder16", "master_weights=None"):
-        assert word in calls
-    for word in ("state_dtype", "stochastic_rounding", "grad_dtype", "max_grad_"):
-        assert word in calls
-    assert {line["params"] for line in TABLE} == set(DTYPES)
-
-
-def test_fp16_params_always_get_an_fp32_copy() -> None:
-    for options in ({}, {"master_weights": "remainder16"}, {"stochastic_rounding": True}):
-        param = torch.nn.Parameter(torch.randn(8).half())
-        param.grad = torch.randn(8).half()
-        optimizer = AdamW([param], **options)
-        optimizer.step()
-        assert optimizer.state[param]["master"].dtype == torch.float32
-
-
-def test_the_code_runs_and_links_exist(tmp_path: Path) -> None:
+def test_the_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
     assert len(blocks) >= 8
     program = tmp_path / "page.py"
@@ -187,5 +168,3 @@ def test_the_code_runs_and_links_exist(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "2.bias: 1 Inf among 8" in run.stdout
-    for target in re.findall(r"\]\(([^)#:]+)\)", DOC.read_text()):
-        assert (DOC.parent / target).exists(), target

@@ -91,43 +91,6 @@ def test_what_ends_a_process_is_named_and_the_rest_runs(tmp_path: Path) -> None:
     assert any("that is not so" in text for text in result["details"].values())
 
 
-def test_a_kind_of_test_that_ends_processes_is_left_out(tmp_path: Path) -> None:
-    result = run(
-        tmp_path,
-        """
-        import os, pytest
-
-        @pytest.mark.parametrize("i", range(5))
-        def test_abort(i):
-            os.abort()
-
-        def test_other():
-            pass
-        """,
-    )
-    words = list(result["tests"].values())
-    assert [w.split(":")[0] for w in words] == ["failure"] * 3 + ["not run"] * 2 + ["passed"]
-    assert result["processes"] == 4
-    assert result["status"] == 1
-
-
-def test_what_was_not_run_in_time_says_so(tmp_path: Path) -> None:
-    tests = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass"
-    result = run(tmp_path, tests, limit=4)
-    a, b, c = result["tests"].values()
-    assert (a, c) == ("passed", "not run")
-    assert b.startswith("not finished after")
-    assert result["status"] == 124
-
-
-def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
-    result = run(tmp_path, "import nothing_of_this_name", workers=2)
-    assert (result["status"], result["tests"], result["processes"]) == (2, {}, 2)
-    assert "nothing_of_this_name" in result["tails"][0]
-    assert result["processes_without_a_test"] == 2
-    assert "FAILED (2)" in summary.line("x", 1.0, result)
-
-
 TOOL = """#!/bin/sh
 # Takes the words of compute-sanitizer up to the command, and says what it would say.
 while [ "$1" != "{python}" ]; do
@@ -140,6 +103,36 @@ exit 9
 """
 
 
+@pytest.mark.parametrize("kind", ["repeated", "out of time", "not imported", "slow"])
+def test_pool(tmp_path: Path, kind: str) -> None:
+    if kind == "repeated":  # three tests of a kind end their process: the rest are left out
+        tests = "import os, pytest\n@pytest.mark.parametrize('i', range(5))\n"
+        result = run(tmp_path, tests + "def test_abort(i): os.abort()\ndef test_other(): pass")
+        outcomes = [outcome.split(":")[0] for outcome in result["tests"].values()]
+        assert outcomes == ["failure"] * 3 + ["not run"] * 2 + ["passed"]
+        assert (result["processes"], result["status"]) == (4, 1)
+    elif kind == "out of time":
+        tests = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass"
+        result = run(tmp_path, tests, limit=8)
+        a, b, c = result["tests"].values()
+        assert (a, c, result["status"]) == ("passed", "not run", 124)
+        assert b.startswith("not finished after")
+    elif kind == "not imported":
+        result = run(tmp_path, "import nothing_of_this_name", workers=2)
+        assert (result["status"], result["tests"], result["processes"]) == (2, {}, 2)
+        assert "nothing_of_this_name" in result["tails"][0]
+        assert result["processes_without_a_test"] == 2
+        assert "FAILED (2)" in summary.line("x", 1.0, result)
+    else:  # tests that are marked slow have more time
+        marker = "config.addinivalue_line('markers', 'slow: takes long')"
+        (tmp_path / "conftest.py").write_text(f"def pytest_configure(config): {marker}")
+        tests = "import time, pytest\n@pytest.mark.slow\ndef test_slow(): time.sleep(2)\n"
+        tests += "def test_other(): time.sleep(2)"
+        result = run(tmp_path, tests, test_limit=1, workers=2)
+        late = "failure: its process was ended: it took more than 1 s"
+        assert result["tests"] == {"test_slow": "passed", "test_other": late}
+
+
 def test_under_a_tool(tmp_path: Path) -> None:
     program = tmp_path / "compute-sanitizer"
     program.write_text(TOOL.format(python=sys.executable))
@@ -147,8 +140,7 @@ def test_under_a_tool(tmp_path: Path) -> None:
     log = tmp_path / "log"
     prefix = sanitize.command(str(program), "memcheck", log, "--launch-timeout arg")
     result = run(tmp_path, "def test_a(): pass", prefix=prefix)
-    assert result["tests"] == {"test_a": "passed"}
-    assert result["processes"] == 1
+    assert (result["tests"], result["processes"]) == ({"test_a": "passed"}, 1)
     assert sanitize.findings(log) == {"errors": 2, "log": "========= ERROR SUMMARY: 2 errors\n"}
 
 
@@ -202,33 +194,8 @@ def test_a_stage_from_the_command_line(
     assert report["tests"] == {"test_values.py::test_self_test[cpp-inv_scale]": "passed"}
     assert (report["stage"], report["status"], report["running"]) == ("self", 0, False)
     assert {"commit", "seconds", "gpu_before", "dry_run"} <= set(report)
-
-
-def test_without_a_gpu_nothing_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(stages, "DRY_RUN", False)
     monkeypatch.setattr(stages.device, "name", lambda: None)
-    monkeypatch.setattr(
-        sys, "argv", ["stages.py", "--out", str(tmp_path), "--stages", "self,large"]
-    )
+    monkeypatch.setattr(sys, "argv", [*command, "self,large"])
     assert stages.main() == 1
     assert "large            not run: torch finds no GPU" in capsys.readouterr().out
-
-
-def test_a_slow_test_has_more_time(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        "def pytest_configure(config): config.addinivalue_line('markers', 'slow: takes long')"
-    )
-    tests = """
-        import time, pytest
-
-        @pytest.mark.slow
-        def test_slow(): time.sleep(2)
-
-        def test_other(): time.sleep(2)
-        """
-    result = run(tmp_path, tests, test_limit=1, workers=2)
-    late = "failure: its process was ended: it took more than 1 s"
-    assert result["tests"] == {"test_slow": "passed", "test_other": late}

@@ -55,12 +55,6 @@ def test_code_runs_as_it_stands(tmp_path: Path) -> None:
     assert "recipe" in output  # the table of compare
 
 
-def test_the_commands_come_before_the_installation() -> None:
-    first = README.read_text().split("## Install")[0]
-    assert "make demo" in first
-    assert "make test" in first
-
-
 def test_links_lead_somewhere() -> None:
     for page in (README, *sorted((ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

@@ -10,37 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from clock import SimulatedClock
 
 from mixprec.bench import tune
 from mixprec.ops._dispatch import gemm_table, gemm_vendor
 from mixprec.ops.gemm import gemm_op
 from mixprec.triton_kernels import configs
-
-
-class FakeClock:
-    """Time passes only in the work that is timed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def host(self) -> float:
-        return self.now
-
-    def delay(self, seconds: float) -> None:
-        pass
-
-    def mark(self) -> float:
-        return self.now
-
-    def reached(self, mark: float) -> bool:
-        return False
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
-
-    def synchronize(self) -> None:
-        pass
-
 
 SMALL = {"thin": ((4, 48, 32), (8, 32, 48)), "small": ((80, 80, 80),)}
 
@@ -49,7 +24,7 @@ def measured(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[str, str], float], wrong: str = ""
 ) -> list[gemm_table.Entry]:
     """Entries for contenders that take these seconds (by family and name); `wrong` is off by 1."""
-    clock = FakeClock()
+    clock = SimulatedClock()
     families = {kind: family for family, kind in tune.FAMILIES.items()}
 
     def contenders(args: tuple[Any, ...], *_: object) -> dict[str, Any]:
@@ -57,7 +32,7 @@ def measured(
 
         def run(name: str) -> Any:
             def gemm(*args: Any) -> torch.Tensor:
-                clock.now += seconds[family, name]
+                clock.work(0.0, seconds[family, name])
                 return torch.ops.mixprec.gemm_reference(*args) + (name == wrong)
 
             return gemm

@@ -61,19 +61,6 @@ def test_what_counts_as_flushed() -> None:
     assert underflow.flushed(model, exact) == 0.5, "one of two that should not be 0"
 
 
-def test_exact_gradients_are_those_of_the_same_weights() -> None:
-    model, twin = underflow.make_model(torch.float16), underflow.make_model(torch.float32)
-    x, y = underflow.make_batch(3)
-    with torch.no_grad():
-        next(twin.parameters()).zero_()
-    exact = underflow.exact_gradients(model, twin, x, y)
-    copy = underflow.make_model(torch.float32)
-    copy.load_state_dict({n: p.float() for n, p in model.state_dict().items()})
-    underflow.loss_of(copy, x, y).backward()
-    for got, p in zip(exact, copy.parameters(), strict=True):
-        assert torch.equal(got, p.grad)
-
-
 def test_the_command_writes_result_picture_and_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
