@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import WIDE, every_second, for_each, name, normal, permuted, small_integers
-from torch import nn
 
 import mixprec
 from mixprec import functional
 from mixprec.formats import E4M3, E5M2
-from mixprec.functional import observed
 from mixprec.functional.operands import Delayed
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
@@ -299,82 +297,6 @@ def test_non_finite_values_come_out_non_finite(
             assert not got[result].isfinite().all(), f"{number} in {where} is lost in {result}"
 
 
-# --- what is saved and what is skipped -------------------------------------------------------
-
-
-def saved_by(x: torch.Tensor, w: torch.Tensor, recipe: str) -> list[tuple[torch.dtype, int]]:
-    saved: list[tuple[torch.dtype, int]] = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved.append((t.dtype, t.numel()))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        conv2d(x, w, leaf(torch.zeros(w.shape[0])), recipe=recipe)
-    return saved
-
-
-@for_each("kernel", [1, 3])
-@for_each("recipe", NAMES)
-def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kernel: int) -> None:
-    parsed = Recipe.parse(recipe)
-    fx, fw, fg = parsed.x.name, parsed.w.name, parsed.g.name
-    for x_grad, w_grad, bias_grad in (
-        (True, True, True),
-        (True, False, False),  # frozen weight
-        (False, True, True),  # first layer
-        (False, False, True),  # only the bias is trained
-    ):
-        x = normal((2, 4, 6, 5), torch.float32).requires_grad_(x_grad)
-        w = normal((8, 4, kernel, kernel), torch.float32, seed=1).requires_grad_(w_grad)
-        bias = torch.zeros(8).requires_grad_(bias_grad)
-        seen: list[tuple[str, str, str, str]] = []
-        with observed(lambda *call, into=seen: into.append(call)):
-            y = conv2d(x, w, bias, recipe=recipe, name="block.0")
-            assert seen == [("forward", "block.0", fx, fw)]
-            y.backward(torch.ones_like(y))
-        want = [("grad_input", "block.0", fg, fw)] if x_grad else []
-        want += [("grad_weight", "block.0", fg, fx)] if w_grad else []
-        assert seen[1:] == want
-        assert (x.grad is None, w.grad is None) == (not x_grad, not w_grad)
-        assert (bias.grad is None) == (not bias_grad)
-        saved = saved_by(x, w, recipe)
-        elements = sum(n for dtype, n in saved if dtype != torch.float32)  # not the scales
-        assert elements == w.numel() * x_grad + x.numel() * w_grad
-        assert all(dtype.itemsize == parsed.x.bits // 8 for dtype, n in saved if n > 60)
-
-
-def bytes_saved(recipe: str, kernel: int) -> int:
-    """What a stack of convolutions keeps for backward, parameters and their casts aside."""
-    layers = (nn.Conv2d(64, 64, kernel, padding=kernel // 2) for _ in range(4))
-    model = mixprec.cast_parameters(mixprec.convert(nn.Sequential(*layers), recipe), torch.bfloat16)
-    saved: dict[int, int] = {}
-    kept = []
-    with mixprec.reuse_weights(model):
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        for layer in model:
-            if layer._quantized_weight is not None:
-                operand = layer._quantized_weight.operand
-                own |= {t.untyped_storage().data_ptr() for t in operand if t is not None}
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage.nbytes()
-                kept.append(t)  # or its memory would serve the next
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(normal((8, 64, 16, 16), torch.bfloat16).requires_grad_())
-    return sum(saved.values())
-
-
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", FP8)
-def test_half_the_bytes_are_saved_for_backward(recipe: str, kernel: int) -> None:
-    assert bytes_saved(recipe, kernel) <= 0.55 * bytes_saved("bf16", kernel)
-
-
 def test_main_grad_takes_the_weight_gradient() -> None:
     for kernel in (1, 3):
         x, w, bias = operands_of((2, 4, 6, 5), (8, 4, kernel, kernel))
@@ -387,48 +309,6 @@ def test_main_grad_takes_the_weight_gradient() -> None:
         w.main_grad = torch.ones(3)
         with pytest.raises(ValueError, match=r"conv2d: weight.main_grad must have shape"):
             conv2d(x, w, bias)
-
-
-# --- together with the rest of torch ---------------------------------------------------------
-
-
-def test_there_is_no_second_derivative() -> None:
-    x, w, bias = operands_of((1, 4, 5, 5), (3, 4, 3, 3))
-    (grad,) = torch.autograd.grad(conv2d(x, w, bias).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
-@for_each("dtype", [torch.bfloat16, torch.float16])
-@for_each("recipe", NAMES)
-def test_autocast_outside_does_not_change_the_arithmetic(recipe: str, dtype: torch.dtype) -> None:
-    for kernel in (1, 3):
-        x, w, _ = operands_of((1, 4, 5, 5), (3, 4, kernel, kernel))
-        plain = conv2d(x, w, recipe=recipe)
-        (plain_grad,) = torch.autograd.grad(plain.sum(), w)
-        with torch.autocast("cpu", dtype):
-            y = conv2d(x, w, recipe=recipe)
-            (grad,) = torch.autograd.grad(y.sum(), w)
-        assert torch.equal(y, plain)
-        assert torch.equal(grad, plain_grad)
-
-
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-block"])
-def test_compiles_without_graph_breaks(recipe: str, kernel: int) -> None:
-    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.relu(conv2d(x, w, bias, 1, kernel // 2, recipe=recipe))
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for rows, size in ((2, 6), (3, 9)):  # the second is traced with symbolic shapes
-        tensors = operands_of((rows, 4, size, size), (8, 4, kernel, kernel))
-        results = []
-        for run in (step, compiled):
-            y = run(*tensors)
-            results.append([y.detach(), *gradients(y.square().sum(), tensors, torch.ones(()))])
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
 
 
 def test_out_dtype() -> None:

@@ -1,4 +1,4 @@
-"""FP8 layers together with everything else: compile, checkpointing, accumulation, LoRA, EMA, ..."""
+"""Models of our layers together with everything else: compile, checkpointing, reuse, LoRA, ..."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import for_each, normal
+import torch.nn.functional as F
+from cases import for_each, normal, pairwise
 from independent import assert_same_lists as assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mixprec
 from mixprec import functional
 from mixprec.functional import operands
-from mixprec.nn import Linear
+from mixprec.nn import Conv2d, Linear
 from mixprec.nn.convert import cast_parameters, convert
 from mixprec.nn.reuse_weights import reuse_weights
 from mixprec.recipes import RECIPES
@@ -42,13 +43,39 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def make(recipe: str, blocks: int = 2) -> nn.Sequential:
+class Net(nn.Module):
+    """A residual block with everything in it: 3x3, 1x1, strided, depthwise; then a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.Conv2d(8, 16, 1, stride=2, bias=False)
+        self.depth = nn.Conv2d(16, 16, 3, padding="same", groups=16)
+        self.wide = nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect")
+        self.norm = nn.GroupNorm(4, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(F.relu(self.stem(x), inplace=True))
+        x = x + F.relu(self.wide(self.norm(self.depth(x))))
+        return self.head(x.mean((2, 3)))
+
+
+KINDS = ("mlp", "cnn")
+EVERY = pairwise(NAMES, KINDS)
+
+
+def plain_model(kind: str) -> nn.Sequential:
+    return nn.Sequential(Block(), Block()) if kind == "mlp" else nn.Sequential(Net())
+
+
+def make(recipe: str, kind: str = "mlp") -> nn.Sequential:
     torch.manual_seed(0)
-    return convert(nn.Sequential(*(Block() for _ in range(blocks))), recipe)
+    return convert(plain_model(kind), recipe)
 
 
-def batch(seed: int) -> torch.Tensor:
-    return normal((3, 5, WIDTH), torch.float32, seed=seed)
+def batch(seed: int, kind: str = "mlp") -> torch.Tensor:
+    return normal((3, 5, WIDTH) if kind == "mlp" else (2, 3, 9, 9), torch.float32, seed=seed)
 
 
 def train(
@@ -61,12 +88,13 @@ def train(
     """All that training leaves behind: each loss, then every parameter and buffer."""
     forward = forward or model
     optimizer = mixprec.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    kind = "cnn" if isinstance(model[0], Net) else "mlp"
     left: list[torch.Tensor] = []
     for step in range(steps):
         optimizer.zero_grad()
         with around(model):
             for i in range(micro_batches):
-                loss = forward(batch(10 * step + i)).square().mean()
+                loss = forward(batch(10 * step + i, kind)).square().mean()
                 loss.backward()
                 left.append(loss.detach())
         optimizer.step()
@@ -87,18 +115,24 @@ def checkpointed(model: nn.Sequential, use_reentrant: bool) -> Callable:
 
 
 @for_each("use_reentrant", [False, True])
-@for_each("recipe", NAMES)
-def test_checkpointing_changes_no_bit(recipe: str, use_reentrant: bool) -> None:
-    plain, again = make(recipe), make(recipe)
+@for_each("recipe, kind", EVERY)
+def test_checkpointing_changes_no_bit(recipe: str, kind: str, use_reentrant: bool) -> None:
+    plain, again = make(recipe, kind), make(recipe, kind)
     want = train(plain, micro_batches=2)
     got = train(again, checkpointed(again, use_reentrant), micro_batches=2)
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"])
-def test_compiled_equals_eager_to_the_bit(recipe: str, fresh_compiler: None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        *pairwise(["fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"], ["mlp"]),
+        *pairwise(["fp8", "fp8-delayed", "fp16"], ["cnn"]),
+    ],
+)
+def test_compiled_equals_eager_to_the_bit(recipe: str, kind: str, fresh_compiler: None) -> None:
     """fullgraph; with accumulation, and the scales of delayed scaling across steps."""
-    plain, again = make(recipe), make(recipe)
+    plain, again = make(recipe, kind), make(recipe, kind)
     want = train(plain, micro_batches=2)
     got = train(again, torch.compile(again, backend="aot_eager", fullgraph=True), micro_batches=2)
     assert_same(got, want)
@@ -198,13 +232,22 @@ def casts_of_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("recipe", NAMES)
-def test_reused_weights_change_no_bit(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = train(make(recipe), micro_batches=3)
+@pytest.mark.parametrize(("recipe", "kind"), EVERY)
+def test_reused_weights_change_no_bit(
+    recipe: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = make(recipe, kind), make(recipe, kind)
+    if kind == "cnn":
+        for model in models:
+            model[0].wide.weight.requires_grad_(False)
+    want = train(models[0], micro_batches=3)
     seen = casts_of_weights(monkeypatch)
-    got = train(make(recipe), micro_batches=3, around=reuse_weights)
-    assert_same(got, want)
-    assert len(seen) == 3 * 4, "steps times layers"
+    assert_same(train(models[1], micro_batches=3, around=reuse_weights), want)
+    if kind == "mlp":
+        assert len(seen) == 3 * 4, "steps times layers"
+    elif RECIPES[recipe].is_fp8:
+        assert len(seen) == 3 * 5
+        assert models[1][0].wide._quantized_weight is None
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed"])
@@ -241,14 +284,15 @@ def test_without_grad_mode_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_weight_that_changes_inside_the_block_is_noticed() -> None:
-    model = make("fp8")
-    optimizer = mixprec.optim.AdamW(model.parameters())
-    with reuse_weights(model):
-        model(batch(0)).sum().backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match=r"weight of 0\.up was changed inside the block"):
-            model(batch(0))
-    model(batch(0))
+    for kind, first in (("mlp", "up"), ("cnn", "stem")):
+        model = make("fp8", kind)
+        optimizer = mixprec.optim.AdamW(model.parameters())
+        with reuse_weights(model):
+            model(batch(0, kind)).sum().backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match=rf"weight of 0\.{first} was changed inside the"):
+                model(batch(0, kind))
+        model(batch(0, kind))
     with pytest.raises(TypeError, match=r"reuse_weights: model must be a torch.nn.Module"):
         reuse_weights([model]).__enter__()
 
@@ -270,7 +314,7 @@ def test_another_weight_that_stands_in_is_cast_itself() -> None:
 def test_main_grad_takes_the_weight_gradients(
     recipe: str, compiled: bool, fresh_compiler: None
 ) -> None:
-    layers = [cast_parameters(make(recipe, 1)[0].up, torch.bfloat16) for _ in range(2)]
+    layers = [cast_parameters(make(recipe)[0].up, torch.bfloat16) for _ in range(2)]
     plain, main = layers
     main.weight.main_grad = torch.zeros_like(main.weight, dtype=torch.float32)
     forward = torch.compile(main, backend="aot_eager", fullgraph=True) if compiled else main
@@ -319,26 +363,32 @@ def test_a_main_grad_that_does_not_fit(wrong: object, match: str) -> None:
 # --- the rest of torch -------------------------------------------------------------------------
 
 
-@for_each("recipe", NAMES)
-def test_functional_call(recipe: str) -> None:
-    model = make(recipe)
+@for_each("recipe, kind", EVERY)
+def test_functional_call(recipe: str, kind: str) -> None:
+    model = make(recipe, kind)
     params = {name: p.detach() * 2 for name, p in model.named_parameters()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    got = torch.func.functional_call(model, (params, buffers), (batch(0),))
+    got = torch.func.functional_call(model, (params, buffers), (batch(0, kind),))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
-    assert torch.equal(got, model(batch(0)))
+    assert torch.equal(got, model(batch(0, kind)))
     used = [b for name, b in buffers.items() if name.endswith(".amax")]
     assert all((b >= 0).all() for b in used), "what was handed in was written to"
+    if kind == "cnn":
+        stem = model[0].stem
+        nothing = stem(torch.zeros(0, 3, 9, 9))
+        nothing.sum().backward()
+        assert nothing.shape == (0, 8, 9, 9)
+        assert stem.weight.grad.abs().sum() == 0
 
 
-@for_each("recipe", NAMES)
-def test_made_on_the_meta_device(recipe: str) -> None:
+@for_each("recipe, kind", EVERY)
+def test_made_on_the_meta_device(recipe: str, kind: str) -> None:
     with torch.device("meta"):
-        model = convert(nn.Sequential(Block(), Block()), recipe)
+        model = convert(plain_model(kind), recipe)
     model.to_empty(device="cpu")
-    source = make(recipe)
+    source = make(recipe, kind)
     model.load_state_dict(source.state_dict())
     assert_same(train(model), train(source))
 
@@ -361,7 +411,7 @@ def test_deepcopy_and_ema(recipe: str) -> None:
     with torch.no_grad():
         y = ema(batch(0))
     assert y.isfinite().all()
-    plain = nn.Sequential(Block(), Block())
+    plain = plain_model("mlp")
     plain.load_state_dict(plain_state_dict(ema.module))
     assert sqnr(plain(batch(0)).detach(), y) > 18
 
@@ -414,13 +464,13 @@ def test_tied_weights(recipe: str) -> None:
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16])
-@for_each("recipe", NAMES)
-def test_a_model_cast_as_a_whole(recipe: str, dtype: torch.dtype) -> None:
-    model = make(recipe)
-    wide = model(batch(0)).detach()
+@for_each("recipe, kind", EVERY)
+def test_a_model_cast_as_a_whole(recipe: str, kind: str, dtype: torch.dtype) -> None:
+    model = make(recipe, kind)
+    wide = model(batch(0, kind)).detach()
     update_scales(model)
     model.to(dtype)
-    y = model(batch(0).to(dtype))
+    y = model(batch(0, kind).to(dtype))
     assert y.dtype == dtype
     y.float().square().mean().backward()
     assert {p.grad.dtype for p in model.parameters()} == {dtype}
@@ -430,7 +480,7 @@ def test_a_model_cast_as_a_whole(recipe: str, dtype: torch.dtype) -> None:
 @for_each("recipe", NAMES)
 def test_checkpoints_of_plain_models(recipe: str) -> None:
     torch.manual_seed(1)
-    plain = nn.Sequential(Block(), Block())
+    plain = plain_model("mlp")
     model = make(recipe)
     train(model, steps=1)
     model.load_state_dict(plain.state_dict())
@@ -462,6 +512,43 @@ def test_resuming_is_not_noticed(recipe: str) -> None:
         assert_same(list(other.state_dict().values()), list(twin.state_dict().values()))
 
 
+@for_each("recipe", NAMES)
+def test_convert_converts_both_kinds(recipe: str) -> None:
+    model, plain = make(recipe, "cnn"), plain_model("cnn")
+    plain.load_state_dict(plain_state_dict(model))
+    kinds = {fqn: type(m) for fqn, m in model.named_modules() if hasattr(m, "recipe")}
+    convs = dict.fromkeys(("0.stem", "0.down", "0.depth", "0.wide"), Conv2d)
+    assert kinds == {**convs, "0.head": Linear}
+    assert all(m.name == fqn for fqn, m in model.named_modules() if fqn in kinds)
+    x = batch(0, "cnn")
+    assert sqnr(plain(x), model(x)) > 18
+    last = model.to(memory_format=torch.channels_last)
+    assert sqnr(plain(x), last(x.contiguous(memory_format=torch.channels_last))) > 18
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.net(x).float(), y)
+
+
+def test_compare_runs_a_cnn() -> None:
+    data = [(batch(i, "cnn"), torch.tensor([i % 5, (i + 1) % 5])) for i in range(4)]
+    recipes = ("fp32", "bf16", "fp16", "fp8")
+    report = mixprec.compare(Classifier, data, recipes=recipes, lr=1e-3)
+    for recipe in recipes:
+        run = report[recipe]
+        assert (run.status, run.steps) == ("complete", 4)
+        assert abs(run.losses[0] - report["fp32"].losses[0]) < 0.03
+    counted = {layer for layer, _, _ in report["fp8"].gemms}
+    assert counted == {f"net.{n}" for n in ("stem", "down", "depth", "wide", "head")}
+    assert report["fp8"].gemms["net.wide", "grad_weight", "e5m2 x e4m3"] == 4
+    assert not any(kind == "grad_input" for n, kind, _ in report["fp8"].gemms if n == "net.stem")
+
+
 # --- accuracy and memory -----------------------------------------------------------------------
 
 
@@ -489,11 +576,14 @@ def test_signal_to_noise(recipe: str, draw: Callable[..., torch.Tensor]) -> None
         assert sqnr(g64.t() @ x64, layer.weight.grad) >= 17
 
 
-def bytes_saved(recipe: str) -> int:
-    """What a stack of layers keeps for backward, parameters aside, each storage once."""
-    model = cast_parameters(
-        convert(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), recipe), torch.bfloat16
-    )
+def bytes_saved(recipe: str, kernel: int | None) -> int:
+    """What a stack of layers keeps for backward, parameters and their casts aside, each storage
+    once."""
+    plain = [
+        nn.Linear(256, 256) if kernel is None else nn.Conv2d(64, 64, kernel, padding=kernel // 2)
+        for _ in range(4)
+    ]
+    model = cast_parameters(convert(nn.Sequential(*plain), recipe), torch.bfloat16)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
     kept = []
@@ -511,10 +601,11 @@ def bytes_saved(recipe: str) -> int:
             if cast is not None:
                 own |= {t.untyped_storage().data_ptr() for t in cast.operand if t is not None}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(normal((2048, 256), torch.bfloat16).requires_grad_())
+            shape = (2048, 256) if kernel is None else (8, 64, 16, 16)
+            model(normal(shape, torch.bfloat16).requires_grad_())
     return sum(saved.values())
 
 
-@for_each("recipe", FP8)
-def test_half_the_bytes_are_saved_for_backward(recipe: str) -> None:
-    assert bytes_saved(recipe) <= 0.55 * bytes_saved("bf16")
+@for_each("recipe, kernel", pairwise(FP8, [None, 1, 3]))
+def test_half_the_bytes_are_saved_for_backward(recipe: str, kernel: int | None) -> None:
+    assert bytes_saved(recipe, kernel) <= 0.55 * bytes_saved("bf16", kernel)

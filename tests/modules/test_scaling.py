@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -39,13 +39,6 @@ def run(layer: nn.Module, x: float = 1.0, g: float = 1.0) -> None:
     """A pass forward and backward with these as the largest input and gradient."""
     leaf = torch.full((2, 4), x).requires_grad_()
     layer(leaf).backward(torch.full((2, 4), g))
-
-
-@pytest.fixture
-def by_hand() -> Iterator[None]:
-    scaling.set_automatic_updates(False)
-    yield
-    scaling.set_automatic_updates(True)
 
 
 def test_the_first_step_takes_the_scale_of_its_own_amax() -> None:
@@ -94,15 +87,6 @@ def test_a_weight_is_scaled_by_its_own_amax() -> None:
         y = layer(torch.eye(4))
         assert y.max().item() == pytest.approx(largest, rel=2**-4)
         update_scales(layer)
-
-
-def test_several_passes_in_a_step_count_as_their_maximum() -> None:
-    layer = make()
-    for x, g in ((3.0, 0.5), (2.0, 4.0), (1.0, 1.0)):
-        run(layer, x, g)
-    assert amaxes(layer) == [3.0, 4.0]
-    update_scales(layer)
-    assert layer.amax_history[0, :2].tolist() == [3.0, 0.0]
 
 
 def test_what_was_not_used_is_not_rolled() -> None:
@@ -171,20 +155,26 @@ def test_zeros_keep_the_scale() -> None:
 def test_every_optimizer_step_updates_the_scales(make_optimizer: Callable) -> None:
     layer = make()
     optimizer = make_optimizer(layer.parameters(), lr=0.1)
-    run(layer, 7.0)
-    run(layer, 3.0)
+    for x, g in ((7.0, 0.5), (3.0, 4.0), (1.0, 1.0)):
+        run(layer, x, g)
+    assert amaxes(layer) == [7.0, 4.0], "the maximum of all passes"
     optimizer.step()
     assert layer.scale[0] == 64.0
+    assert layer.amax_history[0, :2].tolist() == [7.0, 0.0]
     assert (layer.amax_history[0] > 0).sum() == 1
     update_scales(layer)  # once more, by hand: nothing was used since
     optimizer.step()
     assert (layer.amax_history[0] > 0).sum() == 1
 
 
-def test_automatic_updates_can_be_turned_off(by_hand: None) -> None:
+def test_automatic_updates_can_be_turned_off() -> None:
     layer = make()
     run(layer, 7.0)
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    scaling.set_automatic_updates(False)
+    try:
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    finally:
+        scaling.set_automatic_updates(True)
     assert layer.amax == 7.0
     update_scales(layer)
     assert layer.scale[0] == 64.0
@@ -222,11 +212,8 @@ def test_one_op_call_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model(torch.ones(2, 4)).sum().backward()
     calls: list[int] = []
     update = scaling.update_delayed_scales_
-    monkeypatch.setattr(
-        scaling,
-        "update_delayed_scales_",
-        lambda *a, **k: (calls.append(len(a[0])), update(*a, **k)),
-    )
+    spy = lambda *a, **k: (calls.append(len(a[0])), update(*a, **k))  # noqa: E731
+    monkeypatch.setattr(scaling, "update_delayed_scales_", spy)
     update_scales(model)
     assert calls == [10]
 
@@ -282,32 +269,6 @@ def test_plain_state_dict_of_a_model() -> None:
     assert "0.scale" in model.state_dict()
 
 
-@for_each(
-    "key, wrong, match",
-    [
-        (
-            "amax_history",
-            torch.zeros(2, 8),
-            r"up\.amax_history must have shape \(2, 16\) and dtype",
-        ),
-        (
-            "scale",
-            torch.zeros(()),
-            r"up\.scale must have shape \(2,\) and dtype float32 .* got \(\)",
-        ),
-        ("scale", torch.zeros(2).half(), r"got \(2,\), torch.float16"),
-        ("scale", [1.0], "got <class 'list'>"),
-    ],
-)
-def test_a_buffer_that_does_not_fit_is_refused(key: str, wrong: object, match: str) -> None:
-    model = nn.ModuleDict({"up": trained()})
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match=match) as caught:
-        model.load_state_dict({**model.state_dict(), f"up.{key}": wrong})
-    assert "fp8-delayed" in str(caught.value)
-    assert torch.equal(model.state_dict()["up.scale"], before["up.scale"]) or key == "scale"
-
-
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
     layer = trained()
@@ -359,10 +320,10 @@ def test_copies_have_their_own_scales_and_are_updated() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(
-        TypeError, match=r"update_scales: model must be a torch.nn.Module, got list"
-    ):
+    with pytest.raises(TypeError, match=r"update_scales: model must be a torch.nn.Module, got lis"):
         update_scales([make()])
+    with pytest.raises(TypeError, match=r"process_group must be a ProcessGroup .*, got 'gloo'"):
+        update_scales(make(), "gloo")
     with pytest.raises(ValueError, match=r"fp8-delayed has delayed scaling, .*nn.Linear"):
         mixprec.functional.linear(torch.ones(2, 4), torch.ones(4, 4), recipe="fp8-delayed")
 
@@ -387,8 +348,8 @@ def on_one_rank(recipes: list[str], largest: list[float]) -> tuple[list[float], 
 
 
 def test_ranks_share_the_largest_amax_in_one_call() -> None:
-    results = on_ranks(2, on_one_rank, recipes=["fp8-delayed"] * 2, largest=[1.0, 7.0])
-    (scale, history, calls), other = results
+    both = ["fp8-delayed"] * 2
+    (scale, history, calls), other = on_ranks(2, on_one_rank, recipes=both, largest=[1.0, 7.0])
     assert scale[0] == 64.0
     assert history[0] == 2.0, "used on one rank, so rolled on both"
     assert (scale, history) == other[:2]

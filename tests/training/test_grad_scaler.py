@@ -15,6 +15,7 @@ from optimizers import (
     TORCHS,
     Make,
     every_optimizer,
+    forbid_synchronization,
     our_adamw,
     through_a_file,
     torch_plain,
@@ -93,12 +94,8 @@ def test_setters_check_too() -> None:
         with pytest.raises(ValueError, match="GradScaler: "):
             setter(bad)
         setter(good)
-    state = scaler.state_dict()
-    assert (state["growth_factor"], state["backoff_factor"], state["growth_interval"]) == (
-        4,
-        0.25,
-        7,
-    )
+    wanted = {"growth_factor": 4, "backoff_factor": 0.25, "growth_interval": 7}
+    assert scaler.state_dict().items() >= wanted.items()
 
 
 def test_is_a_torch_scaler_and_has_its_defaults() -> None:
@@ -141,7 +138,9 @@ def test_disabled_passes_everything_through(make: Make) -> None:
     assert all(torch.equal(p, o) for p, o in zip(params, other, strict=True))
     assert scaler.get_scale() == 1.0
     assert scaler.state_dict() == {}
-    assert scaler.skipped.item() == 0
+    assert scaler.skipped.item() == scaler.applied_steps.item() == 0
+    assert scaler.overflow_report() == scaler.underflow_report() == []
+    assert scaler.last_step_skipped is False
     assert scaler.step(optimizer, lambda: 3.0) == 3.0  # closures too
 
 
@@ -183,31 +182,25 @@ def test_scaling_an_fp16_loss_does_not_overflow(shape: tuple[int, ...]) -> None:
 
 
 def misuses(s: torch.amp.GradScaler, o: Optimizer) -> list[tuple[type[Exception], list[Callable]]]:
-    """Calls that are in the wrong order or not allowed, and what torch raises at the last one."""
+    """What torch raises at the last call. (test_scaler_state_machine tries many more orders.)"""
     first = o.param_groups[0]["params"][0]
     params = [p for group in o.param_groups for p in group["params"]]
     loss, zero = (lambda: backward(s, params)), (lambda: s.scale(torch.zeros(())))
     unscale, step, update = (lambda: s.unscale_(o)), (lambda: s.step(o)), (lambda: s.update())
     return [
         (RuntimeError, [loss, unscale, unscale]),
-        (RuntimeError, [loss, step, step]),
-        (RuntimeError, [loss, step, unscale]),
         (RuntimeError, [loss, lambda: s.step(o, closure=lambda: 1.0)]),
         (AssertionError, [loss, update]),
-        (AssertionError, [loss, step, update, update]),
         (AssertionError, [loss, unscale, lambda: pickle.dumps(s)]),
         (AssertionError, [loss, lambda: s.update(torch.ones(2))]),
         (AssertionError, [loss, lambda: s.update(torch.ones((), requires_grad=True))]),
         (AssertionError, [lambda: setattr(first, "grad", torch.zeros_like(first)), step]),
-        (AssertionError, [unscale]),
-        (AssertionError, [update]),
         (AssertionError, [lambda: s.update(2.0)]),
-        (AssertionError, [zero, step]),
         (AssertionError, [zero, unscale, step]),
     ]
 
 
-@pytest.mark.parametrize("case", range(15))
+@pytest.mark.parametrize("case", range(9))
 def test_misuse_raises_what_torch_raises(case: int) -> None:
     for make, scaler in (
         (torch_plain, GradScaler()),
@@ -407,12 +400,8 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     params, _ = run_of(our_adamw, torch.bfloat16)
     runs.append((params, Adam(params, max_grad_norm=1.0)))
 
-    def synchronizes(*args: object) -> None:
-        raise AssertionError("this waits for the device")
-
     with monkeypatch.context() as patched:
-        for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
-            patched.setattr(torch.Tensor, method, synchronizes)
+        forbid_synchronization(patched)
         for params, optimizer in runs:
             scaler = GradScaler(grow_on_underflow=0.5)
             for explicit in (False, True):

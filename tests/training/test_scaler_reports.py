@@ -500,17 +500,6 @@ def test_counters(make: Make, explicit: bool) -> None:
         assert optimizer.skipped.item() == 4
 
 
-def test_a_disabled_scaler_reports_nothing() -> None:
-    p = param(4)
-    optimizer, scaler = our_adamw([p]), GradScaler(enabled=False, max_consecutive_skips=1)
-    p.grad = filled((4,), NAN)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.overflow_report() == scaler.underflow_report() == []
-    assert scaler.skipped.item() == scaler.applied_steps.item() == 0
-    assert scaler.last_step_skipped is False
-
-
 # Static scaling
 
 

@@ -48,13 +48,18 @@ def pointers_of(types: dict[str, str]) -> tuple[str, ...]:
 
 
 class OneGpu:
-    """A Triton driver for compiling only, of a GPU of compute capability 9.0."""
+    """A Triton driver for compiling only."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 90  # compiled kernels are kept per device: not that of a GPU that may be here
+        return (
+            self.capability
+        )  # compiled kernels are kept per device: not that of a GPU that may be here
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -65,9 +70,15 @@ class Launch(NamedTuple):
     keywords: dict[str, Any]
     grid: tuple[int, ...]
     compiled: Any
+    kernel: Any
+    values: dict[str, Any]  # all arguments by name
+
+    @property
+    def stem(self) -> str:
+        return self.name.removesuffix("_kernel")
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def record_launches(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> list[Launch]:
     """Every launch from now on: the kernel is compiled for its arguments, and not run."""
     launches: list[Launch] = []
     compile_only = JITFunction.run
@@ -75,10 +86,11 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
         assert all(1 <= n < 2**31 for n in grid), f"{self.__name__}: grid {grid}"
         compiled = compile_only(self, *args, grid=grid, warmup=True, **keywords)
-        launches.append(Launch(self.__name__, keywords, grid, compiled))
+        values = dict(zip(self.arg_names, args, strict=False)) | keywords
+        launches.append(Launch(self.__name__, keywords, grid, compiled, self, values))
         return compiled
 
-    monkeypatch.setattr(driver, "_active", OneGpu())
-    monkeypatch.setattr(launch, "_converts_fp8", lambda _: True)
+    monkeypatch.setattr(driver, "_active", OneGpu(capability))
+    monkeypatch.setattr(launch, "_converts_fp8", lambda _: capability >= 89)
     monkeypatch.setattr(JITFunction, "run", run)
     return launches

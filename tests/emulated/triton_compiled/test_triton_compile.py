@@ -1,37 +1,128 @@
 """The Triton kernels compiled ahead of time, without a GPU, and what their PTX and SASS show.
 
-16-byte loads and stores, 64-bit offsets, no spills, and the instructions that the numerics need.
-What the kernels compute is checked in triton_interpreter.
+16-byte loads and stores, 64-bit offsets, no spills, and the instructions that the numerics need,
+in every kernel as its launcher launches it. What they compute is checked in triton_interpreter.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import name
-from emulated.triton_compiled.helpers import compile_for, pointers_of
-from emulated.triton_compiled.kernel_cases import WITH_MASTER, Kernel, amax_case, cases_for
+import torch
+from emulated.ops import OPS, launcher
+from emulated.triton_compiled.helpers import Launch, record_launches
 
-SIZES = ("n", "M", "K")  # multiples of 16 here
-CASTS = ("quantize", "maxima")
+F64, F32, BF16, F16, I16 = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16,
+)  # fmt: skip
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS, COLUMNS = 128, 256  # multiples of 16: every access can be a wide one
+
+
+def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape or (ROWS, COLUMNS), dtype=dtype)
+
+
+def update(op: str, p: torch.dtype, g: torch.dtype, states: tuple[torch.dtype, ...],
+           master: torch.dtype | None = None, **changes: Any) -> tuple[Any, ...]:  # fmt: skip
+    """adamw_ or sgd_ of one param, with everything that may be absent; states may be empty."""
+    names = OPS[op].arguments
+    lists = [[some(p)], [some(g)], *([some(s)] for s in states)]
+    lists += [[]] * (names.index("masters") - len(lists)) + [[some(master)] if master else []]
+    scalars = dict.fromkeys(("lr_tensor", "inv_scale", "clip", "found_inf"), some(F32, 1)[0])
+    values: dict[str, Any] = dict(zip(names, lists, strict=False)) | {
+        "steps": some(F32, 1), "indices": [2], "seed": 7, "max_value": 2.0, "maximize": False,
+        "decoupled_weight_decay": True, "nesterov": True, "stochastic_rounding": False,
+    } | scalars | changes  # fmt: skip
+    return op, *(values.get(name, 0.1) for name in names)
+
+
+ONE = some(F32, 1)[0]
+WITH_MASTER = update("adamw_", BF16, BF16, (F32, F32), F32)
+# fp16 is left out where bf16 takes the same way; E5M2 of fp32 likewise.
+CASTS = [
+    *(("quantize", some(x), q, ONE, turned, "tensor", True) for x, q in (
+        (F32, E4M3), (BF16, E4M3), (BF16, E5M2), (F32, BF16)) for turned in (False, True)),
+    ("quantize", some(BF16), E4M3, None, False, "tensor", True),
+    ("quantize", some(F32), F16, None, False, "tensor", True),
+    *(("quantize", some(x), q, None, turned, by, True) for x, q in ((BF16, E4M3), (F32, E5M2))
+      for by, turned in (("row", False), ("row", True), ("block1x128", True),
+                         ("block128x128", True), ("block1x128", False))),
+    ("dequantize", some(E4M3), ONE, BF16),
+    ("dequantize", some(E5M2), ONE, F32),
+    ("dequantize", some(E4M3), some(F32, 1, 2), BF16),
+    ("dequantize", some(E5M2), some(F32, ROWS, 1), F32),
+]  # fmt: skip
+OTHERS = [
+    ("amax", some(F32)),
+    ("amax", some(BF16)),
+    *(("unscale_", [some(g)], ONE, ONE, counts) for g in (F32, BF16, F64)
+      for counts in (None, some(torch.int64, 1, 4))),
+    *(("grad_stats_", [some(g, 1 << 16)], ONE, ONE, some(F64, 1), counts) for g in (F32, BF16, F64)
+      for counts in (None, some(torch.int64, 1, 4))),
+    WITH_MASTER,
+    update("adamw_", BF16, F32, (F32, F32), F32),
+    update("adamw_", BF16, BF16, (F32, F32), I16),
+    update("adamw_", F32, F32, (F32, F32)),
+    update("adamw_", F64, F64, (F64, F64), decoupled_weight_decay=False),
+    update("adamw_", BF16, BF16, (BF16, BF16), stochastic_rounding=True),
+    update("adamw_", BF16, BF16, (BF16, BF16), I16),
+    update("adamw_", F32, F32, (BF16, BF16)),
+    update("sgd_", F32, F32, (F32,)),
+    update("sgd_", F64, F64, (F64,), nesterov=False),
+    update("sgd_", BF16, BF16, (), I16),
+    update("sgd_", BF16, BF16, (BF16,), stochastic_rounding=True),
+    ("scale_from_amax_", some(F32, 2048), some(F32, 2048), some(F32, 2048), E4M3, 3, True),
+    ("inv_scale", ONE),
+    ("clip_coef", some(F64, 100), 1.5),
+    ("update_scale_", ONE, *[some(torch.int32, 1)] * 2, some(torch.int64, 3), ONE, ONE,
+     2.0, 0.5, 2000, 0.5, 65536.0, 2, 0.5),
+]  # fmt: skip
 # 8.9 casts as 9.0 does, 12.0 as 10.0: there the kernels without casts are the same.
 BUILDS = [
-    (case.name, capability)
+    pytest.param(call, capability, id=f"{capability}-{i}-{call[0]}")
     for capability in (80, 89, 90, 100, 120)
-    for case in cases_for(capability)
-    if capability in (80, 90, 100) or any(word in case.name for word in CASTS)
+    for i, call in enumerate([*CASTS, *(OTHERS if capability in (80, 90, 100) else [])])
 ]
+# What each kernel reads and writes in blocks of so many elements, and how often the code is there:
+# for full blocks and for the last one. The rest of the kernels only see a few scalars.
+STATES = "exp_avg_ptr exp_avg_sq_ptr buffer_ptr master_ptr"
+ACCESSES = {
+    "amax": (("BLOCK",), "x_ptr", "", 2),
+    "quantize": (("BLOCK",), "x_ptr", "q_ptr", 2),
+    "quantize_transpose": (("TILE_M", "TILE_K"), "x_ptr", "q_ptr q_t_ptr", 1),
+    "quantize_rows": (("BLOCK",), "x_ptr x_ptr", "q_ptr", 1),
+    "tile_maxima": (("TILE", "TILE"), "x_ptr", "", 1),
+    "quantize_tiles": (("TILE", "TILE"), "x_ptr", "q_ptr q_t_ptr", 1),
+    "dequantize": (("BLOCK",), "q_ptr", "out_ptr", 2),
+    "dequantize_blocks": (("TILE_M", "TILE_K"), "q_ptr", "out_ptr", 1),
+    "unscale": (("BLOCK",), "grad_ptr", "grad_ptr", 2),
+    "grad_stats": (("BLOCK",), "grad_ptr", "", 2),
+    "adamw": (("BLOCK",), f"grad_ptr {STATES}", f"param_ptr {STATES}", 2),
+    "sgd": (("BLOCK",), f"grad_ptr {STATES}", f"param_ptr {STATES}", 2),
+    "scale_from_amax": (("BLOCK",), "scale_ptr amax_ptr", "scale_ptr scale_inv_ptr", 1),
+}
 
 
-def build(case: Kernel, capability: int, aligned: bool = True) -> Any:
-    """aligned: pointers and sizes are multiples of 16, as a launch would see."""
-    multiples = (*pointers_of(case.types), *SIZES) if aligned else ()
-    return compile_for(
-        case.kernel, case.types, case.constants, capability, multiples, **case.options
-    )
+def expected(one: Launch) -> tuple[int, int]:
+    """The 16-byte loads and stores of a thread."""
+    sizes, read, written, paths = ACCESSES.get(one.stem, ((), "", "", 0))
+    master = one.values.get("master_ptr")
+    if one.stem in ("adamw", "sgd") and (master is None or one.values["REMAINDER"]):
+        read += " param_ptr"
+    elements = paths
+    for size in sizes:
+        elements *= one.values[size]
+    threads = 32 * one.values.get("num_warps", 4)
+
+    def accesses(names: str) -> int:
+        arrays = [one.values.get(name) for name in names.split()]
+        width = sum(array.element_size() for array in arrays if array is not None)
+        return elements * width // (16 * threads)
+
+    return accesses(read), accesses(written)
 
 
 def counted(ptx: str, operation: str) -> dict[str, int]:
@@ -43,69 +134,74 @@ def counted(ptx: str, operation: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize(("label", "capability"), BUILDS, ids=str)
-def test_every_kernel(label: str, capability: int) -> None:
-    case = next(c for c in cases_for(capability) if c.name == label)
-    kernel = build(case, capability)
-    ptx, words = kernel.asm["ptx"], label.split()
-    assert ".local" not in ptx, "local memory is used"
-    approximate = re.findall(r"\b\w+\.approx\S*|\bdiv\.full\S*|\S+\.ftz\S*", ptx)
-    assert not approximate, f"not IEEE: {approximate}"
-    assert kernel.metadata.shared <= 48 * 1024, "more than every GPU has without asking"
-    check_accesses(case, ptx)
-    if "quantize" in label:
-        check_conversions(case, ptx, capability)
-    if words[0] in ("adamw", "sgd"):
-        check_rounding(label, ptx)
-        check_random_bits(case, ptx)
-    if case.loads:
-        check_offsets(kernel.asm["ttir"])
-    check_declarations(case)
-    if capability == 90 and words[0] in ("adamw", "sgd", "quantize", "grad_stats"):
-        sass = kernel.asm["sass"]  # of those with the most registers: it takes half a second
-        assert "EXIT" in sass
-        assert not re.findall(r"\b(?:LDL|STL)\b", sass), "registers are spilled"
+@pytest.mark.parametrize(("call", "capability"), BUILDS)
+def test_every_kernel(
+    monkeypatch: pytest.MonkeyPatch, call: tuple[Any, ...], capability: int
+) -> None:
+    launches = record_launches(monkeypatch, capability)
+    launcher(call[0])(*call[1:])
+    assert launches
+    for one in launches:
+        ptx = one.compiled.asm["ptx"]
+        assert ".local" not in ptx, "local memory is used"
+        approximate = re.findall(r"\b\w+\.approx\S*|\bdiv\.full\S*|\S+\.ftz\S*", ptx)
+        assert not approximate, f"not IEEE: {approximate}"
+        assert one.compiled.metadata.shared <= 48 * 1024, "more than every GPU has without asking"
+        check_accesses(one)
+        if "quantize" in one.name:
+            check_conversions(one, capability)
+        if one.stem.split("_")[0] in ("adamw", "sgd"):
+            check_rounding(one)
+            check_random_bits(one)
+        if one.stem in ACCESSES:
+            check_offsets(one.compiled.asm["ttir"])
+        check_declarations(one)
+        if capability == 90 and one.stem.split("_")[0] in ("adamw", "sgd", "quantize", "grad"):
+            sass = one.compiled.asm["sass"]  # of those with the most registers: half a second each
+            assert "EXIT" in sass
+            assert not re.findall(r"\b(?:LDL|STL)\b", sass), "registers are spilled"
 
 
-def check_accesses(case: Kernel, ptx: str) -> None:
-    for operation, expected in (("ld", case.loads), ("st", case.stores)):
-        counts = counted(ptx, operation)
+def check_accesses(one: Launch) -> None:
+    for operation, want in zip(("ld", "st"), expected(one), strict=True):
+        counts = counted(one.compiled.asm["ptx"], operation)
         wide = sum(counts.pop(w, 0) for w in ("v4.b32", "v2.b64"))
-        unrolled = case.constants.get("ROUNDS", 1)  # by the compiler, or not
-        assert wide in (expected, unrolled * expected), f"{operation}: {wide} of 16 bytes; {counts}"
+        unrolled = one.values.get("ROUNDS", 1)  # by the compiler, or not
+        assert wide in (want, unrolled * want), f"{operation}: {wide} of 16 bytes, {want}; {counts}"
         assert set(counts) <= {"b32", "b64"}, f"{operation}: narrow accesses, {counts}"
-        if case.loads:
+        if one.stem in ACCESSES:
             assert sum(counts.values()) <= 24, f"{operation}: {counts} for a few scalars"
 
 
-def check_conversions(case: Kernel, ptx: str, capability: int) -> None:
+def check_conversions(one: Launch, capability: int) -> None:
     """One rounding, by the instruction made for it or in integers; never a detour through fp16."""
-    conversions = set(re.findall(r"\bcvt\.[a-z0-9.]+", ptx))
-    to = case.constants.get("Q") if not case.name.startswith("dequantize") else None
+    conversions = set(re.findall(r"\bcvt\.[a-z0-9.]+", one.compiled.asm["ptx"]))
+    to = one.values.get("Q") if not one.name.startswith("dequantize") else None
     to_fp16 = {c for c in conversions if re.search(r"\.f16(x2)?\.f32", c)}
     assert bool(to_fp16) is (to == "fp16")
     native = {f"cvt.rn.satfinite.{to}x2.f32"} if to in ("e4m3", "e5m2") else set()
-    expected = native if capability >= 89 else set()
-    assert {c for c in conversions if re.search(r"\.e[45]m[32]x2\.", c)} == expected
+    found = {c for c in conversions if re.search(r"\.e[45]m[32]x2\.", c)}
+    assert found == (native if capability >= 89 else set())
 
 
-def check_rounding(label: str, ptx: str) -> None:
+def check_rounding(one: Launch) -> None:
     """Every operation rounds to nearest on its own."""
+    ptx = one.compiled.asm["ptx"]
     assert "fma." not in ptx
     assert not re.search(r"\b(mul|add|sub)\.f(32|64)", ptx), "ptxas may fuse what has no .rn"
-    real = "f64" if "fp64" in label or "constants" in label else "f32"
-    instructions = {"adamw": ("sqrt", "div", "mul", "sub"), "sgd": ("mul", "add", "sub")}
-    expected = ("sub",) if label == "sgd constants" else instructions[label.split()[0]]
-    for instruction in expected:
+    real = "f64" if one.values.get("P", "fp64") == "fp64" else "f32"
+    adamw = ("sqrt", "div", "mul", "sub")
+    instructions = {"adamw": adamw, "adamw_constants": adamw, "sgd": ("mul", "add", "sub")}
+    for instruction in instructions.get(one.stem, ("sub",)):
         assert f"{instruction}.rn.{real}" in ptx
 
 
-def check_random_bits(case: Kernel, ptx: str) -> None:
+def check_random_bits(one: Launch) -> None:
     """A thread has eight elements: ten rounds of two products for each array that is rounded at
     random, in full blocks and in the last one, and no more (streams share some of the first)."""
-    products = re.findall(r"\bmul\.(?:wide|hi)\.u32", ptx)
-    arrays = sum(case.constants.get(x) == "bf16" for x in ("M", "V", "B"))
-    arrays += case.constants.get("STOCHASTIC", False)
+    products = re.findall(r"\bmul\.(?:wide|hi)\.u32", one.compiled.asm["ptx"])
+    arrays = sum(one.values.get(x) == "bf16" for x in ("M", "V", "B"))
+    arrays += one.values.get("STOCHASTIC", False)
     addresses = 8
     assert len(products) <= 2 * 10 * 2 * arrays + addresses
     assert bool(arrays) is (len(products) > addresses)
@@ -117,28 +213,32 @@ def check_offsets(ttir: str) -> None:
     assert set(re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", ttir)) == {"i64"}
 
 
-def check_declarations(case: Kernel) -> None:
+DOUBLE = {"lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "max_value",
+          "max_norm", "growth_factor", "backoff_factor"}  # fmt: skip
+
+
+def check_declarations(one: Launch) -> None:
     """Triton passes a Python number as fp32, or as the narrowest integer, unless the parameter
     says otherwise."""
-    for parameter in case.kernel.params:
-        declared = case.types.get(parameter.name)
-        if declared in ("fp32", "fp64", "i64"):
-            assert parameter.annotation_type == ("" if declared == "fp32" else declared)
+    for parameter in one.kernel.params:
+        declared = "fp64" if parameter.name in DOUBLE else "i64" if parameter.name == "seed" else ""
+        assert parameter.is_constexpr or parameter.annotation_type == declared, parameter.name
 
 
-@pytest.mark.parametrize("case", [amax_case("bf16"), WITH_MASTER], ids=name)
-def test_more_elements_than_an_int32_counts(case: Kernel) -> None:
-    """Then n is passed as int64, and the accesses are as wide."""
-    kernel = build(replace(case, types=case.types | {"n": "i64"}), 90)
-    assert counted(kernel.asm["ptx"], "ld")["v4.b32"] == case.loads
-
-
-@pytest.mark.parametrize("case", [amax_case("bf16"), WITH_MASTER], ids=name)
-def test_the_checks_see_narrow_accesses(case: Kernel) -> None:
-    """Without alignment the same kernels load element by element, and the count shows it."""
-    ptx = build(case, 90, aligned=False).asm["ptx"]
-    counts = counted(ptx, "ld")
-    assert "b16" in counts
-    assert counts.get("v4.b32", 0) < case.loads
+@pytest.mark.parametrize("call", [("amax", some(BF16)), WITH_MASTER], ids=["amax", "adamw"])
+def test_the_checks_see_narrow_accesses(
+    monkeypatch: pytest.MonkeyPatch, call: tuple[Any, ...]
+) -> None:
+    """With a size of more than 32 bits the accesses are as wide. Without alignment the same kernels
+    load element by element, and the count shows it."""
+    launches = record_launches(monkeypatch)
+    launcher(call[0])(*call[1:])
+    one = launches[-1]
+    one.kernel[(1,)](**one.values | {"n": 2**40})
+    check_accesses(launches[-1])
+    arrays = {n: x.flatten()[1:] for n, x in one.values.items()
+              if isinstance(x, torch.Tensor) and x.numel() > 16}  # fmt: skip
+    one.kernel[(1,)](**one.values | arrays | {"n": 33})
+    assert "b16" in counted(launches[-1].compiled.asm["ptx"], "ld")
     with pytest.raises(AssertionError, match="ld: "):
-        check_accesses(case, ptx)
+        check_accesses(launches[-1])
