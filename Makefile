@@ -264,6 +264,7 @@ $(TORCH_READY):
 	  $(WITH) $(PIP) --no-build-isolation -e ".[$(EXTRAS)]",\
 	  $(WITH) "$(PY)" setup.py -q build_ext --inplace --build-temp build/inplace)
 	@touch $@
+	@[ "$$MIXPREC_WERROR" != 1 ] || { mkdir -p build/werror/venv && touch build/werror/venv/.built; }
 
 .venv/.lint: .venv/.built
 	$(PIP) $$("$(PY)" -c "$$PRINT_LINT_TOOLS")
@@ -280,6 +281,7 @@ build/ext/$(KEY)/.built: $(BUILD_FILES) $(CXX_SOURCES) $(PY_SOURCES)
 	  --no-deps --no-build-isolation --upgrade --target $(@D)/site .
 	@touch $@
 
+# What lint compiles; .venv built with MIXPREC_WERROR=1 has shown the same.
 build/werror/$(KEY)/.built: $(READY) setup.py $(CXX_SOURCES)
 	MIXPREC_WERROR=1 $(WITH) "$(PY)" setup.py -q build_ext \
 	  --build-temp $(@D)/temp --build-lib $(@D)/lib
