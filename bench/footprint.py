@@ -10,8 +10,9 @@ from torch import nn
 
 from mixprec import compare, freeze
 
-from . import results
+from . import pages, results
 from .environment import environment
+from .table import markdown
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")
 LAYERS, WIDTH, TOKENS = 4, 1024, 16384
@@ -63,3 +64,22 @@ def write(path: Path) -> dict[str, Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     results.write_json(path, content)
     return content
+
+
+def block(content: dict[str, Any]) -> str:
+    """The table for docs/: what a step holds, and what freezing saves."""
+    training = content["training"]
+    header = ("recipe", *training["fp32"])
+    body = [
+        (recipe, *(f"{size / 1e6:.1f} MB" for size in sizes.values()))
+        for recipe, sizes in training.items()
+    ]
+    frozen = "; ".join(
+        f"{fmt} {one['before'] / one['after']:.2f}x smaller than FP32, SQNR "
+        f"{one['worst_sqnr']:.0f} dB"
+        for fmt, one in content["frozen"].items()
+    )
+    return (
+        f"{content['what']}:\n\n{markdown(header, body)}\n\nThe weights of these layers frozen for "
+        f"inference: {frozen}. {pages.machine(content['environment'])}"
+    )

@@ -1,7 +1,7 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, demo,
-claims, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
+footprint, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import accuracy, claims, pages, results, table, underflow
+from . import accuracy, footprint, pages, results, table, underflow
 from .cases.registry import best_baseline, quantity
 from .gpu import device
 
@@ -115,7 +115,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo": demo,
     "gpu": gpu,
     "gpu state": gpu_state,
-    "claims": lambda root: claims.block(root / CPU),
+    "footprint": lambda root: footprint.block(
+        json.loads((root / CPU / "footprint.json").read_text())
+    ),
     "underflow": lambda root: underflow.block(json.loads((root / underflow.RESULT).read_text())),
 }
 # Their second word says of what.

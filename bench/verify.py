@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from mixprec import testing
+from mixprec import testing, use_backend
 
 
 def _close(
@@ -37,6 +37,16 @@ def equal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
     if got.dtype != expected.dtype:
         return f"{name} is {got.dtype}, not {expected.dtype}"
     return _close(name, got.float(), expected.float(), 0.0)
+
+
+def same_as_reference(run: Callable[[], dict[str, torch.Tensor | None]]) -> str | None:
+    """What `run` returns by name, on the backend that is in force, equals what it returns on the
+    reference."""
+    got = run()
+    with use_backend("reference"):
+        want = run()
+    pairs = ((name, got[name], x) for name, x in want.items() if x is not None)
+    return first(*(equal(name, one, x) for name, one, x in pairs if one is not None))
 
 
 def close(

@@ -14,7 +14,7 @@ import mixprec
 
 from .. import verify
 from ..gpu import device
-from .registry import NotMeasured, Workload, case, times_faster
+from .registry import NotMeasured, Workload, case, times_faster, torchao_float8
 
 
 class Sizes(NamedTuple):
@@ -101,11 +101,7 @@ def _float8() -> dict[str, Pass]:
     """torchao's FP8 training under torch.compile, as it is meant to be run."""
     if device.DRY_RUN:
         raise NotMeasured("torchao's FP8 training needs a GPU with FP8 tensor cores")
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError:
-        raise NotMeasured("torchao is not installed (pip install torchao)") from None
-    layer = convert_to_float8_training(_layer())
+    layer = torchao_float8(_layer())
     return {"torchao float8, compiled": _pass(layer, device.compiled(layer))}
 
 

@@ -152,27 +152,16 @@ def _unscale(dtype: torch.dtype) -> Workload:
         torch._foreach_mul_(grads, one)
         torch._foreach_norm(grads, float("inf"))
 
-    def check() -> str | None:
-        flags = []
-        lists = []
-        for backend in (None, "reference"):
-            grads, flag = _few(dtype), _scalar(0.0)
-            if backend is None:
-                unscale_(grads, _scalar(0.125), flag)
-            else:
-                with mixprec.use_backend(backend):
-                    unscale_(grads, _scalar(0.125), flag)
-            flags.append(flag)
-            lists.append(grads)
-        pairs = zip(*lists, strict=True)
-        same = (verify.equal("a gradient", *pair) for pair in pairs)
-        return verify.first(verify.equal("found_inf", flags[0], _scalar(1.0)), *same)
+    def results() -> dict[str, torch.Tensor]:
+        grads, flag = _few(dtype), _scalar(0.0)
+        unscale_(grads, _scalar(0.125), flag)
+        return {"found_inf": flag, **{f"grads[{i}]": grad for i, grad in enumerate(grads)}}
 
     grads = _grads(dtype)
     return Workload(
         lambda g: unscale_(g, one, found_inf),
         {"torch amp foreach": torch_amp, "torch foreach mul, norm": foreach},
-        check,
+        partial(verify.same_as_reference, results),
         lambda i: grads,
         ops=("unscale_",),
         bytes=2.0 * dtype.itemsize * sum(g.numel() for g in grads),
@@ -248,12 +237,11 @@ def _few_numbers(op: str, count: int) -> Workload:
         scale_from_amax_(scales[0], scales[1], values, mixprec.E4M3)
         return scales
 
-    def check() -> str | None:
-        got = ours(None)
-        with mixprec.use_backend("reference"):
-            return verify.equal("the result", got, ours(None))
+    def results() -> dict[str, torch.Tensor]:
+        return {"the result": ours(None)}
 
     size = {"inv_scale": 8, "clip_coef": 8 * count + 4, "scale_from_amax_": 12 * count}[op]
+    check = partial(verify.same_as_reference, results)
     return Workload(ours, {}, check, lambda _: None, ops=(op,), bytes=float(size))
 
 
@@ -264,20 +252,19 @@ def _delayed(count: int) -> Workload:
         histories = torch.ones(count, HISTORY, device=device.DEVICE)
         return [*histories], [*torch.ones(count, device=device.DEVICE)], [*new.clone()]
 
-    def ours(lists: tuple[list[torch.Tensor], ...]) -> torch.Tensor:
+    def results() -> dict[str, torch.Tensor]:
+        lists = tensors()
         update_delayed_scales_(*lists, [E4M3_MAX] * count)
-        return torch.cat([t.view(-1) for tensors in lists for t in tensors])
-
-    def check() -> str | None:
-        got = ours(tensors())
-        with mixprec.use_backend("reference"):
-            return verify.equal("the result", got, ours(tensors()))
+        names = ("histories", "scales", "amaxes")
+        return {
+            name: torch.cat([t.view(-1) for t in x]) for name, x in zip(names, lists, strict=True)
+        }
 
     # From the second call on there is nothing new to record: the time is that of the launch.
     return Workload(
         lambda lists: update_delayed_scales_(*lists, [E4M3_MAX] * count),
         {},
-        check,
+        partial(verify.same_as_reference, results),
         lambda _: tensors(),
         ops=("update_delayed_scales_",),
         bytes=8.0 * count * (HISTORY + 2),

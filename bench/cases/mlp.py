@@ -10,7 +10,7 @@ from torch import nn
 import mixprec
 
 from .. import verify
-from .registry import NotMeasured, Workload, case, times_faster, times_the_time
+from .registry import Workload, case, times_faster, times_the_time, torchao_float8
 
 TOKENS, WIDTH, HIDDEN = 512, 1024, 4096
 # The accuracy that an fp8 layer must keep; the gradient of the first layer has been through the
@@ -72,62 +72,9 @@ def _workload(baselines: dict[str, nn.Module]) -> Workload:
     )
 
 
-class _EmulatedLinear(torch.autograd.Function):
-    """y = q(x) q(w)^T by torch ops: scale by amax, cast, decode, multiply in fp32."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        qx, qw = _cast(x, torch.float8_e4m3fn), _cast(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(*qx, *qw)
-        return _emulated_mm(qx, (qw[0].t(), qw[1]), x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, x_scale, weight, w_scale = ctx.saved_tensors
-        q = _cast(grad, torch.float8_e5m2)
-        grad_x = _emulated_mm(q, (weight, w_scale), grad.dtype)
-        return grad_x, _emulated_mm((q[0].t(), q[1]), (x, x_scale), grad.dtype)
-
-
-Scaled = tuple[torch.Tensor, torch.Tensor]
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> Scaled:
-    largest = torch.finfo(dtype).max
-    scale = largest / x.abs().amax().double().clamp(min=1e-12).float()
-    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale
-
-
-def _emulated_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
-    return ((a[0].float() @ b[0].float()) / (a[1] * b[1])).to(dtype)
-
-
-class _Emulated(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _EmulatedLinear.apply(x, self.weight)
-
-
-def _plain_torch() -> nn.Module:
-    model = _mlp()
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.__class__ = _Emulated
-    return model.bfloat16()
-
-
-def _torchao() -> nn.Module | None:
-    """The MLP under torchao's float8 training in its emulation mode, or None without torchao."""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        return None
-    return convert_to_float8_training(_mlp().bfloat16(), config=Float8LinearConfig(emulate=True))
-
-
 def _against_torchao() -> Workload:
-    model = _torchao()
-    if model is None:
-        raise NotMeasured("torchao is not installed (pip install torchao); see mlp/fp8/emulated")
+    """torchao's float8 training in its emulation mode: there is no FP8 matrix product on a CPU."""
+    model = torchao_float8(_mlp().bfloat16(), emulate=True)
     return _workload({"torchao float8, emulated": model})
 
 
@@ -136,12 +83,6 @@ case(
     "512 x 1024 -> 4096 -> 1024, fp8, forward + backward, against torchao's emulation",
     times_faster(3.0),
     _against_torchao,
-)
-case(
-    "mlp/fp8/emulated",
-    "the same against the emulation that torchao does, written in plain torch",
-    times_faster(3.0),
-    lambda: _workload({"torch fp8 emulation": _plain_torch()}),
 )
 case(
     "mlp/fp8/bf16",

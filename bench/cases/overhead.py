@@ -64,11 +64,8 @@ def _gemm_accumulate(where: Where) -> Call:
 
 
 def _unscale(where: Where) -> Call:
-    grads, one, found_inf = (
-        [_ones(1, where=where)],
-        _ones(where=where),
-        torch.zeros((), device=where),
-    )
+    grads, one = [_ones(1, where=where)], _ones(where=where)
+    found_inf = torch.zeros_like(one)
 
     def halved() -> torch.Tensor:
         twice = [2 * _ones(1, where=where)]
@@ -79,11 +76,8 @@ def _unscale(where: Where) -> Call:
 
 
 def _grad_stats(where: Where) -> Call:
-    grads, one, found_inf = (
-        [_ones(1, where=where)],
-        _ones(where=where),
-        torch.zeros((), device=where),
-    )
+    grads, one = [_ones(1, where=where)], _ones(where=where)
+    found_inf = torch.zeros_like(one)
     sum_sq = torch.zeros(1, dtype=torch.float64, device=where)
 
     def once() -> torch.Tensor:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 Medians = Mapping[str, float]  # seconds per call, by name; "ours", the baselines, and the copy
 # What a case that counts its bytes is held against besides its baselines: a copy of as many.
 COPY = "copy of the bytes"
@@ -21,6 +23,16 @@ def quantity(value: float, unit: str) -> str:
 
 class NotMeasured(Exception):
     """Raised while a workload is made: this machine cannot measure it, for the reason given."""
+
+
+def torchao_float8(model: nn.Module, **config: Any) -> nn.Module:
+    """`model` under torchao's float8 training; config: of its Float8LinearConfig."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise NotMeasured("torchao is not installed (pip install torchao)") from None
+    converted: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(**config))
+    return converted
 
 
 @dataclass(frozen=True)
