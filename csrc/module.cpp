@@ -10,10 +10,6 @@
 
 #include "cpu/simd/loops.h"
 
-namespace mixprec {
-void bind_gemm_plan(pybind11::module_& m);  // plan_binding.cpp
-}
-
 namespace {
 
 std::vector<std::string> isa_available() {
@@ -41,5 +37,4 @@ PYBIND11_MODULE(_C, m) {
       "The instruction set in use: base, avx2, avx512 or avx512_bf16 (MIXPREC_ISA overrides).");
   m.def("isa_available", &isa_available, "The levels that this processor can run, lowest first.");
   m.def("build_info", &build_info, "The compiler and the torch that this library was built with.");
-  mixprec::bind_gemm_plan(m);
 }

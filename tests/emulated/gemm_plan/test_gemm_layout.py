@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated.gemm_plan import plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixprec import _C
-
-plan = _C.gemm_plan
 Major, Granularity = plan.Major, plan.Granularity
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated.gemm_plan import plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixprec import _C
-
-plan = _C.gemm_plan
 D, Major, Granularity, Accumulate = plan.Dtype, plan.Major, plan.Granularity, plan.Accumulate
 ROWS = plan.TILE_CONFIGS
 H200 = plan.DeviceProperties(9, 0, 132, 232448)

@@ -1,4 +1,4 @@
-// The planner of the Hopper GEMM for Python, which tests it. It needs no GPU and no CUDA.
+// The planner of the Hopper GEMM for the tests beside this file. It needs no GPU and no CUDA.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -127,9 +127,7 @@ void bind_layout(py::module_& m) {
 
 }  // namespace
 
-void bind_gemm_plan(py::module_& parent) {
-  py::module_ m = parent.def_submodule(
-      "gemm_plan", "Which instance of the Hopper GEMM runs a problem, and how (csrc/cuda).");
+void bind_plan(py::module_& m) {
   bind_problem(m);
   bind_choices(m);
   bind_config(m);
@@ -166,3 +164,8 @@ void bind_gemm_plan(py::module_& parent) {
 }
 
 }  // namespace mixprec
+
+PYBIND11_MODULE(gemm_plan, m) {
+  m.doc() = "Which instance of the Hopper GEMM runs a problem, and how (csrc/cuda/gemm/config).";
+  mixprec::bind_plan(m);
+}
