@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..recipes import Recipe
 from . import _region
@@ -64,20 +64,16 @@ def _to_fp32(value: Any) -> Any:
     return value
 
 
-class _KeepFP32(TorchFunctionMode):
-    """Runs the FP32_OPS on FP32 copies of 16-bit arguments, unless a dtype is asked for."""
+class _Off(threading.local):
+    """Whether a region with enabled=False runs an op: those around it leave the op alone too."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None:
-            args = tuple(_to_fp32(arg) for arg in args)
-            kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+    active = False
 
 
-class autocast:
+_off = _Off()
+
+
+class autocast(_region.Region):
     """A region in which converted modules compute with `recipe`; also a decorator.
 
         with mixprec.autocast("bf16"): ...      # modules of mixprec.convert use bf16 here
@@ -90,8 +86,9 @@ class autocast:
     dtype= argument takes precedence). torch.autocast is not affected and can be combined with it.
     Regions nest: the innermost one applies; leaving one, also by an exception, restores the
     previous setting. With enabled=False modules compute as if `convert` had not been called, and no
-    op is moved to FP32. The setting is global to the process, because backward passes run in
-    threads of their own; FP32 ops apply only to the thread that entered the region.
+    op is moved to FP32. A region holds for the thread that entered it. With torch.utils.checkpoint,
+    call loss.backward() inside it too: a layer that is recomputed follows the region of that call
+    (ops that the forward pass ran in FP32 do not: torch then raises CheckpointError).
 
     recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
     delayed scaling, whose state belongs to the modules that `convert` made for it.
@@ -104,30 +101,23 @@ class autocast:
                 f"autocast: recipe must not be delayed, got {self.recipe.name!r}, whose scales "
                 "live in the modules: convert with it"
             )
+        super().__init__((self.recipe or _region.OWN) if enabled else None)
         self.enabled = enabled
-        self._entered: list[tuple[object, TorchFunctionMode | None]] = []
 
-    def __enter__(self) -> autocast:
-        mode = _KeepFP32() if self.enabled else None
-        if mode is not None:
-            mode.__enter__()
-        if self.enabled and self.recipe is None:
-            before = _region.swap(_region._NONE)
-        else:
-            before = _region.swap(self.recipe if self.enabled else None)
-        self._entered.append((before, mode))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        before, mode = self._entered.pop()
-        _region.swap(before)
-        if mode is not None:
-            mode.__exit__(kind, error, trace)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.enabled:
+            before, _off.active = _off.active, True
+            try:
+                return super().__torch_function__(func, types, args, kwargs)
+            finally:
+                _off.active = before
+        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None and not _off.active:
+            args = tuple(_to_fp32(arg) for arg in args)
+            kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __call__(self, function: Function) -> Function:
         @functools.wraps(function)

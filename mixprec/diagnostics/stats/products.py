@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,7 @@ def product_sqnr(
     weight, and no product for a kind of layer without an FP32 product in torch. Waits for the
     device.
     """
-    before = _region.swap(recipe) if recipe is not None else None
-    try:
+    with _region.Region(recipe) if recipe is not None else contextlib.nullcontext():
         state = state_here(layer)
         if state is None:
             return {}
@@ -59,9 +59,6 @@ def product_sqnr(
         there = _leaf(x)
         y = functional_call(layer, {**copies, **buffers}, (there,))
         got = y, *torch.autograd.grad(y, (there, copies["weight"]), g.to(y.dtype))
-    finally:
-        if recipe is not None:
-            _region.swap(before)
     wide = {name: _leaf(p.float()) for name, p in copies.items()}
     there = _leaf(x.float())
     ref = product_fp32(layer, there, wide["weight"], wide.get("bias"))
