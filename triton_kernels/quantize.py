@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,9 @@ def _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE: tl.constexpr,
         scale = scale_from_amax(amax, fmt_max, 1.0, 1.0, POWER_OF_TWO)
     if SCALE == "given":
         given = tl.load(scale_ptr)
-        scale = tl.where(given == 0.0, scale, given)
+        # A scale out of range is NaN, which every result then shows.
+        checked = tl.where((given >= 2.0**-126) & (given <= 2.0**126), given, float("nan"))
+        scale = tl.where(given == 0.0, scale, checked)
     if tl.program_id(0) == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
     return scale
@@ -124,8 +128,11 @@ def quantize(
     scale_inv_t = torch.empty((0,), dtype=torch.float32, device=x.device)
     source = "given" if scale is not None else "from amax" if is_fp8 else "one"
     if x.numel() == 0:
-        one = torch.ones((), dtype=torch.float32, device=x.device)
-        used = one if scale is None else torch.where(scale.reshape(()) == 0, one, scale.reshape(()))
+        used = torch.ones((), dtype=torch.float32, device=x.device)
+        if scale is not None:
+            given = scale.reshape(())
+            valid = (given >= 2.0**-126) & (given <= 2.0**126)
+            used = torch.where(given == 0, used, torch.where(valid, given, math.nan))
         return data, data_t, used.reciprocal(), scale_inv_t, amax
     scale_inv = torch.empty_like(amax)
     constants = {

@@ -114,6 +114,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
     s = is_fp8(to) ? scale_from_amax(bits_float(amax_bits(x, from)), format_max(to), 1.0f,
                                      power_of_two_scale, 1.0f)
                    : 1.0f;
+  } else {
+    s = checked_scale(s);
   }
   std::atomic<uint32_t> largest{0};
   if (transpose) {

@@ -18,6 +18,12 @@ MIXPREC_HD float scale_from_amax(float amax, float fmt_max, float two_to_minus_m
   return scale > 0x1p126f ? 0x1p126f : scale;
 }
 
+// A scale that the caller has given: NaN, which every result then shows, unless it is positive and
+// its inverse is normal.
+MIXPREC_HD float checked_scale(float given) {
+  return given >= 0x1p-126f && given <= 0x1p126f ? given : bits_float(0x7FC00000u);
+}
+
 // min(1, max_norm / (norm + 1e-6)), NaN where the norm is.
 MIXPREC_HD float clip_coef(double sum_sq, double max_norm) {
   double clip = max_norm / (square_root(sum_sq) + 1e-6);

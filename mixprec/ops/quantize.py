@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .. import formats
@@ -37,11 +39,15 @@ def _scale(
     amax: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype, power_of_two: bool
 ) -> torch.Tensor:
     """The scale of a tensor: the given one unless it is 0 (not initialized); otherwise computed
-    from amax for FP8, and 1 for the 16-bit formats."""
+    from amax for FP8, and 1 for the 16-bit formats. NaN for a given one that is out of range."""
     current = torch.ones_like(amax)
     if dtype in checks.FP8:
         current = scale_from_amax(amax, formats.parse(dtype).max, 0, power_of_two, current)
-    return current if given is None else torch.where(given.reshape(()) == 0, current, given)
+    if given is None:
+        return current
+    given = given.reshape(())
+    in_range = (given >= checks.MIN_SCALE) & (given <= checks.MAX_SCALE)
+    return torch.where(given == 0, current, torch.where(in_range, given, math.nan))
 
 
 def _by_blocks(
@@ -190,10 +196,12 @@ def quantize(
         "block128x128"  a square of 128 x 128          [ceil(M / 128), ceil(K / 128)]
 
     scale: the multiplier before the cast, fp32 with one element (a number is accepted), for
-    "tensor" only. None, or a tensor that holds 0 (not initialized), selects fmt.max / amax, rounded
-    down to a power of two unless power_of_two_scale is False (1 where amax is 0 or not finite, and
-    for FP16 and BF16). The other granularities, FP8 only, compute the scale of each block from its
-    own amax in the same way. The amax returned is that of all of x.
+    "tensor" only, in [2^-126, 2^126]: ValueError for another value, or, on a GPU and inside
+    torch.compile, where it is not read, NaN results. None, or a tensor that holds 0 (not
+    initialized), selects fmt.max / amax, rounded down to a power of two unless power_of_two_scale
+    is False (1 where amax is 0 or not finite, and for FP16 and BF16). The other granularities, FP8
+    only, compute the scale of each block from its own amax in the same way. The amax returned is
+    that of all of x.
 
     transpose also returns data_t [K, M], x^T quantized with the same granularity: for "tensor" and
     "block128x128" the transpose of data; for the others its rows, and blocks along M, have scales

@@ -27,8 +27,8 @@ __device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& ama
     float amax = bits_float(max_of_partials(t.partials, t.count));
     scale = scale_from_amax(amax, t.fmt_max, 1.0f, t.power_of_two, 1.0f);
     if (writes) *t.amax = amax;
-  } else if (scale == 0.0f) {
-    scale = 1.0f;
+  } else {
+    scale = scale == 0.0f ? 1.0f : checked_scale(scale);
   }
   if (writes) *t.scale_inv = 1.0f / scale;
   return scale;
