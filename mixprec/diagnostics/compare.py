@@ -53,7 +53,8 @@ def compare(
     make_model() returns a model whose forward(*batch) returns the scalar loss. batches: the data
     of one run: a list, a DataLoader, or a function that returns an iterable; a batch is a tuple
     of forward's arguments or a single tensor. steps: the maximum number of batches (None: all).
-    validation: batches whose mean loss is measured at the end of a run. recipes:
+    validation: batches whose mean loss is measured at the end of a run and compared; without them,
+    the training loss of the last tenth of the steps. recipes:
 
         "fp32"           the plain model: torch's Linear, FP32 parameters
         "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer

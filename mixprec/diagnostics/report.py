@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections import Counter
@@ -77,7 +78,8 @@ class Row:
 class Report:
     """The result of compare(): a row for each recipe, in order; `str(report)` is a table.
 
-    The table shows losses times loss_factor under loss_name (1 / ln 2 turns nats into bits).
+    The table shows losses times loss_factor under loss_name (1 / ln 2 turns nats into bits): the
+    validation loss, or, where none was measured, the training loss of the last tenth of the steps.
     options and environment describe the run and the machine; interrupted: Ctrl-C ended it.
     """
 
@@ -96,12 +98,22 @@ class Report:
                 return row
         raise KeyError(f"no row {recipe!r}; there are {', '.join(r.recipe for r in self.rows)}")
 
+    @property
+    def _validated(self) -> bool:
+        return any(row.validation_loss is not None for row in self.rows)
+
+    def loss(self, row: Row) -> float | None:
+        """The validation loss; where no row has one, the mean training loss of the last tenth of
+        the steps."""
+        if self._validated or not row.losses:
+            return row.validation_loss
+        return statistics.fmean(row.losses[-max(1, len(row.losses) // 10) :])
+
     def difference(self, row: Row) -> float | None:
-        """Relative difference of the validation loss to fp32's: 0.01 is one percent worse."""
-        base = next((r.validation_loss for r in self.rows if r.recipe == "fp32"), None)
-        if not base or row.validation_loss is None:
-            return None
-        return row.validation_loss / base - 1
+        """Relative difference of the loss to fp32's: 0.01 is one percent worse."""
+        base = next((self.loss(r) for r in self.rows if r.recipe == "fp32"), None)
+        loss = self.loss(row)
+        return None if not base or loss is None else loss / base - 1
 
     def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
         """One sentence for each recipe, module and GEMM kind that did not run in every step, or not
@@ -122,7 +134,8 @@ class Report:
 
     def table(self) -> list[list[str]]:
         """The table as lists of strings, the header first."""
-        header = ["recipe", self.loss_name, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
+        loss = self.loss_name if self._validated else f"training {self.loss_name}"
+        header = ["recipe", loss, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
         header += [
             "optimizer",
             "saved",
@@ -139,7 +152,7 @@ class Report:
         return any(row.peak_bytes is not None for row in self.rows)
 
     def _cells(self, row: Row) -> Iterable[str]:
-        loss, difference = row.validation_loss, self.difference(row)
+        loss, difference = self.loss(row), self.difference(row)
         yield row.recipe
         yield "-" if loss is None else f"{loss * self.loss_factor:.4f}"
         yield "-" if difference is None else f"{difference:+.2%}"
@@ -148,7 +161,7 @@ class Report:
         sizes += [row.peak_bytes] if self._on_gpu else []
         yield from ("-" if n is None else _readable(n) for n in sizes)
         yield "-" if row.skipped_steps is None else str(row.skipped_steps)
-        yield "-" if row.loss_scale is None else f"{row.loss_scale:g}"
+        yield "-" if row.loss_scale is None else _power(row.loss_scale)
         yield str(row.steps)
         yield row.status
 
@@ -249,5 +262,14 @@ class Report:
         plotting.save(plotting.plot_report(self), path)
 
 
+def _power(scale: float) -> str:
+    """A power of two as such: 2^16."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
 def _readable(n: int) -> str:
-    return f"{n / 1e6:.2f} MB" if n < 1e8 else f"{n / 1e9:.2f} GB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size / 10:
+            return f"{n / size:.2f} {unit}"
+    return f"{n} B"
