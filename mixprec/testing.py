@@ -117,7 +117,9 @@ def _rows(
     """One line for each of the `show` worst elements, by `badness`."""
     lines = []
     for flat in badness.flatten().topk(min(show, badness.numel())).indices.tolist():
-        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), badness.shape))
+        where = tuple(
+            int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), badness.shape)
+        )
         lines.append(
             f"  {list(where)}: actual {got[where].item():.9g}, expected {want[where].item():.9g}, "
             f"error {(got[where] - want[where]).abs().item():.4g}, bound {limit[where].item():.4g}"

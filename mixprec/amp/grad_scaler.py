@@ -134,7 +134,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _counter(self, i: int) -> torch.Tensor:
         if self._counters is None:
-            return torch.tensor(self._init_counters[i])
+            return torch.tensor(self._init_counters[i], device="cpu")
         return self._counters[i].clone()
 
     @property
@@ -340,7 +340,7 @@ class GradScaler(torch.amp.GradScaler):
         counts = self._start_counts(optimizer)
         with torch.no_grad():
             for device, (params, grads) in gradients(optimizer, allow_fp16=True).items():
-                flags.append(torch.zeros((), device=device))
+                flags.append(torch.zeros((), dtype=torch.float32, device=device))
                 sum_sq = torch.empty(len(grads), dtype=torch.float64, device=device)
                 table = counts.table(device, params, [g.numel() for g in grads])
                 here = inv_scale.to(device, non_blocking=True)
@@ -365,7 +365,9 @@ class GradScaler(torch.amp.GradScaler):
         alone = self._ranks.alone(params)
         if not flags and alone:
             return {}
-        found_inf = any_flag(flags, home) if flags else torch.zeros((), device=home)
+        found_inf = (
+            any_flag(flags, home) if flags else torch.zeros((), dtype=torch.float32, device=home)
+        )
         if not alone:
             none = torch.zeros(0, dtype=torch.float64, device=home)
             self._ranks.agree_(found_inf, none, [], [], 0, params)
@@ -435,7 +437,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_counters = [state[name] for name in _COUNTERS]
         if self._hysteresis_tracker is not None and self._counters is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
-            self._counters.copy_(torch.tensor(self._init_counters))
+            self._counters.copy_(torch.tensor(self._init_counters, device="cpu"))
         self._start_watch()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         self._seed, self._grad_dtype = seed, grad_dtype
         self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
         self.ranks = Ranks(process_group)
-        self.skipped = torch.zeros((), dtype=torch.int64)
+        self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._forget()
         super().__init__(params, defaults)
 
@@ -237,7 +237,7 @@ class Optimizer(torch.optim.Optimizer):
         seen = found_inf is not None and grad_scale is None
         must_read = self._clips() or grad_scale is not None or (self._any_low() and not seen)
         if found_inf is None and must_read:
-            found_inf = torch.zeros((), device=params[0].device)
+            found_inf = torch.zeros((), dtype=torch.float32, device=params[0].device)
         unscale = None if grad_scale is None else inv_scale(grad_scale)
         if found_inf is not None:
             if not seen:

@@ -31,7 +31,7 @@ def read(
     sums: dict[int, torch.Tensor] = {}
     for device, here in by_device.items():
         grads = [g for batch in here for g in batch.grads]
-        flag = found_inf if device == home else torch.zeros((), device=device)
+        flag = found_inf if device == home else torch.zeros_like(found_inf, device=device)
         sum_sq = torch.zeros(len(grads), dtype=torch.float64, device=device)
         params = [p for batch in here for p in batch.params]
         whole = all(batch.data is batch.params for batch in here)
@@ -63,7 +63,8 @@ def agree(
     order = sorted(sums)
     params = [p for g in order for b in batches if b.group == g for p in b.params]
     home = found_inf.device
-    mine = torch.cat([sums[g] for g in order]) if sums else torch.zeros(0).double().to(home)
+    none = torch.zeros(0, dtype=torch.float64, device=home)
+    mine = torch.cat([sums[g] for g in order]) if sums else none
     scopes = [g for g in order for _ in range(sums[g].numel())]
     everyone = [p for group in groups for p in group["params"]]
     totals = ranks.agree_(found_inf, mine, params, scopes, len(groups), everyone)

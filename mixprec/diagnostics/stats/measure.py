@@ -89,7 +89,7 @@ def cast_sums(
     finite = torch.isfinite(wide)
     if operand.scale_inv is None:
         overflow = finite & ~torch.isfinite(data)
-        low = high = scale_inv = torch.ones((), device=x.device)
+        low = high = scale_inv = torch.ones((), dtype=torch.float32, device=x.device)
     else:
         scale_inv = scale_layout.expand(operand.scale_inv, *wide.shape)
         overflow = finite & (wide.abs() > largest_kept(fmt) * scale_inv)

@@ -152,7 +152,9 @@ class Monitor:
             clipped = getattr(layer, "clipped", None)
             if isinstance(clipped, torch.Tensor):
                 self._note(f"clipped/{name}", clipped.sum())
-        self._note("", torch.zeros(()))  # records the step even if no layer was called
+        self._note(
+            "", torch.zeros((), device="cpu")
+        )  # records the step even if no layer was called
 
     def _note(self, name: str, value: torch.Tensor) -> None:
         self._scalars.append(_Scalar(self.steps, name, value.detach().double().reshape(())))
@@ -267,7 +269,7 @@ def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """How many steps the optimizer took: the largest `step` of its params, on their device."""
     counts = [torch.as_tensor(s["step"]) for s in optimizer.state.values() if "step" in s]
     if not counts:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     home = counts[0].device
     wide = [c.detach().double().reshape(()).to(home, non_blocking=True) for c in counts]
     return torch.stack(wide).max()

@@ -70,5 +70,5 @@ def can_compare() -> bool:
         not torch.compiler.is_compiling()
         and torch.cuda.is_available()
         and not torch.cuda.is_current_stream_capturing()
-        and type(torch.empty(0)) is torch.Tensor  # not a FakeTensor
+        and type(torch.empty(0, device="cpu")) is torch.Tensor  # not a FakeTensor
     )

@@ -19,28 +19,31 @@ AWKWARD = (0.0, -0.0, 448.0, -464.0, 6.5e4, 1e-8, math.inf, -math.inf, math.nan)
 
 
 def _random(device: str, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(device)
 
 
 def _integers(device: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(shape[0])
-    return torch.randint(-4, 5, shape, generator=generator).float().to(device, dtype)
+    generator = torch.Generator("cpu").manual_seed(shape[0])
+    x = torch.randint(-4, 5, shape, generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(device, dtype)
 
 
-def _scalar(device: str, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
+def _tensor(device: str, values: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _awkward(device: str) -> torch.Tensor:
-    return torch.tensor(AWKWARD, device=device).repeat(7)
+    return _tensor(device, AWKWARD).repeat(7)
 
 
 def quantize(device: str) -> Iterator[Arguments]:
     for dtype in LOW:
         yield [_random(device), dtype, None, True, "tensor", True]
         yield [_random(device).bfloat16(), dtype, None, False, "tensor", False]
-        yield [_awkward(device), dtype, _scalar(device, 1.0), False, "tensor", True]
-        yield [_random(device), dtype, _scalar(device, 0.0), False, "tensor", True]
+        yield [_awkward(device), dtype, _tensor(device, 1.0), False, "tensor", True]
+        yield [_random(device), dtype, _tensor(device, 0.0), False, "tensor", True]
     blocks = _random(device, 1, (130, 257))
     blocks[0, 3], blocks[129, 256], blocks[:, 200] = math.nan, math.inf, 0.0
     for granularity in ("row", "block1x128", "block128x128"):
@@ -52,7 +55,7 @@ def dequantize(device: str) -> Iterator[Arguments]:
     codes = torch.arange(256, device=device).to(torch.uint8)
     for dtype in LOW:
         data = codes.view(dtype) if dtype.itemsize == 1 else _random(device).to(dtype)
-        yield [data, _scalar(device, 0.25), torch.float32]
+        yield [data, _tensor(device, 0.25), torch.float32]
     data = _random(device, 1, (130, 257)).to(torch.float8_e5m2)
     for shape in ((130, 1), (130, 3), (2, 3)):
         yield [data, _random(device, 2, shape).abs(), torch.bfloat16]
@@ -66,7 +69,7 @@ def amax(device: str) -> Iterator[Arguments]:
 
 def _operands(device: str, *, plain: bool = False) -> Iterator[Arguments]:
     """a, b and their scales; plain: such that torch's GEMM accepts them too."""
-    half, quarter = _scalar(device, 0.5), _scalar(device, 0.25)
+    half, quarter = _tensor(device, 0.5), _tensor(device, 0.25)
     for a_dtype, b_dtype in [(d, d) for d in LOW] + [LOW[:2]]:
         fp8 = a_dtype.itemsize == 1
         m, n, k = (16, 32, 64) if plain and fp8 else (19, 23, 70)
@@ -78,13 +81,13 @@ def _blocks(device: str) -> Iterator[Arguments]:
     """Operands with scales per block and per row. Triton compiles a kernel for each."""
     a = _integers(device, (12, 144), torch.float8_e4m3fn)
     b = _integers(device, (32, 144), torch.float8_e4m3fn).t()
-    powers = 2.0 ** torch.arange(4.0, device=device)
+    powers = _tensor(device, [1.0, 2.0, 4.0, 8.0])
     yield [a, b, powers[:2].repeat(12, 1), powers[2:, None]]
     yield [a, b, powers[:3].repeat(4)[:, None], powers.repeat(8)[None]]
 
 
 def gemm(device: str) -> Iterator[Arguments]:
-    bias = torch.arange(23.0, device=device)
+    bias = torch.arange(23, dtype=torch.float32, device=device)
     for operands in _operands(device):
         yield [*operands, bias, torch.float32, False]
     for operands in _operands(device, plain=True):
@@ -106,25 +109,25 @@ def _grads(device: str) -> list[torch.Tensor]:
 
 
 def _counts(device: str, rows: int) -> torch.Tensor:
-    return torch.full((rows, 4), -1, device=device)
+    return torch.full((rows, 4), -1, dtype=torch.int64, device=device)
 
 
 def unscale(device: str) -> Iterator[Arguments]:
-    inv_scale = _scalar(device, 2.0**-3)
+    inv_scale = _tensor(device, 2.0**-3)
     grads = _grads(device)
-    yield [grads, inv_scale, _scalar(device, 0.0), None]
+    yield [grads, inv_scale, _tensor(device, 0.0), None]
     grads = [*_grads(device), _awkward(device)]
-    yield [grads, inv_scale, _scalar(device, 0.0), _counts(device, len(grads))]
+    yield [grads, inv_scale, _tensor(device, 0.0), _counts(device, len(grads))]
 
 
 def grad_stats(device: str) -> Iterator[Arguments]:
     # powers of two: their squares add up exactly in any order
-    exact = [torch.full((n,), 2.0 ** (n % 5), device=device) for n in (1, 37, 1000)]
-    tiny = torch.tensor([0.0, 2.0**-24, 1.0], device=device).half()
-    for grads in ([*exact, tiny], [*exact, _scalar(device, math.inf)]):
+    exact = [_tensor(device, 2.0 ** (n % 5)).repeat(n) for n in (1, 37, 1000)]
+    tiny = _tensor(device, [0.0, 2.0**-24, 1.0], torch.float16)
+    for grads in ([*exact, tiny], [*exact, _tensor(device, math.inf)]):
         sum_sq = torch.zeros(4, dtype=torch.float64, device=device)
-        flag = _scalar(device, 0.0)
-        yield [grads, _scalar(device, 0.5), flag, sum_sq, _counts(device, 4)]
+        flag = _tensor(device, 0.0)
+        yield [grads, _tensor(device, 0.5), flag, sum_sq, _counts(device, 4)]
 
 
 def _step_tensors(device: str) -> tuple[list[torch.Tensor], ...]:
@@ -137,15 +140,15 @@ def _step_tensors(device: str) -> tuple[list[torch.Tensor], ...]:
 
 
 def _step_shared(device: str, found_inf: float, stochastic: bool) -> Arguments:
-    lr = torch.tensor(1e-3, dtype=torch.float64, device=device)
-    flags = _scalar(device, 0.5), _scalar(device, 0.25), _scalar(device, found_inf)
+    lr = _tensor(device, 1e-3, torch.float64)
+    flags = _tensor(device, 0.5), _tensor(device, 0.25), _tensor(device, found_inf)
     return [False, 1.5, stochastic, 2**40 + 7, [3, 0], lr if stochastic else None, *flags]
 
 
 def adamw(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
         params, grads, m, v, masters = _step_tensors(device)
-        steps = torch.tensor([3.0, 0.0], device=device)
+        steps = _tensor(device, [3.0, 0.0])
         numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, not stochastic)
         lists = [params, grads, m, v, [] if stochastic else masters]
         yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
@@ -154,40 +157,40 @@ def adamw(device: str) -> Iterator[Arguments]:
 def sgd(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
         params, grads, m, _, masters = _step_tensors(device)
-        steps = torch.tensor([3.0, 0.0], device=device)
+        steps = _tensor(device, [3.0, 0.0])
         numbers = (0.1, 0.9, 0.0, 0.01, stochastic)
         lists = [params, grads, m, [] if stochastic else masters]
         yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 
 
 def scale_from_amax(device: str) -> Iterator[Arguments]:
-    amax = torch.tensor([0.0, 1e-40, 1.0, 3.0, 448.0, math.inf, math.nan], device=device)
+    amax = _tensor(device, [0.0, 1e-40, 1.0, 3.0, 448.0, math.inf, math.nan])
     for power_of_two in (True, False):
         scale, scale_inv = torch.full_like(amax, 2.0), torch.full_like(amax, 0.5)
         yield [scale, scale_inv, amax, torch.float8_e4m3fn, 0, power_of_two]
 
 
 def inv_scale(device: str) -> Iterator[Arguments]:
-    yield [_scalar(device, 3.0)]
+    yield [_tensor(device, 3.0)]
 
 
 def clip_coef(device: str) -> Iterator[Arguments]:
-    yield [_scalar(device, 7.0, torch.float64), 1.0]
-    yield [torch.tensor([4.0, 0.25, 16.0], dtype=torch.float64, device=device), 1.0]
+    yield [_tensor(device, 7.0, torch.float64), 1.0]
+    yield [_tensor(device, [4.0, 0.25, 16.0], torch.float64), 1.0]
 
 
 def update_scale(device: str) -> Iterator[Arguments]:
     for found_inf in (0.0, 1.0):
-        trackers = _scalar(device, 1, torch.int32), _scalar(device, 1, torch.int32)
-        counters = torch.tensor([4, 5, 2], device=device)
-        state = _scalar(device, 2.0**16), *trackers, counters, _scalar(device, found_inf)
-        yield [*state, _scalar(device, 0.5), 2.0, 0.5, 20, 2.0**-24, math.inf, 1, 0.25]
+        trackers = _tensor(device, 1, torch.int32), _tensor(device, 1, torch.int32)
+        counters = _tensor(device, [4, 5, 2], torch.int64)
+        state = _tensor(device, 2.0**16), *trackers, counters, _tensor(device, found_inf)
+        yield [*state, _tensor(device, 0.5), 2.0, 0.5, 20, 2.0**-24, math.inf, 1, 0.25]
 
 
 def update_delayed_scales(device: str) -> Iterator[Arguments]:
     amaxes = (-1.0, 0.0, 3.0, math.inf, math.nan)  # not used, zero, plain, not recorded
     for most_recent in (False, True):
         histories = [_random(device, seed, (4,)).abs() for seed in range(len(amaxes))]
-        scales = [_scalar(device, 2.0) for _ in amaxes]
-        staged = [_scalar(device, amax) for amax in amaxes]
+        scales = [_tensor(device, 2.0) for _ in amaxes]
+        staged = [_tensor(device, amax) for amax in amaxes]
         yield [histories, scales, staged, [448.0, 57344.0] * 2 + [448.0], 1, True, most_recent]

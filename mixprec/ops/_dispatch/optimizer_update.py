@@ -32,7 +32,7 @@ class Update:
 
     def __init__(self, args: Any) -> None:
         self._args, steps = args, args.steps
-        found = torch.zeros((), device=steps.device) if args.found_inf is None else args.found_inf
+        found = torch.zeros_like(steps[:1]) if args.found_inf is None else args.found_inf
         self.skip = found.reshape(()) != 0
         steps.copy_(torch.where(self.skip, steps, steps + 1))
         self.counts = steps.clone()
