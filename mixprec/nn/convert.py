@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from .._local_gradients import LOW_PRECISION
 from ..recipes import Recipe
 from . import Conv2d, Layer, Linear
 
@@ -162,37 +163,89 @@ def convert_to_float8_training(
     return convert(model, config, module_filter_fn)
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _is_norm(module: nn.Module) -> bool:
+    """One of NORMS, or a class of that name, such as LlamaRMSNorm, whose own parameters are
+    vectors."""
+    if isinstance(module, NORMS):
+        return True
+    own = [*module.parameters(recurse=False)]
+    named = "norm" in type(module).__name__.lower()
+    return named and bool(own) and all(p.dim() <= 1 for p in own)
+
+
+def _as_input(module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
+    """A forward hook: the output in the dtype of the input, where that has 16 bits."""
+    x = next((i for i in inputs if isinstance(i, torch.Tensor)), None)
+    if x is None or x.dtype not in LOW_PRECISION or not isinstance(output, torch.Tensor):
+        return output
+    return output.to(x.dtype)
+
+
+def _matching(op: str, what: str, patterns: Collection[str], names: Collection[str]) -> set[str]:
+    """The names that a pattern matches. ValueError for a pattern that matches none."""
+    if isinstance(patterns, str):
+        raise TypeError(f"{op}: {what} must be a list of patterns, got the string {patterns!r}")
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if fnmatchcase(name, pattern)}
+        if not matched:
+            listed = ", ".join(list(names)[:8]) or "none"
+            raise ValueError(f"{op}: {what} has {pattern!r}, which matches none of {listed}, ...")
+        found |= matched
+    return found
+
+
+def cast_parameters(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    keep_fp32: Collection[str] = (),
+    buffers: Collection[str] = (),
+) -> nn.Module:
     """Cast the floating-point parameters of `model` to `dtype`, in place; return the model.
 
-    dtype: bf16, fp16 or fp32. The parameters of normalization layers (`mixprec.convert.NORMS` and
-    their subclasses) become or stay FP32: they are few, and their updates are small next to their
-    values. Buffers are left as they are, so running statistics keep their precision. Parameters
-    keep their identity: optimizers, ties and requires_grad are unaffected; existing gradients are
-    cast too. ValueError for another dtype, TypeError if `model` is not a module.
+    dtype: bf16, fp16 or fp32. The parameters of normalization layers become or stay FP32: they are
+    few, and their updates are small next to their values. These are the layers of
+    `mixprec.convert.NORMS`, their subclasses, and modules whose class is called a norm and whose
+    parameters are vectors (LlamaRMSNorm), which get a hook that returns 16 bits for 16-bit input.
+    keep_fp32: patterns of the names of further parameters to keep in FP32, such as
+    ["*.router.weight"]. Parameters keep their identity: optimizers, ties and requires_grad are
+    unaffected; existing gradients are cast too.
+
+    buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
+    ["*.attn_mask"]. The others are left as they are: running statistics and the frequencies of
+    rotary embeddings lose too much in 16 bits.
+
+    ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
+    module, before anything is changed.
 
     A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
     computes in FP32 inside). On CUDA, torch's layer_norm raises RuntimeError for this combination:
-    run the model under torch.autocast there. Custom norm classes are cast too, unless they derive
-    from one in NORMS.
+    run the model under torch.autocast there.
     """
-    _is_module("cast_parameters", model)
+    op = "cast_parameters"
+    _is_module(op, model)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
-            f"cast_parameters: dtype must be bfloat16, float16 or float32, got {dtype}"
-        )
-    of_norms = {
-        param
-        for module in model.modules()
-        if isinstance(module, NORMS)
-        for param in module.parameters(recurse=False)
-    }
+        raise ValueError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    floats = {n: b for n, b in model.named_buffers() if b.dtype in _CASTABLE}
+    kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
+    cast_too = _matching(op, "buffers", buffers, floats)
+    for module in model.modules():
+        if _is_norm(module):
+            kept.update(module.parameters(recurse=False))
+            # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take.
+            if not isinstance(module, NORMS) and _as_input not in module._forward_hooks.values():
+                module.register_forward_hook(_as_input)
     for param in model.parameters():
-        target = torch.float32 if param in of_norms else dtype
+        target = torch.float32 if param in kept else dtype
         if param.dtype == target or param.dtype not in _CASTABLE:
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
         param.data = param.data.to(target)
         if grad is not None:
             param.grad = grad.to(target)
+    for name in cast_too:
+        parent, _, own = name.rpartition(".")
+        model.get_submodule(parent)._buffers[own] = floats[name].to(dtype)
     return model
