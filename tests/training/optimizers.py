@@ -80,6 +80,20 @@ def train(optimizer: torch.optim.Optimizer, params: Params, steps: int = 5, firs
         optimizer.step()
 
 
+def trained(
+    make: Callable[..., Any],
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+    shapes: Any = SHAPES,
+    **options: Any,
+) -> tuple[Any, Params]:
+    """An optimizer of new params after some steps, and the params."""
+    params = parameters(dtype, shapes)
+    optimizer = make(params, **options)
+    train(optimizer, params, steps)
+    return optimizer, params
+
+
 def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
     """Everything a step may write: params, then each one's state in a fixed order."""
     states = [optimizer.state[p] for p in params]

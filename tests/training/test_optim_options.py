@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import name, normal, transposed
+from cases import name, normal
 from optimizers import (
     KINDS,
     LOW,
@@ -25,16 +25,12 @@ from optimizers import (
     set_grads,
     tensors,
     train,
+    trained,
 )
 
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.ops import join_master
 from mixprec.optim import SGD, Adam, AdamW
-
-
-def mean(t: torch.Tensor) -> float:
-    return t.detach().double().mean().item()
-
 
 # State, reports, synchronization
 
@@ -101,24 +97,6 @@ def test_a_remainder_is_a_master(kind: Kind, state_dtype: torch.dtype) -> None:
     assert all(optimizer.state[p]["remainder"].any() for p in params if p.numel())
 
 
-def test_a_remainder_and_a_master_differ_in_exact_ties_only() -> None:
-    """Between two bf16 numbers, a master's param is the even one, a remainder's the larger."""
-    values = []
-    for mode in ("fp32", "remainder16"):
-        p = torch.nn.Parameter(torch.tensor([1.0, -1.0]).bfloat16())
-        optimizer = SGD([p], lr=2.0**-8, master_weights=mode)
-        seen = []
-        for _ in range(4):
-            p.grad = -p.detach().sign()
-            optimizer.step()
-            seen.append(p[0].item())
-            assert p[1].item() == -seen[-1]
-        values.append(seen)
-    ulp = 2.0**-7
-    assert values[0] == [1.0, 1 + ulp, 1 + 2 * ulp, 1 + 2 * ulp]  # ties at odd multiples of 2^-8
-    assert values[1] == [1 + ulp, 1 + ulp, 1 + 2 * ulp, 1 + 2 * ulp]
-
-
 def drift(kind: Callable, dtype: torch.dtype, n: int = 4096, **options: Any) -> float:
     """How far n ones come in 100 steps of 1e-4, much less than half a unit of a 16-bit number."""
     p = torch.nn.Parameter(torch.ones(n, dtype=dtype))
@@ -126,7 +104,7 @@ def drift(kind: Callable, dtype: torch.dtype, n: int = 4096, **options: Any) -> 
     p.grad = torch.ones_like(p)
     for _ in range(100):
         optimizer.step()
-    return 1.0 - mean(p)
+    return 1.0 - p.detach().double().mean().item()
 
 
 @pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
@@ -149,26 +127,6 @@ def test_tiny_updates_are_lost_without_masters(kind: Callable) -> None:
         assert got != pytest.approx(1e-2, abs=1e-9)  # and it is random
 
 
-def test_a_bf16_exp_avg_sq_decays() -> None:
-    """v * 0.999 rounded to nearest is v again for bf16 and would stay for ever; rounded at random
-    it follows the FP32 run: 4,096 elements, each step one unit (at most v / 128) or none."""
-    v = torch.tensor(1.5, dtype=torch.bfloat16)
-    assert (v.float() * 0.999).bfloat16() == v
-    means = []
-    for state_dtype in (torch.bfloat16, torch.float32):
-        p = torch.nn.Parameter(torch.ones(4096))
-        optimizer = Adam([p], lr=0.0, state_dtype=state_dtype)
-        p.grad = torch.full_like(p, math.sqrt(1500.0))
-        optimizer.step()
-        p.grad = torch.zeros_like(p)
-        for _ in range(200):
-            optimizer.step()
-        means.append(mean(optimizer.state[p]["exp_avg_sq"]))
-    assert means[1] == pytest.approx(1.5 * 0.999**200, rel=1e-4)
-    deviation = means[1] * math.sqrt(200 * 1e-3 / 128 / 4096)
-    assert means[0] == pytest.approx(means[1], abs=5 * deviation)
-
-
 RANDOM = [{"stochastic_rounding": True}, {"state_dtype": torch.bfloat16}]
 RANDOM.append(RANDOM[0] | RANDOM[1])
 
@@ -187,21 +145,6 @@ def test_the_seed_decides_every_bit(kind: Kind, mix: dict) -> None:
     for run in runs[2:]:
         assert any(not torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(runs[3], runs[4], strict=True))
-
-
-@kinds
-@pytest.mark.parametrize("mix", RANDOM[1:], ids=name)
-def test_noise_depends_on_no_layout(kind: Kind, mix: dict) -> None:
-    value = normal((37, 21), torch.bfloat16)
-    dense, strided = (torch.nn.Parameter(layout(value)) for layout in (torch.clone, transposed))
-    assert dense.stride() != strided.stride()
-    optimizers = [kind([p], lr=0.01, **mix) for p in (dense, strided)]
-    for step in range(3):
-        grad = normal((37, 21), torch.bfloat16, seed=step)
-        dense.grad, strided.grad = grad, transposed(grad) if step else grad
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same(tensors(optimizers[1], [strided]), tensors(optimizers[0], [dense]))
 
 
 @kinds
@@ -232,17 +175,14 @@ def test_two_params_and_two_steps_get_different_noise() -> None:
     """The same numbers twice: where they are rounded differs."""
     params = [torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = SGD(params, lr=2.0**-9, stochastic_rounding=True)
-    down = []
+    seen = set()
     for _ in range(2):
         for p in params:
             p.data.fill_(1.0)
             p.grad = torch.ones_like(p)
         optimizer.step()
-        down += [p.detach() < 1 for p in params]
-    for i, a in enumerate(down):
-        assert 180 < a.sum() < 332  # half of them, within 7 standard deviations
-        for b in down[:i]:
-            assert 180 < (a != b).sum() < 332
+        seen |= {tuple(p.tolist()) for p in params}
+    assert len(seen) == 4
 
 
 # Gradients in FP32
@@ -251,22 +191,18 @@ def test_two_params_and_two_steps_get_different_noise() -> None:
 @kinds
 @pytest.mark.parametrize("dtype", LOW, ids=name)
 def test_micro_batches_add_up_in_fp32(kind: Kind, dtype: torch.dtype) -> None:
-    p = torch.nn.Parameter(normal((40,), dtype))
-    optimizer = kind([p], lr=0.01, grad_dtype=torch.float32)
+    p, other = (torch.nn.Parameter(normal((40,), dtype)) for _ in range(2))
+    optimizer, expected = kind([p], lr=0.01, grad_dtype=torch.float32), kind([other], lr=0.01)
     parts = [normal((40,), dtype, seed=50 + i) * 0.37 for i in range(6)]
+    total, low = torch.zeros(40), torch.zeros(40, dtype=dtype)
     for part in parts:
         (p * part).sum().backward()
-    total = parts[0].float()
-    low = parts[0].clone()
-    for part in parts[1:]:
-        total = total + part.float()
+        total += part.float()
         low += part
     assert p.grad.dtype == torch.float32
     assert torch.equal(p.grad, total)
     assert not torch.equal(total, low.float())
-    other = torch.nn.Parameter(normal((40,), dtype))
     other.main_grad = total
-    expected = kind([other], lr=0.01)
     optimizer.step()
     expected.step()
     assert_same(tensors(optimizer, [p]), tensors(expected, [other]))
@@ -346,12 +282,10 @@ def test_zero_grad_clears_main_grad() -> None:
         assert p.main_grad.data_ptr() == buffer.data_ptr()
         assert not buffer.any()
     optimizer.zero_grad()
-    assert all(p.grad is None for p in params)
-    assert all(p.main_grad is None for p in params[1:])
+    assert all(p.grad is None and getattr(p, "main_grad", None) is None for p in params)
     assert not hasattr(params[0], "main_grad")
-    before = copies(optimizer, params)
     optimizer.step()  # nothing to do
-    assert_same(tensors(optimizer, params), before)
+    assert not optimizer.state
 
 
 # Clipping
@@ -359,26 +293,23 @@ def test_zero_grad_clears_main_grad() -> None:
 
 @kinds
 @pytest.mark.parametrize(
-    ("dtype", "grad_scale"),
-    [(torch.float32, 2.0**9), (torch.bfloat16, 2.0**9), (torch.float64, None)],
+    ("dtype", "scale"),
+    [(torch.float32, 2.0**9), (torch.bfloat16, 2.0**9), (torch.float64, 1.0)],
     ids=name,
 )
-def test_max_grad_value(kind: Kind, dtype: torch.dtype, grad_scale: float | None) -> None:
+def test_max_grad_value(kind: Kind, dtype: torch.dtype, scale: float) -> None:
     params, other = parameters(dtype), parameters(dtype)
     optimizer, expected = kind(params, lr=0.01, max_grad_value=0.5), kind(other, lr=0.01)
-    scaler = GradScaler(init_scale=grad_scale or 1.0)
-    scaler.scale(torch.zeros(()))
+    scaler = GradScaler(init_scale=scale, enabled=scale != 1.0)
     for step in range(3):
-        set_grads(params, step, grad_scale or 1.0)
+        scaler.scale(torch.zeros(()))
+        set_grads(params, step, scale)
         set_grads(other, step)
         torch.nn.utils.clip_grad_value_(other, 0.5)
         assert other[3].grad.abs().max() == 0.5
         expected.step()
-        if grad_scale is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
     assert_same(tensors(optimizer, params), tensors(expected, other))
 
 
@@ -390,50 +321,41 @@ def test_each_group_may_have_its_own_limit(kind: Kind) -> None:
     """
     shapes = [(3, 5), (0,), (), (129,), (7,), (2, 3, 5)]
     params, other = parameters(shapes=shapes), parameters(shapes=shapes)
-
-    def groups(ps: list, *limits: float | None) -> list[dict]:
-        parts = ({}, {"lr": 0.02}, {"lr": 0.1}, {})
-        own = [{"params": ps[a:b]} for a, b in ((0, 1), (1, 4), (4, 5), (5, 6))]
-        own = [group | part for group, part in zip(own, parts, strict=True)]
-        if limits:
-            own[1]["max_grad_norm"], own[3]["max_grad_norm"] = limits
-        return own
-
-    optimizer = kind(groups(params, 0.25, 1e4), lr=0.01, max_grad_norm=0.5)
-    expected = kind(groups(other), lr=0.01)
-    scaler = GradScaler(init_scale=2.0**9)
-    scaler.scale(torch.zeros(()))
+    settings = [{}, {"lr": 0.02}, {"lr": 0.1}, {}]
+    optimizer, expected = (
+        kind([{"params": ps, **own} for ps, own in zip(parts, settings, strict=True)], lr=0.01)
+        for parts in ([ps[:1], ps[1:4], ps[4:5], ps[5:]] for ps in (params, other))
+    )
+    optimizer.max_grad_norm = 0.5
+    optimizer.param_groups[1]["max_grad_norm"] = 0.25
+    optimizer.param_groups[3]["max_grad_norm"] = 1e4
     assert optimizer.grad_norm is None
     for step in range(4):
+        scaler = GradScaler(init_scale=2.0**9, enabled=step % 2 == 1)
+        scaler.scale(torch.zeros(()))
         set_grads(params, step, 2.0**9 if step % 2 else 1.0)
         grads = [p.grad.clone() for p in params]
         set_grads(other, step)
         norms = [
-            torch.nn.utils.get_total_norm([p.grad.double() for p in g["params"]])
+            torch.nn.utils.get_total_norm([p.grad.double() for p in g["params"]]).item()
             for g in expected.param_groups
         ]
         torch.nn.utils.clip_grad_norm_(other[1:4], 0.25)
         torch.nn.utils.clip_grad_norm_([other[0], other[4]], 0.5)
-        if step % 2:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+        scaler.step(optimizer)
         expected.step()
-        for got, want in zip(optimizer.group_grad_norms, norms, strict=True):
-            assert got.dtype == torch.float64
-            assert got.item() == pytest.approx(want.item(), rel=1e-12)
-        both = math.hypot(*(n.item() for n in norms))
-        assert optimizer.grad_norm.item() == pytest.approx(both, rel=1e-12)
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+        found = optimizer.group_grad_norms
+        assert all(norm.dtype == torch.float64 for norm in found)
+        assert [norm.item() for norm in found] == pytest.approx(norms, rel=1e-12)
+        assert optimizer.grad_norm.item() == pytest.approx(math.hypot(*norms), rel=1e-12)
     for a, b in zip(tensors(optimizer, params), tensors(expected, other), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_norms_are_unscaled_and_of_the_last_step_only() -> None:
     params = parameters(torch.bfloat16)
-    groups = [{"params": params[:2]}, {"params": params[2:4]}, {"params": params[4:]}]
-    optimizer = AdamW(groups)
+    optimizer = AdamW([{"params": params[a : a + 2]} for a in (0, 2, 4)])
     scaler = GradScaler(init_scale=2.0**7)
     scaler.scale(torch.zeros(()))
     set_grads(params, 0, 2.0**7)
@@ -443,7 +365,6 @@ def test_norms_are_unscaled_and_of_the_last_step_only() -> None:
     scaler.step(optimizer)
     assert optimizer.group_grad_norms[1] is None
     assert optimizer.group_grad_norms[2].item() == pytest.approx(want, rel=1e-12)
-    set_grads(params[2:4], 1)
     optimizer.zero_grad()
     set_grads(params[2:4], 1)
     optimizer.step()
@@ -455,9 +376,7 @@ def test_norms_are_unscaled_and_of_the_last_step_only() -> None:
     scaler.step(optimizer)
     assert optimizer.grad_norm is None
     # nor at all with fp32 params, no scaler and nothing to clip
-    wide = parameters()
-    plain = AdamW(wide)
-    train(plain, wide, 1)
+    plain, _ = trained(AdamW, steps=1)
     assert plain.grad_norm is None
     assert plain.group_grad_norms == [None]
 
@@ -475,46 +394,33 @@ SCHEDULES: tuple[Callable, ...] = (
 
 
 @kinds
-def test_a_tensor_lr_is_its_number(kind: Kind) -> None:
-    """Written in place between steps, by hand or by a schedule."""
-    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
-        params, other = parameters(dtype), parameters(dtype)
-        lr = torch.full(
-            ((), (1,), (1, 1))[i], 0.01, dtype=(torch.float32, torch.float64, torch.float32)[i]
-        )
-        optimizer, expected = kind(params, lr=lr), kind(other, lr=lr.item())
-        for step in range(4):
-            lr.fill_(0.01 / (1 + step))
-            expected.param_groups[0]["lr"] = lr.item()
-            train(optimizer, params, 1, step)
-            train(expected, other, 1, step)
-        assert optimizer.param_groups[0]["lr"] is lr
-        assert_same(tensors(optimizer, params), tensors(expected, other))
-    for scheduler in SCHEDULES:
-        params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
-        lr = torch.tensor(0.02, dtype=torch.float64)
-        optimizer, expected = kind(params, lr=lr), kind(other, lr=0.02)
-        schedule, rates = scheduler(optimizer), set()
-        for step in range(6):
-            rates.add(lr.item())
-            expected.param_groups[0]["lr"] = lr.item()
-            train(optimizer, params, 1, step)
-            train(expected, other, 1, step)
-            schedule.step()
-        assert len(rates) > 3
-        assert optimizer.param_groups[0]["lr"] is lr
-        assert_same(tensors(optimizer, params), tensors(expected, other))
+@pytest.mark.parametrize("i", range(3))
+def test_a_tensor_lr_is_its_number(kind: Kind, i: int) -> None:
+    """Written in place between steps, as schedules do."""
+    dtype = (torch.float32, torch.bfloat16, torch.float64)[i]
+    wide = (torch.float32, torch.float64, torch.float32)[i]
+    params, other = parameters(dtype), parameters(dtype)
+    lr = torch.full(((), (1,), (1, 1))[i], 0.02, dtype=wide)
+    optimizer, expected = kind(params, lr=lr), kind(other, lr=lr.item())
+    schedule, rates = SCHEDULES[i](optimizer), set()
+    for step in range(6):
+        rates.add(lr.item())
+        expected.param_groups[0]["lr"] = lr.item()
+        train(optimizer, params, 1, step)
+        train(expected, other, 1, step)
+        schedule.step()
+    assert len(rates) > 3
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert_same(tensors(optimizer, params), tensors(expected, other))
 
 
 @kinds
 def test_a_tensor_lr_in_a_state_dict(kind: Kind) -> None:
-    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
     lr = torch.tensor(0.01)
-    optimizer, resumed = kind(params, lr=lr), kind(other)
-    train(optimizer, params, 2)
+    optimizer, _ = trained(kind, torch.bfloat16, lr=lr)
+    resumed = kind(parameters(torch.bfloat16))
     resumed.load_state_dict(optimizer.state_dict())
     rate = resumed.param_groups[0]["lr"]
     assert (rate.item(), rate.dtype) == (lr.item(), torch.float32)
-    assert rate is not lr
     lr.zero_()
     assert rate.item() != 0
