@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,35 +161,22 @@ def forbid_synchronization(patched: pytest.MonkeyPatch) -> None:
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def torch_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def torch_plain(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.05, foreach=False)
-
-
-def torch_foreach(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.05, foreach=True)
-
-
-def torch_fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.05, fused=True)
-
-
-def our_sgd(params: Any) -> torch.optim.Optimizer:
-    return SGD(params, lr=0.05, momentum=0.9)
-
-
-def our_adamw(params: Any) -> torch.optim.Optimizer:
-    return AdamW(params, lr=0.05)
-
-
-def our_adam(params: Any) -> torch.optim.Optimizer:
-    return Adam(params, lr=0.05)
-
-
+torch_sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+torch_plain = partial(torch.optim.AdamW, lr=0.05, foreach=False)
+torch_foreach = partial(torch.optim.Adam, lr=0.05, foreach=True)
+torch_fused = partial(torch.optim.AdamW, lr=0.05, fused=True)
+our_sgd = partial(SGD, lr=0.05, momentum=0.9)
+our_adamw = partial(AdamW, lr=0.05)
+our_adam = partial(Adam, lr=0.05)
+our_clipping_adamw = partial(AdamW, lr=0.1, max_grad_norm=1.0)
 TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
 OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
-every_optimizer = pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=lambda f: f.__name__)
+
+
+def with_optimizers(*makes: Any) -> pytest.MarkDecorator:
+    ids = ["-".join([m.func.__module__, m.func.__name__, *m.keywords]) for m in makes]
+    return pytest.mark.parametrize("make", makes, ids=ids)
+
+
+every_optimizer = with_optimizers(*TORCHS, *OURS)
 every_way = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])

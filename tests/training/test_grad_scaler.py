@@ -11,20 +11,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import name, normal
+from cases import normal
 from optimizers import (
     TORCHS,
     Make,
     every_optimizer,
-    forbid_synchronization,
     our_adamw,
     through_a_file,
     torch_plain,
     torch_sgd,
+    with_optimizers,
 )
 
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, Adam, AdamW
 
 F16_MAX = 65504.0
 Optimizer = torch.optim.Optimizer
@@ -213,7 +212,7 @@ def test_misuse_raises_what_torch_raises(case: int) -> None:
         assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
-@pytest.mark.parametrize("make", [torch_plain, our_adamw], ids=name)
+@with_optimizers(torch_plain, our_adamw)
 def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
     params, optimizer = run_of(make)
     scaler = GradScaler()
@@ -276,28 +275,7 @@ def test_found_inf_of_an_explicit_unscale_is_honoured(make: Make) -> None:
             assert scaler.get_scale() == 2.0**15
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_an_explicit_unscale_changes_nothing_else(max_grad_norm: float | None) -> None:
-    """With a power of two as the scale, fp32 gradients unscaled early or late are the same."""
-    runs = []
-    for explicit in (False, True):
-        params, _ = run_of(our_adamw)
-        optimizer = AdamW(params, lr=0.1, max_grad_norm=max_grad_norm)
-        scaler = GradScaler()
-        for _ in range(3):
-            backward(scaler, params)
-            scaled = [p.grad.clone() for p in params]
-            if explicit:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            for p, grad in zip(params, scaled, strict=True):
-                assert torch.equal(p.grad, grad * 2.0**-16 if explicit else grad)
-        runs.append(params)
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("make", TORCHS[:3], ids=name)
+@with_optimizers(*TORCHS[:3])
 def test_fp16_gradients_with_torch_optimizers(make: Make) -> None:
     params, optimizer = run_of(make, torch.float16)
     scaler = GradScaler(init_scale=8.0)
@@ -387,25 +365,6 @@ def test_update_with_a_new_scale(new: float | torch.Tensor) -> None:
         with pytest.raises(ValueError, match="new_scale must be positive"):
             scaler.update(bad)
     assert scaler.get_scale() == 4.0
-
-
-def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [run_of(our_adamw), run_of(SGD)]
-    params, _ = run_of(our_adamw, torch.bfloat16)
-    runs.append((params, Adam(params, max_grad_norm=1.0)))
-
-    with monkeypatch.context() as patched:
-        forbid_synchronization(patched)
-        for params, optimizer in runs:
-            scaler = GradScaler(grow_on_underflow=0.5)
-            for explicit in (False, True):
-                for bad in ([], [math.nan]):
-                    backward(scaler, params, *bad)
-                    if explicit:
-                        scaler.unscale_(optimizer)
-                    scaler.step(optimizer)
-                    scaler.update()
-    assert scaler.skipped.item() == 2
 
 
 # Saving

@@ -235,31 +235,25 @@ def test_every_found_inf_that_is_not_zero_skips(kind: Kind) -> None:
     for i, flag in enumerate(([2.0], 2.0, 0.5, 1e-45, -1.0, math.inf, math.nan)):
         p = torch.nn.Parameter(torch.ones(3))
         optimizer = kind([p], lr=0.1)
-        grad_scale = torch.tensor(1.0) if i % 2 else None
-        p.grad = torch.full((3,), math.nan if grad_scale is None else 1.0)
-        if i % 3:  # as mixprec.GradScaler does
-            optimizer._step_scaled(grad_scale, torch.tensor(flag))
-        else:  # as torch.amp.GradScaler does
-            optimizer.grad_scale, optimizer.found_inf = grad_scale, torch.tensor(flag)
-            optimizer.step()
+        p.grad = torch.ones(3)
+        # as torch.amp.GradScaler does
+        optimizer.grad_scale = torch.tensor(1.0) if i % 2 else None
+        optimizer.found_inf = torch.tensor(flag)
+        optimizer.step()
         assert torch.equal(p, torch.ones(3)), flag
-        assert optimizer.state[p]["step"].item() == 0
-        assert optimizer.skipped.item() == 1
+        assert (optimizer.state[p]["step"].item(), optimizer.skipped.item()) == (0, 1)
 
 
 # Hooks, closures, groups
 
 
 @kinds
-def test_closures_hooks_and_schedulers(kind: Kind) -> None:
+def test_closures_and_schedulers(kind: Kind) -> None:
     runs = []
     for make in (kind, kind.torch):
         p = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
         optimizer = make([("weight", p)], lr=0.05)
         assert optimizer.param_groups[0]["param_names"] == ["weight"]
-        calls: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
-        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.08, total_steps=10)
 
         def closure(optimizer: Any = optimizer, p: torch.Tensor = p) -> torch.Tensor:
@@ -272,7 +266,6 @@ def test_closures_hooks_and_schedulers(kind: Kind) -> None:
         for _ in range(6):
             losses.append(optimizer.step(closure).item())
             schedule.step()
-        assert calls == ["before", "after"] * 6
         assert losses[-1] < losses[0] == 13.0
         group = optimizer.param_groups[0]
         cycled = group.get("betas", (group.get("momentum"),))[0]

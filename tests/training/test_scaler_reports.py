@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import name, normal, random_bits
+from cases import normal, random_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from independent import grad_counts
@@ -23,24 +23,21 @@ from optimizers import (
     every_optimizer,
     every_way,
     our_adamw,
+    our_clipping_adamw,
     our_sgd,
     through_a_file,
     torch_fused,
     torch_plain,
     torch_sgd,
+    with_optimizers,
 )
 from torch import nn
 
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.grad_report import Overflow, Underflow
-from mixprec.optim import AdamW
 
 Optimizer = torch.optim.Optimizer
 INF, NAN = math.inf, math.nan
-
-
-def our_clipping_adamw(params: Any) -> Optimizer:
-    return AdamW(params, lr=0.1, max_grad_norm=1.0)
 
 
 def param(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -215,7 +212,7 @@ def test_several_optimizers(makes: tuple[Make, Make]) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("make", [torch_plain, torch_fused, our_adamw, our_sgd], ids=name)
+@with_optimizers(torch_plain, torch_fused, our_adamw, our_sgd)
 @given(seed=st.integers(0, 1000), size=st.integers(1, 600), kind=st.integers(0, 2))
 def test_all_counts_against_the_bits(
     make: Make, explicit: bool, seed: int, size: int, kind: int
@@ -260,7 +257,7 @@ def test_underflow_is_of_the_last_step_and_of_scaled_gradients(explicit: bool) -
 # Early growth
 
 
-@pytest.mark.parametrize("make", [our_adamw, our_sgd, torch_fused, torch_plain], ids=name)
+@with_optimizers(our_adamw, our_sgd, torch_fused, torch_plain)
 def test_early_growth(make: Make) -> None:
     """After a twentieth of the interval, here 3 updates, if more than a quarter is subnormal.
 
@@ -398,7 +395,7 @@ def loaded(state: dict) -> GradScaler:
     return scaler
 
 
-@pytest.mark.parametrize("make", [our_adamw, our_clipping_adamw, torch_fused], ids=name)
+@with_optimizers(our_adamw, our_clipping_adamw, torch_fused)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
     """Copied after any step: scale, trackers and counts, and when, and what, it raises."""
@@ -522,7 +519,7 @@ def test_static_scales_between_torch_and_ours() -> None:
 
 
 @every_way
-@pytest.mark.parametrize("make", [our_adamw, our_sgd, our_clipping_adamw], ids=name)
+@with_optimizers(our_adamw, our_sgd, our_clipping_adamw)
 def test_main_grad(make: Make, explicit: bool) -> None:
     """It is read, unscaled and reported in place of `grad`, whatever that holds."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -554,7 +551,7 @@ def test_main_grad(make: Make, explicit: bool) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("make", [torch_plain, torch_fused], ids=name)
+@with_optimizers(torch_plain, torch_fused)
 def test_torchs_optimizers_have_no_main_grad(make: Make, explicit: bool) -> None:
     """They use `grad`, and so it is `grad` that must be unscaled and looked at."""
     for bad in ([], [NAN]):

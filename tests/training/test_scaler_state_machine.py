@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from cases import name, normal
+from cases import normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from optimizers import (
@@ -17,11 +17,13 @@ from optimizers import (
     Make,
     our_adam,
     our_adamw,
+    our_clipping_adamw,
     our_sgd,
     torch_foreach,
     torch_fused,
     torch_plain,
     torch_sgd,
+    with_optimizers,
 )
 
 from mixprec.amp.grad_scaler import GradScaler
@@ -97,13 +99,16 @@ class Side:
         return any(p.grad is not None for p in self.params[part])
 
 
+def pairs(mine: Side, theirs: Side) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(mine.flat, theirs.flat, strict=True))
+
+
 def assert_same(mine: Side, theirs: Side, exact: bool) -> None:
     """Scale, growth tracker and params; exact where both run the same torch optimizers."""
     a, b = mine.scaler.state_dict(), theirs.scaler.state_dict()
     assert {key: a[key] for key in b} == b
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-4}
-    for p, q in zip(mine.flat, theirs.flat, strict=True):
-        torch.testing.assert_close(p, q, equal_nan=True, **tolerance)
+    torch.testing.assert_close(mine.flat, theirs.flat, equal_nan=True, **tolerance)
 
 
 def sides(makes: Sequence[Make], **scaler: Any) -> tuple[Side, Side]:
@@ -161,7 +166,7 @@ def test_any_calls_in_any_order_do_what_torch_does(
     for op, arguments in [("backward", (0, 2)), *calls] if started else calls:
         assert mine.call(op, *arguments) is theirs.call(op, *arguments), op
         assert_same(mine, theirs, exact=True)
-    for p, q in zip(mine.flat, theirs.flat, strict=True):
+    for p, q in pairs(mine, theirs):
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, rtol=0.0, atol=0.0, equal_nan=True)
@@ -197,25 +202,31 @@ def penalized(side: Side, seed: int) -> torch.Tensor:
     return loss + sum((g * inverse).square().sum() for g in scaled).sqrt()
 
 
-@pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=name)
+@with_optimizers(*TORCHS, *OURS, our_clipping_adamw)
 def test_a_power_of_two_leaves_no_trace(make: Make) -> None:
-    """A gradient penalty and accumulation with a scaler are the same bits as without one."""
+    """A gradient penalty and accumulation with a scaler are the same bits as without one.
+
+    Whether gradients are unscaled in the step or, in every third one, before.
+    """
     scaled = Side(GradScaler(init_scale=2.0**12, growth_interval=2), (make, make))
     unscaled = Side(GradScaler(enabled=False), (make, make))
     for i in range(6):
+        for side, batch in itertools.product((scaled, unscaled), range(2)):
+            side.scaler.scale(penalized(side, 10 * i + batch)).backward()
+        if i % 3 == 2:
+            for part in range(2):
+                scaled.unscale_(part)
+            assert all(torch.equal(p.grad, q.grad) for p, q in pairs(scaled, unscaled))
         for side in (scaled, unscaled):
-            for batch in range(2):
-                side.scaler.scale(penalized(side, 10 * i + batch)).backward()
-            for optimizer in side.optimizers:
-                side.scaler.step(optimizer)
-            side.scaler.update()
+            for part in range(2):
+                side.step(part)
+            side.update()
             side.zero_grad()
         assert scaled.scaler.get_scale() == 2.0 ** (12 + (i + 1) // 2)
-        for p, q in zip(scaled.flat, unscaled.flat, strict=True):
-            assert torch.equal(p, q)
+        assert all(torch.equal(p, q) for p, q in pairs(scaled, unscaled))
 
 
-@pytest.mark.parametrize("make", [our_adamw, torch_fused, torch_plain], ids=name)
+@with_optimizers(our_adamw, torch_fused, torch_plain)
 def test_hysteresis_and_limits(make: Make) -> None:
     """Megatron-LM's rule; tests/ops/test_scale.py compares it with one written in Python.
 
