@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import GRADS, normal, transposed
 
+from mixprec.ops import join_master
 from mixprec.optim import SGD, Adam, AdamW
 
 LOW = (torch.bfloat16, torch.float16)
@@ -44,6 +44,8 @@ KINDS = {
     "nesterov": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("nesterov", True))),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
 # Every valid combination: a master or stochastic rounding, not both.
 MIXES: list[dict[str, Any]] = [
     {"master_weights": m, "state_dtype": d, "stochastic_rounding": s}
@@ -64,6 +66,14 @@ def all_dtypes() -> Params:
         params += parameters(dtype, [(3, 5), (0,), (67,)])
         params.append(torch.nn.Parameter(transposed(normal((4, 9), dtype, seed=i))))
     return params
+
+
+def mixed() -> Params:
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    return [
+        torch.nn.Parameter(normal(s, d, seed=i))
+        for i, (s, d) in enumerate(zip(((3, 5), (7,), (2, 2), (0,), (9,)), dtypes, strict=True))
+    ]
 
 
 def clones(params: Params) -> Params:
@@ -103,6 +113,14 @@ def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tens
 
 def copies(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
     return [t.clone() for t in tensors(optimizer, params)]
+
+
+def master_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> torch.Tensor:
+    """The FP32 number that is trained."""
+    state = optimizer.state[p]
+    if "remainder" in state:
+        return join_master(p.detach(), state["remainder"])
+    return state.get("master", p.detach()).float()
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -153,30 +171,3 @@ def forbid_synchronization(patched: pytest.MonkeyPatch) -> None:
         patched.setattr(torch.Tensor, method, synchronizes)
     for function in ("equal", "is_nonzero", "allclose"):
         patched.setattr(torch, function, synchronizes)
-
-
-# For tests of scalers: optimizers of torch, fused or not, and of ours.
-
-
-Make = Callable[[Any], torch.optim.Optimizer]
-
-
-torch_sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-torch_plain = partial(torch.optim.AdamW, lr=0.05, foreach=False)
-torch_foreach = partial(torch.optim.Adam, lr=0.05, foreach=True)
-torch_fused = partial(torch.optim.AdamW, lr=0.05, fused=True)
-our_sgd = partial(SGD, lr=0.05, momentum=0.9)
-our_adamw = partial(AdamW, lr=0.05)
-our_adam = partial(Adam, lr=0.05)
-our_clipping_adamw = partial(AdamW, lr=0.1, max_grad_norm=1.0)
-TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
-OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
-
-
-def with_optimizers(*makes: Any) -> pytest.MarkDecorator:
-    ids = ["-".join([m.func.__module__, m.func.__name__, *m.keywords]) for m in makes]
-    return pytest.mark.parametrize("make", makes, ids=ids)
-
-
-every_optimizer = with_optimizers(*TORCHS, *OURS)
-every_way = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])

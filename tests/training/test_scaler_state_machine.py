@@ -12,7 +12,7 @@ import torch
 from cases import normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from optimizers import (
+from scalers import (
     TORCHS,
     Make,
     our_adam,
