@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import LAYOUTS, Layout, contiguous, name, normal
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -48,13 +46,6 @@ def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
     for _ in range(3):
         iterate(scaler, optimizer, p)
     assert is_one(p)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_sharded_grad_scaler_after_unscale(one_rank: None) -> None:
