@@ -1,4 +1,4 @@
-"""Training runs that overflow anywhere, again and again or for ever, and recover."""
+"""A training run that overflows hundreds of times in a row recovers as if it never had."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import SGD, Adam, AdamW
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_SCALE = 2.0**-24
 STOCHASTIC = {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 5}
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -25,35 +24,20 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "stochastic": (AdamW, STOCHASTIC),
     "stochastic_sgd": (SGD, {"momentum": 0.9, **STOCHASTIC}),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def model_of(dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return model.to(dtype)
 
 
 class Run:
-    """A model in training: everything that a checkpoint holds, and one step as users write it."""
+    """A model in training, and one step as users write it."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        max_grad_norm: float | None = 1.0,
-        kind: str = "adamw",
-        **scaler: Any,
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, kind: str, **scaler: Any) -> None:
+        torch.manual_seed(0)
         self.dtype = dtype
-        self.model = model_of(dtype)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
         self.params = list(self.model.parameters())
         groups = [{"params": self.params[:3]}, {"params": self.params[3:], "lr": 0.02}]
         make, settings = KINDS[kind]
-        self.optimizer = make(groups, lr=0.01, max_grad_norm=max_grad_norm, **settings)
-        self.scaler = GradScaler(**({"init_scale": 2.0**10, "growth_interval": 3} | scaler))
+        self.optimizer = make(groups, lr=0.01, max_grad_norm=1.0, **settings)
+        self.scaler = GradScaler(init_scale=2.0**16, growth_interval=2, **scaler)
 
     def step(self, step: int, *bad: tuple[int, int, float]) -> float:
         """bad: (param, element, value) written into the scaled gradients."""
@@ -68,18 +52,14 @@ class Run:
         self.scaler.update()
         return loss.item()
 
-    def all_finite(self) -> bool:
-        return all(t.isfinite().all() for t in tensors(self.optimizer, self.params))
 
-
-@every_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name)
 def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind: str) -> None:
     """And one in the first step of all: compared with a run without any."""
     calls: list[Any] = []
-    settings = {"init_scale": 2.0**16, "growth_interval": 2}
-    settings |= {"max_consecutive_skips": 100, "on_max_skips": calls.append}
-    run, calm = (Run(dtype, kind=kind, **settings) for _ in range(2))
+    watch = {"max_consecutive_skips": 100, "on_max_skips": calls.append}
+    run, calm = (Run(dtype, kind, **watch) for _ in range(2))
     run.step(0, (0, 0, math.nan))
     assert all(torch.equal(p, q) for p, q in zip(run.params, calm.params, strict=True))
     for s in run.optimizer.state.values():
@@ -99,7 +79,7 @@ def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind
     losses = [(run.step(step), calm.step(step)) for step in range(3, 71)]
     assert run.scaler.get_scale() == 2.0**10
     assert run.scaler.skipped.item() == 301
-    assert run.all_finite()
+    assert all(t.isfinite().all() for t in tensors(run.optimizer, run.params))
     if dtype == torch.float16:  # gradients vanish at such a scale, until it has grown again
         stormy, calmed = (sum(column[-20:]) for column in zip(*losses, strict=True))
         assert stormy < 1.1 * calmed
