@@ -7,34 +7,12 @@ import math
 import pytest
 import torch
 from cases import LAYOUTS, Layout, contiguous, name, normal
+from scalers import filled, iterate, param, step
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from mixprec import ops
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import SGD, Adam, AdamW
-
-OURS = (AdamW, Adam, SGD)
-Optimizer = torch.optim.Optimizer
-
-
-def param(*shape: int, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.ones(shape, dtype=dtype))
-
-
-def iterate(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer, p: torch.Tensor, *bad: float
-) -> None:
-    """One iteration on the loss p.sum(); `bad` is written into the scaled gradient."""
-    p.grad = None
-    scaler.scale(p.sum()).backward()
-    for i, value in enumerate(bad):
-        p.grad[i] = value
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def is_one(p: torch.Tensor) -> bool:
-    return torch.equal(p, torch.ones_like(p))
 
 
 def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
@@ -44,8 +22,8 @@ def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
     iterate(scaler, optimizer, p, math.inf)
     assert scaler.get_scale() == 0.0
     for _ in range(3):
-        iterate(scaler, optimizer, p)
-    assert is_one(p)
+        iterate(scaler, optimizer, p, 0.0, 0.0, 0.0)
+    assert torch.equal(p, torch.ones(3))
 
 
 def test_sharded_grad_scaler_after_unscale(one_rank: None) -> None:
@@ -53,29 +31,25 @@ def test_sharded_grad_scaler_after_unscale(one_rank: None) -> None:
     for bad in (False, True):
         p = param(3)
         optimizer, scaler = AdamW([p], lr=0.1), ShardedGradScaler(device="cpu")
-        scaler.scale(p.sum()).backward()
-        if bad:
-            p.grad[0] = math.inf
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert is_one(p) == bad
+        p.grad = filled((3,), math.inf if bad else 1.0)
+        step(scaler, optimizer, explicit=True)
+        assert torch.equal(p, torch.ones(3)) == bad
         assert scaler.get_scale() == (2.0**15 if bad else 2.0**16)
 
 
-@pytest.mark.parametrize("ours", OURS, ids=name)
-def test_lists_longer_than_any_table(ours: type[Optimizer]) -> None:
+@pytest.mark.parametrize("ours", [AdamW, Adam, SGD], ids=name)
+def test_lists_longer_than_any_table(ours: type[torch.optim.Optimizer]) -> None:
     """apex packs at most 110 tensors and 320 blocks into one launch."""
     count = 701
     joined = torch.nn.Parameter(normal((count,), torch.float32))
-    params = [torch.nn.Parameter(joined.detach()[i : i + 1].clone()) for i in range(count)]
+    params = [torch.nn.Parameter(p.clone()) for p in joined.detach().split(1)]
     one, many = ours([joined], lr=0.1), ours(params, lr=0.1)
     scaler = GradScaler()
-    for step in range(3):
-        joined.grad = scaler.scale(normal((count,), torch.float32, seed=step))
+    for i in range(3):
+        joined.grad = scaler.scale(normal((count,), torch.float32, seed=i))
         for p, g in zip(params, joined.grad.split(1), strict=True):
             p.grad = g.clone()
-        if step == 1:
+        if i == 1:
             joined.grad[-1] = params[-1].grad[0] = math.nan
         scaler.step(one)
         scaler.step(many)
