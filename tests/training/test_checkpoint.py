@@ -67,9 +67,8 @@ def test_a_part_alone(path: Path) -> None:
     save_checkpoint(path, **run.parts(), step=8, extra=[1.5, None, "a"])
     before = other.bits()
     assert load_checkpoint(path, model=other.model, rng=False)["extra"] == [1.5, None, "a"]
-    assert other.bits() != before
     assert as_bytes(other.model.state_dict()) == as_bytes(run.model.state_dict())
-    assert as_bytes(other.optimizer.state_dict()) == before[0]["optimizer"]
+    assert other.bits()[0] == before[0] | {"model": as_bytes(run.model.state_dict())}
     assert load_checkpoint(path, rng=False)["step"] == 8
 
 
@@ -175,24 +174,19 @@ def test_converted_weights_are_the_masters_roundings(
     run, other = Run(saved), Run(mine, init=1)
     for step in range(3):
         run.step(step)
-    written = run.model[0].weight
+    params = list(run.model.parameters())
+    masters = [run.optimizer.state[p]["master"].clone() for p in params]
     with torch.no_grad():  # after its last step, so that the master does not hold
-        written[0, 0] = 1.5
+        params[0][0, 0] = masters[0][0, 0] = 1.5
     save_checkpoint(path, **run.parts())
     load_checkpoint(path, **other.parts(), convert_dtype=True)
-    pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
-    for p, q in pairs:
-        master = run.optimizer.state[p]["master"].clone()
-        if p is written:
-            master[0, 0] = 1.5
+    for p, q, master in zip(params, other.model.parameters(), masters, strict=True):
         assert torch.equal(q, master.to(mine))
         assert not torch.equal(q, p.to(mine)) or saved == torch.float16
-    masters = [s["master"].clone() for s in other.optimizer.state.values()]
-    other.optimizer.param_groups[0]["lr"] = other.optimizer.param_groups[1]["lr"] = 0.0
-    masters[0][0, 0] = 1.5
+    for group in other.optimizer.param_groups:
+        group["lr"] = 0.0
     other.step(0)
-    after = [s["master"] for s in other.optimizer.state.values()]
-    assert as_bytes(after) == as_bytes(masters)
+    assert as_bytes([s["master"] for s in other.optimizer.state.values()]) == as_bytes(masters)
 
 
 def test_conversions_that_overflow_are_refused(path: Path) -> None:

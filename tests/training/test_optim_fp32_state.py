@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -163,9 +164,11 @@ def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
 @kinds
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copied_run_goes_on_as_the_original(kind: Kind, clone: Callable) -> None:
-    for mix in MIXES:
+    """With gradients in FP32, too, a setting of the params that copying them loses."""
+    for mix, grad_dtype in itertools.product(MIXES, (None, torch.float32)):
         model = net()
-        optimizer = kind(model.parameters(), lr=1e-3, max_grad_value=2.0, **mix)
+        options = {"max_grad_value": 2.0, "grad_dtype": grad_dtype, **mix}
+        optimizer = kind(model.parameters(), lr=1e-3, **options)
         train_net(model, [optimizer], 2)
         next(model.parameters()).grad.fill_(math.nan)
         optimizer.step()
@@ -179,4 +182,5 @@ def test_a_copied_run_goes_on_as_the_original(kind: Kind, clone: Callable) -> No
         assert not torch.equal(before[0], ours[0])  # which have gone on alone
         train_net(other, [copied], 2)
         assert_same(tensors(copied, theirs), tensors(optimizer, ours))
+        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in theirs)
         assert (copied.max_grad_value, copied.master_weights) == (2.0, optimizer.master_weights)
