@@ -11,12 +11,12 @@ import torch
 from cases import name
 from optimizers import (
     KINDS,
-    LOW,
     Kind,
     assert_close,
     assert_same,
     clones,
     kinds,
+    master_of,
     parameters,
     set_grads,
     tensors,
@@ -85,21 +85,29 @@ def test_options_of_torch_that_change_nothing() -> None:
 
 
 @every_setting
-def test_a_master_is_an_fp32_run_and_the_param_its_rounding(kind: Kind, settings: dict) -> None:
-    for dtype, mode in zip(LOW, ("auto", "fp32"), strict=True):
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_a_master_is_an_fp32_run_and_the_param_its_rounding(
+    kind: Kind, settings: dict, state_dtype: torch.dtype
+) -> None:
+    """Bit for bit, from the same gradients; a remainder holds the rest of the same numbers."""
+    options = {**settings, "lr": 1e-3, "state_dtype": state_dtype}
+    modes = ((torch.bfloat16, "auto"), (torch.float16, "fp32"), (torch.bfloat16, "remainder16"))
+    for dtype, mode in modes:
         params = parameters(dtype)
         wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-        optimizer = kind(params, master_weights=mode, **{**settings, "lr": 1e-3})
-        expected = kind(wide, **{**settings, "lr": 1e-3})
+        optimizer, expected = kind(params, master_weights=mode, **options), kind(wide, **options)
         for step in range(12):
             train(optimizer, params, 1, step)
             for p, w in zip(params, wide, strict=True):
                 w.grad = p.grad.float()
             expected.step()
         for p, w in zip(params, wide, strict=True):
-            assert torch.equal(optimizer.state[p]["master"], w)
-            assert torch.equal(p, w.to(dtype))
-            assert "master" not in expected.state[w]
+            state, want = optimizer.state[p], expected.state[w]
+            assert torch.equal(master_of(optimizer, p), w)
+            tie = (w.detach().view(torch.int32) & 0xFFFF) == 0x8000  # a remainder's rounds away
+            assert torch.equal(p[~tie], w[~tie].to(dtype))
+            assert state.keys() - want.keys() == {"remainder" if "remainder" in state else "master"}
+            assert all(torch.equal(state[key], value) for key, value in want.items())
 
 
 def test_groups_of_mixed_params() -> None:

@@ -22,7 +22,6 @@ from optimizers import (
     train,
 )
 
-from mixprec.ops import join_master
 from mixprec.optim import SGD, Adam, AdamW
 
 
@@ -46,26 +45,6 @@ def test_what_a_state_holds(kind: Kind) -> None:
             assert state.keys() <= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
             matrices = [t for t in optimizer.state[p].values() if t.dim() == 2]
             assert all(t.stride() == p.stride() for t in matrices)
-
-
-@kinds
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_a_remainder_is_a_master(kind: Kind, state_dtype: torch.dtype) -> None:
-    """The same FP32 numbers, bit for bit, from the same gradients."""
-    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    optimizer = kind(params, lr=0.01, master_weights="remainder16", state_dtype=state_dtype)
-    expected = kind(other, lr=0.01, master_weights="fp32", state_dtype=state_dtype)
-    for step in range(25):
-        train(optimizer, params, 1, step)
-        train(expected, other, 1, step)
-        for p, o in zip(params, other, strict=True):
-            state, want = optimizer.state[p], expected.state[o]
-            assert torch.equal(join_master(p.detach(), state["remainder"]), want["master"])
-            for key in want.keys() - {"master"}:
-                assert torch.equal(state[key], want[key])
-            tie = (want["master"].view(torch.int32) & 0xFFFF) == 0x8000
-            assert torch.equal(p[~tie], o[~tie])
-    assert all(optimizer.state[p]["remainder"].any() for p in params if p.numel())
 
 
 def drift(kind: Callable, dtype: torch.dtype, n: int = 4096, **options: Any) -> float:
@@ -194,22 +173,6 @@ def test_a_gradient_that_is_there_already_makes_way_for_fp32_ones() -> None:
     (p.sum() + added.sum()).backward()
     assert torch.equal(p.grad, torch.full((3,), 2.0))
     assert torch.equal(added.grad, torch.ones(3))
-
-
-@kinds
-def test_main_grad_takes_the_place_of_grad(kind: Kind) -> None:
-    params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    optimizer, expected = kind(params, lr=0.01), kind(other, lr=0.01)
-    for step in range(3):
-        set_grads(other, step)
-        for i, (p, o) in enumerate(zip(params, other, strict=True)):
-            p.main_grad = o.grad.float()
-            # What a framework that keeps both leaves there, or nothing.
-            p.grad = torch.full_like(p, math.nan) if i % 2 else None
-        optimizer.step()
-        expected.step()
-    assert_same(tensors(optimizer, params), tensors(expected, other))
-    assert optimizer.skipped.item() == 0
 
 
 def test_main_grad_may_be_more_exact_than_a_gradient_of_16_bits() -> None:

@@ -1,4 +1,4 @@
-"""Random sequences of calls do what they do with torch.amp.GradScaler, or by Megatron's rule."""
+"""Random sequences of calls do what they do with torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -224,33 +224,3 @@ def test_a_power_of_two_leaves_no_trace(make: Make) -> None:
             side.zero_grad()
         assert scaled.scaler.get_scale() == 2.0 ** (12 + (i + 1) // 2)
         assert all(torch.equal(p, q) for p, q in pairs(scaled, unscaled))
-
-
-@with_optimizers(our_adamw, torch_fused, torch_plain)
-def test_hysteresis_and_limits(make: Make) -> None:
-    """Megatron-LM's rule; tests/ops/test_scale.py compares it with one written in Python.
-
-    An overflow takes one from the hysteresis, and backs off once that is used up; growth, after an
-    interval without, fills it again.
-    """
-    p = torch.nn.Parameter(torch.ones(2))
-    optimizer = make([p])
-    scaler = GradScaler(
-        init_scale=8.0,
-        growth_factor=4.0,
-        backoff_factor=0.25,
-        growth_interval=2,
-        hysteresis=2,
-        min_scale=1.0,
-        max_scale=64.0,
-    )
-    expected = [("x", 8), ("x", 2), ("x", 1), (".", 1), (".", 4), ("x", 4), (".", 4), (".", 16)]
-    expected += [("x", 16), ("x", 4), (".", 4), (".", 16), (".", 16), (".", 64), (".", 64)]
-    for letter, scale in [*expected, (".", 64), ("x", 64), ("x", 16)]:
-        scaler.scale(torch.zeros(()))
-        p.grad = torch.full((2,), math.inf if letter == "x" else 0.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == scale
-        assert scaler.last_step_skipped == (letter == "x")
-    assert (scaler.skipped.item(), scaler.applied_steps.item()) == (8, 10)

@@ -1,4 +1,4 @@
-"""What GradScaler.update does besides torch's: counts, skips in a row, early growth, no growth."""
+"""What GradScaler.update does besides torch's: counts, skips in a row, early growth, limits."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_early_growth_looks_at_the_worst_optimizer() -> None:
     assert scaler.get_scale() == 8.0
 
 
-# Static scaling
+# The scale after a sequence of steps
 
 
 def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[float]:
@@ -214,6 +214,21 @@ def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[flo
         assert torch.equal(p, before) == (letter == "x")
         seen.append(scaler.get_scale())
     return seen
+
+
+@every_optimizer
+def test_hysteresis_and_limits(make: Make) -> None:
+    """Megatron-LM's rule; tests/ops/test_scale.py compares it with one written in Python.
+
+    An overflow takes one from the hysteresis, and backs off once that is used up; growth, after an
+    interval without, fills it again.
+    """
+    settings = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    settings |= {"hysteresis": 2, "min_scale": 1.0, "max_scale": 64.0}
+    scaler, optimizer = GradScaler(init_scale=8.0, **settings), make([param(4)])
+    assert scales_after(scaler, optimizer, "xxx..x..") == [8, 2, 1, 1, 4, 4, 4, 16]
+    assert scales_after(scaler, optimizer, "xx......xx") == [16, 4, 4, 16, 16, 64, 64, 64, 64, 16]
+    assert (scaler.skipped.item(), scaler.applied_steps.item()) == (8, 10)
 
 
 @every_optimizer
