@@ -13,6 +13,7 @@ from scalers import (
     INF,
     NAN,
     OURS,
+    TORCHS,
     Make,
     Optimizer,
     every_optimizer,
@@ -206,7 +207,7 @@ def test_the_error_after_many_skips_names_the_worst_parameter(make: Make) -> Non
 
 
 @every_way
-@with_optimizers(torch_plain, torch_fused, our_adamw, our_sgd)
+@every_optimizer
 def test_underflow_is_of_the_last_step_and_of_scaled_gradients(make: Make, explicit: bool) -> None:
     """5 values that are subnormal until the scale has grown 2^4 times.
 
@@ -233,7 +234,7 @@ def test_underflow_is_of_the_last_step_and_of_scaled_gradients(make: Make, expli
 
 
 @every_way
-@with_optimizers(our_adamw, our_sgd, our_clipping_adamw)
+@with_optimizers(*OURS, our_clipping_adamw)
 def test_main_grad(make: Make, explicit: bool) -> None:
     """It is read, unscaled and reported in place of `grad`, whatever that holds."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -263,7 +264,7 @@ def test_main_grad(make: Make, explicit: bool) -> None:
 
 
 @every_way
-@with_optimizers(torch_plain, torch_fused)
+@with_optimizers(*TORCHS)
 def test_torchs_optimizers_have_no_main_grad(make: Make, explicit: bool) -> None:
     """They use `grad`, and so it is `grad` that must be unscaled and looked at."""
     for bad in ([], [NAN]):

@@ -14,6 +14,7 @@ from scalers import (
     INF,
     NAN,
     OURS,
+    TORCHS,
     Make,
     Optimizer,
     every_optimizer,
@@ -25,7 +26,6 @@ from scalers import (
     our_sgd,
     param,
     step,
-    torch_fused,
     torch_plain,
     with_optimizers,
 )
@@ -127,7 +127,7 @@ def loaded(state: dict) -> GradScaler:
     return scaler
 
 
-@with_optimizers(our_adamw, our_clipping_adamw, torch_fused)
+@with_optimizers(*TORCHS, *OURS, our_clipping_adamw)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
     """Copied after any step: scale, trackers and counts, and when, and what, it raises."""
@@ -157,7 +157,7 @@ def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
 # Early growth
 
 
-@with_optimizers(our_adamw, our_sgd, torch_fused, torch_plain)
+@every_optimizer
 def test_early_growth(make: Make) -> None:
     """After a twentieth of the interval, here 3 updates, if more than a quarter is subnormal.
 
