@@ -72,6 +72,24 @@ def test_a_part_alone(path: Path) -> None:
     assert load_checkpoint(path, rng=False)["step"] == 8
 
 
+class WithExtraState(nn.Linear):
+    bits = 8
+
+    def get_extra_state(self) -> int:
+        return self.bits
+
+    def set_extra_state(self, state: int) -> None:
+        self.bits = state
+
+
+def test_a_state_of_a_model_that_is_no_tensor(path: Path) -> None:
+    model, other = WithExtraState(2, 1), WithExtraState(2, 1)
+    model.bits = 4
+    save_checkpoint(path, model=model)
+    load_checkpoint(path, model=other)
+    assert other.bits == 4
+
+
 def test_several_optimizers_and_schedulers(path: Path) -> None:
     def pair(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
@@ -110,9 +128,6 @@ def test_a_tensor_lr_stays_where_it_is(path: Path) -> None:
     assert elsewhere.param_groups[0]["lr"].device.type == "meta"
 
 
-# Random generators
-
-
 def test_without_the_random_state_other_numbers_follow(path: Path) -> None:
     run = Run()
     save_checkpoint(path, **run.parts(), rng=False)
@@ -143,9 +158,6 @@ def test_generators_of_devices_that_are_not_here(path: Path) -> None:
     edit(path, lambda content: content["rng"].update(cuda=[content["rng"]["cpu"]] * devices))
     refused(path, f"holds the random generators of {devices} CUDA devices", Run(), **NOTHING)
     load_checkpoint(path, rng=False)
-
-
-# Conversion
 
 
 def test_another_dtype_is_converted_when_told_or_refused(path: Path) -> None:

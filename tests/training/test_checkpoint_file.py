@@ -99,9 +99,6 @@ def test_folders_and_missing_ones(path: Path) -> None:
     assert os.listdir(path.parent) == []
 
 
-# Written as a whole
-
-
 def test_written_flushed_renamed_in_this_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -211,9 +208,6 @@ def test_a_full_disk_is_an_oserror(path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
     assert load_checkpoint(path)["step"] == 1
     assert os.listdir(path.parent) == [path.name]
-
-
-# Damage
 
 
 def small(path: Path) -> tuple[bytes, Any]:

@@ -145,9 +145,6 @@ def test_overflow_is_skipped_counted_and_backs_off() -> None:
     assert fp16.losses[-1] < fp16.losses[0]
 
 
-# Layers that lose too much
-
-
 class Outliers(nn.Module):
     """`one_row` sees a sample, and `all_rows` a feature, that is 2^24 times larger than the rest
     and that its weight ignores: what matters underflows with one scale for the tensor, or even

@@ -190,9 +190,6 @@ def test_bad_arguments(arguments: dict, error: type[Exception], message: str) ->
         mixprec.compare(**({"make_model": MLP, "batches": data(1)} | arguments))
 
 
-# Reports
-
-
 def test_table_json_and_plot(report: mixprec.Report, tmp_path: Path) -> None:
     lines = str(report).splitlines()
     assert lines[0].split()[:4] == ["recipe", "loss", "vs", "fp32"]

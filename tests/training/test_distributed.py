@@ -44,13 +44,8 @@ class Setup:
     optimizer: str = "mixprec"  # or of torch: "fused", or "foreach", which clips through torch
     hook: bool = False
 
-    def __str__(self) -> str:
-        parts = [self.wrap, str(self.params)[6:], str(self.compute)[6:], self.optimizer]
-        return "-".join([*parts, *(["hook"] * self.hook)])
-
 
 MAX_NORM, STEPS, BAD_STEP, BAD_RANK = 0.02, 6, 2, 1
-SIZES = (6, 5, 7, 3, 1)  # over four ranks uneven shards, and empty ones
 SIZES = (6, 5, 7, 3, 1)  # over four ranks uneven shards, and empty ones
 
 
@@ -204,9 +199,6 @@ def check_training(setup: Setup, alone: dict[bool, Any], results: list[dict[bool
         assert all(map(torch.equal, *mine["weights"])) == overflow
 
 
-# Checkpoints
-
-
 SHARDED = Setup("fsdp", params=BF16, compute=BF16)
 
 
@@ -261,9 +253,6 @@ def test_a_distributed_checkpoint_resumes(tmp_path: Path) -> None:
         assert all(step == 2 for step in steps), "of three steps, one overflowed"
         wide = [not torch.equal(m, m.to(BF16).float()) for m in masters]
         assert sum(wide) > 5, "the masters hold no more than the params: rounding would not show"
-
-
-# A rank that is lost
 
 
 def lose_a_rank(how: str) -> dict[str, Any]:

@@ -6,9 +6,8 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mixprec.distributed import Ranks, agree_found_
 
@@ -28,23 +27,6 @@ SHAPES = ((5, 3), (1,), (7, 2), (4, 4), (0, 3))
 
 
 SCOPES = [0, 2, 0, 2, 0]
-
-
-@contextmanager
-def counted_all_reduces() -> Iterator[list[int]]:
-    """How many numbers each all-reduce of this process took."""
-    sizes: list[int] = []
-    real = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = real
 
 
 def grads_of(shapes: tuple[tuple[int, ...], ...], seed: int = 0) -> list[torch.Tensor]:
@@ -65,16 +47,23 @@ def agree(
     missing: tuple[int, ...] = (),
     shape: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """One agreement, the params being their own gradients, and what it took."""
+    """One agreement, the params being their own gradients, and how many numbers were reduced."""
     found = torch.full(shape, flag)
     here = [i for i in range(len(params)) if i not in missing]
-    parts = [params[i].to_local() if hasattr(params[i], "to_local") else params[i] for i in here]
-    sums = torch.stack([square_norm(t) for t in parts]) if here else torch.zeros(0).double()
-    with counted_all_reduces() as sizes:
-        mine = [params[i] for i in here]
-        totals = ranks.agree_(found, sums, mine, [scopes[i] for i in here], 3, params)
+    mine = [params[i] for i in here]
+    sums = [square_norm(p.to_local() if isinstance(p, DTensor) else p) for p in mine]
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+        totals = ranks.agree_(
+            found,
+            torch.stack(sums) if here else torch.zeros(0).double(),
+            mine,
+            [scopes[i] for i in here],
+            3,
+            params,
+        )
     assert found.shape == shape
     assert totals.dtype == torch.float64
+    sizes = [call.args[0].numel() for call in calls.call_args_list]
     return {"found": found.item(), "totals": totals.tolist(), "sizes": sizes}
 
 

@@ -82,9 +82,6 @@ def test_a_process_group_of_ranks_with_different_params() -> None:
         assert all(map(torch.equal, params, alone["params"]))
 
 
-# The example
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["--fsdp", "--dtype=fp16"], ["--recipe=fp8-delayed"]],

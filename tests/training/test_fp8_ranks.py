@@ -149,9 +149,6 @@ def test_ranks_are_one_process(by_rank: list[dict[Any, Any]], setup: Setup) -> N
                 assert recorded == [STEPS - setup.overflow] * 2, f"{name}: x and g"
 
 
-# --- what is refused -----------------------------------------------------------------------------
-
-
 OTHER = mixprec.Recipe("fp8-delayed", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
 
 

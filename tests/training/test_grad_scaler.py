@@ -97,9 +97,6 @@ def test_disabled_passes_everything_through(make: Make) -> None:
     assert scaler.step(optimizer, lambda: 3.0) == 3.0  # closures too
 
 
-# scale()
-
-
 def test_scale_nested() -> None:
     scaler = GradScaler(init_scale=8.0)
     a, b, c = torch.tensor(1.0), torch.tensor([2.0, 3.0]), torch.tensor(4.0, dtype=torch.float64)
@@ -129,9 +126,6 @@ def test_scaling_an_fp16_loss_does_not_overflow(shape: tuple[int, ...]) -> None:
     assert scaler.scale(torch.ones(2, dtype=torch.float16)).dtype == torch.float16  # as torch
 
 
-# update()
-
-
 def test_growth_catches_up_with_a_lowered_interval() -> None:
     params, optimizer = run_of(our_adamw)
     scaler = GradScaler(init_scale=4.0, growth_interval=100)
@@ -155,9 +149,6 @@ def test_update_with_a_new_scale(new: float | torch.Tensor) -> None:
         with pytest.raises(ValueError, match="new_scale must be positive"):
             scaler.update(bad)
     assert scaler.get_scale() == 4.0
-
-
-# Saving
 
 
 def test_state_dict_round_trip_and_torch_both_ways() -> None:

@@ -80,9 +80,6 @@ def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
     assert optimizer._current_scaling() == (None, None)
 
 
-# What counts as an overflow
-
-
 @every_optimizer
 def test_flags_of_any_value_and_shape_are_taken(make: Make) -> None:
     """Two ranks that both overflow make 2.0, for which torch's fused optimizers do the step."""
@@ -120,9 +117,6 @@ def test_found_inf_of_an_explicit_unscale_is_honoured(make: Make) -> None:
             scaler.update()
             assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
             assert scaler.get_scale() == 2.0**15
-
-
-# fp16 and sparse gradients
 
 
 @with_optimizers(*TORCHS[:3])

@@ -135,9 +135,6 @@ def test_groups_of_mixed_params() -> None:
             assert ("master" in optimizer.state[p]) == (i % 2 == 0)
 
 
-# Momentum
-
-
 def test_momentum_does_not_begin_with_a_skipped_step() -> None:
     settings = {"momentum": 0.9, "dampening": 0.9}
     params = parameters(torch.bfloat16)
@@ -166,9 +163,6 @@ def test_momentum_switched_on_and_off(dtype: torch.dtype) -> None:
         resumed = SGD(clones(params))
         resumed.load_state_dict(optimizer.state_dict())
         assert resumed.param_groups[0]["momentum"] == momentum
-
-
-# The learning rate
 
 
 SCHEDULES: tuple[Callable, ...] = (
@@ -211,9 +205,6 @@ def test_a_tensor_lr_in_a_state_dict(kind: Kind) -> None:
     assert (rate.item(), rate.dtype) == (lr.item(), torch.float32)
     lr.zero_()
     assert rate.item() != 0
-
-
-# Closures, hooks, schedulers
 
 
 @kinds

@@ -82,9 +82,6 @@ def test_frozen_and_empty_params(kind: Kind) -> None:
     assert not torch.equal(params[3], frozen)
 
 
-# Params that others write
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=name)
 def test_a_master_follows_what_was_written_before_the_first_step(dtype: torch.dtype) -> None:
     """Weights that are loaded after the optimizer was made. Writing to .data is not seen."""
@@ -135,9 +132,6 @@ def test_a_model_cast_to_bf16_gets_masters() -> None:
     train(optimizer, params, 2)
     for p in params:
         assert torch.equal(optimizer.state[p]["master"].bfloat16(), p)
-
-
-# State that others write
 
 
 @kinds

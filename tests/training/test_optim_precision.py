@@ -77,9 +77,6 @@ def test_tiny_updates_are_lost_without_masters(kind: Callable) -> None:
         assert got != pytest.approx(1e-2, abs=1e-9)  # and it is random
 
 
-# Random rounding
-
-
 RANDOM = [{"stochastic_rounding": True}, {"state_dtype": torch.bfloat16}]
 RANDOM += [RANDOM[0] | RANDOM[1]]
 
@@ -136,9 +133,6 @@ def test_two_params_and_two_steps_get_different_noise() -> None:
         optimizer.step()
         seen |= {tuple(p.tolist()) for p in params}
     assert len(seen) == 4
-
-
-# Gradients in FP32
 
 
 @kinds

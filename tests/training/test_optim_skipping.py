@@ -28,8 +28,6 @@ from optimizers import (
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import AdamW
 
-# Steps that are skipped
-
 
 @kinds
 def test_without_a_scaler(kind: Kind) -> None:
@@ -142,9 +140,6 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             optimizer.zero_grad()
             assert optimizer.grad_norm is not None
     assert scaler.skipped.item() == 2
-
-
-# Clipping
 
 
 @kinds

@@ -165,9 +165,6 @@ def test_load_hooks_see_the_tensors() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-# What is refused
-
-
 THEIRS = "AdamW Adam SGD RAdam NAdam Adamax Adagrad RMSprop Rprop ASGD Adadelta Adafactor"
 OTHERS = (AdamW, Adam, SGD, *(getattr(torch.optim, word) for word in THEIRS.split()))
 

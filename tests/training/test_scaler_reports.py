@@ -51,9 +51,6 @@ class Model(nn.Module):
             p.grad = filled(tuple(p.shape), *values, dtype=p.dtype)
 
 
-# Overflow
-
-
 @every_way
 @every_optimizer
 def test_which_parameters_overflowed_and_how(make: Make, explicit: bool) -> None:
@@ -203,9 +200,6 @@ def test_the_error_after_many_skips_names_the_worst_parameter(make: Make) -> Non
     assert scaler.skipped.item() == 12
 
 
-# Underflow
-
-
 @every_way
 @every_optimizer
 def test_underflow_is_of_the_last_step_and_of_scaled_gradients(make: Make, explicit: bool) -> None:
@@ -228,9 +222,6 @@ def test_underflow_is_of_the_last_step_and_of_scaled_gradients(make: Make, expli
     assert found == Underflow("param_groups[0]['params'][0] of shape (8,)", 8, 2, 0)
     assert str(found).endswith(": 25.0% zeros, 0.0% of the rest subnormal")
     assert Underflow("x", 0, 0, 0).share == Underflow("x", 3, 3, 0).share == 0.0
-
-
-# FP32 gradients of 16-bit params
 
 
 @every_way

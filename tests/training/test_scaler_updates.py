@@ -59,9 +59,6 @@ def test_counters(make: Make, explicit: bool) -> None:
         assert optimizer.skipped.item() == 4
 
 
-# Many skips in a row
-
-
 @every_optimizer
 def test_the_callback_after_many_skips_gets_the_report(make: Make) -> None:
     p, calls = param(4), []
@@ -154,9 +151,6 @@ def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
         assert run(after) == expected, after
 
 
-# Early growth
-
-
 @every_optimizer
 def test_early_growth(make: Make) -> None:
     """After a twentieth of the interval, here 3 updates, if more than a quarter is subnormal.
@@ -199,9 +193,6 @@ def test_early_growth_looks_at_the_worst_optimizer() -> None:
     assert scaler.get_scale() == 8.0
     step(scaler, optimizers[1])  # the other one, of long ago, does not count
     assert scaler.get_scale() == 8.0
-
-
-# The scale after a sequence of steps
 
 
 def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[float]:

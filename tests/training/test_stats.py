@@ -202,9 +202,6 @@ def test_clipped_outputs_are_counted() -> None:
     assert "48 activations clipped" in monitor.table()
 
 
-# Products of a layer
-
-
 def test_products_by_hand() -> None:
     model = one_linear(bias=False)
     layer = model[0]

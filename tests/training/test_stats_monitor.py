@@ -147,9 +147,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# Tables, files, pictures
-
-
 def test_table_is_legible_and_worst_first() -> None:
     torch.manual_seed(0)
     name = "encoder_of_the_first_modality_with_a_long_name"
