@@ -14,6 +14,7 @@ from checkpoint_runs import OVERFLOW, PARTS, STEPS, Run, edit, refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from mixprec.checkpoint import load_checkpoint, save_checkpoint
 from mixprec.optim import AdamW
@@ -86,20 +87,14 @@ def fail_once_halfway(patch: pytest.MonkeyPatch, part: Any) -> None:
 
     def load_state_dict(self: Any, state: dict) -> None:
         first = next(calls) == 0
-        for tensor in tensors_in(self.state_dict()) if first else ():
-            tensor.zero_()
+        for leaf in tree_leaves(self.state_dict()) if first else ():
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_()
         real(self, state)
         if first:
             raise KeyError("halfway")
 
     patch.setattr(type(part), "load_state_dict", load_state_dict)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value
-    return [t for v in items for t in tensors_in(v)] if isinstance(value, dict | list) else []
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -20,12 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from mixprec.distributed import Ranks, agree_found_
 
 FLAGS = (0.0, 1.0, 2.0, -1.0, math.inf, math.nan)
-
-
 # Five rows over four ranks are 2, 2, 1 and 0; one row leaves three ranks without any.
 SHAPES = ((5, 3), (1,), (7, 2), (4, 4), (0, 3))
-
-
 SCOPES = [0, 2, 0, 2, 0]
 
 

@@ -155,10 +155,11 @@ def test_load_hooks_see_the_tensors() -> None:
         state["param_groups"][0]["lr"] = 0.25
         return state
 
+    def after(optimizer: AdamW) -> None:
+        seen.append(optimizer.state[params[0]]["master"].dtype)
+
     optimizer.register_load_state_dict_pre_hook(before)
-    optimizer.register_load_state_dict_post_hook(
-        lambda optimizer: seen.append(optimizer.state[params[0]]["master"].dtype)
-    )
+    optimizer.register_load_state_dict_post_hook(after)
     for _ in range(2):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert seen == [torch.float32] * 4

@@ -31,8 +31,6 @@ from mixprec.amp.grad_scaler import GradScaler
 Optimizer = torch.optim.Optimizer
 Call = tuple[str, tuple]
 NO_MINIMUM = 1e-38  # so low that ours, like torch, has none
-
-
 # What torch runs in place of ours.
 OURS = {our_sgd: torch_sgd, our_adamw: torch_plain, our_adam: torch_foreach}
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,18 +71,11 @@ def test_the_callback_after_many_skips_gets_the_report(make: Make) -> None:
     assert calls == [[Overflow("weight", 4, *counts)] for counts in found]
 
 
-class StopTraining(Exception):
-    pass
-
-
 def test_what_the_callback_raises_arrives() -> None:
-    def stop(report: list[Overflow]) -> None:
-        raise StopTraining(report[0].name)
-
     p = param(4)
-    optimizer = our_adamw([p])
+    optimizer, stop = our_adamw([p]), Mock(side_effect=TimeoutError)
     scaler = GradScaler(max_consecutive_skips=1, on_max_skips=stop)
-    with pytest.raises(StopTraining, match=r"'params'\]\[0\]"):
+    with pytest.raises(TimeoutError):
         iterate(scaler, optimizer, p, NAN)
     assert scaler.get_scale() == 2.0**15
     iterate(scaler, optimizer, p)  # the iteration was ended properly
