@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import GRADS, normal, transposed
 
+from mixprec.ops import join_master
 from mixprec.optim import SGD, Adam, AdamW
 
 LOW = (torch.bfloat16, torch.float16)
@@ -43,6 +44,8 @@ KINDS = {
     "nesterov": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("nesterov", True))),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
 # Every valid combination: a master or stochastic rounding, not both.
 MIXES: list[dict[str, Any]] = [
     {"master_weights": m, "state_dtype": d, "stochastic_rounding": s}
@@ -65,6 +68,14 @@ def all_dtypes() -> Params:
     return params
 
 
+def mixed() -> Params:
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    return [
+        torch.nn.Parameter(normal(s, d, seed=i))
+        for i, (s, d) in enumerate(zip(((3, 5), (7,), (2, 2), (0,), (9,)), dtypes, strict=True))
+    ]
+
+
 def clones(params: Params) -> Params:
     return [torch.nn.Parameter(p.detach().clone()) for p in params]
 
@@ -80,6 +91,20 @@ def train(optimizer: torch.optim.Optimizer, params: Params, steps: int = 5, firs
         optimizer.step()
 
 
+def trained(
+    make: Callable[..., Any],
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+    shapes: Any = SHAPES,
+    **options: Any,
+) -> tuple[Any, Params]:
+    """An optimizer of new params after some steps, and the params."""
+    params = parameters(dtype, shapes)
+    optimizer = make(params, **options)
+    train(optimizer, params, steps)
+    return optimizer, params
+
+
 def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
     """Everything a step may write: params, then each one's state in a fixed order."""
     states = [optimizer.state[p] for p in params]
@@ -88,6 +113,14 @@ def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tens
 
 def copies(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
     return [t.clone() for t in tensors(optimizer, params)]
+
+
+def master_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> torch.Tensor:
+    """The FP32 number that is trained."""
+    state = optimizer.state[p]
+    if "remainder" in state:
+        return join_master(p.detach(), state["remainder"])
+    return state.get("master", p.detach()).float()
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -138,43 +171,3 @@ def forbid_synchronization(patched: pytest.MonkeyPatch) -> None:
         patched.setattr(torch.Tensor, method, synchronizes)
     for function in ("equal", "is_nonzero", "allclose"):
         patched.setattr(torch, function, synchronizes)
-
-
-# For tests of scalers: optimizers of torch, fused or not, and of ours.
-
-
-Make = Callable[[Any], torch.optim.Optimizer]
-
-
-def torch_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def torch_plain(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.05, foreach=False)
-
-
-def torch_foreach(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.05, foreach=True)
-
-
-def torch_fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.05, fused=True)
-
-
-def our_sgd(params: Any) -> torch.optim.Optimizer:
-    return SGD(params, lr=0.05, momentum=0.9)
-
-
-def our_adamw(params: Any) -> torch.optim.Optimizer:
-    return AdamW(params, lr=0.05)
-
-
-def our_adam(params: Any) -> torch.optim.Optimizer:
-    return Adam(params, lr=0.05)
-
-
-TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
-OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
-every_optimizer = pytest.mark.parametrize("make", [*TORCHS, *OURS], ids=lambda f: f.__name__)
-every_way = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])

@@ -17,21 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import normal
+from distributed_models import BF16, gradients_in_turn, loss_of, make_model, whole, wrapped
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
 from mixprec import update_scales
-from mixprec.nn import Linear
 
 WORLD, STEPS, MICRO_BATCHES, BATCH = 2, 4, 3, 6
 BAD_STEP, BAD_RANK = 1, 1
 SIZES = (12, 5, 7, 3, 1)  # rows of 5, 7 and 3 are shared unevenly, of the last a rank has none
-BF16 = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:.*backward hooks.*")
 
 
@@ -47,55 +43,31 @@ class Setup:
         return "-".join([self.wrap, self.recipe, *flags])
 
 
-def make_model(recipe: str | mixprec.Recipe) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for n, m in itertools.pairwise(SIZES):
-        layers += [nn.Linear(n, m), nn.Tanh()]
-    return mixprec.convert(nn.Sequential(*layers[:-1]), recipe)  # type: ignore[return-value]
+def converted(recipe: str | mixprec.Recipe) -> nn.Sequential:
+    return mixprec.convert(make_model(*SIZES), recipe)  # type: ignore[return-value]
 
 
-def batch(step: int, i: int, rank: int) -> torch.Tensor:
+def batches(setup: Setup, step: int, rank: int) -> list[torch.Tensor]:
     """Of sizes that differ: the largest x is on the one rank, then on the other."""
-    seed = 100 * step + 10 * i + rank
-    return normal((BATCH, SIZES[0]), torch.float32, seed=seed) * (1 + (step + rank) % 2 * 5)
-
-
-def bad(setup: Setup, step: int, i: int, rank: int) -> bool:
-    return setup.overflow and (step, i, rank) == (BAD_STEP, 1, BAD_RANK)
-
-
-def loss_of(y: torch.Tensor) -> torch.Tensor:
-    return y.float().square().mean()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    xs = [
+        normal((BATCH, SIZES[0]), torch.float32, seed=100 * step + 10 * i + rank)
+        * (1 + (step + rank) % 2 * 5)
+        for i in range(MICRO_BATCHES)
+    ]
+    if setup.overflow and (step, rank) == (BAD_STEP, BAD_RANK):
+        xs[1][0, 0] = torch.nan
+    return xs
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name.removeprefix("module."): whole(t) for name, t in named}
-
-
-def wrapped(setup: Setup, model: nn.Sequential) -> nn.Module:
-    if setup.wrap == "ddp":
-        return DistributedDataParallel(model, broadcast_buffers=False)
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in model:
-        if isinstance(layer, Linear):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    names = [name.removeprefix("module.") for name in named]
+    return dict(zip(names, whole(named.values()), strict=True))
 
 
 def micro_batches(setup: Setup, model: nn.Module, step: int, rank: int, scaler: Any) -> None:
     """The backward passes of one rank's step. DDP and FSDP2 communicate in the last one only."""
-    for i in range(MICRO_BATCHES):
-        x = batch(step, i, rank)
-        if bad(setup, step, i, rank):
-            x[0, 0] = torch.nan
+    for i, x in enumerate(batches(setup, step, rank)):
         last = i == MICRO_BATCHES - 1
         alone: Any = contextlib.nullcontext()
         if isinstance(model, DistributedDataParallel) and not last:
@@ -103,35 +75,14 @@ def micro_batches(setup: Setup, model: nn.Module, step: int, rank: int, scaler: 
         elif setup.wrap == "fsdp":
             model.set_requires_gradient_sync(last)
         with alone:
-            scaler.scale(loss_of(model(x))).backward()
-
-
-def in_turn(setup: Setup, model: nn.Module, step: int, scaler: Any) -> None:
-    """What the ranks do, in one process: each rank's gradients, then their average."""
-    compute = BF16 if setup.wrap == "fsdp" else torch.float32
-    params = dict(model.named_parameters())
-    sums = {name: torch.zeros_like(p) for name, p in params.items()}
-    for rank in range(WORLD):
-        mine = {name: torch.zeros_like(p) for name, p in params.items()}
-        for i in range(MICRO_BATCHES):
-            x = batch(step, i, rank).to(compute)
-            if bad(setup, step, i, rank):
-                x[0, 0] = torch.nan
-            cast = {name: p.to(compute) for name, p in params.items()}
-            y = torch.func.functional_call(model, cast, x)
-            grads = torch.autograd.grad(scaler.scale(loss_of(y)), list(params.values()))
-            for name, grad in zip(params, grads, strict=True):
-                mine[name] += grad
-        for name, grad in mine.items():
-            sums[name] += grad
-    for name, p in params.items():
-        p.grad = sums[name] / WORLD
+            scaler.scale(loss_of(model(x), 0.0)).backward()
 
 
 def train(setup: Setup, alone: bool = False) -> list[dict[str, torch.Tensor]]:
     """Parameters, scales and histories after each step."""
-    model: nn.Module = make_model(setup.recipe)
-    model = model if alone else wrapped(setup, model)
+    compute = BF16 if setup.wrap == "fsdp" else torch.float32
+    model: nn.Module = converted(setup.recipe)
+    model = model if alone else wrapped(setup.wrap, model, compute)
     optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = mixprec.GradScaler(init_scale=2.0**4, growth_interval=100)
     left = []
@@ -141,7 +92,10 @@ def train(setup: Setup, alone: bool = False) -> list[dict[str, torch.Tensor]]:
             around = mixprec.reuse_weights(model)
         with around:
             if alone:
-                in_turn(setup, model, step, scaler)
+                ranks = ([(x, 0.0) for x in batches(setup, step, r)] for r in range(WORLD))
+                grads = gradients_in_turn(model, scaler, compute, ranks)
+                for p, grad in zip(model.parameters(), grads, strict=True):
+                    p.grad = grad
             else:
                 micro_batches(setup, model, step, dist.get_rank(), scaler)
         update_scales(model, None if alone else dist.group.WORLD)
@@ -195,24 +149,21 @@ def test_ranks_are_one_process(by_rank: list[dict[Any, Any]], setup: Setup) -> N
                 assert recorded == [STEPS - setup.overflow] * 2, f"{name}: x and g"
 
 
-# --- what is refused -----------------------------------------------------------------------------
-
-
 OTHER = mixprec.Recipe("fp8-delayed", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
 
 
-def refused(recipes: list[str | mixprec.Recipe]) -> tuple[str, bool]:
-    """The error on this rank, and whether it left scales and histories as they were."""
-    model = make_model(recipes[dist.get_rank()])
-    loss_of(model(batch(0, 0, 0))).backward()
+def refused(recipes: list[str | mixprec.Recipe]) -> str:
+    """The error on this rank, which left scales and histories as they were."""
+    model = converted(recipes[dist.get_rank()])
+    loss_of(model(batches(SETUPS[0], 0, 0)[0]), 0.0).backward()
     before = state_of(model)
-    message = "none"
-    try:
+    with pytest.raises(
+        ValueError, match=r"^update_scales: all ranks of process_group must"
+    ) as error:
         update_scales(model, dist.group.WORLD)
-    except ValueError as error:
-        message = str(error)
     after = state_of(model)
-    return message, all(torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    return str(error.value)
 
 
 OTHERS: list[tuple[list[str | mixprec.Recipe], str]] = [
@@ -223,11 +174,7 @@ OTHERS: list[tuple[list[str | mixprec.Recipe], str]] = [
 
 
 def test_other_recipes_are_refused_on_both_ranks(by_rank: list[dict[Any, Any]]) -> None:
-    for (_, differs), first, second in zip(
-        OTHERS, *(each["refused"] for each in by_rank), strict=True
-    ):
-        for message, unchanged in (first, second):
-            assert unchanged
-            assert message.startswith("update_scales: all ranks of process_group must")
-        assert re.search(differs, first[0]), first[0]
-        assert "on rank 0" in second[0]
+    messages = zip(*(each["refused"] for each in by_rank), strict=True)
+    for (_, differs), (first, second) in zip(OTHERS, messages, strict=True):
+        assert re.search(differs, first), first
+        assert "on rank 0" in second

@@ -1,0 +1,32 @@
+"""Fixtures of several files here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from compare_task import MLP, STEPS, data
+
+import mixprec
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a checkpoint, alone in its folder."""
+    return tmp_path / "run.pt"
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def report() -> mixprec.Report:
+    """A comparison that went well."""
+    return mixprec.compare(MLP, data(STEPS), lr=1e-2, max_grad_norm=1.0, validation=data(4, 2))

@@ -1,0 +1,91 @@
+"""Optimizers of torch and of ours for tests of scalers, and one step with given gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import normal
+from torch import nn
+
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import SGD, Adam, AdamW
+
+Optimizer = torch.optim.Optimizer
+INF, NAN = math.inf, math.nan
+Make = Callable[[Any], torch.optim.Optimizer]
+torch_sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+torch_plain = partial(torch.optim.AdamW, lr=0.05, foreach=False)
+torch_foreach = partial(torch.optim.Adam, lr=0.05, foreach=True)
+torch_fused = partial(torch.optim.AdamW, lr=0.05, fused=True)
+our_sgd = partial(SGD, lr=0.05, momentum=0.9)
+our_adamw = partial(AdamW, lr=0.05)
+our_adam = partial(Adam, lr=0.05)
+our_clipping_adamw = partial(AdamW, lr=0.1, max_grad_norm=1.0)
+TORCHS: tuple[Make, ...] = (torch_sgd, torch_plain, torch_foreach, torch_fused)
+OURS: tuple[Make, ...] = (our_sgd, our_adamw, our_adam)
+
+
+def with_optimizers(*makes: Any) -> pytest.MarkDecorator:
+    ids = ["-".join([m.func.__module__, m.func.__name__, *m.keywords]) for m in makes]
+    return pytest.mark.parametrize("make", makes, ids=ids)
+
+
+every_optimizer = with_optimizers(*TORCHS, *OURS)
+every_way = pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_"])
+
+
+def param(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+def filled(shape: tuple[int, ...], *values: float, dtype: torch.dtype = torch.float32) -> Any:
+    """Ones, but for the first elements."""
+    grad = torch.ones(shape, dtype=dtype)
+    grad.view(-1)[: len(values)] = torch.tensor(values, dtype=dtype)
+    return grad
+
+
+def step(scaler: GradScaler, optimizer: Optimizer, explicit: bool = False) -> None:
+    scaler.scale(torch.zeros(()))
+    if explicit:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "GradScaler.unscale_: unscaled gradients are rounded")
+            scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def iterate(scaler: GradScaler, optimizer: Optimizer, p: torch.Tensor, *values: float) -> None:
+    """One iteration in which p's gradient starts with `values`, the rest ones."""
+    p.grad = filled(tuple(p.shape), *values, dtype=p.dtype)
+    step(scaler, optimizer)
+
+
+def run_of(make: Make, dtype: torch.dtype = torch.float32) -> tuple:
+    """Two parameters, and an optimizer of both."""
+    params = [nn.Parameter(normal(s, dtype, seed=i)) for i, s in enumerate(((3, 5), (7,)))]
+    return params, make(params)
+
+
+def backward(scaler: torch.amp.GradScaler, params: list[torch.Tensor], *bad: float) -> None:
+    """Scaled gradients of one loss; each of `bad` is written into the last gradient's end."""
+    for p in params:
+        p.grad = None
+    loss = sum((p.float() * normal(p.shape, torch.float32, seed=9)).sum() for p in params)
+    scaler.scale(loss).backward()
+    for value in bad:
+        params[-1].grad[-1] = value
+
+
+def advance(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: list[torch.Tensor], *bad: float
+) -> None:
+    backward(scaler, params, *bad)
+    scaler.step(optimizer)
+    scaler.update()

@@ -1,0 +1,76 @@
+"""Models, steps and rows for the tests of mixprec.stats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+import mixprec
+from mixprec.diagnostics.stats import Monitor
+from mixprec.formats import E4M3
+
+Row = dict[str, Any]
+
+
+def of(monitor: Monitor, layer: str, tensor: str, sample: int = -1) -> Row:
+    found = [
+        row
+        for row in monitor.records[sample]["tensors"]
+        if (row["layer"], row["tensor"]) == (layer, tensor)
+    ]
+    assert len(found) == 1, (layer, tensor, found)
+    return found[0]
+
+
+def one_linear(recipe: str = "fp8", bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return mixprec.convert(nn.Sequential(nn.Linear(16, 24, bias=bias)), recipe)
+
+
+def one_step(model: nn.Module, x: torch.Tensor, g: torch.Tensor | None = None) -> torch.Tensor:
+    y = model(x)
+    y.backward(torch.ones_like(y) if g is None else g)
+    return y
+
+
+def measured(model: nn.Module, *xs: torch.Tensor, **options: Any) -> Monitor:
+    """A step of each x, all of them sampled."""
+    with Monitor(model, every=1, **options) as monitor:
+        for x in xs:
+            one_step(model, x)
+            monitor.step()
+    return monitor
+
+
+def quarters(x: torch.Tensor, bits: int, lowest: int) -> torch.Tensor:
+    """x rounded to `bits` mantissa bits, with the spacing constant below 2^lowest; FP64."""
+    x = x.double()
+    exponent = torch.where(x == 0, 0.0, x.abs().clamp(min=2.0**-300).log2().floor())
+    step = 2.0 ** (exponent.clamp(min=lowest) - bits)
+    return (x / step).round() * step
+
+
+def by_hand(t: torch.Tensor, fmt: mixprec.Format) -> torch.Tensor:
+    """t cast to FP8 with a power of two as its scale, and back; FP64."""
+    scale = 2.0 ** math.floor(math.log2(fmt.max / t.abs().max().item()))
+    return quarters(t * scale, *((3, -6) if fmt is E4M3 else (2, -14))) / scale
+
+
+class Net(nn.Module):
+    """Reuses a layer, has a frozen one, one in place after it, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.twice = nn.Linear(16, 16)
+        self.relu = nn.ReLU(inplace=True)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.twice.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x)
+        x = self.relu(self.twice(x))
+        return self.tied(self.twice(x=x))

@@ -1,0 +1,287 @@
+"""The file of save_checkpoint: plain, written as a whole or not at all, damage is found."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_runs import PARTS, Run, as_bytes, refused
+from torch import nn
+
+from mixprec.checkpoint import load_checkpoint, save_checkpoint
+
+
+def test_the_file_is_plain_and_reads_without_us(path: Path) -> None:
+    run = Run()
+    run.step(0)
+    save_checkpoint(path, **run.parts(), step=3)
+    content = torch.load(path, weights_only=True)
+    keys = ("format", "version", "step", "extra", "rng", "classes", *PARTS)
+    assert sorted(content) == sorted(keys)
+    assert content["format"] == "mixprec checkpoint"
+    assert (content["version"], content["step"]) == (1, 3)
+    assert content["classes"]["optimizer"] == "AdamW"
+    Run(init=1).model.load_state_dict(content["model"])
+    Run(init=1).optimizer.load_state_dict(content["optimizer"])
+    torch.amp.GradScaler("cpu").load_state_dict(content["scaler"])
+
+
+class Thing:
+    pass
+
+
+class Masked(torch.Tensor):
+    pass
+
+
+Point = collections.namedtuple("Point", "x y")
+NOT_PLAIN = (
+    len,
+    [0, Thing()],
+    Thing,
+    np.float64(1.0),
+    np.zeros(3),
+    Point(1, 2),
+    collections.defaultdict(int),
+    {Thing(): 1},
+    torch.ones(2).as_subclass(Masked),
+    torch.ones(2, device="meta"),
+)
+
+
+def test_what_could_not_be_loaded_is_refused_when_saved(path: Path) -> None:
+    save_checkpoint(path, step=1)
+    before = path.read_bytes()
+    for value in NOT_PLAIN:
+        with pytest.raises(ValueError, match=r"^save_checkpoint: .*extra\['p'\]"):
+            save_checkpoint(path, extra={"p": value})
+    for step in (1.0, "1", True, torch.tensor(1)):
+        with pytest.raises(ValueError, match="save_checkpoint: step must be an int"):
+            save_checkpoint(path, step=step)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_plain_values_come_back_as_they_were(path: Path) -> None:
+    extra = {
+        "numbers": [1, 2**70, -1.5, float("inf"), True, None],
+        "nested": ({"a": ["b", ()]}, collections.OrderedDict(x=1)),
+        5: torch.Size((2, 3)),
+        "counted": collections.Counter("aab"),
+        "dtype": torch.bfloat16,
+        "tensors": [torch.arange(6).reshape(2, 3).t(), torch.ones((), dtype=torch.float8_e4m3fn)],
+        "param": nn.Parameter(torch.ones(2)),
+    }
+    save_checkpoint(path, extra=extra)
+    got = load_checkpoint(path)["extra"]
+    assert as_bytes(got) == as_bytes(extra)
+    assert list(map(type, got.values())) == list(map(type, extra.values()))
+
+
+def test_folders_and_missing_ones(path: Path) -> None:
+    for error, place in (
+        (FileNotFoundError, path.parent / "none" / "run.pt"),
+        (IsADirectoryError, path.parent),
+    ):
+        for call in (load_checkpoint, save_checkpoint):
+            with pytest.raises(error):
+                call(place)
+    assert os.listdir(path.parent) == []
+
+
+def test_written_flushed_renamed_in_this_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def recorded(word: str) -> Callable:
+        real = getattr(os, word)
+
+        def call(*args: Any) -> Any:
+            what = args[0]
+            is_folder = isinstance(what, int) and os.path.isdir(f"/proc/self/fd/{what}")
+            calls.append(f"{word} folder" if is_folder else word)
+            return real(*args)
+
+        return call
+
+    for word in ("fsync", "replace"):
+        monkeypatch.setattr(os, word, recorded(word))
+    save_checkpoint(path, step=1)
+    assert calls == ["fsync", "replace", "fsync folder"]
+
+
+def test_a_save_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save_checkpoint(path, step=1)
+    for function in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, function, fail)
+            with pytest.raises(OSError, match="No space left"):
+                save_checkpoint(path, step=2)
+    assert load_checkpoint(path)["step"] == 1
+    assert os.listdir(path.parent) == [path.name]
+
+
+SAVES_AND_READS = """
+import os, pathlib, random, signal, sys, time, torch
+from mixprec.checkpoint import load_checkpoint, save_checkpoint
+
+torch.set_num_threads(1)
+path, seed = pathlib.Path(sys.argv[1]), random.Random(0)
+model = torch.nn.Linear(1024, 4096)
+
+def save(step):
+    torch.nn.init.constant_(model.weight, step)
+    save_checkpoint(path, model=model, step=step)
+
+def read():
+    step = load_checkpoint(path, model=model)["step"]
+    assert model.weight.eq(step).all()
+    return step
+
+started = time.monotonic()
+save(1)
+longest = 5 * (time.monotonic() - started)
+for _ in range(10):
+    last = read()
+    child = os.fork()
+    if child == 0:
+        for step in range(last + 1, 10**6):
+            save(step)
+    end = time.monotonic() + seed.uniform(0, longest)
+    try:
+        while time.monotonic() < end:
+            before, last = last, read()
+            assert last >= before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert read() >= last
+    left = [other for other in path.parent.iterdir() if other != path]
+    print(read(), len(left))
+    for other in left:
+        other.unlink()
+"""
+
+
+def test_killed_while_it_saves(path: Path) -> None:
+    """A process saves on and on; another reads all the time; again and again it is killed."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs os.fork")
+    run = subprocess.run(
+        [sys.executable, "-c", SAVES_AND_READS, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    steps, left = zip(*(map(int, line.split()) for line in run.stdout.splitlines()), strict=True)
+    assert len(steps) == 10
+    assert list(steps) == sorted(steps)
+    assert steps[-1] > 2, "no save ended in time"
+    assert sum(left) >= 3, "it was hardly ever killed in the middle"
+
+
+def test_a_full_disk_is_an_oserror(path: Path) -> None:
+    resource = pytest.importorskip("resource", reason="limits the size of files as POSIX does")
+    model = nn.Linear(512, 512)
+    save_checkpoint(path, model=model, step=1)
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1000, 2**19):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                save_checkpoint(path, model=model, step=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    assert load_checkpoint(path)["step"] == 1
+    assert os.listdir(path.parent) == [path.name]
+
+
+def small(path: Path) -> tuple[bytes, Any]:
+    """A checkpoint with a part of each kind, small enough to damage it everywhere."""
+    model = nn.Linear(2, 1)
+    save_checkpoint(path, model=model, step=5, extra=torch.arange(3), rng=False)
+    return path.read_bytes(), as_bytes(model.state_dict())
+
+
+def test_a_file_cut_off_anywhere_is_refused(path: Path) -> None:
+    whole, _ = small(path)
+    model = nn.Linear(2, 1)
+    before = as_bytes(model.state_dict())
+    for size in {*range(0, len(whole), 37), *range(len(whole) - 60, len(whole))}:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="is damaged or no checkpoint: ") as caught:
+            load_checkpoint(path, model=model, rng=False)
+        assert str(path) in str(caught.value)
+    assert as_bytes(model.state_dict()) == before
+
+
+def test_a_byte_that_changed_is_found_or_means_nothing(path: Path) -> None:
+    whole, wanted = small(path)
+    directory = whole.index(b"PK\x01\x02")  # of the archive: the only part without a checksum
+    seed, problems = random.Random(0), []
+    places = [(at, seed.randrange(1, 256)) for at in (*range(0, directory, 11), directory)]
+    places += [(at, bit) for at in range(directory, len(whole)) for bit in (1, 16)]
+    for at, change in places:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ change]) + whole[at + 1 :])
+        model = nn.Linear(2, 1)
+        before = as_bytes(model.state_dict())
+        try:
+            told = load_checkpoint(path, model=model, rng=False)
+        except ValueError as error:
+            problems.append(str(error))
+            assert problems[-1].startswith(f"load_checkpoint: {path}")
+            assert as_bytes(model.state_dict()) == before
+        else:
+            assert told["step"] == 5
+            assert torch.equal(told["extra"], torch.arange(3))
+            assert as_bytes(model.state_dict()) == wanted, at
+    assert len(problems) > len(places) // 3
+    assert any("is not what its checksum says" in problem for problem in problems)
+
+
+def test_checksums_are_written_whatever_torch_is_told(path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(path, step=1)
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert load_checkpoint(path)["step"] == 1
+
+
+def test_other_files_are_refused(path: Path) -> None:
+    run, old = Run(), io.BytesIO()
+    content = {"format": "mixprec checkpoint"}
+    torch.save(content, old, _use_new_zipfile_serialization=False)
+    for data in (b"", b"step: 1\n", old.getvalue()):
+        path.write_bytes(data)
+        refused(path, "is damaged or no checkpoint", run)
+    parts = {"model": {}, "optimizer": {}}
+    for value in (Thing(), run.optimizer, torch.ones(2), run.model.state_dict(), parts):
+        torch.save(value, path)
+        message = "(is damaged or no checkpoint|is no checkpoint that save_checkpoint wrote)"
+        refused(path, message, run)
+
+
+def test_too_little_memory_is_not_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    save_checkpoint(path, step=1)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(MemoryError):
+        load_checkpoint(path)

@@ -1,0 +1,138 @@
+"""A checkpoint that does not fit is refused, and nothing of the run changes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import OVERFLOW, PARTS, STEPS, Run, edit, refused
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_leaves
+
+from mixprec.checkpoint import load_checkpoint, save_checkpoint
+from mixprec.optim import AdamW
+
+EDITS: tuple[tuple[Callable[[dict], object], str], ...] = (
+    (lambda c: c.update(version=2), "has version 2, and this mixprec reads 1"),
+    (lambda c: c.pop("version"), "has version None"),
+    (lambda c: c.pop("extra"), "it holds no extra"),
+    *((lambda c, part=part: c.pop(part), f"holds no {part}, of") for part in PARTS),
+    (lambda c: c.update(rng=None), "pass rng=False"),
+    (lambda c: c["rng"].update(cpu=torch.zeros(4, dtype=torch.uint8)), "rng: "),
+    (lambda c: c["rng"].update(cpu=c["rng"]["cpu"] * 0), "rng: "),
+    (lambda c: c["rng"].update(cpu="x"), "rng: "),
+    (lambda c: c["model"].pop("0.bias"), "lacks 1 entries: 0.bias"),
+    (lambda c: c["model"].update(w=torch.ones(1)), "adds 1 entries: w"),
+    (
+        lambda c: c["model"].update({"0.bias": torch.ones(1, 16)}),
+        r"0.bias must have shape \(16,\), got \(1, 16\)",
+    ),
+    (
+        lambda c: c["model"].update({"0.bias": c["model"]["0.bias"].half()}),
+        "0.bias must have torch.bfloat16, got torch.float16; convert_dtype=True",
+    ),
+    (
+        lambda c: c["model"].update({"0.bias": c["model"]["0.bias"].int()}),
+        "0.bias must have torch.bfloat16, got torch.int32$",
+    ),
+    (lambda c: c["model"].update({"0.bias": "x"}), "0.bias is a tensor only"),
+    (lambda c: c.update(model=[]), "model must be a state dict, got list"),
+    (lambda c: c["classes"].update(optimizer="Adam"), "optimizer was saved from Adam, got AdamW"),
+    (
+        lambda c: c["classes"].update(lr_scheduler="StepLR"),
+        "lr_scheduler was saved from StepLR, got SequentialLR",
+    ),
+    (lambda c: c["optimizer"]["param_groups"].pop(), "optimizer: .*group"),
+    (
+        lambda c: c["optimizer"]["state"][5].update(exp_avg_sq=torch.ones(3).double()),
+        "optimizer: AdamW.load_state_dict: exp_avg_sq must have dtype",
+    ),
+    (lambda c: c["scaler"].update(scale=-1.0), "scaler: GradScaler: scale must be"),
+    (lambda c: c.update(scaler={}), "scaler: .*empty"),
+    (lambda c: c["lr_scheduler"].pop("_schedulers"), "lr_scheduler: "),
+)
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["into a fresh run", "into a run in progress"])
+def test_what_does_not_fit_changes_nothing(steps: int, path: Path) -> None:
+    run, other, expected = Run(), Run(init=1), Run(init=1)
+    for step in range(STEPS):
+        run.step(step)
+    save_checkpoint(path, **run.parts(), step=1)
+    whole = path.read_bytes()
+    for each in (other, expected):
+        torch.manual_seed(2)
+        for step in range(steps):
+            each.step(step)
+    for change, message in EDITS:
+        path.write_bytes(whole)
+        edit(path, change)
+        refused(path, message, other)
+    for each in (other, expected):  # and it goes on as if nothing had been tried
+        torch.manual_seed(3)
+        each.step(OVERFLOW + 1)
+    assert other.bits() == expected.bits()
+
+
+def fail_once_halfway(patch: pytest.MonkeyPatch, part: Any) -> None:
+    """Its load_state_dict writes on the state that it had, takes the given one, then fails."""
+    real, calls = type(part).load_state_dict, itertools.count()
+
+    def load_state_dict(self: Any, state: dict) -> None:
+        first = next(calls) == 0
+        for leaf in tree_leaves(self.state_dict()) if first else ():
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_()
+        real(self, state)
+        if first:
+            raise KeyError("halfway")
+
+    patch.setattr(type(part), "load_state_dict", load_state_dict)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_fails_halfway_is_as_it_was(
+    part: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = Run(), Run(init=1)
+    for step, each in enumerate((run, other)):
+        each.step(step)
+    torch.manual_seed(0)
+    expected = run.bits()
+    save_checkpoint(path, **run.parts())
+    fail_once_halfway(monkeypatch, getattr(other, part))
+    refused(path, f"{part}: 'halfway'", other)
+    load_checkpoint(path, **other.parts())
+    assert other.bits() == expected
+
+
+def test_a_model_without_memory_is_refused(path: Path) -> None:
+    save_checkpoint(path, model=nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"weight is on the meta device; use model.to_empty\(\)"):
+        load_checkpoint(path, model=nn.Linear(3, 3, device="meta"))
+
+
+def test_sharded_tensors_are_refused(path: Path, one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 4)
+    save_checkpoint(path, model=model)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+    optimizer = AdamW(model.parameters())
+    model.weight.grad = distribute_tensor(torch.ones(4, 4), mesh)
+    optimizer.step()
+    for call, place in (
+        (lambda: save_checkpoint(path, model=model), "model['weight']"),
+        (lambda: save_checkpoint(path, optimizer=optimizer), "optimizer['state'][0]['exp_avg']"),
+        (lambda: load_checkpoint(path, model=model), "weight is a DTensor"),
+    ):
+        with pytest.raises(ValueError, match=r"torch\.distributed\.checkpoint") as caught:
+            call()
+        assert place in str(caught.value)
+    assert os.listdir(path.parent) == [path.name]

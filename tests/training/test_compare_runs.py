@@ -1,0 +1,239 @@
+"""compare(): what the caller gives is used, trouble in one run ends no other, reports are files."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import math
+import os
+import random
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from compare_task import MLP, RECIPES, SAMPLES, STEPS, K, data
+from torch import nn
+
+import mixprec
+
+
+def test_one_model_at_a_time_is_in_memory() -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def make() -> nn.Module:
+        assert all(model() is None for model in made), "the model of the last recipe is still there"
+        model = MLP()
+        model.itself = [model]  # as hooks that hold their model do
+        made.append(weakref.ref(model))
+        return model
+
+    gc.disable()
+    try:
+        mixprec.compare(make, data(2), RECIPES)
+    finally:
+        gc.enable()
+    assert len(made) == len(RECIPES)
+
+
+def test_schedule_optimizer_and_count_are_used() -> None:
+    seen: list[float] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            seen.append(self.param_groups[0]["lr"])
+            super().step()
+
+    report = mixprec.compare(
+        MLP,
+        data(3),
+        ("fp32",),
+        make_optimizer=lambda model: Watched(model.parameters(), lr=0.5),
+        schedule=lambda step: 1 / (step + 1),
+        count=lambda batch: batch[0].numel(),
+    )
+    assert seen == [0.5, 0.25, 0.5 / 3]
+    row = report["fp32"]
+    assert row.units == [SAMPLES * K] * 3
+    assert row.skipped_steps == 0
+    assert row.optimizer_bytes == 0, "SGD without momentum keeps nothing"
+
+
+def test_steps_limit_the_batches_and_progress_is_told() -> None:
+    calls = []
+    report = mixprec.compare(
+        MLP, data(9), ("fp32", "fp8"), steps=4, progress=lambda *call: calls.append(call)
+    )
+    assert [row.recipe for row in mixprec.compare(MLP, data(1), "fp8").rows] == ["fp8"]
+    assert [row.steps for row in report.rows] == [4, 4]
+    expected = [(r.recipe, i + 1, 4, loss) for r in report.rows for i, loss in enumerate(r.losses)]
+    assert calls == expected
+
+
+def test_validation_is_in_evaluation_mode() -> None:
+    modes = []
+
+    class Watched(MLP):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            modes.append((self.training, torch.is_grad_enabled()))
+            return super().forward(x, y)
+
+    with torch.no_grad():  # the caller's mode is not the training's
+        mixprec.compare(Watched, data(2), ("fp32",), validation=data(1))
+        assert not torch.is_grad_enabled()
+    assert modes == [(True, True), (True, True), (False, False)]
+
+
+def test_a_shuffling_loader_gives_every_recipe_the_same_order() -> None:
+    samples = torch.utils.data.TensorDataset(*(torch.cat(t) for t in zip(*data(4), strict=True)))
+    loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
+    state, python_state = torch.get_rng_state(), random.getstate()
+    one = mixprec.compare(MLP, loader, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python_state
+    orders = [row.data for row in one.rows]
+    assert orders == [orders[0]] * 4
+
+    class DrawsMore(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.rand(5)
+
+    assert mixprec.compare(DrawsMore, loader, ("bf16",), seed=3)["bf16"].data == orders[0]
+    torch.manual_seed(99)  # what was drawn before does not matter, the seed does
+    assert mixprec.compare(MLP, loader, ("bf16",), seed=3)["bf16"].losses == one["bf16"].losses
+    assert mixprec.compare(MLP, loader, ("bf16",), seed=4)["bf16"].data != orders[0]
+
+
+def test_data_that_differs_between_recipes_is_refused() -> None:
+    seeds = iter(range(100))
+
+    def shuffled() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter(data(2, seed=next(seeds)))
+
+    with pytest.raises(ValueError, match=r"same for every recipe, but step 1 of bf16 got other"):
+        mixprec.compare(MLP, shuffled)
+
+
+def test_losses_that_are_not_finite_end_the_run_but_not_the_comparison(tmp_path: Path) -> None:
+    class Breaks(MLP):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            bad = self.first.weight.dtype == torch.bfloat16 and self.calls > 2
+            return super().forward(x, y) * (math.inf if bad else 1.0)
+
+    report = mixprec.compare(Breaks, data(STEPS), ("bf16", "fp32"), validation=data(1))
+    bf16, fp32 = report.rows
+    assert bf16.status == "diverged: 10 losses in a row not finite, step 12"
+    assert (bf16.steps, bf16.validation_loss, report.difference(bf16)) == (12, None, None)
+    assert (fp32.status, fp32.steps) == ("complete", STEPS)
+    assert "diverged" in str(report)
+    report.save(tmp_path / "r.json")
+    losses = json.loads((tmp_path / "r.json").read_text())["rows"][0]["train_losses"]
+    assert losses == [*bf16.losses[:2], *[None] * 10]
+    report.plot(tmp_path / "r.png")
+
+
+def test_interrupt_returns_what_there_is(tmp_path: Path) -> None:
+    def stop(recipe: str, step: int, steps: int | None, loss: float) -> None:
+        if (recipe, step) == ("fp16", 3):
+            raise KeyboardInterrupt
+
+    state = torch.get_rng_state()
+    report = mixprec.compare(MLP, data(5), validation=data(1), progress=stop)
+    assert report.interrupted
+    assert torch.equal(torch.get_rng_state(), state)
+    statuses = ["complete", "complete", "interrupted in step 3", "not started"]
+    assert [row.status for row in report.rows] == statuses
+    assert report["fp16"].loss_scale == 65536.0
+    assert report["fp16"].parameter_bytes is not None
+    assert [row.validation_loss is None for row in report.rows] == [False, False, True, True]
+    report.save(tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["interrupted"] is True
+    report.plot(tmp_path / "r.png")
+    assert len(str(report).splitlines()) == 6
+    seen: list[object] = []
+    with mixprec.functional.observed(lambda *call: seen.append(call)):
+        mixprec.functional.linear(torch.ones(1, 1), torch.ones(1, 1))
+    assert len(seen) == 1, "the interrupted run's own observer is gone"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"recipes": ("fp32", "fp4")}, ValueError, "recipe must be"),
+        ({"recipes": ("fp8", "fp8")}, ValueError, "different names"),
+        ({"batches": iter(data(1))}, TypeError, "batches must be readable once per recipe"),
+        ({"validation": iter(data(1))}, TypeError, "validation must be readable once per recipe"),
+        (
+            {"max_grad_norm": 1.0, "make_optimizer": lambda model: None},
+            ValueError,
+            "max_grad_norm must be given to your own optimizer",
+        ),
+        ({"batches": []}, ValueError, "batches must hold at least one"),
+        ({"validation": []}, ValueError, "validation must hold at least one"),
+        (
+            {"make_model": lambda: nn.Linear(64, 128), "batches": [torch.ones(2, 64)]},
+            ValueError,
+            r"must return one number, got \(2, 128\)",
+        ),
+    ],
+)
+def test_bad_arguments(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mixprec.compare(**({"make_model": MLP, "batches": data(1)} | arguments))
+
+
+def test_table_json_and_plot(report: mixprec.Report, tmp_path: Path) -> None:
+    lines = str(report).splitlines()
+    assert lines[0].split()[:4] == ["recipe", "loss", "vs", "fp32"]
+    assert [line.split()[0] for line in lines[2:]] == list(RECIPES)
+    assert f"{report['fp32'].validation_loss:.4f}" in lines[2]
+
+    report.save(tmp_path / "r.json")
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert read == report.to_dict()
+    assert read["rows"][3]["gemms"]["forward"] == {"e4m3 x e4m3": 3 * STEPS}
+    assert read["rows"][3]["train_losses"] == report["fp8"].losses
+    assert read["environment"]["torch"] == str(torch.__version__)
+
+    for name, start in (("r.png", b"\x89PNG\r\n\x1a\n"), ("r.svg", b"<?xml")):
+        report.plot(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert sorted(os.listdir(tmp_path)) == ["r.json", "r.png", "r.svg"]
+
+
+@pytest.mark.parametrize("kind", ["save", "plot"])
+def test_full_disk_leaves_the_old_file_and_nothing_else(
+    report: mixprec.Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / "r.png"
+    path.write_text("the old one")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space left"):
+        getattr(report, kind)(path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert path.read_text() == "the old one"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_device_is_written_not_replaced(report: mixprec.Report) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        report.save("/dev/full")
+    assert not os.path.isfile("/dev/full")
+
+
+def test_plot_without_matplotlib(
+    report: mixprec.Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'mixprec\[demo\]'"):
+        report.plot(tmp_path / "r.png")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""Settings, options, gradients and params that AdamW, Adam and SGD refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from optimizers import Kind, assert_same, copies, kinds, parameters, tensors
+
+from mixprec.optim import SGD, Adam, AdamW
+
+BAD: list[tuple[tuple[type, ...], dict[str, Any], str]] = [
+    ((AdamW, Adam, SGD), {"lr": -1.0}, "lr must be a finite number, 0 or more, got -1.0"),
+    ((AdamW, SGD), {"lr": math.nan}, "lr must be"),
+    ((AdamW, SGD), {"lr": math.inf}, "lr must be"),
+    ((AdamW, SGD), {"lr": torch.ones(2)}, "lr must be a number or a tensor of one fp32 or fp64 el"),
+    ((AdamW, SGD), {"lr": torch.tensor(1)}, "lr must be a number or a tensor of one fp32 or fp64"),
+    ((AdamW, SGD), {"weight_decay": math.nan}, "weight_decay must be a finite number, 0 or more"),
+    ((AdamW, Adam), {"betas": (1.0, 0.9)}, r"betas\[0\] must be a number in \[0, 1\), got 1.0"),
+    ((AdamW,), {"betas": (0.9, -0.1)}, r"betas\[1\] must be"),
+    ((AdamW,), {"betas": (0.9,)}, "betas must be"),
+    ((AdamW,), {"eps": -1e-8}, "eps must be"),
+    ((SGD,), {"momentum": -0.1}, "momentum must be a finite number, 0 or more, got -0.1"),
+    ((SGD,), {"momentum": torch.tensor(0.9)}, "momentum must be a finite number, .* got a tensor"),
+    ((SGD,), {"dampening": math.nan}, "dampening must be a finite number, 0 or more, got nan"),
+    ((SGD,), {"nesterov": True}, "nesterov needs a momentum above 0 and no dampening, got momentu"),
+    ((SGD,), {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs a momentum"),
+    ((AdamW, SGD), {"max_grad_norm": -1.0}, "max_grad_norm must be positive"),
+]
+
+
+@pytest.mark.parametrize(("ours", "settings", "message"), BAD, ids=str)
+def test_bad_settings(ours: tuple[type, ...], settings: dict, message: str) -> None:
+    """In the constructor, in a group of its own, and in a state dict."""
+    for kind in ours:
+        with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
+            kind(parameters(), **settings)
+        optimizer = kind(parameters())
+        with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
+            optimizer.add_param_group({"params": parameters(), **settings})
+        assert len(optimizer.param_groups) == 1
+        state = optimizer.state_dict()
+        state["param_groups"] = [{**state["param_groups"][0], **settings}]
+        with pytest.raises(ValueError, match=f"^{kind.__name__}.load_state_dict: {message}"):
+            optimizer.load_state_dict(state)
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"differentiable": True}, "differentiable must be False"),
+    ({"master_weights": "bf16"}, 'master_weights must be "auto", "fp32", "remainder16" or No'),
+    ({"master_weights": True}, "master_weights must be"),
+    ({"state_dtype": "bfloat16"}, "state_dtype must be torch.float32 or torch.bfloat16, got '"),
+    ({"state_dtype": torch.float16}, "state_dtype must be"),
+    ({"stochastic_rounding": 1}, "stochastic_rounding must be True or False"),
+    ({"stochastic_rounding": True, "master_weights": "fp32"}, "stochastic_rounding is for"),
+    ({"stochastic_rounding": True, "master_weights": "remainder16"}, "stochastic_rounding is"),
+    ({"seed": -1}, r"seed must be an int in \[0, 2\^63\), got -1"),
+    ({"seed": 2**63}, "seed must be"),
+    ({"seed": 0.5}, "seed must be"),
+    ({"grad_dtype": torch.bfloat16}, "grad_dtype must be torch.float32 or None"),
+    ({"grad_dtype": "float32"}, "grad_dtype must be"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, got 0.0"),
+    ({"max_grad_norm": math.nan}, "max_grad_norm must be positive, got nan"),
+    ({"max_grad_value": -1.0}, "max_grad_value must be positive, got -1.0"),
+    ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "give max_grad_norm or max_grad_value, no"),
+]
+
+
+def test_bad_options() -> None:
+    for kind in (AdamW, Adam, SGD):
+        for options, message in BAD_OPTIONS:
+            with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
+                kind(parameters(torch.bfloat16), **options)
+    with pytest.raises(ValueError, match=r"^AdamW: amsgrad is not supported"):
+        AdamW(parameters(), amsgrad=True)
+    with pytest.raises(TypeError):  # torch.optim.SGD has none either
+        SGD(parameters(), capturable=True)
+
+
+@kinds
+def test_sparse_gradients_and_params_of_other_dtypes_are_refused(kind: Kind) -> None:
+    who = kind.ours.__name__
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    dense = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([dense, *table.parameters()])
+    (table(torch.tensor([1])).sum() + dense.sum()).backward()
+    with pytest.raises(ValueError, match=rf"^{who}: gradients must be dense, .*sparse=False"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(2))
+    table.weight.grad = torch.zeros(4, 2)
+    optimizer.step()
+    before = copies(optimizer, [dense, table.weight])
+    table.weight.grad = torch.zeros(4, 2).to_sparse()  # and after a step that was dense
+    with pytest.raises(ValueError, match=r"must be .*dense"):
+        optimizer.step()
+    assert_same(tensors(optimizer, [dense, table.weight]), before)
+    for dtype in (torch.complex64, torch.int32):
+        p = torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+        with pytest.raises(ValueError, match=f"^{who}: params must be fp32, bf16, fp16 or fp64"):
+            kind([p])

@@ -1,0 +1,186 @@
+"""fp32_state_dict, the weights that are trained, and copies of a run with its optimizer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import normal
+from optimizers import (
+    LOW,
+    MIXES,
+    Kind,
+    assert_same,
+    kinds,
+    master_of,
+    tensors,
+    through_a_file,
+    train,
+)
+
+from mixprec.optim import SGD, AdamW, fp32_state_dict
+
+
+class Net(torch.nn.Module):
+    """Tied weights, buffers of 16 bits and integers, an fp32 norm, an fp16 param."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.gain = torch.nn.Parameter(normal((6,), torch.float32))
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", normal((4,), torch.float32))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embed(x).float()) * self.gain.float()
+        return self.head(h.to(self.head.weight.dtype)).float()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net().bfloat16()
+    model.gain.data = model.gain.data.half()
+    model.norm.float()
+    return model
+
+
+def train_net(model: Net, optimizers: list, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.randint(11, (8,))).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@kinds
+@pytest.mark.parametrize(("masters", "count"), [("auto", 1), ("remainder16", 2), (None, 2)])
+def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
+    model = net()
+    params = list(model.parameters())
+    lists = [params] if count == 1 else [params[:2], params[2:]]
+    optimizers = [kind(ps, lr=1e-3, master_weights=masters) for ps in lists]
+    own = {k: v.clone() for k, v in model.state_dict().items()}
+    fresh = fp32_state_dict(model, optimizers)
+    for key, value in fresh.items():  # no masters yet: the same values, widened
+        assert torch.equal(value, own[key].float() if own[key].dtype in LOW else own[key])
+    train_net(model, optimizers, 3)
+    own = {k: v.clone() for k, v in model.state_dict().items()}
+    state = fp32_state_dict(model, optimizers[0] if count == 1 else optimizers)
+    assert list(state) == list(own)
+    low = {k for k, v in own.items() if v.dtype in LOW}
+    assert low == {"embed.weight", "head.weight", "gain", "table"}
+    for key, value in state.items():
+        assert value.dtype == (torch.float32 if key in low else own[key].dtype)
+        assert not value.requires_grad
+    assert torch.equal(state["table"], own["table"].float())
+    by_id = {id(p): o for o, ps in zip(optimizers, lists, strict=True) for p in ps}
+    for key, p in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(state[key], master_of(by_id[id(p)], p))
+        if masters is not None and p.dtype in LOW:
+            assert not torch.equal(state[key], p.float())  # it holds what the param cannot
+    for value in state.values():  # copies
+        value.zero_()
+    assert_same(list(model.state_dict().values()), list(own.values()))
+
+
+@kinds
+@pytest.mark.parametrize("masters", ["auto", "remainder16"])
+def test_an_fp32_state_dict_loads(kind: Kind, masters: str) -> None:
+    """Into an fp32 model, which gets all its bits, and into its own: the run stays as it is."""
+    runs = []
+    for through_fp32 in (False, True):
+        model = net()
+        optimizer = kind(model.parameters(), lr=1e-3, master_weights=masters)
+        train_net(model, [optimizer], 3)
+        if through_fp32:
+            state = through_a_file(fp32_state_dict(model, optimizer))
+            wide = Net()
+            wide.load_state_dict(state)
+            assert_same(list(wide.state_dict().values()), list(state.values()))
+            assert wide.head.weight is wide.embed.weight
+            assert torch.equal(wide.embed.weight, master_of(optimizer, model.embed.weight))
+            before = [v.clone() for v in model.state_dict().values()]
+            model.load_state_dict(state)
+            assert_same(list(model.state_dict().values()), before)
+        train_net(model, [optimizer], 3)
+        runs.append(tensors(optimizer, list(model.parameters())))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("masters", ["auto", "remainder16"])
+def test_an_fp32_state_dict_of_exact_ties_loads_into_its_own_model(masters: str) -> None:
+    """A master halfway between two bf16 numbers, on either side of zero, of 1 and of 1.0078125.
+
+    A master's param is the even one of the two, a remainder's the larger.
+    """
+    ulp = 2.0**-7
+    model = torch.nn.Linear(4, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1.0, 1 + ulp, -1 - ulp]]))
+    optimizer = SGD(model.parameters(), lr=ulp / 2, master_weights=masters)
+    want = model.weight.float() + ulp / 2 * model.weight.sign()
+    model.weight.grad = -model.weight.detach().sign()
+    optimizer.step()
+    assert torch.equal(master_of(optimizer, model.weight), want)
+    one = 1.0 if masters == "auto" else 1 + ulp
+    param = torch.tensor([[one, -one, 1 + 2 * ulp, -1 - 2 * ulp]]).bfloat16()
+    assert torch.equal(model.weight, param)
+    model.load_state_dict(fp32_state_dict(model, optimizer))
+    assert torch.equal(model.weight, param)
+    assert torch.equal(master_of(optimizer, model.weight), want)
+
+
+def test_an_fp32_state_dict_after_the_param_was_written() -> None:
+    model = net()
+    optimizer = AdamW(model.parameters())
+    train_net(model, [optimizer], 1)
+    with torch.no_grad():
+        model.gain[2] += 1
+    with pytest.raises(ValueError, match=r"^fp32_state_dict: gain was written after the last step"):
+        fp32_state_dict(model, optimizer)
+    train_net(model, [optimizer], 1)  # as it says
+    assert torch.equal(fp32_state_dict(model, optimizer)["gain"], master_of(optimizer, model.gain))
+
+
+def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
+    """A run that has diverged can still be saved and looked at."""
+    model = torch.nn.Linear(2, 1).bfloat16()
+    model.weight.data[0, 0] = math.nan
+    optimizer = AdamW(model.parameters())
+    train(optimizer, list(model.parameters()), 1)
+    assert fp32_state_dict(model, optimizer)["weight"].isnan().tolist() == [[True, False]]
+
+
+@kinds
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_run_goes_on_as_the_original(kind: Kind, clone: Callable) -> None:
+    """With gradients in FP32, too, a setting of the params that copying them loses."""
+    for mix, grad_dtype in itertools.product(MIXES, (None, torch.float32)):
+        model = net()
+        options = {"max_grad_value": 2.0, "grad_dtype": grad_dtype, **mix}
+        optimizer = kind(model.parameters(), lr=1e-3, **options)
+        train_net(model, [optimizer], 2)
+        next(model.parameters()).grad.fill_(math.nan)
+        optimizer.step()
+        other, copied = clone((model, optimizer))
+        ours, theirs = list(model.parameters()), list(other.parameters())
+        assert copied.param_groups[0]["params"][0] is theirs[0]
+        assert copied.skipped.item() == 1
+        assert_same(tensors(copied, theirs), tensors(optimizer, ours))
+        train_net(model, [optimizer], 2)
+        before = tensors(copied, theirs)
+        assert not torch.equal(before[0], ours[0])  # which have gone on alone
+        train_net(other, [copied], 2)
+        assert_same(tensors(copied, theirs), tensors(optimizer, ours))
+        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in theirs)
+        assert (copied.max_grad_value, copied.master_weights) == (2.0, optimizer.master_weights)

@@ -1,0 +1,250 @@
+"""What GradScaler.update does besides torch's: counts, skips in a row, early growth, limits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from optimizers import through_a_file
+from scalers import (
+    INF,
+    NAN,
+    OURS,
+    TORCHS,
+    Make,
+    Optimizer,
+    every_optimizer,
+    every_way,
+    filled,
+    iterate,
+    our_adamw,
+    our_clipping_adamw,
+    our_sgd,
+    param,
+    step,
+    torch_plain,
+    with_optimizers,
+)
+
+from mixprec.amp.grad_scaler import GradScaler
+from mixprec.grad_report import Overflow
+
+
+@every_way
+@every_optimizer
+def test_counters(make: Make, explicit: bool) -> None:
+    p = param(4)
+    optimizer, scaler = make([p]), GradScaler()
+    assert not scaler.last_step_skipped
+    seen, read = [(0, 0)], [(scaler.skipped, scaler.applied_steps)]
+    for i, bad in enumerate(([], [INF], [NAN], [], [INF], [])):
+        p.grad = filled((4,), *bad)
+        step(scaler, optimizer, explicit)
+        seen.append((seen[-1][0] + len(bad), seen[-1][1] + (not bad)))
+        read.append((scaler.skipped, scaler.applied_steps))
+        assert scaler.last_step_skipped == bool(bad)
+        assert scaler.state_dict()["skipped_in_a_row"] == (2 if i == 2 else len(bad))
+    assert [(a.item(), b.item()) for a, b in read] == seen  # later steps do not write on them
+    assert {(t.dtype, t.dim()) for pair in read for t in pair} == {(torch.int64, 0)}
+    counts = scaler.state_dict()
+    p.grad = filled((4,), INF)
+    scaler.step(optimizer)
+    scaler.update(2.0**16)  # a scale set by hand: not an update that says how the step went
+    assert scaler.state_dict() | {"scale": 0} == counts | {"scale": 0}
+    if make in OURS:
+        assert optimizer.skipped.item() == 4
+
+
+@every_optimizer
+def test_the_callback_after_many_skips_gets_the_report(make: Make) -> None:
+    p, calls = param(4), []
+    optimizer = make([("weight", p)])
+    scaler = GradScaler(max_consecutive_skips=2, on_max_skips=calls.append)
+    for bad in ([INF], [NAN], [], [INF], [INF, NAN], [INF], [INF], [INF], [], [NAN], [NAN]):
+        iterate(scaler, optimizer, p, *bad)
+    found = [(0, 1), (1, 1), (1, 0), (0, 1)]  # Inf and NaN
+    assert calls == [[Overflow("weight", 4, *counts)] for counts in found]
+
+
+def test_what_the_callback_raises_arrives() -> None:
+    p = param(4)
+    optimizer, stop = our_adamw([p]), Mock(side_effect=TimeoutError)
+    scaler = GradScaler(max_consecutive_skips=1, on_max_skips=stop)
+    with pytest.raises(TimeoutError):
+        iterate(scaler, optimizer, p, NAN)
+    assert scaler.get_scale() == 2.0**15
+    iterate(scaler, optimizer, p)  # the iteration was ended properly
+    assert torch.all(p != 1)
+
+
+def test_an_overflow_reported_by_the_flag_alone() -> None:
+    """As when another rank overflowed: there is no worst parameter here to name."""
+    p = param(4)
+    optimizer, scaler = our_adamw([p]), GradScaler(max_consecutive_skips=1)
+    scaler.scale(torch.zeros(()))
+    p.grad = filled((4,))
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(1.0)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"scale is 32768\. If it goes on"):
+        scaler.update()
+    assert scaler.overflow_report() == []
+
+
+COPIES: dict[str, Callable[[GradScaler], GradScaler]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
+    "state_dict": lambda scaler: loaded(scaler.state_dict()),
+}
+SETTINGS: dict[str, Any] = {
+    "init_scale": 2.0**8,
+    "growth_interval": 40,
+    "hysteresis": 2,
+    "max_scale": 2.0**12,
+    "max_consecutive_skips": 3,
+    "grow_on_underflow": 0.0,
+}
+
+
+def loaded(state: dict) -> GradScaler:
+    scaler = GradScaler(max_consecutive_skips=3, grow_on_underflow=0.0)
+    scaler.load_state_dict(through_a_file(state))
+    return scaler
+
+
+@with_optimizers(*TORCHS, *OURS, our_clipping_adamw)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
+    """Copied after any step: scale, trackers and counts, and when, and what, it raises."""
+
+    def run(copied_after: int) -> list[Any]:
+        p, seen = param(4), []
+        optimizer, scaler = make([p]), GradScaler(**SETTINGS)
+        for i in range(16):
+            p.grad = filled((4,), *([NAN] if i % 9 < 7 else [1e-39]))
+            try:
+                step(scaler, optimizer, explicit=i % 2 == 0)
+            except RuntimeError as error:
+                seen.append((i, str(error)))
+            if i == copied_after:
+                scaler = COPIES[way](scaler)
+            seen.append((scaler.state_dict(), scaler.last_step_skipped))
+        seen.append(scaler.overflow_report())
+        return seen
+
+    expected = run(-1)
+    assert [each[0] for each in expected if isinstance(each[-1], str)] == [2, 5, 11, 14]
+    assert len({each[0]["scale"] for each in expected if isinstance(each[0], dict)}) > 5
+    for after in range(12):
+        assert run(after) == expected, after
+
+
+@every_optimizer
+def test_early_growth(make: Make) -> None:
+    """After a twentieth of the interval, here 3 updates, if more than a quarter is subnormal.
+
+    (tests/ops/test_scale.py has all of the rule.)
+    """
+    dtype = torch.float16 if make in OURS else torch.float32
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    zeros = filled((8,), 0.0, 0.0, 0.0, 0.0, dtype=dtype)
+    quarter, more = zeros.clone(), zeros.clone()
+    quarter[4], more[4:6] = tiny, -tiny
+    for grad, threshold, interval, factor in (
+        (more, 0.25, 60, 2.0),
+        (more, 0.5, 60, 1.0),  # not more than that
+        (quarter, 0.25, 60, 1.0),
+        (zeros, 0.0, 60, 1.0),  # zeros are no underflow
+        (more, None, 60, 1.0),
+        (more, 0.25, None, 1.0),  # a static scale
+    ):
+        p, seen = param(8, dtype=dtype), []
+        optimizer = make([p])
+        scaler = GradScaler(init_scale=1.0, growth_interval=interval, grow_on_underflow=threshold)
+        for _ in range(7):
+            p.grad = grad.clone()
+            step(scaler, optimizer)
+            seen.append(scaler.get_scale())
+        assert seen == [1, 1, factor, factor, factor, factor**2, factor**2], (grad, threshold)
+
+
+def test_early_growth_looks_at_the_worst_optimizer() -> None:
+    a, b = param(4, dtype=torch.float16), param(4000, dtype=torch.float16)
+    optimizers = [our_adamw([a]), our_sgd([b])]
+    scaler = GradScaler(init_scale=1.0, growth_interval=20, grow_on_underflow=0.5)
+    for _ in range(3):
+        scaler.scale(torch.zeros(()))
+        a.grad, b.grad = torch.full_like(a, 1e-7), torch.ones_like(b)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    step(scaler, optimizers[1])  # the other one, of long ago, does not count
+    assert scaler.get_scale() == 8.0
+
+
+def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[float]:
+    """The scale after each step; "x" is one that overflows, and changes nothing."""
+    (p,) = optimizer.param_groups[0]["params"]
+    seen = []
+    for letter in bad:
+        before = p.detach().clone()
+        iterate(scaler, optimizer, p, *([INF] if letter == "x" else []))
+        assert torch.equal(p, before) == (letter == "x")
+        seen.append(scaler.get_scale())
+    return seen
+
+
+@every_optimizer
+def test_hysteresis_and_limits(make: Make) -> None:
+    """Megatron-LM's rule; tests/ops/test_scale.py compares it with one written in Python.
+
+    An overflow takes one from the hysteresis, and backs off once that is used up; growth, after an
+    interval without, fills it again.
+    """
+    settings = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    settings |= {"hysteresis": 2, "min_scale": 1.0, "max_scale": 64.0}
+    scaler, optimizer = GradScaler(init_scale=8.0, **settings), make([param(4)])
+    assert scales_after(scaler, optimizer, "xxx..x..") == [8, 2, 1, 1, 4, 4, 4, 16]
+    assert scales_after(scaler, optimizer, "xx......xx") == [16, 4, 4, 16, 16, 64, 64, 64, 64, 16]
+    assert (scaler.skipped.item(), scaler.applied_steps.item()) == (8, 10)
+
+
+@every_optimizer
+def test_a_static_scale_stays_and_skips(make: Make) -> None:
+    scaler = GradScaler(init_scale=128.0, growth_interval=None, min_scale=256.0, hysteresis=2)
+    optimizer = make([param(4)])
+    assert scales_after(scaler, optimizer, ".xxx..") == [128.0] * 6
+    assert [scaler.skipped.item(), scaler.applied_steps.item()] == [3, 3]
+    scaler.update(64)
+    assert scaler.get_scale() == 64.0
+
+
+def test_static_and_dynamic_can_be_exchanged() -> None:
+    optimizer, scaler = our_sgd([param(4)]), GradScaler(init_scale=128.0, growth_interval=None)
+    scaler.set_growth_interval(2)
+    assert scales_after(scaler, optimizer, "..x.") == [128, 256, 128, 128]
+    scaler.set_growth_interval(None)
+    assert scales_after(scaler, optimizer, "..x.") == [128] * 4
+
+
+def test_static_scales_between_torch_and_ours() -> None:
+    optimizer = torch_plain([param(4)])
+    static = GradScaler(init_scale=128.0, growth_interval=None)
+    scales_after(static, optimizer, "...")
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(static.state_dict())
+    assert scales_after(theirs, optimizer, "....") == [128] * 4  # torch's way to be static
+    for mine, state, expected in (
+        (GradScaler(growth_interval=1), static, [128, 128, 128]),
+        (static, torch.amp.GradScaler("cpu", 32.0, growth_interval=1), [32, 32, 32]),
+        (static, GradScaler(init_scale=32.0, growth_interval=1), [64, 128, 64]),
+    ):
+        mine.load_state_dict(state.state_dict())
+        assert scales_after(mine, optimizer, "..x") == expected

@@ -1,0 +1,218 @@
+"""Monitor: it changes nothing else, waits for nothing, and writes what is new."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from stats_models import Net, measured, of, one_linear, one_step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.diagnostics.stats import Monitor, records
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-block"])
+def test_no_bit_of_the_model_changes(recipe: str) -> None:
+    def train(watched: bool) -> tuple[list[torch.Tensor], Monitor]:
+        torch.manual_seed(0)
+        model = mixprec.convert(Net(), recipe)
+        monitor = Monitor(model, every=2, sqnr=True)
+        if watched:
+            monitor.attach()
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = mixprec.optim.AdamW(params, 1e-2)
+        for _ in range(4):
+            y = one_step(model, torch.randn(8, 16))
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+        monitor.close()
+        assert not any(m._forward_hooks for m in model.modules()), "close() removes the hooks"
+        return [y.detach(), *model.state_dict().values()], monitor
+
+    (plain, _), (watched, monitor) = train(False), train(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert len(monitor.records) == 2
+    assert of(monitor, "twice", "x")["calls"] == 2
+    assert of(monitor, "tied", "w")["amax"] == of(monitor, "twice", "w")["amax"]
+    rows = monitor.records[0]["tensors"]
+    assert ("frozen", "g") not in {(row["layer"], row["tensor"]) for row in rows}
+
+
+def test_nothing_waits_for_the_device_before_flush() -> None:
+    """A fake tensor has no value: whoever asks for one raises."""
+    with torch._subclasses.FakeTensorMode():
+        model = mixprec.convert(Net(), "fp8-delayed")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        monitor = Monitor(model, every=1, sqnr=True, scaler=mixprec.GradScaler()).attach()
+        for _ in range(2):
+            one_step(model, torch.randn(8, 16))
+            optimizer.step()
+            monitor.step()
+        # x, w, y of four calls, and g of the three that are not frozen.
+        assert len(monitor._samples) == 2 * (4 * 3 + 3)
+        with pytest.raises(RuntimeError):
+            monitor.flush()
+    # No layer of fake tensors may be left for the optimizer steps of other tests to update.
+    del model, optimizer, monitor
+    gc.collect()
+
+
+def test_one_transfer_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = [], torch.Tensor.tolist
+
+    def counted(self: torch.Tensor) -> object:
+        calls.append(self.shape)
+        return plain(self)
+
+    model = mixprec.convert(Net(), "fp8")
+    monitor = Monitor(model, every=1).attach()
+    for _ in range(3):
+        one_step(model, torch.randn(8, 16))
+        monitor.step()
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    assert monitor.records == []
+    monitor.flush()
+    assert len(calls) == 1
+    assert [r["step"] for r in monitor.records] == [0, 1, 2]
+    monitor.close()
+    assert len(monitor.records) == 3
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)  # after it: a repeated forward ends where it may
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.last(self.inner(x)), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_repeated_forward_counts_once(reentrant: bool) -> None:
+    model = mixprec.convert(Checkpointed(reentrant), "fp8")
+    monitor = measured(model, torch.randn(8, 16, requires_grad=True))
+    assert [of(monitor, "inner", t)["calls"] for t in "xwgy"] == [1, 1, 1, 1]
+
+
+def test_passes_without_grad_and_steps_between_samples_leave_nothing() -> None:
+    model = one_linear()
+    with Monitor(model, every=3) as monitor:
+        with torch.no_grad():
+            model(torch.randn(2, 16))
+        one_step(model, torch.ones(2, 16))
+        with mixprec.autocast(enabled=False):
+            one_step(model, torch.ones(5, 16))
+        with mixprec.autocast("bf16"):
+            one_step(model, torch.ones(7, 16))
+        for _ in range(5):
+            monitor.step()
+            one_step(model, torch.ones(3, 16))
+    assert [record["step"] for record in monitor.records] == [0, 3]
+    first = [r for r in monitor.records[0]["tensors"] if r["tensor"] == "x"]
+    assert [(r["format"], r["elements"]) for r in first] == [("e4m3", 32), ("bf16", 112)]
+
+
+def test_compiled_layers_are_left_alone() -> None:
+    model = one_linear()
+    with Monitor(model, every=1) as monitor:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        y = one_step(compiled, torch.ones(2, 16))
+        monitor.step()
+    torch._dynamo.reset()
+    assert monitor.records[0]["tensors"] == []
+    assert torch.equal(y, model(torch.ones(2, 16)))
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
+        Monitor([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must have layers with a recipe"):
+        Monitor(nn.Linear(2, 2))
+    for every in (0, 1.5, True):
+        with pytest.raises(ValueError, match="every must be an int of 1 or more"):
+            Monitor(one_linear(), every=every)  # type: ignore[arg-type]
+    assert Monitor(one_linear()).table() == "nothing was sampled"
+    Monitor(one_linear()).to_jsonl(tmp_path / "none.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_table_is_legible_and_worst_first() -> None:
+    torch.manual_seed(0)
+    name = "encoder_of_the_first_modality_with_a_long_name"
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(16, 16))
+    model.add_module("bad", nn.Linear(16, 16))
+    mixprec.convert(model, "fp8")
+    with torch.no_grad():
+        model.bad.weight[0, 0] = 1e6  # beside which the others become 0
+    monitor = measured(model, torch.randn(4, 16), sqnr=True)
+    lines = monitor.table().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "step 0"
+    assert lines[3].split()[:3] == ["bad", "w", "e4m3"]
+    assert len(lines) == 3 + 2 * 4
+    assert sum("..." in line and "long_name" in line for line in lines) == 4
+    assert len(monitor.table(limit=2).splitlines()) == 3 + 2 + 1
+
+
+def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
+    model, path, writer = one_linear(), tmp_path / "r.jsonl", Mock()
+    path.write_text('{"cut sho')
+    with Monitor(model, every=1) as monitor:
+        for _ in range(2):
+            for _ in range(2):
+                one_step(model, torch.ones(2, 16))
+                monitor.step()
+            monitor.flush()
+            monitor.to_jsonl(path)
+            monitor.to_tensorboard(writer)
+    lines = path.read_text().splitlines()
+    assert lines[0] == '{"cut sho'
+    assert [json.loads(line)["step"] for line in lines[1:]] == [0, 1, 2, 3]
+    assert json.loads(lines[1])["tensors"] == records.finite(monitor.records[0]["tensors"])
+    added = [call.args for call in writer.add_scalar.call_args_list]
+    assert [s for tag, _, s in added if tag == "amax/x/0"] == [0, 1, 2, 3]
+    assert ("scale_max/x/0", 256.0, 0) in added
+
+
+def test_the_picture_names_three_layers_of_many() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from mixprec.diagnostics import plotting
+
+    torch.manual_seed(0)
+    model = mixprec.convert(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))), "fp8")
+    monitor = measured(model, torch.randn(4, 16), 10.0 * torch.randn(4, 16))
+    above, middle, below = (plotting.plot_records(monitor.records).axes[i] for i in (0, 3, 6))
+    assert len(above.lines) == len(middle.lines) == 12
+    assert len(above.get_legend().get_texts()) == 3
+    assert above.get_legend().get_title().get_text() == "and 9 others in grey"
+    by_layer = {tuple(line.get_ydata()) for line in above.lines}
+    rows = [of(monitor, "0", "x", sample)["amax"] for sample in (0, 1)]
+    assert tuple(rows) in by_layer
+    assert [len(line.get_xdata()) for line in below.lines] == [2] * 4
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "stats.md").read_text(encoding="utf-8")
+    page = page[: page.index("## How these figures were made")]
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert len((tmp_path / "numbers.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "numbers.png").stat().st_size > 10_000
+    assert names["overrides"] == {}
