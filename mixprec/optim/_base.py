@@ -110,6 +110,7 @@ class Optimizer(torch.optim.Optimizer):
         """Treat every param as modified by other code since the last step."""
         self._batches = Batches(type(self).__name__, self._policy)
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
+        self._last_skip: torch.Tensor | None = None  # bool []; None without a check
         self.grad_counts = GradCounts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -175,6 +176,12 @@ class Optimizer(torch.optim.Optimizer):
         groups = range(len(self.param_groups))
         return [self._sums[g].sum().sqrt() if g in self._sums else None for g in groups]
 
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step found Inf or NaN and changed nothing, for code that wraps the
+        optimizer (a scheduler, a trainer). Waits for the device; `skipped` counts without that."""
+        return self._last_skip is not None and bool(self._last_skip)
+
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
         """Which params' gradients held Inf or NaN at the last skipped step, the worst first.
 
@@ -229,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
         ]
         params = [p for group in self.param_groups for p in group["params"]]
         alone = self.ranks.alone(params)
-        self._sums = {}
+        self._sums, self._last_skip = {}, None
         if not batches and alone:
             return loss
         grad_scale, found_inf = self._current_scaling()
@@ -253,7 +260,8 @@ class Optimizer(torch.optim.Optimizer):
             if not seen:
                 self.grad_counts.finish(found_inf)
             self.skipped = self.skipped.to(found_inf.device)
-            self.skipped += found_inf.reshape(()) != 0
+            self._last_skip = found_inf.reshape(()) != 0
+            self.skipped += self._last_skip
         clips = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
         for batch in batches:
             self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
