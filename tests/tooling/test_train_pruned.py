@@ -31,8 +31,6 @@ def example() -> Iterator[ModuleType]:
     [
         ("vit", "fp32", ["param"]),
         ("cnn", "fp8", ["param", "master", "FP8"]),
-        ("vit", "fp16", ["param", "master"]),
-        ("vit", "fp8-block", ["param", "master", "FP8"]),
     ],
 )
 def test_pruned_weights_stay_zero_and_the_others_move(
@@ -105,8 +103,6 @@ def test_a_weight_that_came_back_is_found(example: ModuleType) -> None:
 def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--model=cnn", "--recipe=fp8", "--steps=4", "--sparsity=0.6"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].startswith("dense ")
-    assert printed[2].startswith("pruned ")
     assert "60.0% in the param, 60.0% in the master, " in printed[2]
     assert printed[3] == "passed: all pruned weights of 7 layers are exactly zero"
 
