@@ -125,16 +125,6 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "FAILED (2)" in summary.line("x", 1.0, result)
 
 
-def test_slow_tests_have_more_time(tmp_path: Path) -> None:
-    marker = "config.addinivalue_line('markers', 'slow: takes long')"
-    (tmp_path / "conftest.py").write_text(f"def pytest_configure(config): {marker}")
-    tests = "import time, pytest\n@pytest.mark.slow\ndef test_slow(): time.sleep(2)\n"
-    tests += "def test_other(): time.sleep(2)"
-    result = run(tmp_path, tests, test_limit=1)
-    late = "failure: its process was ended: it took more than 1 s"
-    assert result["tests"] == {"test_slow": "passed", "test_other": late}
-
-
 def test_under_a_tool(tmp_path: Path) -> None:
     program = tmp_path / "compute-sanitizer"
     program.write_text(TOOL.format(python=sys.executable))

@@ -148,29 +148,6 @@ def test_every_condition_of_success(demo: ModuleType) -> None:
     assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 was trained on other data"]
 
 
-def test_tf32_is_allowed_in_its_own_run_only(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """What mixprec.compare is called with on a GPU, and with which matmul precision of torch."""
-    import gpt_data
-
-    options = demo.parse_arguments([*TINY, "--device=cuda", f"--text={text}"])
-    calls: list[tuple[str, str, str]] = []
-
-    def compare(make: Any, batches: Any, recipe: str, **more: Any) -> Report:
-        calls.append((recipe, torch.get_float32_matmul_precision(), more["device"]))
-        return Report(rows=[Row(recipe)], environment={"device": more["device"]})
-
-    monkeypatch.setattr(mixprec, "compare", compare)
-    report = demo.compare(options, gpt_data.load(text, options.context), lambda *_: None)
-    assert torch.get_float32_matmul_precision() == "highest"
-    given = [(recipe, "highest", "cuda") for recipe in ("fp32", "bf16", "fp16", "fp8")]
-    assert calls == [given[0], ("fp32", "high", "cuda"), *given[1:]]
-    names = ["fp32", "tf32", "bf16", "fp16", "fp8"]
-    assert [row.recipe for row in report.rows] == options.recipes == names
-    assert report.options == {"tf32": {name: name == "tf32" for name in names}}
-
-
 def test_what_a_user_may_get_wrong(
     demo: ModuleType, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

