@@ -138,19 +138,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(where: str, number: float) ->
     assert layer.amax_history[row, 0] == {"x": 2.0, "g": 3.0}[where]
 
 
-def test_zeros_keep_the_scale() -> None:
-    layer = make(SHORT)
-    run(layer, 0.0, 0.0)
-    update_scales(layer)
-    assert layer.scale.tolist() == [0.0, 0.0]  # still none
-    run(layer, 7.0)
-    update_scales(layer)
-    for _ in range(3):
-        run(layer, 0.0)
-        update_scales(layer)
-    assert layer.scale[0] == 64.0
-
-
 @for_each("make_optimizer", [torch.optim.SGD, mixprec.optim.AdamW])
 def test_every_optimizer_step_updates_the_scales(make_optimizer: Callable) -> None:
     layer = make()
@@ -187,24 +174,6 @@ def test_a_frozen_base_is_updated_too() -> None:
     base(adapter(torch.ones(2, 4))).sum().backward()
     optimizer.step()
     assert (base.scale > 0).all()
-
-
-def test_an_overflow_that_a_scaler_skips() -> None:
-    layer = make()
-    optimizer, scaler = mixprec.optim.AdamW(layer.parameters()), mixprec.GradScaler()
-    for largest in (1.0, math.inf, 1.0):
-        before = {name: t.clone() for name, t in layer.state_dict().items()}
-        loss = (layer(torch.ones(2, 4)) * largest).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if largest == math.inf:
-            assert scaler.last_step_skipped
-            assert torch.equal(layer.weight, before["weight"])
-            assert torch.equal(layer.amax_history[1], before["amax_history"][1])
-            assert torch.equal(layer.scale, before["scale"])
-        assert amaxes(layer) == [UNUSED] * 2
-    assert (layer.amax_history[1] > 0).sum() == 2
 
 
 def test_one_op_call_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,15 +227,9 @@ def test_state_dicts(assign: bool) -> None:
     assert other.scale.tolist() == [0.0] * 2, "scales belong to the weights of before"
     assert set(saved) == {"weight", "bias", "amax_history", "scale"}, "the file was written to"
 
-
-def test_plain_state_dict_of_a_model() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.BatchNorm1d(4))
-    keys = list(plain.state_dict())
     model = convert(copy.deepcopy(plain), "fp8-delayed")
-    assert list(plain_state_dict(model)) == keys
-    plain.load_state_dict(plain_state_dict(model))
-    model.load_state_dict(plain.state_dict())
-    assert "0.scale" in model.state_dict()
+    assert list(plain_state_dict(model)) == list(plain.state_dict())
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -282,41 +245,25 @@ def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
     assert layer.half().scale.dtype == torch.float32
 
 
-def test_meta_device() -> None:
+@for_each("fill", ["to_empty", "reset", "assign"])
+def test_meta_device(fill: str) -> None:
     with torch.device("meta"):
         layer = make(bias=True)
     assert all(b.is_meta for b in layer.buffers())
-    for fill in ("to_empty", "reset", "assign"):
-        other = copy.deepcopy(layer)
-        if fill == "assign":
-            other.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
-        else:
-            other.to_empty(device="cpu")
-            with torch.no_grad():
-                other.weight.fill_(0.5)
-        if fill == "reset":
-            other.scale.fill_(3.0)
-            other.reset_parameters()
-        assert not any(b.is_meta for b in other.buffers())
-        assert other.scale.tolist() == [0.0] * 2, fill
-        assert other.amax_history.count_nonzero() == 0
-        run(other, 7.0)
-        update_scales(other)
-        assert other.scale[0] == 64.0
-
-
-def test_copies_have_their_own_scales_and_are_updated() -> None:
-    layer = trained()
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
-        assert torch.equal(other.amax_history, layer.amax_history)
-        history = layer.amax_history.clone()
-        run(other, 50.0)
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
-        assert other.amax_history[0, 0] == 50.0
-        assert torch.equal(layer.amax_history, history)
+    if fill == "assign":
+        layer.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
+    else:
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            layer.weight.fill_(0.5)
+    if fill == "reset":
+        layer.scale.fill_(3.0)
+        layer.reset_parameters()
+    assert layer.scale.tolist() == [0.0] * 2
+    assert layer.amax_history.count_nonzero() == 0
+    run(layer, 7.0)
+    update_scales(layer)
+    assert layer.scale[0] == 64.0
 
 
 def test_errors() -> None:
@@ -347,20 +294,14 @@ def on_one_rank(recipes: list[str], largest: list[float]) -> tuple[list[float], 
     return model["a"].scale.tolist(), model["b"].amax_history[:, 0].tolist(), calls
 
 
-def test_ranks_share_the_largest_amax_in_one_call() -> None:
-    both = ["fp8-delayed"] * 2
-    (scale, history, calls), other = on_ranks(2, on_one_rank, recipes=both, largest=[1.0, 7.0])
-    assert scale[0] == 64.0
-    assert history[0] == 2.0, "used on one rank, so rolled on both"
-    assert (scale, history) == other[:2]
-    assert calls == [2 * 4]
-
-
-def test_nan_on_one_rank_keeps_the_step_out_on_all() -> None:
-    results = on_ranks(2, on_one_rank, recipes=["fp8-delayed"] * 2, largest=[1.0, math.nan])
-    for scale, history, _ in results:
-        assert scale[0] == 0.0
+@pytest.mark.parametrize("largest", [[1.0, 7.0], [1.0, math.nan]])
+def test_ranks_share_the_largest_amax_in_one_call(largest: list[float]) -> None:
+    """NaN on one rank keeps the step out on all; what is used on one rank is rolled on all."""
+    recipes = ["fp8-delayed"] * 2
+    for scale, history, calls in on_ranks(2, on_one_rank, recipes=recipes, largest=largest):
+        assert scale[0] == (64.0 if largest[1] == 7.0 else 0.0)
         assert history[0] == 2.0
+        assert calls == [2 * 4]
 
 
 def test_ranks_with_different_recipes_are_told() -> None:
