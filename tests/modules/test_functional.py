@@ -42,9 +42,6 @@ X_SHAPES = (
 )
 
 
-BLOCKS = {"row": (1, 10**9), "block1x128": (1, 128), "block128x128": (128, 128)}
-
-
 def linear(*args: object, recipe: str | Recipe = "fp8", **options: object) -> torch.Tensor:
     """functional.linear, with scales that have not been used yet where the recipe wants some."""
     if Recipe.parse(recipe).is_delayed:
@@ -79,10 +76,9 @@ def value(t: torch.Tensor, role: str, recipe: Recipe, *, transposed: bool = Fals
     power_of_two = recipe.power_of_two_scale
     q = mixprec.quantize(rows, fmt, granularity=granularity, power_of_two_scale=power_of_two)
     scale_inv = q.scale_inv.double()
-    if granularity != "tensor":
-        for dim, size in enumerate(BLOCKS[granularity]):
-            size = min(size, rows.shape[dim])
-            scale_inv = scale_inv.repeat_interleave(size, dim).narrow(dim, 0, rows.shape[dim])
+    if granularity != "tensor":  # of each element
+        wide = torch.ones(rows.shape, dtype=fmt.dtype)
+        scale_inv = mixprec.dequantize(q._replace(data=wide)).double()
     result = q.data.double() * scale_inv
     return result.t() if transposed else result
 
@@ -174,28 +170,22 @@ def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
 
 def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
+    gemm, seen = _linear.gemm, []
 
-    def run() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-        pairs = []
-        gemm = _linear.gemm
+    def spy(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
+        seen.append((a, b))
+        return gemm(a, b, *args)
 
-        def spy(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
-            pairs.append((a, b))
-            return gemm(a, b, *args)
-
+    def run() -> list[torch.Tensor]:
         x = leaf(small_integers((2, 3, 16), torch.float32))
         w = leaf(small_integers((5, 16), torch.float32, seed=1))
-        with monkeypatch.context() as patch:
-            patch.setattr(_linear, "gemm", spy)
-            y = linear(x, w)
-            y.backward(small_integers((2, 3, 5), torch.float32, seed=2))
-        assert x.grad is not None
-        assert w.grad is not None
-        return pairs, [y.detach(), x.grad, w.grad]
+        y = linear(x, w)
+        return [y, *torch.autograd.grad(y, (x, w), small_integers((2, 3, 5), y.dtype, seed=2))]
 
-    _, strided = run()
+    strided = run()
     monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
-    seen, copied = run()
+    monkeypatch.setattr(_linear, "gemm", spy)
+    copied = run()
     assert len(seen) == 3
     for a, b in seen:
         assert a.stride(1) == 1, "a [M, K] is not K-major"
@@ -389,12 +379,14 @@ def test_autocast_outside_does_not_change_the_arithmetic(
     op, x_shape, w_shape = OPS[kind]
     x, w = leaf(normal(x_shape, torch.float32)), leaf(normal(w_shape, torch.float32, seed=1))
     plain = op(x, w, recipe=recipe)
-    (plain_grad,) = torch.autograd.grad(plain.sum(), w)
-    with torch.autocast("cpu", dtype):
-        y = op(x, w, recipe=recipe)
-        (grad,) = torch.autograd.grad(y.sum(), w)
-    assert torch.equal(y, plain)
-    assert torch.equal(grad, plain_grad)
+    want = torch.autograd.grad(plain.sum(), (x, w))
+    for backward_too in (False, True):
+        with torch.autocast("cpu", dtype):
+            y = op(x, w, recipe=recipe)
+        with torch.autocast("cpu", dtype, enabled=backward_too):
+            got = torch.autograd.grad(y.sum(), (x, w))
+        for a, b in zip((y, *got), (plain, *want), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -157,28 +157,6 @@ def test_quantized_operands(quantized: str) -> None:
         ind.assert_same_bits(mixprec.gemm(a, b), want)
 
 
-@pytest.mark.parametrize("where", ["forward", "forward and backward", "compiled"])
-@pytest.mark.parametrize(("recipe", "dtype"), [("fp16", BF16), ("bf16", FP16), ("fp8", FP16)])
-def test_recipes_are_stronger_than_the_region(recipe: str, dtype: torch.dtype, where: str) -> None:
-    """The operands of a layer's three GEMMs are the recipe's; only its output's dtype is not."""
-    torch.manual_seed(0)
-    layer = mixprec.nn.Linear(K, N, recipe=recipe)
-    x = normal((M, K), FP32).requires_grad_()
-
-    def gradients(y: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(y, [x, layer.weight, layer.bias], torch.ones_like(y)))
-
-    y = mixprec.functional.linear(x, layer.weight, layer.bias, recipe=recipe, out_dtype=dtype)
-    want = [y, *gradients(y)]
-    run = torch.compile(layer, backend="aot_eager") if where == "compiled" else layer
-    with torch.autocast("cpu", dtype):
-        y = run(x)
-        got = [y, *gradients(y)] if where == "forward and backward" else []
-    got = got or [y, *gradients(y)]
-    for g, w in zip(got, want, strict=True):
-        ind.assert_same_bits(g.detach(), w.detach())
-
-
 def test_gemm_alone_has_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""

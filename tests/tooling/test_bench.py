@@ -28,8 +28,6 @@ from mixprec.bench.cases.registry import (
 from mixprec.bench.gpu import device
 from mixprec.bench.timing import run
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def measure(make: Callable[[], Workload], target: registry.Target | None = None) -> dict[str, Any]:
     case = Case("made/up", "a case of this test", target or at_most(1.0, "s"), make)
