@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -24,10 +26,8 @@ def test_nvidia_from_pascal_to_blackwell(recipe: str) -> None:
     for gpu, capability in GPUS.items():
         reason = why_not_cuda(Recipe.parse(recipe), capability, gpu)
         assert (reason is None) == (gpu in native), gpu
-        if reason is not None:
-            assert reason.startswith(f"{gpu} (")
-            assert "the recipe runs" in reason  # and what is lost
-            assert "speed is not gained" in reason
+        # What is missing, and what is lost
+        assert reason is None or re.search(rf"^{gpu} \(.*recipe runs.*speed is not gained", reason)
 
 
 def test_devices_without_kernels_have_a_reason() -> None:

@@ -226,14 +226,11 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_failed_write_leaves_the_old_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "r.json"
-    out.write_text("before")
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", str(out))
 
+    (out := tmp_path / "r.json").write_text("before")
     monkeypatch.setattr("os.fsync", full)
     assert cli.main(["run", "overhead/amax", "--quick", "--out", str(out)]) == 2
     assert f"cannot write {out}: No space left on device" in capsys.readouterr().err
-    assert out.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [out]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]

@@ -273,8 +273,6 @@ def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
         result = {"variants": variants, "default": "cuda", "median": median, "host": False,
                   "flops": flops, "bytes": size, **run.judge(case, median)}  # fmt: skip
         rows.append(run.heading(case) | result)
-    absent = {"status": "not measured", "reason": "torchao is not installed"}
-    rows.append(run.heading(CASES["cuda/layer/fp8/torchao"]) | absent)
     where = {"gpu_name": "NVIDIA H200", "dry_run": False, "torch": "2.11.0", "commit": "abc"}
     path = tmp_path / "bench" / "results" / "nvidia-h200" / "bench-memory.json"
     results.save(path, where, rows)
@@ -285,7 +283,6 @@ def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
     cells = [c.strip() for c in line.strip("|").split("|")]
     assert cells[2:6] == ["48.2 us", "4,174 GB/s", "87%", "87% (>= 90%)"]
     assert "| cuda/gemm/bf16/nn | cuda | torch | 2 | 1.74x | 0.87x | 3.48x |" in page
-    assert {"| cuda/layer/fp8/torchao |" in page, "NOT MEASURED" in page} == {True}
     assert report.NOTHING not in page
     assert report.write(tmp_path) == []
 

@@ -117,8 +117,8 @@ def test_missing_system_packages_are_named_in_one_line(sources: Path, tmp_path: 
         done = make("test", folder=sources, PATH=tools(tmp_path / f"bin{i}", **scripts))
         assert message(done) == f"missing: {packages}. Run: sudo apt-get install {packages}"
         assert not (sources / ".venv").exists()
-    path = tools(tmp_path / "bin", **{"g++": "", "python3": python3(version=(3, 8))})
-    assert message(make("demo", folder=sources, PATH=path)).startswith(
+    old = tools(tmp_path / "bin", **{"g++": "", "python3": python3(version=(3, 8))})
+    assert message(make("demo", folder=sources, PATH=old)).startswith(
         "mixprec needs Python 3.10 or newer, python3 is Python 3.8: sudo apt-get"
     )
 
@@ -232,14 +232,11 @@ def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path:
 
 def test_the_packages_that_make_asks_for_are_the_extras() -> None:
     """The lists in the Makefile and in pyproject.toml name the same packages."""
-    project = (ROOT / "pyproject.toml").read_text()
-    makefile = (ROOT / "Makefile").read_text()
+    project, makefile = ((ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
     for extra in ("test", "demo", "lint"):
-        declared = re.search(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
-        asked = re.search(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.MULTILINE)
-        assert declared is not None
-        assert asked is not None
+        (declared,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
+        (asked,) = re.findall(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.M)
         # Packages for some systems only (Triton) are optional: their tests are skipped.
-        words = [word for word in re.findall(r'"([^"]*)"', declared[1]) if ";" not in word]
+        words = [word for word in re.findall(r'"([^"]*)"', declared) if ";" not in word]
         names = {re.split(r"[=<>]", word)[0] for word in words}
-        assert {name.replace("_", "-") for name in asked[1].split()} == names, extra
+        assert {name.replace("_", "-") for name in asked.split()} == names, extra

@@ -79,19 +79,15 @@ class Spy:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.checked: list[torch.Tensor] = []
         self.updates: list[tuple[Callable, list, dict]] = []
-        read = _grad_norms.grad_stats_
-
-        def stats(grads: list[torch.Tensor], *args: Any) -> None:
-            self.checked += grads
-            read(grads, *args)
-
-        patch.setattr(_grad_norms, "grad_stats_", stats)
-        for module, op in ((adamw, "adamw_"), (sgd, "sgd_")):
-            patch.setattr(module, op, self.spied(getattr(module, op)))
+        for module, name in ((_grad_norms, "grad_stats_"), (adamw, "adamw_"), (sgd, "sgd_")):
+            patch.setattr(module, name, self.spied(getattr(module, name)))
 
     def spied(self, real: Callable) -> Callable:
         def call(*args: Any, **options: Any) -> None:
-            self.updates.append((real, cloned(args), options))
+            if real.__name__ == "grad_stats_":
+                self.checked += args[0]
+            else:
+                self.updates.append((real, cloned(args), options))
             real(*args, **options)
 
         return call
