@@ -17,7 +17,7 @@ from mixprec.formats import E4M3, E5M2
 from mixprec.functional.operands import Delayed
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
-from mixprec.testing import assert_close, sqnr
+from mixprec.testing import assert_close
 
 NAMES = tuple(RECIPES)
 LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_fp8)
@@ -209,22 +209,6 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
             # Theirs is the sum of the rounded g, rounded.
             limit = 2.0**-7 * g.reshape(-1, *g.shape[-3:]).abs().sum((0, 2, 3))
             assert_close(got[2], of_bias.float(), limit)
-
-
-@for_each("draw", [torch.randn, torch.rand])
-@for_each("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", NAMES)
-def test_signal_to_noise(recipe: str, kernel: int, draw: Callable[..., torch.Tensor]) -> None:
-    """Against the FP32 layer: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
-    x, w = leaf(draw(4, 64, 12, 12)), leaf(draw(48, 64, kernel, kernel))
-    y = conv2d(x, w, recipe=recipe, padding=kernel // 2)
-    g = draw(*y.shape)
-    want = F.conv2d(x, w, padding=kernel // 2)
-    assert sqnr(want, y) >= 18
-    of_x, of_w = gradients(y, (x, w), g)
-    want_x, want_w = gradients(want, (x, w), g)
-    assert sqnr(want_x, of_x) >= 18
-    assert sqnr(want_w, of_w) >= 17
 
 
 @pytest.mark.parametrize("recipe", NAMES)

@@ -213,10 +213,10 @@ def test_scaler_and_optimizer_inside_a_region(dtype: torch.dtype, optimizer: str
                 scaler.step(optim)
                 scaler.update()
                 optim.zero_grad()
-        states = optim.state_dict()["state"].items()
-        state = {f"{i}.{k}": v for i, s in states for k, v in s.items()}
-        params = {n: p.detach() for n, p in model.named_parameters()}
-        return {**params, **state, "scale": torch.tensor(scaler.get_scale())}
+        tensors = {n: p.detach() for n, p in model.named_parameters()}
+        for i, state in optim.state_dict()["state"].items():
+            tensors |= {f"{i}.{key}": value for key, value in state.items()}
+        return {**tensors, "scale": torch.tensor(scaler.get_scale())}
 
     want, got = train(False), train(True)
     assert want.keys() == got.keys()

@@ -141,14 +141,12 @@ def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     try:
         gemm_table.forget()
         facts = as_on_a_gpu()
-        row = facts["ops"]["cuda"]["gemm"]
-        assert row["uses"] == "vendor"
-        assert row["others"]["reference"] == "vendor comes first"
-        text = env.describe(facts)
-        assert (
-            "gemm uses the first of vendor, cuda, triton, reference that supports the call" in text
-        )
-        assert f"nothing is measured for compute capability 9.0: {TUNE}, and writes {path}" in text
+        row, text = facts["ops"]["cuda"]["gemm"], env.describe(facts)
+        assert (row["uses"], row["others"]["reference"]) == ("vendor", "vendor comes first")
+        order = "gemm uses the first of vendor, cuda, triton, reference that supports the call"
+        tune = "python -m mixprec.bench tune measures, and writes"
+        assert order in text
+        assert f"nothing is measured for compute capability 9.0: {tune} {path}" in text
         path.write_text(json.dumps([ENTRY._asdict(), ENTRY._replace(arch="8.0")._asdict()]))
         gemm_table.forget()
         facts = as_on_a_gpu()
@@ -156,10 +154,6 @@ def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         text = env.describe(facts)
         assert "16-bit        thin       cuda     1.25x (NVIDIA H200, 2026-01-02)" in text
         assert "nothing is measured" not in text
-        json.dumps(facts)
     finally:
         monkeypatch.delenv("MIXPREC_TUNED")
         gemm_table.forget()
-
-
-TUNE = "python -m mixprec.bench tune measures"
