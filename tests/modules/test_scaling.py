@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import for_each, normal
-from ranks import RankError, on_ranks
+from ranks import on_ranks
 from torch import nn
 
 import mixprec
@@ -275,14 +276,12 @@ def test_errors() -> None:
         mixprec.functional.linear(torch.ones(2, 4), torch.ones(4, 4), recipe="fp8-delayed")
 
 
-# --- ranks -----------------------------------------------------------------------------------
+# --- ranks (of several precisions and wrappers: tests/training/test_fp8_ranks.py) ------------
 
 
-def on_one_rank(recipes: list[str], largest: list[float]) -> tuple[list[float], list[float], int]:
-    import torch.distributed as dist
-
+def on_one_rank(largest: list[float]) -> tuple[list[float], list[float], list[int]]:
     rank = dist.get_rank()
-    model = nn.ModuleDict({"a": make(recipes[rank]), "b": make(recipes[rank])})
+    model = nn.ModuleDict({"a": make(), "b": make()})
     calls = []
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda *a, **k: (calls.append(a[0].numel()), all_reduce(*a, **k))[1]
@@ -297,46 +296,7 @@ def on_one_rank(recipes: list[str], largest: list[float]) -> tuple[list[float], 
 @pytest.mark.parametrize("largest", [[1.0, 7.0], [1.0, math.nan]])
 def test_ranks_share_the_largest_amax_in_one_call(largest: list[float]) -> None:
     """NaN on one rank keeps the step out on all; what is used on one rank is rolled on all."""
-    recipes = ["fp8-delayed"] * 2
-    for scale, history, calls in on_ranks(2, on_one_rank, recipes=recipes, largest=largest):
+    for scale, history, calls in on_ranks(2, on_one_rank, largest=largest):
         assert scale[0] == (64.0 if largest[1] == 7.0 else 0.0)
         assert history[0] == 2.0
         assert calls == [2 * 4]
-
-
-def test_ranks_with_different_recipes_are_told() -> None:
-    with pytest.raises(RankError, match="must have the same layers and recipes, got 2 here and 0"):
-        on_ranks(2, on_one_rank, recipes=["fp8-delayed", "fp8"], largest=[1.0, 1.0])
-
-
-def sharded_on_one_rank() -> tuple[list[float], list[float], int]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    rank = dist.get_rank()
-    model = nn.Sequential(*(make() for _ in range(3)))
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for largest in (7.0, 1.0):
-            with mixprec.reuse_weights(model):  # which leaves sharded weights alone
-                run(model, largest * (1 + rank))
-        update_scales(model, dist.group.WORLD)
-        optimizer.step()
-    scales = [number for layer in model for number in layer.scale.tolist()]
-    return scales, model[0].amax_history[0].tolist(), len(list(model[0].state_dict()))
-
-
-@pytest.mark.filterwarnings("error")
-def test_sharded_layers() -> None:
-    """FSDP2: whole weights are cast, buffers stay whole, and ranks agree on the scales."""
-    (scales, history, keys), other = on_ranks(2, sharded_on_one_rank)
-    assert (scales, history, keys) == other
-    assert all(scale > 0 for scale in scales)
-    assert history[:3] == [14.0, 14.0, 0.0]
-    assert keys == 3

@@ -65,15 +65,6 @@ def test_every_op_has_its_variants() -> None:
     assert OPS["unscale_"].variant_name("reference") == "unscale_reference_"
 
 
-def test_functions_take_the_arguments_that_they_name() -> None:
-    """In any order, some of them, or all as one named tuple."""
-    op = OPS["dequantize"]  # (data, scale_inv, dtype)
-    assert op.by_name(lambda dtype, data: (dtype, data))(1, 2, 3) == (3, 1)
-    assert op.by_name(lambda args: args.scale_inv)(1, 2, 3) == 2
-    with pytest.raises(ValueError, match="not in tuple"):
-        op.by_name(lambda scale: scale)
-
-
 def test_use_backend_runs_that_variant(fresh: pytest.MonkeyPatch) -> None:
     calls = []
     amax, handle = OPS["amax"], OPS["amax"].handle
