@@ -74,15 +74,20 @@ def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe)
     assert model.blocks[1].up.weight.grad is None
 
 
-def test_filter_gets_the_module_and_its_path(caplog: pytest.LogCaptureFixture) -> None:
-    seen: dict[str, nn.Module] = {}
+def test_filter_gets_the_module_its_path_and_its_recipe(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[nn.Module, str]] = []
+    recipes: dict[str, str] = {}
 
     def only_up(module: nn.Module, fqn: str) -> bool:
-        seen[fqn] = module
+        seen.append((module, fqn))
         return fqn.endswith("up")
 
+    def every(module: nn.Module, fqn: str, recipe: Recipe) -> bool:
+        recipes[fqn] = recipe.name
+        return True
+
     model = nn.Sequential(Block(), nn.ModuleDict({"a": nn.Linear(4, 4)}))
-    linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = [(m, fqn) for fqn, m in model.named_modules() if isinstance(m, nn.Linear)]
     with caplog.at_level(logging.INFO, logger="mixprec"):
         convert(model, "fp8", only_up)
     assert seen == linears
@@ -91,6 +96,8 @@ def test_filter_gets_the_module_and_its_path(caplog: pytest.LogCaptureFixture) -
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("convert")]
     fp8 = "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
     assert lines == [f"convert: 1 of 3 layers set to {fp8}"]
+    convert(Block(), "fp8", every, {"up": "bf16"})
+    assert recipes == {"up": "bf16", "down": "fp8"}
 
 
 def test_a_root_that_is_a_layer_is_returned_converted() -> None:
@@ -208,17 +215,6 @@ def test_a_model_without_layers_to_convert() -> None:
     nothing = r"no nn.Linear or nn.Conv2d to convert in: 2 Conv1d, 1 Sequential, 1"
     with pytest.warns(UserWarning, match=nothing):
         assert convert(model) is model
-
-
-def test_a_filter_may_ask_for_the_recipe() -> None:
-    seen: list[tuple[str, str]] = []
-
-    def filter_fn(module: nn.Module, fqn: str, recipe: Recipe) -> bool:
-        seen.append((fqn, recipe.name))
-        return True
-
-    convert(Block(), "fp8", filter_fn, {"up": "bf16"})
-    assert seen == [("up", "bf16"), ("down", "fp8")]
 
 
 def test_the_name_that_torchao_users_know() -> None:

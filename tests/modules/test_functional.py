@@ -149,22 +149,17 @@ def test_every_gradient_has_the_dtype_of_its_tensor(
 @for_each("recipe", RECIPES.values())
 @for_each("layout", LAYOUTS)
 def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
-    def run(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
-        x, w = leaf(x), leaf(w)
-        y = linear(x, w, recipe=recipe)
-        y.backward(g)
-        assert x.grad is not None
-        assert w.grad is not None
-        return [y.detach(), x.grad, w.grad]
-
     dtype = recipe.x.dtype if recipe.x.bits == 16 else torch.float32
     for shape, n in (((5, 7), 3), ((2, 3, 16), 5), ((2, 3, 4, 9), 6)):
         # Small integers: exact in whatever order the kernel adds.
-        x = layout(small_integers(shape, dtype))
-        w = layout(small_integers((n, shape[-1]), dtype, seed=1))
-        g = layout(small_integers((*shape[:-1], n), dtype, seed=2))
-        plain = run(*(t.clone(memory_format=torch.contiguous_format) for t in (x, w, g)))
-        for got, want in zip(run(x, w, g), plain, strict=True):
+        shapes = shape, (n, shape[-1]), (*shape[:-1], n)
+        given = [layout(small_integers(s, dtype, seed=i)) for i, s in enumerate(shapes)]
+        results = []
+        for x, w, g in (given, [t.clone(memory_format=torch.contiguous_format) for t in given]):
+            x, w = leaf(x), leaf(w)
+            y = linear(x, w, recipe=recipe)
+            results.append([y, *torch.autograd.grad(y, (x, w), g)])
+        for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)
 
 
