@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mixprec.bench import accuracy as page
-from mixprec.bench import footprint
+from mixprec.bench import footprint, results
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("scipy", reason="the intervals need scipy, which scikit-learn brings")
@@ -91,6 +91,8 @@ def test_the_program_runs(program, tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(0 <= run["value"] <= 100 for run in measured["runs"])
     assert "one seed: no verdict" in page.task_block(measured)
     assert "vit seed 0 fp8-block" in capsys.readouterr().out
+    with pytest.raises(results.ResultError, match=r"accuracy-gpt\.json"):
+        page.load(tmp_path, "gpt")
     with pytest.raises(SystemExit):
         program.main(["--task", "dog"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import statistics
 import subprocess
 import sys
@@ -234,3 +235,9 @@ def test_a_failed_write_leaves_the_old_file(
     assert cli.main(["run", "overhead/amax", "--quick", "--out", str(out)]) == 2
     assert f"cannot write {out}: No space left on device" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
+def test_the_source_folder_is_not_a_package_of_its_own() -> None:
+    source = Path(__file__).resolve().parents[2] / "bench" / "__init__.py"
+    with pytest.raises(ImportError, match=r"source of mixprec\.bench.*pip install"):
+        runpy.run_path(str(source), run_name="bench")
