@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ def model(recipe: str = "fp8") -> nn.Sequential:
     return mixprec.convert(plain, recipe)  # type: ignore[return-value]
 
 
-def formats(run: nn.Module, x: torch.Tensor) -> set[str]:
-    """The formats of the operands of the GEMMs that a forward pass runs."""
+def formats(run: Callable[[torch.Tensor], object], x: torch.Tensor) -> set[str]:
+    """The formats of the operands of the GEMMs that a pass runs."""
     seen: set[str] = set()
     with observed(lambda kind, name, a, b: seen.update((a, b))):
         run(x)
@@ -45,16 +46,6 @@ def test_regions_choose_the_recipe() -> None:
             assert formats(converted, x) == set()
         assert formats(converted, x) == {"bf16"}
     assert formats(converted, x) == {"e4m3"}
-
-
-def test_switched_off_is_the_plain_model_bit_for_bit() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
-    x = torch.randn(4, 32)
-    with mixprec.autocast(enabled=False):
-        y = model()(x)
-    assert torch.equal(y, plain(x))
-    assert not torch.equal(model()(x), plain(x))
 
 
 def test_a_decorator_and_an_exception_restore_what_held() -> None:
@@ -80,10 +71,7 @@ def test_gradients_follow_the_recipe_of_the_forward_pass() -> None:
     converted, x = model(), torch.randn(4, 32, requires_grad=True)
     with mixprec.autocast("bf16"):
         y = converted(x)
-    seen: set[str] = set()
-    with observed(lambda kind, name, a, b: seen.update((a, b))):
-        y.sum().backward()
-    assert seen == {"bf16"}
+    assert formats(lambda _: y.sum().backward(), x) == {"bf16"}
 
 
 CALLS = {
@@ -132,32 +120,6 @@ def test_other_ops_and_wanted_dtypes_are_left_alone() -> None:
         assert x.double().sum().dtype == torch.float64
     with mixprec.autocast(enabled=False):
         assert x.exp().dtype == torch.bfloat16
-
-
-def test_what_fp32_saves() -> None:
-    """exp of 12 overflows FP16; a softmax of many equal 16-bit logits loses their sum."""
-    x = torch.full((1, 100), 12.0).half()
-    assert torch.isinf(x.exp().sum(dtype=torch.float16))
-    with mixprec.autocast():
-        assert torch.isfinite(x.exp().sum())
-
-
-def test_training_in_16_bits_with_norms_and_loss() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
-    net = mixprec.convert(net.bfloat16(), "bf16")
-    x, target = torch.randn(64, 16).bfloat16(), torch.randint(0, 4, (64,))
-    optimizer = mixprec.optim.AdamW(net.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        with mixprec.autocast():
-            loss = F.cross_entropy(net(x), target)
-        assert loss.dtype == torch.float32
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("recipe", [None, "bf16"])

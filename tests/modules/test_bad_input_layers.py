@@ -50,13 +50,10 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 ONES = torch.ones(2, IN)
 BATCHES = [
     (ONES.int(), "x must have dtype float32, .* got torch.int32"),
-    (ONES.double(), "x must have dtype .* got torch.float64"),
     (ONES.cfloat(), "x must have dtype .* got torch.complex64"),
     (ONES.to(torch.float8_e4m3fn), "x must have dtype .* got torch.float8_e4m3fn"),
     (torch.ones(2, 7), r"x must be \[..., K\] with K = 24 .* shape \(2, 7\)"),
-    (torch.ones(()), r"x must be \[..., K\] with K = 24 .* shape \(\)"),
     (None, "x must be a torch.Tensor, got NoneType"),
-    ([1.0], "x must be a torch.Tensor, got list"),
     (ONES.to_sparse(), "x must be a dense tensor, got layout"),
     (ONES.to("meta"), "weight must be on x's device meta, got cpu"),
 ]

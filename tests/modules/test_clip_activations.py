@@ -22,13 +22,18 @@ HALF = torch.float16
 pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
 
 
-def linear(recipe: object) -> Linear:
-    return Linear(2, 1, bias=False, recipe=recipe)
+def linear(recipe: object = CLIP) -> nn.Module:
+    return with_ones(Linear(2, 1, bias=False, recipe=recipe))
 
 
-def conv(kernel: int) -> Callable[[object], Conv2d]:
+def conv(kernel: int) -> Callable[..., nn.Module]:
     """One that computes what `linear` does, of the middle pixel."""
-    return lambda recipe: Conv2d(2, 1, kernel, bias=False, recipe=recipe)
+    return lambda recipe=CLIP: with_ones(Conv2d(2, 1, kernel, bias=False, recipe=recipe))
+
+
+def with_ones(layer: nn.Module) -> nn.Module:
+    torch.nn.init.ones_(layer.weight)
+    return layer
 
 
 def shaped(rows: torch.Tensor, layer: nn.Module) -> torch.Tensor:
@@ -39,11 +44,9 @@ def shaped(rows: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     return nn.functional.pad(rows[:, :, None, None], (around,) * 4)
 
 
-def build(make: Callable[[object], nn.Module], recipe: object = CLIP) -> nn.Module:
-    layer = make(recipe)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-    return layer
+def middle(t: torch.Tensor) -> list[list[float]]:
+    """Of the pixels around, or of the kernel's positions, the one in the middle."""
+    return (t if t.dim() == 2 else t[:, :, t.shape[2] // 2, t.shape[3] // 2]).tolist()
 
 
 LAYERS = pytest.mark.parametrize("make", [linear, conv(1), conv(3)], ids=["linear", "1x1", "3x3"])
@@ -62,8 +65,8 @@ VALUES = torch.tensor(
 
 
 @LAYERS
-def test_what_is_clipped_and_what_stays(make: Callable[[object], nn.Module]) -> None:
-    layer = build(make)
+def test_what_is_clipped_and_what_stays(make: Callable[..., nn.Module]) -> None:
+    layer = make()
     y = layer(shaped(VALUES.half(), layer)).flatten()
     want = torch.tensor([3, MAX, -MAX, MAX, MAX, math.inf, math.nan, math.nan], dtype=HALF)
     assert y.dtype == HALF
@@ -73,29 +76,24 @@ def test_what_is_clipped_and_what_stays(make: Callable[[object], nn.Module]) -> 
     assert layer.clipped == 3
     layer(shaped(VALUES.half(), layer))
     assert layer.clipped == 6
-    plain = build(make, "fp16")
+    plain = make("fp16")
     overflowed = plain(shaped(VALUES.half(), plain)).flatten()
     assert overflowed[1:3].tolist() == [math.inf, -math.inf], "without it, an overflow shows"
     assert not hasattr(plain, "clipped")
 
 
 @LAYERS
-def test_the_gradient_is_that_of_a_clamp(make: Callable[[object], nn.Module]) -> None:
-    layer = build(make)
+def test_the_gradient_is_that_of_a_clamp(make: Callable[..., nn.Module]) -> None:
+    layer = make()
     x = shaped(VALUES[:3].half(), layer).requires_grad_()
     layer(x).sum().backward()
-    middle = x.grad if x.dim() == 2 else x.grad[:, :, x.shape[2] // 2, x.shape[3] // 2]
-    assert middle.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
-    weight = layer.weight.grad
-    weight = (
-        weight if weight.dim() == 2 else weight[:, :, weight.shape[2] // 2, weight.shape[3] // 2]
-    )
-    assert weight.tolist() == [[1.0, 2.0]], "of the first row alone"
+    assert middle(x.grad) == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert middle(layer.weight.grad) == [[1.0, 2.0]], "of the first row alone"
 
 
 @LAYERS
-def test_an_output_that_is_not_fp16_cannot_clip(make: Callable[[object], nn.Module]) -> None:
-    layer = build(make)
+def test_an_output_that_is_not_fp16_cannot_clip(make: Callable[..., nn.Module]) -> None:
+    layer = make()
     rows = VALUES[:5]
     y = layer(shaped(rows, layer)).flatten()
     assert y.tolist() == rows.half().float().sum(1).tolist()
@@ -141,16 +139,16 @@ def test_functional_forms_count_where_they_are_given_a_counter() -> None:
 
 @LAYERS
 def test_the_counter_is_a_buffer_that_no_state_dict_has(
-    make: Callable[[object], nn.Module],
+    make: Callable[..., nn.Module],
 ) -> None:
-    layer = build(make)
+    layer = make()
     assert list(layer.state_dict()) == ["weight"]
     assert [name for name, _ in layer.named_buffers()] == ["clipped"]
     layer(shaped(VALUES.half(), layer))
     copied = copy.deepcopy(layer).to(torch.bfloat16)
     assert (copied.clipped.dtype, copied.clipped) == (torch.int64, 3)
     with torch.device("meta"):
-        there = make(CLIP)
+        there = make()
     there.to_empty(device="cpu")
     assert there.clipped == 0
     layer.recipe = "bf16"

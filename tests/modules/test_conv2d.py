@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WIDE, every_second, for_each, name, normal, permuted, small_integers
+from cases import WIDE, every_second, for_each, name, normal, permuted
 
 import mixprec
 from mixprec import functional
@@ -17,7 +17,7 @@ from mixprec.formats import E4M3, E5M2
 from mixprec.functional.operands import Delayed
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
-from mixprec.testing import assert_close, sqnr
+from mixprec.testing import assert_close
 
 NAMES = tuple(RECIPES)
 LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_fp8)
@@ -212,41 +212,6 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", NAMES)
-def test_small_integers_are_exact(backend: str, recipe: str) -> None:
-    """As long as the sums are representable in 16 bits."""
-    for x_shape, w_shape, options in (*SHAPES[:12], *POINTWISE):
-        if len(x_shape) == 4 and x_shape[1] > 100:
-            continue
-        x, w, bias = operands_of(
-            x_shape, w_shape, draw=lambda *a, **k: small_integers(*a, limit=1, **k)
-        )
-        y = conv2d(x, w, bias, recipe=recipe, **options)
-        g = small_integers(tuple(y.shape), torch.float32, limit=1, seed=3)
-        got = [y, *gradients(y, (x, w, bias), g)]
-        theirs = tuple(leaf(t.double()) for t in (x, w, bias))
-        want = F.conv2d(*theirs, **options)
-        for a, b in zip(got, [want, *gradients(want, theirs, g.double())], strict=True):
-            if b.numel() == 0 or b.abs().max() <= 256:
-                assert torch.equal(a.double(), b), (x_shape, w_shape, options)
-
-
-@for_each("draw", [torch.randn, torch.rand])
-@for_each("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", NAMES)
-def test_signal_to_noise(recipe: str, kernel: int, draw: Callable[..., torch.Tensor]) -> None:
-    """Against the FP32 layer: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
-    x, w = leaf(draw(4, 64, 12, 12)), leaf(draw(48, 64, kernel, kernel))
-    y = conv2d(x, w, recipe=recipe, padding=kernel // 2)
-    g = draw(*y.shape)
-    want = F.conv2d(x, w, padding=kernel // 2)
-    assert sqnr(want, y) >= 18
-    of_x, of_w = gradients(y, (x, w), g)
-    want_x, want_w = gradients(want, (x, w), g)
-    assert sqnr(want_x, of_x) >= 18
-    assert sqnr(want_w, of_w) >= 17
-
-
-@pytest.mark.parametrize("recipe", NAMES)
 @for_each("layout", [channels_last, permuted, every_second])
 def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: str) -> None:
     """Other values than small integers too, blocks included: up to the order of FP32 sums."""
@@ -277,26 +242,6 @@ def test_memory_format_is_torch_s() -> None:
                     assert y.stride() == want, (recipe, x_shape, w_shape)
 
 
-# --- overflow stays visible ------------------------------------------------------------------
-
-
-@for_each("number", [math.inf, -math.inf, math.nan])
-@for_each("kernel", [1, 3])
-@pytest.mark.parametrize("recipe", NAMES)
-def test_non_finite_values_come_out_non_finite(
-    backend: str, recipe: str, kernel: int, number: float
-) -> None:
-    shapes = {"x": (2, 4, 5, 5), "w": (6, 4, kernel, kernel), "g": (2, 6, 5, 5)}
-    for where, results in {"x": "yw", "w": "yx", "g": "xwb"}.items():
-        data = {k: normal(s, torch.float32, seed=i) for i, (k, s) in enumerate(shapes.items())}
-        data[where].view(-1)[-1] = number
-        x, w, bias = leaf(data["x"]), leaf(data["w"]), leaf(torch.zeros(6))
-        y = conv2d(x, w, bias, padding=kernel // 2, recipe=recipe)
-        got = dict(zip("yxwb", [y, *gradients(y, (x, w, bias), data["g"])], strict=True))
-        for result in results:
-            assert not got[result].isfinite().all(), f"{number} in {where} is lost in {result}"
-
-
 def test_main_grad_takes_the_weight_gradient() -> None:
     for kernel in (1, 3):
         x, w, bias = operands_of((2, 4, 6, 5), (8, 4, kernel, kernel))
@@ -306,21 +251,6 @@ def test_main_grad_takes_the_weight_gradient() -> None:
         conv2d(x, w, bias).sum().backward()
         assert w.grad is None
         assert_close(w.main_grad, want + 1, 1e-5 + 1e-6 * want.abs())
-        w.main_grad = torch.ones(3)
-        with pytest.raises(ValueError, match=r"conv2d: weight.main_grad must have shape"):
-            conv2d(x, w, bias)
-
-
-def test_out_dtype() -> None:
-    for kernel in (1, 3):
-        x, w, bias = operands_of((2, 4, 5, 5), (3, 4, kernel, kernel), torch.bfloat16)
-        for recipe in NAMES:
-            for out_dtype in WIDE:
-                y = conv2d(x, w, bias, recipe=recipe, out_dtype=out_dtype)
-                assert y.dtype == out_dtype
-                assert {t.dtype for t in gradients(y, (x, w, bias), torch.ones_like(y))} == {
-                    torch.bfloat16
-                }
 
 
 @for_each(

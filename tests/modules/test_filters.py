@@ -52,11 +52,9 @@ def test_as_a_filter_of_convert(caplog: pytest.LogCaptureFixture) -> None:
     assert "up (in 4096, out 2048) stays: fp8-rowwise, out <= 2048" in caplog.text
 
 
-@for_each("k, n, per_tensor, finer", CASES)
-def test_a_1x1_convolution_is_judged_like_a_linear_layer(
-    k: int, n: int, per_tensor: bool, finer: bool
-) -> None:
-    for padding in (0, "same", "valid"):
+@for_each("padding", [0, "same", "valid"])
+def test_a_1x1_convolution_is_judged_like_a_linear_layer(padding: int | str) -> None:
+    for k, n, per_tensor, finer in CASES:
         layer = nn.Conv2d(k, n, 1, padding=padding, stride=1, device="meta")
         assert worthwhile(layer, "up", "fp8") == per_tensor
         assert worthwhile(layer, "up", "fp8-block") == finer

@@ -1,9 +1,10 @@
-"""Models of our layers together with everything else: compile, checkpointing, reuse, LoRA, ..."""
+"""Models of our layers together with everything else: compile, checkpointing, reuse, copies, ..."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec import functional
 from mixprec.functional import operands
 from mixprec.nn import Conv2d, Linear
 from mixprec.nn.convert import cast_parameters, convert
@@ -138,20 +138,12 @@ def test_compiled_equals_eager_to_the_bit(recipe: str, kind: str, fresh_compiler
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp8-rowwise"])
-def test_compiled_checkpointed_and_accumulated(recipe: str, fresh_compiler: None) -> None:
-    plain, again = make(recipe), make(recipe)
-    want = train(plain, micro_batches=3)
-    forward = torch.compile(checkpointed(again, False), backend="aot_eager", fullgraph=True)
-    assert_same(train(again, forward, micro_batches=3), want)
-
-
 @pytest.mark.parametrize("where", ["x", "g"])
 def test_a_skipped_step_among_compiled_ones(where: str, fresh_compiler: None) -> None:
     """Delayed scales, checkpointing, three micro-batches: one of the third step overflows."""
     plain, again = make("fp8-delayed"), make("fp8-delayed")
     compiled = torch.compile(checkpointed(again, False), backend="aot_eager", fullgraph=True)
-    left: list[list[dict[str, torch.Tensor]]] = []
+    left: list[list[torch.Tensor]] = []
     for model, forward in ((plain, plain), (again, compiled)):
         optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = mixprec.GradScaler(init_scale=2.0**8, growth_interval=100)
@@ -167,24 +159,10 @@ def test_a_skipped_step_among_compiled_ones(where: str, fresh_compiler: None) ->
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            left[-1].append({name: t.clone() for name, t in model.state_dict().items()})
+            left[-1] += [t.clone() for t in model.state_dict().values()]
         assert int(scaler.skipped) == 1
-    for want, got in zip(*left, strict=True):
-        assert_same(list(got.values()), list(want.values()))
-    before, skipped, after = left[1][1:4]
-    params = [name for name, _ in again.named_parameters()]
-    assert all(torch.equal(skipped[name], before[name]) for name in params)
-    assert not any(torch.equal(after[name], skipped[name]) for name in params)
-    for name in (n for n in before if n.endswith("amax_history")):
-        for row, role in enumerate("xg"):
-            old, now, later = (state[name][row] for state in (before, skipped, after))
-            assert now.isfinite().all()
-            if role in ("g", where):  # what was not finite is not recorded, nor rolled
-                assert torch.equal(now, old), f"{name} of {role}"
-            else:
-                assert torch.equal(now[1:], old[:-1]), f"{name} of {role}"
-            assert torch.equal(later[1:], now[:-1]), f"{name} of {role}"
-            assert later[0] > 0
+    assert_same(*left)
+    assert all(t.isfinite().all() for t in left[0])
 
 
 def test_two_compiled_passes_before_their_backwards(fresh_compiler: None) -> None:
@@ -197,23 +175,6 @@ def test_two_compiled_passes_before_their_backwards(fresh_compiler: None) -> Non
     for plain, again in zip(models[0].buffers(), models[1].buffers(), strict=True):
         assert torch.equal(plain, again)
     assert (models[0][0].up.scale > 0).all()
-
-
-@for_each("recipe", ["fp8", "fp8-delayed"])
-def test_accumulation_over_micro_batches_is_a_sum(recipe: str) -> None:
-    model = make(recipe)
-    grads = []
-    for together in (False, True):
-        model.zero_grad()
-        total = [torch.zeros_like(p) for p in model.parameters()]
-        for i in range(3):
-            model(batch(i)).square().mean().backward()
-            if not together:
-                for t, p in zip(total, model.parameters(), strict=True):
-                    t += p.grad
-                model.zero_grad()
-        grads.append([p.grad for p in model.parameters()] if together else total)
-    assert_same(grads[1], grads[0])
 
 
 # --- reuse_weights -----------------------------------------------------------------------------
@@ -250,12 +211,12 @@ def test_reused_weights_change_no_bit(
         assert models[1][0].wide._quantized_weight is None
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed"])
-def test_reused_weights_compiled_and_checkpointed(recipe: str, fresh_compiler: None) -> None:
-    want = train(make(recipe), micro_batches=2)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp8-rowwise"])
+def test_compiled_checkpointed_accumulated_and_reused(recipe: str, fresh_compiler: None) -> None:
+    want = train(make(recipe), micro_batches=3)
     again = make(recipe)
     forward = torch.compile(checkpointed(again, False), backend="aot_eager", fullgraph=True)
-    assert_same(train(again, forward, micro_batches=2, around=reuse_weights), want)
+    assert_same(train(again, forward, micro_batches=3, around=reuse_weights), want)
 
 
 def test_cast_weights_are_freed_when_the_block_ends() -> None:
@@ -375,12 +336,14 @@ def test_functional_call(recipe: str, kind: str) -> None:
     assert torch.equal(got, model(batch(0, kind)))
     used = [b for name, b in buffers.items() if name.endswith(".amax")]
     assert all((b >= 0).all() for b in used), "what was handed in was written to"
-    if kind == "cnn":
-        stem = model[0].stem
-        nothing = stem(torch.zeros(0, 3, 9, 9))
-        nothing.sum().backward()
-        assert nothing.shape == (0, 8, 9, 9)
-        assert stem.weight.grad.abs().sum() == 0
+
+
+def test_no_sample() -> None:
+    stem = make("fp8", "cnn")[0].stem
+    y = stem(torch.zeros(0, 3, 9, 9))
+    y.sum().backward()
+    assert y.shape == (0, 8, 9, 9)
+    assert stem.weight.grad.abs().sum() == 0
 
 
 @for_each("recipe, kind", EVERY)
@@ -394,63 +357,31 @@ def test_made_on_the_meta_device(recipe: str, kind: str) -> None:
 
 
 @for_each("recipe", NAMES)
-def test_deepcopy_and_ema(recipe: str) -> None:
+def test_deepcopy_and_averaged_models(recipe: str) -> None:
     model = make(recipe)
-    ema = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
-    start = [p.detach().clone() for p in model.parameters()]
-    assert_same(train(copy.deepcopy(model)), train(model))
-    ema.update_parameters(model)  # the first one copies
-    ema.update_parameters(model)
-    assert_same(list(ema.module.parameters()), list(model.parameters()))
-    with torch.no_grad():
-        for p, old in zip(model.parameters(), start, strict=True):
-            p.copy_(old)
-    ema.update_parameters(model)
-    with torch.no_grad():
-        y = ema(batch(0))
-    assert y.isfinite().all()
-    plain = plain_model("mlp")
-    plain.load_state_dict(plain_state_dict(ema.module))
-    assert sqnr(plain(batch(0)).detach(), y) > 18
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(2):  # the first one copies
+        ema.update_parameters(model)
+    want = train(copy.deepcopy(model))
+    assert_same(train(model), want)
+    assert_same(train(ema.module), want)
 
 
-@pytest.mark.parametrize("recipe", NAMES)
-def test_lora(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen base: its gradient flows through, no GEMM and no saved x for its weight."""
+def test_resuming_with_delayed_scales_is_not_noticed() -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for i in steps:
+            optimizer.zero_grad()
+            model(batch(i)).square().mean().backward()
+            optimizer.step()
 
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.b(self.a(x))
-
-    torch.manual_seed(0)
-    first, second = (Adapted(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-    model = convert(nn.Sequential(first, second), recipe)
-    transposes = []
-    cast = operands.cast
-
-    def spy(x: torch.Tensor, role: str, *args: object, **kwargs: object) -> object:
-        transposes.append((role, tuple(x.shape), kwargs["use_t"]))
-        return cast(x, role, *args, **kwargs)
-
-    monkeypatch.setattr(operands, "cast", spy)
-    kinds: list[tuple[str, str]] = []
-    with functional.observed(lambda kind, name, a, b: kinds.append((kind, name))):
-        train(model, steps=1)
-    assert ("grad_weight", "0.base") not in kinds
-    assert ("grad_weight", "1.base") not in kinds
-    assert ("grad_input", "0.base") not in kinds, "nobody needs the gradient of the batch"
-    assert ("grad_input", "1.base") in kinds
-    assert ("x", (3, 5, WIDTH), False) in transposes
-    assert ("w", (WIDTH, WIDTH), False) in transposes, "of the first layer"
-    assert all(p.grad is None for p in (*first.base.parameters(), *second.base.parameters()))
-    assert all(m.weight.grad.norm() > 0 for m in (first.b, second.a, second.b))
+    models = [make("fp8-delayed") for _ in range(2)]
+    optimizers = [mixprec.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    run(models[0], optimizers[0], range(2))
+    for source, target in (models, optimizers):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        run(model, optimizer, range(2, 4))
+    assert_same(*(list(model.state_dict().values()) for model in models))
 
 
 @for_each("recipe", NAMES)
@@ -467,7 +398,10 @@ def test_tied_weights(recipe: str) -> None:
 @for_each("recipe, kind", EVERY)
 def test_a_model_cast_as_a_whole(recipe: str, kind: str, dtype: torch.dtype) -> None:
     model = make(recipe, kind)
+    plain = plain_model(kind)
+    plain.load_state_dict(plain_state_dict(model))
     wide = model(batch(0, kind)).detach()
+    assert sqnr(plain(batch(0, kind)), wide) > 18
     update_scales(model)
     model.to(dtype)
     y = model(batch(0, kind).to(dtype))
@@ -475,55 +409,6 @@ def test_a_model_cast_as_a_whole(recipe: str, kind: str, dtype: torch.dtype) -> 
     y.float().square().mean().backward()
     assert {p.grad.dtype for p in model.parameters()} == {dtype}
     assert sqnr(wide, y.detach().float()) > 20
-
-
-@for_each("recipe", NAMES)
-def test_checkpoints_of_plain_models(recipe: str) -> None:
-    torch.manual_seed(1)
-    plain = plain_model("mlp")
-    model = make(recipe)
-    train(model, steps=1)
-    model.load_state_dict(plain.state_dict())
-    fresh = convert(copy.deepcopy(plain), recipe)
-    assert_same(train(model), train(fresh))
-    plain.load_state_dict(plain_state_dict(model))
-    assert torch.equal(plain[1].down.weight, model[1].down.weight)
-
-
-@pytest.mark.parametrize("recipe", NAMES)
-def test_resuming_is_not_noticed(recipe: str) -> None:
-    model = make(recipe)
-    optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(i: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        model(batch(i)).square().mean().backward()
-        optimizer.step()
-
-    for i in range(4):
-        step(i, model, optimizer)
-        other = make(recipe)
-        other.load_state_dict(copy.deepcopy(model.state_dict()))
-        resumed = mixprec.optim.AdamW(other.parameters(), lr=1e-2)
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        twin, twin_optimizer = copy.deepcopy((model, optimizer))
-        step(i + 1, other, resumed)
-        step(i + 1, twin, twin_optimizer)
-        assert_same(list(other.state_dict().values()), list(twin.state_dict().values()))
-
-
-@for_each("recipe", NAMES)
-def test_convert_converts_both_kinds(recipe: str) -> None:
-    model, plain = make(recipe, "cnn"), plain_model("cnn")
-    plain.load_state_dict(plain_state_dict(model))
-    kinds = {fqn: type(m) for fqn, m in model.named_modules() if hasattr(m, "recipe")}
-    convs = dict.fromkeys(("0.stem", "0.down", "0.depth", "0.wide"), Conv2d)
-    assert kinds == {**convs, "0.head": Linear}
-    assert all(m.name == fqn for fqn, m in model.named_modules() if fqn in kinds)
-    x = batch(0, "cnn")
-    assert sqnr(plain(x), model(x)) > 18
-    last = model.to(memory_format=torch.channels_last)
-    assert sqnr(plain(x), last(x.contiguous(memory_format=torch.channels_last))) > 18
 
 
 class Classifier(nn.Module):
@@ -537,10 +422,8 @@ class Classifier(nn.Module):
 
 def test_compare_runs_a_cnn() -> None:
     data = [(batch(i, "cnn"), torch.tensor([i % 5, (i + 1) % 5])) for i in range(4)]
-    recipes = ("fp32", "bf16", "fp16", "fp8")
-    report = mixprec.compare(Classifier, data, recipes=recipes, lr=1e-3)
-    for recipe in recipes:
-        run = report[recipe]
+    report = mixprec.compare(Classifier, data, recipes=("fp32", "fp16", "fp8"), lr=1e-3)
+    for run in report.rows:
         assert (run.status, run.steps) == ("complete", 4)
         assert abs(run.losses[0] - report["fp32"].losses[0]) < 0.03
     counted = {layer for layer, _, _ in report["fp8"].gemms}
@@ -549,7 +432,14 @@ def test_compare_runs_a_cnn() -> None:
     assert not any(kind == "grad_input" for n, kind, _ in report["fp8"].gemms if n == "net.stem")
 
 
-# --- accuracy and memory -----------------------------------------------------------------------
+# --- accuracy ----------------------------------------------------------------------------------
+
+# What makes a layer, and the shape of an input.
+LAYERS = {
+    "linear": (functools.partial(Linear, 512, 256), (384, 512)),
+    "1x1": (functools.partial(Conv2d, 64, 48, 1), (4, 64, 12, 12)),
+    "3x3": (functools.partial(Conv2d, 64, 48, 3, padding=1), (4, 64, 12, 12)),
+}
 
 
 def outliers(*shape: int) -> torch.Tensor:
@@ -557,55 +447,21 @@ def outliers(*shape: int) -> torch.Tensor:
     return torch.randn(shape) * torch.where(torch.rand(shape) < 1e-3, 30.0, 1.0)
 
 
-@for_each("draw", [torch.randn, torch.rand, outliers])
+@for_each("kind, draw", pairwise(list(LAYERS), [torch.randn, torch.rand, outliers]))
 @pytest.mark.parametrize("recipe", NAMES)
-def test_signal_to_noise(recipe: str, draw: Callable[..., torch.Tensor]) -> None:
-    """Against FP64: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
-    layer = Linear(512, 256, bias=False, recipe=recipe)
-    x, g = draw(384, 512).requires_grad_(), draw(384, 256)
+def test_signal_to_noise(recipe: str, kind: str, draw: Callable[..., torch.Tensor]) -> None:
+    """Against FP32: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
+    make, shape = LAYERS[kind]
+    layer, x = make(bias=False, recipe=recipe), draw(*shape).requires_grad_()
     with torch.no_grad():
-        layer.weight.copy_(draw(256, 512))
+        layer.weight.copy_(draw(*layer.weight.shape))
     for _ in range(2):  # the second with delayed scales
-        x.grad = layer.weight.grad = None
         y = layer(x)
-        y.backward(g)
+        g = draw(*y.shape)
+        got = y, *torch.autograd.grad(y, (x, layer.weight), g)
         update_scales(layer)
-        x64, w64, g64 = x.detach().double(), layer.weight.detach().double(), g.double()
-        assert sqnr(x64 @ w64.t(), y.detach()) >= 18
-        assert sqnr(g64 @ w64, x.grad) >= 18
-        assert sqnr(g64.t() @ x64, layer.weight.grad) >= 17
-
-
-def bytes_saved(recipe: str, kernel: int | None) -> int:
-    """What a stack of layers keeps for backward, parameters and their casts aside, each storage
-    once."""
-    plain = [
-        nn.Linear(256, 256) if kernel is None else nn.Conv2d(64, 64, kernel, padding=kernel // 2)
-        for _ in range(4)
-    ]
-    model = cast_parameters(convert(nn.Sequential(*plain), recipe), torch.bfloat16)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-    kept = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-            kept.append(t)  # or its memory would serve the next
-        return t
-
-    with reuse_weights(model):
-        for layer in model:
-            cast = layer._quantized_weight
-            if cast is not None:
-                own |= {t.untyped_storage().data_ptr() for t in cast.operand if t is not None}
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            shape = (2048, 256) if kernel is None else (8, 64, 16, 16)
-            model(normal(shape, torch.bfloat16).requires_grad_())
-    return sum(saved.values())
-
-
-@for_each("recipe, kernel", pairwise(FP8, [None, 1, 3]))
-def test_half_the_bytes_are_saved_for_backward(recipe: str, kernel: int | None) -> None:
-    assert bytes_saved(recipe, kernel) <= 0.55 * bytes_saved("bf16", kernel)
+        with mixprec.autocast(enabled=False):
+            y = layer(x)
+        want = y, *torch.autograd.grad(y, (x, layer.weight), g)
+        for a, b, least in zip(want, got, (18, 18, 17), strict=True):
+            assert sqnr(a, b) >= least

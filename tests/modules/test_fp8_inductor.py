@@ -1,23 +1,18 @@
 """FP8 layers under torch.compile(backend="inductor"): checkpointed and accumulated, against eager.
 
-Inductor calls our ops as they are and fuses what lies between them into loops of its own. Two
-statements follow, each with a test.
+Inductor fuses what lies between our ops into loops of its own. Where each operation there is exact
+or rounds once (ReLU, an addition), all bits are equal to eager's, scales and histories too. Only
+sums over many elements may be added up in another order: they differ by at most
+(n - 1) * 2^-24 * sum |x| from the exact sum (Higham 2002, section 4.2), by twice that from each
+other.
 
-Where every operation between the layers is exact or rounds once (ReLU, an addition, a product with
-a constant), a loop has no freedom: all bits are equal to eager's, scales and histories too. Only
-sums over many elements, the loss and the gradients of biases, may be added up in another order, and
-differ by at most (n - 1) * 2^-24 * sum |x| from the exact sum (Higham 2002, section 4.2), so by
-twice that from each other.
-
-Layer norm and GELU have such freedom: inputs of layers differ in their last bits. A cast is a
-step function: where an input lies beside a step, a last bit decides between two codes. What differs
-there is multiplied on and reaches further casts, so after some layers two runs agree only as far as
+With layer norm and GELU, inputs of layers differ in their last bits, which decides between two
+codes where an input lies beside a step of a cast. After some layers two runs agree only as far as
 two independent roundings do: by sqrt(2) times the error of the casts themselves. Relative to the
 root mean square, that error is at most q = s / sqrt(12), s = 2^-3 the largest distance of E4M3
-codes and 2^-2 of E5M2's (uniform within a step). The gradient of the first of four layers passes
-four casts of x and four of w on the way forward, and on the way back four of g, three of w and one
-of x; added up in squares: sqrt(2 * (12 * q_e4m3^2 + 4 * q_e5m2^2)) = 0.27. A micro-batch that is
-lost or counted twice changes an accumulated gradient by more than 0.5.
+codes and 2^-2 of E5M2's. The gradient of the first of four layers passes 12 casts to E4M3 (of x and
+w) and four to E5M2; added up in squares: sqrt(2 * (12 * q_e4m3^2 + 4 * q_e5m2^2)) = 0.27. A
+micro-batch that is lost or counted twice changes an accumulated gradient by more than 0.5.
 """
 
 from __future__ import annotations

@@ -134,17 +134,27 @@ def test_state_dict_and_initialisation_are_those_of_torch(kind: str) -> None:
 
 @for_each("kind, recipe", pairwise(list(KINDS), ["bf16", "fp8-delayed"]))
 def test_copies_and_pickles(kind: str, recipe: str) -> None:
+    """They compute the same, with scales of their own that their optimizer's step updates."""
     make, _, shape, *_ = KINDS[kind]
     layer = make(recipe=recipe, name="stem")
     x = normal(shape, torch.float32)
+    layer(x).sum().backward()
+    update_scales(layer)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
     for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
         assert type(other) is type(layer)
         assert (other.recipe, other.name) == (layer.recipe, "stem")
-        assert other.weight is not layer.weight
-        assert torch.equal(other(x), layer(x))
+        y = other(50 * x)
+        with torch.no_grad():  # where no amax is recorded
+            assert torch.equal(y, layer(50 * x))
+        y.sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+        if recipe == "fp8-delayed":
+            assert other.amax_history[0, 0] == 50 * x.abs().max()
     assert type(layer).__module__ == "mixprec.nn"
 
 
@@ -217,9 +227,7 @@ def test_inside_a_region_with_another_recipe(kind: str) -> None:
 def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
     make, _, shape, *_ = KINDS[kind]
     x = normal(shape, torch.float32)
-    inputs = [x, x[0], x[0, 0]] if kind == "linear" else [x, x[0]]
-    if kind != "linear":
-        inputs.append(x.contiguous(memory_format=torch.channels_last))
+    inputs = [x, x[0], x[0, 0] if kind == "linear" else x.to(memory_format=torch.channels_last)]
     for x in inputs:
         results = []
         for inplace in (False, True):
@@ -231,76 +239,39 @@ def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_observed_reports_the_name() -> None:
-    layer = Linear(4, 4, name="decoder.out")
-    seen: list[str] = []
-    with functional.observed(lambda kind, name, a, b: seen.append(f"{kind} {name} {a} {b}")):
-        layer(torch.ones(2, 4)).sum().backward()
-    assert seen == ["forward decoder.out e4m3 e4m3", "grad_weight decoder.out e5m2 e4m3"]
-
-
-def final_losses(
-    make: Callable[[], nn.Module], x: torch.Tensor, target: torch.Tensor, recipe: str, steps: int
-) -> tuple[float, float]:
-    """Of the model in FP32, and converted."""
-    losses = []
-    for converted in (False, True):
-        torch.manual_seed(0)
-        model = mixprec.convert(make(), recipe) if converted else make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), target)
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    return losses[0], losses[1]
-
-
 @pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
 @pytest.mark.parametrize("recipe", NAMES)
 def test_trains_like_fp32(recipe: str) -> None:
     """As low as in FP32, within 3 % of the loss at the start (FP8 noise: 1.5 %)."""
     x = normal((256, 16), torch.float32)
     target = torch.sin(x @ normal((16, 4), torch.float32, seed=1) / 4)
-    start = target.square().mean().item()
-    layers = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))  # noqa: E731
-    want, got = final_losses(layers, x, target, recipe, steps=200)
+    losses = []
+    for converted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+        model = mixprec.convert(model, recipe) if converted else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    start, (want, got) = target.square().mean().item(), losses
     assert want < 0.05 * start
     assert got < want + 0.03 * start, (got, want, start)
 
 
-@pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
-@pytest.mark.parametrize("recipe", NAMES)
-def test_convolutions_train_like_fp32(recipe: str) -> None:
-    """Where a bar stands, out of four places."""
-    x = 0.3 * normal((64, 1, 8, 8), torch.float32)
-    target = (torch.arange(64) % 4).float()[:, None]
-    for i in range(64):
-        x[i, 0, :, i % 4 * 2] += 1.0
-    start = target.square().mean().item()
-
-    def layers() -> nn.Module:
-        first, second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        third = nn.Conv2d(8, 8, 3, stride=2)
-        activated = [m for conv in (first, second, third) for m in (conv, nn.ReLU())]
-        return nn.Sequential(*activated, nn.Flatten(), nn.Linear(72, 1))
-
-    want, got = final_losses(layers, x, target, recipe, steps=60)
-    assert want < 0.05 * start
-    assert got < want + 0.03 * start, (got, want, start)
-
-
-def test_compiles_as_a_module() -> None:
-    layer = Linear(16, 8)
-    x = normal((3, 16), torch.float32)
+@for_each("kind", KINDS)
+def test_compiled_under_autocast(kind: str) -> None:
+    make, _, shape, *_ = KINDS[kind]
+    layer, x = make(), normal(shape, torch.float32)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    y = compiled(x)
-    assert torch.equal(y, layer(x))
+    assert torch.equal(compiled(x), layer(x))
     with torch.autocast("cpu", torch.bfloat16):
-        assert compiled(x).dtype == torch.bfloat16
-    y.sum().backward()
-    assert sqnr(x.sum(0).expand(8, 16), layer.weight.grad) >= 17
+        y = compiled(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(y, layer(x))
 
 
 def test_setting_the_recipe_brings_and_drops_the_scales() -> None:

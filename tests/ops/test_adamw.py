@@ -216,15 +216,6 @@ def test_bf16_moments_remainders_and_stochastic_params(
     check(lists, seed=2**62 + 12345, inv_scale=0.3, decoupled_weight_decay=False, **random)
 
 
-def test_lr_as_a_tensor(backend: str) -> None:
-    for dtype in (torch.float32, torch.float64):
-        lists = Lists()
-        lists.add((33,), step=2)
-        lists.add((33,), torch.float64, step=2)
-        for shape in ((), (1,)):
-            check(lists, lr=torch.full(shape, 3e-3, dtype=dtype))
-
-
 def test_no_decay_leaves_an_infinite_param_alone(backend: str) -> None:
     """A mask of -inf that is a param: 0 * inf would be NaN."""
     for decoupled in (True, False):
@@ -262,7 +253,8 @@ def test_large(two_threads: None) -> None:
 EFFECTS = (
     {"weight_decay": 0.0},
     {"weight_decay": 0.5},
-    {"lr": 3e-4},
+    {"lr": torch.tensor(3e-4)},
+    {"lr": torch.tensor([3e-4], dtype=torch.float64)},
     {"lr": 0.0},
     {"beta1": 0.95, "beta2": 0.98},
     {"beta1": 0.0},
@@ -400,7 +392,6 @@ META = torch.ones(3, device="meta")
     "changes, error, message",
     [
         ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
-        ({"params": [None]}, TypeError, r"params\[0\] must be a torch.Tensor"),
         ({"params": [T.int()]}, ValueError, r"params\[0\] must have dtype .*int32"),
         ({"params": [torch.ones(9).as_strided((2, 3), (1, 1))]}, ValueError, r"params\[0\] is wr"),
         ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
@@ -419,12 +410,10 @@ META = torch.ones(3, device="meta")
         ({"steps": torch.zeros(2)}, ValueError, r"steps must have shape .* = \(1,\)"),
         ({"max_value": 0.0}, ValueError, "max_value must be positive"),
         ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
-        ({"indices": [1, 2]}, ValueError, r"indices must have one number per param \(1\)"),
         ({"indices": [-1]}, ValueError, r"indices must be in \[0, 2\^30\)"),
         ({"lr": T[:1].half()}, ValueError, "lr_tensor must hold one float32"),
         ({"lr": META[:1]}, ValueError, "lr_tensor must be on"),
         ({"inv_scale": 0.5}, TypeError, "inv_scale must be a torch.Tensor, got float"),
-        ({"inv_scale": META[:1]}, ValueError, "inv_scale must be on"),
         ({"clip": T[:1].double()}, ValueError, "clip must hold one float32"),
         ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
     ],

@@ -62,19 +62,6 @@ def test_every_op_has_its_variants() -> None:
         assert any(a.alias_info and a.alias_info.is_write for a in schema.arguments) is mutates
         assert not (mutates and schema.returns), "a mutated argument is never returned"
         assert hasattr(ops, name)
-
-
-def test_functions_take_the_arguments_that_they_name() -> None:
-    """In any order, some of them, or all as one named tuple."""
-    op = OPS["dequantize"]  # (data, scale_inv, dtype)
-    assert op.by_name(lambda dtype, data: (dtype, data))(1, 2, 3) == (3, 1)
-    assert op.by_name(lambda args: args.scale_inv)(1, 2, 3) == 2
-    with pytest.raises(ValueError, match="not in tuple"):
-        op.by_name(lambda scale: scale)
-
-
-def test_variant_names() -> None:
-    assert OPS["gemm"].variant_name("triton") == "gemm_triton"
     assert OPS["unscale_"].variant_name("reference") == "unscale_reference_"
 
 
@@ -105,13 +92,11 @@ def test_use_backend_is_restored_after_an_error() -> None:
     assert mixprec.amax(torch.tensor([-2.0])).item() == 2.0
 
 
-@pytest.mark.parametrize("backend", ["CUDA", "", None, "CPP"])
+@pytest.mark.parametrize("backend", ["CUDA", "", None])
 def test_unknown_backend(backend: object) -> None:
-    with (
-        pytest.raises(ValueError, match=r"^use_backend: backend must be one of .*cpp.*got"),
-        mixprec.use_backend(backend),  # type: ignore[arg-type]
-    ):
-        raise AssertionError("the block must not run")
+    expected = r"^use_backend: backend must be one of .*cpp.*got"
+    with pytest.raises(ValueError, match=expected), mixprec.use_backend(backend):
+        pytest.fail("the block must not run")
     assert OPS["gemm"].backend("cpu") == "cpp"
     assert "unknown backend" in str(OPS["gemm"].why_not("opencl", "cpu"))
 
@@ -136,6 +121,8 @@ def refusal(op: str, backend: str) -> str:
 
 def test_forced_backend_that_cannot_run_says_why() -> None:
     assert "run on cpu tensors" in refusal("amax", "cpp")
+    with pytest.raises(NotImplementedError, match="amax_triton"):
+        torch.ops.mixprec.amax_triton(torch.ones(2))
 
 
 def test_on_a_gpu_cuda_comes_first_then_triton(gpu: pytest.MonkeyPatch) -> None:
@@ -236,16 +223,6 @@ def test_nothing_is_compared_while_values_cannot_be_seen(monkeypatch: pytest.Mon
     assert not backends.can_compare()
 
 
-def test_the_triton_variant_is_not_reached_by_cpu_tensors() -> None:
-    with (
-        mixprec.use_backend("triton"),
-        pytest.raises(RuntimeError, match=r"triton: the Triton kernels run on cuda tensors"),
-    ):
-        mixprec.amax(torch.ones(2))
-    with pytest.raises(NotImplementedError, match="amax_triton"):
-        torch.ops.mixprec.amax_triton(torch.ones(2))
-
-
 def test_a_reference_that_was_not_asked_for_is_logged_once(
     fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,13 +235,3 @@ def test_a_reference_that_was_not_asked_for_is_logged_once(
         with mixprec.use_backend("reference"):
             OPS["quantize"].choose("cuda")
         assert not caplog.records, "no warning where it was asked for"
-
-
-def test_meta_tensors_give_shapes_only() -> None:
-    x = torch.empty(4, 6, device="meta")
-    q = mixprec.quantize(x, "e4m3", transpose=True)
-    assert (q.data.device.type, q.data.dtype) == ("meta", torch.float8_e4m3fn)
-    assert q.data_t is not None
-    assert q.data_t.shape == (6, 4)
-    c = mixprec.gemm(q.data, q.data_t, out_dtype=torch.float16)
-    assert (c.shape, c.dtype, c.device.type) == ((4, 4), torch.float16, "meta")

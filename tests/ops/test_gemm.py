@@ -149,27 +149,6 @@ def test_one_bf16_subnormal_anywhere_is_not_lost(backend: str, at: int, transpos
     assert got.max() == 2.0**-30
 
 
-@formats
-def test_one_hot_rows_and_columns_select_exactly(backend: str, pair: Pair) -> None:
-    """Layout and scale errors that random data hides; the values are all finite codes."""
-    rng = np.random.default_rng(0)
-    for m, n, k in ((40, 129, 300), (65, 64, 64), (3, 257, 33)):
-        codes = random_bits(4 * n * k + 4 * m * k, pair[1], seed=m)
-        # Neither NaN, nor Inf, nor so far out that the scale takes it out of FP32's normal range.
-        magnitude = np.nan_to_num(np.abs(ind.values(codes)), nan=np.inf)
-        codes = codes[(magnitude < 1e30) & ((magnitude > 1e-30) | (magnitude == 0))]
-        b = codes[: k * n].view(k, n)
-        rows = rng.integers(0, k, m)
-        a = torch.zeros(m, k)
-        a[torch.arange(m), torch.from_numpy(rows)] = 1.0
-        for left in (a.to(pair[0]), transposed(a.to(pair[0]))):
-            for right in (b, transposed(b)):
-                c = mixprec.gemm(left, right, a_scale_inv=2.0, out_dtype=torch.float32)
-                check_exact(c, ind.values(b)[rows] * 2.0)
-                c = mixprec.gemm(right.t(), left.t(), b_scale_inv=0.5, out_dtype=torch.float32)
-                check_exact(c, ind.values(b)[rows].T * 0.5)
-
-
 @for_each("bias_dtype, out_dtype", pairwise(WIDE, WIDE))
 @formats
 def test_one_rounding_after_scales_and_bias(
@@ -389,33 +368,19 @@ def test_nan_stays_in_its_row_with_scales_of_blocks(backend: str) -> None:
             check_exact(mixprec.gemm(dirty, b, a_scale_inv=s, out_dtype=torch.float32), want)
 
 
-def test_quantized_operands(backend: str) -> None:
-    x, w = normal((20, 33), torch.float32, 1), normal((33, 12), torch.float32, 2)
-    for fa, fb in ((fa, fb) for fa in ("e4m3", "e5m2") for fb in ("e4m3", "e5m2")):
-        qa, qb = mixprec.quantize(x, fa, transpose=True), mixprec.quantize(w, fb)
-        scale = qa.scale_inv.item() * qb.scale_inv.item()
-        check_close(mixprec.gemm(qa, qb, out_dtype=torch.float32), qa.data, qb.data, scale)
-        c = mixprec.gemm(qb.t(), qa.t(), out_dtype=torch.float32)
-        check_close(c, qb.data.t(), qa.data.t(), scale)
-        mixed = mixprec.gemm(qa, qb.data, b_scale_inv=qb.scale_inv, out_dtype=torch.float32)
-        ind.assert_same_bits(mixed, mixprec.gemm(qa, qb, out_dtype=torch.float32))
-
-
-def test_quantized_operands_bring_scales_of_their_granularity(backend: str) -> None:
-    x, w = small_integers((140, 300), FP8[0], seed=1), small_integers((150, 300), FP8[0], seed=2)
-    for kinds in (("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")):
-        (qx, left), (qw, right) = (
-            (
-                mixprec.Quantized(t, s, torch.zeros(()), None, None, mixprec.E4M3, kind),
-                ind.values(t) * spread(s, t.shape, kind),
-            )
-            for t, kind in zip((x, w), kinds, strict=True)
-            for s in (some_scales(t.shape, kind, 1, (0.25, 0.5, 2.0)),)
-        )
-        want = left @ right.T
-        got = mixprec.gemm(qx, w.t(), b_scale_inv=qw.scale_inv.t(), out_dtype=torch.float32)
-        check_exact(got, want)
-        check_exact(mixprec.gemm(qx, qw.t(), out_dtype=torch.float32), want)
+@for_each("kinds", [("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")])
+def test_quantized_operands_bring_their_scales(backend: str, kinds: tuple[str, str]) -> None:
+    operands, values = [], []
+    for rows, fmt, kind in zip((140, 150), (mixprec.E4M3, mixprec.E5M2), kinds, strict=True):
+        t = small_integers((rows, 300), fmt.dtype, seed=rows)
+        s = some_scales(t.shape, kind, 1, (0.25, 0.5, 2.0))
+        operands.append(mixprec.Quantized(t, s, torch.zeros(()), None, None, fmt, kind))
+        values.append(ind.values(t) * spread(s, t.shape, kind))
+    (x, w), want = operands, values[0] @ values[1].T
+    got = mixprec.gemm(x, w.data.t(), b_scale_inv=w.scale_inv.t(), out_dtype=torch.float32)
+    check_exact(got, want)
+    check_exact(mixprec.gemm(x, w.t(), out_dtype=torch.float32), want)
+    check_exact(mixprec.gemm(w, x.t(), out_dtype=torch.float32), want.T)
 
 
 @formats

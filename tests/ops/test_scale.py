@@ -93,13 +93,11 @@ def test_clip_coef_of_several_sums_and_edges(backend: str) -> None:
     got = [clip_coef(sum_sq, 1.0).item() for sum_sq in edges]
     assert got[:4] == [1.0, 1.0, float(np.float32(1 / 2.000001)), 0.0]
     assert math.isnan(got[4])
-    for max_norm in (1e-3, 0.7, 5.0):
-        grad = torch.randn(100).double().requires_grad_()
-        grad.grad = grad.detach().clone()
-        torch.nn.utils.clip_grad_norm_([grad], max_norm)
-        want = (grad.grad / grad.detach())[0].item()
-        got = clip_coef(grad.detach().square().sum(), max_norm).item()
-        assert got == pytest.approx(want, rel=2e-7)
+    grad = torch.randn(100).double().requires_grad_()
+    grad.grad = grad.detach().clone()
+    torch.nn.utils.clip_grad_norm_([grad], 0.7)
+    factor = clip_coef(grad.detach().square().sum(), 0.7).item()
+    assert factor == pytest.approx((grad.grad / grad.detach())[0].item(), rel=2e-7)
 
 
 class Loss:

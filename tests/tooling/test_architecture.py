@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 
 import mixprec
@@ -76,27 +77,20 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 def imports(module: str, source: str, *, is_package: bool) -> Iterator[tuple[str, str]]:
     """(imported module of mixprec, name taken from it or "") for each import in `source`."""
-    here = [] if module == "mixprec" else module.split(".")
-    package = here if is_package else here[:-1]
+    here = "mixprec" if module == "mixprec" else f"mixprec.{module}"
+    package = here if is_package else here.rpartition(".")[0]
     for node in runtime_nodes(ast.parse(source)):
+        found: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "mixprec":
-                    yield ".".join(alias.name.split(".")[1:]) or "mixprec", ""
+            found = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            target = (node.module or "").split(".") if node.module else []
-            if node.level == 0:
-                if target[0] != "mixprec":
-                    continue
-                target = target[1:]
-            else:
-                target = package[: len(package) - node.level + 1] + target
-            for alias in node.names:
-                inner = ".".join([*target, alias.name])
-                if inner in SOURCES:  # `from . import formats`
-                    yield inner, ""
-                else:
-                    yield ".".join(target) or "mixprec", alias.name
+            target = resolve_name("." * node.level + (node.module or ""), package)
+            found = [(target, alias.name) for alias in node.names]
+        for target, name in found:
+            if f"{target}.{name}".removeprefix("mixprec.") in SOURCES:  # `from . import formats`
+                target, name = f"{target}.{name}", ""
+            if target.split(".")[0] == "mixprec":
+                yield target.removeprefix("mixprec."), name
 
 
 def unit(module: str) -> str:
@@ -218,9 +212,7 @@ before = set(sys.modules)
 import mixprec
 print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))
 """
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    ).stdout
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path)
     new, cuda_initialized = json.loads(out)
     assert "mixprec.ops" in new
     heavy = [m for m in new if re.match(r"(triton|torch\._(dynamo|inductor)|numpy|matplotlib)", m)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -24,10 +26,8 @@ def test_nvidia_from_pascal_to_blackwell(recipe: str) -> None:
     for gpu, capability in GPUS.items():
         reason = why_not_cuda(Recipe.parse(recipe), capability, gpu)
         assert (reason is None) == (gpu in native), gpu
-        if reason is not None:
-            assert reason.startswith(f"{gpu} (")
-            assert "the recipe runs" in reason  # and what is lost
-            assert "speed is not gained" in reason
+        # What is missing, and what is lost
+        assert reason is None or re.search(rf"^{gpu} \(.*recipe runs.*speed is not gained", reason)
 
 
 def test_devices_without_kernels_have_a_reason() -> None:
@@ -57,18 +57,14 @@ def test_cuda_without_and_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     assert mixprec.is_available("bf16")
-    assert "A100" in (mixprec.why_not("fp8") or "")
     assert "A100" in (mixprec.why_not("fp8", 0) or "")
 
 
-def test_the_cpu_and_that_recipes_run_without_the_format() -> None:
+def test_the_cpu() -> None:
     assert "decoded exactly" in (mixprec.why_not("fp8", "cpu") or "")
     assert "fp32" in (mixprec.why_not("fp16", "cpu") or "")
     bf16 = mixprec.why_not("bf16", "cpu")
     assert bf16 is None or "no instructions for bf16" in bf16
-    for recipe in ("fp16", "bf16", "fp8"):
-        layer = mixprec.convert(torch.nn.Linear(16, 16), recipe)
-        assert torch.isfinite(layer(torch.randn(2, 16))).all()
 
 
 def test_bad_arguments() -> None:

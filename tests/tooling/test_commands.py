@@ -94,10 +94,8 @@ def test_help_is_the_default_and_lists_every_command(sources: Path) -> None:
     assert {"demo", "test", "lint", "bench"} < set(commands)
     for text in (*(f"make {c} " for c in commands), "PYTHON=/path/to/python", "FULL=1"):
         assert text in shown.stdout
-    for word, full in (("FULL=1", True), ("FULL=", False), ("FULL=0", False)):
-        demo = make("-n", "demo", word, folder=sources).stdout
-        assert "train_gpt.py --out demo" in demo
-        assert ("--out demo --full" in demo) is full
+    assert "--out demo --full" in make("-n", "demo", "FULL=1", folder=sources).stdout
+    assert "train_gpt.py --out demo" in make("-n", "demo", folder=sources).stdout
 
 
 def message(done: subprocess.CompletedProcess[str]) -> str:
@@ -108,20 +106,19 @@ def message(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_missing_system_packages_are_named_in_one_line(sources: Path, tmp_path: Path) -> None:
-    for i, (scripts, packages) in enumerate(
-        [
-            ({"g++": ""}, "python3 python3-venv python3-dev"),
-            ({"g++": "", "python3": python3(without="ensurepip")}, "python3-venv"),
-            ({"g++": "", "python3": python3(without="Python.h")}, "python3-dev"),
-            ({"python3": python3()}, "g++"),
-            ({}, "python3 python3-venv python3-dev g++"),
-        ]
-    ):
+    cases: tuple[tuple[dict[str, str], str], ...] = (
+        ({"g++": ""}, "python3 python3-venv python3-dev"),
+        ({"g++": "", "python3": python3(without="ensurepip")}, "python3-venv"),
+        ({"g++": "", "python3": python3(without="Python.h")}, "python3-dev"),
+        ({"python3": python3()}, "g++"),
+        ({}, "python3 python3-venv python3-dev g++"),
+    )
+    for i, (scripts, packages) in enumerate(cases):
         done = make("test", folder=sources, PATH=tools(tmp_path / f"bin{i}", **scripts))
         assert message(done) == f"missing: {packages}. Run: sudo apt-get install {packages}"
         assert not (sources / ".venv").exists()
-    path = tools(tmp_path / "bin", **{"g++": "", "python3": python3(version=(3, 8))})
-    assert message(make("demo", folder=sources, PATH=path)).startswith(
+    old = tools(tmp_path / "bin", **{"g++": "", "python3": python3(version=(3, 8))})
+    assert message(make("demo", folder=sources, PATH=old)).startswith(
         "mixprec needs Python 3.10 or newer, python3 is Python 3.8: sudo apt-get"
     )
 
@@ -188,13 +185,10 @@ def test_python_mode_writes_only_below_build(sources: Path) -> None:
     assert "-m venv" not in shown
     assert not re.search(r"[ \"]\.venv", shown)
     assert str(sources / ".venv") not in shown
-    (install,) = re.findall(r"-m pip install .*\\\n.*", shown)
-    options = "--no-deps --no-build-isolation --upgrade --target build/ext/"
-    assert options in " ".join(install.split())
+    words = " ".join(shown.split())
+    assert "--no-deps --no-build-isolation --upgrade --target build/ext/" in words
     assert "PYTHONDONTWRITEBYTECODE=1" in shown
-    site = re.search(r'PYTHONPATH="([^"$]*)', shown)
-    assert site is not None
-    assert site[1].startswith(str(sources / "build" / "ext"))
+    assert f'PYTHONPATH="{sources}/build/ext' in shown
     assert "cd build/run && " in shown, "started in the source folder, it would import the source"
 
 
@@ -206,15 +200,14 @@ def test_each_python_gets_a_folder_by_its_path(sources: Path, tmp_path: Path) ->
     other.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec "{sys.executable}" -c "{hide}\n$2"\n')
     other.chmod(0o755)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    found = {}
-    for python in (sys.executable, str(other), os.path.relpath(sys.executable, sources),
-                   Path(sys.executable).name):  # fmt: skip
+    relative = os.path.relpath(sys.executable, sources)
+    folders = []
+    for python in (str(other), sys.executable, relative, Path(sys.executable).name):
         shown = make("-n", "test", f"PYTHON={python}", folder=sources, PATH=path).stdout
-        (program,) = re.findall(r'"([^"]*)" -m pytest', shown)
-        found[python] = re.findall(r"--target (build/ext/[0-9a-f]{12})/site", shown)
-        assert program.startswith("/"), program
+        (program,) = re.findall(r'"(/[^"]*)" -m pytest', shown)
+        folders += set(re.findall(r"--target (build/ext/[0-9a-f]{12})/site", shown))
         assert Path(program).samefile(other if python == str(other) else sys.executable)
-    assert found[sys.executable] != found[str(other)]
+    assert folders[0] != folders[1]
     done = make("test", "PYTHON=/nowhere/python", folder=sources)
     assert done.returncode != 0
     assert "PYTHON=/nowhere/python is not a program" in done.stderr
@@ -233,22 +226,17 @@ def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path:
     said = message(make("test", f"PYTHON={python}", folder=sources))
     named, command = said.split(". Run: ")
     assert named == "missing in this environment: hypothesis rich"
-    program, words = command.split(" ", 1)
-    assert Path(program).samefile(sys.executable)
-    assert words == "-m pip install hypothesis rich"
+    assert command.endswith(" -m pip install hypothesis rich")
     assert not (sources / "build").exists()
 
 
 def test_the_packages_that_make_asks_for_are_the_extras() -> None:
     """The lists in the Makefile and in pyproject.toml name the same packages."""
-    project = (ROOT / "pyproject.toml").read_text()
-    makefile = (ROOT / "Makefile").read_text()
+    project, makefile = ((ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
     for extra in ("test", "demo", "lint"):
-        declared = re.search(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
-        asked = re.search(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.MULTILINE)
-        assert declared is not None
-        assert asked is not None
+        (declared,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
+        (asked,) = re.findall(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.M)
         # Packages for some systems only (Triton) are optional: their tests are skipped.
-        words = [word for word in re.findall(r'"([^"]*)"', declared[1]) if ";" not in word]
+        words = [word for word in re.findall(r'"([^"]*)"', declared) if ";" not in word]
         names = {re.split(r"[=<>]", word)[0] for word in words}
-        assert {name.replace("_", "-") for name in asked[1].split()} == names, extra
+        assert {name.replace("_", "-") for name in asked.split()} == names, extra

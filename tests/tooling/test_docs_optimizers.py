@@ -7,7 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,32 +79,23 @@ class Spy:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.checked: list[torch.Tensor] = []
         self.updates: list[tuple[Callable, list, dict]] = []
-        read, update = _grad_norms.grad_stats_, {adamw: adamw.adamw_, sgd: sgd.sgd_}
+        for module, name in ((_grad_norms, "grad_stats_"), (adamw, "adamw_"), (sgd, "sgd_")):
+            patch.setattr(module, name, self.spied(getattr(module, name)))
 
-        def stats(grads: list[torch.Tensor], *args: Any) -> None:
-            self.checked += grads
-            read(grads, *args)
-
-        def spied(real: Callable) -> Callable:
-            def call(*args: Any, **options: Any) -> None:
+    def spied(self, real: Callable) -> Callable:
+        def call(*args: Any, **options: Any) -> None:
+            if real.__name__ == "grad_stats_":
+                self.checked += args[0]
+            else:
                 self.updates.append((real, cloned(args), options))
-                real(*args, **options)
+            real(*args, **options)
 
-            return call
-
-        patch.setattr(_grad_norms, "grad_stats_", stats)
-        for module, real in update.items():
-            patch.setattr(module, real.__name__, spied(real))
+        return call
 
 
 def cloned(args: Any) -> list[Any]:
     """In a new list: the lists of tensors and `steps`, all positional."""
     return [[t.clone() for t in a] if isinstance(a, (list, tuple)) else a.clone() for a in args]
-
-
-def places(args: list[Any]) -> Iterator[tuple[int, int]]:
-    for i, arg in enumerate(args):
-        yield from ((i, j) for j in range(len(arg)) if isinstance(arg, list))
 
 
 def moved(op: Callable, args: list[Any], options: dict[str, Any]) -> tuple[int, int]:
@@ -118,13 +109,13 @@ def moved(op: Callable, args: list[Any], options: dict[str, Any]) -> tuple[int, 
         op(*own, **options)
         return own
 
+    def differ(a: list[Any], b: list[Any], where: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(i, j) for i, j in where if not torch.equal(a[i][j], b[i][j])]
+
+    places = [(i, j) for i, a in enumerate(args) if isinstance(a, list) for j in range(len(a))]
     after = outcome()
-    written = [(i, j) for i, j in places(args) if not torch.equal(args[i][j], after[i][j])]
-    read = []
-    for place in places(args):
-        other = outcome(change=place)
-        if any(not torch.equal(other[i][j], after[i][j]) for i, j in written):
-            read.append(place)
+    written = differ(args, after, places)
+    read = [place for place in places if differ(outcome(change=place), after, written)]
     size = [sum(args[i][j].element_size() for i, j in which) for which in (read, written)]
     return size[0], size[1]
 

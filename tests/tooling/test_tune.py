@@ -99,9 +99,8 @@ def test_what_is_measured() -> None:
         for family in tune.FAMILIES:
             found = tune.tiles(capability, family)
             assert len(found) == len(set(found)) >= 3
-    tile = found[0]
-    with tune.using(tile):
-        assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) == tile
+    with tune.using(found[0]):
+        assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) == found[0]
     assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) in configs.TILES[90, "16-bit"]
 
 
