@@ -86,6 +86,8 @@ class Op:
         self._warned = False
         self._define(schema, self.by_name(reference), fake)
         OPS[name] = self
+        if library.LOAD_ERROR is None:
+            self.choose("cpu")  # now, so that compiled code has no guard on a choice made later
 
     def by_name(self, function: Function) -> Function:
         """Wrap `function` to take all arguments in the schema's order and use those it names."""
@@ -225,7 +227,9 @@ class Op:
         backend = self.backend(device, index)
         run = self._ready(backend, device, index)
         compared = backend not in ("cuda", "triton") or (backend, index) in self._agreed
-        if compared and (self.choice is None or device != "cuda"):
+        # Not while it is traced: torch.compile fails on a write inside of an autograd function.
+        traced = torch.compiler.is_compiling()
+        if compared and not traced and (self.choice is None or device != "cuda"):
             self._chosen[key] = device, run
         return run
 

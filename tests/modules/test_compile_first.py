@@ -1,0 +1,47 @@
+"""torch.compile before anything has run eagerly, as the first lines of a training script do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+
+import mixprec
+from mixprec.ops._dispatch.op import OPS
+
+PROGRAM = """
+import torch, mixprec
+layer = mixprec.convert({layer}, {recipe!r})
+x = torch.randn({shape}, requires_grad=True)
+compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+y = compiled(x)
+y.sum().backward()
+with torch.compiler.set_stance("fail_on_recompile"):
+    assert layer(x).shape == y.shape and compiled(x).shape == y.shape
+"""
+LAYERS = {"Linear": ("torch.nn.Linear(64, 32)", (16, 64)),
+          "Conv2d": ("torch.nn.Conv2d(16, 8, 3)", (2, 16, 6, 6))}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "fp8-block"])
+def test_the_first_call_of_a_process(kind: str, recipe: str) -> None:
+    layer, shape = LAYERS[kind]
+    program = PROGRAM.format(layer=layer, recipe=recipe, shape=shape)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_choice_is_not_written_down_while_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where it is made at the first call."""
+    for op in OPS.values():
+        monkeypatch.setattr(op, "_chosen", {})
+    layer, x = mixprec.nn.Linear(64, 32), torch.randn(16, 64, requires_grad=True)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert not any(op._chosen for op in OPS.values())
