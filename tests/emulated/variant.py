@@ -53,7 +53,7 @@ class Variant:
         there, read = moved(written, self.device), moved(list(args), self.device)
         options = dict(zip(options, moved(list(options.values()), self.device), strict=True))
         result = self(op, *there, *read, **options)
-        result = None if result is None else result.cpu()
+        result = None if result is None else result.clone().cpu()
         assert_bits(tensors(read), tensors(list(args)), "an operand has changed, ")
         for x in tensors([there, read]):
             assert_nothing_beside(x, op.__name__)

@@ -5,6 +5,7 @@ Calls of them are recorded here; sanitized.cpp repeats them over memory of exact
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -52,8 +53,11 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         yield "amax", [x]
         yield "quantize", [x, torch.float8_e5m2, one, False, "tensor", True]
         yield "dequantize", [x.to(e4m3), one, torch.bfloat16]
-        mixed = [mix for kind in KINDS for mix in mixes(*kind)[::5]]
-        for rule, op in (("decoupled", "adamw_"), ("momentum", "sgd_")):
+        for masters, (rule, op) in itertools.product(
+            (False, True), (("decoupled", "adamw_"), ("momentum", "sgd_"))
+        ):
+            kinds = [kind for kind in KINDS if (kind[1] is not None) is masters]
+            mixed = [mix for kind in kinds for mix in mixes(*kind)[::5]]
             yield op, arguments(rule, mixed, [(n,)], stochastic_rounding=True)
 
 

@@ -15,12 +15,11 @@ from emulated.variant import Variant
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED:
-    SETTINGS = ()
     collect_ignore = ["test_gemm.py"]  # that of csrc/cuda needs a larger model: ../hopper
 elif importlib.util.find_spec("triton") is not None:
-    from emulated.triton_interpreter.helpers import SETTINGS, choose, ops_on_the_cpu
+    from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu
 else:
-    SETTINGS, collect_ignore_glob = (), ["test_*"]
+    collect_ignore_glob = ["test_*"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,11 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def agree(poisoned: None) -> Agreement:
     if INTERPRETED:  # which takes 5 to 10 ms a launch
-        return Agreement(launcher, quick=False, most=1 << 16, count=131)
+        return Agreement(launcher, quick=False, most=32_000, count=131)
     return Agreement(runner.OPS.__getitem__, dense=True, quick=False, most=1 << 17)
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=["tall", "wide"])
 def variant(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poisoned: None
 ) -> Iterator[Variant]:

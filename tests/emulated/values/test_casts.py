@@ -16,7 +16,7 @@ INF, NAN = math.inf, math.nan
 LOW = (*FP8, torch.float16, torch.bfloat16)
 # Around the blocks of Triton's kernels, the chunks of ours, and the tiles of both.
 LENGTHS = ((4096,), (4097,), (8191,), (8193,), (32767,), (32768,), (32769,), (98309,), (300_001,))
-TILED = ((65, 129), (131, 1), (130, 272), (257, 129), (133, 517), (517, 1031))
+TILED = ((65, 129), (131, 1), (130, 140), (130, 272), (257, 129), (133, 517), (517, 1031))
 BLOCKS = ("row", "block1x128", "block128x128")
 # A row takes a block of threads, or a warp if it is short.
 BLOCKED = ((9,), (5, 0), (3, 2049), (3, 9000), (11, 1040), (256, 4096), *TILED)

@@ -12,7 +12,7 @@ from cases import GRADS, SHAPES, WRITABLE, name, normal, random_bits, random_lis
 from emulated.agreement import Agreement
 
 INF, NAN = math.inf, math.nan
-CHUNK = 32768  # csrc/cuda/common/tensor_list.cuh; in Triton 16 blocks of 4096
+CHUNK = 32768  # csrc/cuda/common/tensor_list.cuh; in Triton 8 blocks of 2048
 # Empty, one, primes, and around the packs (4 to 16), the blocks and the chunks.
 SIZES = (0, 1, 2, 3, 7, 15, 17, 31, 33, 127, 129, 1009, 4097, CHUNK - 1, CHUNK, CHUNK + 1)
 
@@ -33,9 +33,9 @@ def check(
     return flags
 
 
-def special(agree: Agreement, size: int) -> list[list[torch.Tensor]]:
-    """Whole chunks of one kind: no count runs over into the next."""
-    values = (0.0, -0.0, INF, -INF, NAN, 1.0)
+def whole_chunks() -> list[list[torch.Tensor]]:
+    """Of one kind: no count runs over into the next."""
+    size, values = CHUNK + 5, (0.0, -0.0, INF, -INF, NAN, 1.0)
     tiny = [torch.full((size,), torch.finfo(d).smallest_normal / 2, dtype=d) for d in GRADS]
     return [[torch.full((size,), x, dtype=d) for x in values for d in GRADS[::2]], tiny]
 
@@ -47,7 +47,8 @@ LISTS: dict[str, Callable[[Agreement], list[list[torch.Tensor]]]] = {
         for d in GRADS
     ],
     "chunks": lambda agree: [
-        [normal(n, d) for n in agree.affordable([(3 * CHUNK + 5,), (300_001,)])] for d in GRADS
+        [normal(n, d) for n in ((49_153,), *agree.affordable([(3 * CHUNK + 5,), (300_001,)]))]
+        for d in GRADS
     ],
     "layouts": lambda agree: [
         [layout(normal(shape, d, seed=7)) for shape in agree.some(SHAPES[::2], i) for d in GRADS]
@@ -57,7 +58,7 @@ LISTS: dict[str, Callable[[Agreement], list[list[torch.Tensor]]]] = {
     "zeros": lambda agree: [
         [torch.where(torch.arange(5000) % 3 == 0, 0, normal((5000,), d)) for d in GRADS]
     ],
-    "whole chunks": lambda agree: special(agree, min(2 * CHUNK + 1, agree.most // 2)),
+    "whole chunks": lambda _: whole_chunks(),
     "mixed": lambda _: [random_list(random.Random(0), n) for n in (1, 3, 60)],
 }
 

@@ -54,7 +54,7 @@ class Mix(NamedTuple):
     states: tuple[torch.dtype, torch.dtype] = (F32, F32)  # as many as the rule keeps
 
 
-# A list may hold all of them.
+# A list may hold all that have a master, or all that have none.
 KINDS: list[tuple[torch.dtype, torch.dtype | None]] = [
     (F32, None), (F32, F32), (BF16, None), (BF16, F32), (BF16, INT16), (F16, None), (F16, F32),
     (F64, None), (F64, F64),
