@@ -41,4 +41,4 @@ def variant(
 ) -> Iterator[Variant]:
     choose(monkeypatch, request.param)
     for _ in ops_on_the_cpu(monkeypatch):
-        yield Variant("triton", CPU, most=1 << 21, quick=False)
+        yield Variant("triton", CPU, most=1 << 19, quick=False)
