@@ -51,7 +51,9 @@ LISTS: dict[str, Callable[[Agreement], list[list[torch.Tensor]]]] = {
     "zeros": lambda agree: [
         [torch.where(torch.arange(5000) % 3 == 0, 0, normal((5000,), d)) for d in GRADS]
     ],
-    "mixed": lambda _: [random_list(random.Random(0), n) for n in (1, 3, 60)],
+    "mixed": lambda agree: [
+        random_list(random.Random(0), n) for n in (1, 3, 60) if n < agree.count // 4
+    ],
 }
 
 
