@@ -155,7 +155,7 @@ test-slow: needs-test $(READY)
 # skipped and say so. (5: all of them, where triton is not installed.)
 test-kernels: needs-test $(READY)
 	$(call TIMED,{ ( export TRITON_INTERPRET=1; \
-	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated/triton_interpreter ) || [ $$? = 5 ]; } && \
+	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated/triton_interpreter ../../tests/emulated/values ) || [ $$? = 5 ]; } && \
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated)
 
 test-all:
@@ -174,7 +174,7 @@ bench: needs-build $(READY)
 
 # What the checks of make cuda depend on: with the same sources they are not run again.
 CUDA_FILES := setup.py $(wildcard tests/emulated/build_check/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-FAKE_DEVICE_FILES := $(wildcard tests/*.py tests/gpu/*.py) $(shell find tests/emulated/shim tests/emulated/hopper tests/emulated/device -name '*.py' -o -name '*.h' -o -name '*.cpp')
+FAKE_DEVICE_FILES := $(wildcard tests/*.py tests/gpu/*.py tests/emulated/*.py tests/emulated/values/*.py) $(shell find tests/emulated/shim tests/emulated/hopper tests/emulated/device -name '*.py' -o -name '*.h' -o -name '*.cpp')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))

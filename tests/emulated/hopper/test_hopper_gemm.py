@@ -10,11 +10,11 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import name
+from cases import name, small_integers
 from emulated.hopper import runner
 from emulated.hopper.mutations import MUTATIONS, Mutation
 from emulated.shim import runner as shim
@@ -55,12 +55,6 @@ EIGHT = [r for r in ALL_ROWS if r.fp8]
 LAYOUTS = ("NN", "NT", "TN", "TT")  # a, b: N as the shape says, T transposed
 
 
-def small(
-    rows: int, cols: int, dtype: torch.dtype, largest: int, g: torch.Generator
-) -> torch.Tensor:
-    return torch.randint(-largest, largest + 1, (rows, cols), generator=g).to(dtype)
-
-
 def padded(x: torch.Tensor) -> torch.Tensor:
     """The same values; lines start at multiples of 16 bytes, with NaN between them."""
     line = 16 // x.element_size()
@@ -75,49 +69,36 @@ class Problem:
     """Small integers, so that every sum is exact in any order."""
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        dtypes: tuple[torch.dtype, torch.dtype],
-        layout: str = "NT",
-        seed: int = 0,
-        largest: int = 3,
-    ) -> None:
+        self, shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype],
+        layout: str = "NT", largest: int = 3,
+    ) -> None:  # fmt: skip
         m, n, k = shape
-        g = torch.Generator().manual_seed(seed)
-        a, b = small(m, k, dtypes[0], largest, g), small(k, n, dtypes[1], largest, g)
+        a, b = (small_integers(size, dtype, largest, seed=size[0])
+                for size, dtype in zip(((m, k), (k, n)), dtypes, strict=True))  # fmt: skip
         self.a = padded(a) if layout[0] == "N" else padded(a.t().contiguous()).t()
         self.b = padded(b) if layout[1] == "N" else padded(b.t().contiguous()).t()
         self.product = a.float() @ b.float()
 
 
-def output(
-    problem: Problem, dtype: torch.dtype, fill: float, tma: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """C within a larger tensor, and that tensor: a guard above, below and to the right."""
+def output(problem: Problem, dtype: torch.dtype, fill: float, tma: bool) -> torch.Tensor:
+    """A tensor that C is to lie in, with a guard above, below and to the right."""
     m, n = problem.product.shape
     line = 16 // dtype.itemsize
     width = (n + 2 * line) // line * line + (0 if tma else 1)
-    room = torch.full((m + 4, width), fill, dtype=dtype)
-    return room[2 : m + 2, :n], room
+    return torch.full((m + 4, width), fill, dtype=dtype)
 
 
 def check(
-    loaded: ctypes.CDLL,
-    row: Row,
-    problem: Problem,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    want: torch.Tensor | None = None,
-    **options: object,
-) -> None:
+    loaded: ctypes.CDLL, row: Row, problem: Problem, seed: int, dtype: torch.dtype = torch.float32,
+    want: torch.Tensor | None = None, **options: Any,
+) -> None:  # fmt: skip
     """One launch: no error, C as it should be, nothing beside it written."""
-    tma = bool(options.get("tma_store", True))
-    out, room = output(problem, dtype, 5.0, tma)
-    before = room.clone()
+    room = output(problem, dtype, 5.0, options.get("tma_store", True))
+    before, (m, n) = room.clone(), problem.product.shape
+    out = room[2 : m + 2, :n]
     error = runner.gemm(loaded, row.index, problem.a, problem.b, out, seed=seed, **options)
     assert error == 0, f"seed {seed}: error {error}, {loaded.last_error().decode()}"
-    expected = problem.product if want is None else want
-    before[2 : 2 + out.shape[0], : out.shape[1]] = expected.to(dtype)
+    before[2 : m + 2, :n] = (problem.product if want is None else want).to(dtype)
     wrong = (room != before).nonzero()
     assert len(wrong) == 0, f"seed {seed}: {len(wrong)} wrong, the first at {wrong[0].tolist()}"
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
-from cases import FP8, name
+from cases import FP8, name, small_integers
 from emulated.hopper import runner
 from emulated.shim.runner import DTYPES
 
 SEEDS = range(12)
-K_MAJOR, MN_MAJOR = 0, 1
 
 
 @cache
@@ -53,11 +53,6 @@ def assert_caught(attempt: Callable[[int], bool], message: str, always: bool = T
 def barriers(seed: int, fault: int) -> bool:
     rounds = torch.full((2,), -1, dtype=torch.int32)
     return run(seed, "barriers", fault, at(rounds)) == 0 and rounds.tolist() == [3, 3]
-
-
-def test_mbarrier_phases_and_arrivals_across_a_cluster() -> None:
-    for seed in SEEDS:
-        assert barriers(seed, 0), library().last_error()
 
 
 # ---- TMA ----
@@ -144,56 +139,51 @@ def matrix(seed: int, fault: int) -> bool:
     return run(seed, "matrix", fault, at(out)) == 0 and torch.equal(out, want)
 
 
-def test_stmatrix() -> None:
-    for seed in SEEDS:
-        assert matrix(seed, 0), library().last_error()
-
-
 # ---- wgmma ----
 
 
-def small(rows: int, k: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randint(-3, 4, (rows, k), generator=torch.Generator().manual_seed(seed)).to(dtype)
+class Product(NamedTuple):
+    """out [64, n] = 2 * a [64, k] @ b [n, k]^T, k being 128 bytes."""
+
+    a: torch.dtype
+    b: torch.dtype
+    n: int = 64
+    a_mn_major: bool = False
+    b_mn_major: bool = False
+
+    def __str__(self) -> str:
+        layouts = ("T" if self.a_mn_major else "N") + ("N" if self.b_mn_major else "T")
+        return f"{name(self.a)}-{name(self.b)}-{self.n}-{layouts}"
 
 
-def product(seed: int, fault: int, layout: int, swizzle: bool = True) -> bool:
-    """layout: 2 * (a is M-major) + (b is N-major)."""
-    a, b = small(64, 64, torch.bfloat16, seed), small(128, 64, torch.bfloat16, seed + 1)
-    out = torch.full((64, 128), -1.0)
-    stored_a = a.t().contiguous() if layout & 2 else a
-    stored_b = b.t().contiguous() if layout & 1 else b
-    if run(seed, "run_product", layout, fault, swizzle, at(stored_a), at(stored_b), at(out)) != 0:
-        return False
-    return torch.equal(out, 2 * (a.float() @ b.float().t()))
+BF16, FP16 = torch.bfloat16, torch.float16
+# primitives.cpp: run_product
+LAYOUTS = [Product(BF16, BF16, 128, a, b) for a in (False, True) for b in (False, True)]
+PAIRS = [Product(a, b) for a in FP8 for b in FP8]
+PRODUCTS = [*LAYOUTS, Product(FP16, FP16, 256, False, True), *PAIRS]
 
 
-@pytest.mark.parametrize("layout", range(4), ids=["NT", "NN", "TT", "TN"])
-def test_wgmma_bf16(layout: int) -> None:
+def multiply(
+    seed: int, fault: int, it: Product, a: torch.Tensor, b: torch.Tensor, swizzle: bool = True
+) -> torch.Tensor | None:
+    a, b = (x.t().contiguous() if mn else x for x, mn in ((a, it.a_mn_major), (b, it.b_mn_major)))
+    out = torch.full((64, it.n), -1.0)
+    how = (PRODUCTS.index(it), fault, swizzle)
+    return out if run(seed, "run_product", *how, at(a), at(b), at(out)) == 0 else None
+
+
+def product(seed: int, fault: int, it: Product, swizzle: bool = True) -> bool:
+    k = 128 // it.a.itemsize
+    a, b = (small_integers((rows, k), dtype, 3, seed + rows)
+            for rows, dtype in ((64, it.a), (it.n, it.b)))  # fmt: skip
+    out = multiply(seed, fault, it, a, b, swizzle)
+    return out is not None and torch.equal(out, 2 * (a.float() @ b.float().t()))
+
+
+@pytest.mark.parametrize("it", PRODUCTS, ids=str)
+def test_wgmma(it: Product) -> None:
     for seed in SEEDS:
-        assert product(seed, 0, layout), library().last_error()
-
-
-def test_wgmma_fp16_of_full_width() -> None:
-    for seed in SEEDS:
-        a, b = small(64, 64, torch.float16, seed), small(64, 256, torch.float16, seed + 1)
-        out = torch.full((64, 256), -1.0)
-        assert run(seed, "run_product", 4, 0, True, at(a), at(b), at(out)) == 0, (
-            library().last_error()
-        )
-        assert torch.equal(out, 2 * (a.float() @ b.float()))
-
-
-@pytest.mark.parametrize("b_dtype", FP8, ids=name)
-@pytest.mark.parametrize("a_dtype", FP8, ids=name)
-def test_wgmma_fp8(a_dtype: torch.dtype, b_dtype: torch.dtype) -> None:
-    mix = 2 * (a_dtype == torch.float8_e5m2) + (b_dtype == torch.float8_e5m2)
-    for seed in SEEDS:
-        a, b = small(64, 128, a_dtype, seed), small(64, 128, b_dtype, seed + 1)
-        out = torch.full((64, 64), -1.0)
-        assert run(seed, "run_product", 5 + mix, 0, True, at(a), at(b), at(out)) == 0, (
-            library().last_error()
-        )
-        assert torch.equal(out, 2 * (a.float() @ b.float().t()))
+        assert product(seed, 0, it), library().last_error()
 
 
 def test_short_accumulators_of_fp8() -> None:
@@ -201,19 +191,18 @@ def test_short_accumulators_of_fp8() -> None:
     a, b = torch.ones(64, 128), torch.ones(64, 128)
     a[:, 0] = 128.0  # 2^7 * 2^7 = 2^14 in the first step: all that follows is a half of the unit
     b[:, 0] = 128.0
-    out = torch.full((64, 64), -1.0)
-    fp8 = [x.to(torch.float8_e4m3fn) for x in (a, b)]
     exact = 2 * (2.0**14 + 127)
     for truncating, want in ((0, exact), (1, 2.0**15)):
         library().truncate_fp8_sums(truncating)
-        assert run(0, "run_product", 5, 0, True, at(fp8[0]), at(fp8[1]), at(out)) == 0
+        out = multiply(0, 0, PAIRS[0], a.to(FP8[0]), b.to(FP8[0]))
         library().truncate_fp8_sums(0)
+        assert out is not None
         assert (out == want).all(), (truncating, out[0, 0].item())
 
 
-@pytest.mark.parametrize("layout", range(4), ids=["NT", "NN", "TT", "TN"])
-def test_operands_without_the_swizzle_are_wrong(layout: int) -> None:
-    assert_caught(lambda seed: product(seed, 0, layout, swizzle=False), "")
+@pytest.mark.parametrize("it", LAYOUTS, ids=str)
+def test_operands_without_the_swizzle_are_wrong(it: Product) -> None:
+    assert_caught(lambda seed: product(seed, 0, it, swizzle=False), "")
 
 
 # ---- the rest ----
@@ -222,11 +211,6 @@ def test_operands_without_the_swizzle_are_wrong(layout: int) -> None:
 def warps(seed: int, fault: int) -> bool:
     out = torch.zeros(384, dtype=torch.int32)
     return run(seed, "warps", fault, at(out)) == 0 and bool(out.all())
-
-
-def test_named_barriers_and_registers() -> None:
-    for seed in SEEDS:
-        assert warps(seed, 0), library().last_error()
 
 
 def test_a_deadlock_says_who_waits_where() -> None:
@@ -249,7 +233,7 @@ def store_one(seed: int, fault: int) -> bool:
 
 
 def product_one(seed: int, fault: int) -> bool:
-    return product(seed, fault, 1)
+    return product(seed, fault, LAYOUTS[1])
 
 
 # Empty: any of several messages, or a wrong value.
@@ -292,6 +276,15 @@ MISUSES: dict[Callable[[int, int], bool], tuple[str, ...]] = {
         "", "deadlock", "not executed by all warps",
     ),
 }  # fmt: skip
+
+
+# barriers: mbarrier phases and arrivals across a cluster; warps: named barriers and registers.
+@pytest.mark.parametrize("attempt", MISUSES, ids=name)
+def test_what_is_right_passes(attempt: Callable[[int, int], bool]) -> None:
+    for seed in SEEDS:
+        assert attempt(seed, 0), library().last_error()
+
+
 RACES = {(barriers, 8), (store_one, 5), (product_one, 1)}
 
 

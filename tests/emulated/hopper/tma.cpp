@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <numeric>
 
 #include "units.h"
 
@@ -44,12 +45,20 @@ void check_map(const CUtensorMap* map, const char* what) {
   if (map->swizzle && line_bytes(*map) != 128) fail("%s: swizzled lines are not 128 bytes", what);
 }
 
+std::vector<int> loading;  // per block: boxes that are on their way, to be asked at its end
+
 // One box on its way into one block.
 struct Load final : Task {
   CUtensorMap map;
   int x, y, rank;
   uint32_t at, barrier;
   std::vector<int> lines;  // that have not come yet
+
+  Load(const CUtensorMap& map, int x, int y, int rank, uint32_t at, uint32_t barrier)
+      : map(map), x(x), y(y), rank(rank), at(at), barrier(barrier), lines(map.box_outer) {
+    std::iota(lines.begin(), lines.end(), 0);
+    ++loading[rank];
+  }
 
   void write(int line, std::vector<uint32_t>& words) {
     uint8_t* shared = shared_of(rank);
@@ -77,6 +86,7 @@ struct Load final : Task {
       lines.pop_back();
     }
     land(rank, barrier, static_cast<uint32_t>(count * line_bytes(map)), words);
+    if (lines.empty()) --loading[rank];
     return lines.empty();
   }
 };
@@ -88,14 +98,16 @@ struct Store {
   int x, y, rank;
   uint32_t at;
   bool add;
+  const void* key;  // who waits for it
   Progress progress = Progress::issued;
   bool released = false;  // its thread knows that it was read
-  const void* key;        // who waits for it
-  std::vector<uint8_t> box;
+  std::vector<uint8_t> box = {};
 };
 
 struct StoreTask final : Task {
   std::shared_ptr<Store> store;
+
+  explicit StoreTask(std::shared_ptr<Store> store) : store(std::move(store)) {}
 
   void read(Store& s) {
     s.box.resize(box_bytes(s.map));
@@ -146,17 +158,7 @@ struct Stores {
   std::deque<Group> committed;
 };
 std::vector<Stores> stores;  // per thread
-std::vector<int> loading;    // per block: boxes that are on their way, to be asked at its end
 std::vector<std::shared_ptr<Store>> unread;
-
-struct CountedLoad final : Task {
-  Load load;
-  bool step() override {
-    bool done = load.step();
-    if (done) --loading[load.rank];
-    return done;
-  }
-};
 
 }  // namespace
 
@@ -194,17 +196,7 @@ void tma_load(const void* to, const CUtensorMap* map, const void* b, int x, int 
     if (has_exited(rank)) fail("TMA load: block %d of the cluster has exited", rank);
     check_for_tma(rank, barrier);
     for_words(*map, at, [&](uint32_t word) { begin_write(rank, word, "TMA load"); });
-    auto task = std::make_unique<CountedLoad>();
-    Load& load = task->load;
-    load.map = *map;
-    load.x = x;
-    load.y = y;
-    load.rank = rank;
-    load.at = at;
-    load.barrier = barrier;
-    for (int line = 0; line < map->box_outer; ++line) load.lines.push_back(line);
-    ++loading[rank];
-    add_task(std::move(task));
+    add_task(std::make_unique<Load>(*map, x, y, rank, at, barrier));
   }
 }
 
@@ -215,19 +207,11 @@ void tma_store(const CUtensorMap* map, const void* from, int x, int y, bool add)
   if (add && !map->is_float) fail("TMA add: the tensor is not fp32");
   uint32_t at = offset_of(from, box_bytes(*map), 128, what);
   for_words(*map, at, [&](uint32_t word) { begin_read(block_rank(), word, what); });
-  auto store = std::make_shared<Store>();
-  store->map = *map;
-  store->x = x;
-  store->y = y;
-  store->rank = block_rank();
-  store->at = at;
-  store->add = add;
-  store->key = &stores[thread_id()];
+  Store issued = {*map, x, y, block_rank(), at, add, &stores[thread_id()]};
+  auto store = std::make_shared<Store>(std::move(issued));
   stores[thread_id()].open.push_back(store);
   unread.push_back(store);
-  auto task = std::make_unique<StoreTask>();
-  task->store = store;
-  add_task(std::move(task));
+  add_task(std::make_unique<StoreTask>(store));
 }
 
 void tma_store_commit() {

@@ -31,7 +31,7 @@ struct Op {
   bool accumulate, chained;
   std::shared_ptr<Sums> sums;
   std::vector<uint32_t> a_words, b_words;
-  bool together;  // starts only when all four warps have issued it
+  bool together = draw(2) == 0;  // starts only when all four warps have issued it
   int issued[4] = {}, released = 0;
 };
 
@@ -122,6 +122,8 @@ struct WarpTask final : Task {
   Warpgroup* group;
   int w;
 
+  WarpTask(Warpgroup* group, int w) : group(group), w(w) {}
+
   bool can_step() const override {
     int64_t next = group->done[w];
     if (next >= group->first + static_cast<int64_t>(group->ops.size())) return false;
@@ -182,10 +184,7 @@ void clear_wgmma() {
       warpgroups.push_back(std::make_unique<Warpgroup>());
       warpgroups.back()->rank = rank;
       for (int w = 0; w < 4; ++w) {
-        auto task = std::make_unique<WarpTask>();
-        task->group = warpgroups.back().get();
-        task->w = w;
-        add_task(std::move(task));
+        add_task(std::make_unique<WarpTask>(warpgroups.back().get(), w));
       }
     }
   }
@@ -209,18 +208,12 @@ void wgmma(const Shape& shape, float* d, uint64_t desc_a, uint64_t desc_b, bool 
     fail("wgmma: no wgmma.fence since the accumulators were used by other instructions");
   }
   if (number == group.first + static_cast<int64_t>(group.ops.size())) {
-    Op op;
-    op.shape = shape;
-    op.desc_a = desc_a;
-    op.desc_b = desc_b;
-    op.accumulate = accumulate;
-    op.chained = flying != nullptr;
-    op.sums = flying != nullptr ? flying->sums : std::make_shared<Sums>();
-    if (!op.chained) *op.sums = {shape.n, std::vector<float>(size_t{64} * shape.n)};
-    op.a_words = operand_words(desc_a, shape.a, shape.a_mn_major, 64, "wgmma, a");
-    op.b_words = operand_words(desc_b, shape.b, shape.b_mn_major, shape.n, "wgmma, b");
-    op.together = draw(2) == 0;
-    group.ops.push_back(std::move(op));
+    bool chained = flying != nullptr;
+    Sums fresh = {shape.n, std::vector<float>(chained ? 0 : size_t{64} * shape.n)};
+    group.ops.push_back({shape, desc_a, desc_b, accumulate, chained,
+                         chained ? flying->sums : std::make_shared<Sums>(std::move(fresh)),
+                         operand_words(desc_a, shape.a, shape.a_mn_major, 64, "wgmma, a"),
+                         operand_words(desc_b, shape.b, shape.b_mn_major, shape.n, "wgmma, b")});
   }
   Op& op = group.op(number);
   if (!(op.shape == shape) || op.desc_a != desc_a || op.desc_b != desc_b ||

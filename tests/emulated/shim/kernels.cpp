@@ -1,5 +1,5 @@
-// The kernels of csrc/cuda as plain C functions over host memory, for ctypes. Each returns 0 or
-// CUDA's error code.
+// The kernels of csrc/cuda as plain C functions over host memory: every argument is a number of 64
+// bits, an address, or an array of addresses. Each returns 0 or CUDA's error code.
 #include <tuple>
 #include <vector>
 
@@ -16,9 +16,9 @@ using namespace mixprec::cuda;
 
 namespace {
 
-GradList grad_list(int count, const int* dtypes, void** data, const int64_t* numels) {
+GradList grad_list(int64_t count, const int64_t* dtypes, void** data, const int64_t* numels) {
   GradList grads;
-  for (int i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     grads.push_back({static_cast<Dtype>(dtypes[i]), data[i], numels[i]});
   }
   return grads;
@@ -27,24 +27,9 @@ GradList grad_list(int count, const int* dtypes, void** data, const int64_t* num
 constexpr uint64_t kUnwritten = ~uint64_t{0};
 constexpr uint32_t kDirty = 0xFFFFFFFFu;  // larger than any maximum
 
-// pointers, stored: [count][kStepArrays]; indices may be null
-std::vector<StepTensor> step_tensors(int count, const int* stored, void** pointers,
-                                     const int64_t* numels, const int64_t* indices) {
-  std::vector<StepTensor> tensors(count);
-  for (int i = 0; i < count; ++i) {
-    for (int a = 0; a < kStepArrays; ++a) {
-      tensors[i].data[a] = pointers[i * kStepArrays + a];
-      tensors[i].stored[a] = static_cast<Stored>(stored[i * kStepArrays + a]);
-    }
-    tensors[i].numel = numels[i];
-    tensors[i].index = indices != nullptr ? indices[i] : 0;
-  }
-  return tensors;
-}
-
 template <class Rule>
 int run_step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
-             int sms) {
+             int64_t sms) {
   std::vector<StepConstants<Rule>> constants(tensors.size());
   return step(tensors, rule, args, constants.data(), sms, nullptr);
 }
@@ -78,24 +63,25 @@ void deadlock_kernel() {
 
 extern "C" {
 
-void seed(uint64_t value) { cuda_on_cpu::set_seed(value); }
+void seed(int64_t value) { cuda_on_cpu::set_seed(value); }
 
-int primitives(int blocks, int threads, int* out) {
+int primitives(int64_t blocks, int64_t threads, int* out) {
   return launch(primitives_kernel, blocks, threads, threads * int64_t{sizeof(int)}, nullptr, out);
 }
 
 int deadlock() { return launch(deadlock_kernel, 1, 64, 0, nullptr); }
 
-int unscale(int count, const int* dtypes, void** data, const int64_t* numels,
-            const float* inv_scale, float* found_inf, int64_t* counts, int sms) {
+int unscale(int64_t count, const int64_t* dtypes, void** data, const int64_t* numels,
+            const float* inv_scale, float* found_inf, int64_t* counts, int64_t sms) {
   GradList grads = grad_list(count, dtypes, data, numels);
   std::vector<uint64_t> scratch(counts != nullptr ? chunks_in(grads) : 0, kUnwritten);
   return mixprec::cuda::unscale(grads, inv_scale, found_inf, counts, {nullptr, scratch.data()}, sms,
                                 nullptr);
 }
 
-int grad_stats(int count, const int* dtypes, void** data, const int64_t* numels,
-               const float* inv_scale, float* found_inf, double* sum_sq, int64_t* counts, int sms) {
+int grad_stats(int64_t count, const int64_t* dtypes, void** data, const int64_t* numels,
+               const float* inv_scale, float* found_inf, double* sum_sq, int64_t* counts,
+               int64_t sms) {
   GradList grads = grad_list(count, dtypes, data, numels);
   std::vector<double> sums(chunks_in(grads), __builtin_nan(""));
   std::vector<uint64_t> kinds(counts != nullptr ? sums.size() : 0, kUnwritten);
@@ -103,15 +89,15 @@ int grad_stats(int count, const int* dtypes, void** data, const int64_t* numels,
                                    {sums.data(), kinds.data()}, sms, nullptr);
 }
 
-int amax(int dtype, const void* x, int64_t count, float* result, int sms) {
+int amax(int64_t dtype, const void* x, int64_t count, float* result, int64_t sms) {
   std::vector<uint32_t> partials(partials_for(sms), kDirty);
   return mixprec::cuda::amax(static_cast<Dtype>(dtype), x, count, partials.data(), result, sms,
                              nullptr);
 }
 
-int quantize(int x_dtype, int q_dtype, int granularity, const void* x, void* q, void* q_t,
-             int64_t rows, int64_t cols, int transpose, int power_of_two_scale, const float* scale,
-             float* scale_inv, float* scale_inv_t, float* amax, int sms) {
+int quantize(int64_t x_dtype, int64_t q_dtype, int64_t granularity, const void* x, void* q,
+             void* q_t, int64_t rows, int64_t cols, int64_t transpose, int64_t power_of_two_scale,
+             const float* scale, float* scale_inv, float* scale_inv_t, float* amax, int64_t sms) {
   Quantize args = {static_cast<Dtype>(x_dtype),
                    static_cast<Dtype>(q_dtype),
                    static_cast<Granularity>(granularity),
@@ -132,18 +118,29 @@ int quantize(int x_dtype, int q_dtype, int granularity, const void* x, void* q, 
   return mixprec::cuda::quantize(args, sms, nullptr);
 }
 
-int dequantize(int data_dtype, int out_dtype, const void* data, void* out, int64_t count,
-               const ScaleGrid* grid, int sms) {
+int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* out,
+               const float* scale_inv, int64_t count, int64_t cols, int64_t rows_each,
+               int64_t cols_each, int64_t row_stride, int64_t col_stride, int64_t sms) {
+  ScaleGrid grid = {scale_inv, cols, rows_each, cols_each, row_stride, col_stride};
   return mixprec::cuda::dequantize(static_cast<Dtype>(data_dtype), static_cast<Dtype>(out_dtype),
-                                   data, out, count, *grid, sms, nullptr);
+                                   data, out, count, grid, sms, nullptr);
 }
 
-// rule: its numbers in order, its flag last.
-int update(int is_adamw, int count, const int* stored, void** pointers, const int64_t* numels,
-           const int64_t* indices, float* steps, const float* lr_f32, const double* lr_f64,
-           const float* inv_scale, const float* clip, const float* found_inf, double max_value,
-           int maximize, int stochastic_rounding, int64_t seed, const double* rule, int sms) {
-  std::vector<StepTensor> tensors = step_tensors(count, stored, pointers, numels, indices);
+// pointers, stored: [count][kStepArrays]; indices may be null; rule: its numbers in order.
+int update(int64_t is_adamw, int64_t count, const int64_t* stored, void** pointers,
+           const int64_t* numels, const int64_t* indices, float* steps, const float* lr_f32,
+           const double* lr_f64, const float* inv_scale, const float* clip, const float* found_inf,
+           double max_value, int64_t maximize, int64_t stochastic_rounding, int64_t seed,
+           const double* rule, int64_t sms) {
+  std::vector<StepTensor> tensors(count);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int a = 0; a < kStepArrays; ++a) {
+      tensors[i].data[a] = pointers[i * kStepArrays + a];
+      tensors[i].stored[a] = static_cast<Stored>(stored[i * kStepArrays + a]);
+    }
+    tensors[i].numel = numels[i];
+    tensors[i].index = indices != nullptr ? indices[i] : 0;
+  }
   StepArgs args = {steps,     lr_f32,        lr_f64,
                    inv_scale, clip,          found_inf,
                    max_value, maximize != 0, stochastic_rounding != 0,
@@ -153,11 +150,11 @@ int update(int is_adamw, int count, const int* stored, void** pointers, const in
   return run_step(tensors, AdamWRule{{a, b, c, d, rule[4], rule[5] != 0}}, args, sms);
 }
 
-int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int dtype,
-                    float two_to_minus_margin, int power_of_two) {
-  return mixprec::cuda::scale_from_amax(scale, scale_inv, amax, count,
-                                        format_max(static_cast<Dtype>(dtype)), two_to_minus_margin,
-                                        power_of_two != 0, nullptr);
+int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int64_t dtype,
+                    double two_to_minus_margin, int64_t power_of_two) {
+  return mixprec::cuda::scale_from_amax(
+      scale, scale_inv, amax, count, format_max(static_cast<Dtype>(dtype)),
+      static_cast<float>(two_to_minus_margin), power_of_two != 0, nullptr);
 }
 
 int inv_scale(const float* scale, float* result) {
@@ -171,10 +168,12 @@ int clip_coef(const double* sum_sq, int64_t count, double max_norm, float* resul
 int update_scale(float* scale, int32_t* growth_tracker, int32_t* hysteresis_tracker,
                  int64_t* counters, const float* found_inf, const float* underflow,
                  double growth_factor, double backoff_factor, int64_t growth_interval,
-                 float min_scale, float max_scale, int hysteresis, float grow_on_underflow) {
+                 double min_scale, double max_scale, int64_t hysteresis, double grow_on_underflow) {
   return mixprec::cuda::update_scale(
       {scale, growth_tracker, hysteresis_tracker, counters}, found_inf, underflow,
-      grow_on_underflow,
-      {growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis}, nullptr);
+      static_cast<float>(grow_on_underflow),
+      {growth_factor, backoff_factor, growth_interval, static_cast<float>(min_scale),
+       static_cast<float>(max_scale), static_cast<int>(hysteresis)},
+      nullptr);
 }
 }

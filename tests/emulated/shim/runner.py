@@ -1,6 +1,8 @@
 """Compiles csrc/cuda with g++ against cuda_runtime.h beside this file, and calls the kernels.
 
-The functions take and change contiguous CPU tensors like the references in mixprec.ops.
+OPS has a function for each op, with the op's arguments: contiguous CPU tensors. In every call the
+order of blocks and threads, the size of the GPU and the results' alignment are drawn anew from
+Python's random numbers, which each test starts from the same seed.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import random
 import shutil
 import subprocess
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mixprec.ops._dispatch import scale_layout
+from mixprec.ops._dispatch import op, scale_layout
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -69,101 +73,112 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_(["-O2", "-shared", SCHEDULER, HERE / "kernels.cpp"], ".so")))
 
 
-C_TYPES = {
-    "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double,
-    "p": ctypes.c_void_p,
-}  # fmt: skip
-
-
-def _plain(value: object) -> object:
-    """A tensor as its address, a dtype as its number."""
-    if isinstance(value, torch.Tensor):
-        assert value.is_contiguous(), "the kernels take contiguous memory"
-        return value.data_ptr()
-    return DTYPES.index(value) if isinstance(value, torch.dtype) else value
-
-
-def call(function: str, types: str, *args: object) -> None:
-    """types: a letter of C_TYPES for each argument of the C function."""
-    values = [C_TYPES[t](_plain(a)) for t, a in zip(types, args, strict=True)]
-    error = getattr(library(), function)(*values)
-    assert error == 0, f"{function}: the launch failed with error {error}"
-
-
-def _list(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Count, dtypes, addresses, sizes."""
-    return (
-        len(tensors),
-        torch.tensor([DTYPES.index(t.dtype) for t in tensors], dtype=torch.int32),
-        torch.tensor([_plain(t) for t in tensors], dtype=torch.int64),
-        torch.tensor([t.numel() for t in tensors], dtype=torch.int64),
-    )
-
-
-def seed(value: int) -> None:
-    """Another order of blocks and threads."""
-    library().seed(ctypes.c_uint64(value))
-
-
-Tensors = Sequence[torch.Tensor]
+Argument = bool | int | float | torch.dtype | torch.Tensor | Sequence[torch.Tensor | None] | None
 MaybeTensor = torch.Tensor | None
+# Is told the function and its arguments before and after every call.
+on_call: Callable[[str, Sequence[Argument], bool], None] | None = None
 
 
-def unscale_(grads: Tensors, inv_scale: torch.Tensor, found_inf: torch.Tensor,
-             counts: MaybeTensor, sms: int = 2) -> None:  # fmt: skip
-    call("unscale", "ippppppi", *_list(grads), inv_scale, found_inf, counts, sms)
+def address(tensor: MaybeTensor) -> int:
+    assert tensor is None or tensor.is_contiguous(), "the kernels take contiguous memory"
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def grad_stats_(grads: Tensors, inv_scale: MaybeTensor, found_inf: torch.Tensor,
-                sum_sq: torch.Tensor, counts: MaybeTensor, sms: int = 2) -> None:  # fmt: skip
-    call("grad_stats", "ipppppppi", *_list(grads), inv_scale, found_inf, sum_sq, counts, sms)
+def _c_value(value: Argument) -> Any:
+    """As kernels.cpp takes it: a number of 64 bits, the address of a tensor, or of addresses."""
+    if isinstance(value, torch.dtype):
+        return ctypes.c_int64(DTYPES.index(value))
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    if isinstance(value, Sequence):
+        return (ctypes.c_void_p * len(value))(*map(address, value))
+    return ctypes.c_void_p(address(value))
 
 
-def amax(x: torch.Tensor, sms: int = 2) -> torch.Tensor:
-    result = torch.full((), -7.0)
-    call("amax", "ipqpi", x.dtype, x, x.numel(), result, sms)
-    return result
+def call(function: str, *args: Argument) -> None:
+    library().seed(ctypes.c_int64(random.getrandbits(32)))
+    if on_call is not None:
+        on_call(function, args, False)
+    error = getattr(library(), function)(*map(_c_value, args))
+    assert error == 0, f"{function}: the launch failed with error {error}"
+    if on_call is not None:
+        on_call(function, args, True)
+
+
+SMS = (1, 2, 7)  # sizes of the GPU
+
+
+def _sms() -> int:
+    return random.choice(SMS)
+
+
+def _numbers(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _list(tensors: Sequence[torch.Tensor]) -> tuple[Argument, ...]:
+    """Count, dtypes, addresses, sizes."""
+    dtypes = _numbers([DTYPES.index(t.dtype) for t in tensors])
+    return len(tensors), dtypes, list(tensors), _numbers([t.numel() for t in tensors])
 
 
 def misaligned(shape: Sequence[int], dtype: torch.dtype, by: int) -> torch.Tensor:
-    """A tensor of 0xFF bytes (NaN in all formats) that starts `by` elements after a boundary."""
+    """Full of 0xFF bytes (NaN in all formats), `by` elements after a 16-byte boundary."""
     count = torch.Size(shape).numel() + by
     storage = torch.full((count * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
     return storage[by:].view(shape)
 
 
+def _result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return misaligned(shape, dtype, random.choice((0, 0, 1, 3, 4)))
+
+
+def unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor,
+             counts: MaybeTensor) -> None:  # fmt: skip
+    call("unscale", *_list(grads), inv_scale, found_inf, counts, _sms())
+
+
+def grad_stats_(grads: Sequence[torch.Tensor], inv_scale: MaybeTensor, found_inf: torch.Tensor,
+                sum_sq: torch.Tensor, counts: MaybeTensor) -> None:  # fmt: skip
+    call("grad_stats", *_list(grads), inv_scale, found_inf, sum_sq, counts, _sms())
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    result = _result((), torch.float32)
+    call("amax", x.dtype, x, x.numel(), result, _sms())
+    return result
+
+
 def quantize(
     x: torch.Tensor, dtype: torch.dtype, scale: MaybeTensor, transpose: bool, granularity: str,
-    power_of_two_scale: bool, sms: int = 2, offset: int = 0,
+    power_of_two_scale: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """offset: of the results from a 16-byte boundary, in elements."""
     rows, cols = scale_layout.as_matrix(x.shape)
-    q = misaligned(x.shape, dtype, offset)
-    q_t = misaligned((cols, rows) if transpose else (0, 0), dtype, offset)
+    q, q_t = _result(x.shape, dtype), _result((cols, rows) if transpose else (0, 0), dtype)
     shape_t: tuple[int, ...] = (0,)
     if transpose and granularity != "tensor":
         shape_t = scale_layout.scale_shape(granularity, cols, rows)
-    scale_inv = torch.full(scale_layout.scale_shape(granularity, rows, cols), -7.0)
-    scale_inv_t, largest = torch.full(shape_t, -7.0), torch.full((), -7.0)
+    shapes = (scale_layout.scale_shape(granularity, rows, cols), shape_t, ())
+    numbers = [_result(shape, torch.float32) for shape in shapes]  # the scales' inverses, and amax
     number = list(scale_layout.GRANULARITIES).index(granularity)
-    how = (rows, cols, transpose, power_of_two_scale, scale, scale_inv, scale_inv_t, largest, sms)
-    call("quantize", "iiipppqqiippppi", x.dtype, dtype, number, x, q, q_t, *how)
-    return q, q_t, scale_inv, scale_inv_t, largest
+    how = (rows, cols, transpose, power_of_two_scale, scale, *numbers, _sms())
+    call("quantize", x.dtype, dtype, number, x, q, q_t, *how)
+    return q, q_t, *numbers
 
 
-def dequantize(
-    data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, sms: int = 2, offset: int = 0
-) -> torch.Tensor:
-    """The scales may have any strides."""
-    out = misaligned(data.shape, dtype, offset)
+def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = _result(data.shape, dtype)
     rows, cols = scale_layout.as_matrix(data.shape)
     blocks = (0, 0, 0, 0)
     if scale_inv.numel() != 1:
         rows_each = 1 if scale_inv.shape[0] == rows else scale_layout.BLOCK
         cols_each = max(1, cols) if scale_inv.shape[1] == 1 else scale_layout.BLOCK
         blocks = (rows_each, cols_each, *scale_inv.stride())
-    grid = torch.tensor([scale_inv.data_ptr(), cols, *blocks])  # struct ScaleGrid
-    call("dequantize", "iippqpi", data.dtype, dtype, data, out, data.numel(), grid, sms)
+    sizes = (data.numel(), cols, *blocks)
+    flat = scale_inv.as_strided((scale_inv.numel(),), (1,))  # dense, in rows or in columns
+    call("dequantize", data.dtype, dtype, data, out, flat, *sizes, _sms())
     return out
 
 
@@ -172,48 +187,47 @@ STORED = (None, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch
 ARRAYS = 5  # param, grad, master and two states, of which the last ones may be absent
 
 
-def step_(
-    op: str, lists: Sequence[Tensors], steps: torch.Tensor, settings: Sequence[float],
-    maximize: bool, max_value: float, stochastic_rounding: bool, seed: int,
-    indices: Sequence[int], lr_tensor: MaybeTensor, inv_scale: MaybeTensor, clip: MaybeTensor,
-    found_inf: MaybeTensor, sms: int = 2,
-) -> None:  # fmt: skip
-    """op: adamw or sgd; lists: params, grads, states, masters; settings: its rule, in order."""
-    n, (params, grads, *states, masters) = len(lists[0]), lists
-    columns = [list(tensors) or [None] * n for tensors in (params, grads, masters, *states)]
-    columns += [[None] * n] * (ARRAYS - len(columns))
+def update(name: str, *args: Any) -> None:
+    """adamw_ or sgd_."""
+    a = op.OPS[name].Args(*args)
+    first, last = (a._fields.index(field) for field in ("lr", "maximize"))
+    params, grads, *states, masters = args[: a._fields.index("steps")]
+    columns = [t or [None] * len(params) for t in (params, grads, masters, *states)]
+    columns += [[None] * len(params)] * (ARRAYS - len(columns))
     cells = [t for tensor in zip(*columns, strict=True) for t in tensor]
-    stored = torch.tensor([0 if t is None else STORED.index(t.dtype) for t in cells]).int()
-    pointers = torch.tensor([0 if t is None else _plain(t) for t in cells], dtype=torch.int64)
-    numels = torch.tensor([p.numel() for p in params], dtype=torch.int64)
-    order = torch.tensor(indices, dtype=torch.int64) if indices else None
-    rates = (lr_tensor, None)
-    if lr_tensor is not None and lr_tensor.dtype == torch.float64:
-        rates = (None, lr_tensor)
-    scalars = (steps, *rates, inv_scale, clip, found_inf)
-    rule = torch.tensor(settings, dtype=torch.float64)
-    how = (*scalars, max_value, maximize, stochastic_rounding, seed, rule, sms)
-    call("update", "iippppppppppdiiqpi", op == "adamw", n, stored, pointers, numels, order, *how)
+    stored = _numbers([0 if t is None else STORED.index(t.dtype) for t in cells])
+    order = _numbers(a.indices) if a.indices else None
+    wide = a.lr_tensor is not None and a.lr_tensor.dtype == torch.float64
+    rates = (None, a.lr_tensor) if wide else (a.lr_tensor, None)
+    rule = torch.tensor(args[first:last], dtype=torch.float64)
+    call(
+        "update", name == "adamw_", len(params), stored, cells,
+        _numbers([p.numel() for p in params]), order, a.steps, *rates, a.inv_scale, a.clip,
+        a.found_inf, a.max_value, a.maximize, a.stochastic_rounding, a.seed, rule, _sms(),
+    )  # fmt: skip
 
 
 def scale_from_amax_(scale: torch.Tensor, scale_inv: torch.Tensor, amax: torch.Tensor,
                      dtype: torch.dtype, margin: int, power_of_two: bool) -> None:  # fmt: skip
     how = (scale.numel(), dtype, 2.0**-margin, power_of_two)
-    call("scale_from_amax", "pppqifi", scale, scale_inv, amax, *how)
+    call("scale_from_amax", scale, scale_inv, amax, *how)
 
 
 def inv_scale(scale: torch.Tensor) -> torch.Tensor:
-    result = torch.full_like(scale, -7.0)
-    call("inv_scale", "pp", scale, result)
+    result = _result(scale.shape, torch.float32)
+    call("inv_scale", scale, result)
     return result
 
 
 def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
-    result = torch.full((), -7.0)
-    call("clip_coef", "pqdp", sum_sq, sum_sq.numel(), max_norm, result)
+    result = _result((), torch.float32)
+    call("clip_coef", sum_sq, sum_sq.numel(), max_norm, result)
     return result
 
 
-def update_scale_(*args: object) -> None:
-    """Arguments as of the op update_scale_."""
-    call("update_scale", "ppppppddqffif", *args)
+OPS: dict[str, Callable[..., Any]] = {
+    "unscale_": unscale_, "grad_stats_": grad_stats_, "amax": amax, "quantize": quantize,
+    "dequantize": dequantize, "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
+    "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),
+    "adamw_": partial(update, "adamw_"), "sgd_": partial(update, "sgd_"),
+}  # fmt: skip

@@ -1,20 +1,98 @@
 """The shim's kernels under the sanitizers, and without any one of their barriers.
 
-sanitized.cpp runs each of them over memory of exactly the right size.
+Calls of them are recorded here; sanitized.cpp repeats them over memory of exactly the right size.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 import shutil
+import struct
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from cases import normal, small_integers
+from emulated.agreement import Agreement, tensors
 from emulated.shim import runner
+from emulated.values.test_updates import KINDS, arguments, mixes
 
 BARRIER = re.compile(r"__syncthreads\(\);")
+ODD = 1003  # elements
+
+
+def calls() -> Iterable[tuple[str, list[Any]]]:
+    """Every kernel that has a barrier, with several tiles, rows or chunks for a block (which has
+    more than one gradient and, with counts, two reductions in turn); odd sizes and alignments."""
+    one, e4m3 = torch.tensor(1.0), torch.float8_e4m3fn
+    grads = [small_integers((n,), torch.float32, 4, n) for n in (0, 98309, *[33] * 40)]
+    for counts in (None, torch.full((len(grads), 4), -1)):
+        sums = torch.zeros(len(grads)).double()
+        yield "grad_stats_", [[g.bfloat16() for g in grads], None, one - 1, sums, counts]
+        yield "unscale_", [[g[:ODD] for g in grads], one / 2, one - 1, counts]
+    for rows, cols, granularity, transpose, scale in (
+        (128, 270, "tensor", True, 2.0), (131, 656, "tensor", True, 0.0),
+        (131, 144, "tensor", False, None), (75, 150, "row", False, None),
+        (11, 1030, "row", False, None), (131, 656, "row", True, None),
+        (131, 656, "block1x128", True, None), (128, 1200, "block1x128", False, None),
+        (131, 656, "block128x128", True, None), (128, 1200, "block128x128", False, None),
+    ):  # fmt: skip
+        x = normal((rows, cols), torch.bfloat16) * torch.logspace(-9, 9, cols, base=2).bfloat16()
+        given = None if scale is None else torch.tensor(scale)
+        yield "quantize", [x, e4m3, given, transpose, granularity, True]
+    for max_norm in (1e3, 30.0):
+        yield "clip_coef", [torch.full((ODD,), 4.0).double(), max_norm]
+    for n in (ODD, ODD - 1, ODD - 4, ODD - 7):
+        x = small_integers((n,), torch.float32)
+        yield "amax", [x]
+        yield "quantize", [x, torch.float8_e5m2, one, False, "tensor", True]
+        yield "dequantize", [x.to(e4m3), one, torch.bfloat16]
+        for masters, (rule, op) in itertools.product(
+            (False, True), (("decoupled", "adamw_"), ("momentum", "sgd_"))
+        ):
+            kinds = [kind for kind in KINDS if (kind[1] is not None) is masters]
+            mixed = [mix for kind in kinds for mix in mixes(*kind)[::5]]
+            yield op, arguments(rule, mixed, [(n,)], stochastic_rounding=True)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Path]:
+    """The calls, in the form that sanitized.cpp reads."""
+    path = tmp_path_factory.mktemp("calls") / "calls"
+
+    def encoded(value: runner.Argument) -> bytes:
+        if isinstance(value, Sequence):
+            return struct.pack("q", len(value)) + b"".join(map(encoded, value))
+        if value is None:
+            return struct.pack("qq", -1, 0)
+        if isinstance(value, torch.Tensor):
+            content = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return struct.pack("qq", len(content), value.data_ptr() % 16) + content
+        if isinstance(value, torch.dtype):
+            value = runner.DTYPES.index(value)
+        return struct.pack("d" if isinstance(value, float) else "q", value)
+
+    def record(function: str, args: Sequence[runner.Argument], done: bool) -> None:
+        if done:
+            arrays = [a for a in tensors(list(args)) if a is not None]
+            file.write(b"".join(encoded(a)[16:] for a in arrays))
+        else:
+            file.write(function.encode() + b"\n" + b"".join(map(encoded, args)))
+
+    agree = Agreement(runner.OPS.__getitem__, dense=True)
+    random.seed(0)
+    with path.open("wb") as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "on_call", record)
+        patch.setattr(runner, "SMS", (1,))
+        for op, args in calls():
+            agree(op, args)
+    return path
 
 
 def skip_without(sanitizer: str, folder: Path) -> None:
@@ -30,7 +108,9 @@ def skip_without(sanitizer: str, folder: Path) -> None:
         pytest.skip(f"-fsanitize={sanitizer} does not run on this machine: {ran.stderr[-300:]}")
 
 
-def sanitized(sanitizer: str, csrc: Path = runner.CSRC) -> subprocess.CompletedProcess[str]:
+def sanitized(
+    sanitizer: str, calls: Path, csrc: Path = runner.CSRC
+) -> subprocess.CompletedProcess[str]:
     """Returns 0, 1 where a value is wrong, 66 where the sanitizer has found something."""
     scheduler = runner.compile_(["-O1", "-c", runner.SCHEDULER], ".o")
     checks = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -40,12 +120,12 @@ def sanitized(sanitizer: str, csrc: Path = runner.CSRC) -> subprocess.CompletedP
     options = "exitcode=66 halt_on_error=1"
     names = ("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS")
     env = os.environ | dict.fromkeys(names, options)
-    return subprocess.run([program], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([program, calls], capture_output=True, text=True, env=env, timeout=120)
 
 
-def test_the_kernels_stay_in_their_memory_and_aligned(tmp_path: Path) -> None:
+def test_the_kernels_stay_in_their_memory_and_aligned(tmp_path: Path, recorded: Path) -> None:
     skip_without("address,undefined", tmp_path)
-    done = sanitized("address,undefined")
+    done = sanitized("address,undefined", recorded)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -55,9 +135,9 @@ def barriers() -> list[tuple[Path, int]]:
     return [(file, m.start()) for file in files for m in BARRIER.finditer(file.read_text())]
 
 
-def test_no_barrier_is_missing(tmp_path: Path) -> None:
+def test_no_barrier_is_missing(tmp_path: Path, recorded: Path) -> None:
     skip_without("thread", tmp_path)
-    done = sanitized("thread")
+    done = sanitized("thread", recorded)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(barriers()) >= 4, "no barriers found in csrc/cuda"
 
@@ -65,12 +145,12 @@ def test_no_barrier_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "at"), barriers(), ids=lambda x: x.stem if isinstance(x, Path) else f"at_{x}"
 )
-def test_every_barrier_is_needed(tmp_path: Path, file: Path, at: int) -> None:
+def test_every_barrier_is_needed(tmp_path: Path, recorded: Path, file: Path, at: int) -> None:
     skip_without("thread", tmp_path)
     copy = tmp_path / "csrc"
     shutil.copytree(runner.CSRC, copy, ignore=shutil.ignore_patterns("*.cpp", "*.cu"))
     text = file.read_text()
     end = at + len(BARRIER.match(text, at)[0])
     (copy / file.relative_to(runner.CSRC)).write_text(text[:at] + ";" + text[end:])
-    done = sanitized("thread", copy)
+    done = sanitized("thread", recorded, copy)
     assert done.returncode in (1, 66), "neither a value nor ThreadSanitizer shows that it is gone"

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulated.ops import OPS, launcher
+from emulated.ops import launcher
 from emulated.triton_compiled.helpers import Launch, record_launches
+from emulated.values.test_updates import RULES, Mix, arguments
 
 F64, F32, BF16, F16, I16 = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16,
@@ -25,22 +26,16 @@ def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.zeros(shape or (ROWS, COLUMNS), dtype=dtype)
 
 
-def update(op: str, p: torch.dtype, g: torch.dtype, states: tuple[torch.dtype, ...],
-           master: torch.dtype | None = None, **changes: Any) -> tuple[Any, ...]:  # fmt: skip
-    """adamw_ or sgd_ of one param, with everything that may be absent; states may be empty."""
-    names = OPS[op].arguments
-    lists = [[some(p)], [some(g)], *([some(s)] for s in states)]
-    lists += [[]] * (names.index("masters") - len(lists)) + [[some(master)] if master else []]
-    scalars = dict.fromkeys(("lr_tensor", "inv_scale", "clip", "found_inf"), some(F32, 1)[0])
-    values: dict[str, Any] = dict(zip(names, lists, strict=False)) | {
-        "steps": some(F32, 1), "indices": [2], "seed": 7, "max_value": 2.0, "maximize": False,
-        "decoupled_weight_decay": True, "nesterov": True, "stochastic_rounding": False,
-    } | scalars | changes  # fmt: skip
-    return op, *(values.get(name, 0.1) for name in names)
-
-
 ONE = some(F32, 1)[0]
-WITH_MASTER = update("adamw_", BF16, BF16, (F32, F32), F32)
+
+
+def update(rule: str, *dtypes: Any, **options: Any) -> tuple[Any, ...]:
+    """adamw_ or sgd_ of one param, with everything that may be absent."""
+    given = {"lr_tensor": ONE, "inv_scale": ONE, "clip": ONE, "found_inf": ONE} | options
+    return RULES[rule][0], *arguments(rule, [Mix(*dtypes)], [(ROWS, COLUMNS)], **given)
+
+
+WITH_MASTER = update("decoupled", BF16, BF16, F32)
 # fp16 is left out where bf16 takes the same way; E5M2 of fp32 likewise.
 CASTS = [
     *(("quantize", some(x), q, ONE, turned, "tensor", True) for x, q in (
@@ -63,17 +58,17 @@ OTHERS = [
     *(("grad_stats_", [some(g, 1 << 16)], ONE, ONE, some(F64, 1), counts) for g in (F32, BF16, F64)
       for counts in (None, some(torch.int64, 1, 4))),
     WITH_MASTER,
-    update("adamw_", BF16, F32, (F32, F32), F32),
-    update("adamw_", BF16, BF16, (F32, F32), I16),
-    update("adamw_", F32, F32, (F32, F32)),
-    update("adamw_", F64, F64, (F64, F64), decoupled_weight_decay=False),
-    update("adamw_", BF16, BF16, (BF16, BF16), stochastic_rounding=True),
-    update("adamw_", BF16, BF16, (BF16, BF16), I16),
-    update("adamw_", F32, F32, (BF16, BF16)),
-    update("sgd_", F32, F32, (F32,)),
-    update("sgd_", F64, F64, (F64,), nesterov=False),
-    update("sgd_", BF16, BF16, (), I16),
-    update("sgd_", BF16, BF16, (BF16,), stochastic_rounding=True),
+    update("decoupled", BF16, F32, F32),
+    update("decoupled", BF16, BF16, I16),
+    update("decoupled", F32, F32),
+    update("l2", F64, F64, None, (F64, F64)),
+    update("decoupled", BF16, BF16, None, (BF16, BF16), stochastic_rounding=True),
+    update("decoupled", BF16, BF16, I16, (BF16, BF16)),
+    update("decoupled", F32, F32, None, (BF16, BF16)),
+    update("nesterov", F32, F32),
+    update("momentum", F64, F64, None, (F64, F64)),
+    update("sgd", BF16, BF16, I16),
+    update("nesterov", BF16, BF16, None, (BF16, BF16), stochastic_rounding=True),
     ("scale_from_amax_", some(F32, 2048), some(F32, 2048), some(F32, 2048), E4M3, 3, True),
     ("inv_scale", ONE),
     ("clip_coef", some(F64, 100), 1.5),

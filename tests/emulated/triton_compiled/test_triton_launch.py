@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from cases import FP8, WIDE, name, normal, offset, padded_rows
 from emulated.ops import OPS, TRITON, launcher
 from emulated.shim.runner import ROOT
 from emulated.triton_compiled.helpers import Launch, record_launches
+from emulated.values.test_updates import BF16, F32, INT16, RATES, RULES, Mix, arguments
 
 from mixprec.triton_kernels import launch
 
@@ -39,8 +39,8 @@ def kernels(launches: list[Launch]) -> list[str]:
 
 @pytest.mark.parametrize("op", TRITON)
 def test_every_launcher(launched: list[Launch], op: str) -> None:
-    for arguments in OPS[op].examples("cpu"):
-        launcher(op)(*arguments)
+    for example in OPS[op].examples("cpu"):
+        launcher(op)(*example)
     assert launched
     assert not any(one.keywords.get("SOFT_CAST") for one in launched)
 
@@ -83,53 +83,34 @@ def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype)
             for transpose in (False, True):
                 args = (normal(shape, dtype), torch.float8_e5m2, None, transpose, granularity)
                 run("quantize")(*args, True)
-    for op in UPDATES:
-        run(op)(*update(op, [x[:1, 0]], seed=1))
+    for rule in ("decoupled", "momentum"):
+        options = {"seed": 1, "stochastic_rounding": True}
+        run(RULES[rule][0])(*arguments(rule, [Mix(dtype, dtype)], [(1,)], **options))
     for sums in (torch.ones(1), torch.ones(3)[1:]):
         run("clip_coef")(sums.double(), 1.0)
 
 
-# The numbers of each update up to lr_tensor, inv_scale, clip and found_inf.
-UPDATES = {"adamw_": (0.1, 0.9, 0.99, 1e-8, 0.0, True), "sgd_": (0.1, 0.9, 0.0, 0.0, True)}
+every_rule = pytest.mark.parametrize("rule", ["decoupled", "momentum"])
 
 
-def update(
-    op: str,
-    params: list[torch.Tensor],
-    masters: torch.dtype | None = None,
-    state: torch.dtype = torch.float32,
-    seed: int = 7,
-    lr: torch.Tensor | None = None,
-) -> list[Any]:
-    """Arguments of adamw_ or sgd_, stochastic rounding included."""
-    count = {"adamw_": 2, "sgd_": 1}[op]
-    states = [[torch.zeros_like(p, dtype=state) for p in params] for _ in range(count)]
-    kept = [] if masters is None else [torch.zeros_like(p, dtype=masters) for p in params]
-    lists = [params, [p.clone() for p in params], *states, kept]
-    tail = (False, 1.0, True, seed, list(range(len(params))), lr, None, None, torch.zeros(()))
-    return [*lists, torch.zeros(len(params)), *UPDATES[op], *tail]
-
-
-@pytest.mark.parametrize("op", UPDATES)
-def test_update_of_every_kind(launched: list[Launch], op: str) -> None:
+@every_rule
+def test_update_of_every_kind(launched: list[Launch], rule: str) -> None:
     """Masters of both kinds, states of both, a rate on the device of both widths."""
-    for masters, state, lr in (
-        (None, torch.bfloat16, None),
-        (torch.float32, torch.float32, torch.ones(())),
-        (torch.int16, torch.bfloat16, torch.ones(1, dtype=torch.float64)),
-    ):
-        params = [normal((33,), torch.bfloat16), normal((2048,), torch.bfloat16)]
-        launcher(op)(*update(op, params, masters, state, lr=lr))
-    stem = op[:-1]
+    op, stem = RULES[rule][0], RULES[rule][0][:-1]
+    for (masters, state), lr in zip(((None, BF16), (F32, F32), (INT16, BF16)), RATES, strict=True):
+        mixed = [Mix(BF16, BF16, masters, (state, state))] * 2
+        shapes = [(33,), (2048,)]
+        launcher(op)(*arguments(rule, mixed, shapes, lr_tensor=lr, stochastic_rounding=True))
     assert kernels(launched) == 3 * [f"{stem}_constants", stem, stem]
 
 
-@pytest.mark.parametrize("op", UPDATES)
-def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], op: str) -> None:
+@every_rule
+def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], rule: str) -> None:
     """Triton makes another for an integer of 1, of a multiple of 16, or of more than 32 bits."""
+    op, mixed = RULES[rule][0], [Mix(BF16, BF16)] * 17
     for seed in (0, 1, 16, 17, -1, 2**63 - 1):
-        args = update(op, [normal((32,), torch.bfloat16) for _ in range(17)], seed=seed)
-        launcher(op)(*args)
+        options = {"indices": list(range(17)), "stochastic_rounding": True, "seed": seed}
+        launcher(op)(*arguments(rule, mixed, [(32,)], **options))
     assert len({id(one.compiled) for one in launched if one.name == f"{op}kernel"}) == 1
 
 
@@ -156,12 +137,12 @@ def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
     assert kernels(launched) == ["quantize_rows", "tile_maxima", tiles, tiles, tiles, tiles, tiles]
 
 
-@pytest.mark.parametrize("op", UPDATES)
-def test_launches_of_an_update(launched: list[Launch], op: str) -> None:
+@every_rule
+def test_launches_of_an_update(launched: list[Launch], rule: str) -> None:
     """The constants of all params, then one launch a param; nothing for empty ones."""
-    params = [normal((n,), torch.float32) for n in (5, 0, 5000)]
-    launcher(op)(*update(op, params))
-    assert kernels(launched) == [f"{op[:-1]}_constants", op[:-1], op[:-1]]
+    op, stem = RULES[rule][0], RULES[rule][0][:-1]
+    launcher(op)(*arguments(rule, [Mix(F32, F32)] * 3, [(5,), (0,), (5000,)]))
+    assert kernels(launched) == [f"{stem}_constants", stem, stem]
     assert all(one.keywords["enable_fp_fusion"] is False for one in launched)
 
 

@@ -1,18 +1,15 @@
 """What the tests in Triton's interpreter share.
 
 The interpreter is chosen by TRITON_INTERPRET=1 when triton is imported, so these modules need a
-process of their own: `make test-kernels` has one pytest run for this folder and one for the rest.
+process of their own: `make test-kernels` has one pytest run for them and one for the rest.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
-import independent as ind
 import pytest
 import torch
 
@@ -24,41 +21,39 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton
 import triton.language as tl
-from emulated.ops import launcher, reference
+from emulated.ops import OPS, TRITON, launcher
 
-__all__ = ["INF", "NAN", "agree", "f32", "no_warnings", "same_bits", "tensors", "tl", "triton"]
+from mixprec.ops._dispatch import backends
+from mixprec.triton_kernels import configs, gemm
 
-INF, NAN = math.inf, math.nan
-# A kernel that computes Inf or NaN is not in error; NumPy, underneath, warns of it.
-no_warnings = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+__all__ = ["SETTINGS", "choose", "ops_on_the_cpu", "tl", "triton"]
 
-
-def f32(*values: float) -> torch.Tensor:
-    return torch.tensor(values[0] if len(values) == 1 else values, dtype=torch.float32)
-
-
-def tensors(values: Any) -> list[torch.Tensor]:
-    """Every tensor in nested lists and tuples."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [t for value in values for t in tensors(value)]
-    return []
+# Tiles smaller than those in use, so that small problems have several tiles and rounds; 256 is
+# stored in two halves. The GPU's size, the parts of K (at K = 300 some without any chunk of their
+# own), whether TMA is used, and whether fp8 goes into tl.dot as it is, or decoded in integers.
+SETTINGS = {
+    "square": (configs.Config(32, 32, 64, 4, 2, group=2), 3, 1, False),
+    "tall": (configs.Config(64, 16, 128, 4, 2, group=1), 7, 3, True),
+    "wide": (configs.Config(16, 256, 32, 4, 2, group=3, tma=True), 1, 1, False),
+    "tma": (configs.Config(32, 32, 64, 4, 2, group=2, tma=True), 3, 5, True),
+}
 
 
-def same_bits(got: torch.Tensor, want: torch.Tensor, label: str) -> None:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype), label
-    if got.is_floating_point():
-        ind.assert_same_bits(got, want, label)
-    else:
-        assert torch.equal(got, want), label
+def choose(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    """That setting for all products of the test."""
+    config, programs, parts, native_fp8 = SETTINGS[setting]
+    monkeypatch.setattr(gemm, "_gpu", lambda _: (90, programs))
+    monkeypatch.setattr(gemm, "pick", lambda *_: config)
+    monkeypatch.setattr(gemm, "split_k", lambda *_: parts)
+    if native_fp8:  # the interpreter has no correct bf16
+        monkeypatch.setattr(gemm, "soft_cast", lambda _, a, b: a.itemsize != 1)
 
 
-def agree(op: str, make: Callable[[], list[Any]]) -> None:
-    """Results and arguments after the call are those of the reference, in every bit."""
-    ours, same = make(), make()
-    got = tensors([launcher(op)(*ours), ours])
-    want = tensors([reference(op)(*same), same])
-    assert len(got) == len(want)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        same_bits(g, w, f"{op}: tensor {i}")
+def ops_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The _triton ops take CPU tensors, which only the interpreter can make of use."""
+    registered = torch.library.Library("mixprec", "IMPL")
+    for op in TRITON:
+        registered.impl(OPS[op].variant_name("triton"), launcher(op), "CPU")
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    yield
+    registered._destroy()

@@ -1,0 +1,130 @@
+"""What the tests of ../values do not reach in Triton's interpreter: the ops as ops of torch, the
+random bits of the updates, and how the GEMM reads its operands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import independent as ind
+import numpy as np
+import pytest
+import torch
+from cases import FP8, contiguous, from_bits, name, small_integers, transposed
+from emulated.ops import OPS, TRITON
+from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu, tl, triton
+
+import mixprec
+from mixprec.ops._dispatch import rounding, self_check
+from mixprec.triton_kernels import gemm, launch, philox, tiles
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def test_the_interpreter_runs() -> None:
+    assert launch.INTERPRETED, "TRITON_INTERPRET=1 must be set before triton is imported"
+    assert launch.soft_cast(torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from ops_on_the_cpu(monkeypatch)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("op_name", TRITON)
+def test_through_the_dispatcher(op_name: str) -> None:
+    """As an op of torch, compared on the examples that a GPU would run first."""
+    op = OPS[op_name]
+    with mixprec.use_backend("triton"):
+        assert op.choose("cpu") is op.handle("triton")
+        outcome = self_check.compare(op, op.handle("triton"), "cpu")
+    assert outcome == {"ok": True, "worst": 0.0, "reason": None}
+
+
+@triton.jit
+def _random16_kernel(out_ptr, start: tl.int64, seed: tl.int64, step, index, STREAM: tl.constexpr,
+                     BLOCK: tl.constexpr):  # fmt: skip
+    key = (seed, step.to(tl.uint32), index)
+    bits = philox.random16(start, key, STREAM, BLOCK)
+    tl.store(out_ptr + tl.arange(0, BLOCK), bits.to(tl.int32))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, -(2**63), 0x123456789ABCDEF])
+def test_random_bits(seed: int) -> None:
+    """Also where no tensor of a test reaches: counters of more than 32 bits, the last index."""
+    block = 64
+    for stream, start in itertools.product(range(3), (0, 8 * (2**32 - 3), 2**45)):
+        step, index = (1, 2**30 - 1) if stream == 1 else (2**24, 0)
+        got = torch.zeros(block, dtype=torch.int32)
+        _random16_kernel[(1,)](got, start, seed, step, index, STREAM=stream, BLOCK=block)
+        eighth = torch.arange(start // 8, start // 8 + block // 8)
+        words = (eighth & 0xFFFFFFFF, eighth >> 32, torch.full_like(eighth, step),
+                 torch.full_like(eighth, index + (stream << 30)))  # fmt: skip
+        bits = rounding.philox(words, seed)
+        want = torch.stack([bits & 0xFFFF, bits >> 16], dim=-1).reshape(-1)
+        assert got.tolist() == want.tolist()
+
+
+@triton.jit
+def _operand_kernel(code, out, FORMAT: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tiles.operand(tl.load(code + i), FORMAT, True).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [*FP8, torch.float16, torch.bfloat16], ids=name)
+def test_operands_decode_exactly(dtype: torch.dtype) -> None:
+    width = dtype.itemsize
+    x = from_bits(np.arange(1 << 8 * width, dtype=f"uint{8 * width}"), dtype)
+    out = torch.empty(x.shape)
+    _operand_kernel[(1,)](launch.codes(x), out, FORMAT=launch.FORMATS[dtype], N=x.numel())
+    with np.errstate(invalid="ignore"):
+        ind.assert_bits(out, ind.narrow(ind.values(x), torch.float32))
+
+
+def fits(x: torch.Tensor) -> bool:
+    return gemm._fits_tma(gemm._operand(x))
+
+
+@pytest.mark.parametrize("setting", ["wide", "tma"])
+@pytest.mark.parametrize("dtype", [*FP8, torch.float16, torch.bfloat16], ids=name)
+def test_tma_in_all_four_layouts(
+    monkeypatch: pytest.MonkeyPatch, poisoned: None, dtype: torch.dtype, setting: str
+) -> None:
+    """The tests of ../values have sizes that TMA does not take."""
+    choose(monkeypatch, setting)
+    for m, n, k in ((48, 64, 160), (16, 272, 48)):
+        for order_a, order_b in itertools.product((contiguous, transposed), repeat=2):
+            a, b = small_integers((m, k), dtype, seed=k), small_integers((k, n), dtype, seed=n)
+            a, b = order_a(a), order_b(b)
+            assert fits(a)
+            assert fits(b.t())
+            got = gemm.gemm(a, b, None, None, None, torch.float32, False)
+            assert torch.equal(got, a.float() @ b.float())
+
+
+def test_what_tma_cannot_take() -> None:
+    x = torch.zeros(64, 64, dtype=torch.float16)
+    assert fits(x)
+    assert fits(x.t())
+    assert fits(x[:, :33])  # the leading dimension counts
+    assert not fits(x[:, 1:])  # base
+    assert not fits(torch.zeros(64, 65, dtype=torch.float16))  # leading dimension
+    assert not fits(x[:1].expand(64, 64))  # rows that overlap
+    assert fits(torch.zeros(64, 16, dtype=FP8[0]))
+    assert not fits(torch.zeros(64, 8, dtype=FP8[0]))
+
+
+@pytest.mark.parametrize("setting", ["square", "tma"])
+def test_scales_of_128_rows_and_of_a_chunk(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    """Shapes of scales that belong to no granularity of quantize, and a strided bias."""
+    choose(monkeypatch, setting)
+    m, n, k = 150, 35, 100
+    a, b = small_integers((m, k), FP8[0], 4), small_integers((k, n), FP8[1], 4, seed=1)
+    scale, bias = torch.tensor([[0.5], [2.0]]), torch.arange(2.0 * n)[::2]
+    want = (a.float() @ b.float()) * scale[torch.arange(m) // 128] + bias
+    assert torch.equal(gemm.gemm(a, b, scale, None, bias, torch.float32, False), want)
+    a, b = small_integers((m, 300), FP8[0], 4)[:7], small_integers((300, n), FP8[1], 4, seed=1)
+    chunks = torch.tensor([0.5, 2.0, 0.25])
+    want = (a.float() * chunks[torch.arange(300) // 128]) @ b.float()
+    assert torch.equal(gemm.gemm(a, b, chunks[None], None, None, torch.float32, False), want)

@@ -1,0 +1,44 @@
+"""The kernels that the tests here run: those of csrc/cuda on the shim, or, under
+TRITON_INTERPRET=1, those of Triton. (tests/gpu runs the same tests on a GPU.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+from emulated.agreement import CPU, Agreement
+from emulated.ops import launcher
+from emulated.shim import runner
+from emulated.variant import Variant
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED:
+    collect_ignore = ["test_gemm.py"]  # that of csrc/cuda needs a larger model: ../hopper
+elif importlib.util.find_spec("triton") is not None:
+    from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu
+else:
+    collect_ignore_glob = ["test_*"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A kernel that computes Inf or NaN is not in error; NumPy, under the interpreter, warns."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+
+
+@pytest.fixture
+def agree(poisoned: None) -> Agreement:
+    if INTERPRETED:  # which takes 5 to 10 ms a launch
+        return Agreement(launcher, quick=False, most=32_000, count=131)
+    return Agreement(runner.OPS.__getitem__, dense=True, quick=False, most=1 << 17)
+
+
+@pytest.fixture(params=["tall", "wide"])
+def variant(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> Iterator[Variant]:
+    choose(monkeypatch, request.param)
+    for _ in ops_on_the_cpu(monkeypatch):
+        yield Variant("triton", CPU, most=1 << 19, quick=False)

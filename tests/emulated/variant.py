@@ -1,0 +1,74 @@
+"""One variant of gemm and gemm_accumulate_ on its own, for the tests of values/test_gemm.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from emulated.agreement import Shape, assert_bits, assert_nothing_beside, moved, tensors
+
+import mixprec
+
+
+@dataclass
+class Variant:
+    """Runs calls by one backend; None where it refuses a call.
+
+    most: multiplications that it is quick enough for; quick: it can take every combination.
+    """
+
+    backend: str
+    device: torch.device
+    most: int = 1 << 40
+    quick: bool = True
+    ran: int = 0
+    refusals: set[str] = field(default_factory=set)
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The result of op, or its first argument where it returns nothing."""
+        try:
+            with mixprec.use_backend(self.backend):
+                result = op(*args, **options)
+        except RuntimeError as error:
+            if "no backend can run" not in str(error):
+                raise
+            self.refusals.add(str(error))
+            return None
+        self.ran += 1
+        return args[0] if result is None else result
+
+    def gemm(self, *args: Any, **options: Any) -> torch.Tensor | None:
+        """Of CPU tensors, on the CPU. Nothing else is written."""
+        return self._on_device(mixprec.gemm, [], args, options)
+
+    def accumulate(self, acc: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor | None:
+        """A new tensor, and acc stays as it is."""
+        return self._on_device(mixprec.gemm_accumulate_, [acc], args, options)
+
+    def _on_device(self, op: Any, written: list[Any], args: Any, options: Any) -> Any:
+        there, read = moved(written, self.device), moved(list(args), self.device)
+        options = dict(zip(options, moved(list(options.values()), self.device), strict=True))
+        result = self(op, *there, *read, **options)
+        result = None if result is None else result.clone().cpu()
+        assert_bits(tensors(read), tensors(list(args)), "an operand has changed, ")
+        for x in tensors([there, read]):
+            assert_nothing_beside(x, op.__name__)
+        return result
+
+    def affordable(self, shapes: Iterable[Shape]) -> list[Shape]:
+        """Those (M, N, K) that it is quick enough for."""
+        return [shape for shape in shapes if prod(shape) <= self.most]
+
+    def some(self, values: Sequence[Any], turn: int) -> Sequence[Any]:
+        """All of them, or one in turn where each takes long."""
+        return values if self.quick else (values[turn % len(values)],)
+
+    def finish(self) -> None:
+        for reason in sorted(self.refusals):
+            print(f"left out: {reason}")
+        if not self.ran:
+            pytest.skip("; ".join(sorted(self.refusals)))
