@@ -2,6 +2,8 @@
 
 from ._layer import Layer, QuantizedWeight
 from .conv import Conv2d
+from .conv1d import Conv1D
+from .intercepted import Experts, Intercepted
 from .linear import Linear
 
-__all__ = ["Conv2d", "Layer", "Linear", "QuantizedWeight"]
+__all__ = ["Conv1D", "Conv2d", "Experts", "Intercepted", "Layer", "Linear", "QuantizedWeight"]

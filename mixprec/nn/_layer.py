@@ -11,6 +11,7 @@ from .. import scaling
 from ..functional.operands import Delayed, Operand
 from ..recipes import Recipe
 from . import _loss_scaling
+from ._subclass import inject_parametrizations, new_instance
 
 CLIPPED = "clipped"  # the buffer, int64 []
 Self = TypeVar("Self", bound="Layer")
@@ -93,8 +94,9 @@ class Layer(torch.nn.Module):
         # the other; hook dictionaries stay shared, because their handles point into them.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             state[registry] = state[registry].copy()
-        converted = cls.__new__(cls)
+        converted: Self = new_instance(cls, module)
         converted.__dict__ = state
+        inject_parametrizations(converted)
         converted.recipe = recipe
         converted.name = name
         return converted

@@ -14,7 +14,7 @@ from torch import nn
 
 from .._local_gradients import LOW_PRECISION
 from ..recipes import Recipe
-from . import Conv2d, Layer, Linear
+from . import Layer, kinds
 
 __all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
 
@@ -34,13 +34,8 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-# What convert replaces, and by what; our own layers only get another recipe.
-_CONVERTIBLE: dict[type[nn.Module], Callable[..., nn.Module]] = {
-    nn.Linear: Linear.from_linear,
-    nn.Conv2d: Conv2d.from_conv,
-    Linear: Linear.from_linear,
-    Conv2d: Conv2d.from_conv,
-}
+# The share of weights that convert has no layer for, above which it warns.
+_MOST_UNSUPPORTED = 0.2
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -104,22 +99,34 @@ def convert(
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
     attributes are kept. A module that occurs at several places is filtered once, by its first path,
     and stays one module. Layers of mixprec.nn get the new recipe; if they already have it, nothing
-    changes, scales included. Subclasses of nn.Linear and nn.Conv2d are left unchanged: they may
-    compute something else (the output projection of
-    nn.MultiheadAttention is one, and is never called as a module). Where a module reads its
-    linears' weights instead of calling them, as nn.TransformerEncoderLayer does in eval mode
-    without gradients, it computes as before. One INFO line on the logger "mixprec" reports how many
-    layers were converted, and to what. In FP8, convolutions that are not 1 x 1 save memory, not
-    time: `mixprec.filters.worthwhile` leaves them out.
+    changes, scales included.
 
-    Warns, listing the kinds of modules in the model, if there is no layer to convert. TypeError if
-    `model` is not a module; ValueError for an unknown recipe, a pattern that matches no layer to
+    Subclasses of nn.Linear and nn.Conv2d are replaced too and stay instances of their class, and so
+    are parametrized layers (weight norm, spectral norm), the Conv1D of transformers, and modules
+    with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their own, which
+    has to call torch.nn.functional.linear, conv2d or grouped_mm, these calls use the recipe. Left
+    as they are: the adapters of peft beside the layers that they adapt, and nn.MultiheadAttention.
+    Where a module reads its linears' weights instead of calling them, as nn.TransformerEncoderLayer
+    does in eval mode without gradients, it computes as before. In FP8, convolutions that are not
+    1 x 1 save memory, not time: `mixprec.filters.worthwhile` leaves them out.
+
+    One INFO line on the logger "mixprec" reports the number of layers, the share of the model's
+    weights that they hold, and what else has weights, with the reason why it was left.
+
+    Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
+    kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
+    module; ValueError for an unknown recipe, a pattern that matches no layer to
     convert (listing their names) or a layer whose forward was replaced, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)
     parsed = {p: None if r is None else Recipe.parse(r) for p, r in (overrides or {}).items()}
-    layers = {fqn: module for fqn, module in model.named_modules() if type(module) in _CONVERTIBLE}
+    added = kinds.adapters(model)
+    layers = {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if module not in added and (isinstance(module, Layer) or kinds.converter(module))
+    }
     if not layers:
         seen = Counter(type(m).__name__ for m in model.modules())
         listed = ", ".join(f"{count} {kind}" for kind, count in seen.most_common())
@@ -129,9 +136,9 @@ def convert(
     chosen = _choose(layers, recipe, module_filter_fn, parsed)
     already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
     replacement: dict[nn.Module, nn.Module] = {
-        layers[fqn]: _CONVERTIBLE[type(layers[fqn])](layers[fqn], own, name=fqn)
+        layers[fqn]: make(layers[fqn], own, name=fqn)
         for fqn, own in chosen.items()
-        if not isinstance(layers[fqn], Layer)
+        if (make := kinds.converter(layers[fqn])) is not None
     }
     for fqn, own in chosen.items():
         module = layers[fqn]
@@ -145,8 +152,14 @@ def convert(
     used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
     names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""
-    logger.info("convert: %d of %d layers set to %s%s", len(chosen), len(layers), names, note)
-    return replacement.get(model, model)
+    model = replacement.get(model, model)
+    found = kinds.coverage(model, {m for fqn, m in layers.items() if fqn not in chosen})
+    logger.info(
+        "convert: %d of %d layers set to %s%s: %s", len(chosen), len(layers), names, note, found
+    )
+    if layers and found.unsupported > _MOST_UNSUPPORTED * found.total:
+        warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=2)
+    return model
 
 
 def convert_to_float8_training(

@@ -1,0 +1,47 @@
+"""A layer that stays an instance of the user's own class, and keeps its parametrizations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+_known: dict[tuple[type, type], Any] = {}
+
+
+def new_instance(layer: Any, module: nn.Module) -> Any:
+    """An empty instance of `layer`, or of a subclass of it and of the class of `module`."""
+    original = type(module)
+    if parametrize.is_parametrized(module):
+        (original,) = original.__bases__  # torch has made a subclass for this one module
+    kind = layer if issubclass(layer, original) else _subclass(layer, original)
+    return kind.__new__(kind)
+
+
+def inject_parametrizations(module: Any) -> None:
+    """Give `module`, which has the registry of another one, a class like that of torch."""
+    if "parametrizations" in module._modules:
+        parametrize._inject_new_class(module)
+        for name in module.parametrizations:
+            parametrize._inject_property(module, name)
+
+
+def _subclass(layer: type, original: type) -> Any:
+    """The class with the forward pass of `layer`, and everything else of `original`."""
+    pair = layer, original
+    if pair not in _known:
+        content = {"__module__": "mixprec.nn", "__reduce_ex__": _reduce}
+        _known[pair] = type(layer.__name__, pair, content)
+    return _known[pair]
+
+
+def _new(layer: type, original: type) -> Any:
+    kind = _subclass(layer, original)
+    return kind.__new__(kind)
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """For pickle and copy: the class is made again from the two that it combines."""
+    reduced: Any = object.__reduce_ex__(self, max(2, int(protocol)))
+    return (_new, type(self).__bases__, *reduced[2:])

@@ -1,0 +1,61 @@
+"""Conv1D: the linear layer of GPT-2 in transformers, whose weight is stored as [K, N]."""
+
+from __future__ import annotations
+
+import torch
+
+from ..functional import operands
+from ..functional._arguments import main_grad_of
+from ..functional._linear import check_input, run_linear
+from ..functional.operands import Operand
+from ..recipes import Recipe
+from . import _region
+from ._layer import Layer
+
+
+class Conv1D(Layer):
+    """y = x @ weight + bias with weight [K, N], cast as that of `Linear` is.
+
+    Only `mixprec.convert` makes it, from a transformers.pytorch_utils.Conv1D, of which it stays an
+    instance: parameters and state_dict keys are the same.
+    """
+
+    __module__ = "mixprec.nn"
+    bias: torch.Tensor | None
+
+    @classmethod
+    def from_conv1d(
+        cls, conv1d: torch.nn.Module, recipe: Recipe | str = "fp8", name: str = ""
+    ) -> Conv1D:
+        return cls._sharing(type(conv1d), conv1d, recipe, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        recipe = _region.recipe_here(self._recipe)
+        if recipe is None:
+            y: torch.Tensor = super().forward(x)
+            return y
+        weight = self.weight.t()
+        check_input(x, weight)
+        main_grad = main_grad_of("linear", self.weight)
+        out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
+        return run_linear(
+            x,
+            weight,
+            self.bias,
+            None if main_grad is None else main_grad.t(),
+            recipe,
+            out_dtype,
+            self.name,
+            delayed,
+            quantized_weight,
+            clipped,
+        )
+
+    def _cast_weight(self) -> Operand:
+        return operands.cast(self.weight.t(), "w", self.recipe, self._delayed(), use_t=True)
+
+    __repr__ = torch.nn.Module.__repr__
+
+    def extra_repr(self) -> str:
+        k, n = self.weight.shape
+        return f"in={k}, out={n}, {self.recipe}"

@@ -1,0 +1,153 @@
+"""Layers of other libraries whose forward pass is their own and calls torch's products."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .. import functional
+from ..recipes import Recipe
+from . import _region
+from ._layer import Layer
+
+_PRODUCTS = frozenset({"linear", "conv2d", "grouped_mm"})
+
+
+class Intercepted(Layer):
+    """A layer in whose forward pass the calls of torch.nn.functional.linear, conv2d and grouped_mm
+    compute with `recipe`; all else in it runs as before.
+
+    Only `mixprec.convert` makes it: of subclasses of nn.Linear and nn.Conv2d that define forward,
+    such as convolutions with standardized weights, and of the experts of a mixture, whose weights
+    are stacked. Delayed scales are shared by all products of the layer; `mixprec.reuse_weights`
+    does nothing here, because the weight may be computed anew in each pass.
+    """
+
+    __module__ = "mixprec.nn"
+    _warned = False
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, recipe: Recipe | str = "fp8", name: str = ""
+    ) -> Intercepted:
+        return cls._sharing(type(module), module, recipe, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        recipe = _region.recipe_here(self._recipe)
+        if recipe is None:
+            return super().forward(*args, **kwargs)
+        with _Products(self, recipe) as products:
+            result = super().forward(*args, **kwargs)
+        if not products.found and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.name or 'a layer'} does not use the recipe {recipe.name}: its forward pass "
+                "called neither linear, conv2d nor grouped_mm of torch.nn.functional",
+                stacklevel=2,
+            )
+        return result
+
+    def quantize_weight(self) -> None:
+        pass
+
+    __repr__ = nn.Module.__repr__
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()
+        return f"{own}, {self.recipe}" if own else str(self.recipe)
+
+
+class Experts(Intercepted):
+    """The experts of a mixture: parameters [E, N, K], one of which stands for `weight`."""
+
+    __module__ = "mixprec.nn"
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return next(p for p in self.parameters(recurse=False) if p.dim() == 3)
+
+
+class _Products(TorchFunctionMode):
+    """Runs torch's products of a layer by its recipe."""
+
+    def __init__(self, layer: Layer, recipe: Recipe) -> None:
+        super().__init__()
+        self.layer, self.recipe, self.found = layer, recipe, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        run = _RUN.get(func)
+        if run is None:
+            return func(*args, **kwargs)
+        self.found = True
+
+        def product(of: Callable[..., Any], x: torch.Tensor, *more: Any) -> torch.Tensor:
+            state = self.layer._state(x, self.recipe)._asdict()
+            y: torch.Tensor = of(x, *more, recipe=self.recipe, name=self.layer.name, **state)
+            return y
+
+        return run(product, *args, **kwargs)
+
+
+def _linear(product: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    return product(functional.linear, input, weight, bias)
+
+
+def _conv2d(product: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    names = ("bias", "stride", "padding", "dilation", "groups")
+    options = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    options |= dict(zip(names, args, strict=False)) | kwargs
+    return product(functional.conv2d, input, weight, *(options[name] for name in names))
+
+
+def _grouped_mm(
+    product: Any,
+    input: torch.Tensor,
+    mat2: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """input [S, K], of which the rows up to offs[e] are those of expert e, and mat2 [E, K, N].
+
+    Waits for a GPU, to read offs.
+    """
+    if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
+        raise NotImplementedError("grouped_mm: input must be [S, K], mat2 [E, K, N] with offs")
+    ends = offs.tolist()
+    groups = zip([0, *ends], ends, mat2.unbind(), strict=False)
+    parts = [product(functional.linear, input[a:b], w.t(), None) for a, b, w in groups]
+    rest = input.new_zeros(input.shape[0] - ends[-1], mat2.shape[2], dtype=parts[0].dtype)
+    return torch.cat([*parts, rest]).to(out_dtype or input.dtype)
+
+
+_RUN: dict[Any, Callable[..., torch.Tensor]] = {
+    nn.functional.linear: _linear,
+    nn.functional.conv2d: _conv2d,
+    torch._grouped_mm: _grouped_mm,  # which torch.nn.functional.grouped_mm calls
+}
+
+
+def layer_for(module: nn.Module) -> type[Intercepted] | None:
+    """Intercepted or Experts, if the forward pass of `module` calls a product of torch by name, or
+    that of the class it derives from, and no child of it has weights."""
+    weights = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+    inside = [p for p in module.parameters() if p.dim() >= 2]
+    if not weights or len(weights) != len(inside):
+        return None
+    if not all(w.dtype.is_floating_point and w.dtype.itemsize > 1 for w in weights):
+        return None
+    names = set(inspect.unwrap(type(module).forward).__code__.co_names)
+    if not names & _PRODUCTS and not {"super", "forward"} <= names:
+        return None
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        return Intercepted
+    return Experts if all(w.dim() == 3 for w in weights) else None
