@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <type_traits>
 
 #define __host__
@@ -141,7 +142,16 @@ constexpr struct {
   CudaCoordinate<[](const auto& p) { return p.grid_dim.x; }> x;
 } gridDim;
 
-inline void __syncthreads() { cuda_on_cpu::block_barrier(); }
+// The barrier on the line that MIXPREC_WITHOUT_BARRIER names ("amax.cuh:25") does nothing.
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  static const char* without = std::getenv("MIXPREC_WITHOUT_BARRIER");
+  if (without != nullptr) {
+    std::string here = file;
+    here = here.substr(here.rfind('/') + 1) + ":" + std::to_string(line);
+    if (here == without) return;
+  }
+  cuda_on_cpu::block_barrier();
+}
 inline int __syncthreads_or(int value) { return cuda_on_cpu::block_or(value); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cuda_on_cpu::warp_barrier(mask); }
 inline void __threadfence() { cuda_on_cpu::fence(); }
