@@ -102,13 +102,14 @@ def convert(
     changes, scales included.
 
     Subclasses of nn.Linear and nn.Conv2d are replaced too and stay instances of their class, and so
-    are parametrized layers (weight norm, spectral norm), the Conv1D of transformers, and modules
-    with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their own, which
-    has to call torch.nn.functional.linear, conv2d or grouped_mm, these calls use the recipe. Left
-    as they are: the adapters of peft beside the layers that they adapt, and nn.MultiheadAttention.
-    Where a module reads its linears' weights instead of calling them, as nn.TransformerEncoderLayer
-    does in eval mode without gradients, it computes as before. In FP8, convolutions that are not
-    1 x 1 save memory, not time: `mixprec.filters.worthwhile` leaves them out.
+    are parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections),
+    the Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a
+    mixture. In a forward pass of their own, which has to call torch.nn.functional.linear, conv2d or
+    grouped_mm, these calls use the recipe. The adapters of peft are left as they are, beside the
+    layers that they adapt. torch's encoder layers no longer take their fast path, which reads
+    weights; another parent that reads the weight of a layer instead of calling it, such as the Swin
+    of torchvision, computes as before. In FP8, convolutions that are not 1 x 1 save memory, not
+    time: `mixprec.filters.worthwhile` leaves them out.
 
     One INFO line on the logger "mixprec" reports the number of layers, the share of the model's
     weights that they hold, and what else has weights, with the reason why it was left.
@@ -144,7 +145,7 @@ def convert(
         module = layers[fqn]
         if isinstance(module, Layer):
             module.recipe, module.name = own, fqn
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *replacement.values()]:  # attention holds a layer itself
         # _modules, not named_children(): that one leaves out a child's second name.
         for child_name, child in list(parent._modules.items()):
             if child in replacement:
@@ -153,6 +154,7 @@ def convert(
     names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""
     model = replacement.get(model, model)
+    kinds.leave_fast_paths(model)
     found = kinds.coverage(model, {m for fqn, m in layers.items() if fqn not in chosen})
     logger.info(
         "convert: %d of %d layers set to %s%s: %s", len(chosen), len(layers), names, note, found

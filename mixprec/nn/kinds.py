@@ -11,6 +11,7 @@ from torch import nn
 
 from . import intercepted
 from ._layer import Layer
+from .attention import MultiheadAttention
 from .conv import Conv2d
 from .conv1d import Conv1D
 from .linear import Linear
@@ -29,13 +30,13 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
     kind: Any = type(module)
     if isinstance(module, (Layer, nn.modules.lazy.LazyModuleMixin)):
         return None
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return None  # the output projection of nn.MultiheadAttention, which is never called
     if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
         return Linear.from_linear
     plain = kind.forward, getattr(kind, "_conv_forward", None)
     if isinstance(module, nn.Conv2d) and plain == (nn.Conv2d.forward, nn.Conv2d._conv_forward):
         return Conv2d.from_conv
+    if isinstance(module, nn.MultiheadAttention) and plain[0] is nn.MultiheadAttention.forward:
+        return MultiheadAttention.from_attention
     if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         return Conv1D.from_conv1d
     layer = intercepted.layer_for(module)
@@ -51,6 +52,17 @@ def adapters(model: nn.Module) -> set[nn.Module]:
                 added = getattr(module, name, None)
                 found.update(added.modules() if isinstance(added, nn.Module) else ())
     return found
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Make torch's encoder layers call their parts, of which one is converted, in eval mode too:
+    their fast path reads the weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(isinstance(part, Layer) for part in module.modules()):
+                module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 class Coverage(NamedTuple):
