@@ -25,7 +25,11 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
     try:
         write(temporary)
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # a full disk may be noticed only when caches are flushed
+            try:
+                os.fsync(file.fileno())  # a full disk may be noticed only when caches are flushed
+            except OSError as error:
+                error.filename = os.fspath(path)  # which a file number does not tell
+                raise
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import torch
 DEVICE = torch.device(os.environ.get("MIXPREC_BENCH_DEVICE", "cuda"))
 ON_CPU = DEVICE.type != "cuda"
 DRY_RUN = ON_CPU or os.environ.get("MIXPREC_BENCH_TINY") == "1"
-FAKE_NAME = "a GPU on the CPU"  # of tests/emulated/cuda_on_cpu/device, as torch names it
+FAKE_NAME = "a GPU on the CPU"  # of tests/emulated/device, as torch names it
 BACKENDS = ("cpp", "reference") if ON_CPU else ("cuda", "triton", "vendor")
 QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 _PROPERTIES = f"name,driver_version,clocks.max.sm,power.limit,memory.free,{QUERY}"

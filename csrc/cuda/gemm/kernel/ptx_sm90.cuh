@@ -1,5 +1,5 @@
 // The Hopper instructions that the GEMM uses, as one function each; no other file of csrc/cuda has
-// inline assembly for them. tests/emulated/sm90 has a file of the same name that models
+// inline assembly for them. tests/emulated/hopper has a file of the same name that models
 // them on a CPU as the PTX manual specifies them.
 #pragma once
 
