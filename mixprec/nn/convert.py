@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from .. import _unrounded
 from .._local_gradients import LOW_PRECISION
 from ..recipes import Recipe
 from . import Layer, kinds
@@ -216,6 +217,7 @@ def cast_parameters(
     *,
     keep_fp32: Collection[str] = (),
     buffers: Collection[str] = (),
+    keep_masters: bool = True,
 ) -> nn.Module:
     """Cast the floating-point parameters of `model` to `dtype`, in place; return the model.
 
@@ -230,6 +232,10 @@ def cast_parameters(
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are: running statistics and the frequencies of
     rotary embeddings lose too much in 16 bits.
+
+    keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
+    optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
+    lost to the first rounding. False frees them now, for inference or another optimizer.
 
     ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
     module, before anything is changed.
@@ -257,6 +263,13 @@ def cast_parameters(
         if param.dtype == target or param.dtype not in _CASTABLE:
             continue
         grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
+        if (
+            keep_masters
+            and param.requires_grad
+            and target in LOW_PRECISION
+            and param.dtype not in LOW_PRECISION
+        ):
+            _unrounded.keep(param, param.data)
         param.data = param.data.to(target)
         if grad is not None:
             param.grad = grad.to(target)

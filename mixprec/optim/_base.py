@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.optim.optimizer import ParamsT
 
+from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, local
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
@@ -133,6 +134,10 @@ class Optimizer(torch.optim.Optimizer):
             if wrong is not None:
                 self.param_groups.pop()
                 raise ValueError(f"{type(self).__name__}: {wrong}")
+        group = self.param_groups[-1]
+        for p in group["params"]:  # whose masters a checkpoint before the first step is to hold
+            if p.requires_grad and _unrounded.is_kept(p):
+                self._policy.prepare(p, self.state[p], self._moments(group))
         self._set_up_params()
 
     def _check_group(self, group: dict[str, Any], who: str) -> None:

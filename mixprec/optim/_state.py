@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
+from ..ops._dispatch.rounding import split_master
 
 _MASTERS = {"master": torch.float32, "remainder": torch.int16}
 _MAX_STEP = 2**24  # step is counted in fp32
@@ -48,6 +50,7 @@ class Policy:
         after the optimizer's state preserves all its bits. A remainder is always kept: it is less
         than half a unit of the new value.
         """
+        unrounded = None if is_sharded(param) else _unrounded.take(param)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in moments:
@@ -60,11 +63,7 @@ class Policy:
         if key is None:
             return
         if key not in state:
-            state[key] = (
-                param.detach().to(torch.float32)
-                if key == "master"
-                else torch.zeros_like(param, dtype=torch.int16)
-            )
+            state[key] = _first_master(key, param, unrounded)
         elif key == "master":
             master, p = local(state["master"]), local(param)
             same = master.to(p.dtype) == p
@@ -110,6 +109,17 @@ class Policy:
             narrower = LOW_PRECISION if dtype == torch.float32 and name in moments else ()
             state[name] = _tensor(who, name, param, saved[name], dtype, narrower)
         return state
+
+
+def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None) -> torch.Tensor:
+    """From the values that `cast_parameters` rounded, else from the param."""
+    if key == "master":
+        return param.detach().to(torch.float32) if unrounded is None else unrounded
+    zeros = torch.zeros_like(param, dtype=torch.int16)
+    if unrounded is None:
+        return zeros
+    high, low = split_master(unrounded)
+    return torch.where(high == param.detach(), low, zeros)
 
 
 def _short(dtype: torch.dtype) -> str:

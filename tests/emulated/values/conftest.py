@@ -22,10 +22,24 @@ else:
     collect_ignore_glob = ["test_*"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Products of parameters, of which the interpreter, a thousand times slower than a GPU, takes every
+# fourth: each value of each parameter, and most pairs of two.
+THINNED = ("test_all_layouts", "test_scales_and_bias", "test_random_and_one_signed_data")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A kernel that computes Inf or NaN is not in error; NumPy, under the interpreter, warns."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+    if INTERPRETED:
+        for item in items:
+            if "test_infinities" in item.name and "[tall" in item.name and "e4m3" in item.name:
+                reason = "the interpreter itself converts the NaN of E4M3 to 480"
+                item.add_marker(pytest.mark.skip(reason=reason))
+        thinned = [i for i in items if getattr(i, "originalname", None) in THINNED]
+        dropped = {i for i in thinned if sum(i.callspec.indices.values()) % 4}  # type: ignore[attr-defined]
+        config.hook.pytest_deselected(items=[*dropped])
+        items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture

@@ -91,6 +91,12 @@ def test_quantize_with_current_scaling(agree: Agreement, low: torch.dtype) -> No
         agree("quantize", [x, low, None, transpose, "tensor", power_of_two])
 
 
+def test_a_given_scale_that_is_out_of_range_gives_nan(agree: Agreement) -> None:
+    for scale, low in itertools.product((-2.0, math.inf, math.nan, 2.0**127), FP8):
+        x = normal((3, 40), torch.bfloat16)
+        agree("quantize", [x, low, torch.tensor(scale), True, "tensor", True])
+
+
 @pytest.mark.parametrize("granularity", BLOCKS)
 @every_dtype
 def test_quantize_by_blocks(agree: Agreement, dtype: torch.dtype, granularity: str) -> None:
