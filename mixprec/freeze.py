@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from . import testing
 from .formats import E4M3
+from .nn import Linear
 from .nn.convert import ModuleFilter
+from .nn.kinds import adapters
 from .ops import dequantize, quantize
 from .ops.int8 import dequantize_int8, quantize_int8
 from .quantized import Quantized
@@ -24,12 +26,14 @@ FORMATS = ("int8", "fp8")
 class FrozenLinear(nn.Module):
     """y = x @ W^T + bias in 16 bits, with the weight W ~ weight * weight_scale_inv stored in 8.
 
-    weight: [N, K], int8 or E4M3; weight_scale_inv: fp32 [N, 1], one scale per output row. The
-    weight is decoded to x's dtype, or to `compute_dtype` where x is fp32; the output has x's
-    dtype. x receives a gradient, the weight does not.
+    weight_codes: [N, K], int8 or E4M3, which `weight` returns too; weight_scale_inv: fp32 [N, 1],
+    one scale per output row. Under these names they stand in the state dict, which therefore does
+    not load into nn.Linear without a word. The weight is decoded to x's dtype, or to
+    `compute_dtype` where x is fp32; the output has x's dtype. x receives a gradient, the weight
+    does not.
     """
 
-    weight: torch.Tensor
+    weight_codes: torch.Tensor
     weight_scale_inv: torch.Tensor
     bias: torch.Tensor | None
 
@@ -41,10 +45,14 @@ class FrozenLinear(nn.Module):
         compute_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight_codes", weight)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
         self.register_buffer("bias", bias)
         self.compute_dtype = compute_dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.weight_codes
 
     @property
     def fmt(self) -> str:
@@ -70,6 +78,15 @@ class FrozenLinear(nn.Module):
                 moved = fn(buffer)
                 self._buffers[name] = moved if name == "bias" else moved.to(buffer.dtype)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes the codes under `weight` too, where version 0.1 put them."""
+        old, new = f"{prefix}weight", f"{prefix}weight_codes"
+        if old in state_dict and new not in state_dict and state_dict[old].element_size() == 1:
+            state_dict[new] = state_dict.pop(old)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         n, k = self.weight.shape
@@ -142,12 +159,13 @@ def freeze(
 ) -> tuple[nn.Module, FrozenReport]:
     """Replace every linear layer of `model`, in place, by a FrozenLinear; return model and report.
 
-    fmt: "int8" (scale 127 / amax of each output row) or "fp8" (E4M3, scale 448 / amax). nn.Linear
-    and mixprec.nn.Linear are replaced if module_filter_fn(module, fqn) is true. A layer whose
-    weight is shared with another module is not replaced: the other module would keep its copy, and
-    no memory would be saved. compute_dtype: dtype of the matrix product if the input is fp32.
+    fmt: "int8" (scale 127 / amax of each output row) or "fp8" (E4M3, scale 448 / amax). nn.Linear,
+    mixprec.nn.Linear and their subclasses without a forward pass of their own are replaced if
+    module_filter_fn(module, fqn) is true. Not replaced are the adapters of peft, which stay
+    trainable, and a layer whose weight is shared with another module: that one would keep its copy,
+    and no memory would be saved. compute_dtype: dtype of the matrix product if the input is fp32.
 
-    The state_dict of the result holds the plain tensors `weight` (8 bits), `weight_scale_inv` and
+    The state_dict of the result holds the plain tensors `weight_codes`, `weight_scale_inv` and
     `bias`: save it with torch.save or mixprec.save_checkpoint. To load it, build the model
     (possibly on the meta device), call `freeze` on it and then load_state_dict (with assign=True
     for meta tensors). Raises ValueError for an unknown fmt, or for a weight that is not finite,
@@ -163,13 +181,16 @@ def freeze(
     owners = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )
+    added = adapters(model)
     replacement: dict[nn.Module, nn.Module] = {}
     layers: list[FrozenLayer] = []
     left: dict[str, str] = {}
     for fqn, module in model.named_modules():
         if not _is_plain_linear(module):
             continue
-        if module_filter_fn is not None and not module_filter_fn(module, fqn):
+        if module in added:
+            left[fqn] = "an adapter of peft"
+        elif module_filter_fn is not None and not module_filter_fn(module, fqn):
             left[fqn] = "excluded by module_filter_fn"
         elif owners[module.weight] > 1:
             left[fqn] = "its weight is shared with another module"
@@ -189,10 +210,11 @@ def freeze(
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """nn.Linear or mixprec.nn.Linear; other subclasses may compute something else."""
-    return type(module) is nn.Linear or (
-        isinstance(module, nn.Linear) and type(module).__module__ == "mixprec.nn"
-    )
+    """Computes as nn.Linear does. (The output projection of attention is read, not called.)"""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    plain = (nn.Linear.forward, Linear.forward)
+    return isinstance(module, nn.Linear) and type(module).forward in plain
 
 
 def _line(fqn: str, linear: nn.Linear, frozen: FrozenLinear) -> FrozenLayer:

@@ -87,7 +87,8 @@ def convert(
     module_filter_fn: ModuleFilter | None = None,
     overrides: Mapping[str, Recipe | str | None] | None = None,
 ) -> nn.Module:
-    """Replace every nn.Linear and nn.Conv2d in `model`, in place, by mixprec.nn's; return it.
+    """Replace linear layers, convolutions and attention in `model`, in place, by mixprec.nn's;
+    return the model.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
     library's name that `Recipe.parse` accepts, or a Recipe. module_filter_fn(module, fqn) -> bool:
@@ -117,8 +118,8 @@ def convert(
 
     Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
     kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
-    module; ValueError for an unknown recipe, a pattern that matches no layer to
-    convert (listing their names) or a layer whose forward was replaced, before anything is changed.
+    module; ValueError for an unknown recipe, a pattern that matches no layer to convert (listing
+    their names) or a layer whose forward was replaced, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)

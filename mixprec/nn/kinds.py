@@ -80,10 +80,11 @@ class Coverage(NamedTuple):
 
     def __str__(self) -> str:
         share = self.converted / self.total if self.total else 1.0
-        parts = [f"{share:.0%} of the weights"]
-        for (kind, reason), count in self.left.most_common():
-            parts.append(f"{kind} {count / self.total:.1%} ({reason})")
-        return ", not ".join(parts)
+        left = ", ".join(
+            f"{kind} {count / self.total:.1%} ({reason})"
+            for (kind, reason), count in self.left.most_common()
+        )
+        return f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
 
 
 def coverage(model: nn.Module, excluded: Collection[nn.Module] = ()) -> Coverage:

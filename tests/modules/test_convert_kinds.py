@@ -202,7 +202,7 @@ def messages(caplog: pytest.LogCaptureFixture, model: nn.Module, **options: Any)
 def test_adapters_of_peft_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Adapted())
     assert messages(caplog, model).endswith(
-        "80% of the weights, not Linear 20.0% (an adapter of peft)"
+        "80% of the weights; left out: Linear 20.0% (an adapter of peft)"
     )
     kinds = {name: isinstance(m, mixprec.nn.Layer) for name, m in model[0].named_modules()}
     assert [name for name, converted in kinds.items() if converted] == ["base_layer"]
@@ -210,7 +210,9 @@ def test_adapters_of_peft_are_left_alone_and_named(caplog: pytest.LogCaptureFixt
 
 def test_a_warning_names_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(32, 32), Packed())
-    with pytest.warns(UserWarning, match=r"33% of the weights, not Packed 66.7% \(there is no su"):
+    with pytest.warns(
+        UserWarning, match=r"33% of the weights; left out: Packed 66.7% \(there is no su"
+    ):
         messages(caplog, model)
 
 
@@ -220,7 +222,7 @@ def test_what_the_caller_excludes_is_reported_without_a_warning(
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 96))
     text = messages(caplog, model, overrides={"1": None})
     assert text.endswith(
-        "1 of 2 layers set to bf16: 25% of the weights, not Linear 75.0% (excluded)"
+        "1 of 2 layers set to bf16: 25% of the weights; left out: Linear 75.0% (excluded)"
     )
 
 

@@ -101,6 +101,54 @@ def test_save_and_load_on_meta(fmt: str, tmp_path: Path) -> None:
     assert torch.equal(empty(x), model(x))
 
 
+def test_codes_never_pass_for_weights() -> None:
+    frozen, _ = mixprec.freeze(mlp(), "int8")
+    state = frozen.state_dict()
+    assert "0.weight" not in state
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.weight"'):
+        mlp().load_state_dict(state)
+    # as version 0.1 saved it
+    old = {k.replace("weight_codes", "weight"): v for k, v in state.items()}
+    loaded, _ = mixprec.freeze(mlp(), "int8")
+    loaded[0].weight_codes.zero_()
+    loaded.load_state_dict(old)
+    assert torch.equal(loaded[0].weight, frozen[0].weight)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.weight_codes"'):
+        loaded.load_state_dict(mlp().state_dict())
+
+
+class Adapted(nn.Module):
+    """As peft wraps a layer: y = base_layer(x) + lora_B(lora_A(x))."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = nn.Linear(16, 16), nn.Linear(16, 2, bias=False)
+        self.lora_B = nn.Linear(2, 16, bias=False)
+
+
+def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward() -> None:
+    class Own(nn.Linear):
+        pass
+
+    class Twice(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    layers = {"adapted": Adapted(), "own": Own(16, 16), "twice": Twice(16, 16)}
+    model = nn.ModuleDict({**layers, "attention": nn.MultiheadAttention(16, 2)})
+    mixprec.convert(model, "bf16")
+    model, report = mixprec.freeze(model)
+    assert {layer.name for layer in report.layers} == {"adapted.base_layer", "own"}
+    assert report.left == dict.fromkeys(["adapted.lora_A", "adapted.lora_B"], "an adapter of peft")
+    assert all(p.requires_grad for p in model["adapted"].parameters())
+    assert isinstance(model["twice"], Twice)
+    x = torch.randn(3, 2, 16)
+    with mixprec.autocast(enabled=False):  # which reads the weight of attention's projection
+        model["attention"](x, x, x)
+
+
 def test_converted_models_freeze_to_the_same() -> None:
     model = mlp()
     plain, _ = mixprec.freeze(copy.deepcopy(model), "fp8")
