@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops._dispatch.op",),
     ("ops.*",),
     ("ops",),
-    ("_recipe_aliases", "_local_gradients"),
+    ("_recipe_aliases", "_local_gradients", "_unrounded"),
     ("recipes",),
     ("functional.operands", "scaling", "grad_report", "distributed"),
     ("functional",),
