@@ -1,4 +1,4 @@
-"""One variant of gemm and gemm_accumulate_ on its own, for the tests of values/test_gemm.py."""
+"""One variant of gemm and gemm_accumulate_ on its own, for values/test_gemm_values.py."""
 
 from __future__ import annotations
 

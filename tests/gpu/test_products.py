@@ -1,5 +1,5 @@
-"""gemm and gemm_accumulate_ on a GPU, each variant alone: emulated/values/test_gemm.py, in graphs,
-on a side stream, and of more than 2^31 elements."""
+"""gemm and gemm_accumulate_ on a GPU, each variant alone: the tests of test_gemm_values.py, in
+graphs, on a side stream, and of more than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 from cases import small_integers, transposed
-from emulated.values.test_gemm import *  # noqa: F403 (the tests, with the fixture below)
-from emulated.values.test_gemm import Pair, check, formats, product
+from emulated.values.test_gemm_values import *  # noqa: F403 (the tests, with the fixture below)
+from emulated.values.test_gemm_values import Pair, check, formats, product
 from emulated.variant import Variant
 from on_gpu import FAKE_DEVICE
 
