@@ -24,13 +24,12 @@ FORMATS = ("int8", "fp8")
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W^T + bias in 16 bits, with the weight W ~ weight * weight_scale_inv stored in 8.
+    """y = x @ W^T + bias in 16 bits, with W ~ weight_codes * weight_scale_inv stored in 8.
 
     weight_codes: [N, K], int8 or E4M3, which `weight` returns too; weight_scale_inv: fp32 [N, 1],
-    one scale per output row. Under these names they stand in the state dict, which therefore does
-    not load into nn.Linear without a word. The weight is decoded to x's dtype, or to
-    `compute_dtype` where x is fp32; the output has x's dtype. x receives a gradient, the weight
-    does not.
+    one scale per output row. The state dict has them under these names, so that loading it into
+    nn.Linear reports a missing weight. The weight is decoded to x's dtype, or to `compute_dtype`
+    where x is fp32; the output has x's dtype. x receives a gradient, the weight does not.
     """
 
     weight_codes: torch.Tensor

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _unrounded
 from ..amp.grad_scaler import GradScaler
 from ..nn.convert import cast_parameters, convert
 from ..optim import AdamW
@@ -127,6 +128,8 @@ def compare(
             if recipe.needs_loss_scaling:
                 scaler = make_scaler() if make_scaler else GradScaler(device.type)
         optimizer = (make_optimizer or adamw)(model)
+        for p in model.parameters():
+            _unrounded.take(p)  # what an optimizer without masters of ours has left
         return TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
 
     try:

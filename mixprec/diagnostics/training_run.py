@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..functional import observed
-from ..nn import Linear
+from ..nn import Layer
 from .report import Row
 from .stats.products import model_sqnr
 
@@ -263,7 +263,7 @@ class TrainingRun:
         with ExitStack() as stack:
             stack.enter_context(observed(ours))
             for name, module in self.model.named_modules():
-                if isinstance(module, nn.Linear) and not isinstance(module, Linear):
+                if isinstance(module, nn.Linear) and not isinstance(module, Layer):
                     handle = module.register_forward_hook(watch(name))
                     stack.callback(handle.remove)
             yield

@@ -42,6 +42,7 @@ class Layer(torch.nn.Module):
     clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
     """
 
+    one_product = True  # y is one product of x and `weight`, which diagnostics can repeat
     name: str
     weight: torch.Tensor
     scale: torch.Tensor  # these three for a delayed recipe only

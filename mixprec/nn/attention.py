@@ -23,6 +23,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     """
 
     __module__ = "mixprec.nn"
+    one_product = False
 
     @classmethod
     def from_attention(
@@ -63,9 +64,9 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = self._heads(recipe, query, key, value, batched, swap)
         p = self.dropout if self.training else 0.0
-        causal = is_causal and key_padding_mask is None and not need_weights
-        causal = causal and k.shape[2] == key.shape[1 if batched and not swap else 0]
-        mask = None if causal else _mask(attn_mask, key_padding_mask, q, k)
+        keys = key.shape[1 if batched and not swap else 0]
+        causal = is_causal and key_padding_mask is None and not need_weights and k.shape[2] == keys
+        mask = None if causal else _mask(attn_mask, key_padding_mask, q, k, keys)
         weights = None
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
@@ -132,16 +133,25 @@ def _mask(
     key_padding_mask: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
+    keys: int,
 ) -> torch.Tensor | None:
-    """What is added to the scores [B, H, L, S']; True in a mask means -inf."""
-    total = None
-    if attn_mask is not None:  # [L, S] or [B * H, L, S]
+    """What is added to the scores [B, H, L, S']; True in a mask means -inf. keys: S."""
+    total, (b, h, rows, _) = None, q.shape
+    if attn_mask is not None:
         per_head = attn_mask.dim() == 3
-        total = _added(attn_mask.unflatten(0, (-1, q.shape[1])) if per_head else attn_mask, q, k)
-    if key_padding_mask is not None:  # [B, S]
+        _has_shape("attn_mask", attn_mask, (b * h, rows, keys) if per_head else (rows, keys))
+        total = _added(attn_mask.unflatten(0, (b, h)) if per_head else attn_mask, q, k)
+    if key_padding_mask is not None:
+        _has_shape("key_padding_mask", key_padding_mask, (b, keys))
         padding = _added(key_padding_mask[:, None, None], q, k)
         total = padding if total is None else total + padding
     return total
+
+
+def _has_shape(name: str, mask: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(mask.shape) != shape:
+        got = tuple(mask.shape)
+        raise RuntimeError(f"MultiheadAttention: {name} must have shape {shape}, got {got}")
 
 
 def _added(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -257,7 +257,8 @@ def cast_parameters(
         if _is_norm(module):
             kept.update(module.parameters(recurse=False))
             # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take.
-            if not isinstance(module, NORMS) and _as_input not in module._forward_hooks.values():
+            known = isinstance(module, NORMS) or _as_input in module._forward_hooks.values()
+            if dtype in LOW_PRECISION and not known:
                 module.register_forward_hook(_as_input)
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype

@@ -30,6 +30,7 @@ class Intercepted(Layer):
     """
 
     __module__ = "mixprec.nn"
+    one_product = False
     _warned = False
 
     @classmethod
@@ -42,9 +43,10 @@ class Intercepted(Layer):
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
             return super().forward(*args, **kwargs)
-        with _Products(self, recipe) as products:
+        products = _Products(self, recipe)
+        with products:
             result = super().forward(*args, **kwargs)
-        if not products.found and not self._warned:
+        if not (torch.compiler.is_compiling() or products.found or self._warned):
             self._warned = True
             warnings.warn(
                 f"{self.name or 'a layer'} does not use the recipe {recipe.name}: its forward pass "
@@ -85,9 +87,10 @@ class _Products(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         run = _RUN.get(func)
-        if run is None:
+        if run is None or (run is _grouped_mm and not _is_by_rows(*args, **kwargs)):
             return func(*args, **kwargs)
-        self.found = True
+        if not torch.compiler.is_compiling():
+            self.found = True
 
         def product(of: Callable[..., Any], x: torch.Tensor, *more: Any) -> torch.Tensor:
             state = self.layer._state(x, self.recipe)._asdict()
@@ -112,7 +115,7 @@ def _grouped_mm(
     product: Any,
     input: torch.Tensor,
     mat2: torch.Tensor,
-    offs: torch.Tensor | None = None,
+    offs: torch.Tensor,
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -120,13 +123,18 @@ def _grouped_mm(
 
     Waits for a GPU, to read offs.
     """
-    if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
-        raise NotImplementedError("grouped_mm: input must be [S, K], mat2 [E, K, N] with offs")
     ends = offs.tolist()
     groups = zip([0, *ends], ends, mat2.unbind(), strict=False)
     parts = [product(functional.linear, input[a:b], w.t(), None) for a, b, w in groups]
     rest = input.new_zeros(input.shape[0] - ends[-1], mat2.shape[2], dtype=parts[0].dtype)
     return torch.cat([*parts, rest]).to(out_dtype or input.dtype)
+
+
+def _is_by_rows(
+    input: torch.Tensor, mat2: torch.Tensor, offs: object = None, bias: object = None, **_: object
+) -> bool:
+    """Whether a grouped_mm is that of `_grouped_mm`; others stay torch's."""
+    return input.dim() == 2 and mat2.dim() == 3 and offs is not None and bias is None
 
 
 _RUN: dict[Any, Callable[..., torch.Tensor]] = {

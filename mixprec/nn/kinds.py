@@ -58,11 +58,13 @@ def leave_fast_paths(model: nn.Module) -> None:
     """Make torch's encoder layers call their parts, of which one is converted, in eval mode too:
     their fast path reads the weights."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            if any(isinstance(part, Layer) for part in module.modules()):
+        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            continue
+        if any(isinstance(part, Layer) for part in module.modules()):
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+            else:
                 module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
 
 
 class Coverage(NamedTuple):

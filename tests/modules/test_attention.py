@@ -97,8 +97,28 @@ def test_masks_that_do_not_fit_are_errors_as_in_torch() -> None:
     ours, x = mixprec.convert(nn.MultiheadAttention(E, H), "bf16"), torch.randn(L, B, E)
     with pytest.raises(RuntimeError, match="is_causal is a hint and needs attn_mask"):
         ours(x, x, x, is_causal=True)
-    with pytest.raises((RuntimeError, AssertionError)):
-        ours(x, x, x, attn_mask=torch.zeros(L + 1, L))
+    for mask in (torch.zeros(L + 1, L), torch.zeros(1, L), torch.zeros(B, L, L)):
+        with pytest.raises(RuntimeError, match="attn_mask must have shape"):
+            ours(x, x, x, attn_mask=mask)
+    with pytest.raises(RuntimeError, match=r"key_padding_mask must have shape \(2, 6\)"):
+        ours(x, x, x, key_padding_mask=torch.zeros(1, L))
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(E, H, 64, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def test_diagnostics_measure_the_layers_with_one_product() -> None:
+    report = mixprec.compare(Loss, [torch.randn(B, L, E)] * 2, ("fp8-delayed",), sqnr=True)
+    measured = {"layer.linear1", "layer.linear2", "layer.self_attn.out_proj"}
+    assert set(report["fp8-delayed"].sqnr) == measured
+    counts = report["fp8-delayed"].gemm_counts("layer.self_attn")
+    assert counts["forward"] == {"e4m3 x e4m3": 2}
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])

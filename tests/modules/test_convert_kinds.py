@@ -61,6 +61,9 @@ class Experts(nn.Module):
         self.grouped = grouped
         self.up_proj = nn.Parameter(torch.randn(3, 16, 32) / 8)
 
+    def grouped_form(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.grouped_mm(x, self.up_proj.transpose(1, 2))
+
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         if self.grouped:
             return nn.functional.grouped_mm(x, self.up_proj.transpose(1, 2), offs=offs)
@@ -158,6 +161,8 @@ def test_a_forward_pass_of_its_own_keeps_what_it_does_around_the_product(recipe:
     assert torch.equal(twice(x), mixprec.convert(plain, recipe)(x) * 2)
     assert torch.equal(mixprec.convert(conv, recipe)(image), mixprec.convert(same, recipe)(image))
     assert len(grads(twice, x)) == 2
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), twice(x))
     with mixprec.autocast(enabled=False):
         assert torch.equal(twice(x), nn.functional.linear(x, plain.weight, plain.bias) * 2)
 
@@ -179,6 +184,30 @@ def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
     torch.cat(expected).square().sum().backward()
     assert torch.equal(experts.up_proj.grad, plain.up_proj.grad)
     assert not experts.up_proj.grad[1].any(), "an expert without a token"
+    if grouped:  # of another form, which stays torch's
+        batch = torch.randn(3, 4, 32)
+        assert torch.equal(experts(batch, None), plain.requires_grad_(False).grouped_form(batch))
+
+
+def test_the_products_of_a_layer_are_counted_once_and_measured_as_those_of_a_linear() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice, self.conv1d = Twice(32, 32), Conv1D(16, 32)
+            self.linear = nn.Linear(32, 16)
+            with torch.no_grad():
+                self.linear.weight.copy_(self.conv1d.weight.t())
+                self.linear.bias.copy_(self.conv1d.bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.twice(x)
+            return (self.conv1d(y) + self.linear(y)).square().mean()
+
+    data = [torch.randn(8, 32)]
+    row = mixprec.compare(Loss, data, ("fp8-rowwise",), lr=0.0, weight_decay=0.0, sqnr=True).rows[0]
+    assert row.gemm_counts("twice")["forward"] == {"e4m3 x e4m3": 1}
+    assert row.sqnr.keys() == {"conv1d", "linear"}
+    assert row.sqnr["conv1d"] == row.sqnr["linear"]
 
 
 class Adapted(nn.Module):

@@ -9,16 +9,24 @@ from torch import nn
 
 from ...functional import is_pointwise
 from ...functional.operands import Delayed
-from ...nn import _region
+from ...nn import Conv1D, _region
 from ...recipes import Recipe
 
-__all__ = ["as_operand", "product_fp32", "recipe_layers", "state_here"]
+__all__ = ["as_operand", "measured_layers", "product_fp32", "recipe_layers", "state_here"]
 
 
 def recipe_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of `model` that casts its operands by a recipe, once, with its path."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "recipe", None), Recipe):
+            yield name, module
+
+
+def measured_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those whose output is one product of input and weight: not the input projections of
+    attention, stacked experts, and layers with a forward pass of their own."""
+    for name, module in recipe_layers(model):
+        if getattr(module, "one_product", True):
             yield name, module
 
 
@@ -40,6 +48,8 @@ def as_operand(layer: nn.Module, role: str, t: torch.Tensor) -> torch.Tensor:
     A convolution with FP8 operands is a GEMM over pixels if it combines only channels; otherwise
     its operands are cast as [first dimension, all the rest]. (The zeros of padding are excluded.)
     """
+    if isinstance(layer, Conv1D):
+        return t.t() if role == "w" else t
     if not isinstance(layer, nn.Conv2d):
         return t
     if role == "w":
@@ -59,6 +69,8 @@ def product_fp32(
     x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if isinstance(layer, nn.Linear):
         return nn.functional.linear(x, weight, bias)
+    if isinstance(layer, Conv1D):
+        return nn.functional.linear(x, weight.t(), bias)
     if isinstance(layer, nn.Conv2d):
         return layer._conv_forward(x, weight, bias)  # applies any padding_mode
     return None

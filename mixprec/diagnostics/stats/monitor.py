@@ -14,7 +14,7 @@ from torch import nn
 from ..._local_gradients import is_sharded
 from .. import plotting
 from . import measure, records
-from .layers import as_operand, product_fp32, recipe_layers, state_here
+from .layers import as_operand, measured_layers, product_fp32, recipe_layers, state_here
 
 __all__ = ["Monitor"]
 
@@ -83,7 +83,7 @@ class Monitor:
             raise TypeError(f"Monitor: model must be a torch.nn.Module, got {got}")
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"Monitor: every must be an int of 1 or more, got {every!r}")
-        if not any(True for _ in recipe_layers(model)):
+        if not any(True for _ in measured_layers(model)):
             raise ValueError("Monitor: model must have layers with a recipe: mixprec.convert it")
         self.model, self.every, self.sqnr = model, every, sqnr
         self.scaler, self.optimizer = scaler, optimizer
@@ -100,7 +100,7 @@ class Monitor:
     def attach(self) -> Monitor:
         """Register the hooks, as entering the context does; no effect if they are registered."""
         if not self._handles:
-            for name, layer in recipe_layers(self.model):
+            for name, layer in measured_layers(self.model):
                 hook = self._after_forward(name)
                 self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         return self
@@ -152,9 +152,8 @@ class Monitor:
             clipped = getattr(layer, "clipped", None)
             if isinstance(clipped, torch.Tensor):
                 self._note(f"clipped/{name}", clipped.sum())
-        self._note(
-            "", torch.zeros((), device="cpu")
-        )  # records the step even if no layer was called
+        # Records the step even if no layer was called.
+        self._note("", torch.zeros((), device="cpu"))
 
     def _note(self, name: str, value: torch.Tensor) -> None:
         self._scalars.append(_Scalar(self.steps, name, value.detach().double().reshape(())))

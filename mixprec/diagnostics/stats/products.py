@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from ...nn import _region
 from ...recipes import ROLES, Recipe
-from .layers import as_operand, product_fp32, recipe_layers, state_here
+from .layers import as_operand, measured_layers, product_fp32, state_here
 from .measure import FIELDS, cast_sums, decibels, squares
 
 __all__ = ["BARS", "PRODUCTS", "REMEDIES", "Sqnr", "below_bar", "model_sqnr", "product_sqnr"]
@@ -103,7 +103,7 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
 
         return after_forward
 
-    layers = dict(recipe_layers(model))
+    layers = dict(measured_layers(model))
     before = [(b, b.clone()) for b in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
