@@ -63,6 +63,30 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def torch_state() -> dict[str, object]:
+    """What a program can set for all of torch."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "function modes": [type(mode).__name__ for mode in modes],
+        "autocast": [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+        "autocast dtypes": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "backend": mixprec.ops._dispatch.backends._forced,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _leaves_torch_as_it_was() -> Iterator[None]:
+    before = torch_state()
+    yield
+    assert torch_state() == before
+
+
 @pytest.fixture(params=["cpp", "reference"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once on the compiled kernels and once on the plain-torch reference."""

@@ -161,12 +161,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, `main_grad` included."""
+        self._clear_main_grads(keep=not set_to_none)
         super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for p in group["params"]:
-                main = vars(p).get("main_grad")
-                if main is not None:
-                    p.main_grad = None if set_to_none else main.detach().zero_()
+
+    def _clear_main_grads(self, keep: bool = False) -> None:
+        """Zero in place the main_grad of params without a `grad`: the layer or framework adds to it
+        again. That of others is the copy of a `grad` that DDP made; it goes, unless to keep it."""
+        zeroed = []
+        for p in (p for group in self.param_groups for p in group["params"]):
+            main = vars(p).get("main_grad")
+            if main is not None and (keep or p.grad is None):
+                zeroed.append(main.detach())
+            elif main is not None:
+                p.main_grad = None
+        if zeroed:
+            torch._foreach_zero_(zeroed)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -229,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Update the params with their current gradients; return what `closure`, if given,
-        returned."""
+        returned. A `main_grad` is cleared."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -270,6 +279,8 @@ class Optimizer(torch.optim.Optimizer):
         clips = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
         for batch in batches:
             self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
+        if self._batches.met_main_grad:
+            self._clear_main_grads()  # also where the step is skipped: model.zero_grad() cannot
         self._batches.remember()
         return loss
 

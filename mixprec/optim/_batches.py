@@ -50,7 +50,7 @@ class Batches:
         self._current: dict[int, _Known] = {}
         # By batch: the steps in its states, and the buffer whose elements they are.
         self._steps: dict[tuple[Any, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
-        self.met_low_precision = False
+        self.met_low_precision = self.met_main_grad = False
 
     def of_group(
         self,
@@ -66,6 +66,7 @@ class Batches:
         params = group["params"]
         grads = [p.grad for p in params]
         if "main_grad" in set().union(*map(vars, params)):
+            self.met_main_grad = True
             grads = [gradient_of(p) for p in params]
         if type(None) in set(map(type, grads)):
             params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]

@@ -34,7 +34,7 @@ class AdamW(Optimizer):
     distance, from `seed`. The same seed gives the same bits.
     grad_dtype: torch.float32 lets autograd accumulate the gradients of 16-bit params in FP32 (not
     under DDP, which has `distributed.reduce_gradients_in_fp32`). A param's `main_grad`, if there
-    is one, is used instead of its `grad`.
+    is one, is used instead of its `grad`, and cleared by step().
     max_grad_norm: clips the norm of all gradients of all groups together, after unscaling, by
     min(1, max_grad_norm / (norm + 1e-6)); a group with its own "max_grad_norm" is clipped by the
     norm of that group. max_grad_value bounds each element. The norm is in `grad_norm`.

@@ -22,6 +22,7 @@ from optimizers import (
     train,
 )
 
+from mixprec.nn import Linear
 from mixprec.optim import SGD, Adam, AdamW
 
 
@@ -194,3 +195,33 @@ def test_zero_grad_clears_main_grad() -> None:
     assert not hasattr(params[0], "main_grad")
     optimizer.step()  # nothing to do
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool) -> None:
+    """A layer adds to main_grad in the same buffer, which model.zero_grad() does not see; the other
+    one gets a fresh buffer for each step. The second step is skipped."""
+    layer, fresh = (Linear(16, 8, bias=False).bfloat16() for _ in range(2))
+    fresh.load_state_dict(layer.state_dict())
+    layer.weight.main_grad = buffer = torch.zeros(8, 16)
+    optimizers = [SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (layer, fresh)]
+    for step in range(4):
+        x = normal((4, 16), torch.bfloat16, seed=step) * (math.inf if step == 1 else 1)
+        fresh.weight.main_grad = torch.zeros(8, 16)
+        for module, optimizer in zip((layer, fresh), optimizers, strict=True):
+            module(x).float().square().mean().backward()
+            optimizer.step()
+        assert layer.weight.main_grad is buffer
+        assert not buffer.any()
+        (layer if of_model else optimizers[0]).zero_grad()
+    assert optimizers[0].skipped == optimizers[1].skipped == 1
+    same = (tensors(each, [m.weight]) for each, m in zip(optimizers, (layer, fresh), strict=True))
+    assert_same(*same)
+
+
+def test_a_main_grad_beside_a_grad_goes_with_the_step() -> None:
+    """DDP makes it in every backward pass; the layer must not add to that of the step before."""
+    p = torch.nn.Parameter(torch.ones(4).bfloat16())
+    p.grad, p.main_grad = torch.ones(4).bfloat16(), torch.ones(4)
+    SGD([p], lr=0.1).step()
+    assert p.main_grad is None
