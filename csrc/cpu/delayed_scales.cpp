@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "ops.h"
+#include "overlap.h"
 
 namespace mixprec::cpu {
 
@@ -35,6 +36,7 @@ void update_delayed_scales_(TensorList amax_histories, TensorList scales, Tensor
     STD_TORCH_CHECK(fmt_max[i] > 0 && std::isfinite(fmt_max[i]),
                     "update_delayed_scales_: fmt_max must be positive and finite");
   }
+  check_disjoint(amax_histories, op, "amax_histories");
   float shift = std::ldexp(1.0f, static_cast<int>(-margin));
   for (size_t i = 0; i < n; ++i) {
     Tensor history = torch::stable::contiguous(amax_histories[i]);  // usually no copy

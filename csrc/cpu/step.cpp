@@ -1,6 +1,8 @@
 // Checks the arguments of the optimizer updates and lays them out for the loops.
 #include "cpu/step.h"
 
+#include "overlap.h"
+
 namespace mixprec::cpu {
 
 namespace {
@@ -58,6 +60,7 @@ Step::Step(StepArguments arguments) : arguments_(std::move(arguments)) {
     check_row(i);
     random = random || rows_[i].random;
   }
+  check_disjoint(a.params, a.op, "params");
   STD_TORCH_CHECK(a.indices.size() == count || (a.indices.empty() && !random), a.op,
                   ": indices must have one number per param for stochastic rounding");
   for (int64_t index : a.indices) {

@@ -4,6 +4,7 @@
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 #include "ops.h"
+#include "overlap.h"
 
 namespace mixprec::cpu {
 
@@ -57,6 +58,7 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor 
     dtypes[i] = check_grad(grads[i], "unscale_: a gradient");
     STD_TORCH_CHECK(is_writable(grads[i]), "unscale_: the elements of a gradient share memory");
   }
+  check_disjoint(grads, "unscale_", "grads");
 
   TensorList flat = grads;
   for (Tensor& t : flat) {

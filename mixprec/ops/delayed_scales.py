@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks, example_inputs, overlap
 from ._dispatch.op import Op
 from .scale import scale_from_amax
 
@@ -75,6 +75,7 @@ def _check(
             checks.has_shape(op, f"{name}[{i}]", t, shape, meaning)
             checks.on_device(op, f"{name}[{i}]", t, device, "scales[0]")
             checks.is_writable(op, f"{name}[{i}]", t)
+    overlap.check_disjoint(op, "amax_histories", amax_histories)
 
 
 delayed_scales_op = Op(

@@ -2,6 +2,7 @@
 #include "cuda/common/on_device.h"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
+#include "overlap.h"
 
 namespace mixprec::cuda {
 
@@ -42,6 +43,7 @@ void unscale_(Tensors grads, Tensor inv_scale, Tensor found_inf, MaybeTensor cou
     dtypes.push_back(check_grad(grad, found_inf, "unscale_: a gradient"));
     STD_TORCH_CHECK(is_writable(grad), "unscale_: the elements of a gradient share memory");
   }
+  check_disjoint(grads, "unscale_", "grads");
   if (grads.empty()) return;
 
   OnDevice device(found_inf);

@@ -6,6 +6,7 @@
 
 #include "cuda/common/on_device.h"
 #include "cuda/optim/step.cuh"
+#include "overlap.h"
 
 namespace mixprec::cuda {
 
@@ -66,6 +67,7 @@ class ParamBundles {
       check(bundles_[i]);
       random |= is_random(bundles_[i]);
     }
+    check_disjoint(params, lists.op, "params");
     require(indices.size() == params.size() || (indices.empty() && !random),
             "indices must have one number per param for stochastic rounding");
     for (int64_t index : indices) {

@@ -3,6 +3,7 @@
 
 #include "cuda/common/on_device.h"
 #include "cuda/scale/delayed_scales.cuh"
+#include "overlap.h"
 
 namespace mixprec::cuda {
 
@@ -33,6 +34,7 @@ void update_delayed_scales_(Tensors amax_histories, Tensors scales, Tensors amax
     STD_TORCH_CHECK(fmt_max[i] > 0 && std::isfinite(fmt_max[i]),
                     "update_delayed_scales_: fmt_max must be positive and finite");
   }
+  check_disjoint(amax_histories, "update_delayed_scales_", "amax_histories");
 
   OnDevice device(scales[0]);
   Tensors histories;

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import checks, rounding
+from . import checks, overlap, rounding
 
 REMAINDER = torch.int16  # of a master: the bits that a bf16 param lacks
 # The end of every update's schema.
@@ -122,6 +122,7 @@ def check(
     _check_scalars(op, args)
     for i, param in enumerate(params):
         _check_param(op, i, param, lists, args)
+    overlap.check_disjoint(op, "params", params)
 
 
 def _check_scalars(op: str, args: Any) -> None:
