@@ -173,15 +173,21 @@ class Optimizer(torch.optim.Optimizer):
     def _clear_main_grads(self, keep: bool = False) -> None:
         """Zero in place the main_grad of params without a `grad`: the layer or framework adds to it
         again. That of others is the copy of a `grad` that DDP made; it goes, unless to keep it."""
-        zeroed = []
         for p in (p for group in self.param_groups for p in group["params"]):
             main = vars(p).get("main_grad")
             if main is not None and (keep or p.grad is None):
-                zeroed.append(main.detach())
+                main.detach().zero_()
             elif main is not None:
                 p.main_grad = None
-        if zeroed:
-            torch._foreach_zero_(zeroed)
+
+    def reload_model_params(self) -> None:
+        """Take the values of the params into their masters at the next step.
+
+        Other code may write to a param in place, or assign `param.data`: the next step sees that.
+        It cannot see a write in place through `param.data` (as `p.data.add_(x)`), which leaves no
+        trace, and would overwrite the value with the master; call this after one.
+        """
+        self._batches.forget()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -36,6 +36,7 @@ class _Known(NamedTuple):
     dtypes: list[torch.dtype]
     state_sizes: list[int]
     moments: tuple[str, ...]
+    addresses: list[int]
     versions: list[int]
     data: list[torch.Tensor]  # the parts on this rank
     has_master: bool | None  # all of them, or none, in one batch; None: several batches
@@ -79,22 +80,24 @@ class Batches:
             grads = [local(placed_like(grad, p)) for grad, p in zip(grads, params, strict=True)]
         states = list(map(state.__getitem__, params))
         dtypes, versions = [p.dtype for p in data], [p._version for p in data]
+        addresses = [p.data_ptr() for p in data]  # assigning p.data leaves the version as it is
         now = (list(map(id, params)), dtypes, list(map(len, states)), moments)
         known = self._known.get(g)
-        if known is not None and known[:5] == (*now, versions):
+        if known is not None and known[:6] == (*now, addresses, versions):
             has_master = known.has_master
         else:
-            same = known is not None and known[:4] == now
-            before = known.versions if known is not None and same else [-1] * len(params)
-            each = zip(params, grads, states, versions, before, strict=True)
-            for p, grad, of_param, version, last in each:
-                if version != last:
+            unchanged: set[tuple[int, int, int]] = set()
+            if known is not None and known[:4] == now:
+                unchanged = set(zip(known.ids, known.addresses, known.versions, strict=True))
+            each = zip(params, grads, states, addresses, versions, strict=True)
+            for p, grad, of_param, address, version in each:
+                if (id(p), address, version) not in unchanged:
                     self._prepare(p, grad, of_param, moments)
             kinds = {(_has_master(s), p.device) for s, p in zip(states, data, strict=True)}
             has_master = kinds.pop()[0] if len(kinds) == 1 else None
             now = (now[0], dtypes, list(map(len, states)), moments)
             self.met_low_precision |= any(dtype in LOW_PRECISION for dtype in dtypes)
-        self._current[g] = _Known(*now, versions, data, has_master)
+        self._current[g] = _Known(*now, addresses, versions, data, has_master)
         if has_master is not None:
             yield Batch(g, params, data, grads, states, has_master)
             return
@@ -127,6 +130,10 @@ class Batches:
         for g, known in self._current.items():
             self._known[g] = known._replace(versions=[p._version for p in known.data])
         self._current = {}
+
+    def forget(self) -> None:
+        """Treat every param as written by other code since the last step."""
+        self._known = {}
 
     def steps(self, batch: Batch) -> torch.Tensor:
         """The `step` of each state of the batch in one tensor; those in the states are views."""

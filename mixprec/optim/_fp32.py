@@ -31,20 +31,30 @@ def fp32_state_dict(
             continue
         tensor = value.detach()
         if value.dtype in LOW_PRECISION:
-            tensor = _wide(name, tensor, states.get(id(value), {}))
+            tensor = _exact(name, tensor, states.get(id(value), {}))
         result[name] = tensor.clone()
     return result
 
 
-def _wide(name: str, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    if "remainder" in state:
-        return export_master(param, state["remainder"])
-    if "master" not in state:
-        return param.float()
-    rounded = state["master"].to(param.dtype)
-    if not ((rounded == param) | (rounded.isnan() & param.isnan())).all():
+def _exact(name: str, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    if "master" in state and not _same(param, state["master"]).all():
         raise ValueError(
             f"fp32_state_dict: {name} was written after the last step and is no longer its master "
             "rounded; do a step first, or save model.state_dict()"
         )
-    return state["master"]
+    return master_of(param, state)
+
+
+def master_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """The FP32 values of a 16-bit param: its master, or where that no longer rounds to the param,
+    or there is none, its own."""
+    if "remainder" in state:
+        return export_master(param, state["remainder"])
+    if "master" not in state:
+        return param.float()
+    return torch.where(_same(param, state["master"]), state["master"], param.float())
+
+
+def _same(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    rounded = master.to(param.dtype)
+    return (rounded == param) | (rounded.isnan() & param.isnan())

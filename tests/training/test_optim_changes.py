@@ -97,6 +97,22 @@ def test_a_master_follows_what_was_written_before_the_first_step(dtype: torch.dt
     params[0].data[0, 0] = 5.0  # the next step overwrites it with the master rounded
     train(optimizer, params, 1)
     assert torch.equal(params[0], parameters(dtype)[0] * 2)
+    params[0].data[0, 0] = 5.0
+    optimizer.reload_model_params()
+    train(optimizer, params, 1)
+    assert params[0][0, 0] == optimizer.state[params[0]]["master"][0, 0] == 5.0
+
+
+@kinds
+def test_params_whose_memory_is_replaced(kind: Kind) -> None:
+    """`p.data = x`, as vector_to_parameters does, leaves the version of p as it was."""
+    params = parameters(torch.bfloat16)
+    optimizer = kind(params, lr=0.0, weight_decay=0.0)
+    train(optimizer, params, 2)
+    vector = torch.nn.utils.parameters_to_vector(params) * 3
+    torch.nn.utils.vector_to_parameters(vector, params)
+    train(optimizer, params, 1)
+    assert torch.equal(torch.nn.utils.parameters_to_vector(params), vector)
 
 
 @kinds
