@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from . import testing
 from .formats import E4M3
 from .nn import Linear
 from .nn.convert import ModuleFilter
-from .nn.kinds import adapters
+from .nn.kinds import ADAPTER, Coverage, adapters, coverage
 from .ops import dequantize, quantize
 from .ops.int8 import dequantize_int8, quantize_int8
 from .quantized import Quantized
@@ -108,6 +109,7 @@ class FrozenReport(NamedTuple):
     fmt: str
     layers: list[FrozenLayer]
     left: dict[str, str]  # layers that are not changed, and why
+    coverage: Coverage
     bytes_before: int
     bytes_after: int
 
@@ -120,6 +122,7 @@ class FrozenReport(NamedTuple):
             before, after = f"{layer.bytes_before:10,}", f"{layer.bytes_after:10,}"
             lines.append(f"{layer.name:{width}}  {sizes}  {before}  {after}  {layer.sqnr:5.1f} dB")
         lines += [f"{name} is not changed: {reason}" for name, reason in self.left.items()]
+        lines.append(f"in {self.fmt}: {self.coverage}")
         lines.append(
             f"the whole model: {self.bytes_before:,} -> {self.bytes_after:,} bytes "
             f"({self.bytes_after / max(1, self.bytes_before):.0%}), {self.fmt}"
@@ -164,6 +167,9 @@ def freeze(
     trainable, and a layer whose weight is shared with another module: that one would keep its copy,
     and no memory would be saved. compute_dtype: dtype of the matrix product if the input is fp32.
 
+    The report names them, and the share of the weights that is frozen; a warning says if more than
+    a fifth is in modules that are not linear layers.
+
     The state_dict of the result holds the plain tensors `weight_codes`, `weight_scale_inv` and
     `bias`: save it with torch.save or mixprec.save_checkpoint. To load it, build the model
     (possibly on the meta device), call `freeze` on it and then load_state_dict (with assign=True
@@ -188,7 +194,7 @@ def freeze(
         if not _is_plain_linear(module):
             continue
         if module in added:
-            left[fqn] = "an adapter of peft"
+            left[fqn] = ADAPTER
         elif module_filter_fn is not None and not module_filter_fn(module, fqn):
             left[fqn] = "excluded by module_filter_fn"
         elif owners[module.weight] > 1:
@@ -200,12 +206,16 @@ def freeze(
                 raise ValueError(f"freeze: {fqn or 'the model'}: {error}") from None
             replacement[module] = frozen
             layers.append(_line(fqn, module, frozen))
+    why_left = {model.get_submodule(fqn): reason for fqn, reason in left.items()}
+    found = coverage(model, why_left, list(replacement), "only linear layers are frozen")
+    if found.is_low:
+        warnings.warn(f"freeze: {fmt} was asked for and reaches {found}", stacklevel=2)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child in replacement:
                 setattr(parent, name, replacement[child])
     model = replacement.get(model, model)
-    return model, FrozenReport(fmt, layers, left, before, _size(model))
+    return model, FrozenReport(fmt, layers, left, found, before, _size(model))
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

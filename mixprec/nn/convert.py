@@ -35,8 +35,6 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-# The share of weights that convert has no layer for, above which it warns.
-_MOST_UNSUPPORTED = 0.2
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -114,7 +112,8 @@ def convert(
     time: `mixprec.filters.worthwhile` leaves them out.
 
     One INFO line on the logger "mixprec" reports the number of layers, the share of the model's
-    weights that they hold, and what else has weights, with the reason why it was left.
+    weights that they hold, and what else has weights, with the reason why it was left. (For the
+    share of its arithmetic, which depends on the input: mixprec.stats.flop_share.)
 
     Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
     kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
@@ -157,11 +156,12 @@ def convert(
     note = f" ({already} had it already)" if already else ""
     model = replacement.get(model, model)
     kinds.leave_fast_paths(model)
-    found = kinds.coverage(model, {m for fqn, m in layers.items() if fqn not in chosen})
+    excluded = {m: "excluded" for fqn, m in layers.items() if fqn not in chosen}
+    found = kinds.coverage(model, excluded)
     logger.info(
         "convert: %d of %d layers set to %s%s: %s", len(chosen), len(layers), names, note, found
     )
-    if layers and found.unsupported > _MOST_UNSUPPORTED * found.total:
+    if layers and found.is_low:
         warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=2)
     return model
 

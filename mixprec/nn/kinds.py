@@ -18,6 +18,9 @@ from .linear import Linear
 
 __all__ = ["Coverage", "adapters", "converter", "coverage"]
 
+ADAPTER = "an adapter of peft"
+# The share of unsupported weights above which it is worth a warning.
+MOST_UNSUPPORTED = 0.2
 # Modules whose weights are not multiplied with anything: a lookup is no matrix product.
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -68,11 +71,11 @@ def leave_fast_paths(model: nn.Module) -> None:
 
 
 class Coverage(NamedTuple):
-    """The share of a model's weights that is in layers with a recipe.
+    """The share of a model's weights that `convert` or `freeze` has reached.
 
     Weights are the parameters of two or more dimensions, each once; those of embeddings only count
-    where a layer shares them. left: how many weights compute as before, by the kind of module and
-    the reason. unsupported: how many of these `convert` has no layer for.
+    where a layer shares them. left: how many weights are as before, by the kind of module and the
+    reason. unsupported: how many of these there is no layer for.
     """
 
     converted: int
@@ -88,24 +91,47 @@ class Coverage(NamedTuple):
         )
         return f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
 
+    @property
+    def is_low(self) -> bool:
+        """Whether much of the model is of kinds that are not supported."""
+        return self.unsupported > MOST_UNSUPPORTED * self.total
 
-def coverage(model: nn.Module, excluded: Collection[nn.Module] = ()) -> Coverage:
-    """How much of `model` computes in low precision, and what does not. excluded: layers that the
-    caller has asked to leave out."""
-    added = adapters(model)
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
+
+def coverage(
+    model: nn.Module,
+    why_left: dict[nn.Module, str] | None = None,
+    layers: Collection[nn.Module] | None = None,
+    unsupported: str = "there is no such layer in mixprec.nn",
+) -> Coverage:
+    """How much of `model` is in `layers` (those of mixprec.nn), and what is not. why_left: the
+    reasons for modules that could be; unsupported: the reason for all others."""
+    reasons = dict.fromkeys(adapters(model), ADAPTER) | (why_left or {})
+    if layers is None:
+        layers = [module for module in model.modules() if isinstance(module, Layer)]
     converted = {p for layer in layers for p in _weights(layer, recurse=True)}
     left: Counter[tuple[str, str]] = Counter()
-    unsupported, seen = 0, set(converted)
+    beyond, seen = 0, set(converted)
     for module in model.modules():
         for weight in _weights(module):
             if weight not in seen and not isinstance(module, _LOOKUPS):
                 seen.add(weight)
-                reason = _why_left(module, added, excluded)
+                reason = reasons.get(module)
+                if reason is None:
+                    beyond += weight.numel()
+                    own = _has_own_forward(module)
+                    reason = "it has a forward pass of its own" if own else unsupported
                 left[type(module).__name__, reason] += weight.numel()
-                unsupported += weight.numel() if reason in _UNSUPPORTED else 0
     total = sum(p.numel() for p in converted)
-    return Coverage(total, total + sum(left.values()), left, unsupported)
+    return Coverage(total, total + sum(left.values()), left, beyond)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """A subclass of torch's layers that computes in another way."""
+    kind: Any = type(module)
+    linear = kind.forward in (nn.Linear.forward, Linear.forward)
+    conv = kind.forward in (nn.Conv2d.forward, Conv2d.forward)
+    conv = conv and kind._conv_forward is nn.Conv2d._conv_forward
+    return isinstance(module, (nn.Linear, nn.Conv2d)) and not (linear or conv)
 
 
 def _weights(module: nn.Module, recurse: bool = False) -> Iterator[torch.Tensor]:
@@ -113,17 +139,3 @@ def _weights(module: nn.Module, recurse: bool = False) -> Iterator[torch.Tensor]
     for p in module.parameters(recurse):
         if not isinstance(p, nn.parameter.UninitializedParameter) and p.dim() >= 2:
             yield p
-
-
-def _why_left(
-    module: nn.Module, added: Collection[nn.Module], excluded: Collection[nn.Module]
-) -> str:
-    if module in added:
-        return "an adapter of peft"
-    if module in excluded:
-        return "excluded"
-    own = isinstance(module, (nn.Linear, nn.Conv2d))
-    return _UNSUPPORTED[0] if own else _UNSUPPORTED[1]
-
-
-_UNSUPPORTED = ("its forward pass calls no product by name", "there is no such layer in mixprec.nn")

@@ -200,3 +200,11 @@ def test_bad_arguments() -> None:
         mixprec.freeze(mlp(), compute_dtype=torch.float64)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         mixprec.freeze(torch.ones(2))
+
+
+def test_the_report_says_how_much_is_frozen_and_warns() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Conv2d(64, 64, 1))
+    with pytest.warns(UserWarning, match="freeze: int8 was asked for and reaches 50%"):
+        _, report = mixprec.freeze(model)
+    line = "in int8: 50% of the weights; left out: Conv2d 50.0% (only linear layers are frozen)"
+    assert line in str(report).splitlines()

@@ -1,0 +1,47 @@
+"""flop_share: how much of a model's arithmetic computes by a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .layers import recipe_layers
+
+
+def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
+    """The share of the FLOPs of model(*args, **kwargs) that layers with a recipe compute by it.
+
+    Runs the forward pass once without gradients (the backward pass is twice the same products) and
+    counts with torch.utils.flop_counter: matrix products, convolutions and attention, 2 FLOPs for a
+    multiplication and an addition. nan if there are none.
+    """
+    from torch.utils import flop_counter  # imports Triton: not at the import of mixprec
+
+    ops = torch.ops.mixprec
+    for gemm in (ops.gemm, ops.gemm_reference, ops.gemm_triton, ops.gemm_vendor):
+        if gemm not in flop_counter.flop_registry:
+            flop_counter.register_flop_formula(gemm)(_gemm_flops)
+    counter = flop_counter.FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(*args, **kwargs)
+    counts = counter.get_flop_counts()
+    total, by_recipe = sum(counts.get("Global", {}).values()), 0
+    outermost: list[str] = []
+    for name, _ in recipe_layers(model):
+        if not any(f".{name}".startswith(f"{other}.") for other in outermost):
+            outermost.append(f".{name}" if name else "")
+    for name in outermost:
+        found = counts.get(type(model).__name__ + name, {})
+        by_recipe += sum(n for op, n in found.items() if _is_by_recipe(op))
+    return by_recipe / total if total else float("nan")
+
+
+def _is_by_recipe(op: Any) -> bool:
+    """Of what a layer with a recipe runs; attention also multiplies its heads as torch does."""
+    return "mixprec" in str(op) or "convolution" in str(op)
+
+
+def _gemm_flops(a: tuple[int, int], b: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
