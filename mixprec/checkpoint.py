@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ FORMAT, VERSION = "mixprec checkpoint", 1
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 _LISTS, _DICTS = (list, tuple), (dict, OrderedDict, Counter)
+# What torch.compile(module) puts into the names of the module's entries.
+_COMPILED = "_orig_mod."
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,7 +71,7 @@ def save_checkpoint(
         "extra": extra,
         "rng": _rng_state() if rng else None,
         "classes": {name: type(part).__name__ for name, part in parts.items()},
-        **{name: part.state_dict() for name, part in parts.items()},
+        **{name: _state_of(name, part) for name, part in parts.items()},
     }
     for name, value in checkpoint.items():
         _check_plain(name, value)
@@ -108,9 +111,10 @@ def load_checkpoint(
             held = ", ".join(checkpoint["classes"]) or "none of them"
             raise ValueError(f"{where} holds no {name}, of model, optimizer and so on only: {held}")
         if name.startswith("model"):
+            checkpoint[name] = _with_names_of(part, checkpoint[name])
             _check_weights(f"{where}: {name}", part, checkpoint[name], convert_dtype)
         elif not name.startswith("scaler"):
-            saved, own = checkpoint["classes"][name], type(part).__name__
+            saved, own = checkpoint["classes"].get(name), type(part).__name__
             if saved != own:
                 raise ValueError(f"{where}: {name} was saved from {saved}, got {own}")
     if rng:
@@ -131,6 +135,23 @@ def load_checkpoint(
     if rng:
         _set_rng_state(checkpoint["rng"])
     return {"step": checkpoint["step"], "extra": checkpoint["extra"]}
+
+
+def _state_of(name: str, part: Any) -> Any:
+    """Its state dict; of a compiled model, with the names that it has without torch.compile."""
+    state = part.state_dict()
+    if name.startswith("model") and any(_COMPILED in key for key in state):
+        return {key.replace(_COMPILED, ""): value for key, value in state.items()}
+    return state
+
+
+def _with_names_of(model: Any, saved: Any) -> Any:
+    """A state dict with `model`'s own names, whichever of the two torch.compile has renamed."""
+    own = {key.replace(_COMPILED, ""): key for key in model.state_dict()}
+    if not isinstance(saved, dict) or own.keys() == saved.keys() == set(own.values()):
+        return saved
+    plain = {key.replace(_COMPILED, ""): value for key, value in saved.items()}
+    return {own.get(key, key): value for key, value in plain.items()}
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -204,6 +225,11 @@ def _read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         except MemoryError:
             raise
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{where} is no checkpoint that save_checkpoint wrote: it holds more than plain "
+                "data, such as code that runs when it is read, and was not loaded"
+            ) from error
         except Exception as error:
             raise ValueError(f"{where} is damaged or no checkpoint: {error}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
@@ -216,6 +242,11 @@ def _read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
         )
     if missing := {"step", "extra", "rng", "classes"} - checkpoint.keys():
         raise ValueError(f"{where} is damaged: it holds no {', '.join(sorted(missing))}")
+    rng = checkpoint["rng"]
+    if not isinstance(checkpoint["classes"], dict):
+        raise ValueError(f"{where} is damaged: classes must be a dict")
+    if rng is not None and not (isinstance(rng, dict) and isinstance(rng.get("cuda"), list)):
+        raise ValueError(f"{where} is damaged: rng must hold the states of cpu and cuda")
     return checkpoint
 
 
@@ -301,7 +332,7 @@ def _check_rng_state(where: str, state: Any) -> None:
             f"are {devices}; pass rng=False to go on with other random numbers"
         )
     try:
-        torch.Generator().set_state(state["cpu"])
+        torch.Generator().set_state(state.get("cpu"))
         for i, one in enumerate(state["cuda"]):
             torch.Generator(f"cuda:{i}").set_state(one)
     except (RuntimeError, TypeError) as error:

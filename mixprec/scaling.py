@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE
@@ -99,6 +100,7 @@ def after_step() -> None:
         _update(layer for layer in _layers if has_state(layer))
 
 
+@_disable_dynamo
 def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """End a step of delayed scaling: record the amax of each tensor, and compute the next scales.
 

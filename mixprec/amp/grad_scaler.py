@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from .. import ops, scaling
@@ -198,6 +199,7 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
+    @_disable_dynamo  # it reads attributes of params and optimizers that Dynamo cannot trace
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer with unscaled gradients; skip the step if they hold Inf or NaN.
 
@@ -233,6 +235,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
+    @_disable_dynamo
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """End the iteration: let the scale back off or grow, or set it to `new_scale`.
 
@@ -303,6 +306,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     # torch's unscale_() and step() call the next two; both return found_inf flags by device.
+    @_disable_dynamo
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler imports Dynamo
 from torch.optim.optimizer import ParamsT
 
 from .. import _unrounded
@@ -165,6 +166,7 @@ class Optimizer(torch.optim.Optimizer):
                 if p.dtype in LOW_PRECISION and p.requires_grad:
                     p.grad_dtype = self._grad_dtype  # which copying a param loses
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, `main_grad` included."""
         self._clear_main_grads(keep=not set_to_none)
@@ -245,6 +247,7 @@ class Optimizer(torch.optim.Optimizer):
             return self._scaling
         return Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
+    @_disable_dynamo  # a compiled train step calls it: one kernel for all params is there already
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None

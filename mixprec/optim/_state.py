@@ -137,6 +137,8 @@ def _tensor(
     if not isinstance(t, torch.Tensor) or t.shape != param.shape:
         got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
         raise ValueError(f"{who}: {name} must be a tensor of shape {tuple(param.shape)}, got {got}")
+    if t.layout != torch.strided:
+        raise ValueError(f"{who}: {name} must be dense, got layout {t.layout}")
     if is_sharded(t) != is_sharded(param):
         raise ValueError(
             f"{who}: {name} must be sharded as its param is; use torch.distributed.checkpoint"

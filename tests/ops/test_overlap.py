@@ -80,6 +80,13 @@ def test_memory_that_two_storages_share() -> None:
         unscale([torch.from_numpy(array), torch.from_numpy(array[4:])])
 
 
+def test_negative_views(backend: str) -> None:
+    """The imaginary part of a conjugate holds other values than its memory."""
+    part = torch.ones(4, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match=r"grads\[0\] is .* got a negative view of others"):
+        unscale([part])
+
+
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_optimizers(kind: type[torch.optim.Optimizer], backend: str) -> None:
     p = torch.nn.Parameter(torch.ones(4))

@@ -90,6 +90,25 @@ def test_a_state_of_a_model_that_is_no_tensor(path: Path) -> None:
     assert other.bits == 4
 
 
+@pytest.mark.parametrize("of_file", [None, "whole", "part"])
+@pytest.mark.parametrize("of_model", [None, "whole", "part"])
+def test_compiled_models_have_the_names_of_plain_ones(
+    of_file: str | None, of_model: str | None, path: Path
+) -> None:
+    def make(compiled: str | None) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        if compiled == "part":
+            model[1] = torch.compile(model[1], backend="eager")
+        return torch.compile(model, backend="eager") if compiled == "whole" else model
+
+    saved, loaded = make(of_file), make(of_model)
+    save_checkpoint(path, model=saved)
+    assert "0.weight" in torch.load(path)["model"]
+    load_checkpoint(path, model=loaded)
+    pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
 def test_several_optimizers_and_schedulers(path: Path) -> None:
     def pair(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)

@@ -273,8 +273,14 @@ def test_other_files_are_refused(path: Path) -> None:
     parts = {"model": {}, "optimizer": {}}
     for value in (Thing(), run.optimizer, torch.ones(2), run.model.state_dict(), parts):
         torch.save(value, path)
-        message = "(is damaged or no checkpoint|is no checkpoint that save_checkpoint wrote)"
-        refused(path, message, run)
+        refused(path, "(is damaged: it holds|is no checkpoint that save_checkpoint wrote)", run)
+
+
+def test_code_in_a_file_is_not_run_and_torchs_advice_to_run_it_not_passed_on(path: Path) -> None:
+    torch.save({"format": "mixprec checkpoint", "model": Thing()}, path)
+    with pytest.raises(ValueError, match="code that runs when it is read, and was not loaded") as e:
+        load_checkpoint(path)
+    assert "weights_only" not in str(e.value)
 
 
 def test_too_little_memory_is_not_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,11 @@ EDITS: tuple[tuple[Callable[[dict], object], str], ...] = (
     (lambda c: c["rng"].update(cpu=torch.zeros(4, dtype=torch.uint8)), "rng: "),
     (lambda c: c["rng"].update(cpu=c["rng"]["cpu"] * 0), "rng: "),
     (lambda c: c["rng"].update(cpu="x"), "rng: "),
+    (lambda c: c["rng"].pop("cpu"), "rng: "),
+    (lambda c: c["rng"].pop("cuda"), "is damaged: rng must hold"),
+    (lambda c: c.update(rng=[]), "is damaged: rng must hold"),
+    (lambda c: c.update(classes=None), "is damaged: classes must be a dict"),
+    (lambda c: c["classes"].pop("optimizer"), "optimizer was saved from None, got AdamW"),
     (lambda c: c["model"].pop("0.bias"), "lacks 1 entries: 0.bias"),
     (lambda c: c["model"].update(w=torch.ones(1)), "adds 1 entries: w"),
     (
@@ -53,6 +58,10 @@ EDITS: tuple[tuple[Callable[[dict], object], str], ...] = (
     (
         lambda c: c["optimizer"]["state"][5].update(exp_avg_sq=torch.ones(3).double()),
         "optimizer: AdamW.load_state_dict: exp_avg_sq must have dtype",
+    ),
+    (
+        lambda c: c["optimizer"]["state"][5].update(exp_avg_sq=torch.ones(3).to_sparse()),
+        "optimizer: AdamW.load_state_dict: exp_avg_sq must be dense, got layout torch.sparse_coo",
     ),
     (lambda c: c["scaler"].update(scale=-1.0), "scaler: GradScaler: scale must be"),
     (lambda c: c.update(scaler={}), "scaler: .*empty"),

@@ -84,7 +84,13 @@ def is_table(
 
 
 def is_writable(op: str, name: str, x: torch.Tensor) -> None:
-    """Require that no two elements of x share memory, as in an expanded tensor."""
+    """Require that no two elements of x share memory, as in an expanded tensor, and that memory
+    holds its values, as it does not in the imaginary part of a conjugate."""
+    if x.is_neg():
+        raise ValueError(
+            f"{op}: {name} is written in place and must hold its values, got a negative view of "
+            f"others; use {name}.resolve_neg()"
+        )
     extent = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= extent and x.numel() > 0:
