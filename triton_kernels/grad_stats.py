@@ -26,6 +26,8 @@ def _chunk(grad_ptr, inv_scale_ptr, found_inf_ptr, partial_ptr, counts_ptr, star
         value = raw
         if inv_scale_ptr is not None:
             value = value * tl.load(inv_scale_ptr).to(value.dtype)
+            if not FULL:  # behind the end, 0 times Inf is no NaN of the gradient
+                value = tl.where(offsets < n, value, 0.0).to(raw.dtype)
         wide = value.to(tl.float64)
         sums += wide * wide
         # Times Inf or NaN nothing is finite: the product shows what the gradient was.

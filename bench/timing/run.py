@@ -178,9 +178,9 @@ def kind_of(error: Exception) -> str:
     text = str(error)
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return "refused"
-    if "no backend can run" in text:
-        return "refused"
-    return "wrong" if "does not agree with its reference" in text else "failed"
+    if "does not agree with its reference" in text:
+        return "wrong"
+    return "refused" if "no backend can run" in text else "failed"
 
 
 def _default(work: Workload) -> str | None:

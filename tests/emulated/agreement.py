@@ -115,6 +115,7 @@ class Agreement:
             assert_bits([ours[3]], [sums], f"{op}: two runs, ")
             total, wanted, finite = sums.cpu(), same[3], same[3].isfinite()
             torch.testing.assert_close(total[finite], wanted[finite], rtol=1e-13, atol=0)
+            assert torch.equal(total[~finite].isnan(), wanted[~finite].isnan())
             assert not total[~finite].isfinite().any()
             wanted.copy_(total)
         labels = [a for a in arguments if not isinstance(a, (torch.Tensor, list))]

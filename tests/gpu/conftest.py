@@ -14,6 +14,7 @@ import torch
 
 import mixprec
 
+os.environ.setdefault("MIXPREC_STRICT", "1")  # a kernel that disagrees must not be replaced
 DEVICE = torch.device(os.environ.get("MIXPREC_TEST_DEVICE", "cuda"))
 BACKENDS = ("cuda", "triton") if DEVICE.type == "cuda" else ("cpp", "reference")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
 from mixprec import ops
@@ -17,7 +19,7 @@ from mixprec.ops._dispatch.op import OPS, Op
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing is chosen, compared or logged yet."""
     for op in OPS.values():
-        for name in ("_chosen", "_able", "_agreed"):
+        for name in ("_chosen", "_able", "agreed", "left_out"):
             monkeypatch.setattr(op, name, {})
         monkeypatch.setattr(op, "_warned", False)
     return monkeypatch
@@ -204,10 +206,53 @@ def test_a_gpu_kernel_is_compared_before_its_first_use(gpu: pytest.MonkeyPatch) 
     for _ in range(2):
         OPS["amax"].choose("cuda", 1)
     assert asked == [("amax", "cuda:0"), ("amax", "cuda:1")]
-    for _ in range(2):  # and no silent replacement the second time
-        with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
-            OPS["quantize"].choose("cuda", 0)
-    with mixprec.use_backend("reference"):
+
+
+def test_a_gpu_kernel_that_disagrees_is_left_out_and_the_next_one_runs(
+    gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On that GPU alone, with one line in the log; what is asked for by name is refused."""
+    wrong = {"amax": ["cuda"], "quantize": ["cuda", "triton"], "gemm": ["cuda", "triton"]}
+
+    def compare(op: Op, run: Any, device: str, skip: object) -> dict:
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        runs = [v for v in wrong[op.name] if run == op.handle(v) and device == "cuda:0"]
+        return {"ok": not runs, "worst": 0.5 if runs else 0.0, "reason": None}
+
+    gpu.setattr(self_check, "compare", compare)
+    gpu.setattr(backends, "can_compare", lambda: True)
+    for _ in range(2):
+        with FlopCounterMode(display=False):
+            assert OPS["amax"].choose("cuda", 0) == OPS["amax"].handle("triton")
+        assert OPS["quantize"].choose("cuda", 0) == OPS["quantize"].handle("reference")
+        assert OPS["quantize"].choose("cuda", 1) == OPS["quantize"].handle()
+        args = next(iter(OPS["gemm"].examples("cpu")))
+        assert OPS["gemm"].choose("cuda", 0, tuple(args)) == OPS["gemm"].handle("reference")
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(errors) == sum(map(len, wrong.values()))
+    assert errors[0].startswith("amax: the cuda kernel does not agree with its reference on this ")
+    assert "(worst difference 0.5). It is left out" in errors[0]
+    assert "does not agree" in str(OPS["amax"].why_not("cuda", "cuda", 0))
+    with (
+        mixprec.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=r"cuda: .* not agree .*0\.5"),
+    ):
+        OPS["amax"].choose("cuda", 0)
+
+
+def test_strict_disable_and_a_capture_without_warm_up(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(self_check, "compare", lambda *_: {"ok": False, "worst": 0.5, "reason": None})
+    gpu.setattr(torch.cuda, "is_available", lambda: True)
+    gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"^amax: a graph is being captured and the cuda kernel"):
+        OPS["amax"].choose("cuda", 0)
+    gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gpu.setenv("MIXPREC_DISABLE", "cuda:amax, triton")
+    assert OPS["amax"].choose("cuda", 0) == OPS["amax"].handle("reference")
+    assert OPS["amax"].why_not("cuda", "cuda") == "MIXPREC_DISABLE leaves it out"
+    assert OPS["quantize"].backend("cuda") == "cuda"
+    gpu.setenv("MIXPREC_STRICT", "1")
+    with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
         OPS["quantize"].choose("cuda", 0)
 
 

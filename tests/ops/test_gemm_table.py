@@ -199,7 +199,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setitem(library._capabilities, 0, (9, 0))
     for op in (gemm_op, gemm_accumulate_op):
         monkeypatch.setattr(op, "_able", {})
-        monkeypatch.setattr(op, "_agreed", {})
+        monkeypatch.setattr(op, "agreed", {})
     monkeypatch.setenv("MIXPREC_TUNED", "/nowhere/gemm_table.json")
     gemm_table.forget()
     yield monkeypatch

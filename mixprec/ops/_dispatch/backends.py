@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -58,6 +59,13 @@ def why_not(backend: str, device: str) -> str | None:
     return {"triton": library.TRITON_ERROR, "cuda": library.CUDA_ERROR}.get(backend)
 
 
+def disabled(backend: str, op: str) -> str | None:
+    """The reason if the environment leaves `backend` out, for all ops or for `op`."""
+    names = os.environ.get("MIXPREC_DISABLE", "").replace(" ", "").split(",")
+    out = backend in names or f"{backend}:{op}" in names
+    return "MIXPREC_DISABLE leaves it out" if out else None
+
+
 def not_built_for(index: int) -> str | None:
     """Why the CUDA kernels do not support GPU `index`; None if they do."""
     capability = library.capability(index)
@@ -69,6 +77,15 @@ def can_compare() -> bool:
     return (
         not torch.compiler.is_compiling()
         and torch.cuda.is_available()
-        and not torch.cuda.is_current_stream_capturing()
+        and not is_capturing()
         and type(torch.empty(0, device="cpu")) is torch.Tensor  # not a FakeTensor
+    )
+
+
+def is_capturing() -> bool:
+    """Whether the launches of this thread go into a CUDA graph."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch.cuda.is_available()
+        and torch.cuda.is_current_stream_capturing()
     )

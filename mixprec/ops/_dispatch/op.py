@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import autocast, backends, checks, gemm_table, library, self_check
+from . import autocast, backends, checks, first_use, gemm_table, library
 
 logger = logging.getLogger("mixprec")
 
@@ -82,7 +82,9 @@ class Op:
         # By use_backend's choice and device: the function for every call, and the device's type.
         self._chosen: dict[tuple[str | None, torch.device], tuple[str, Function]] = {}
         self._able: dict[int, tuple[str, ...]] = {}  # backends that can do some calls, by GPU
-        self._agreed: dict[tuple[str, int], Function] = {}  # compared on that GPU, and equal
+        # By backend and GPU, of those compared with the reference: the equal ones, and why not.
+        self.agreed: dict[tuple[str, int], Function] = {}
+        self.left_out: dict[tuple[str, int], str] = {}
         self._warned = False
         self._define(schema, self.by_name(reference), fake)
         OPS[name] = self
@@ -161,7 +163,7 @@ class Op:
         """The implementation of `mixprec::name_vendor`."""
         assert self._vendor is not None
         self.check(*args)
-        reason = self._refusal("vendor", self.Args(*args), self._device(args).index or 0)
+        reason = self.refusal("vendor", self.Args(*args), self._device(args).index or 0)
         if reason is not None:
             raise RuntimeError(f"{self.name}: {reason}")
         return self._vendor(*args)
@@ -170,7 +172,7 @@ class Op:
         owner = args[self._owner]
         return (owner[0] if self._owner_is_list else owner).device
 
-    def _refusal(self, backend: str, args: Any, index: int) -> str | None:
+    def refusal(self, backend: str, args: Any, index: int) -> str | None:
         """Why a variant cannot run a call with these `Args` on GPU `index`; None if it can."""
         refuses = None if self.choice is None else self.choice.why_not.get(backend)
         return None if refuses is None else refuses(args, library.capability(index))
@@ -181,6 +183,8 @@ class Op:
         """Why `backend` cannot run this op on GPU `index`, or on another device type; None if it
         can. With a call's arguments it may be the reason that this call is not supported."""
         if reason := backends.why_not(backend, device):
+            return reason
+        if reason := backends.disabled(backend, self.name) or self.left_out.get((backend, index)):
             return reason
         if backend == "triton" and self.triton is None:
             return "it has no Triton kernel"
@@ -193,7 +197,7 @@ class Op:
                 return reason
         if args is None or device != "cuda":
             return None
-        return self._refusal(backend, self.Args(*args), index)
+        return self.refusal(backend, self.Args(*args), index)
 
     def order(self, device: str, index: int = 0, args: Any = None) -> tuple[str, ...]:
         """The backends to try for tensors on `device`, best first; args: a call's `Args`."""
@@ -214,21 +218,25 @@ class Op:
 
     def choose(self, device: str, index: int = 0, args: Args | None = None) -> Function:
         """The function that runs the op on `device` for a call with `args`."""
-        if device == "cuda" and args is not None and self.choice is not None:
-            backend = self.backend_of_call(index, args)
-            run = self._ready(backend, device, index)
-            # Torch's own ops need no op of ours around them (8 us), unless they are traced.
-            direct = backend == "vendor" and not torch.compiler.is_compiling()
-            return self._vendor if direct and self._vendor is not None else run
+        by_call = device == "cuda" and args is not None and self.choice is not None
         where = torch.device(device, index) if device == "cuda" else torch.device(device)
         key = (backends.forced(), where)
-        if key in self._chosen:
+        if not by_call and key in self._chosen:
             return self._chosen[key][1]
-        backend = self.backend(device, index)
-        run = self._ready(backend, device, index)
-        compared = backend not in ("cuda", "triton") or (backend, index) in self._agreed
-        # Not while it is traced: torch.compile fails on a write inside of an autograd function.
+        run = None
+        while run is None:  # a kernel that is left out makes way for the next
+            if by_call and args is not None:
+                backend = self.backend_of_call(index, args)
+            else:
+                backend = self.backend(device, index)
+            run = self._ready(backend, device, index)
         traced = torch.compiler.is_compiling()
+        if by_call:
+            # Torch's own ops need no op of ours around them (8 us), unless they are traced.
+            direct = backend == "vendor" and not traced
+            return self._vendor if direct and self._vendor is not None else run
+        compared = backend not in ("cuda", "triton") or (backend, index) in self.agreed
+        # Not while it is traced: torch.compile fails on a write inside of an autograd function.
         if compared and not traced and (self.choice is None or device != "cuda"):
             self._chosen[key] = device, run
         return run
@@ -237,7 +245,7 @@ class Op:
         """`backend` on a GPU, with reasons that do not depend on the call cached."""
         able, named = self.able_backends(index), self.Args(*args)
         for backend in self.order("cuda", index, named):
-            if backend in able and self._refusal(backend, named, index) is None:
+            if backend in able and self.refusal(backend, named, index) is None:
                 return backend
         return self.backend("cuda", index, args)  # raises, with the reasons
 
@@ -252,18 +260,19 @@ class Op:
     # Constant for the process: torch.compile uses it without a guard.
     able_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _ready(self, backend: str, device: str, index: int) -> Function:
-        """The torch op of a variant; on a GPU it is checked against the reference before use."""
-        if device == "cuda" and (agreed := self._agreed.get((backend, index))) is not None:
-            return agreed
-        run = self.handle(backend)
+    def _ready(self, backend: str, device: str, index: int) -> Function | None:
+        """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
-            if backends.can_compare():
-                self._compare(backend, run, index)
-                self._agreed[backend, index] = run
-        elif backend == "reference" and backends.forced() is None:
+            return first_use.ready(self, backend, index)
+        if backend == "reference" and backends.forced() is None:
             self._warn_of_reference(device)
-        return run
+        return self.handle(backend)
+
+    def leave_out(self, backend: str, index: int, reason: str) -> None:
+        """Never choose `backend` on GPU `index` again."""
+        self.left_out[backend, index] = reason
+        self._able.pop(index, None)
+        self._chosen.clear()
 
     def _warn_of_reference(self, device: str) -> None:
         if not self._warned and not torch.compiler.is_compiling():
@@ -272,20 +281,6 @@ class Op:
                 "%s runs as its plain torch reference on %s: no other variant can do it",
                 self.name,
                 device,
-            )
-
-    def _compare(self, backend: str, run: Function, index: int) -> None:
-        """RuntimeError unless `run` gives on the examples exactly what the reference gives."""
-
-        def refused(args: Args) -> bool:
-            return self._refusal(backend, self.Args(*args), index) is not None
-
-        result = self_check.compare(self, run, f"cuda:{index}", refused)
-        if not result["ok"]:
-            reason = result["reason"] or f"worst difference {result['worst']:.3g}"
-            raise RuntimeError(
-                f"{self.name}: the {backend} kernel does not agree with its reference on this GPU "
-                f"({reason}); please report it. mixprec.use_backend('reference') does without it"
             )
 
     def __call__(self, *args: Any) -> Any:
