@@ -323,7 +323,7 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.unscale_: unscaled gradients are rounded to fp16 again, where values "
                 "below 6e-8 become 0. Leave them scaled: step() unscales them in FP32; to clip, "
                 "give the optimizer max_grad_norm.",
-                stacklevel=3,
+                stacklevel=5,  # the caller of unscale_, beyond two frames of _disable_dynamo
             )
         flags = []
         counts = self._start_counts(optimizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..ops.dequantize import run as dequantize
 from ..recipes import Recipe
 from . import operands
+from ._differentiable_once import once_differentiable
 from ._observed import observe
 from .operands import Delayed, Operand
 

@@ -13,6 +13,7 @@ from ..recipes import Recipe
 from . import operands
 from ._arguments import check_output, check_state, main_grad_of
 from ._aten_convolution import Convolution, Geometry, encode, is_channels_last
+from ._differentiable_once import apply
 from ._linear import run_linear
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
@@ -170,7 +171,9 @@ def conv2d(
             x = torch.nn.functional.pad(x, (0, more[1], 0, more[0]))
         clip = clips(recipe, out_dtype)
         with _no_autocast(x.device.type):
-            y = Convolution.apply(
+            y = apply(
+                "conv2d",
+                Convolution,
                 x,
                 weight,
                 bias,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..ops._dispatch import checks
 from ..ops.gemm import accumulate
@@ -13,6 +12,7 @@ from ..ops.gemm import run as gemm
 from ..recipes import Recipe
 from . import operands
 from ._arguments import check_output, check_state, main_grad_of
+from ._differentiable_once import apply, once_differentiable
 from ._observed import observe
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
@@ -123,7 +123,9 @@ def run_linear(
 ) -> torch.Tensor:
     """`linear`, for arguments that have been checked."""
     clip = clips(recipe, out_dtype)
-    y = _Linear.apply(
+    y = apply(
+        "linear",
+        _Linear,
         x,
         weight,
         bias,
@@ -168,8 +170,8 @@ def linear(
     q(weight): one byte per element in FP8, and the tensors themselves if they have the recipe's
     16-bit dtype. Gradients that are not required are not computed, and nothing is saved for them.
     Inf and NaN in x, weight or g propagate as Inf or NaN, never as a large finite value. Double
-    backward is not supported and raises RuntimeError. TypeError or ValueError names an invalid
-    argument.
+    backward and the transforms of torch.func are not supported and raise RuntimeError. TypeError or
+    ValueError names an invalid argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..formats import FP16
 from ..recipes import Recipe
+from ._differentiable_once import once_differentiable
 
 
 class _Saturate(torch.autograd.Function):

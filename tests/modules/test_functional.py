@@ -362,8 +362,25 @@ def test_there_is_no_second_derivative(kind: str) -> None:
     op, x_shape, w_shape = OPS[kind]
     x, w = leaf(normal(x_shape, torch.float32)), leaf(normal(w_shape, torch.float32))
     (grad,) = torch.autograd.grad(op(x, w).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="no second derivative: run the forward pass inside"):
         grad.sum().backward()
+
+
+@for_each("kind", OPS)
+def test_no_transforms_of_torch_func_but_outside_of_recipes(kind: str) -> None:
+    op, x_shape, w_shape = OPS[kind]
+    x, w = normal(x_shape, torch.float32), normal(w_shape, torch.float32)
+    with pytest.raises(RuntimeError, match=r"^(linear|conv2d): torch.func.grad, vmap and so on do"):
+        torch.func.grad(lambda w: op(x, w).sum())(w)
+
+
+def test_layers_without_a_recipe_have_all_derivatives() -> None:
+    layer, x = mixprec.nn.Linear(8, 4), leaf(normal((3, 8), torch.float32))
+    with mixprec.autocast(enabled=False):
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        assert torch.vmap(layer)(x.detach()).shape == (3, 4)
+    grad.square().sum().backward()
+    assert layer.weight.grad.any()
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16])
