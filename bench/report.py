@@ -56,8 +56,8 @@ def demo(root: Path) -> str:
     unigram = content["environment"]["unigram_bits_per_byte"]
     return (
         f"{table.markdown(tuple(header), [tuple(line) for line in body])}\n\n"
-        f"Counting bytes alone (the unigram entropy) takes {unigram:.2f} bits per byte. "
-        f"{pages.machine(content['environment'])}"
+        f"{'. '.join([*content.get('notes', ()), ''])}Counting bytes alone (the unigram entropy) "
+        f"takes {unigram:.2f} bits per byte. {pages.machine(content['environment'])}"
     )
 
 

@@ -14,8 +14,9 @@ LINES = 8  # plain lines per precision
 class Progress:
     """`step` is what compare() calls after each training step; use as a context manager."""
 
-    def __init__(self, tokens_per_step: int, loss_factor: float) -> None:
+    def __init__(self, tokens_per_step: int, loss_factor: float, recipes: int) -> None:
         self.tokens, self.factor = tokens_per_step, loss_factor
+        self.to_come = recipes  # after the current one
         self.recipe, self.started = "", 0.0
         self.bars: Any = None
         self.bar: Any = None
@@ -49,11 +50,16 @@ class Progress:
     def step(self, recipe: str, step: int, steps: int | None, loss: float) -> None:
         if recipe != self.recipe:  # the first step's time, which warms up, is not in the speed
             self.recipe, self.started = recipe, time.perf_counter()
+            self.to_come -= 1
             if self.bars is not None:
                 self.bar = self.bars.add_task(recipe, total=steps, state="")
         seconds = time.perf_counter() - self.started
-        speed = f"{(step - 1) * self.tokens / seconds:6,.0f} bytes/s" if step > 1 else ""
-        state = f"{loss * self.factor:6.3f} bits/byte  {speed}"
+        state = f"{loss * self.factor:6.3f} bits/byte"
+        if step > 1:
+            state += f"  {(step - 1) * self.tokens / seconds:6,.0f} bytes/s"
+        if step > 1 and steps is not None:  # as if all recipes were as fast as this one
+            left = (steps - step + steps * self.to_come) * seconds / (step - 1)
+            state += f"  {left // 60:2.0f}:{left % 60:02.0f} left"
         if self.bars is not None:
             self.bars.update(self.bar, completed=step, state=state)
         elif steps is None or step in (1, steps) or step % max(1, steps // LINES) == 0:

@@ -176,7 +176,8 @@ def run(options: argparse.Namespace) -> int:
         with suppress(OSError):  # reported at the end
             report.save(out / "results.json")
 
-    with Progress(tokens, BITS) as progress:
+    recipes = len(options.recipes)
+    with Progress(tokens, BITS, recipes) as progress:
         report = compare(options, text, progress.step, finished)
 
     gain = FULL_GAIN if options.full else GAIN

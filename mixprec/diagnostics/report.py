@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from collections import Counter
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._atomic import replace_file
-from . import plotting
+from . import plotting, report_table
 from .stats.records import finite
 from .stats.suggest import Overrides, sqnr_table
 
@@ -100,6 +99,7 @@ class Report:
 
     @property
     def _validated(self) -> bool:
+        """Whether there is a validation loss."""
         return any(row.validation_loss is not None for row in self.rows)
 
     def loss(self, row: Row) -> float | None:
@@ -134,50 +134,14 @@ class Report:
 
     def table(self) -> list[list[str]]:
         """The table as lists of strings, the header first."""
-        loss = self.loss_name if self._validated else f"training {self.loss_name}"
-        header = ["recipe", loss, "vs fp32", f"{self.unit}/s", "parameters", "gradients"]
-        header += [
-            "optimizer",
-            "saved",
-            *(["peak"] if self._on_gpu else []),
-            "skipped",
-            "loss scale",
-            "steps",
-            "status",
-        ]
-        return [header, *([*self._cells(row)] for row in self.rows)]
+        return report_table.rows(self)
 
-    @property
-    def _on_gpu(self) -> bool:
-        return any(row.peak_bytes is not None for row in self.rows)
-
-    def _cells(self, row: Row) -> Iterable[str]:
-        loss, difference = self.loss(row), self.difference(row)
-        yield row.recipe
-        yield "-" if loss is None else f"{loss * self.loss_factor:.4f}"
-        yield "-" if difference is None else f"{difference:+.2%}"
-        yield "-" if row.speed is None else f"{row.speed:,.0f}"
-        sizes = [row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes]
-        sizes += [row.peak_bytes] if self._on_gpu else []
-        yield from ("-" if n is None else _readable(n) for n in sizes)
-        yield "-" if row.skipped_steps is None else str(row.skipped_steps)
-        yield "-" if row.loss_scale is None else _power(row.loss_scale)
-        yield str(row.steps)
-        yield row.status
+    def notes(self) -> list[str]:
+        """What the table has no column for: steps skipped, loss scales, runs that ended early."""
+        return report_table.notes(self)
 
     def __str__(self) -> str:
-        table = self.table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        last = len(widths) - 1
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i in (0, last) else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in table
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:]])
+        return report_table.text(self)
 
     def sqnr_table(self, limit: int | None = 12) -> str:
         """The SQNRs of compare(sqnr=True) in dB, as text: for each recipe the `limit` worst layers
@@ -217,6 +181,7 @@ class Report:
             "options": self.options,
             "environment": self.environment,
             "table": self.table(),
+            "notes": self.notes(),
             "rows": [self._row_dict(row) for row in self.rows],
         }
         return finite(result)
@@ -260,16 +225,3 @@ class Report:
         Written atomically, as by `save`.
         """
         plotting.save(plotting.plot_report(self), path)
-
-
-def _power(scale: float) -> str:
-    """A power of two as such: 2^16."""
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
-
-
-def _readable(n: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size / 10:
-            return f"{n / size:.2f} {unit}"
-    return f"{n} B"

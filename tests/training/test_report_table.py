@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mixprec.diagnostics.report import Report, Row
+from mixprec.diagnostics.report_table import readable
 
 
 def report(**validation: float) -> Report:
@@ -19,7 +20,7 @@ def report(**validation: float) -> Report:
 def test_without_validation_the_end_of_training_is_compared() -> None:
     found = report()
     header, fp32, fp16 = found.table()
-    assert header[1] == "training loss"
+    assert header[1] == "train loss"
     assert [fp32[1], fp16[1], fp16[2]] == ["2.0000", "3.0000", "+50.00%"]
     assert found.difference(found["fp16"]) == pytest.approx(0.5)
 
@@ -32,4 +33,27 @@ def test_with_validation_no_training_loss_stands_in_for_a_missing_one() -> None:
 
 @pytest.mark.parametrize(("scale", "text"), [(65536.0, "2^16"), (0.25, "2^-2"), (3.0, "3")])
 def test_a_power_of_two_is_written_as_one(scale: float, text: str) -> None:
-    assert text in Report(rows=[Row("fp16", loss_scale=scale)]).table()[1]
+    (note,) = Report(rows=[Row("fp16", "complete", loss_scale=scale)]).notes()
+    assert note == f"fp16: 0 of 0 steps skipped, loss scale {text} at the end"
+
+
+def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
+    sizes = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), 29_900_000_000)
+    done = {"losses": [0.1], "seconds": [1e-5], "units": [10], "saved_bytes": 31_620_000, **sizes}
+    rows = [Row("fp32", "complete", **done), Row("fp8-delayed", "complete", 1.25, **done)]
+    found = Report("samples", "bits/byte", rows=[*rows, Row("fp16", "KeyboardInterrupt")])
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[3].split() == [
+        "fp8-delayed", "1.2500", "-", "1,000,000", *["29.9", "GB"] * 3, "31.6", "MB",
+    ]  # fmt: skip
+    assert lines[5:] == ["fp16: KeyboardInterrupt, 0 of 1 steps"]
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(None, "-"), (999, "999 B"), (1500, "1.50 kB"), (9_999_999, "10.0 MB"), (160e6, "160 MB"),
+     (999_700_000, "1.00 GB")],
+)  # fmt: skip
+def test_three_digits_of_a_size(n: int | None, text: str) -> None:
+    assert readable(n) == text

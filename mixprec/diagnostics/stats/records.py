@@ -12,7 +12,6 @@ from .measure import FIELDS, decibels
 
 __all__ = [
     "SHORT",
-    "WIDTH",
     "Key",
     "Record",
     "add",
@@ -24,8 +23,7 @@ __all__ = [
 ]
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-WIDTH = 100
-_NAME = 26  # columns of the table for a layer's name
+_NAME = 23  # columns of the table for a layer's name; 80 in all
 
 Key = tuple[int, str, str, str, str]  # step, layer, tensor, format, granularity
 Record = dict[str, Any]
@@ -107,18 +105,20 @@ def table(record: Record, limit: int | None) -> str:
     """One record as text: a line for the step, then a line for each tensor, the worst first."""
     parts = [f"step {record['step']}"]
     if record["loss_scale"] is not None:
-        parts.append(f"loss scale {record['loss_scale']:g}")
+        parts.append(f"loss scale {power(record['loss_scale'])}")
     if record["skipped_steps"] is not None:
         parts.append(f"{record['skipped_steps']} steps skipped")
     if clipped := sum(record["clipped"].values()):
         parts.append(f"{clipped:,} activations clipped")
     rows = sorted(record["tensors"], key=badness, reverse=True)
-    header = ("layer", "", "format", "amax", "scale", "overflow", "underflow", "inf/nan", "SQNR dB")
+    header = ("layer", "cast", "amax", "scale", "over", "under", "inf/nan", "SQNR")
     cells = [header, *(tuple(_cells(row)) for row in rows[:limit])]
+    if not any(row["sqnr"] is not None and math.isfinite(row["sqnr"]) for row in rows):
+        cells = [line[:-1] for line in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
-            cell.ljust(width) if i < 3 else cell.rjust(width)
+            cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells
@@ -132,15 +132,20 @@ def table(record: Record, limit: int | None) -> str:
 def _cells(row: Record) -> Iterator[str]:
     name = row["layer"] or "(the model)"
     yield name if len(name) <= _NAME else "..." + name[3 - _NAME :]
-    yield row["tensor"]
-    yield row["format"]
+    yield f"{row['tensor']} {row['format']}"
     yield f"{row['amax']:.3g}"
-    low, high = row["scale_min"], row["scale_max"]
-    yield f"{low:.3g}" if low == high else f"{low:.2g}..{high:.2g}"
+    low, high = power(row["scale_min"]), power(row["scale_max"])
+    yield low if low == high else f"{low}..{high.removeprefix('2^')}"
     for share in (row["overflow"], row["underflow"]):
         yield "-" if share is None else _percent(share)
     yield "/".join(f"{row[n]:.3g}" for n in ("inf", "nan")) if row["inf"] or row["nan"] else "0"
     yield "-" if row["sqnr"] is None else f"{row['sqnr']:.1f}"
+
+
+def power(scale: float) -> str:
+    """A power of two as such, 2^16; any other number with three digits."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.3g}"
 
 
 def _percent(share: float) -> str:

@@ -1,0 +1,75 @@
+"""The text of a Report: a table of at most 80 columns, and a line for what is not the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .stats.records import power
+
+if TYPE_CHECKING:
+    from .report import Report, Row
+
+
+def rows(report: Report) -> list[list[str]]:
+    """The table as lists of strings, the header first."""
+    loss = report.loss_name if report._validated else f"train {report.loss_name}"
+    header = ["recipe", loss, "vs fp32", f"{report.unit}/s", "params", "grads", "optim", "saved"]
+    on_gpu = any(row.peak_bytes is not None for row in report.rows)
+    return [
+        [*header, "peak"] if on_gpu else header,
+        *([*_cells(report, row, on_gpu)] for row in report.rows),
+    ]
+
+
+def _cells(report: Report, row: Row, on_gpu: bool) -> Iterator[str]:
+    loss, difference = report.loss(row), report.difference(row)
+    yield row.recipe
+    yield "-" if loss is None else f"{loss * report.loss_factor:.4f}"
+    yield "-" if difference is None else f"{difference:+.2%}"
+    yield "-" if row.speed is None else f"{row.speed:,.0f}"
+    sizes = [row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.saved_bytes]
+    yield from map(readable, [*sizes, row.peak_bytes] if on_gpu else sizes)
+
+
+def notes(report: Report) -> list[str]:
+    """A sentence for each recipe with a loss scale, with skipped steps, or that was not trained as
+    long as the longest."""
+    most = max((row.steps for row in report.rows), default=0)
+    found = []
+    for row in report.rows:
+        said = []
+        if row.status != "complete" or row.steps < most:
+            said.append(f"{row.status}, {row.steps} of {most} steps")
+        if row.skipped_steps or row.loss_scale is not None:
+            said.append(f"{row.skipped_steps or 0} of {row.steps} steps skipped")
+        if row.loss_scale is not None:
+            said.append(f"loss scale {power(row.loss_scale)} at the end")
+        if said:
+            found.append(f"{row.recipe}: {', '.join(said)}")
+    return found
+
+
+def text(report: Report) -> str:
+    table = rows(report)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in table
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:], *notes(report)])
+
+
+def readable(n: int | None) -> str:
+    """Bytes with three digits: 9.97 MB, 31.6 MB, 160 MB; "-" if unknown."""
+    if n is None:
+        return "-"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size * 0.9995:
+            value = n / size
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    return f"{n} B"
