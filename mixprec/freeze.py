@@ -13,6 +13,7 @@ from torch.nn import functional
 from . import testing
 from .formats import E4M3
 from .nn import Linear
+from .nn._region import is_for_onnx
 from .nn.convert import ModuleFilter
 from .nn.kinds import ADAPTER, Coverage, adapters, coverage
 from .ops import dequantize, quantize
@@ -60,6 +61,8 @@ class FrozenLinear(nn.Module):
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in `dtype`."""
+        if is_for_onnx():
+            return (self.weight.float() * self.weight_scale_inv).to(dtype)
         if self.weight.dtype == torch.int8:
             return dequantize_int8(self.weight, self.weight_scale_inv, dtype)
         scale_inv = self.weight_scale_inv
@@ -67,7 +70,8 @@ class FrozenLinear(nn.Module):
         return dequantize(q, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self.compute_dtype if x.dtype == torch.float32 else x.dtype
+        wide = x.dtype == torch.float32 and not is_for_onnx()
+        dtype = self.compute_dtype if wide else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(x.to(dtype), self.decoded(dtype), bias).to(x.dtype)
 
@@ -164,8 +168,9 @@ def freeze(
     fmt: "int8" (scale 127 / amax of each output row) or "fp8" (E4M3, scale 448 / amax). nn.Linear,
     mixprec.nn.Linear and their subclasses without a forward pass of their own are replaced if
     module_filter_fn(module, fqn) is true. Not replaced are the adapters of peft, which stay
-    trainable, and a layer whose weight is shared with another module: that one would keep its copy,
-    and no memory would be saved. compute_dtype: dtype of the matrix product if the input is fp32.
+    trainable (add and merge them before freezing: they cannot be added to codes), and a layer whose
+    weight is shared with another module: that one would keep its copy, and no memory would be
+    saved. compute_dtype: dtype of the matrix product if the input is fp32.
 
     The report names them, and the share of the weights that is frozen; a warning says if more than
     a fifth is in modules that are not linear layers.

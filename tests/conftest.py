@@ -76,6 +76,7 @@ def torch_state() -> dict[str, object]:
         "inference mode": torch.is_inference_mode_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
+        "process group": torch.distributed.is_initialized(),
         "backend": mixprec.ops._dispatch.backends._forced,
     }
 

@@ -35,8 +35,15 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+def is_for_onnx() -> bool:
+    """Whether torch.onnx.export is running, whose format has none of our ops."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
 def recipe_here(own: Recipe) -> Recipe | None:
     """The current recipe of a module with recipe `own`; None: compute as torch's module."""
+    if is_for_onnx():
+        return None
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, Region):
             return own if mode.inside is OWN else mode.inside  # type: ignore[return-value]

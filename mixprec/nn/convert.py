@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _unrounded
-from .._local_gradients import LOW_PRECISION
+from .._local_gradients import LOW_PRECISION, is_sharded
 from ..recipes import Recipe
 from . import Layer, kinds
 
@@ -136,6 +136,12 @@ def convert(
             f"convert: there is no nn.Linear or nn.Conv2d to convert in: {listed}", stacklevel=2
         )
     chosen = _choose(layers, recipe, module_filter_fn, parsed)
+    for fqn in chosen:
+        if any(map(is_sharded, layers[fqn].parameters())) and not isinstance(layers[fqn], Layer):
+            raise ValueError(
+                f"convert: the parameters of {fqn or 'the model'} are sharded: convert before "
+                "fully_shard or parallelize_module, which keep hold of the layers that they saw"
+            )
     already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
     replacement: dict[nn.Module, nn.Module] = {
         layers[fqn]: make(layers[fqn], own, name=fqn)
@@ -240,6 +246,9 @@ def cast_parameters(
 
     ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
     module, before anything is changed.
+
+    Not for FSDP2, which wants one dtype in each block: it gathers FP32 parameters in 16 bits with
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16), and its shards are the masters.
 
     A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
     computes in FP32 inside). On CUDA, torch's layer_norm raises RuntimeError for this combination:
