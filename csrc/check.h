@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <utility>
@@ -125,9 +126,30 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+// The result of an allocation. torch's functions for other libraries lose the reason of a failure;
+// programs that try again with less look for these words.
+template <class F>
+Tensor allocated(bool cpu, const F& make) {
+  try {
+    return make();
+  } catch (const std::exception&) {
+    STD_TORCH_CHECK(false,
+                    cpu ? "DefaultCPUAllocator: can't allocate memory" : "CUDA out of memory",
+                    " for a result of mixprec, or a contiguous copy of an argument");
+    throw;
+  }
+}
+
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  return torch::stable::empty(sizes, type, std::nullopt,
-                              torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  return allocated(true, [&] {
+    return torch::stable::empty(sizes, type, std::nullopt,
+                                torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  });
+}
+
+// A copy, unless t is contiguous.
+inline Tensor to_contiguous(const Tensor& t) {
+  return allocated(on_cpu(t), [&] { return torch::stable::contiguous(t); });
 }
 
 inline Tensor empty_scalar(float value) {

@@ -39,7 +39,7 @@ void update_delayed_scales_(TensorList amax_histories, TensorList scales, Tensor
   check_disjoint(amax_histories, op, "amax_histories");
   float shift = std::ldexp(1.0f, static_cast<int>(-margin));
   for (size_t i = 0; i < n; ++i) {
-    Tensor history = torch::stable::contiguous(amax_histories[i]);  // usually no copy
+    Tensor history = to_contiguous(amax_histories[i]);  // usually no copy
     float& scale = *data(scales[i]);
     float& amax = *data(amaxes[i]);
     scale = update_delayed_scale(data(history), history.numel(), amax, scale,

@@ -21,8 +21,8 @@ uint32_t amax_bits(const Tensor& x, Dtype dtype) {
 }
 
 // x itself if its memory order does not matter or is row-major, else a row-major copy.
-Tensor dense(const Tensor& x) { return is_dense(x) ? x : torch::stable::contiguous(x); }
-Tensor row_major(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+Tensor dense(const Tensor& x) { return is_dense(x) ? x : to_contiguous(x); }
+Tensor row_major(const Tensor& x) { return x.is_contiguous() ? x : to_contiguous(x); }
 
 // Scales per row or block of an [M, K] tensor: the scale of element (row, col).
 struct ScaleGrid {

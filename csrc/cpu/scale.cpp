@@ -27,7 +27,7 @@ void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType ty
                         (t == &amax || is_writable(*t)),
                     "scale_from_amax_: scale, scale_inv and amax must be fp32 of one shape");
   }
-  Tensor old = torch::stable::contiguous(scale), in = torch::stable::contiguous(amax);
+  Tensor old = to_contiguous(scale), in = to_contiguous(amax);
   Tensor s = empty(scale.sizes(), ScalarType::Float), inv = empty(scale.sizes(), ScalarType::Float);
   const float* previous = static_cast<const float*>(old.const_data_ptr());
   const float* a = static_cast<const float*>(in.const_data_ptr());

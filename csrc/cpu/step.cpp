@@ -121,11 +121,11 @@ void Step::flatten(size_t i) {
   bool flat = !rows_[i].random && is_dense(param) && same_strides(param, a.grads[i]);
   for (const Tensor* t : written) flat = flat && same_strides(param, *t);
   if (flat) return;
-  a.grads[i] = torch::stable::contiguous(a.grads[i]);
+  a.grads[i] = to_contiguous(a.grads[i]);
   for (Tensor* t : written) {
     if (t->is_contiguous()) continue;
     Tensor original = *t;
-    *t = torch::stable::contiguous(original);
+    *t = to_contiguous(original);
     copies_.emplace_back(original, *t);
   }
 }

@@ -62,7 +62,7 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor 
 
   TensorList flat = grads;
   for (Tensor& t : flat) {
-    if (!is_dense(t)) t = torch::stable::contiguous(t);
+    if (!is_dense(t)) t = to_contiguous(t);
   }
   std::vector<void*> data;
   for (const Tensor& t : flat) data.push_back(t.mutable_data_ptr());
@@ -95,7 +95,7 @@ void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tens
   }
 
   for (size_t i = 0; i < grads.size(); ++i) {
-    if (!is_dense(grads[i])) grads[i] = torch::stable::contiguous(grads[i]);
+    if (!is_dense(grads[i])) grads[i] = to_contiguous(grads[i]);
     data[i] = grads[i].const_data_ptr();
   }
   std::vector<Piece> pieces = cut(grads);

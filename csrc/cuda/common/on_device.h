@@ -57,13 +57,12 @@ inline const float* scalar_on(const MaybeTensor& t, const Tensor& other, const c
 
 inline Tensor empty_on(const Tensor& other, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                        ScalarType type) {
-  return torch::stable::empty(sizes, type, std::nullopt, other.device());
+  return allocated(false,
+                   [&] { return torch::stable::empty(sizes, type, std::nullopt, other.device()); });
 }
 
-inline Tensor row_major(const Tensor& t) {
-  return t.is_contiguous() ? t : torch::stable::contiguous(t);
-}
-inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : torch::stable::contiguous(t); }
+inline Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
+inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : to_contiguous(t); }
 
 // Copies what a kernel wrote to `copy`, which may be the tensor itself.
 inline void write_back(const Tensor& original, const Tensor& copy) {

@@ -226,7 +226,7 @@ void gemm_accumulate_op(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   if (acc.numel() == 0 || x.k() == 0) return;
   bool n_contiguous = acc.size(1) == 1 || acc.stride(1) == 1;
   bool m_contiguous = acc.size(0) == 1 || acc.stride(0) == 1;
-  Tensor target = n_contiguous || m_contiguous ? acc : torch::stable::contiguous(acc);
+  Tensor target = n_contiguous || m_contiguous ? acc : to_contiguous(acc);
   // C is contiguous along M: compute C^T = b^T a^T, which is contiguous along N.
   if (!n_contiguous && m_contiguous) std::swap(x, y);
   int outer = !n_contiguous && m_contiguous ? 1 : 0;

@@ -305,8 +305,10 @@ class Op:
                     result = run(*args)
             else:
                 result = run(*args)
-        except Exception:
+        except Exception as error:
             self.check(*args)
+            if "CUDA out of memory" in str(error) and type(error) is RuntimeError:
+                raise torch.OutOfMemoryError(str(error)) from error
             raise
         if self._written:
             written: list[torch.Tensor] = []
