@@ -170,6 +170,22 @@ def test_a_gradient_that_is_there_already_makes_way_for_fp32_ones() -> None:
     assert torch.equal(added.grad, torch.ones(3))
 
 
+def test_torchs_scaler_clips_fp16_params_whose_gradients_are_fp32() -> None:
+    """It refuses to unscale FP16 gradients, which is what trainers call before they clip."""
+    params = [torch.nn.Parameter(normal((40,), torch.float16)) for _ in range(2)]
+    optimizers = [AdamW([params[0]], grad_dtype=torch.float32), AdamW([params[1]])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for p in params:
+        scaler.scale((p.float() * 3).sum()).backward()
+    scaler.unscale_(optimizers[0])
+    assert torch.nn.utils.clip_grad_norm_(params[0], 1.0).item() == pytest.approx(3 * 40**0.5)
+    before = params[0].detach().clone()
+    scaler.step(optimizers[0])
+    assert not torch.equal(before, params[0])
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.unscale_(optimizers[1])
+
+
 def test_main_grad_may_be_more_exact_than_a_gradient_of_16_bits() -> None:
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     p.main_grad = torch.tensor([1 + 2.0**-20])
