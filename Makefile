@@ -160,7 +160,7 @@ test-kernels: needs-test $(READY)
 
 test-all:
 	$(call TIMED,$(MAKE) test TESTS= && $(MAKE) test-slow && $(MAKE) test-kernels && \
-	  $(MAKE) test TESTS=tests ARGS="-m exhaustive $(ARGS)")
+	  $(MAKE) test TESTS=tests ARGS="$(PARALLEL) -m exhaustive $(ARGS)")
 
 lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 	@$(WITH) "$(PY)" -m ruff check .
