@@ -10,29 +10,18 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
-import zipfile
-from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from ._atomic import replace_file
+from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
 from ._local_gradients import is_sharded
 
 __all__ = ["FORMAT", "VERSION", "load_checkpoint", "save_checkpoint"]
 
-FORMAT, VERSION = "mixprec checkpoint", 1
-
-# The types that torch.load(weights_only=True) restores. A subclass (a NumPy float, a namedtuple)
-# would be saved as a reference to its class, which it rejects.
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size)
-_LISTS, _DICTS = (list, tuple), (dict, OrderedDict, Counter)
 # What torch.compile(module) puts into the names of the module's entries.
 _COMPILED = "_orig_mod."
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,8 +63,8 @@ def save_checkpoint(
         **{name: _state_of(name, part) for name, part in parts.items()},
     }
     for name, value in checkpoint.items():
-        _check_plain(name, value)
-    replace_file(path, lambda temporary: _write(checkpoint, temporary))
+        check_plain(name, value)
+    replace_file(path, lambda temporary: write(checkpoint, temporary))
 
 
 def load_checkpoint(
@@ -105,7 +94,7 @@ def load_checkpoint(
     where = f"load_checkpoint: {os.fspath(path)}"
     # Load the model last: at the next step masters are compared with its weights.
     parts = _parts(optimizer=optimizer, scaler=scaler, lr_scheduler=lr_scheduler, model=model)
-    checkpoint = _read(path, where)
+    checkpoint = read(path, where)
     for name, part in parts.items():
         if name not in checkpoint:
             held = ", ".join(checkpoint["classes"]) or "none of them"
@@ -168,86 +157,6 @@ def _parts(**arguments: Any) -> dict[str, Any]:
         for i, part in enumerate(_as_list(value)):
             parts[f"{name}[{i}]" if several else name] = part
     return parts
-
-
-def _check_plain(place: str, value: Any) -> None:
-    kind = type(value)
-    if is_sharded(value):
-        raise ValueError(
-            f"save_checkpoint: {place} is a DTensor, of which each rank has a part; save sharded "
-            "models and their optimizers with torch.distributed.checkpoint"
-        )
-    if kind in _TENSORS:
-        if value.is_meta:
-            raise ValueError(f"save_checkpoint: {place} is on the meta device and has no values")
-    elif kind in _LISTS:
-        for i, item in enumerate(value):
-            _check_plain(f"{place}[{i}]", item)
-    elif kind in _DICTS:
-        for key, item in value.items():
-            if type(key) not in _VALUES:
-                raise ValueError(
-                    f"save_checkpoint: the keys of {place} must be strings or numbers, got {key!r}"
-                )
-            _check_plain(f"{place}[{key!r}]", item)
-    elif kind not in _VALUES:
-        raise ValueError(
-            f"save_checkpoint: {place} must be a tensor, a number, a string, or a list or dict of "
-            f"such, got {kind.__module__}.{kind.__qualname__}"
-        )
-
-
-def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    before = get_crc32_options()
-    set_crc32_options(True)
-    try:
-        with open(path, "wb") as file:
-            torch.save(checkpoint, file)
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # the reason: torch went on to close its archive
-            raise error.__context__ from None
-        raise
-    finally:
-        set_crc32_options(before)
-
-
-def _read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
-    with open(path, "rb") as file:  # open once: another process may replace the file
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-                # The folder attribute is not covered by the checksum: torch would read nothing and
-                # leave the tensor uninitialized.
-                folders = [e.filename for e in archive.infolist() if e.external_attr & 0x10]
-            if damaged is not None or folders:
-                raise ValueError(f"{damaged or folders[0]} is not what its checksum says")
-            file.seek(0)
-            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        except MemoryError:
-            raise
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{where} is no checkpoint that save_checkpoint wrote: it holds more than plain "
-                "data, such as code that runs when it is read, and was not loaded"
-            ) from error
-        except Exception as error:
-            raise ValueError(f"{where} is damaged or no checkpoint: {error}") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise ValueError(f"{where} is no checkpoint that save_checkpoint wrote")
-    version = checkpoint.get("version")
-    if version != VERSION:
-        raise ValueError(
-            f"{where} has version {version!r}, and this mixprec reads {VERSION}; a newer mixprec "
-            "has written it"
-        )
-    if missing := {"step", "extra", "rng", "classes"} - checkpoint.keys():
-        raise ValueError(f"{where} is damaged: it holds no {', '.join(sorted(missing))}")
-    rng = checkpoint["rng"]
-    if not isinstance(checkpoint["classes"], dict):
-        raise ValueError(f"{where} is damaged: classes must be a dict")
-    if rng is not None and not (isinstance(rng, dict) and isinstance(rng.get("cuda"), list)):
-        raise ValueError(f"{where} is damaged: rng must hold the states of cpu and cuda")
-    return checkpoint
 
 
 def _check_weights(where: str, model: Any, saved: Any, convert_dtype: bool) -> None:

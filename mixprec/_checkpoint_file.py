@@ -1,0 +1,104 @@
+"""The file of a checkpoint: plain data with a checksum, read completely or refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from ._local_gradients import is_sharded
+
+FORMAT, VERSION = "mixprec checkpoint", 1
+
+# The types that torch.load(weights_only=True) restores. A subclass (a NumPy float, a namedtuple)
+# would be saved as a reference to its class, which it rejects.
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size)
+_LISTS, _DICTS = (list, tuple), (dict, OrderedDict, Counter)
+
+
+def check_plain(place: str, value: Any) -> None:
+    """ValueError, naming the place, for what torch.load(weights_only=True) would not restore."""
+    kind = type(value)
+    if is_sharded(value):
+        raise ValueError(
+            f"save_checkpoint: {place} is a DTensor, of which each rank has a part; save sharded "
+            "models and their optimizers with torch.distributed.checkpoint"
+        )
+    if kind in _TENSORS:
+        if value.is_meta:
+            raise ValueError(f"save_checkpoint: {place} is on the meta device and has no values")
+    elif kind in _LISTS:
+        for i, item in enumerate(value):
+            check_plain(f"{place}[{i}]", item)
+    elif kind in _DICTS:
+        for key, item in value.items():
+            if type(key) not in _VALUES:
+                raise ValueError(
+                    f"save_checkpoint: the keys of {place} must be strings or numbers, got {key!r}"
+                )
+            check_plain(f"{place}[{key!r}]", item)
+    elif kind not in _VALUES:
+        raise ValueError(
+            f"save_checkpoint: {place} must be a tensor, a number, a string, or a list or dict of "
+            f"such, got {kind.__module__}.{kind.__qualname__}"
+        )
+
+
+def write(checkpoint: dict[str, Any], path: Path) -> None:
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        with open(path, "wb") as file:
+            torch.save(checkpoint, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # the reason: torch went on to close its archive
+            raise error.__context__ from None
+        raise
+    finally:
+        set_crc32_options(before)
+
+
+def read(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
+    with open(path, "rb") as file:  # open once: another process may replace the file
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+                # The folder attribute is not covered by the checksum: torch would read nothing and
+                # leave the tensor uninitialized.
+                folders = [e.filename for e in archive.infolist() if e.external_attr & 0x10]
+            if damaged is not None or folders:
+                raise ValueError(f"{damaged or folders[0]} is not what its checksum says")
+            file.seek(0)
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{where} is no checkpoint that save_checkpoint wrote: it holds more than plain "
+                "data, such as code that runs when it is read, and was not loaded"
+            ) from error
+        except Exception as error:
+            raise ValueError(f"{where} is damaged or no checkpoint: {error}") from error
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise ValueError(f"{where} is no checkpoint that save_checkpoint wrote")
+    version = checkpoint.get("version")
+    if version != VERSION:
+        raise ValueError(
+            f"{where} has version {version!r}, and this mixprec reads {VERSION}; a newer mixprec "
+            "has written it"
+        )
+    if missing := {"step", "extra", "rng", "classes"} - checkpoint.keys():
+        raise ValueError(f"{where} is damaged: it holds no {', '.join(sorted(missing))}")
+    rng = checkpoint["rng"]
+    if not isinstance(checkpoint["classes"], dict):
+        raise ValueError(f"{where} is damaged: classes must be a dict")
+    if rng is not None and not (isinstance(rng, dict) and isinstance(rng.get("cuda"), list)):
+        raise ValueError(f"{where} is damaged: rng must hold the states of cpu and cuda")
+    return checkpoint
