@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -96,8 +97,23 @@ def set_automatic_updates(enabled: bool) -> None:
 
 def after_step() -> None:
     """Update the scales of all layers in this process that were used since their last update."""
-    if _automatic and not torch.compiler.is_compiling():
-        _update(layer for layer in _layers if has_state(layer))
+    if not _automatic or torch.compiler.is_compiling():
+        return
+    # No FakeTensors: a model that was only traced has no values, and would take the others with it.
+    layers = [m for m in _layers if has_state(m) and type(m.amax) is torch.Tensor]
+    try:
+        _update(layers)
+    except Exception:  # another model's leftover must not end this one's training
+        for layer in layers:
+            try:
+                _update([layer])
+            except Exception as error:
+                _layers.discard(layer)
+                warnings.warn(
+                    f"the scales of {getattr(layer, 'name', '') or 'a layer'} cannot be updated "
+                    f"and stay as they are: {error}",
+                    stacklevel=4,
+                )
 
 
 @_disable_dynamo
@@ -141,7 +157,8 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
 def _update(layers: Iterable[torch.nn.Module]) -> None:
     """Call the op once per recipe and device: most models have one of each."""
     alike: dict[tuple[Any, torch.device], list[torch.nn.Module]] = {}
-    for layer in layers:
+    # Once where copies share their buffers, as those of copy.copy and of nn.DataParallel do.
+    for layer in {id(layer.amax): layer for layer in layers}.values():
         alike.setdefault((layer.recipe, layer.amax.device), []).append(layer)  # type: ignore[arg-type]
     for (recipe, _), group in alike.items():
         update_delayed_scales_(

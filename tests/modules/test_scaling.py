@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -175,6 +176,36 @@ def test_a_frozen_base_is_updated_too() -> None:
     base(adapter(torch.ones(2, 4))).sum().backward()
     optimizer.step()
     assert (base.scale > 0).all()
+
+
+def test_what_is_left_of_another_model_does_not_end_the_training_of_this_one() -> None:
+    """A layer whose state was replaced, with a warning, and one that was only traced, without."""
+    bad, good = (Linear(4, 4, recipe="fp8-delayed") for _ in range(2))
+    bad.name, bad.scale = "old", torch.zeros(3)
+    with torch._subclasses.FakeTensorMode():
+        fake = Linear(4, 4, recipe="fp8-delayed")
+    optimizer = torch.optim.SGD(good.parameters(), lr=0.1)
+    good(torch.ones(2, 4)).sum().backward()
+    with pytest.warns(UserWarning, match="^the scales of old cannot be updated and stay as they"):
+        optimizer.step()
+    assert good.scale.all(), "both are set"
+    before = good.scale.clone()
+    good(torch.ones(2, 4) * 100).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert good.scale[0] < before[0]
+    assert type(fake.amax) is not torch.Tensor
+
+
+def test_copies_that_share_buffers_are_updated_once() -> None:
+    layer = Linear(4, 4, recipe="fp8-delayed")
+    shallow = copy.copy(layer)
+    shallow._buffers = layer._buffers
+    scaling.follow(shallow)
+    layer(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert layer.amax_history[0].tolist()[:2] == [1.0, 0.0]
 
 
 def test_one_op_call_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
