@@ -11,9 +11,9 @@ from mixprec.ops._dispatch.op import OPS
 
 def test_an_allocation_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words, and on a GPU by the class, that programs look for to use a smaller batch."""
-    huge = torch.ones(1, 1, dtype=torch.bfloat16).expand(1 << 30, 1)
+    huge = torch.ones(1, 1).expand(1 << 40, 1 << 18)  # 2^60 bytes, if they were there
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
-        mixprec.gemm(huge, huge.t(), out_dtype=torch.float32)  # 2^62 bytes
+        mixprec.quantize(huge, mixprec.E4M3)
 
     def fail(*args: object) -> None:
         raise RuntimeError("CUDA out of memory for a result of mixprec")
