@@ -59,7 +59,7 @@ class Progress:
             state += f"  {(step - 1) * self.tokens / seconds:6,.0f} bytes/s"
         if step > 1 and steps is not None:  # as if all recipes were as fast as this one
             left = (steps - step + steps * self.to_come) * seconds / (step - 1)
-            state += f"  {left // 60:2.0f}:{left % 60:02.0f} left"
+            state += f"  {round(left) // 60:2d}:{round(left) % 60:02d} left"
         if self.bars is not None:
             self.bars.update(self.bar, completed=step, state=state)
         elif steps is None or step in (1, steps) or step % max(1, steps // LINES) == 0:

@@ -103,11 +103,11 @@ def after_step() -> None:
     layers = [m for m in _layers if has_state(m) and type(m.amax) is torch.Tensor]
     try:
         _update(layers)
-    except Exception:  # another model's leftover must not end this one's training
+    except (TypeError, ValueError):  # a leftover of another model must not end this one's training
         for layer in layers:
             try:
                 _update([layer])
-            except Exception as error:
+            except (TypeError, ValueError) as error:
                 _layers.discard(layer)
                 warnings.warn(
                     f"the scales of {getattr(layer, 'name', '') or 'a layer'} cannot be updated "

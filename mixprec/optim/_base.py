@@ -139,8 +139,8 @@ class Optimizer(torch.optim.Optimizer):
         if len(set(group["params"])) < len(group["params"]):
             self.param_groups.pop()
             raise ValueError(
-                f"{type(self).__name__}: a group must hold each param once, got one twice: of tied "
-                "weights pass one, as model.parameters() does"
+                f"{type(self).__name__}: params must hold each parameter once, got one twice; of "
+                "tied weights pass one, as model.parameters() does"
             )
         for p in group["params"]:  # whose masters a checkpoint before the first step is to hold
             if p.requires_grad and _unrounded.is_kept(p):

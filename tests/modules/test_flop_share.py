@@ -29,7 +29,10 @@ def test_convolutions(recipe: str) -> None:
     model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.AvgPool2d(2), nn.Conv2d(16, 16, 3,
                           padding=1), nn.Conv2d(16, 144, 1))  # fmt: skip
     mixprec.convert(model, recipe, overrides={"0": None})
-    assert flop_share(model, torch.ones(1, 16, 8, 8)) == pytest.approx(2 / 6)
+    x = torch.ones(1, 16, 8, 8)
+    assert flop_share(model, x) == pytest.approx(2 / 6)
+    with mixprec.autocast(enabled=False):
+        assert flop_share(model, x) == 0
 
 
 def test_attention_multiplies_its_heads_as_torch_does() -> None:

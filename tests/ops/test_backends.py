@@ -251,6 +251,10 @@ def test_strict_disable_and_a_capture_without_warm_up(gpu: pytest.MonkeyPatch) -
     assert OPS["amax"].choose("cuda", 0) == OPS["amax"].handle("reference")
     assert OPS["amax"].why_not("cuda", "cuda") == "MIXPREC_DISABLE leaves it out"
     assert OPS["quantize"].backend("cuda") == "cuda"
+    gpu.setenv("MIXPREC_DISABLE", "gemm")
+    with pytest.raises(ValueError, match=r"^MIXPREC_DISABLE must list cuda, triton, .* got 'gemm'"):
+        OPS["gemm"].why_not("cuda", "cuda")
+    gpu.delenv("MIXPREC_DISABLE")
     gpu.setenv("MIXPREC_STRICT", "1")
     with pytest.raises(RuntimeError, match=r"^quantize: the cuda kernel does not agree .*0\.5"):
         OPS["quantize"].choose("cuda", 0)

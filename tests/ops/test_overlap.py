@@ -90,7 +90,7 @@ def test_negative_views(backend: str) -> None:
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_optimizers(kind: type[torch.optim.Optimizer], backend: str) -> None:
     p = torch.nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match="a group must hold each param once"):
+    with pytest.raises(ValueError, match="params must hold each parameter once, got one twice"):
         kind([p, p], lr=0.1)
     q = torch.nn.Parameter(p.detach()[2:])
     optimizer = kind([p, q], lr=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .layers import recipe_layers
+from .layers import recipe_layers, state_here
 
 
 def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
@@ -15,7 +15,8 @@ def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
 
     Runs the forward pass once without gradients (the backward pass is twice the same products) and
     counts with torch.utils.flop_counter: matrix products, convolutions and attention, 2 FLOPs for a
-    multiplication and an addition. nan if there are none.
+    multiplication and an addition. nan if there are none. As in any forward pass, batch norm in
+    training mode updates its statistics.
     """
     from torch.utils import flop_counter  # imports Triton: not at the import of mixprec
 
@@ -29,7 +30,9 @@ def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
     counts = counter.get_flop_counts()
     total, by_recipe = sum(counts.get("Global", {}).values()), 0
     outermost: list[str] = []
-    for name, _ in recipe_layers(model):
+    for name, layer in recipe_layers(model):
+        if state_here(layer) is None:  # mixprec.autocast has switched it off
+            continue
         if not any(f".{name}".startswith(f"{other}.") for other in outermost):
             outermost.append(f".{name}" if name else "")
     for name in outermost:

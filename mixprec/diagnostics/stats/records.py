@@ -135,7 +135,7 @@ def _cells(row: Record) -> Iterator[str]:
     yield f"{row['tensor']} {row['format']}"
     yield f"{row['amax']:.3g}"
     low, high = power(row["scale_min"]), power(row["scale_max"])
-    yield low if low == high else f"{low}..{high.removeprefix('2^')}"
+    yield low if low == high else f"{low}..{high}"
     for share in (row["overflow"], row["underflow"]):
         yield "-" if share is None else _percent(share)
     yield "/".join(f"{row[n]:.3g}" for n in ("inf", "nan")) if row["inf"] or row["nan"] else "0"

@@ -16,6 +16,7 @@ BACKENDS = ("cpp", "cuda", "triton", "vendor", "reference")
 # kernel has to agree with its reference before it is used for the first time.
 ORDER = {"cpu": ("cpp",), "cuda": ("cuda", "triton", "reference")}
 ANYWHERE = ("reference",)
+_OPTIONAL = ("cuda", "triton", "vendor")  # what MIXPREC_DISABLE can leave out
 
 _forced: str | None = None
 
@@ -62,6 +63,12 @@ def why_not(backend: str, device: str) -> str | None:
 def disabled(backend: str, op: str) -> str | None:
     """The reason if the environment leaves `backend` out, for all ops or for `op`."""
     names = os.environ.get("MIXPREC_DISABLE", "").replace(" ", "").split(",")
+    for name in filter(None, names):
+        if name.split(":")[0] not in _OPTIONAL:
+            raise ValueError(
+                f"MIXPREC_DISABLE must list {', '.join(_OPTIONAL)}, each alone or as BACKEND:OP, "
+                f"got {name!r}"
+            )
     out = backend in names or f"{backend}:{op}" in names
     return "MIXPREC_DISABLE leaves it out" if out else None
 

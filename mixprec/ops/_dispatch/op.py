@@ -272,7 +272,6 @@ class Op:
         """Never choose `backend` on GPU `index` again."""
         self.left_out[backend, index] = reason
         self._able.pop(index, None)
-        self._chosen.clear()
 
     def _warn_of_reference(self, device: str) -> None:
         if not self._warned and not torch.compiler.is_compiling():
