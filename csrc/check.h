@@ -126,30 +126,31 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// The result of an allocation. torch's functions for other libraries lose the reason of a failure;
-// programs that try again with less look for these words.
-template <class F>
-Tensor allocated(bool cpu, const F& make) {
+// The result of an allocation. torch's functions for other libraries lose the reason of a failure:
+// why() names it, in the words that programs look for which try again with less.
+template <class F, class Why>
+Tensor allocated(const F& make, const Why& why) {
   try {
     return make();
   } catch (const std::exception&) {
-    STD_TORCH_CHECK(false,
-                    cpu ? "DefaultCPUAllocator: can't allocate memory" : "CUDA out of memory",
-                    " for a result of mixprec, or a contiguous copy of an argument");
+    STD_TORCH_CHECK(false, why(), " for a result of mixprec, or a contiguous copy of an argument");
     throw;
   }
 }
 
+inline const char* no_cpu_memory() { return "DefaultCPUAllocator: can't allocate memory"; }
+
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  return allocated(true, [&] {
+  auto make = [&] {
     return torch::stable::empty(sizes, type, std::nullopt,
                                 torch::stable::Device(torch::headeronly::DeviceType::CPU));
-  });
+  };
+  return allocated(make, no_cpu_memory);
 }
 
 // A copy, unless t is contiguous.
 inline Tensor to_contiguous(const Tensor& t) {
-  return allocated(on_cpu(t), [&] { return torch::stable::contiguous(t); });
+  return allocated([&] { return torch::stable::contiguous(t); }, no_cpu_memory);
 }
 
 inline Tensor empty_scalar(float value) {

@@ -55,10 +55,21 @@ inline const float* scalar_on(const MaybeTensor& t, const Tensor& other, const c
   return static_cast<const float*>(t->const_data_ptr());
 }
 
+// torch's allocator clears the error of an allocation: one that is left is of an earlier kernel.
+inline const char* no_memory() {
+  cudaError_t last = cudaGetLastError();
+  bool other = last != cudaSuccess && last != cudaErrorMemoryAllocation;
+  return other ? cudaGetErrorString(last) : "CUDA out of memory";
+}
+
 inline Tensor empty_on(const Tensor& other, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                        ScalarType type) {
-  return allocated(false,
-                   [&] { return torch::stable::empty(sizes, type, std::nullopt, other.device()); });
+  auto make = [&] { return torch::stable::empty(sizes, type, std::nullopt, other.device()); };
+  return allocated(make, no_memory);
+}
+
+inline Tensor to_contiguous(const Tensor& t) {
+  return allocated([&] { return torch::stable::contiguous(t); }, no_memory);
 }
 
 inline Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
