@@ -150,10 +150,13 @@ def read():
     assert model.weight.eq(step).all()
     return step
 
+def others():
+    return [other for other in path.parent.iterdir() if other != path]
+
 started = time.monotonic()
 save(1)
-longest = 5 * (time.monotonic() - started)
-for _ in range(10):
+longest = 2 * (time.monotonic() - started)
+for trial in range(10):
     last = read()
     child = os.fork()
     if child == 0:
@@ -164,13 +167,14 @@ for _ in range(10):
         while time.monotonic() < end:
             before, last = last, read()
             assert last >= before
+        while trial % 2 and not others():
+            pass  # every other time: until it is in the middle of a file
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert read() >= last
-    left = [other for other in path.parent.iterdir() if other != path]
-    print(read(), len(left))
-    for other in left:
+    print(read(), len(others()))
+    for other in others():
         other.unlink()
 """
 
@@ -191,7 +195,7 @@ def test_killed_while_it_saves(path: Path) -> None:
     assert len(steps) == 10
     assert list(steps) == sorted(steps)
     assert steps[-1] > 2, "no save ended in time"
-    assert sum(left) >= 3, "it was hardly ever killed in the middle"
+    assert sum(left) >= 1, "it was never killed in the middle"
 
 
 def test_a_full_disk_is_an_oserror(path: Path) -> None:
