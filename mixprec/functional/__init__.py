@@ -1,6 +1,7 @@
 """linear, matmul and conv2d with forward and backward passes in the formats of a recipe."""
 
 from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
+from ._derivatives import twice_differentiable
 from ._linear import linear, matmul
 from ._observed import Observer, observed
 
@@ -13,4 +14,5 @@ __all__ = [
     "linear",
     "matmul",
     "observed",
+    "twice_differentiable",
 ]

@@ -9,7 +9,7 @@ import torch
 from ..ops.dequantize import run as dequantize
 from ..recipes import Recipe
 from . import operands
-from ._differentiable_once import once_differentiable
+from ._derivatives import differentiable, inputs_to_keep
 from ._observed import observe
 from .operands import Delayed, Operand
 
@@ -89,6 +89,31 @@ class Layout(NamedTuple):
         return torch.empty(self.shape, dtype=like.dtype, device=like.device, memory_format=order)
 
 
+def _second(
+    ctx: Any,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    u: torch.Tensor | None,
+    v: torch.Tensor | None,
+    s: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of g, x and weight, where u, v and s are those of the gradients of x, weight
+    and bias: by torch's second derivative of a convolution, in the recipe's 16-bit dtype."""
+    dtype = torch.bfloat16 if ctx.recipe.is_fp8 else ctx.recipe.x.dtype
+    if _in_fp32(x.new_empty(0, dtype=dtype)):
+        dtype = torch.float32
+    u, v, s, *operands_ = (None if t is None else t.to(dtype) for t in (u, v, s, g, weight, x))
+    mask = [True, x.requires_grad, weight.requires_grad]
+    grads = _aten._convolution_double_backward.default(
+        u, v, s, *operands_, *ctx.geometry.for_aten(), mask
+    )
+    return tuple(
+        None if grad is None else grad.to(t.dtype)
+        for grad, t in zip(grads, (g, x, weight), strict=True)
+    )
+
+
 class Convolution(torch.autograd.Function):
     """y [B, O, H', W'] = x [B, C, H, W] * weight [O, C / groups, kh, kw] + bias [O]."""
 
@@ -118,7 +143,9 @@ class Convolution(torch.autograd.Function):
         qw = quantized_weight or encode(weight, "w", recipe, delayed, record=grad_enabled)
         saved_x = (qx.data, qx.scale_inv) if need_w else (None, None)
         saved_w = (qw.data, qw.scale_inv) if need_x else (None, None)
-        ctx.save_for_backward(*saved_x, *saved_w)
+        kept = inputs_to_keep(x, weight)
+        ctx.twice = bool(kept)
+        ctx.save_for_backward(*saved_x, *saved_w, *kept)
         a = ctx.x_layout.decode(qx.data, qx.scale_inv)
         b = ctx.w_layout.decode(qw.data, qw.scale_inv)
         if recipe.clip_activations or _in_fp32(a):
@@ -128,9 +155,11 @@ class Convolution(torch.autograd.Function):
         return _aten.convolution.default(a, b, c, *geometry.for_aten()).to(out_dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_data, x_scale_inv, w_data, w_scale_inv = ctx.saved_tensors
+    @differentiable(_second)
+    def backward(
+        ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x_data, x_scale_inv, w_data, w_scale_inv = saved[:4]
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:

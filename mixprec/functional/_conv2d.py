@@ -13,7 +13,7 @@ from ..recipes import Recipe
 from . import operands
 from ._arguments import check_output, check_state, main_grad_of
 from ._aten_convolution import Convolution, Geometry, encode, is_channels_last
-from ._differentiable_once import apply
+from ._derivatives import apply
 from ._linear import run_linear
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
@@ -138,8 +138,8 @@ def conv2d(
     and results rounded once.
 
     Gradients that are not required are not computed, and nothing is saved for them. Inf and NaN in
-    x, weight or g propagate to the results as Inf or NaN. Double backward is not supported and
-    raises RuntimeError. TypeError or ValueError names an invalid argument.
+    x, weight or g propagate to the results as Inf or NaN. Second derivatives need
+    `twice_differentiable`. TypeError or ValueError names an invalid argument.
     """
     recipe = Recipe.parse(recipe)
     if out_dtype is None and isinstance(x, torch.Tensor):

@@ -12,7 +12,7 @@ from ..ops.gemm import run as gemm
 from ..recipes import Recipe
 from . import operands
 from ._arguments import check_output, check_state, main_grad_of
-from ._differentiable_once import apply, once_differentiable
+from ._derivatives import apply, differentiable, inputs_to_keep
 from ._observed import observe
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
@@ -20,6 +20,47 @@ from .operands import Delayed, Operand
 
 def _t(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.t()
+
+
+def _second(
+    ctx: Any,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    u: torch.Tensor | None,
+    v: torch.Tensor | None,
+    s: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of g, x and weight, where u, v and s are those of the first gradients
+
+    g @ weight, g^T @ x and sum(g).
+    """
+
+    def times(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return linear(a, b, recipe=_wide(ctx.recipe), out_dtype=dtype)
+
+    def rows(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(-1, t.shape[-1])
+
+    of_g = of_x = of_weight = None
+    if u is not None:
+        of_g = times(u, weight, g.dtype)
+        if weight.requires_grad:
+            of_weight = times(rows(g).t(), rows(u).t(), weight.dtype)
+    if v is not None:
+        if x.requires_grad:
+            of_x = times(g, v.t(), x.dtype)
+        more = times(x, v, g.dtype)
+        of_g = more if of_g is None else of_g + more
+    if s is not None:
+        more = s.to(g.dtype).expand_as(g)
+        of_g = more if of_g is None else of_g + more
+    return of_g, of_x, of_weight
+
+
+def _wide(recipe: Recipe) -> Recipe:
+    """The 16-bit recipe for higher derivatives."""
+    return Recipe.parse("bf16") if recipe.is_fp8 else recipe
 
 
 class _Linear(torch.autograd.Function):
@@ -55,7 +96,9 @@ class _Linear(torch.autograd.Function):
         )
         saved_x = (qx.data_t, qx.scale_inv_t) if need_w else (None, None)
         saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
-        ctx.save_for_backward(*saved_x, *saved_w)
+        kept = inputs_to_keep(x, weight)
+        ctx.twice = bool(kept)
+        ctx.save_for_backward(*saved_x, *saved_w, *kept)
         if bias is not None and bias.dtype == torch.float64:
             bias = bias.float()
         observe("forward", recipe, name)
@@ -66,9 +109,11 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_t, x_inv_t, w_t, w_inv_t = ctx.saved_tensors  # x_t [K, M], w_t [K, N]
+    @differentiable(_second)
+    def backward(
+        ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x_t, x_inv_t, w_t, w_inv_t = saved[:4]  # x_t [K, M], w_t [K, N]
         recipe, name = ctx.recipe, ctx.name
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
@@ -169,9 +214,9 @@ def linear(
     Sums are FP32 and each result is rounded once. What is saved for backward is q(x) and
     q(weight): one byte per element in FP8, and the tensors themselves if they have the recipe's
     16-bit dtype. Gradients that are not required are not computed, and nothing is saved for them.
-    Inf and NaN in x, weight or g propagate as Inf or NaN, never as a large finite value. Double
-    backward and the transforms of torch.func are not supported and raise RuntimeError. TypeError or
-    ValueError names an invalid argument.
+    Inf and NaN in x, weight or g propagate as Inf or NaN, never as a large finite value. Second
+    derivatives need `twice_differentiable`. The transforms of torch.func raise RuntimeError.
+    TypeError or ValueError names an invalid argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.

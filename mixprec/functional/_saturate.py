@@ -8,7 +8,6 @@ import torch
 
 from ..formats import FP16
 from ..recipes import Recipe
-from ._differentiable_once import once_differentiable
 
 
 class _Saturate(torch.autograd.Function):
@@ -24,7 +23,6 @@ class _Saturate(torch.autograd.Function):
         return torch.where(over, rounded.clamp(-FP16.max, FP16.max), rounded)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (over,) = ctx.saved_tensors
         return g.masked_fill(over, 0.0), None

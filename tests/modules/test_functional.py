@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from cases import LAYOUTS, WIDE, Layout, for_each, name, normal, pairwise, small_integers
+from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec import functional
@@ -357,13 +360,56 @@ def test_observers_nest_and_end_with_their_block() -> None:
 # --- together with the rest of torch ---------------------------------------------------------
 
 
+def derivatives(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """First, second and third derivatives of a sum of op(x, weight, bias)."""
+    y = op(*tensors).sin().sum()
+    found: list[torch.Tensor] = []
+    for order in range(3):
+        grads = torch.autograd.grad(y, tensors, create_graph=order < 2)
+        found += grads
+        y = sum((grad / grad.detach().norm()).square().sum() for grad in grads)
+    return found
+
+
+@for_each("recipe, kind", pairwise(NAMES, list(OPS)))
+def test_higher_derivatives(recipe: str, kind: str) -> None:
+    op, x_shape, w_shape = OPS[kind]
+    run = functools.partial(op, recipe=recipe)
+    torchs = torch.nn.functional.linear if kind == "linear" else torch.nn.functional.conv2d
+    shapes = (x_shape, w_shape, w_shape[:1])
+    tensors = [leaf(normal(s, torch.float32, seed=i) / 2) for i, s in enumerate(shapes)]
+    with functional.twice_differentiable():
+        got = derivatives(run, tensors)
+    once = torch.autograd.grad(run(*tensors).sin().sum(), tensors)
+    assert all(map(torch.equal, got[:3], once))
+    least = 10 if Recipe.parse(recipe).is_fp8 else 35
+    for ours, exact in zip(got, derivatives(torchs, tensors), strict=True):
+        assert sqnr(exact, ours) > least
+
+
 @for_each("kind", OPS)
-def test_there_is_no_second_derivative(kind: str) -> None:
+def test_a_second_derivative_is_never_left_out(kind: str) -> None:
     op, x_shape, w_shape = OPS[kind]
     x, w = leaf(normal(x_shape, torch.float32)), leaf(normal(w_shape, torch.float32))
-    (grad,) = torch.autograd.grad(op(x, w).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative: run the forward pass inside"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True: .*twice_differentiable\(\)"):
+        torch.autograd.grad(op(x, w).sum(), x, create_graph=True)
+
+
+def test_a_gradient_penalty_of_a_model() -> None:
+    """A loss that is linear in y, a recomputed block, an output that is saturated."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.SiLU()) for _ in range(2)]
+    model, x = torch.nn.Sequential(*blocks), leaf(normal((4, 16), torch.float32))
+    found = []
+    for recipe in (None, "fp16"):
+        if recipe:
+            mixprec.convert(model, dataclasses.replace(Recipe.parse(recipe), clip_activations=True))
+        with functional.twice_differentiable():
+            y = checkpoint(model[0], x, use_reentrant=False)
+            (grad,) = torch.autograd.grad(model[1](y).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), list(model.parameters())[:-1]))
+    for exact, ours in zip(*found, strict=True):
+        assert sqnr(exact, ours) > 35
 
 
 @for_each("kind", OPS)

@@ -240,6 +240,38 @@ def test_a_gpu_kernel_that_disagrees_is_left_out_and_the_next_one_runs(
         OPS["amax"].choose("cuda", 0)
 
 
+def test_triton_compiles_and_compares_what_is_about_to_run(gpu: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def compare(op: Op, run: object, device: str, skip: Any) -> dict:
+        asked.append([args for args in op.examples("cpu") if not skip(tuple(args))])
+        return {"ok": True, "worst": 0.0, "reason": None}
+
+    gpu.setattr(self_check, "compare", compare)
+    gpu.setattr(backends, "can_compare", lambda: True)
+    gpu.setenv("MIXPREC_DISABLE", "cuda")
+    op, x = OPS["quantize"], torch.ones(4, 8)
+    for _ in range(2):
+        for dtype, granularity in (("float8_e4m3fn", "row"), ("float8_e5m2", "tensor")):
+            args = (x, getattr(torch, dtype), None, True, granularity, True)
+            assert op.choose("cuda", 0, args) == op.handle("triton")
+    assert [[(a[1], a[4]) for a in args] for args in asked] == [
+        [(torch.float8_e4m3fn, "row")], [(torch.float8_e5m2, "tensor")],
+    ]  # fmt: skip
+    assert op.choose("cuda", 0, (x.half(), torch.float16, None, False, "tensor", False)) is not None
+    assert 1 <= len(asked[2]) <= 4, "the examples most like it"
+    assert all(args[1] == torch.float16 for args in asked[2])
+
+
+def test_a_driver_without_large_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(library.Path, "glob", lambda *_: [library.Path("_C_cuda.so")])
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12000, raising=False)
+    assert "needs a driver for CUDA 12.1 (530) or later, and this one is for CUDA 12.0" in str(
+        library._load_cuda()
+    )
+
+
 def test_strict_disable_and_a_capture_without_warm_up(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(self_check, "compare", lambda *_: {"ok": False, "worst": 0.5, "reason": None})
     gpu.setattr(torch.cuda, "is_available", lambda: True)

@@ -82,8 +82,9 @@ class Op:
         # By use_backend's choice and device: the function for every call, and the device's type.
         self._chosen: dict[tuple[str | None, torch.device], tuple[str, Function]] = {}
         self._able: dict[int, tuple[str, ...]] = {}  # backends that can do some calls, by GPU
-        # By backend and GPU, of those compared with the reference: the equal ones, and why not.
-        self.agreed: dict[tuple[str, int], Function] = {}
+        # By backend, GPU and kind of call, of those compared with the reference: the equal ones;
+        # by backend and GPU: why not.
+        self.agreed: dict[tuple[str, int, Args | None], Function] = {}
         self.left_out: dict[tuple[str, int], str] = {}
         self._warned = False
         self._define(schema, self.by_name(reference), fake)
@@ -218,24 +219,25 @@ class Op:
 
     def choose(self, device: str, index: int = 0, args: Args | None = None) -> Function:
         """The function that runs the op on `device` for a call with `args`."""
-        by_call = device == "cuda" and args is not None and self.choice is not None
+        of_call = args if device == "cuda" else None
+        by_call = of_call is not None and self.choice is not None
         where = torch.device(device, index) if device == "cuda" else torch.device(device)
         key = (backends.forced(), where)
         if not by_call and key in self._chosen:
             return self._chosen[key][1]
         run = None
         while run is None:  # a kernel that is left out makes way for the next
-            if by_call and args is not None:
-                backend = self.backend_of_call(index, args)
+            if of_call is not None:
+                backend = self.backend_of_call(index, of_call)
             else:
                 backend = self.backend(device, index)
-            run = self._ready(backend, device, index)
+            run = self._ready(backend, device, index, of_call)
         traced = torch.compiler.is_compiling()
         if by_call:
             # Torch's own ops need no op of ours around them (8 us), unless they are traced.
             direct = backend == "vendor" and not traced
             return self._vendor if direct and self._vendor is not None else run
-        compared = backend not in ("cuda", "triton") or (backend, index) in self.agreed
+        compared = backend in ("cpp", "reference") or (backend, index, None) in self.agreed
         # Not while it is traced: torch.compile fails on a write inside of an autograd function.
         if compared and not traced and (self.choice is None or device != "cuda"):
             self._chosen[key] = device, run
@@ -260,10 +262,10 @@ class Op:
     # Constant for the process: torch.compile uses it without a guard.
     able_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _ready(self, backend: str, device: str, index: int) -> Function | None:
+    def _ready(self, backend: str, device: str, index: int, args: Args | None) -> Function | None:
         """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
-            return first_use.ready(self, backend, index)
+            return first_use.ready(self, backend, index, args)
         if backend == "reference" and backends.forced() is None:
             self._warn_of_reference(device)
         return self.handle(backend)

@@ -1,0 +1,109 @@
+"""Second derivatives of layers with casts, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import function
+
+_Tensors = tuple[torch.Tensor | None, ...]
+
+_kept: ContextVar[bool] = ContextVar("twice_differentiable", default=False)
+_TORCH = "run the forward pass inside mixprec.autocast(enabled=False), where layers compute as "
+_TORCH += "torch's"
+_NO_SECOND = (
+    "create_graph=True: layers with a recipe have second derivatives only where the forward "
+)
+_NO_SECOND += "pass ran inside mixprec.functional.twice_differentiable()"
+
+
+@contextlib.contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Give layers that run inside the block second derivatives, and further ones.
+
+    For a loss that contains gradients, such as a gradient penalty: run its forward pass and
+    `torch.autograd.grad(..., create_graph=True)` inside the block. Layers then also keep x and
+    weight as they are, in addition to what their recipe saves. The first derivatives are the same
+    bits as without the block. Casts count as the identity, and the GEMMs of higher derivatives take
+    16-bit operands, those of the recipe or, for FP8, bf16. A weight with `main_grad` adds its
+    gradient there, which is not differentiated again. Not supported inside torch.compile.
+    """
+    token = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def inputs_to_keep(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a layer is to save for its second derivative, last: x and weight, or nothing."""
+    return (x, weight) if not torch.compiler.is_compiling() and _kept.get() else ()
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of x, weight and bias as a function of g, x and weight.
+
+    second(ctx, g, x, weight, u, v, s) returns the gradients of the three for the incoming u, v and
+    s, those of the gradients of x, weight and bias.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: Any, second: Any
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(g, x, weight)
+        ctx.second = second
+        return first()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with twice_differentiable():  # where this runs for a third derivative
+            return *ctx.second(*ctx.saved_tensors, *grads), None, None
+
+
+def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
+    """Decorator of backward(ctx, saved, g), which saved `inputs_to_keep` last.
+
+    saved: ctx.saved_tensors, which torch's checkpoint allows to be read once; second: as for
+    `_Gradients`, after the ctx of the layer's forward pass.
+    """
+
+    def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def wrapper(ctx: Any, g: torch.Tensor) -> Any:
+            saved = ctx.saved_tensors
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return backward(ctx, saved, g)
+            if not ctx.twice:
+                # Now, not when it is differentiated: torch.autograd.grad leaves out nodes that do
+                # not lead to its inputs, and a layer's part would be missing without a word.
+                raise RuntimeError(_NO_SECOND)
+            nothing: list[None] = []
+
+            def first() -> _Tensors:
+                outputs = backward(ctx, saved, g)
+                nothing.extend(outputs[3:])
+                return outputs[:3]
+
+            grads = _Gradients.apply(g, *saved[-2:], first, functools.partial(second, ctx))
+            return *grads, *nothing
+
+        return wrapper
+
+    return decorated
+
+
+def apply(name: str, kind: type[function.Function], *args: Any) -> torch.Tensor:
+    """kind.apply(*args), or RuntimeError inside of the transforms of torch.func."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name}: torch.func.grad, vmap and so on do not support casts by a recipe: {_TORCH}"
+        )
+    result: torch.Tensor = kind.apply(*args)
+    return result
