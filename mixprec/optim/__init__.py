@@ -4,6 +4,7 @@ stochastic rounding."""
 from ._fp32 import fp32_state_dict
 from .adamw import Adam, AdamW
 from .averaged import AveragedModel
+from .masters import Masters
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "AveragedModel", "fp32_state_dict"]
+__all__ = ["SGD", "Adam", "AdamW", "AveragedModel", "Masters", "fp32_state_dict"]

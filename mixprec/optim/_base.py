@@ -292,8 +292,7 @@ class Optimizer(torch.optim.Optimizer):
             self._last_skip = found_inf.reshape(()) != 0
             self.skipped += self._last_skip
         clips = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
-        for batch in batches:
-            self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
+        self._update_batches(batches, unscale, clips, found_inf)
         if self._batches.met_main_grad:
             self._clear_main_grads()  # also where the step is skipped: model.zero_grad() cannot
         self._batches.remember()
@@ -307,6 +306,16 @@ class Optimizer(torch.optim.Optimizer):
     def _clips(self) -> bool:
         own = (group.get("max_grad_norm") for group in self.param_groups)
         return self.max_grad_norm is not None or any(limit is not None for limit in own)
+
+    def _update_batches(
+        self,
+        batches: list[Batch],
+        unscale: torch.Tensor | None,
+        clips: dict[int, torch.Tensor],
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        for batch in batches:
+            self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
 
     def _update_batch(
         self,

@@ -65,9 +65,7 @@ class Policy:
         if key not in state:
             state[key] = _first_master(key, param, unrounded)
         elif key == "master":
-            master, p = local(state["master"]), local(param)
-            same = master.to(p.dtype) == p
-            master.copy_(torch.where(same, master, p.to(master.dtype)))
+            follow(state["master"], param)
 
     def restore(
         self,
@@ -107,8 +105,15 @@ class Policy:
                 continue
             dtype = _MASTERS.get(name, real)
             narrower = LOW_PRECISION if dtype == torch.float32 and name in moments else ()
-            state[name] = _tensor(who, name, param, saved[name], dtype, narrower)
+            state[name] = checked(who, name, param, saved[name], dtype, narrower)
         return state
+
+
+def follow(master: torch.Tensor, param: torch.Tensor) -> None:
+    """Update a master where it no longer rounds to the param."""
+    master, p = local(master), local(param)
+    same = master.to(p.dtype) == p
+    master.copy_(torch.where(same, master, p.to(master.dtype)))
 
 
 def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None) -> torch.Tensor:
@@ -126,7 +131,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensor(
+def checked(
     who: str,
     name: str,
     param: torch.Tensor,
