@@ -1,0 +1,7 @@
+"""Adapters to other trainers, one module each, named after the package that it needs:
+
+    from mixprec.integrations.transformers import Trainer
+    from mixprec.integrations.accelerate import attach
+
+Importing this package imports none of them.
+"""

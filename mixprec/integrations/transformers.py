@@ -1,0 +1,187 @@
+"""transformers: a Trainer that trains in low precision, with FP32 masters and loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .._local_gradients import LOW_PRECISION
+from ..amp import GradScaler
+from ..amp.optimizers import params_of, unscales_itself
+from ..nn import Layer
+from ..nn.convert import cast_parameters, convert
+from ..optim import SGD, AdamW
+from ..recipes import Recipe
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "mixprec.integrations.transformers needs transformers: pip install transformers accelerate"
+    ) from error
+
+from .accelerate import _Optimizer, attach
+
+__all__ = ["Trainer"]
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer in low precision.
+
+        Trainer(model=model, args=args, train_dataset=..., recipe="fp8", params=torch.bfloat16)
+
+    It is also a mixin for other trainers: `class LowPrecisionSFT(Trainer, SFTTrainer): pass`.
+    Beside their arguments it takes:
+
+    recipe: of `mixprec.convert`, a name or a Recipe. None leaves the model as it is.
+    overrides: other recipes by path pattern, as in `mixprec.convert`.
+    params: the dtype of `mixprec.cast_parameters`, torch.bfloat16 or torch.float16, with FP32
+    masters in the optimizer. None leaves the parameters as they are. Load the model in FP32: of
+    weights that were loaded in 16 bits, the masters start with the rounded values.
+    scaler: a mixprec.GradScaler. If None, one is made where a recipe or a parameter is fp16.
+
+    The optimizer is mixprec.optim's AdamW (or SGD for optim="sgd") with the decay groups and the
+    settings of the TrainingArguments; for other options pass optimizer_cls_and_kwargs=
+    (mixprec.optim.AdamW, {...}). It unscales, checks and clips to args.max_grad_norm inside its
+    step; "grad_norm" in the log is the unscaled norm before clipping. If a gradient is Inf or NaN,
+    the step changes nothing and the scheduler stays. Checkpoints hold the masters, the scaler and
+    delayed scales: a resumed run continues bit for bit.
+
+    Raises ValueError for arguments that cannot be combined: bf16, fp16, bf16_full_eval,
+    fp16_full_eval, deepspeed, fsdp, several GPUs in one process, delayed scales on several
+    ranks, an args.optim that mixprec.optim does not have, 16-bit parameters with an optimizer
+    that keeps no masters, an optimizer with a clipping limit of its own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        args: Any = None,
+        *rest: Any,
+        recipe: Recipe | str | None = None,
+        params: torch.dtype | None = None,
+        scaler: GradScaler | None = None,
+        overrides: Mapping[str, Recipe | str | None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._recipe = None if recipe is None else Recipe.parse(recipe)
+        self._params, self._scaler, self._overrides = params, scaler, overrides
+        if overrides is not None and recipe is None:
+            raise ValueError(f"Trainer: overrides need a recipe, got recipe=None and {overrides}")
+        if args is not None:
+            self._check_arguments(args)  # before the model is changed
+        if model is not None:
+            model = self._in_low_precision(model)
+        super().__init__(model, args, *rest, **options)
+        if params is not None and self.optimizer is not None:
+            raise ValueError(
+                "Trainer: params casts before an optimizer is made, got optimizers=; pass "
+                "optimizer_cls_and_kwargs=(mixprec.optim.AdamW, {...}), or cast yourself"
+            )
+
+    def _check_arguments(self, args: Any) -> None:
+        wrong = {name: getattr(args, name) for name in ("fp16", "bf16_full_eval", "fp16_full_eval")}
+        if self._recipe is not None or self._params is not None:
+            wrong["bf16"] = args.bf16
+        for name, value in wrong.items():
+            if value:
+                raise ValueError(
+                    f"Trainer: args.{name} must be False, got {value}: recipe and params set the "
+                    "precision, in evaluation too"
+                )
+        for name in ("deepspeed", "fsdp"):
+            if value := getattr(args, name, None):
+                raise ValueError(f"Trainer: args.{name} is not supported, got {value!r}")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"Trainer: one process must have one GPU, got {args.n_gpu}: start it with torchrun"
+            )
+        if args.world_size > 1 and self._recipe is not None and self._recipe.is_delayed:
+            raise ValueError(
+                f"Trainer: recipe must have no delayed scales on {args.world_size} ranks, which "
+                f"would differ in them, got {self._recipe.name!r}: use 'fp8'"
+            )
+
+    def _in_low_precision(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self._recipe is not None:
+            model = convert(model, self._recipe, overrides=self._overrides)
+        return model if self._params is None else cast_parameters(model, self._params)
+
+    def call_model_init(self, trial: Any = None) -> torch.nn.Module:
+        return self._in_low_precision(super().call_model_init(trial))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self._check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        scaler = GradScaler() if self._needs_scaler() else self._scaler
+        attach(self.accelerator, scaler)
+
+    def _needs_scaler(self) -> bool:
+        if self._scaler is not None:
+            return False
+        overrides = (Recipe.parse(r) for r in (self._overrides or {}).values() if r is not None)
+        recipes, dtypes = [self._recipe, *overrides], {self._params}
+        if self.model is not None:  # else model_init makes it later
+            recipes += [m.recipe for m in self.model.modules() if isinstance(m, Layer)]
+            dtypes |= {p.dtype for p in self.model.parameters()}
+        return torch.float16 in dtypes or any(r and r.needs_loss_scaling for r in recipes)
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        if self._params in LOW_PRECISION and self.args.device.type == "cuda":
+            # For layer norms: those of CUDA want x in the dtype of their weights, which are FP32.
+            return torch.autocast("cuda", dtype=self._params, cache_enabled=bool(cache_enabled))
+        return super().autocast_smart_context_manager(cache_enabled)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        hint = "pass optimizer_cls_and_kwargs=(mixprec.optim.AdamW, {...})"
+        if args.optim_args:
+            raise ValueError(
+                f"Trainer: args.optim_args must be None, got {args.optim_args!r}; {hint}"
+            )
+        if args.optim in ("adamw_torch", "adamw_torch_fused"):
+            betas = (args.adam_beta1, args.adam_beta2)
+            return AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        if args.optim == "sgd":
+            return SGD, {"lr": args.learning_rate}
+        raise ValueError(
+            "Trainer: args.optim must be 'adamw_torch', 'adamw_torch_fused' or 'sgd', got "
+            f"{getattr(args.optim, 'value', args.optim)!r}; {hint}"
+        )
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        inner = getattr(optimizer, "optimizer", optimizer)  # prepared by an earlier train()
+        low = {p.dtype for p in params_of(inner)}.intersection(LOW_PRECISION)
+        if low and not unscales_itself(inner):
+            raise ValueError(
+                "Trainer: the optimizer must be of mixprec.optim, which keeps masters of "
+                f"{low.pop()} parameters, got {type(inner).__module__}.{type(inner).__name__}"
+            )
+        return optimizer
+
+    # Clipping is left to the step, which reads the gradients anyway; the norm is known after it.
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        if isinstance(self.optimizer, _Optimizer):
+            return None
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if not isinstance(self.optimizer, _Optimizer):
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        limit = self.args.max_grad_norm
+        if limit <= 0:  # no clipping, but the norm is logged
+            limit = torch.inf
+        self.optimizer.limit_next_step("Trainer", "max_grad_norm", limit)
+        return None
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
+        if isinstance(self.optimizer, _Optimizer) and self.control.should_log:
+            grad_norm = self.optimizer.optimizer.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)

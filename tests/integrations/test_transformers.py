@@ -1,0 +1,234 @@
+"""The Trainer of transformers against a loop written by hand, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+import mixprec  # noqa: E402
+from mixprec.integrations.transformers import Trainer  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+STEPS, HALF, OVERFLOWS = 50, 25, (7, 31)
+LR, WARMUP, DECAY, BETAS, EPS, NORM = 3e-3, 5, 0.1, (0.9, 0.95), 1e-8, 0.5
+RECIPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+RECIPES["fp8-delayed"] = torch.bfloat16
+
+
+def tiny_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tokens() -> torch.Tensor:
+    """For each step two micro-batches of two sequences, with a pattern to learn."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randint(64, (STEPS * 4, 1), generator=generator)
+    return (start + torch.arange(12) * 5) % 64
+
+
+def scaler_of(recipe: str) -> mixprec.GradScaler | None:
+    return mixprec.GradScaler(init_scale=2.0**12, growth_interval=6) if recipe == "fp16" else None
+
+
+def overflow(model: torch.nn.Module, step: int) -> None:
+    if step in OVERFLOWS:
+        next(iter(model.parameters())).grad[3, 1] = torch.inf
+
+
+class Run:
+    """What is compared: everything that is trained, and what is logged at each step."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        self.logs: list[tuple[float, float]] = []  # norm, lr
+
+    def finish(self, model: Any, optimizer: Any, scaler: Any, scheduler: Any) -> Run:
+        self.state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict()["state"],
+            "scaler": {} if scaler is None else scaler.state_dict(),
+            "scheduler": (scheduler.last_epoch, scheduler.get_last_lr()),
+        }
+        return self
+
+
+def by_hand(recipe: str) -> Run:
+    run, model = Run(), tiny_model()
+    mixprec.cast_parameters(mixprec.convert(model, recipe), RECIPES[recipe])
+    groups: list[dict[str, Any]] = [{"weight_decay": DECAY}, {"weight_decay": 0.0}]
+    for norms, group in enumerate(groups):
+        named = model.named_parameters()
+        group["params"] = [p for name, p in named if ("norm" in name) == bool(norms)]
+    optimizer = mixprec.optim.AdamW(groups, LR, BETAS, EPS, max_grad_norm=NORM)
+    scaler = scaler_of(recipe) or mixprec.GradScaler(enabled=False)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, WARMUP, STEPS)
+    for step, samples in enumerate(tokens().split(4)):
+        for x in samples.split(2):
+            loss = model(input_ids=x, labels=x, num_items_in_batch=torch.tensor(4 * 11)).loss
+            scaler.scale(loss).backward()
+        overflow(model, step)
+        scaler.step(optimizer)
+        scaler.update()
+        run.logs.append((optimizer.grad_norm.item(), scheduler.get_last_lr()[0]))
+        if not optimizer.last_step_skipped:
+            scheduler.step()
+        model.zero_grad()
+    return run.finish(model, optimizer, scaler, scheduler)
+
+
+class Overflow(transformers.TrainerCallback):
+    """Puts an Inf into a gradient; the step must then change no weight and no learning rate."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        self.first = state.global_step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        overflow(of["model"], state.global_step)
+        self.before = {name: p.clone() for name, p in of["model"].named_parameters()}
+        self.epoch = of["lr_scheduler"].last_epoch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        now = dict(of["model"].named_parameters())
+        same = all(torch.equal(p, now[name]) for name, p in self.before.items())
+        skipped = of["optimizer"].step_was_skipped
+        assert skipped or state.global_step - 1 not in OVERFLOWS
+        assert same or not skipped
+        assert of["lr_scheduler"].last_epoch == self.epoch + (not skipped)
+
+
+class InOrder(transformers.Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class LowPrecision(Trainer, InOrder):
+    """As a mixin."""
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": LR,
+        "warmup_steps": WARMUP,
+        "weight_decay": DECAY,
+        "adam_beta2": BETAS[1],
+        "max_grad_norm": NORM,
+        "logging_steps": 1,
+        "save_steps": HALF,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return transformers.TrainingArguments(**settings | more)
+
+
+def by_trainer(folder: Path, recipe: str, resume: str | None = None) -> Run:
+    run, callback = Run(), Overflow()
+    trainer = LowPrecision(
+        tiny_model(),
+        arguments(folder),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens()],
+        callbacks=[callback],
+        recipe=recipe,
+        params=RECIPES[recipe],
+        scaler=scaler_of(recipe),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    assert callback.first == (HALF if resume else 0)
+    logs = [each for each in trainer.state.log_history if "grad_norm" in each]
+    run.logs = [(each["grad_norm"], each["learning_rate"]) for each in logs]
+    scaler, scheduler = trainer.accelerator.scaler, trainer.lr_scheduler
+    return run.finish(trainer.model, trainer.optimizer, scaler, scheduler)
+
+
+def assert_same_bits(got: Any, want: Any, where: str = "") -> None:
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), where
+        for key in want:
+            assert_same_bits(got[key], want[key], f"{where}.{key}")
+    elif isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype, where
+        assert torch.equal(got, want), where
+    else:
+        assert got == want, where
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_equals_the_loop_and_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+    want = by_hand(recipe)
+    assert sum(norm == torch.inf or norm != norm for norm, _ in want.logs) >= len(OVERFLOWS)
+    masters = [s["master"] for s in want.state["optimizer"].values() if "master" in s]
+    assert len(masters) == 1 + 2 * 7
+    run = by_trainer(tmp_path, recipe)
+    resumed = by_trainer(tmp_path, recipe, resume=str(tmp_path / f"checkpoint-{HALF}"))
+    for got in (run, resumed):
+        assert_same_bits(got.state, want.state)
+        assert [repr(log) for log in got.logs] == [repr(log) for log in want.logs]  # NaN is NaN
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"recipe": "fp8"}, {"bf16": True}, "args.bf16 must be False, got True"),
+    ({"params": torch.bfloat16}, {"bf16_full_eval": True}, "args.bf16_full_eval must be False"),
+    ({}, {"optim_args": "a=1"}, "args.optim_args must be None, got 'a=1'"),
+    ({}, {"optim": "adafactor"}, "args.optim must be 'adamw_torch'.*got.*adafactor"),
+    ({"overrides": {"lm_head": None}}, {}, "overrides need a recipe, got recipe=None"),
+    (
+        {"params": torch.bfloat16, "optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3})},
+        {},
+        "must be of mixprec.optim, which keeps masters of torch.bfloat16.*got torch.optim.adamw",
+    ),
+    (
+        {"optimizer_cls_and_kwargs": (mixprec.optim.AdamW, {"max_grad_norm": 2.0})},
+        {},
+        "max_grad_norm must be 2.0, as the optimizer has it, got 0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "settings", "message"), REFUSED)
+def test_wrong_combinations_name_the_argument(
+    options: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    data = [{"input_ids": row, "labels": row} for row in tokens()[:8]]
+    with pytest.raises(ValueError, match=message):
+        Trainer(
+            tiny_model(), arguments(tmp_path, **settings), train_dataset=data, **options
+        ).train()
+
+
+def test_an_optimizer_is_made_after_the_cast(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizers = (mixprec.optim.AdamW(model.parameters()), None)
+    with pytest.raises(ValueError, match="params casts before an optimizer is made"):
+        Trainer(model, arguments(tmp_path), optimizers=optimizers, params=torch.bfloat16)
+
+
+def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model_init=tiny_model, args=arguments(tmp_path), recipe="fp8", overrides={"lm_head": "fp16"}
+    )
+    assert trainer.model.lm_head.recipe.name == "fp16"
+    assert trainer.model.model.layers[0].mlp.up_proj.recipe.name == "fp8"
+    assert isinstance(trainer.accelerator.scaler, mixprec.GradScaler)
+    trainer = Trainer(tiny_model(), arguments(tmp_path), params=torch.float16)
+    assert isinstance(trainer.accelerator.scaler, mixprec.GradScaler)
