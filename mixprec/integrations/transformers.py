@@ -113,6 +113,11 @@ class Trainer(transformers.Trainer):
     def call_model_init(self, trial: Any = None) -> torch.nn.Module:
         return self._in_low_precision(super().call_model_init(trial))
 
+    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
+        super()._load_from_checkpoint(*args, **options)
+        if self._params is not None:  # peft loads adapters in FP32
+            cast_parameters(self.model, self._params)
+
     def create_accelerator_and_postprocess(self) -> None:
         self._check_arguments(self.args)
         super().create_accelerator_and_postprocess()

@@ -186,6 +186,23 @@ def test_it_equals_the_loop_and_resumes_bit_for_bit(recipe: str, tmp_path: Path)
         assert [repr(log) for log in got.logs] == [repr(log) for log in want.logs]  # NaN is NaN
 
 
+def test_adapters_of_peft_resume_in_16_bits(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    trained = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        trainer = LowPrecision(
+            peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"])),
+            arguments(tmp_path, max_steps=6, save_steps=3),
+            train_dataset=[{"input_ids": row, "labels": row} for row in tokens()],
+            recipe="fp8",
+            params=torch.bfloat16,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trained.append(dict(trainer.optimizer.state_dict(), model=trainer.model.state_dict()))
+    assert len(trained[0]["state"]) == 4  # A and B of two layers
+    assert_same_bits(trained[1], trained[0])
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"recipe": "fp8"}, {"bf16": True}, "args.bf16 must be False, got True"),
     ({"params": torch.bfloat16}, {"bf16_full_eval": True}, "args.bf16_full_eval must be False"),
