@@ -47,7 +47,8 @@ class Trainer(transformers.Trainer):
     settings of the TrainingArguments; for other options pass optimizer_cls_and_kwargs=
     (mixprec.optim.AdamW, {...}). It unscales, checks and clips to args.max_grad_norm inside its
     step; "grad_norm" in the log is the unscaled norm before clipping. If a gradient is Inf or NaN,
-    the step changes nothing and the scheduler stays. Checkpoints hold the masters, the scaler and
+    the step changes nothing and the scheduler stays: asking for that waits for the device once a
+    step. Checkpoints hold the masters, the scaler and
     delayed scales: a resumed run continues bit for bit.
 
     Raises ValueError for arguments that cannot be combined: bf16, fp16, bf16_full_eval,
@@ -83,15 +84,19 @@ class Trainer(transformers.Trainer):
             )
 
     def _check_arguments(self, args: Any) -> None:
-        wrong = {name: getattr(args, name) for name in ("fp16", "bf16_full_eval", "fp16_full_eval")}
-        if self._recipe is not None or self._params is not None:
-            wrong["bf16"] = args.bf16
-        for name, value in wrong.items():
-            if value:
+        wrong = ["fp16", "fp16_full_eval", "bf16_full_eval"]
+        lowered = self._recipe is not None or self._params is not None
+        for name in [*wrong, "bf16"] if lowered else wrong:
+            if value := getattr(args, name):
                 raise ValueError(
                     f"Trainer: args.{name} must be False, got {value}: recipe and params set the "
                     "precision, in evaluation too"
                 )
+        if lowered and args.mixed_precision != "no":
+            raise ValueError(
+                "Trainer: the mixed_precision that accelerate launch sets must be 'no' with recipe "
+                f"or params, got {args.mixed_precision!r}"
+            )
         for name in ("deepspeed", "fsdp"):
             if value := getattr(args, name, None):
                 raise ValueError(f"Trainer: args.{name} is not supported, got {value!r}")

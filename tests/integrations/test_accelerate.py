@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,25 @@ import torch
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from same_bits import assert_same_bits  # noqa: E402
+
 import mixprec  # noqa: E402
 from mixprec.integrations.accelerate import attach  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 STEPS, HALF, OVERFLOWS, NORM = 50, 25, (7, 31), 0.5
-RECIPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-RECIPES["fp8-delayed"] = torch.bfloat16
+RECIPES = ("bf16", "fp16", "fp8", "fp8-delayed")
+
+
+def recipe_of(name: str) -> mixprec.Recipe:
+    """Delayed scales depend on all steps before, and change the bits of every product."""
+    recipe = mixprec.Recipe.parse(name)
+    return replace(recipe, history=STEPS, power_of_two_scale=False) if recipe.history else recipe
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.float16 if name == "fp16" else torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +48,7 @@ def make(recipe: str) -> tuple[Any, Any, Any, Any]:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.LayerNorm(48)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(48, 16))
-    mixprec.cast_parameters(mixprec.convert(model, recipe), RECIPES[recipe])
+    mixprec.cast_parameters(mixprec.convert(model, recipe_of(recipe)), dtype_of(recipe))
     optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     scaler = mixprec.GradScaler(init_scale=2.0**12, growth_interval=6)
@@ -43,7 +57,7 @@ def make(recipe: str) -> tuple[Any, Any, Any, Any]:
 
 def loss_of(model: Any, step: int, half: int, recipe: str) -> torch.Tensor:
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * step + half))
-    error = model(x.to(RECIPES[recipe])).float() - x[:, :16]
+    error = model(x.to(dtype_of(recipe))).float() - x[:, :16]
     return error.square().mean()
 
 
@@ -108,20 +122,9 @@ def by_accelerate(recipe: str, folder: Path, resume: bool) -> tuple[dict[str, An
     return state_of(model, optimizer, scheduler, accelerator.scaler), norms
 
 
-def assert_same_bits(got: Any, want: Any, where: str = "") -> None:
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), where
-        for key in want:
-            assert_same_bits(got[key], want[key], f"{where}.{key}")
-    elif isinstance(want, torch.Tensor):
-        assert got.dtype == want.dtype, where
-        assert torch.equal(got, want), where
-    else:
-        assert got == want, where
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_equals_the_loop_and_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+    """50 steps of two micro-batches, clipped, two of them with an Inf, and a resume half way."""
     want, norms = by_hand(recipe)
     assert any("master" in state for state in want["optimizer"]["state"].values())
     del want["scheduler"]["_step_count"]  # Accelerate counts micro-batches in it too
@@ -133,6 +136,7 @@ def test_it_equals_the_loop_and_resumes_bit_for_bit(recipe: str, tmp_path: Path)
 
 
 def test_clipping_by_value_and_a_norm_without_clipping() -> None:
+    """clip_grad_value_, and the norm without clipping, under a scaler."""
     model, optimizer, _, scaler = make("fp16")
     accelerator = attach(accelerate.Accelerator(cpu=True), scaler)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -154,6 +158,8 @@ def test_clipping_by_value_and_a_norm_without_clipping() -> None:
 
 
 def test_optimizers_of_torch_are_unscaled_clipped_and_skipped() -> None:
+    """torch.optim.AdamW under mixprec.GradScaler: unscaled once, clipped, skipped."""
+
     def linear() -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 16))
@@ -182,6 +188,7 @@ def test_optimizers_of_torch_are_unscaled_clipped_and_skipped() -> None:
 
 
 def test_wrong_combinations_name_the_argument() -> None:
+    """Wrong arguments, and clipping that the optimizer cannot do, are errors."""
     scaler = mixprec.GradScaler()
     with pytest.raises(TypeError, match=r"accelerator must be an accelerate.Accelerator, got int"):
         attach(3)
@@ -211,7 +218,22 @@ def test_wrong_combinations_name_the_argument() -> None:
 def test_precisions_of_accelerate_with_their_own_scaler_or_layers(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """mixed_precision "fp16" and "fp8" are errors."""
     accelerator = accelerate.Accelerator(cpu=True)
     monkeypatch.setattr(type(accelerator), "mixed_precision", precision)
     with pytest.raises(ValueError, match=f"mixed_precision 'no' or 'bf16', got '{precision}'"):
         attach(accelerator)
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_accelerate.py"
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
+def test_the_example_learns(launcher: list[str]) -> None:
+    """examples/train_accelerate.py in one process, and in two."""
+    command = [sys.executable, *launcher, EXAMPLE, "--recipe", "fp16", "--dtype", "fp16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    lines = done.stdout.splitlines()
+    bits = [float(line.split()[2]) for line in lines if line.startswith("step")]
+    assert len(bits) == 4, "one process prints"
+    assert bits[-1] < 4.0  # of 8 bits for a byte

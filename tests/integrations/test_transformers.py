@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from same_bits import assert_same_bits  # noqa: E402
+
 import mixprec  # noqa: E402
 from mixprec.integrations.transformers import Trainer  # noqa: E402
 
@@ -18,8 +23,17 @@ pytestmark = pytest.mark.slow
 
 STEPS, HALF, OVERFLOWS = 50, 25, (7, 31)
 LR, WARMUP, DECAY, BETAS, EPS, NORM = 3e-3, 5, 0.1, (0.9, 0.95), 1e-8, 0.5
-RECIPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-RECIPES["fp8-delayed"] = torch.bfloat16
+RECIPES = ("bf16", "fp16", "fp8", "fp8-delayed")
+
+
+def recipe_of(name: str) -> mixprec.Recipe:
+    """Delayed scales depend on all steps before, and change the bits of every product."""
+    recipe = mixprec.Recipe.parse(name)
+    return replace(recipe, history=STEPS, power_of_two_scale=False) if recipe.history else recipe
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.float16 if name == "fp16" else torch.bfloat16
 
 
 def tiny_model() -> torch.nn.Module:
@@ -71,7 +85,7 @@ class Run:
 
 def by_hand(recipe: str) -> Run:
     run, model = Run(), tiny_model()
-    mixprec.cast_parameters(mixprec.convert(model, recipe), RECIPES[recipe])
+    mixprec.cast_parameters(mixprec.convert(model, recipe_of(recipe)), dtype_of(recipe))
     groups: list[dict[str, Any]] = [{"weight_decay": DECAY}, {"weight_decay": 0.0}]
     for norms, group in enumerate(groups):
         named = model.named_parameters()
@@ -149,8 +163,8 @@ def by_trainer(folder: Path, recipe: str, resume: str | None = None) -> Run:
         arguments(folder),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens()],
         callbacks=[callback],
-        recipe=recipe,
-        params=RECIPES[recipe],
+        recipe=recipe_of(recipe),
+        params=dtype_of(recipe),
         scaler=scaler_of(recipe),
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -161,20 +175,9 @@ def by_trainer(folder: Path, recipe: str, resume: str | None = None) -> Run:
     return run.finish(trainer.model, trainer.optimizer, scaler, scheduler)
 
 
-def assert_same_bits(got: Any, want: Any, where: str = "") -> None:
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), where
-        for key in want:
-            assert_same_bits(got[key], want[key], f"{where}.{key}")
-    elif isinstance(want, torch.Tensor):
-        assert got.dtype == want.dtype, where
-        assert torch.equal(got, want), where
-    else:
-        assert got == want, where
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_equals_the_loop_and_resumes_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+    """50 steps of two micro-batches, clipped, two of them with an Inf, and a resume half way."""
     want = by_hand(recipe)
     assert sum(norm == torch.inf or norm != norm for norm, _ in want.logs) >= len(OVERFLOWS)
     masters = [s["master"] for s in want.state["optimizer"].values() if "master" in s]
@@ -187,6 +190,7 @@ def test_it_equals_the_loop_and_resumes_bit_for_bit(recipe: str, tmp_path: Path)
 
 
 def test_adapters_of_peft_resume_in_16_bits(tmp_path: Path) -> None:
+    """LoRA of peft, resumed half way."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     trained = []
     for resume in (None, str(tmp_path / "checkpoint-3")):
@@ -206,6 +210,7 @@ def test_adapters_of_peft_resume_in_16_bits(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"recipe": "fp8"}, {"bf16": True}, "args.bf16 must be False, got True"),
     ({"params": torch.bfloat16}, {"bf16_full_eval": True}, "args.bf16_full_eval must be False"),
+    ({"recipe": "fp8"}, {"use_cpu": True}, "accelerate launch sets must be 'no'.*got 'bf16'"),
     ({}, {"optim_args": "a=1"}, "args.optim_args must be None, got 'a=1'"),
     ({}, {"optim": "adafactor"}, "args.optim must be 'adamw_torch'.*got.*adafactor"),
     ({"overrides": {"lm_head": None}}, {}, "overrides need a recipe, got recipe=None"),
@@ -224,8 +229,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "settings", "message"), REFUSED)
 def test_wrong_combinations_name_the_argument(
-    options: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Arguments that cannot be combined are errors."""
+    if "accelerate launch" in message:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     data = [{"input_ids": row, "labels": row} for row in tokens()[:8]]
     with pytest.raises(ValueError, match=message):
         Trainer(
@@ -234,6 +246,7 @@ def test_wrong_combinations_name_the_argument(
 
 
 def test_an_optimizer_is_made_after_the_cast(tmp_path: Path) -> None:
+    """An optimizer that was made before the cast is an error."""
     model = tiny_model()
     optimizers = (mixprec.optim.AdamW(model.parameters()), None)
     with pytest.raises(ValueError, match="params casts before an optimizer is made"):
@@ -241,6 +254,7 @@ def test_an_optimizer_is_made_after_the_cast(tmp_path: Path) -> None:
 
 
 def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_path: Path) -> None:
+    """A scaler where fp16 needs one; model_init."""
     trainer = Trainer(
         model_init=tiny_model, args=arguments(tmp_path), recipe="fp8", overrides={"lm_head": "fp16"}
     )
@@ -249,3 +263,17 @@ def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_pa
     assert isinstance(trainer.accelerator.scaler, mixprec.GradScaler)
     trainer = Trainer(tiny_model(), arguments(tmp_path), params=torch.float16)
     assert isinstance(trainer.accelerator.scaler, mixprec.GradScaler)
+
+
+def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
+    """examples/train_transformers.py, and with --resume."""
+    example = Path(__file__).parents[2] / "examples" / "train_transformers.py"
+    command = [sys.executable, example, "--output", tmp_path, "--steps"]
+    losses = []
+    for more in (["20"], ["30", "--resume"]):
+        run = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr
+        logs = [line for line in run.stdout.splitlines() if "'grad_norm'" in line]
+        losses.append([float(line.split("'loss': '")[1].split("'")[0]) for line in logs])
+    assert len(losses[1]) == 2, "steps 25 and 30"
+    assert losses[1][-1] < losses[0][-1] < 0.7 * losses[0][0]
