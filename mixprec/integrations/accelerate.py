@@ -14,6 +14,7 @@ from ..amp import GradScaler
 from ..amp.optimizers import gradients, params_of, unscales_itself
 from ..ops import grad_stats_, inv_scale
 from ..optim._settings import check_limit
+from ..scaling import has_state
 
 try:
     from accelerate import Accelerator
@@ -50,6 +51,10 @@ def attach(accelerator: AnyAccelerator, scaler: GradScaler | None = None) -> Any
     - `step_was_skipped` and `optimizer_step_was_skipped` say whether the last step found Inf or NaN
       and changed nothing, with or without a scaler. Prepared schedulers then stay where they are.
       Reading them waits for the device.
+
+    With delayed scales on several ranks, call `mixprec.update_scales(model, process_group)` before
+    each step, and pass DistributedDataParallelKwargs(broadcast_buffers=False): `prepare` raises
+    ValueError otherwise.
 
     TypeError for an accelerator or a scaler of another class. ValueError for an accelerator that
     has prepared an optimizer already, runs DeepSpeed, FSDP, Megatron-LM or XLA, or has its own
@@ -100,7 +105,7 @@ class _Optimizer(AcceleratedOptimizer):
             setattr(self.optimizer, name, value)
         elif value not in (own, math.inf):
             raise ValueError(
-                f"{who}: {name} must be {own}, as the optimizer has it, got {value}; leave out one"
+                f"{who}: {name} must be {own}, as the optimizer has it, got {value}; set one of them only"
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -122,6 +127,16 @@ class _Attached(Accelerator):
             prepared.__class__ = _Optimizer
             prepared._limits = {}
         return prepared
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        broadcasts = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
+        if broadcasts and self.num_processes > 1 and any(map(has_state, model.modules())):
+            raise ValueError(
+                "prepare: the delayed scales of a model on several ranks need DDP with "
+                "broadcast_buffers=False, got True: Accelerator(kwargs_handlers="
+                "[DistributedDataParallelKwargs(broadcast_buffers=False)])"
+            )
+        return super().prepare_model(model, *args, **options)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         # The base class unscales under its own fp16 only.

@@ -15,6 +15,7 @@ from ..nn import Layer
 from ..nn.convert import cast_parameters, convert
 from ..optim import SGD, AdamW
 from ..recipes import Recipe
+from ..scaling import update_scales
 
 try:
     import transformers
@@ -52,9 +53,10 @@ class Trainer(transformers.Trainer):
     delayed scales: a resumed run continues bit for bit.
 
     Raises ValueError for arguments that cannot be combined: bf16, fp16, bf16_full_eval,
-    fp16_full_eval, deepspeed, fsdp, several GPUs in one process, delayed scales on several
-    ranks, an args.optim that mixprec.optim does not have, 16-bit parameters with an optimizer
-    that keeps no masters, an optimizer with a clipping limit of its own.
+    fp16_full_eval, deepspeed, fsdp, several GPUs in one process, delayed scales on several ranks
+    without ddp_broadcast_buffers=False, an args.optim that mixprec.optim does not have, 16-bit
+    parameters with an optimizer that keeps no masters, an optimizer with a clipping limit of its
+    own that is not args.max_grad_norm.
     """
 
     def __init__(
@@ -104,10 +106,11 @@ class Trainer(transformers.Trainer):
             raise ValueError(
                 f"Trainer: one process must have one GPU, got {args.n_gpu}: start it with torchrun"
             )
-        if args.world_size > 1 and self._recipe is not None and self._recipe.is_delayed:
+        delayed = self._recipe is not None and self._recipe.is_delayed
+        if delayed and args.world_size > 1 and args.ddp_broadcast_buffers is not False:
             raise ValueError(
-                f"Trainer: recipe must have no delayed scales on {args.world_size} ranks, which "
-                f"would differ in them, got {self._recipe.name!r}: use 'fp8'"
+                "Trainer: args.ddp_broadcast_buffers must be False with delayed scales on several "
+                f"ranks, got {args.ddp_broadcast_buffers}"
             )
 
     def _in_low_precision(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -183,6 +186,8 @@ class Trainer(transformers.Trainer):
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if self.args.world_size > 1:
+            update_scales(self.model, torch.distributed.group.WORLD)  # delayed ones, of all ranks
         if not isinstance(self.optimizer, _Optimizer):
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         limit = self.args.max_grad_norm

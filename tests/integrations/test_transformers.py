@@ -277,3 +277,12 @@ def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
         losses.append([float(line.split("'loss': '")[1].split("'")[0]) for line in logs])
     assert len(losses[1]) == 2, "steps 25 and 30"
     assert losses[1][-1] < losses[0][-1] < 0.7 * losses[0][0]
+
+
+def test_two_ranks_share_delayed_scales(tmp_path: Path) -> None:
+    """Two ranks (DDP), whose delayed scales stay the same; a resume half way."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*launcher, Path(__file__).with_name("trainer_ranks.py"), tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("15 layers with the same scales") == 2
