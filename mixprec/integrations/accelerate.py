@@ -105,7 +105,7 @@ class _Optimizer(AcceleratedOptimizer):
             setattr(self.optimizer, name, value)
         elif value not in (own, math.inf):
             raise ValueError(
-                f"{who}: {name} must be {own}, as the optimizer has it, got {value}; set one of them only"
+                f"{who}: {name} must be {own}, as the optimizer has it, got {value}; set only one"
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
