@@ -13,6 +13,7 @@ from .nn import filters
 from .nn.autocast import autocast
 from .nn.convert import cast_parameters, convert, convert_to_float8_training
 from .nn.reuse_weights import reuse_weights
+from .nn.unconvert import unconvert
 from .ops import (
     amax,
     dequantize,
@@ -58,6 +59,7 @@ __all__ = [
     "save_checkpoint",
     "scaling",
     "stats",
+    "unconvert",
     "unscale_",
     "update_scales",
     "use_backend",

@@ -24,6 +24,7 @@ __all__ = [
     "after_load",
     "after_step",
     "follow",
+    "forget",
     "has_state",
     "keep_fp32",
     "loadable",
@@ -69,15 +70,11 @@ def _amaxes(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
-    """Give `layer` the initial buffers of a delayed recipe, or remove them for any other recipe."""
+    """Give `layer` the initial buffers of a delayed recipe."""
+    state = _fresh(recipe, layer.weight.device)  # type: ignore[arg-type]
     for name in BUFFERS:
-        layer._buffers.pop(name, None)
-        layer._non_persistent_buffers_set.discard(name)
-    if recipe.is_delayed:
-        state = _fresh(recipe, layer.weight.device)  # type: ignore[arg-type]
-        for name in BUFFERS:
-            layer.register_buffer(name, state[name], persistent=name in SAVED)
-        follow(layer)
+        layer.register_buffer(name, state[name], persistent=name in SAVED)
+    follow(layer)
 
 
 def follow(layer: torch.nn.Module) -> None:
@@ -87,6 +84,11 @@ def follow(layer: torch.nn.Module) -> None:
     if not _hooked:
         register_optimizer_step_post_hook(lambda *_: after_step())
         _hooked = True
+
+
+def forget(layer: torch.nn.Module) -> None:
+    """Leave a layer, which no longer has delayed scales, out of the automatic updates."""
+    _layers.discard(layer)
 
 
 def set_automatic_updates(enabled: bool) -> None:
@@ -244,7 +246,8 @@ def loadable(
     state = dict(state_dict)
     keys = {name: prefix + name for name in SAVED}
     if not has_state(layer):
-        return {key: value for key, value in state.items() if key not in keys.values()}
+        foreign = {key for name, key in keys.items() if not hasattr(layer, name)}
+        return {key: value for key, value in state.items() if key not in foreign}
     recipe: Recipe = layer.recipe  # type: ignore[assignment]
     fresh = _fresh(recipe, torch.device("cpu"))
     if not all(key in state for key in keys.values()):

@@ -33,6 +33,21 @@ class LayerState(NamedTuple):
     clipped: torch.Tensor | None
 
 
+def _buffers_of(recipe: Recipe | None) -> set[str]:
+    """The names of the buffers that a layer with this recipe has beside those of its module."""
+    if recipe is None:
+        return set()
+    names = {*scaling.BUFFERS} if recipe.is_delayed else set()
+    return names | {CLIPPED} if recipe.clip_activations else names
+
+
+class _Name:
+    """The path that convert gave to a layer, unless its class sets a `name` of its own."""
+
+    def __get__(self, layer: Layer | None, owner: type) -> str:
+        return "" if layer is None else layer._path
+
+
 class Layer(torch.nn.Module):
     """What Linear and Conv2d share. Inherit from it before torch's module.
 
@@ -43,12 +58,13 @@ class Layer(torch.nn.Module):
     """
 
     one_product = True  # y is one product of x and `weight`, which diagnostics can repeat
-    name: str
+    name = _Name()
     weight: torch.Tensor
     scale: torch.Tensor  # these three for a delayed recipe only
     amax: torch.Tensor
     grad_amax: torch.Tensor
     _recipe: Recipe
+    _path = ""
     _quantized_weight: QuantizedWeight | None = None
 
     @property
@@ -58,16 +74,37 @@ class Layer(torch.nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
-        recipe = Recipe.parse(recipe)
-        if getattr(self, "_recipe", None) != recipe:
-            self._recipe = recipe
+        recipe, before = Recipe.parse(recipe), vars(self).get("_recipe")
+        if before == recipe:
+            return
+        added = _buffers_of(recipe) - _buffers_of(before)
+        if taken := sorted(name for name in added if hasattr(self, name)):
+            raise ValueError(
+                f"convert: {self._path or type(self).__name__} has an attribute {taken[0]!r} of "
+                f"its own, and recipe {recipe.name} needs that name: give it another in overrides"
+            )
+        self._drop_state()
+        self._recipe = recipe
+        if recipe.is_delayed:
             scaling.reset(self, recipe)
-            _loss_scaling.follow(self, recipe)
-            self._buffers.pop(CLIPPED, None)
-            self._non_persistent_buffers_set.discard(CLIPPED)
-            if recipe.clip_activations:
-                count = torch.zeros((), dtype=torch.int64, device=self.weight.device)
-                self.register_buffer(CLIPPED, count, persistent=False)
+        _loss_scaling.follow(self, recipe)
+        if recipe.clip_activations:
+            count = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+            self.register_buffer(CLIPPED, count, persistent=False)
+
+    def _drop_state(self) -> None:
+        """Remove the recipe, if there is one, and its buffers."""
+        for name in _buffers_of(vars(self).pop("_recipe", None)):
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+        scaling.forget(self)
+        _loss_scaling.follow(self, None)
+
+    def _leave(self) -> None:
+        """Remove all that torch's module does not have, before `unconvert` makes it one."""
+        self._drop_state()
+        for name in ("_path", "_quantized_weight", "_warned"):
+            vars(self).pop(name, None)
 
     @classmethod
     def _sharing(
@@ -98,8 +135,8 @@ class Layer(torch.nn.Module):
         converted: Self = new_instance(cls, module)
         converted.__dict__ = state
         inject_parametrizations(converted)
+        converted._path = name
         converted.recipe = recipe
-        converted.name = name
         return converted
 
     def _state(self, x: torch.Tensor, recipe: Recipe) -> LayerState:
@@ -124,7 +161,7 @@ class Layer(torch.nn.Module):
             return None
         if not torch.compiler.is_compiling() and self.weight._version != reused.version:
             raise RuntimeError(
-                f"reuse_weights: the weight of {self.name or 'a ' + type(self).__name__} was "
+                f"reuse_weights: the weight of {self._path or 'a ' + type(self).__name__} was "
                 "changed inside the block; end the block before the optimizer's step"
             )
         return reused.operand

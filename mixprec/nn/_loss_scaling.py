@@ -16,10 +16,10 @@ _fine: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # without par
 _hooked = _warned = False
 
 
-def follow(layer: torch.nn.Module, recipe: Recipe) -> None:
+def follow(layer: torch.nn.Module, recipe: Recipe | None) -> None:
     """Include `layer` in the check if its recipe needs loss scaling."""
     global _hooked
-    if not recipe.needs_loss_scaling:
+    if recipe is None or not recipe.needs_loss_scaling:
         _layers.discard(layer)
         return
     _layers.add(layer)

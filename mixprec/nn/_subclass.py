@@ -19,6 +19,16 @@ def new_instance(layer: Any, module: nn.Module) -> Any:
     return kind.__new__(kind)
 
 
+def original_class(layer: nn.Module) -> type[nn.Module] | None:
+    """The class, of torch or the user, that a layer of mixprec.nn stands for; None if it is of a
+    class derived from those that `convert` makes."""
+    kind: Any = type(layer)
+    if parametrize.is_parametrized(layer):
+        (kind,) = kind.__bases__
+    bases = kind.__bases__
+    return bases[1] if kind.__module__ == "mixprec.nn" and len(bases) == 2 else None
+
+
 def inject_parametrizations(module: Any) -> None:
     """Give `module`, which has the registry of another one, a class like that of torch."""
     if "parametrizations" in module._modules:

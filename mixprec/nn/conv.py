@@ -49,7 +49,7 @@ class Conv2d(Layer, torch.nn.Conv2d):
             *(dilation, groups, bias, padding_mode, device, dtype),  # type: ignore[arg-type]
         )
         self.recipe = Recipe.parse(recipe)
-        self.name = name
+        self._path = name
 
     @classmethod
     def from_conv(
@@ -81,7 +81,7 @@ class Conv2d(Layer, torch.nn.Conv2d):
             self.dilation,
             self.groups,
             recipe=recipe,
-            name=self.name,
+            name=self._path,
             **state._asdict(),
         )
 

@@ -45,7 +45,7 @@ class Conv1D(Layer):
             None if main_grad is None else main_grad.t(),
             recipe,
             out_dtype,
-            self.name,
+            self._path,
             delayed,
             quantized_weight,
             clipped,

@@ -151,7 +151,7 @@ def convert(
     for fqn, own in chosen.items():
         module = layers[fqn]
         if isinstance(module, Layer):
-            module.recipe, module.name = own, fqn
+            module.recipe, module._path = own, fqn
     for parent in [*model.modules(), *replacement.values()]:  # attention holds a layer itself
         # _modules, not named_children(): that one leaves out a child's second name.
         for child_name, child in list(parent._modules.items()):

@@ -49,8 +49,8 @@ class Intercepted(Layer):
         if not (torch.compiler.is_compiling() or products.found or self._warned):
             self._warned = True
             warnings.warn(
-                f"{self.name or 'a layer'} does not use the recipe {recipe.name}: its forward pass "
-                "called neither linear, conv2d nor grouped_mm of torch.nn.functional",
+                f"{self._path or 'a layer'} does not use the recipe {recipe.name}: its forward "
+                "pass called neither linear, conv2d nor grouped_mm of torch.nn.functional",
                 stacklevel=2,
             )
         return result
@@ -94,7 +94,7 @@ class _Products(TorchFunctionMode):
 
         def product(of: Callable[..., Any], x: torch.Tensor, *more: Any) -> torch.Tensor:
             state = self.layer._state(x, self.recipe)._asdict()
-            y: torch.Tensor = of(x, *more, recipe=self.recipe, name=self.layer.name, **state)
+            y: torch.Tensor = of(x, *more, recipe=self.recipe, name=self.layer._path, **state)
             return y
 
         return run(product, *args, **kwargs)

@@ -21,6 +21,8 @@ __all__ = ["Coverage", "adapters", "converter", "coverage"]
 ADAPTER = "an adapter of peft"
 # The share of unsupported weights above which it is worth a warning.
 MOST_UNSUPPORTED = 0.2
+# The attribute of torch's encoders in which leave_fast_paths keeps the value that it changes.
+_KEPT = "_mixprec_fast_path"
 # Modules whose weights are not multiplied with anything: a lookup is no matrix product.
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -60,14 +62,27 @@ def adapters(model: nn.Module) -> set[nn.Module]:
 def leave_fast_paths(model: nn.Module) -> None:
     """Make torch's encoder layers call their parts, of which one is converted, in eval mode too:
     their fast path reads the weights."""
-    for module in model.modules():
-        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-            continue
+    for module, switch, off in _fast_paths(model):
         if any(isinstance(part, Layer) for part in module.modules()):
-            if isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False
-            else:
-                module.activation_relu_or_gelu = 0
+            vars(module).setdefault(_KEPT, getattr(module, switch))
+            setattr(module, switch, off)
+
+
+def restore_fast_paths(model: nn.Module) -> None:
+    """Undo leave_fast_paths, where no part is converted any more."""
+    for module, switch, _ in _fast_paths(model):
+        converted = any(isinstance(part, Layer) for part in module.modules())
+        if _KEPT in vars(module) and not converted:
+            setattr(module, switch, vars(module).pop(_KEPT))
+
+
+def _fast_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
+    """torch's encoders and their layers, the attribute that allows the fast path, and its off."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            yield module, "use_nested_tensor", False
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            yield module, "activation_relu_or_gelu", 0
 
 
 class Coverage(NamedTuple):

@@ -43,7 +43,7 @@ class Linear(Layer, torch.nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = Recipe.parse(recipe)
-        self.name = name
+        self._path = name
 
     @classmethod
     def from_linear(
@@ -71,7 +71,7 @@ class Linear(Layer, torch.nn.Linear):
             main_grad_of("linear", weight),
             recipe,
             out_dtype,
-            self.name,
+            self._path,
             delayed,
             quantized_weight,
             clipped,

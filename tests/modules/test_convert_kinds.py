@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import mixprec
 from mixprec.nn.kinds import coverage
+from mixprec.recipes import RECIPES
 
 
 class Conv1D(nn.Module):
@@ -208,6 +210,108 @@ def test_the_products_of_a_layer_are_counted_once_and_measured_as_those_of_a_lin
     assert row.gemm_counts("twice")["forward"] == {"e4m3 x e4m3": 1}
     assert row.sqnr.keys() == {"conv1d", "linear"}
     assert row.sqnr["conv1d"] == row.sqnr["linear"]
+
+
+def every_kind() -> nn.Module:
+    layers = {name: make() for name, make in LAYERS.items()}
+    layers |= {"linear": nn.Linear(32, 16), "twice": Twice(32, 16), "named": Named(32, 16)}
+    model = nn.ModuleDict(layers | {"conv": nn.Conv2d(8, 16, 3), "std": Standardized(8, 16, 3)})
+    model["experts"], model["attention"] = Experts(False), nn.MultiheadAttention(32, 4)
+    model["encoder"] = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1
+    )
+    model["again"] = model["linear"]
+    model["named"].name, model["named"].tag = "mine", object()
+    return model
+
+
+def outputs(model: nn.ModuleDict) -> list[torch.Tensor]:
+    x, image = torch.linspace(-1, 1, 128).view(4, 32), torch.linspace(-1, 1, 512).view(1, 8, 8, 8)
+    y = [model[name](x) for name in (*LAYERS, "linear", "twice", "named")]
+    y += [model[name](image) for name in ("conv", "std")]
+    y += [model["experts"](x, torch.tensor([1, 3, 4])), model["attention"](x, x, x)[0]]
+    return [*y, model["encoder"](x[None])]
+
+
+def written(model: nn.Module) -> list[Any]:
+    """All that the modules of a model hold. (torch makes a class for each parametrized module.)"""
+    held: list[Any] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        held.append((name, kind.__bases__ if parametrize.is_parametrized(module) else kind))
+        held.append(
+            [(n, id(t)) for n, t in (*module._parameters.items(), *module._buffers.items())]
+        )
+        registries = ("_parameters", "_buffers", "_modules")
+        held.append({k: v for k, v in vars(module).items() if k not in registries})
+    return held
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_unconvert_leaves_nothing_behind(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = every_kind().eval()
+    model["linear"].train()
+    before, keys, expected = written(model), list(model.state_dict()), outputs(model)
+    seen: list[nn.Module] = []
+    handle = model["linear"].register_forward_hook(lambda module, args, y: seen.append(module))
+    mixprec.convert(model, "bf16")
+    mixprec.convert(model, dataclasses.replace(RECIPES[recipe], clip_activations=recipe == "fp16"))
+    assert (model["named"].name, model["twice"].name) == ("mine", "twice")
+    assert not all(map(torch.equal, outputs(model), expected))
+    copied = mixprec.unconvert(copy.deepcopy(model))
+    assert mixprec.unconvert(model) is model
+    seen.clear()
+    for other in (model, copied, mixprec.unconvert(copied)):
+        assert all(map(torch.equal, outputs(other), expected))
+        assert list(other.state_dict()) == keys
+    assert seen == [model["linear"], copied["linear"], copied["linear"]]
+    handle.remove()
+    assert written(model) == before
+
+
+def test_unconvert_of_a_layer_and_what_it_refuses() -> None:
+    layer, x = mixprec.nn.Linear(32, 16, recipe="fp8-delayed"), torch.ones(4, 32)
+    compiled = torch.compile(nn.Sequential(layer), backend="aot_eager")
+    compiled(x)
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    assert mixprec.unconvert(layer) is layer
+    assert type(layer) is nn.Linear
+    assert torch.equal(compiled(x), plain)
+
+    class Own(mixprec.nn.Linear):
+        pass
+
+    wrapped = mixprec.convert(nn.Linear(2, 2), "bf16")
+    wrapped.forward = wrapped.forward
+    for wrong, match in ((Own(2, 2), "1 is a Own, a class derived"), (wrapped, "1 has its own fo")):
+        model = nn.Sequential(mixprec.nn.Linear(2, 2), wrong)
+        with pytest.raises(ValueError, match=f"^unconvert: {match}"):
+            mixprec.unconvert(model)
+        assert type(model[0]) is mixprec.nn.Linear
+    with pytest.raises(TypeError, match=r"^unconvert: model must be a torch.nn.Module, got list"):
+        mixprec.unconvert([])
+
+
+def test_a_name_that_the_user_took() -> None:
+    """timm's ScaledStdConv2d has a `scale`, which delayed recipes have too."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 16)
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias) * self.scale
+
+    model, x = nn.Sequential(Scaled()), torch.ones(1, 32)
+    state, expected = model.state_dict(), model(x)
+    for _ in range(2):  # the second time, of a layer that is converted already
+        with pytest.raises(ValueError, match="convert: 0 has an attribute 'scale' of its own, and"):
+            mixprec.convert(model, "fp8-delayed")
+        torch.testing.assert_close(mixprec.convert(model, "bf16")(x), expected, rtol=2e-2, atol=0.1)
+    model.load_state_dict(state)
+    assert torch.equal(mixprec.unconvert(model)(x), expected)
 
 
 class Adapted(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import mixprec
 from mixprec.functional import observed
@@ -33,20 +34,40 @@ TORCHVISION = {"resnet18": set(), "vit_b_16": {"VisionTransformer", "Encoder"}}
 IMAGE = (torch.randn(1, 3, 224, 224),)
 
 
+def classes(model: nn.Module) -> dict[str, type]:
+    return {name: type(m) for name, m in model.named_modules(remove_duplicate=False)}
+
+
+@torch.no_grad()
+def run(model: nn.Module, *args: Any, **inputs: Any) -> list[torch.Tensor]:
+    return [y for y in tree_leaves(model(*args, **inputs)) if isinstance(y, torch.Tensor)]
+
+
 def check(model: nn.Module, left: set[str], least: float = 0.97, **inputs: Any) -> None:
-    """What is in layers with a recipe, and that each of them uses it in a forward pass."""
+    """What is in layers with a recipe, that each of them uses it in a forward pass, and that
+    unconvert gives the first model back."""
     before = sum(p.numel() for p in model.parameters())
-    model = mixprec.convert(model, "bf16").eval()
+    model.eval()
+    args, state, kinds = inputs.pop("args", ()), model.state_dict(keep_vars=True), classes(model)
+    expected = run(model, *args, **inputs) if args or inputs else []
+    model = mixprec.convert(model, "bf16")
     found = coverage(model)
     assert {kind for kind, _ in found.left} == left, str(found)
     assert found.converted >= least * found.total
     assert sum(p.numel() for p in model.parameters()) == before
-    if inputs:
+    if expected:
         used: set[str] = set()
-        with torch.no_grad(), observed(lambda kind, name, a, b: used.add(name)):
-            model(*inputs.pop("args", ()), **inputs)
+        with observed(lambda kind, name, a, b: used.add(name)):
+            run(model, *args, **inputs)
         layers = {name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)}
         assert used == layers
+    mixprec.unconvert(mixprec.convert(model, "fp8"))
+    assert classes(model) == kinds
+    now = model.state_dict(keep_vars=True)
+    assert list(now) == list(state)
+    assert all(now[name] is value for name, value in state.items())
+    if expected:
+        assert all(map(torch.equal, run(model, *args, **inputs), expected))
 
 
 @pytest.mark.slow
@@ -97,3 +118,5 @@ def test_adapters_of_peft() -> None:
     assert {reason for _, reason in coverage(lora).left} == {"an adapter of peft"}
     lora(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
     assert all(p.grad is not None for p in lora.parameters() if p.requires_grad)
+    mixprec.unconvert(lora)
+    assert {type(m) for m in lora.modules() if isinstance(m, nn.Linear)} == {nn.Linear}

@@ -1,0 +1,61 @@
+"""unconvert: the inverse of convert."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from . import kinds
+from ._layer import Layer
+from ._subclass import inject_parametrizations, original_class
+
+__all__ = ["unconvert"]
+
+logger = logging.getLogger("mixprec")
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Make the layers of `model` those of torch again, or of the classes that `convert` found, in
+    place; return the model.
+
+    Modules keep their identity, and so their parameters, hooks, handles, names, training mode and
+    all other attributes; optimizers go on with the same parameters. Recipes, the scales of delayed
+    recipes and counters are dropped, so that the state dict is that of a model which was never
+    converted. Torch's encoder layers take their fast path again. Layers that were constructed as
+    mixprec.nn's become torch's too. A model without such layers stays as it is.
+
+    What other functions changed stays: dtypes (`cast_parameters(model, torch.float32)` casts them
+    back) and the 8-bit weights of `freeze`. `mixprec.autocast(enabled=False)` has the effect for a
+    region only.
+
+    TypeError if `model` is not a module. ValueError, before anything is changed, for a layer whose
+    forward was replaced, as by a wrapper that calls the one of `convert`, and for one whose class
+    was derived from mixprec.nn's, as by a subclass or by fully_shard of the layer itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unconvert: model must be a torch.nn.Module, got {type(model).__name__}")
+    originals: dict[Layer, type[nn.Module]] = {}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, Layer):
+            continue
+        where = fqn or "the model"
+        if "forward" in vars(module):
+            raise ValueError(
+                f"unconvert: {where} has its own forward: remove what wraps it, then unconvert"
+            )
+        original = original_class(module)
+        if original is None:
+            raise ValueError(
+                f"unconvert: {where} is a {type(module).__name__}, a class derived from a layer of "
+                "mixprec.nn, and has no class to go back to; if fully_shard made it, unconvert "
+                "before fully_shard"
+            )
+        originals[module] = original
+    for module, original in originals.items():
+        module._leave()
+        module.__class__ = original  # type: ignore[assignment]
+        inject_parametrizations(module)
+    kinds.restore_fast_paths(model)
+    logger.info("unconvert: %d layers", len(originals))
+    return model
