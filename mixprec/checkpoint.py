@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from . import _random_state
 from ._atomic import replace_file
 from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
 from ._local_gradients import is_sharded
@@ -43,8 +44,9 @@ def save_checkpoint(
 
     model, optimizer, scaler, lr_scheduler: objects with state_dict(), or lists of them. step and
     extra (plain data: tensors, numbers, strings, None in lists, tuples and dicts) are returned by
-    load_checkpoint. rng: the states of torch's random generators, of the CPU and, if CUDA is
-    in use, of its devices. torch.load(path, weights_only=True) reads the file.
+    load_checkpoint. rng: the states of the random generators of torch (of the CPU and, if CUDA is
+    in use, of its devices), of Python's `random` and, if it was imported, of `numpy.random`.
+    torch.load(path, weights_only=True) reads the file.
 
     Gradients are not saved: call this between two steps, after clearing them. Raises ValueError,
     naming the entry, for a value that could not be loaded or a tensor sharded over ranks (a
@@ -58,7 +60,7 @@ def save_checkpoint(
         "version": VERSION,
         "step": step,
         "extra": extra,
-        "rng": _rng_state() if rng else None,
+        "rng": _random_state.get() if rng else None,
         "classes": {name: type(part).__name__ for name, part in parts.items()},
         **{name: _state_of(name, part) for name, part in parts.items()},
     }
@@ -107,7 +109,7 @@ def load_checkpoint(
             if saved != own:
                 raise ValueError(f"{where}: {name} was saved from {saved}, got {own}")
     if rng:
-        _check_rng_state(where, checkpoint["rng"])
+        _random_state.check(where, checkpoint["rng"])
     with ExitStack() as undo:
         for name, part in parts.items():
             state = checkpoint[name]
@@ -122,7 +124,7 @@ def load_checkpoint(
                 raise ValueError(f"{where}: {name}: {error}") from error
         undo.pop_all()
     if rng:
-        _set_rng_state(checkpoint["rng"])
+        _random_state.put(checkpoint["rng"])
     return {"step": checkpoint["step"], "extra": checkpoint["extra"]}
 
 
@@ -224,31 +226,3 @@ def _at_home(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor):
                 group[name] = value.to(mine.device)
     return {**saved, "param_groups": groups}
-
-
-def _rng_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _check_rng_state(where: str, state: Any) -> None:
-    if state is None:
-        raise ValueError(f"{where} holds no state of random generators; pass rng=False")
-    devices = torch.cuda.device_count()
-    if len(state["cuda"]) not in (0, devices):
-        raise ValueError(
-            f"{where} holds the random generators of {len(state['cuda'])} CUDA devices, and here "
-            f"are {devices}; pass rng=False to go on with other random numbers"
-        )
-    try:
-        torch.Generator().set_state(state.get("cpu"))
-        for i, one in enumerate(state["cuda"]):
-            torch.Generator(f"cuda:{i}").set_state(one)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{where}: rng: {error}") from error
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    for i, one in enumerate(state["cuda"]):
-        torch.cuda.set_rng_state(one, i)

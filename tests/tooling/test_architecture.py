@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("functional.operands", "scaling", "grad_report", "distributed"),
     ("functional",),
     ("nn", "optim", "amp"),
-    ("_checkpoint_file",),
+    ("_checkpoint_file", "_random_state"),
     ("checkpoint",),
     ("diagnostics",),
     ("integrations",),

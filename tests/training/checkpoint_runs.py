@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import normal
@@ -21,6 +23,11 @@ PARTS = ("model", "optimizer", "scaler", "lr_scheduler")
 NOTHING: dict[str, None] = dict.fromkeys(PARTS)
 
 
+def seed_all(seed: int) -> None:
+    for of in (torch.manual_seed, random.seed, numpy.random.seed):
+        of(seed)
+
+
 class Run:
     """A training run with everything that has a state, and one step as users write it."""
 
@@ -32,7 +39,7 @@ class Run:
         init: int = 0,
         **options: Any,
     ) -> None:
-        torch.manual_seed(init)
+        seed_all(init)
         self.dtype = dtype
         self.model = nn.Sequential(
             nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3)
@@ -46,6 +53,7 @@ class Run:
 
     def step(self, step: int) -> None:
         x = normal((8, 6), self.dtype, seed=step)
+        x = x * random.gauss(1.0, 0.1) * float(numpy.random.normal(1.0, 0.1))  # augmentation
         loss = (self.model(x).float() - normal((8, 3), torch.float32, seed=5)).square().mean()
         self.scaler.scale(loss).backward()
         if step == OVERFLOW:
@@ -59,9 +67,10 @@ class Run:
         return {part: getattr(self, part) for part in PARTS}
 
     def bits(self) -> Any:
-        """All of the state, random generator included, with tensors as their bytes."""
+        """All of the state, random generators included, with tensors as their bytes."""
         states = {part: value.state_dict() for part, value in self.parts().items()}
-        return as_bytes([states, torch.get_rng_state()])
+        generators = [random.getstate(), numpy.random.get_state()[1].tolist()]
+        return as_bytes([states, torch.get_rng_state(), generators])
 
 
 def as_bytes(value: Any) -> Any:

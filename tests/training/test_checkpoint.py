@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import normal
@@ -159,6 +162,31 @@ def test_without_the_random_state_other_numbers_follow(path: Path) -> None:
     torch.rand(3)
     load_checkpoint(path)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generators_of_python_and_numpy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw() -> list[float]:
+        return [random.gauss(), random.random(), numpy.random.normal(), numpy.random.random()]
+
+    for drawn in (0, 1):  # of the normal numbers, which are made in pairs
+        for _ in range(drawn):
+            random.gauss(), numpy.random.normal()
+        save_checkpoint(path)
+        wanted = draw()
+        load_checkpoint(path)
+        assert draw() == wanted
+    edit(path, lambda content: [content["rng"].pop(name) for name in ("python", "numpy")])
+    before = random.getstate()
+    load_checkpoint(path)  # of a version that did not save them
+    assert random.getstate() == before
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    save_checkpoint(path)
+    assert "numpy" not in torch.load(path, weights_only=True)["rng"]
+    monkeypatch.undo()
+    other = {"bit_generator": "PCG64"}
+    monkeypatch.setattr(numpy.random, "get_state", lambda legacy: other)
+    with pytest.raises(ValueError, match="default generator, MT19937, got PCG64; pass rng=False"):
+        save_checkpoint(path)
 
 
 def test_cuda_generators_are_saved_and_restored(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import OVERFLOW, PARTS, STEPS, Run, edit, refused
+from checkpoint_runs import OVERFLOW, PARTS, STEPS, Run, edit, refused, seed_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -29,6 +29,10 @@ EDITS: tuple[tuple[Callable[[dict], object], str], ...] = (
     (lambda c: c["rng"].update(cpu=c["rng"]["cpu"] * 0), "rng: "),
     (lambda c: c["rng"].update(cpu="x"), "rng: "),
     (lambda c: c["rng"].pop("cpu"), "rng: "),
+    (lambda c: c["rng"].update(python=(3, (0,), None)), "rng: "),
+    (lambda c: c["rng"].update(python="x"), "rng: "),
+    (lambda c: c["rng"].update(numpy=(3, (1,) * 624 + (625,), None)), "rng: "),
+    (lambda c: c["rng"].update(numpy=(3, (1,) * 625, "x")), "rng: the state of numpy must end"),
     (lambda c: c["rng"].pop("cuda"), "is damaged: rng must hold"),
     (lambda c: c.update(rng=[]), "is damaged: rng must hold"),
     (lambda c: c.update(classes=None), "is damaged: classes must be a dict"),
@@ -77,7 +81,7 @@ def test_what_does_not_fit_changes_nothing(steps: int, path: Path) -> None:
     save_checkpoint(path, **run.parts(), step=1)
     whole = path.read_bytes()
     for each in (other, expected):
-        torch.manual_seed(2)
+        seed_all(2)
         for step in range(steps):
             each.step(step)
     for change, message in EDITS:
@@ -85,7 +89,7 @@ def test_what_does_not_fit_changes_nothing(steps: int, path: Path) -> None:
         edit(path, change)
         refused(path, message, other)
     for each in (other, expected):  # and it goes on as if nothing had been tried
-        torch.manual_seed(3)
+        seed_all(3)
         each.step(OVERFLOW + 1)
     assert other.bits() == expected.bits()
 
