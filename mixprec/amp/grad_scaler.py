@@ -16,7 +16,7 @@ from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from .lagged import Lagged
 from .optimizers import any_flag, gradients, has_gradient, params_of, steps_alone, unscales_itself
-from .rules import NEVER, TORCH_STATE, check
+from .rules import NEVER, TORCH_STATE, as_power, check
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -110,6 +110,24 @@ class GradScaler(torch.amp.GradScaler):
         self._ranks = Ranks(process_group)
         self._forget()
         self._model = None if model is None else weakref.ref(model)
+
+    def __repr__(self) -> str:
+        """The scale, what became of the updates, and the settings. Waits for a GPU: the scale and
+        the counts are there, and a copy that lags behind would not belong to the scale shown."""
+        if not self._enabled:
+            return f"{type(self).__name__}(enabled=False)"
+        told: dict[str, object] = {
+            "scale": as_power(self.get_scale()),
+            "applied_steps": int(self.applied_steps),
+            "skipped": int(self.skipped),
+            "growth_interval": self.get_growth_interval() or "None",  # the others are off if None
+            "min_scale": as_power(self._min_scale),
+            "max_scale": None if self._max_scale is None else as_power(self._max_scale),
+            "max_consecutive_skips": self._max_skips,
+            "grow_on_underflow": self._grow_on_underflow,
+        }
+        settings = ", ".join(f"{name}={text}" for name, text in told.items() if text is not None)
+        return f"{type(self).__name__}({settings})"
 
     def _forget(self) -> None:
         """Reset the state of each optimizer, and drop pending copies from the device."""

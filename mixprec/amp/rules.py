@@ -38,6 +38,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def as_power(value: float) -> str:
+    """2^16 for a power of two, 65000 for another number."""
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+
+
 def check(**settings: Any) -> None:
     """Raise ValueError for the first setting or state entry that is not valid."""
     for name, value in settings.items():

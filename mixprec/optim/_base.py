@@ -17,7 +17,7 @@ from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
 from ..ops._dispatch.checks import REALS
-from . import _grad_norms, _settings
+from . import _grad_norms, _repr, _settings
 from ._batches import Batch, Batches
 from ._state import Policy, hide_tensors, show_tensors
 
@@ -90,6 +90,11 @@ class Optimizer(torch.optim.Optimizer):
         """The option that the optimizer was constructed with."""
         return self._policy.master_weights
 
+    def __repr__(self) -> str:
+        """torch's, with masters, clipping and skipped steps. On a GPU this waits for the device."""
+        first, rest = super().__repr__().split("\n", 1)
+        return f"{first}\n{_repr.lines(self)}{rest}"
+
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         raise NotImplementedError
 
@@ -117,13 +122,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of params; its settings override the defaults."""
+        who = type(self).__name__
         if isinstance(param_group, dict):
-            self._check_group({**self.defaults, **param_group}, type(self).__name__)
+            self._check_group({**self.defaults, **param_group}, who)
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             wrong = None
             if p.dtype not in REALS:
                 wrong = f"params must be fp32, bf16, fp16 or fp64, got {p.dtype}"
+                wrong += f"; torch.optim.{who} takes complex ones" if p.is_complex() else ""
+            elif p.layout != torch.strided:
+                wrong = f"params must be dense, got layout {p.layout}"
             elif (
                 self._grad_dtype is not None
                 and p.dtype in LOW_PRECISION
@@ -134,13 +143,13 @@ class Optimizer(torch.optim.Optimizer):
                 wrong += "be set: call zero_grad() first"
             if wrong is not None:
                 self.param_groups.pop()
-                raise ValueError(f"{type(self).__name__}: {wrong}")
+                raise ValueError(f"{who}: {wrong}")
         group = self.param_groups[-1]
         if len(set(group["params"])) < len(group["params"]):
             self.param_groups.pop()
             raise ValueError(
-                f"{type(self).__name__}: params must hold each parameter once, got one twice; of "
-                "tied weights pass one, as model.parameters() does"
+                f"{who}: params must hold each parameter once, got one twice; of tied weights pass "
+                "one, as model.parameters() does"
             )
         for p in group["params"]:  # whose masters a checkpoint before the first step is to hold
             if p.requires_grad and _unrounded.is_kept(p):

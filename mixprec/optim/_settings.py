@@ -37,6 +37,14 @@ def check_limit(who: str, name: str, limit: Any) -> None:
         raise ValueError(f"{who}: {name} must be positive, got {limit!r}")
 
 
+def check_amsgrad(who: str, amsgrad: Any) -> None:
+    if amsgrad:
+        raise ValueError(
+            f"{who}: amsgrad must be False, got {amsgrad!r}: the largest exp_avg_sq is not kept; "
+            f"torch.optim.{who} keeps it"
+        )
+
+
 def check_options(
     who: str,
     *,
@@ -75,8 +83,7 @@ def check_options(
     check_limit(who, "max_grad_value", max_grad_value)
     if max_grad_norm is not None and max_grad_value is not None:
         raise ValueError(f"{who}: give max_grad_norm or max_grad_value, not both")
-    if ignored.get("amsgrad"):
-        raise ValueError(f"{who}: amsgrad is not supported, got amsgrad={ignored['amsgrad']}")
+    check_amsgrad(who, ignored.get("amsgrad"))
     if ignored.get("differentiable"):
         raise ValueError(
             f"{who}: differentiable must be False: an update in place has no derivative"

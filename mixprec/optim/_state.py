@@ -94,7 +94,7 @@ class Policy:
         for name in _MASTERS.keys() & saved.keys():
             if name != place:
                 raise ValueError(
-                    f"{who}: the state holds a {name}, for which a {_short(param.dtype)} param has "
+                    f"{who}: the state holds a {name}, for which a {short(param.dtype)} param has "
                     f"no place with master_weights={self.master_weights!r}, "
                     f"stochastic_rounding={self.stochastic_rounding}; use the options that it was "
                     "saved with, or delete the key to go on from the weights alone"
@@ -127,7 +127,7 @@ def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None)
     return torch.where(high == param.detach(), low, zeros)
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -149,8 +149,8 @@ def checked(
             f"{who}: {name} must be sharded as its param is; use torch.distributed.checkpoint"
         )
     if t.dtype not in (dtype, *narrower):
-        allowed = ", ".join(map(_short, (dtype, *narrower)))
-        raise ValueError(f"{who}: {name} must have dtype {allowed}, got {_short(t.dtype)}")
+        allowed = ", ".join(map(short, (dtype, *narrower)))
+        raise ValueError(f"{who}: {name} must have dtype {allowed}, got {short(t.dtype)}")
     return t.detach().to(param.device, dtype, copy=True)
 
 

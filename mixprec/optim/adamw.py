@@ -56,7 +56,8 @@ class AdamW(Optimizer):
     params, as in torch.optim. There is no host sync.
 
     With `mixprec.GradScaler` or `torch.amp.GradScaler`, gradients stay scaled and are unscaled
-    inside the update. Raises ValueError for settings out of range and for sparse gradients.
+    inside the update. Raises ValueError for settings out of range, for complex and sparse params
+    and, in step(), for sparse gradients.
     Source: Decoupled Weight Decay Regularization (Loshchilov, Hutter, 2019).
     """
 
@@ -111,8 +112,7 @@ class AdamW(Optimizer):
             raise ValueError(f"{who}: betas must be two numbers in [0, 1), got {group['betas']!r}")
         for i, beta in enumerate(group["betas"]):
             _settings.check_number(who, f"betas[{i}]", beta, limit=1)
-        if group.get("amsgrad"):
-            raise ValueError(f"{who}: amsgrad must be False, got {group['amsgrad']}")
+        _settings.check_amsgrad(who, group.get("amsgrad"))
         if "foreach" in group and "amsgrad" not in group:  # torch's RAdam, NAdam, Adamax
             raise ValueError(f"{who}: amsgrad is not there: is this of another optimizer?")
         if group["decoupled_weight_decay"] != self._decoupled:

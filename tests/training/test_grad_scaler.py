@@ -214,6 +214,22 @@ def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
     assert scaler.state_dict() == before
 
 
+def test_repr_tells_scale_counts_and_settings() -> None:
+    scaler, rest = GradScaler(), "growth_interval=2000, min_scale=2^-24)"
+    assert repr(scaler) == f"GradScaler(scale=2^16, applied_steps=0, skipped=0, {rest}"
+    params, optimizer = run_of(our_adamw)
+    for bad in ((), (), (math.inf,)):
+        advance(scaler, optimizer, params, *bad)
+    assert repr(scaler) == f"GradScaler(scale=2^15, applied_steps=2, skipped=1, {rest}"
+    assert "    skipped steps: 1\n" in repr(optimizer)
+    static = GradScaler(init_scale=1000.0, growth_interval=None, max_scale=4096.0)
+    assert repr(static) == (
+        "GradScaler(scale=1000, applied_steps=0, skipped=0, growth_interval=None, "
+        "min_scale=2^-24, max_scale=2^12)"
+    )
+    assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+
+
 def test_copies_of_a_scaler_without_a_scale_yet() -> None:
     params, optimizer = run_of(our_adamw)
     for clone in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):

@@ -260,3 +260,34 @@ def test_a_step_under_a_scaler_runs_hooks_and_schedulers(kind: Kind) -> None:
     assert calls[-1] == "after"
     assert any(event.name == "Optimizer.step#Watched.step" for event in profile.function_events)
     assert optimizer.state[p]["step"].item() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "bf16", "fp16", "own"),
+    [
+        ({}, " with FP32 masters", " with FP32 masters", []),
+        (
+            {"master_weights": "remainder16", "max_grad_norm": 1.0},
+            *(" with 16-bit remainders", " with FP32 masters", ["max_grad_norm: 1.0"]),
+        ),
+        (
+            {"stochastic_rounding": True, "state_dtype": torch.bfloat16, "max_grad_value": 0.5},
+            *(" with stochastic rounding", " with FP32 masters"),
+            ["state_dtype: bfloat16", "max_grad_value: 0.5"],
+        ),
+        (
+            {"master_weights": None, "grad_dtype": torch.float32},
+            *(" without masters", " without masters", ["grad_dtype: float32"]),
+        ),
+    ],
+)
+def test_repr_tells_masters_clipping_and_skips(
+    options: dict[str, Any], bf16: str, fp16: str, own: list[str]
+) -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    params = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
+    lines = repr(AdamW(params, **options)).splitlines()
+    kinds = f"params: 1 bfloat16{bf16}, 1 float16{fp16}, 1 float32"
+    told = [f"    {line}" for line in (kinds, *own, "skipped steps: 0")]
+    assert lines[: len(told) + 2] == ["AdamW (", *told, "Parameter Group 0"]
+    assert "    lr: 0.001" in lines

@@ -73,8 +73,13 @@ def test_bad_options() -> None:
         for options, message in BAD_OPTIONS:
             with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
                 kind(parameters(torch.bfloat16), **options)
-    with pytest.raises(ValueError, match=r"^AdamW: amsgrad is not supported"):
-        AdamW(parameters(), amsgrad=True)
+    for kind in (AdamW, Adam):
+        who = kind.__name__
+        match = f"^{who}: amsgrad must be False, got True: .*; torch.optim.{who} keeps it$"
+        with pytest.raises(ValueError, match=match):
+            kind(parameters(), amsgrad=True)
+        with pytest.raises(ValueError, match=match):
+            kind([{"params": parameters(), "amsgrad": True}])
     with pytest.raises(TypeError):  # torch.optim.SGD has none either
         SGD(parameters(), capturable=True)
 
@@ -98,5 +103,12 @@ def test_sparse_gradients_and_params_of_other_dtypes_are_refused(kind: Kind) -> 
     assert_same(tensors(optimizer, [dense, table.weight]), before)
     for dtype in (torch.complex64, torch.int32):
         p = torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
-        with pytest.raises(ValueError, match=f"^{who}: params must be fp32, bf16, fp16 or fp64"):
+        with pytest.raises(
+            ValueError, match=f"^{who}: params must be fp32, bf16, fp16 or fp64"
+        ) as e:
             kind([p])
+        assert (f"torch.optim.{who} takes complex ones" in str(e.value)) == p.is_complex()
+    with pytest.raises(
+        ValueError, match=f"^{who}: params must be dense, got layout torch.sparse_coo"
+    ):
+        kind([torch.nn.Parameter(torch.eye(2).to_sparse())])

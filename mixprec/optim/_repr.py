@@ -1,0 +1,39 @@
+"""What an optimizer prints of itself before its param groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from .._local_gradients import LOW_PRECISION
+from ._state import Policy, short
+
+_KEPT = {"master": " with FP32 masters", "remainder": " with 16-bit remainders"}
+
+
+def lines(optimizer: Any) -> str:
+    """The kinds of params, the options that are set and the skipped steps, a line each."""
+    policy, grad_dtype = optimizer._policy, optimizer._grad_dtype
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = Counter(short(p.dtype) + _kept(p, policy) for p in params)
+    wide = policy.state_dtype == torch.float32
+    told = {
+        "params": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        "state_dtype": None if wide else short(policy.state_dtype),
+        "grad_dtype": None if grad_dtype is None else short(grad_dtype),
+        "max_grad_norm": optimizer.max_grad_norm,
+        "max_grad_value": optimizer.max_grad_value,
+        "skipped steps": int(optimizer.skipped),  # waits for a GPU, the only place that knows
+    }
+    return "".join(f"    {name}: {text}\n" for name, text in told.items() if text is not None)
+
+
+def _kept(param: torch.Tensor, policy: Policy) -> str:
+    if param.dtype not in LOW_PRECISION:
+        return ""
+    if kept := policy.master(param):
+        return _KEPT[kept]
+    rounded_at_random = policy.stochastic_rounding and param.dtype == torch.bfloat16
+    return " with stochastic rounding" if rounded_at_random else " without masters"
