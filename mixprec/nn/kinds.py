@@ -35,6 +35,8 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
     kind: Any = type(module)
     if isinstance(module, (Layer, nn.modules.lazy.LazyModuleMixin)):
         return None
+    if any(p.is_complex() for p in module.parameters(recurse=False)):
+        return None
     if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
         return Linear.from_linear
     plain = kind.forward, getattr(kind, "_conv_forward", None)

@@ -293,6 +293,12 @@ def test_unconvert_of_a_layer_and_what_it_refuses() -> None:
         mixprec.unconvert([])
 
 
+def test_complex_layers_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 16))
+    mixprec.convert(model, "bf16")
+    assert [type(m) for m in model] == [nn.Linear, mixprec.nn.Linear]
+
+
 def test_a_name_that_the_user_took() -> None:
     """timm's ScaledStdConv2d has a `scale`, which delayed recipes have too."""
 
