@@ -1,4 +1,4 @@
-"""Names that other libraries use for our recipes, and why some have no counterpart."""
+"""Names that other libraries use for our recipes, and what to use in place of others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _ALIASES = {
     "mixed_float16": "fp16",
     "mixed_bfloat16": "bf16",
     # Lightning: Trainer(precision=...)
+    "16": "fp16",
     "16-mixed": "fp16",
     "bf16-mixed": "bf16",
     # torchao: Float8LinearConfig.from_recipe_name
@@ -21,19 +22,42 @@ _ALIASES = {
     "float8currentscaling": "fp8",
     "delayedscaling": "fp8-delayed",
     "float8blockscaling": "fp8-block",
+    "hybrid": "fp8",  # its Format: E4M3 forward, E5M2 backward
+    # Megatron-LM: --fp8-recipe
+    "delayed": "fp8-delayed",
+    "blockwise": "fp8-block",
 }
 
 _PLAIN = 'it is no recipe of convert: leave the model as it is (mixprec.compare takes "fp32")'
+_FORMAT = (
+    'it is a format, of which a recipe has three: "fp8" has e4m3 for x and w and e5m2 for g, '
+    '"fp8-rowwise" e4m3 for all; for others, mixprec.Recipe(name, x, w, g)'
+)
+_WHICH = (
+    'it names no format: "bf16" where the processor has it, "fp16" with a mixprec.GradScaler '
+    "elsewhere"
+)
+_WEIGHTS = (
+    'convert(model, "bf16") or "fp16" sets what layers compute in, and '
+    "mixprec.cast_parameters(model, torch.bfloat16) casts the weights"
+)
+_NO_4_BITS = "there is no 4-bit format"
+_NO_MX = 'there are no 1 x 32 blocks yet; "fp8-block" is the nearest'
 _REFUSED = {
-    "fp32": _PLAIN,
-    "float32": _PLAIN,
-    "full": _PLAIN,
+    **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),
+    **dict.fromkeys(("fp64", "float64", "double", "64-true"), _PLAIN),
+    **dict.fromkeys(("e4m3", "e5m2", "e4m3fn", "float8_e4m3fn", "float8_e5m2"), _FORMAT),
+    **dict.fromkeys(("amp", "mixed", "mixed_precision", "autocast", "auto"), _WHICH),
+    **dict.fromkeys(("o2", "o3", "16-true", "bf16-true"), _WEIGHTS),
+    "o1": '"fp16" with a mixprec.GradScaler computes in the same precision',
+    "tf32": 'it is for FP32 layers: torch.set_float32_matmul_precision("high"), without convert',
+    "int8": 'it is not for training; mixprec.freeze(model, "int8") is for inference',
+    **dict.fromkeys(("int4", "fp4", "nvfp4", "mxfp4", "nvfp4blockscaling"), _NO_4_BITS),
+    **dict.fromkeys(("mxfp8", "mxfp8blockscaling"), _NO_MX),
     "rowwise_with_gw_hp": (
         "here no GEMM of an FP8 recipe runs in 16 bits, because what is saved for grad_weight is "
         'FP8; "fp8-rowwise" is the nearest'
     ),
-    "mxfp8blockscaling": 'there are no 1 x 32 blocks yet; "fp8-block" is the nearest',
-    "nvfp4blockscaling": "there is no 4-bit format",
 }
 
 # jmp.get_policy: "params=float32,compute=bfloat16,output=float32", or p=f32,c=bf16,o=f32
@@ -51,15 +75,16 @@ _JMP_TYPES = {
 
 
 def name_of(alias: str) -> str:
-    """The recipe name for `alias`, in lower case; `alias` itself if it is not one.
+    """The recipe name for `alias`, in lower case; `alias` with hyphens if it is not one.
 
-    ValueError, with the reason, for a recipe of another library without a counterpart.
+    ValueError, with the reason or what to use, for a name that is no recipe here.
     """
+    alias = alias.removeprefix("torch.")  # str(torch.bfloat16)
     if "=" in alias:
         alias = _compute_type(alias)
     if reason := _REFUSED.get(alias):
         raise ValueError(f'recipe "{alias}" is not supported: {reason}')
-    return _ALIASES.get(alias, alias)
+    return _ALIASES.get(alias, alias.replace("_", "-"))
 
 
 def _compute_type(policy: str) -> str:

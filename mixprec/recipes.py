@@ -213,9 +213,10 @@ class Recipe:
         """Return `recipe` itself, or the recipe of that name or alias.
 
         Names: those of `RECIPES`. Aliases: the names used by Keras ("mixed_bfloat16"), of jmp
-        ("params=float32,compute=bfloat16,output=float32"), of torchao and of Transformer Engine;
-        all in `mixprec._recipe_aliases`, upper or lower case. ValueError lists the names, or says
-        why a recipe of another library has no counterpart.
+        ("params=float32,compute=bfloat16,output=float32"), of torch's dtypes, of torchao, Megatron
+        and Transformer Engine ("hybrid"); all in `mixprec._recipe_aliases`, upper or lower case,
+        with "-" or "_". ValueError lists the names, or says what to use for a name that is no
+        recipe ("int8", "e4m3", "amp").
         """
         if isinstance(recipe, Recipe):
             return recipe

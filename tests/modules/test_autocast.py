@@ -145,7 +145,7 @@ def test_with_torchs_autocast() -> None:
 
 def test_bad_recipes() -> None:
     with pytest.raises(ValueError, match="recipe must be"):
-        mixprec.autocast("fp4")
+        mixprec.autocast("fp9")
     with pytest.raises(ValueError, match=r"fp8-delayed.*convert"):
         mixprec.autocast("fp8-delayed")
 

@@ -274,7 +274,7 @@ def test_main_grad_takes_the_weight_gradient() -> None:
         ({"groups": 0}, ValueError, "groups must be an int of 1 or more that divides O = 6, got 0"),
         ({"groups": 4}, ValueError, "that divides O = 6, got 4"),
         ({"out_dtype": torch.float64}, ValueError, "conv2d: out_dtype must be float32, bfloat16"),
-        ({"recipe": "int8"}, ValueError, 'recipe must be "bf16"'),
+        ({"recipe": "fp9"}, ValueError, 'recipe must be "bf16"'),
         ({"recipe": "fp8-delayed"}, ValueError, "delayed scaling, whose .* use mixprec.nn.Conv2d"),
         ({"clipped": torch.zeros(2)}, ValueError, "conv2d: clipped must hold one int64"),
     ],

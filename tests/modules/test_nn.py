@@ -288,7 +288,7 @@ def test_setting_the_recipe_brings_and_drops_the_scales() -> None:
     layer.recipe = RECIPES["fp8-delayed"]  # the one it has
     assert layer.scale.tolist() == [2.0] * 2
     with pytest.raises(ValueError, match='recipe must be "bf16"'):
-        layer.recipe = "fp4"
+        layer.recipe = "fp9"
     assert layer.recipe is RECIPES["fp8-delayed"]
 
 

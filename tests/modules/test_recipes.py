@@ -109,6 +109,10 @@ def test_damaged_dicts_are_refused() -> None:
         ("Float8CurrentScaling", "fp8"),
         ("Float8BlockScaling", "fp8-block"),
         (" FP8-Block ", "fp8-block"),
+        ("fp8_delayed", "fp8-delayed"),
+        ("HYBRID", "fp8"),
+        ("blockwise", "fp8-block"),
+        (str(torch.bfloat16), "bf16"),
     ],
 )
 def test_names_in_other_libraries(word: str, name: str) -> None:
@@ -122,6 +126,13 @@ def test_names_in_other_libraries(word: str, name: str) -> None:
         ("params=f32,compute=f32,output=f32", "leave the model as it is"),
         ("rowwise_with_gw_hp", "saved for grad_weight is FP8"),
         ("MXFP8BlockScaling", "no 1 x 32 blocks yet"),
+        ("int8", r'"int8" is not supported: .* mixprec.freeze\(model, "int8"\)'),
+        ("E4M3", r"has three: .* mixprec.Recipe\(name, x, w, g\)"),
+        (str(torch.float8_e5m2), "it is a format"),
+        ("amp", '"bf16" where the processor has it'),
+        ("O2", r"mixprec.cast_parameters\(model, torch.bfloat16\) casts the weights"),
+        ("nvfp4", "no 4-bit format"),
+        ("tf32", "set_float32_matmul_precision"),
         ("params=bfloat16,compute=bfloat16", "mixprec.cast_parameters casts them"),
         ("compute=bfloat16,output=bfloat16", "an output has its input's dtype"),
         ("params=float32", "must say what to compute in"),
@@ -135,7 +146,7 @@ def test_names_without_a_counterpart_are_told_why(word: str, reason: str) -> Non
         Recipe.parse(word)
 
 
-@for_each("wrong", ["fp4", "", None, torch.bfloat16, 8])
+@for_each("wrong", ["fp9", "", None, torch.bfloat16, 8])
 def test_an_unknown_recipe_is_told_what_is_valid(wrong: object) -> None:
     names = ", ".join(f'"{name}"' for name in RECIPES)
     with pytest.raises(ValueError, match=f"recipe must be {names} or a mixprec.Recipe, got"):

@@ -69,6 +69,6 @@ def test_the_cpu() -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="recipe must be"):
-        mixprec.why_not("fp4", "cpu")
+        mixprec.why_not("fp9", "cpu")
     with pytest.raises(RuntimeError):
         mixprec.is_available("fp8", "gpu")

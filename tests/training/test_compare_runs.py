@@ -170,7 +170,7 @@ def test_interrupt_returns_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"recipes": ("fp32", "fp4")}, ValueError, "recipe must be"),
+        ({"recipes": ("fp32", "fp9")}, ValueError, "recipe must be"),
         ({"recipes": ("fp8", "fp8")}, ValueError, "different names"),
         ({"batches": iter(data(1))}, TypeError, "batches must be readable once per recipe"),
         ({"validation": iter(data(1))}, TypeError, "validation must be readable once per recipe"),
