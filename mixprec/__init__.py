@@ -69,3 +69,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _aliases.install(__name__)
+
+
+def __dir__() -> list[str]:
+    """For completion: the public names, without the modules that make them."""
+    return [*__all__, "__doc__", "__version__"]

@@ -7,7 +7,7 @@ import torch
 from .ops._dispatch import library
 from .recipes import Recipe
 
-__all__ = ["is_available", "why_not"]
+__all__ = ["is_available", "why_not", "why_not_cuda"]
 
 # The first compute capability whose tensor cores support a format, and its name.
 _NEEDED = {

@@ -21,6 +21,8 @@ from .rules import NEVER, TORCH_STATE, as_power, check
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+__all__ = ["GradScaler"]
+
 _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 

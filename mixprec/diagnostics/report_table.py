@@ -10,6 +10,8 @@ from .stats.records import power
 if TYPE_CHECKING:
     from .report import Report, Row
 
+__all__ = ["notes", "readable", "rows", "text"]
+
 
 def rows(report: Report) -> list[list[str]]:
     """The table as lists of strings, the header first."""

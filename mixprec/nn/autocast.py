@@ -13,7 +13,7 @@ import torch
 from ..recipes import Recipe
 from . import _region
 
-__all__ = ["FP32_OPS", "autocast"]
+__all__ = ["FP32_OPS", "autocast", "table"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -16,7 +16,14 @@ from .conv import Conv2d
 from .conv1d import Conv1D
 from .linear import Linear
 
-__all__ = ["Coverage", "adapters", "converter", "coverage"]
+__all__ = [
+    "Coverage",
+    "adapters",
+    "converter",
+    "coverage",
+    "leave_fast_paths",
+    "restore_fast_paths",
+]
 
 ADAPTER = "an adapter of peft"
 # The share of unsupported weights above which it is worth a warning.

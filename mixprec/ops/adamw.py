@@ -11,6 +11,8 @@ import torch
 from ._dispatch import example_inputs, optimizer_update, rounding
 from ._dispatch.op import Op
 
+__all__ = ["adamw_", "adamw_op", "adamw_reference_"]
+
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
 

@@ -8,6 +8,8 @@ from ..quantized import Quantized
 from ._dispatch import checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 
+__all__ = ["LOW", "dequantize", "dequantize_op", "dequantize_reference", "run"]
+
 LOW = (*checks.FP8, torch.float16, torch.bfloat16)
 
 

@@ -8,6 +8,17 @@ from ..quantized import Quantized
 from ._dispatch import autocast, checks, example_inputs, gemm_scales, gemm_table, gemm_vendor
 from ._dispatch.op import Choice, Op
 
+__all__ = [
+    "accumulate",
+    "gemm",
+    "gemm_accumulate_",
+    "gemm_accumulate_op",
+    "gemm_accumulate_reference_",
+    "gemm_op",
+    "gemm_reference",
+    "run",
+]
+
 Operand = torch.Tensor | Quantized
 
 

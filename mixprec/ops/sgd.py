@@ -11,6 +11,8 @@ import torch
 from ._dispatch import example_inputs, optimizer_update, rounding
 from ._dispatch.op import Op
 
+__all__ = ["sgd_", "sgd_op", "sgd_reference_"]
+
 
 def sgd_reference_(args: Any) -> None:
     update = optimizer_update.Update(args)

@@ -15,6 +15,8 @@ from ._base import Optimizer
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+__all__ = ["Adam", "AdamW"]
+
 
 class AdamW(Optimizer):
     """AdamW (decoupled weight decay) for fp32, bf16, fp16 and fp64 params, in FP32 arithmetic.

@@ -15,6 +15,8 @@ from ._base import Optimizer
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+__all__ = ["SGD"]
+
 
 class SGD(Optimizer):
     """SGD with momentum and Nesterov momentum, for fp32, bf16, fp16 and fp64 params.

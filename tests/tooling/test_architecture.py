@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -228,3 +229,19 @@ def test_public_names_exist_and_are_documented() -> None:
         own = vars(value).get("__doc__") if hasattr(value, "__dict__") else None
         doc = own or type(value).__doc__ or ""
         assert len(doc) > 40, f"mixprec.{name} has no docstring"
+
+
+def test_every_public_module_lists_its_names() -> None:
+    for name, path in SOURCES.items():
+        if name.startswith("_") or "._" in name:
+            continue
+        module = importlib.import_module(f"mixprec.{name}".removesuffix(".mixprec"))
+        defined = {
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        }
+        assert len(set(module.__all__)) == len(module.__all__), name
+        assert defined <= set(module.__all__), name
+        assert all(hasattr(module, public) for public in module.__all__), name
+    assert set(dir(mixprec)) == {*mixprec.__all__, "__doc__", "__version__"}

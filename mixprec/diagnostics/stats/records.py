@@ -18,6 +18,7 @@ __all__ = [
     "append_jsonl",
     "badness",
     "finite",
+    "power",
     "scalars",
     "table",
 ]
