@@ -213,11 +213,12 @@ def test_zero_grad_clears_main_grad() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("of_model", [False, True])
-def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool) -> None:
+@pytest.mark.parametrize("of_model", [False, True], ids=["optimizer", "model"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool, set_to_none: bool) -> None:
     """A layer adds to main_grad in the same buffer, which model.zero_grad() does not see; the other
     one gets a fresh buffer for each step. The second step is skipped."""
-    layer, fresh = (Linear(16, 8, bias=False).bfloat16() for _ in range(2))
+    layer, fresh = (Linear(16, 8).bfloat16() for _ in range(2))
     fresh.load_state_dict(layer.state_dict())
     layer.weight.main_grad = buffer = torch.zeros(8, 16)
     optimizers = [SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (layer, fresh)]
@@ -229,9 +230,11 @@ def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool) -> None:
             optimizer.step()
         assert layer.weight.main_grad is buffer
         assert not buffer.any()
-        (layer if of_model else optimizers[0]).zero_grad()
+        (layer if of_model else optimizers[0]).zero_grad(set_to_none)
+        optimizers[1].zero_grad()
     assert optimizers[0].skipped == optimizers[1].skipped == 1
-    same = (tensors(each, [m.weight]) for each, m in zip(optimizers, (layer, fresh), strict=True))
+    both = zip(optimizers, (layer, fresh), strict=True)
+    same = (tensors(each, list(module.parameters())) for each, module in both)
     assert_same(*same)
 
 
