@@ -74,15 +74,10 @@ class Layer(torch.nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
-        recipe, before = Recipe.parse(recipe), vars(self).get("_recipe")
-        if before == recipe:
+        recipe = Recipe.parse(recipe)
+        if vars(self).get("_recipe") == recipe:
             return
-        added = _buffers_of(recipe) - _buffers_of(before)
-        if taken := sorted(name for name in added if hasattr(self, name)):
-            raise ValueError(
-                f"convert: {self._path or type(self).__name__} has an attribute {taken[0]!r} of "
-                f"its own, and recipe {recipe.name} needs that name: give it another in overrides"
-            )
+        self.check_names(recipe)
         self._drop_state()
         self._recipe = recipe
         if recipe.is_delayed:
@@ -91,6 +86,15 @@ class Layer(torch.nn.Module):
         if recipe.clip_activations:
             count = torch.zeros((), dtype=torch.int64, device=self.weight.device)
             self.register_buffer(CLIPPED, count, persistent=False)
+
+    def check_names(self, recipe: Recipe) -> None:
+        """ValueError if a buffer of `recipe` would replace an attribute of the user's own class."""
+        added = _buffers_of(recipe) - _buffers_of(vars(self).get("_recipe"))
+        if taken := sorted(name for name in added if hasattr(self, name)):
+            raise ValueError(
+                f"convert: {self._path or type(self).__name__} has an attribute {taken[0]!r} of "
+                f"its own, and recipe {recipe.name} needs that name: give it another in overrides"
+            )
 
     def _drop_state(self) -> None:
         """Remove the recipe, if there is one, and its buffers."""

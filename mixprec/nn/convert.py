@@ -99,7 +99,7 @@ def convert(
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
     attributes are kept. A module that occurs at several places is filtered once, by its first path,
     and stays one module. Layers of mixprec.nn get the new recipe; if they already have it, nothing
-    changes, scales included.
+    changes, scales included. `mixprec.unconvert` is the inverse.
 
     Subclasses of nn.Linear and nn.Conv2d are replaced too and stay instances of their class, and so
     are parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections),
@@ -118,7 +118,8 @@ def convert(
     Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
     kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
     module; ValueError for an unknown recipe, a pattern that matches no layer to convert (listing
-    their names) or a layer whose forward was replaced, before anything is changed.
+    their names), a layer whose forward was replaced or one with an attribute of its own under a
+    name that the recipe needs, before anything is changed.
     """
     _is_module("convert", model)
     recipe = Recipe.parse(recipe)
@@ -142,6 +143,8 @@ def convert(
                 f"convert: the parameters of {fqn or 'the model'} are sharded: convert before "
                 "fully_shard or parallelize_module, which keep hold of the layers that they saw"
             )
+        if isinstance(layers[fqn], Layer):
+            layers[fqn].check_names(chosen[fqn])  # the others are checked when they are made
     already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
     replacement: dict[nn.Module, nn.Module] = {
         layers[fqn]: make(layers[fqn], own, name=fqn)

@@ -23,7 +23,8 @@ def unconvert(model: nn.Module) -> nn.Module:
     all other attributes; optimizers go on with the same parameters. Recipes, the scales of delayed
     recipes and counters are dropped, so that the state dict is that of a model which was never
     converted. Torch's encoder layers take their fast path again. Layers that were constructed as
-    mixprec.nn's become torch's too. A model without such layers stays as it is.
+    mixprec.nn's become torch's too. A model without such layers stays as it is. After delayed
+    recipes wrap the model in DistributedDataParallel anew, which keeps a list of its buffers.
 
     What other functions changed stays: dtypes (`cast_parameters(model, torch.float32)` casts them
     back) and the 8-bit weights of `freeze`. `mixprec.autocast(enabled=False)` has the effect for a
