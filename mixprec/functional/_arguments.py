@@ -54,4 +54,16 @@ def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
     checks.has_dtype(op, "weight.main_grad", main_grad, (torch.float32,))
     checks.has_shape(op, "weight.main_grad", main_grad, weight.shape, "weight's shape")
     checks.on_device(op, "weight.main_grad", main_grad, weight.device, "weight")
+    hooks = weight._post_accumulate_grad_hooks
+    traced = torch.compiler.is_compiling()  # it has been called before, or runs without the hook
+    if weight.is_leaf and not traced and (hooks is None or _add_to_main_grad not in hooks.values()):
+        weight.register_post_accumulate_grad_hook(_add_to_main_grad)
     return main_grad
+
+
+def _add_to_main_grad(weight: torch.Tensor) -> None:
+    """A hook for gradients from elsewhere, such as those of an embedding tied to the layer."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and weight.grad is not None:
+        main_grad.add_(weight.grad)
+        weight.grad = None

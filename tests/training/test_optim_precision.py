@@ -238,6 +238,20 @@ def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool, set_to_none:
     assert_same(*same)
 
 
+def test_gradients_from_elsewhere_are_added_to_main_grad() -> None:
+    """Those of an embedding tied to the layer; the whole gradient, in each of two passes."""
+    embedding, head = torch.nn.Embedding(8, 16), Linear(16, 8, bias=False, recipe="bf16")
+    head.weight = embedding.weight
+    tokens = torch.tensor([1, 5, 5])
+    head(embedding(tokens)).square().sum().backward()
+    want, head.weight.grad = 2 * head.weight.grad, None
+    head.weight.main_grad = torch.zeros(8, 16)
+    for _ in range(2):
+        head(embedding(tokens)).square().sum().backward()
+    assert head.weight.grad is None
+    torch.testing.assert_close(head.weight.main_grad, want)
+
+
 def test_a_main_grad_beside_a_grad_goes_with_the_step() -> None:
     """DDP makes it in every backward pass; the layer must not add to that of the step before."""
     p = torch.nn.Parameter(torch.ones(4).bfloat16())
