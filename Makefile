@@ -132,7 +132,7 @@ TIMED = @start=$$(date +%s); { $(1); } && status=0 || status=$$?; \
   echo "make $@: $$(($$(date +%s) - start)) s"; exit $$status
 PYTEST = $(RUN) -m pytest -c ../../pyproject.toml --rootdir ../..
 PARALLEL = -n $(WORKERS) --dist worksteal
-QUICK = ../../tests/ops ../../tests/modules ../../tests/training ../../tests/tooling
+QUICK = ../../tests/ops ../../tests/modules ../../tests/training ../../tests/tooling ../../tests/integrations
 
 # Threads that wait sleep: the tests are many short parallel loops, and on a machine that does other
 # things as well, spinning ones hold up the thread they wait for (two busy cores: 100 s against more

@@ -21,6 +21,7 @@ settings.load_profile("mixprec")
 
 # Files that start programs, ranks or inductor. Single tests are marked with @pytest.mark.slow.
 SLOW_FILES = (
+    "tests/integrations/test_*.py",
     "tests/modules/test_fp8_inductor.py",
     "tests/training/test_distributed*.py",
     "tests/training/test_fp8_ranks*.py",

@@ -2,6 +2,7 @@
 
     from mixprec.integrations.transformers import Trainer
     from mixprec.integrations.accelerate import attach
+    from mixprec.integrations.lightning import MixprecPrecision
 
 Importing this package imports none of them.
 """
