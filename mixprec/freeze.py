@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from .quantized import Quantized
 __all__ = ["FrozenLayer", "FrozenLinear", "FrozenReport", "freeze"]
 
 FORMATS = ("int8", "fp8")
+TRAINED = "peft trains it as a whole"
 
 
 class FrozenLinear(nn.Module):
@@ -37,6 +39,7 @@ class FrozenLinear(nn.Module):
     weight_codes: torch.Tensor
     weight_scale_inv: torch.Tensor
     bias: torch.Tensor | None
+    source_dtype = torch.float32  # of the weight that the codes were made from
 
     def __init__(
         self,
@@ -66,6 +69,15 @@ class FrozenLinear(nn.Module):
         scale_inv = self.weight_scale_inv
         q = Quantized(self.weight, scale_inv, scale_inv, None, None, E4M3, "row")
         return dequantize(q, dtype)
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The codes, under the name that tells peft to call `dequantize` (for DoRA's norms)."""
+        return self.weight_codes
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [N, K] in FP32."""
+        return self.decoded(torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.dtype == torch.float32 and not is_for_onnx()
@@ -151,7 +163,23 @@ def _frozen(linear: nn.Linear, fmt: str, compute_dtype: torch.dtype) -> FrozenLi
         q = quantize(weight, E4M3, granularity="row", power_of_two_scale=False)
         data, scale_inv = q.data, q.scale_inv
     bias = None if linear.bias is None else linear.bias.detach()
-    return FrozenLinear(data, scale_inv, bias, compute_dtype).train(linear.training)
+    frozen = FrozenLinear(data, scale_inv, bias, compute_dtype).train(linear.training)
+    frozen.source_dtype = weight.dtype
+    return frozen
+
+
+def _merge(adapted: Any, *args: Any, **kwargs: Any) -> None:
+    """`merge` of a layer of peft with a frozen base. Nothing can be added to codes, so that the
+    base becomes an nn.Linear again, with the decoded weight."""
+    frozen = adapted.base_layer
+    n, k = frozen.weight_codes.shape
+    base = nn.Linear(k, n, bias=frozen.bias is not None, device="meta")
+    base.weight = nn.Parameter(frozen.decoded(frozen.source_dtype), requires_grad=False)
+    if frozen.bias is not None:
+        base.bias = nn.Parameter(frozen.bias, requires_grad=False)
+    adapted.base_layer = base.train(frozen.training)
+    del adapted.merge  # from here on it is the method again
+    adapted.merge(*args, **kwargs)
 
 
 def freeze(
@@ -165,10 +193,13 @@ def freeze(
 
     fmt: "int8" (scale 127 / amax of each output row) or "fp8" (E4M3, scale 448 / amax). nn.Linear,
     mixprec.nn.Linear and their subclasses without a forward pass of their own are replaced if
-    module_filter_fn(module, fqn) is true. Not replaced are the adapters of peft, which stay
-    trainable (add and merge them before freezing: they cannot be added to codes), and a layer whose
-    weight is shared with another module: that one would keep its copy, and no memory would be
-    saved. compute_dtype: dtype of the matrix product if the input is fp32.
+    module_filter_fn(module, fqn) is true. Not replaced are the adapters of peft and its
+    modules_to_save, which stay trainable, and a layer whose weight is shared with another module:
+    that one would keep its copy, and no memory would be saved. compute_dtype: dtype of the matrix
+    product if the input is fp32.
+
+    Add adapters before freezing. Merging them later decodes the weights of the layers that they
+    adapt, which are nn.Linear from then on, in the dtype that they had.
 
     The report names them, and the share of the weights that is frozen; a warning says if more than
     a fifth is in modules that are not linear layers.
@@ -190,6 +221,12 @@ def freeze(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )
     added = adapters(model)
+    trained = {
+        module
+        for parent in model.modules()
+        if "modules_to_save" in parent._modules
+        for module in parent.get_submodule("modules_to_save").modules()
+    }
     replacement: dict[nn.Module, nn.Module] = {}
     layers: list[FrozenLayer] = []
     left: dict[str, str] = {}
@@ -198,6 +235,8 @@ def freeze(
             continue
         if module in added:
             left[fqn] = ADAPTER
+        elif module in trained:
+            left[fqn] = TRAINED
         elif module_filter_fn is not None and not module_filter_fn(module, fqn):
             left[fqn] = "excluded by module_filter_fn"
         elif owners[module.weight] > 1:
@@ -217,6 +256,8 @@ def freeze(
         for name, child in list(parent._modules.items()):
             if child in replacement:
                 setattr(parent, name, replacement[child])
+                if name == "base_layer" and hasattr(parent, "merge"):
+                    vars(parent)["merge"] = partial(_merge, parent)
     model = replacement.get(model, model)
     return model, FrozenReport(fmt, layers, left, found, before, _size(model))
 
