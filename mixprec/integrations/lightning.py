@@ -50,9 +50,9 @@ class MixprecPrecision(Precision):
     state dict, which stays that of the unconverted module. In Fabric save the plugin beside the
     model and the optimizer: `fabric.save(path, {"model": ..., "precision": plugin})`.
 
-    ValueError for an unknown recipe or dtype; and, in setup by the Trainer or at the first step in
-    Fabric, for an optimizer that is not mixprec's where params have 16 bits or the loss is scaled;
-    for clipping by both the optimizer and the Trainer or Fabric. TypeError for another scaler.
+    ValueError for an unknown recipe or dtype and, at the first step, for an optimizer that is not
+    mixprec's where params have 16 bits or the loss is scaled, or for clipping by both the optimizer
+    and the Trainer or Fabric. TypeError for another scaler.
     """
 
     def __init__(
@@ -113,10 +113,8 @@ class MixprecPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Called by the Trainer only, after the conversion and with the optimizers."""
+        """Called by the Trainer only, after the conversion."""
         self._in_trainer = True
-        for optimizer in optimizers:
-            self._check(optimizer)
         for layer in self._delayed().values():
             if _without_scales not in layer._state_dict_hooks.values():
                 layer.register_state_dict_post_hook(_without_scales)
@@ -171,8 +169,8 @@ class MixprecPrecision(Precision):
         **kwargs: Any,
     ) -> Any:
         """Run the closure, if given, and step: unscale, clip and update, or skip."""
+        self._check(optimizer)
         if not self._in_trainer:
-            self._check(optimizer)
             return self._step(optimizer, **kwargs, **({"closure": closure} if closure else {}))
         try:
             if self.scaler is None or closure is None:

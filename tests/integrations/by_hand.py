@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from torch import nn
 import mixprec
 
 STEPS = 50
+# Scales that depend on all steps before, and change the bits of every product.
+DELAYED = replace(mixprec.Recipe.parse("fp8-delayed"), history=STEPS, power_of_two_scale=False)
+FP16, BF16 = mixprec.Recipe.parse("fp16"), mixprec.Recipe.parse("bf16")
+GROWS = {"init_scale": 2.0**8, "growth_interval": 7}
 INF = 13  # the batch with an Inf
 
 
@@ -18,7 +22,7 @@ INF = 13  # the batch with an Inf
 class Case:
     """A way to train: `clip` are the arguments that make the optimizer clip."""
 
-    recipe: str
+    recipe: mixprec.Recipe
     params: torch.dtype | None = None
     clip: dict[str, float] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
@@ -26,21 +30,16 @@ class Case:
 
     def __str__(self) -> str:
         params = str(self.params or torch.float32).removeprefix("torch.")
-        return f"{self.recipe}-{params}-{'-'.join(self.clip)}-{self.accumulate}"
+        return f"{self.recipe.name}-{params}-{'-'.join(self.clip)}-{self.accumulate}"
 
     def make_scaler(self) -> mixprec.GradScaler | None:
         return None if self.scaler is None else mixprec.GradScaler(**self.scaler)
 
 
 CASES = [
-    Case("fp8-delayed", torch.bfloat16, {"max_grad_norm": 0.5}, accumulate=2),
-    Case(
-        "fp16",
-        torch.float16,
-        {"max_grad_value": 0.01},
-        {"init_scale": 2.0**8, "growth_interval": 7},
-    ),
-    Case("bf16", None, {"max_grad_norm": 0.5}),
+    Case(DELAYED, torch.bfloat16, {"max_grad_norm": 0.5}, accumulate=2),
+    Case(FP16, torch.float16, {"max_grad_value": 0.01}, GROWS),
+    Case(BF16, None, {"max_grad_norm": 0.5}),
 ]
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import STEPS, assert_same, batches, loss_of, network, optimizer_and_scheduler, state
+from by_hand import (
+    DELAYED,
+    STEPS,
+    assert_same,
+    batches,
+    loss_of,
+    network,
+    optimizer_and_scheduler,
+    state,
+)
 from torch import nn
 
 import mixprec
@@ -29,7 +38,7 @@ def adapted(use_dora: bool, model: nn.Module | None = None, **options: Any) -> A
 
 
 def convert(model: Any) -> Any:
-    return mixprec.cast_parameters(mixprec.convert(model, "fp8-delayed"), torch.bfloat16)
+    return mixprec.cast_parameters(mixprec.convert(model, DELAYED), torch.bfloat16)
 
 
 def freeze(fmt: str, model: Any) -> Any:
