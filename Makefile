@@ -98,7 +98,7 @@ endif
 # compiled ops: programs start in an empty folder. (PYTHONSAFEPATH would do, from Python 3.11 on.)
 RUN = mkdir -p build/run && cd build/run && $(WITH) "$(PY)"
 
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all clean needs-build needs-test needs-gpu-test needs-demo needs-lint
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all integrations-table clean needs-build needs-test needs-integrations needs-gpu-test needs-demo needs-lint
 .NOTPARALLEL:
 
 help:
@@ -119,6 +119,8 @@ help:
 	@echo 'make gpu-bench measure every GPU kernel against its baselines in 8 minutes; results in the same'
 	@echo '               folder (STAGE=memory,step,gemm,layer,overhead BUDGET=seconds; FULL=1: every shape)'
 	@echo 'make gpu-train train a GPT of 160 million parameters on the GPU in five precisions'
+	@echo 'make integrations-table  run the tests of transformers, Accelerate, Lightning, Fabric and peft'
+	@echo '               and write which versions they ran with into docs/integrations.md'
 	@echo 'make clean   remove .venv, build/ and everything compiled'
 	@echo
 	@echo 'Each creates .venv on its first run. PYTHON=/path/to/python uses that environment instead,'
@@ -157,6 +159,11 @@ test-kernels: needs-test $(READY)
 	$(call TIMED,{ ( export TRITON_INTERPRET=1; \
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated/triton_interpreter ../../tests/emulated/values ) || [ $$? = 5 ]; } && \
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated)
+
+# Into docs/integrations.md: which tests of the adapters ran, with which versions, and the outcome.
+integrations-table: needs-integrations $(READY)
+	@export MIXPREC_INTEGRATIONS_TABLE="$(CURDIR)/docs/integrations.md"; \
+	  $(PYTEST) $(ARGS) ../../tests/integrations
 
 test-all:
 	$(call TIMED,$(MAKE) test TESTS= && $(MAKE) test-slow && $(MAKE) test-kernels && \
@@ -241,6 +248,8 @@ needs-build:
 	$(call NEEDS)
 needs-test:
 	$(call NEEDS,pytest pytest_xdist hypothesis numpy rich matplotlib)
+needs-integrations:
+	$(call NEEDS,pytest hypothesis numpy transformers accelerate lightning peft)
 needs-gpu-test:
 	$(call NEEDS,pytest hypothesis numpy rich matplotlib)
 needs-demo:

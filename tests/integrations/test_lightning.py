@@ -259,7 +259,7 @@ except ImportError as error:
 
 @pytest.mark.parametrize("name", ["train_lightning.py", "train_fabric.py"])
 def test_example(name: str, tmp_path: Path) -> None:
-    """The program in examples/ runs as it stands, and the loss falls"""
+    """The programs in examples/ run as they stand"""
     command = [sys.executable, str(ROOT / "examples" / name)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
