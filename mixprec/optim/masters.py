@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, gradient_of, is_sharded, local, placed_like
+from ..ops._dispatch.optimizer_update import unscaled
 from . import _grad_norms
 from ._base import Optimizer
 from ._batches import Batch
@@ -19,6 +21,8 @@ from ._state import Policy, checked, follow
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+__all__ = ["Masters"]
 
 
 class Masters(Optimizer):
@@ -114,13 +118,10 @@ class Masters(Optimizer):
         """grad * inv_scale * clip, bounded by +-max_grad_value, in the dtype of what is updated."""
         grad = gradient_of(p)
         assert grad is not None, "a batch holds params that have one"
-        grad = placed_like(grad.detach(), p).to(self._wide.tensors[p].dtype, copy=True)
-        part = local(grad)
-        for factor in factors:
-            if factor is not None:
-                part *= factor
-        if self.max_grad_value is not None:
-            part.clamp_(-self.max_grad_value, self.max_grad_value)
+        wide = self._wide.tensors[p].dtype
+        grad = placed_like(grad.detach(), p).to(wide, copy=True)
+        limit = math.inf if self.max_grad_value is None else self.max_grad_value
+        local(grad).copy_(unscaled(local(grad), wide, factors, limit))
         return grad
 
     def _inner_optimizer(self) -> torch.optim.Optimizer:

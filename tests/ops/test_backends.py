@@ -263,12 +263,12 @@ def test_triton_compiles_and_compares_what_is_about_to_run(gpu: pytest.MonkeyPat
     assert all(args[1] == torch.float16 for args in asked[2])
 
 
-def test_a_driver_without_large_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr(library.Path, "glob", lambda *_: [library.Path("_C_cuda.so")])
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12000, raising=False)
-    assert "needs a driver for CUDA 12.1 (530) or later, and this one is for CUDA 12.0" in str(
-        library._load_cuda()
+def test_a_driver_without_large_arguments(gpu: pytest.MonkeyPatch) -> None:
+    assert library.driver() >= 0
+    gpu.setattr(library, "driver", lambda: 12000)
+    assert OPS["amax"].backend("cuda", 0) == "triton"
+    assert "driver for CUDA 12.1 (530) or later, and this one is for CUDA 12.0" in str(
+        OPS["amax"].why_not("cuda", "cuda", 0)
     )
 
 

@@ -76,7 +76,14 @@ def disabled(backend: str, op: str) -> str | None:
 def not_built_for(index: int) -> str | None:
     """Why the CUDA kernels do not support GPU `index`; None if they do."""
     capability = library.capability(index)
-    return None if capability is None else arch.why_not(library.CUDA_ARCHS, capability)
+    if capability is None:
+        return None
+    if 0 < (driver := library.driver()) < 12010:
+        return (
+            "a launch takes up to 32 KB of arguments, which needs a driver for CUDA 12.1 (530) or "
+            f"later, and this one is for CUDA {driver // 1000}.{driver % 1000 // 10}"
+        )
+    return arch.why_not(library.CUDA_ARCHS, capability)
 
 
 def can_compare() -> bool:

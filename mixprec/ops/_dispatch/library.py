@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -51,13 +54,6 @@ def _load_cuda() -> str | None:
     if not files:
         reason = C.build_info()["no_cuda"] or "mixprec/_C_cuda.so is gone"
         return f"they were not built: {reason}; to build them, in the source folder run: {INSTALL}"
-    # 12040 for CUDA 12.4; 0 without a driver.
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    if 0 < driver < 12010:
-        return (
-            "a launch takes up to 32 KB of arguments, which needs a driver for CUDA 12.1 (530) or "
-            f"later, and this one is for CUDA {driver // 1000}.{driver % 1000 // 10}"
-        )
     # Built only if 9.0a was among the target architectures.
     files += sorted(files[0].parent.glob("_C_sm90*.so"))
     for file in files:
@@ -95,6 +91,15 @@ def capability(index: int) -> Capability | None:
     if known is None and torch.cuda.is_available():
         known = _capabilities[index] = torch.cuda.get_device_capability(index)
     return known
+
+
+@cache
+def driver() -> int:
+    """The CUDA version of the GPU's driver: 12040 for 12.4; 0 without one."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 _capabilities: dict[int, Capability] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,21 @@ SHARED_SCHEMA = (
 def rounded(value: float, real: torch.dtype) -> float:
     """A constant in the dtype of the arithmetic."""
     return value if real == torch.float64 else ctypes.c_float(value).value
+
+
+def unscaled(
+    grad: torch.Tensor,
+    real: torch.dtype,
+    factors: Iterable[torch.Tensor | None],
+    max_value: float,
+) -> torch.Tensor:
+    """grad in `real`, times each factor (one element) in turn, bounded by +-max_value."""
+    g = grad.to(real)
+    for factor in factors:
+        if factor is not None:
+            g = g * factor.reshape(()).to(real)
+    limit = rounded(max_value, real)
+    return torch.where(g > limit, limit, torch.where(g < -limit, -limit, g))  # NaN stays NaN
 
 
 class Update:
@@ -46,13 +61,9 @@ class Update:
 
     def gradient(self, i: int) -> torch.Tensor:
         """grad * inv_scale * clip, bounded by +-max_value, negated to maximize."""
-        args, real = self._args, self.real(i)
-        g = args.grads[i].to(real)
-        for factor in (args.inv_scale, args.clip):
-            if factor is not None:
-                g = g * factor.reshape(()).to(real)
-        limit = rounded(args.max_value, real)
-        g = torch.where(g > limit, limit, torch.where(g < -limit, -limit, g))  # NaN stays NaN
+        args = self._args
+        factors = args.inv_scale, args.clip
+        g = unscaled(args.grads[i], self.real(i), factors, args.max_value)
         return -g if args.maximize else g
 
     def _master(self, i: int) -> torch.Tensor | None:
