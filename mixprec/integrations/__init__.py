@@ -6,3 +6,5 @@
 
 Importing this package imports none of them.
 """
+
+__all__: list[str] = []  # its modules, which need other packages, are imported by name

@@ -233,8 +233,8 @@ def test_public_names_exist_and_are_documented() -> None:
 
 def test_every_public_module_lists_its_names() -> None:
     for name, path in SOURCES.items():
-        if name.startswith("_") or "._" in name:
-            continue
+        if name.startswith(("_", "integrations.")) or "._" in name:
+            continue  # those of integrations need packages that may not be installed
         module = importlib.import_module(f"mixprec.{name}".removesuffix(".mixprec"))
         defined = {
             node.name
