@@ -89,7 +89,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             try:
                 mixprec.recipes.Recipe.parse(name)
             except ValueError as error:
-                parser.error(f"--recipes: {error} (or fp32)")
+                parser.error(f"--recipes: {error}; fp32 is a choice here too")
     return options
 
 

@@ -54,7 +54,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         try:
             mixprec.Recipe.parse(options.recipe)
         except ValueError as error:
-            parser.error(f"--recipe: {error} (or fp32)")
+            parser.error(f"--recipe: {error}; fp32 is a choice here too")
     return options
 
 

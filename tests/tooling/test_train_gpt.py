@@ -157,7 +157,7 @@ def test_what_a_user_may_get_wrong(
     empty.touch()
     short.write_text("a" * 2500)
     for argument, message in (
-        ("--recipes=fp32,fp4", "error: --recipes: "),
+        ("--recipes=fp32,fp9", "error: --recipes: "),
         ("--recipes=tf32", "error: --recipes: tf32 needs --device cuda"),
         ("--steps=0", "error: --steps must be at least 1, got 0"),
         ("--width=33", "error: --width must be a multiple of 64, got 33"),

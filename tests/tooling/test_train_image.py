@@ -125,7 +125,7 @@ def test_large_models_come_from_torchvision_or_timm(
 
 def test_bad_options(example: ModuleType, capsys: Any) -> None:
     for argument, message in (
-        ("--recipes=fp32,fp4", 'recipe must be "bf16", "fp16", "fp8"'),
+        ("--recipes=fp32,fp9", 'recipe must be "bf16", "fp16", "fp8"'),
         ("--steps=0", "--steps must be at least 1, got 0"),
         ("--batch=0", "--batch must be at least 1, got 0"),
         ("--data=mnist", "invalid choice: 'mnist'"),

@@ -97,7 +97,7 @@ def test_bad_options(example: ModuleType, capsys: Any) -> None:
         ("--sparsity=1", "--sparsity must be between 0 and 1, got 1.0"),
         ("--warmup=0", "--warmup must be between 0 and 1, got 0.0"),
         ("--steps=1", "--steps must be at least 2, got 1"),
-        ("--recipe=fp4", '--recipe: recipe must be "bf16"'),
+        ("--recipe=fp9", '--recipe: recipe must be "bf16"'),
         ("--model=rnn", "invalid choice: 'rnn'"),
     ):
         with pytest.raises(SystemExit) as stopped:
