@@ -39,7 +39,7 @@ DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64]
 
 def sources(csrc: Path = CSRC) -> list[Path]:
     """Everything that the compiled programs depend on."""
-    folders = (csrc, HERE, HERE.parent / "hopper")
+    folders = (csrc, HERE, HERE.parent / "hopper", HERE.parent / "device")
     return sorted(path for f in folders for path in f.rglob("*") if path.suffix in SUFFIXES)
 
 
