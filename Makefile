@@ -136,10 +136,10 @@ PYTEST = $(RUN) -m pytest -c ../../pyproject.toml --rootdir ../..
 PARALLEL = -n $(WORKERS) --dist worksteal
 QUICK = ../../tests/ops ../../tests/modules ../../tests/training ../../tests/tooling ../../tests/integrations
 
-# Threads that wait sleep: the tests are many short parallel loops, and on a machine that does other
-# things as well, spinning ones hold up the thread they wait for (two busy cores: 100 s against more
-# than 600 s). With a worker for each core, an op runs on one thread; tests of threads set their number.
-test test-slow test-kernels: export OMP_WAIT_POLICY ?= PASSIVE
+# Threads that wait sleep: demo and tests are many short parallel loops, and on a machine that does
+# other things as well, spinning ones hold up the thread they wait for (tests on two busy cores: 100 s
+# against more than 600 s). With a worker for each core, an op runs on one thread; tests of threads set their number.
+demo test test-slow test-kernels: export OMP_WAIT_POLICY ?= PASSIVE
 ifeq ($(strip $(TESTS)),)
 test: export OMP_NUM_THREADS ?= 1
 endif
