@@ -8,7 +8,8 @@ from typing import Any
 
 def machine(where: dict[str, Any]) -> str:
     """Where the figures of a block were taken."""
-    parts = [where["processor"], f"{where['threads']} threads", f"torch {where['torch']}"]
+    isa = f" ({where['isa']})" if where.get("isa") else ""
+    parts = [where["processor"] + isa, f"{where['threads']} threads", f"torch {where['torch']}"]
     if where.get("commit"):
         parts.append(f"commit {where['commit']}")
     return ", ".join(parts) + "."
