@@ -67,6 +67,8 @@ def cast(
         # A recomputed forward and a second call in one step change nothing or raise the maximum;
         # NaN stays, and keeps the step out of the history.
         largest = delayed.grad_amax if role == "g" else delayed.amax
+        # An exported program runs this outside of the autograd function, where x has a gradient.
+        amax = amax.detach() if torch.compiler.is_exporting() else amax
         largest.copy_(torch.maximum(largest, amax))
     data = data.flatten(0, -2)
     if not use_t:

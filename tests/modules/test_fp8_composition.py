@@ -338,6 +338,19 @@ def test_functional_call(recipe: str, kind: str) -> None:
     assert all((b >= 0).all() for b in used), "what was handed in was written to"
 
 
+@for_each("recipe, kind", EVERY)
+def test_an_exported_program_computes_the_same_and_shares_the_scales(
+    recipe: str, kind: str
+) -> None:
+    """With gradients too: a scale that became part of a graph could not be copied any more."""
+    model, x = make(recipe, kind), batch(0, kind)
+    want = copy.deepcopy(model)(x)
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.equal(exported(x), want)
+    assert not any(buffer.requires_grad for buffer in model.buffers())
+    copy.deepcopy(model)(x).sum().backward()
+
+
 def test_no_sample() -> None:
     stem = make("fp8", "cnn")[0].stem
     y = stem(torch.zeros(0, 3, 9, 9))
