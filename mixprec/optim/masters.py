@@ -75,6 +75,10 @@ class Masters(Optimizer):
             ignored={},
         )
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return super().__repr__().replace(name, f"{name} of {self._kind.__name__}", 1)
+
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         """`kind` checks them."""
 
