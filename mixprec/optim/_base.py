@@ -170,16 +170,22 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         self._index = {id(p): i for i, p in enumerate(params)}
         self._low = any(p.dtype in LOW_PRECISION for p in params)
-        if self._grad_dtype is not None:
-            for p in params:
-                if p.dtype in LOW_PRECISION and p.requires_grad:
-                    p.grad_dtype = self._grad_dtype  # which copying a param loses
+        self._set_grad_dtype(params)
+
+    def _set_grad_dtype(self, params: list[torch.Tensor]) -> None:
+        """grad_dtype on each param, which loses it where it is copied or cast."""
+        dtype = self._grad_dtype
+        for p in params if dtype is not None else ():
+            free = p.grad is None or p.grad.dtype == dtype
+            if free and p.dtype in LOW_PRECISION and p.requires_grad:
+                p.grad_dtype = dtype
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, `main_grad` included."""
         self._clear_main_grads(keep=not set_to_none)
         super().zero_grad(set_to_none)
+        self._set_grad_dtype([p for group in self.param_groups for p in group["params"]])
 
     def _clear_main_grads(self, keep: bool = False) -> None:
         """Zero in place the main_grad of params without a `grad`: the layer or framework adds to it

@@ -22,6 +22,7 @@ from optimizers import (
     train,
 )
 
+import mixprec
 from mixprec.nn import Linear
 from mixprec.optim import SGD, Adam, AdamW
 
@@ -236,6 +237,17 @@ def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool, set_to_none:
     both = zip(optimizers, (layer, fresh), strict=True)
     same = (tensors(each, list(module.parameters())) for each, module in both)
     assert_same(*same)
+
+
+def test_grad_dtype_outlives_a_cast() -> None:
+    """A trainer may cast a model whose optimizer is there already."""
+    layer = torch.nn.Linear(8, 4)
+    optimizer = AdamW(layer.parameters(), grad_dtype=torch.float32)
+    mixprec.cast_parameters(layer, torch.bfloat16)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(normal((2, 8), torch.bfloat16)).float().sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
 
 
 def test_gradients_from_elsewhere_are_added_to_main_grad() -> None:
