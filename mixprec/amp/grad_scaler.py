@@ -16,7 +16,7 @@ from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from .lagged import Lagged
 from .optimizers import any_flag, gradients, has_gradient, params_of, steps_alone, unscales_itself
-from .rules import NEVER, TORCH_STATE, as_power, check
+from .rules import NEVER, TORCH_STATE, check, power
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -119,12 +119,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
         told: dict[str, object] = {
-            "scale": as_power(self.get_scale()),
+            "scale": power(self.get_scale(), 6),
             "applied_steps": int(self.applied_steps),
             "skipped": int(self.skipped),
             "growth_interval": self.get_growth_interval() or "None",  # the others are off if None
-            "min_scale": as_power(self._min_scale),
-            "max_scale": None if self._max_scale is None else as_power(self._max_scale),
+            "min_scale": power(self._min_scale, 6),
+            "max_scale": None if self._max_scale is None else power(self._max_scale, 6),
             "max_consecutive_skips": self._max_skips,
             "grow_on_underflow": self._grow_on_underflow,
         }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NEVER", "TORCH_STATE", "as_power", "check"]
+__all__ = ["NEVER", "TORCH_STATE", "check", "power"]
 
 TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 # The growth interval that represents static scaling, which torch does not have.
@@ -40,10 +40,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def as_power(value: float) -> str:
-    """2^16 for a power of two, 65000 for another number."""
-    mantissa, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+def power(scale: float, digits: int = 3) -> str:
+    """A power of two as such, 2^16; any other number with so many digits."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.{digits}g}"
 
 
 def check(**settings: Any) -> None:

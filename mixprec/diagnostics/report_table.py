@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .stats.records import power
+from ..amp.rules import power
 
 if TYPE_CHECKING:
     from .report import Report, Row

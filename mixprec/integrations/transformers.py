@@ -49,8 +49,8 @@ class Trainer(transformers.Trainer):
     (mixprec.optim.AdamW, {...}). It unscales, checks and clips to args.max_grad_norm inside its
     step; "grad_norm" in the log is the unscaled norm before clipping. If a gradient is Inf or NaN,
     the step changes nothing and the scheduler stays: asking for that waits for the device once a
-    step. Checkpoints hold the masters, the scaler and
-    delayed scales: a resumed run continues bit for bit.
+    step. Checkpoints hold the masters, the scaler and delayed scales: a resumed run continues bit
+    for bit.
 
     Raises ValueError for arguments that cannot be combined: bf16, fp16, bf16_full_eval,
     fp16_full_eval, deepspeed, fsdp, several GPUs in one process, delayed scales on several ranks

@@ -104,16 +104,3 @@ def train(case: Case, steps: int = STEPS) -> dict[str, Any]:
             scheduler.step()
         optimizer.zero_grad()
     return state(model, optimizer, scheduler, scaler)
-
-
-def assert_same(got: Any, want: Any, where: str = "") -> None:
-    """Bit for bit, with the same structure."""
-    if isinstance(want, dict):
-        assert got.keys() == want.keys(), where
-        for key in want:
-            assert_same(got[key], want[key], f"{where}[{key!r}]")
-    elif isinstance(want, torch.Tensor):
-        assert got.dtype == want.dtype, where
-        assert torch.equal(got, want), where
-    else:
-        assert got == want, where

@@ -14,7 +14,6 @@ from by_hand import (
     CASES,
     STEPS,
     Case,
-    assert_same,
     batches,
     loss_of,
     network,
@@ -22,6 +21,7 @@ from by_hand import (
     state,
     train,
 )
+from same_bits import assert_same_bits
 
 import mixprec
 
@@ -112,7 +112,7 @@ def test_trainer(case: Case, manual: bool, tmp_path: Path) -> None:
     trainer = fit(module, plugin, 2, data, str(path), **options)
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     got = state(module.net, trainer.optimizers[0], scheduler, plugin.scaler)
-    assert_same(got, train(case))
+    assert_same_bits(got, train(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -140,7 +140,7 @@ def test_fabric(case: Case, tmp_path: Path) -> None:
         return state(model.module, plain, scheduler, plugin.scaler)
 
     run(0, len(data) // 2)
-    assert_same(run(len(data) // 2, len(data)), train(case))
+    assert_same_bits(run(len(data) // 2, len(data)), train(case))
 
 
 def test_fabric_clips_unscaled_gradients() -> None:

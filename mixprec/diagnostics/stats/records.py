@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...amp.rules import power
 from .measure import FIELDS, decibels
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "append_jsonl",
     "badness",
     "finite",
-    "power",
     "scalars",
     "table",
 ]
@@ -141,12 +141,6 @@ def _cells(row: Record) -> Iterator[str]:
         yield "-" if share is None else _percent(share)
     yield "/".join(f"{row[n]:.3g}" for n in ("inf", "nan")) if row["inf"] or row["nan"] else "0"
     yield "-" if row["sqnr"] is None else f"{row['sqnr']:.1f}"
-
-
-def power(scale: float) -> str:
-    """A power of two as such, 2^16; any other number with three digits."""
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.3g}"
 
 
 def _percent(share: float) -> str:
