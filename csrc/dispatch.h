@@ -5,10 +5,11 @@
 
 namespace mixprec {
 
-enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64 };
+// u8: optimizer states of 8 bits.
+enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64, u8 };
 
 constexpr int64_t element_size(Dtype d) {
-  return d == Dtype::f64 ? 8 : d == Dtype::f32 ? 4 : d == Dtype::e4m3 || d == Dtype::e5m2 ? 1 : 2;
+  return d == Dtype::f64 ? 8 : d == Dtype::f32 ? 4 : d == Dtype::bf16 || d == Dtype::f16 ? 2 : 1;
 }
 
 // The largest finite value of a low-precision format; 0 for fp32 and fp64.

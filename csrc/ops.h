@@ -44,20 +44,21 @@ void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tens
                  MaybeTensor counts);
 
 // lists of n tensors, the i-th of params[i]'s shape; masters may be empty; steps: fp32 [n];
-// indices: n, or empty; lr_tensor: fp32 or fp64, one element; inv_scale, clip, found_inf: fp32, one
-// element
+// state_scales: empty, or for each state in turn one tensor per param; indices: n, or empty;
+// lr_tensor: fp32 or fp64, one element; inv_scale, clip, found_inf: fp32, one element
 void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
             TensorList masters, Tensor steps, double lr, double beta1, double beta2, double eps,
-            double weight_decay, bool decoupled_weight_decay, bool maximize, double max_value,
-            bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
-            MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf);
+            double weight_decay, bool decoupled_weight_decay, TensorList state_scales,
+            bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
+            std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+            MaybeTensor clip, MaybeTensor found_inf);
 
 // as above; momentum_buffers may be empty
 void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, TensorList masters,
           Tensor steps, double lr, double momentum, double dampening, double weight_decay,
-          bool nesterov, bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
-          std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
-          MaybeTensor clip, MaybeTensor found_inf);
+          bool nesterov, TensorList state_scales, bool maximize, double max_value,
+          bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
+          MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf);
 
 // scale, scale_inv, amax: fp32, all of the same shape
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dtype, int64_t margin,

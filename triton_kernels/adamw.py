@@ -21,12 +21,12 @@ from .step import (
     gradient,
     learning_rate,
     load_master,
+    load_state,
     programs,
     random_key,
     write_param,
     write_state,
 )
-from .tiles import decode, load
 
 
 @triton.jit
@@ -76,14 +76,17 @@ def adamw_constants_kernel(
 
 
 @triton.jit
-def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, table_ptr, inv_scale_ptr,
-           clip_ptr, max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-           V: tl.constexpr, REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr,
-           DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr, SOFT_CAST: tl.constexpr,
-           BLOCK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_scale_ptr,
+           exp_avg_sq_scale_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr, max_value, key,
+           start, n, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+           REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, DECOUPLED: tl.constexpr,
+           MAXIMIZE: tl.constexpr, SOFT_CAST: tl.constexpr, BLOCK: tl.constexpr,
+           FULL: tl.constexpr):  # fmt: skip
     offsets = start + tl.arange(0, BLOCK)
-    m = decode(load(exp_avg_ptr, offsets, n, FULL), M, SOFT_CAST)
-    v = decode(load(exp_avg_sq_ptr, offsets, n, FULL), V, SOFT_CAST)
+    m = load_state(exp_avg_ptr, exp_avg_scale_ptr, start, n, FIRST_STATE, M, SOFT_CAST, FULL,
+                   BLOCK)  # fmt: skip
+    v = load_state(exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, n, SECOND_STATE, V, SOFT_CAST, FULL,
+                   BLOCK)  # fmt: skip
     g = gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE, SOFT_CAST,
                  FULL)  # fmt: skip
     p = load_master(param_ptr, master_ptr, offsets, n, P, REMAINDER, SOFT_CAST, FULL)
@@ -106,8 +109,10 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, table_p
     else:
         update = tl.div_rn(m, tl.sqrt_rn(v) * inv_sqrt_bc2 + eps)
     p = p - update * step_size
-    write_state(exp_avg_ptr, m, start, n, key, FIRST_STATE, M, SOFT_CAST, FULL, BLOCK)
-    write_state(exp_avg_sq_ptr, v, start, n, key, SECOND_STATE, V, SOFT_CAST, FULL, BLOCK)
+    write_state(exp_avg_ptr, exp_avg_scale_ptr, m, start, n, key, FIRST_STATE, M, SOFT_CAST, FULL,
+                BLOCK)  # fmt: skip
+    write_state(exp_avg_sq_ptr, exp_avg_sq_scale_ptr, v, start, n, key, SECOND_STATE, V, SOFT_CAST,
+                FULL, BLOCK)  # fmt: skip
     write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC, SOFT_CAST, FULL,
                 BLOCK)  # fmt: skip
 
@@ -118,6 +123,8 @@ def adamw_kernel(
     grad_ptr,
     exp_avg_ptr,
     exp_avg_sq_ptr,
+    exp_avg_scale_ptr,  # None but for states in 8 bits
+    exp_avg_sq_scale_ptr,
     master_ptr,  # None: the param holds the weights
     table_ptr,  # fp64 [COLUMNS], this param's row
     inv_scale_ptr,
@@ -145,13 +152,15 @@ def adamw_kernel(
         key = random_key(table_ptr, seed, index)
         start = tl.program_id(0).to(tl.int64) * BLOCK
         if start + BLOCK <= n:
-            _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, table_ptr,
-                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, M, V, REMAINDER,
-                   STOCHASTIC, DECOUPLED, MAXIMIZE, SOFT_CAST, BLOCK, True)  # fmt: skip
+            _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_scale_ptr,
+                   exp_avg_sq_scale_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr, max_value,
+                   key, start, n, P, G, M, V, REMAINDER, STOCHASTIC, DECOUPLED, MAXIMIZE, SOFT_CAST,
+                   BLOCK, True)  # fmt: skip
         else:
-            _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, table_ptr,
-                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, M, V, REMAINDER,
-                   STOCHASTIC, DECOUPLED, MAXIMIZE, SOFT_CAST, BLOCK, False)  # fmt: skip
+            _block(param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exp_avg_scale_ptr,
+                   exp_avg_sq_scale_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr, max_value,
+                   key, start, n, P, G, M, V, REMAINDER, STOCHASTIC, DECOUPLED, MAXIMIZE, SOFT_CAST,
+                   BLOCK, False)  # fmt: skip
 
 
 def adamw_(args: Any) -> None:

@@ -21,12 +21,12 @@ from .step import (
     gradient,
     learning_rate,
     load_master,
+    load_state,
     programs,
     random_key,
     write_param,
     write_state,
 )
-from .tiles import decode, load
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def sgd_constants_kernel(
 
 
 @triton.jit
-def _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-           max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+def _block(param_ptr, grad_ptr, buffer_ptr, scale_ptr, master_ptr, table_ptr, inv_scale_ptr,
+           clip_ptr, max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
            REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, NESTEROV: tl.constexpr,
            MAXIMIZE: tl.constexpr, SOFT_CAST: tl.constexpr, BLOCK: tl.constexpr,
            FULL: tl.constexpr):  # fmt: skip
@@ -70,11 +70,11 @@ def _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr
     if buffer_ptr is not None:
         momentum = tl.load(table_ptr + 1).to(p.dtype)
         one_minus_dampening = tl.load(table_ptr + 2).to(p.dtype)
-        b = decode(load(buffer_ptr, offsets, n, FULL), B, SOFT_CAST)
+        b = load_state(buffer_ptr, scale_ptr, start, n, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
         later = b * momentum + g * one_minus_dampening
         b = tl.where(tl.load(table_ptr + STEP) == 1.0, g, later)
         g = g + b * momentum if NESTEROV else b
-        write_state(buffer_ptr, b, start, n, key, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
+        write_state(buffer_ptr, scale_ptr, b, start, n, key, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
     p = p - g * tl.load(table_ptr + 3).to(p.dtype)
     write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC, SOFT_CAST, FULL,
                 BLOCK)  # fmt: skip
@@ -85,6 +85,7 @@ def sgd_kernel(
     param_ptr,
     grad_ptr,
     buffer_ptr,  # None: without momentum
+    scale_ptr,  # of the buffer in 8 bits, else None
     master_ptr,  # None: the param holds the weights
     table_ptr,  # fp64 [COLUMNS], this param's row
     inv_scale_ptr,
@@ -111,13 +112,13 @@ def sgd_kernel(
         key = random_key(table_ptr, seed, index)
         start = tl.program_id(0).to(tl.int64) * BLOCK
         if start + BLOCK <= n:
-            _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-                   max_value, key, start, n, P, G, B, REMAINDER, STOCHASTIC, NESTEROV, MAXIMIZE,
-                   SOFT_CAST, BLOCK, True)  # fmt: skip
+            _block(param_ptr, grad_ptr, buffer_ptr, scale_ptr, master_ptr, table_ptr,
+                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, B, REMAINDER,
+                   STOCHASTIC, NESTEROV, MAXIMIZE, SOFT_CAST, BLOCK, True)  # fmt: skip
         else:
-            _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-                   max_value, key, start, n, P, G, B, REMAINDER, STOCHASTIC, NESTEROV, MAXIMIZE,
-                   SOFT_CAST, BLOCK, False)  # fmt: skip
+            _block(param_ptr, grad_ptr, buffer_ptr, scale_ptr, master_ptr, table_ptr,
+                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, B, REMAINDER,
+                   STOCHASTIC, NESTEROV, MAXIMIZE, SOFT_CAST, BLOCK, False)  # fmt: skip
 
 
 def sgd_(args: Any) -> None:

@@ -16,12 +16,14 @@ import triton.language as tl
 from .launch import FORMATS, codes, in_one_order, soft_cast
 from .philox import random16
 from .rounding import join_master, split_master, stochastic_bf16
+from .state8 import decode_codes, encode_codes
 from .tiles import decode, encode, load, store
 
 BLOCK = 1024  # elements per program of an update
 COLUMNS = 8  # of the table of constants: fp64, one row per param
 STEP = tl.constexpr(7)  # the column of the step
 STEPS_BLOCK = 128
+_FORMATS = {**FORMATS, torch.uint8: "codes"}  # of states
 # Every operation is rounded separately: no fused multiply-add.
 OPTIONS = {"enable_fp_fusion": False}
 # One kernel for all seeds and params: Triton would specialise it for 1 and multiples of 16.
@@ -89,11 +91,24 @@ def load_master(param_ptr, master_ptr, offsets, n, P: tl.constexpr, REMAINDER: t
 
 
 @triton.jit
-def write_state(state_ptr, value, start, n, key, STREAM: tl.constexpr, FORMAT: tl.constexpr,
-                SOFT_CAST: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """bf16 states always use stochastic rounding."""
+def load_state(state_ptr, scale_ptr, start, n, STREAM: tl.constexpr, FORMAT: tl.constexpr,
+               SOFT_CAST: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    stored = load(state_ptr, start + tl.arange(0, BLOCK), n, FULL)
+    if FORMAT == "codes":
+        return decode_codes(stored, scale_ptr, start, n, STREAM == FIRST_STATE, BLOCK)
+    else:
+        return decode(stored, FORMAT, SOFT_CAST)
+
+
+@triton.jit
+def write_state(state_ptr, scale_ptr, value, start, n, key, STREAM: tl.constexpr,
+                FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr, FULL: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """States in 16 and 8 bits always use stochastic rounding."""
     offsets = start + tl.arange(0, BLOCK)
-    if FORMAT == "bf16":
+    if FORMAT == "codes":
+        value = encode_codes(value, scale_ptr, start, n, key, STREAM == FIRST_STATE, STREAM, BLOCK)
+    elif FORMAT == "bf16":
         value = stochastic_bf16(value, random16(start, key, STREAM, BLOCK), SOFT_CAST)
     store(state_ptr, offsets, value, n, FULL)
 
@@ -119,7 +134,7 @@ def each_update(
     args: Any, states: dict[str, Sequence[torch.Tensor]]
 ) -> Iterator[tuple[int, list[torch.Tensor | None], dict[str, Any]]]:
     """For each param that is not empty: its index in the lists, the tensors for the kernel (param,
-    grad, states, master or None) and the constants that follow from dtypes.
+    grad, states, their scales, master or None) and the constants that follow from dtypes.
 
     states: lists, possibly empty, by the name of the constexpr that receives their format. The
     kernel launched for a param may work on copies, which are written back before the next param.
@@ -131,19 +146,24 @@ def each_update(
         own = [state[i] if state else None for state in (*states.values(), masters)]
         *of_states, master = own
         formats = {
-            constant: None if state is None else FORMATS[state.dtype]
+            constant: None if state is None else _FORMATS[state.dtype]
             for constant, state in zip(states, of_states, strict=True)
         }
+        scales = [
+            args.state_scales[k * len(params) + i] if form == "codes" else None
+            for k, form in enumerate(formats.values())
+        ]
         stochastic = args.stochastic_rounding and param.dtype == torch.bfloat16 and master is None
         tensors = [t for t in (param, grads[i], *own) if t is not None]
         # With random bits the order of elements must be row-major.
-        if stochastic or "bf16" in formats.values():
+        if stochastic or {"bf16", "codes"} & set(formats.values()):
             as_they_are = all(t.is_contiguous() for t in tensors)
         else:
             as_they_are = in_one_order(tensors)
         flat = tensors if as_they_are else [t.contiguous() for t in tensors]
         rest = map(codes, flat)
         pointers = [None if t is None else next(rest) for t in (param, grads[i], *own)]
+        pointers[-1:-1] = scales
         yield (
             i,
             pointers,

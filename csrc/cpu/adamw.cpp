@@ -5,15 +5,17 @@ namespace mixprec::cpu {
 
 void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
             TensorList masters, Tensor steps, double lr, double beta1, double beta2, double eps,
-            double weight_decay, bool decoupled_weight_decay, bool maximize, double max_value,
-            bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
-            MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf) {
+            double weight_decay, bool decoupled_weight_decay, TensorList state_scales,
+            bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
+            std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+            MaybeTensor clip, MaybeTensor found_inf) {
   Step step({"adamw_",
              std::move(params),
              std::move(grads),
              {{"exp_avgs", std::move(exp_avgs)}, {"exp_avg_sqs", std::move(exp_avg_sqs)}},
              std::move(masters),
              steps,
+             std::move(state_scales),
              lr,
              maximize,
              max_value,

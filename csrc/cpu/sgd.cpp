@@ -5,16 +5,16 @@ namespace mixprec::cpu {
 
 void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, TensorList masters,
           Tensor steps, double lr, double momentum, double dampening, double weight_decay,
-          bool nesterov, bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
-          std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
-          MaybeTensor clip, MaybeTensor found_inf) {
+          bool nesterov, TensorList state_scales, bool maximize, double max_value,
+          bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
+          MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf) {
   std::vector<StepState> states;
   if (!momentum_buffers.empty()) {
     states.push_back({"momentum_buffers", std::move(momentum_buffers)});
   }
   Step step({"sgd_", std::move(params), std::move(grads), std::move(states), std::move(masters),
-             steps, lr, maximize, max_value, stochastic_rounding, seed, std::move(indices),
-             lr_tensor, inv_scale, clip, found_inf});
+             steps, std::move(state_scales), lr, maximize, max_value, stochastic_rounding, seed,
+             std::move(indices), lr_tensor, inv_scale, clip, found_inf});
   SgdSettings settings{step.lr(), momentum, dampening, weight_decay, nesterov};
   step.run(
       [&](int64_t count) -> SgdConstants {

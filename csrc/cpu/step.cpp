@@ -47,6 +47,8 @@ Step::Step(StepArguments arguments) : arguments_(std::move(arguments)) {
   check_list(a.grads, "grads");
   for (const StepState& state : a.states) check_list(state.tensors, state.name);
   if (!a.masters.empty()) check_list(a.masters, "masters");
+  STD_TORCH_CHECK(a.state_scales.empty() || a.state_scales.size() == a.states.size() * count, a.op,
+                  ": state_scales must have one tensor per state and param");
   check_table(a.steps, ScalarType::Float, {static_cast<int64_t>(count)}, a.op, "steps");
   STD_TORCH_CHECK(a.max_value > 0, a.op, ": max_value must be positive");
   lr_ = read_lr(a);
@@ -90,12 +92,18 @@ void Step::check_row(size_t i) {
   for (size_t s = 0; s < a.states.size(); ++s) {
     const Tensor& t = a.states[s].tensors[i];
     ScalarType type = t.scalar_type();
-    bool bf16 = narrow && type == ScalarType::BFloat16;
-    STD_TORCH_CHECK(bf16 || type == real, a.op, ": ", a.states[s].name,
-                    " must be fp32 or bf16 (fp64 for fp64 params)");
+    bool bf16 = narrow && type == ScalarType::BFloat16, u8 = narrow && type == ScalarType::Byte;
+    STD_TORCH_CHECK(bf16 || u8 || type == real, a.op, ": ", a.states[s].name,
+                    " must be fp32, bf16 or uint8 (fp64 for fp64 params)");
     row.contiguous = check_written(t, sizes, a.op, a.states[s].name) && row.contiguous;
-    row.random = row.random || bf16;
-    arrays.state_dtype[s] = bf16 ? Dtype::bf16 : narrow ? Dtype::f32 : Dtype::f64;
+    row.random = row.random || bf16 || u8;
+    arrays.state_dtype[s] = bf16 ? Dtype::bf16 : u8 ? Dtype::u8 : narrow ? Dtype::f32 : Dtype::f64;
+    if (u8) {
+      STD_TORCH_CHECK(!a.state_scales.empty(), a.op,
+                      ": state_scales must hold the scales of states in uint8");
+      const Tensor& scales = a.state_scales[s * a.params.size() + i];
+      check_table(scales, ScalarType::Float, {state8_blocks(t.numel())}, a.op, "state_scales");
+    }
   }
   if (!a.masters.empty()) {
     const Tensor& t = a.masters[i];
@@ -140,6 +148,10 @@ void Step::prepare() {
     arrays.grad = a.grads[i].const_data_ptr();
     for (size_t s = 0; s < a.states.size(); ++s) {
       arrays.state[s] = a.states[s].tensors[i].mutable_data_ptr();
+      if (arrays.state_dtype[s] == Dtype::u8) {
+        Tensor& scales = a.state_scales[s * a.params.size() + i];
+        arrays.scale[s] = static_cast<float*>(scales.mutable_data_ptr());
+      }
     }
     if (!a.masters.empty()) arrays.master = a.masters[i].mutable_data_ptr();
     counts[i] += 1.0f;

@@ -4,6 +4,7 @@
 
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
+#include "math/state8.h"
 #include "ops.h"
 
 namespace mixprec::cpu {
@@ -20,6 +21,7 @@ struct StepArguments {
   std::vector<StepState> states;  // at most two
   TensorList masters;             // empty, or one per param
   Tensor steps;
+  TensorList state_scales;  // empty, or for each state in turn one per param
   double lr;
   bool maximize;
   double max_value;

@@ -42,7 +42,7 @@ struct RandomStream {
   uint32_t step;
   uint32_t index_and_stream;  // index of the param + stream * 2^30
 };
-enum Stream : uint32_t { kParamStream, kFirstStateStream, kSecondStateStream };
+enum Stream : uint32_t { kParamStream, kFirstStateStream, kSecondStateStream, kBlockStream };
 
 MIXPREC_HD RandomStream random_stream(int64_t seed, int64_t step, int64_t index, Stream stream) {
   return {static_cast<uint64_t>(seed), static_cast<uint32_t>(step),

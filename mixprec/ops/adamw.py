@@ -50,8 +50,10 @@ def adamw_reference_(args: Any) -> None:
             p = torch.where(decay != 0, p - p * decay, p)
         elif (decay_of_grad := optimizer_update.rounded(args.weight_decay, real)) != 0:
             g = g + p * decay_of_grad
-        new_m = m.to(real) + (g - m.to(real)) * optimizer_update.rounded(1 - args.beta1, real)
-        new_v = v.to(real) * optimizer_update.rounded(args.beta2, real)
+        old_m = update.read_state(i, m, rounding.FIRST_STATE)
+        old_v = update.read_state(i, v, rounding.SECOND_STATE)
+        new_m = old_m + (g - old_m) * optimizer_update.rounded(1 - args.beta1, real)
+        new_v = old_v * optimizer_update.rounded(args.beta2, real)
         new_v = new_v + (g * g) * optimizer_update.rounded(1 - args.beta2, real)
         denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real)
         denom = denom + optimizer_update.rounded(args.eps, real)
@@ -85,6 +87,7 @@ def adamw_(
     masters: Sequence[torch.Tensor],
     steps: torch.Tensor,
     *,
+    state_scales: Sequence[torch.Tensor] = (),
     lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
@@ -114,13 +117,15 @@ def adamw_(
     with L2 regularization).
 
     params: fp32, bf16, fp16 or fp64, any shapes. grads: one per param, its shape, fp32, bf16 or
-    fp16 (fp64 for fp64 params). exp_avgs, exp_avg_sqs: fp32 (fp64 for fp64 params) or bf16 of the
-    param's shape. masters: one tensor per param, or an empty list; fp32, or, for bf16 params,
-    int16: the bits that the param lacks, such that it rounds to the param, to nearest, ties away
-    from zero. steps: fp32 [params], counts. inv_scale, clip, found_inf: fp32, one element. lr: a
+    fp16 (fp64 for fp64 params). exp_avgs, exp_avg_sqs: fp32 (fp64 for fp64 params), bf16, or uint8
+    codes, of the param's shape. state_scales: empty without uint8; else the scales of exp_avgs,
+    then of exp_avg_sqs: fp32 [ceil(numel / 256)] for each, or any tensor beside one that is not
+    uint8. masters: one tensor per param, or an empty list; fp32, or, for bf16 params, int16: the
+    bits that the param lacks, such that it rounds to the param, to nearest, ties away from zero.
+    steps: fp32 [params], counts. inv_scale, clip, found_inf: fp32, one element. lr: a
     number or an fp32 or fp64 tensor of one element. All on one device.
 
-    bf16 moments, and with stochastic_rounding bf16 params without a master, are rounded
+    bf16 and uint8 moments, and with stochastic_rounding bf16 params without a master, are rounded
     stochastically, to a neighbour with probability proportional to its nearness: Philox4x32-10
     keyed by seed, counted by element, step and indices[i] (one number per param), so calls are
     reproducible. The arithmetic is FP32 (FP64 for fp64 params) in exactly this order: all backends
@@ -143,6 +148,7 @@ def adamw_(
         eps,
         weight_decay,
         decoupled_weight_decay,
+        state_scales,
         maximize,
         max_value,
         stochastic_rounding,

@@ -24,9 +24,8 @@ def sgd_reference_(args: Any) -> None:
         if args.momentum_buffers:
             buffer = args.momentum_buffers[i]
             factor = optimizer_update.rounded(args.momentum, real)
-            later = buffer.to(real) * factor + g * optimizer_update.rounded(
-                1 - args.dampening, real
-            )
+            new = g * optimizer_update.rounded(1 - args.dampening, real)
+            later = update.read_state(i, buffer, rounding.FIRST_STATE) * factor + new
             b = torch.where(update.counts[i] == 1, g, later)
             g = g + b * factor if args.nesterov else b
             update.write_state(i, buffer, b, rounding.FIRST_STATE)
@@ -58,6 +57,7 @@ def sgd_(
     masters: Sequence[torch.Tensor],
     steps: torch.Tensor,
     *,
+    state_scales: Sequence[torch.Tensor] = (),
     lr: float | torch.Tensor,
     momentum: float = 0.0,
     dampening: float = 0.0,
@@ -83,9 +83,9 @@ def sgd_(
         master = p;  param = p rounded to nearest even
 
     momentum_buffers: one tensor per param, or an empty list for SGD without momentum; fp32 (fp64
-    for fp64 params) or bf16, of the param's shape. All other arguments are as in `adamw_`. Source:
-    On the importance of initialization and momentum in deep learning (Sutskever et al., 2013), in
-    the form of torch.optim.SGD.
+    for fp64 params), bf16 or uint8 codes, of the param's shape. All other arguments are as in
+    `adamw_`. Source: On the importance of initialization and momentum in deep learning (Sutskever
+    et al., 2013), in the form of torch.optim.SGD.
     """
     optimizer_update.prepare("sgd_", params, steps)
     if not params:
@@ -101,6 +101,7 @@ def sgd_(
         dampening,
         weight_decay,
         nesterov,
+        state_scales,
         maximize,
         max_value,
         stochastic_rounding,

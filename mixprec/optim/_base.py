@@ -17,7 +17,7 @@ from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
 from ..ops._dispatch.checks import REALS
-from . import _grad_norms, _repr, _settings
+from . import _grad_norms, _repr, _settings, _state8
 from ._batches import Batch, Batches
 from ._state import Policy, hide_tensors, show_tensors
 
@@ -56,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         master_weights: str | None,
-        state_dtype: torch.dtype,
+        state_dtype: torch.dtype | str,
         stochastic_rounding: bool,
         seed: int,
         grad_dtype: torch.dtype | None,
@@ -77,7 +77,8 @@ class Optimizer(torch.optim.Optimizer):
             max_grad_value=max_grad_value,
             ignored=ignored,
         )
-        self._policy = Policy(master_weights, state_dtype, stochastic_rounding)
+        moments = _state8.CODES if isinstance(state_dtype, str) else state_dtype
+        self._policy = Policy(master_weights, moments, stochastic_rounding)
         self._seed, self._grad_dtype = seed, grad_dtype
         self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
         self.ranks = Ranks(process_group)
@@ -357,6 +358,7 @@ class Optimizer(torch.optim.Optimizer):
             state=state,
             masters=list(map(local, masters)) if sharded else masters,
             steps=self._batches.steps(batch),
+            state_scales=self._scales(batch) if self._policy.state_dtype == _state8.CODES else (),
             lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
             maximize=group["maximize"],
             max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
@@ -367,6 +369,33 @@ class Optimizer(torch.optim.Optimizer):
             clip=_grad_norms.on(device, clip),
             found_inf=_grad_norms.on(device, found_inf),
         )
+
+    def _scales(self, batch: Batch) -> list[torch.Tensor]:
+        """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
+        moments = self._moments(self.param_groups[batch.group])
+        names = [name + _state8.SUFFIX for name in moments]
+        return [s.get(name, s["step"]) for name in names for s in batch.states]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all params and the settings of all groups, as torch.optim has them.
+
+        Moments in 8 bits are uint8 codes with their scales. Those of a DTensor are bf16, which
+        holds their values exactly, so that another number of ranks can load them.
+        """
+        result = super().state_dict()
+        states = {key: _state8.portable(state) for key, state in result["state"].items()}
+        return {**result, "state": states}
+
+    def fp32_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` with moments in 8 or 16 bits converted to FP32, without loss."""
+        result = super().state_dict()
+        states = {}
+        for key, state in result["state"].items():
+            state = _state8.decoded(state, torch.float32)
+            narrow = (name for name in self._moment_names if name in state)
+            wide = {n: state[n].float() for n in narrow if state[n].dtype == torch.bfloat16}
+            states[key] = {**state, **wide}
+        return {**result, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the class of the same name in torch.optim.

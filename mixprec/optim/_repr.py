@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from .._local_gradients import LOW_PRECISION
-from ._state import Policy, short
+from ._checked import short
+from ._state import Policy
 
+_STATES = {torch.bfloat16: "bfloat16"}
 _KEPT = {"master": " with FP32 masters", "remainder": " with 16-bit remainders"}
 
 
@@ -21,7 +23,7 @@ def lines(optimizer: Any) -> str:
     wide = policy.state_dtype == torch.float32
     told = {
         "params": ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-        "state_dtype": None if wide else short(policy.state_dtype),
+        "state_dtype": None if wide else _STATES.get(policy.state_dtype, "int8"),
         "grad_dtype": None if grad_dtype is None else short(grad_dtype),
         "max_grad_norm": optimizer.max_grad_norm,
         "max_grad_value": optimizer.max_grad_value,

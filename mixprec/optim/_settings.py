@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 MASTER_WEIGHTS = ("auto", "fp32", "remainder16", None)
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, "int8")
 
 
 def check_number(who: str, name: str, value: Any, limit: float = math.inf) -> None:
@@ -49,7 +49,7 @@ def check_options(
     who: str,
     *,
     master_weights: str | None,
-    state_dtype: torch.dtype,
+    state_dtype: torch.dtype | str,
     stochastic_rounding: bool,
     seed: int,
     grad_dtype: torch.dtype | None,
@@ -64,7 +64,8 @@ def check_options(
         )
     if state_dtype not in STATE_DTYPES:
         raise ValueError(
-            f"{who}: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype!r}"
+            f'{who}: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
+            f"got {state_dtype!r}"
         )
     if not isinstance(stochastic_rounding, bool):
         raise ValueError(

@@ -11,6 +11,8 @@ from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
 from ..ops._dispatch.rounding import split_master
+from . import _state8
+from ._checked import checked, short
 
 _MASTERS = {"master": torch.float32, "remainder": torch.int16}
 _MAX_STEP = 2**24  # step is counted in fp32
@@ -36,12 +38,16 @@ class Policy:
         return "master"
 
     def moments(self, param: torch.Tensor) -> torch.dtype:
-        return torch.float64 if param.dtype == torch.float64 else self.state_dtype
+        if param.dtype == torch.float64:
+            return torch.float64
+        if self.state_dtype == _state8.CODES and not _state8.takes_codes(param):
+            return torch.float32
+        return self.state_dtype
 
     @property
     def random(self) -> bool:
         """Whether an update may round at random."""
-        return self.stochastic_rounding or self.state_dtype == torch.bfloat16
+        return self.stochastic_rounding or self.state_dtype != torch.float32
 
     def prepare(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
         """Create missing state. If other code modified the param, update its master.
@@ -54,8 +60,12 @@ class Policy:
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in moments:
-            if name not in state:
-                state[name] = torch.zeros_like(param, dtype=self.moments(param))
+            if name in state:
+                continue
+            if (dtype := self.moments(param)) == _state8.CODES:
+                state.update(_state8.create(param, name))
+            else:
+                state[name] = torch.zeros_like(param, dtype=dtype)
         key = self.master(param)
         if "remainder" in state and key != "remainder":  # the model was cast since
             low = local(param).to(torch.bfloat16)
@@ -77,13 +87,14 @@ class Policy:
     ) -> dict[str, Any]:
         """The loaded state, copied to the param's device.
 
-        Moments must have the optimizer's dtype, or one that converts to it exactly. Anything else
-        raises ValueError: values are never rounded.
+        Moments must have the optimizer's dtype, or one that converts to it exactly; in 8 bits they
+        may have any, and are rounded to nearest. Anything else raises ValueError.
         """
         saved = {name: value for name, value in saved.items() if value is not None}
         if not saved:
             return {}
-        if saved.keys() - {"step", *moments, *_MASTERS} or set(required) - saved.keys():
+        scales = {name + _state8.SUFFIX: name for name in moments}
+        if saved.keys() - {"step", *moments, *scales, *_MASTERS} or set(required) - saved.keys():
             raise ValueError(
                 f"{who}: a state must hold {', '.join(('step', *moments))}, got "
                 f"{', '.join(saved)}: is this a checkpoint of another optimizer?"
@@ -102,6 +113,9 @@ class Policy:
         real = self.moments(param)
         for name in (*moments, *_MASTERS):
             if name not in saved:
+                continue
+            if name in moments and _state8.CODES in (real, getattr(saved[name], "dtype", None)):
+                state.update(_state8.restored(who, param, name, saved, real))
                 continue
             dtype = _MASTERS.get(name, real)
             narrower = LOW_PRECISION if dtype == torch.float32 and name in moments else ()
@@ -125,33 +139,6 @@ def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None)
         return zeros
     high, low = split_master(unrounded)
     return torch.where(high == param.detach(), low, zeros)
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def checked(
-    who: str,
-    name: str,
-    param: torch.Tensor,
-    t: Any,
-    dtype: torch.dtype,
-    narrower: tuple[torch.dtype, ...],
-) -> torch.Tensor:
-    if not isinstance(t, torch.Tensor) or t.shape != param.shape:
-        got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
-        raise ValueError(f"{who}: {name} must be a tensor of shape {tuple(param.shape)}, got {got}")
-    if t.layout != torch.strided:
-        raise ValueError(f"{who}: {name} must be dense, got layout {t.layout}")
-    if is_sharded(t) != is_sharded(param):
-        raise ValueError(
-            f"{who}: {name} must be sharded as its param is; use torch.distributed.checkpoint"
-        )
-    if t.dtype not in (dtype, *narrower):
-        allowed = ", ".join(map(short, (dtype, *narrower)))
-        raise ValueError(f"{who}: {name} must have dtype {allowed}, got {short(t.dtype)}")
-    return t.detach().to(param.device, dtype, copy=True)
 
 
 def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:

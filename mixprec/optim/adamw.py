@@ -76,7 +76,7 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         master_weights: str | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         stochastic_rounding: bool = False,
         seed: int = 0,
         grad_dtype: torch.dtype | None = None,

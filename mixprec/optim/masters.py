@@ -17,7 +17,8 @@ from ..ops._dispatch.optimizer_update import unscaled
 from . import _grad_norms
 from ._base import Optimizer
 from ._batches import Batch
-from ._state import Policy, checked, follow
+from ._checked import checked
+from ._state import Policy, follow
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -80,9 +80,15 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         wide = [tensor((4, 6), real, arrangement) for _ in range(3)]
         masters = [wide[2]] if real != dtype else []
         shared = (False, 1e9, True, 7, [4], None, one, one, flag)
+        scales = []
+        if real == torch.float32:  # the first state in 8 bits
+            wide[0] = torch.zeros_like(wide[0], dtype=torch.uint8)
+            scales = [torch.ones((x.numel() + 255) // 256)]
         if op == "sgd_":
-            return [x], [x.clone()], [wide[0]], [], flag + 1, 0.1, 0.9, 0.0, 0.0, True, *shared
-        numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, True)
+            numbers = (0.1, 0.9, 0.0, 0.0, True, scales)
+            return [x], [x.clone()], [wide[0]], [], flag + 1, *numbers, *shared
+        scales += [torch.ones(0)] if scales else []
+        numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, True, scales)
         moments = [wide[0]], [wide[1].abs()]
         return ([x], [x.clone()], *moments, masters, torch.ones(1), *numbers, *shared)
     if op == "scale_from_amax_":

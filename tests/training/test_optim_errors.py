@@ -51,7 +51,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"differentiable": True}, "differentiable must be False"),
     ({"master_weights": "bf16"}, 'master_weights must be "auto", "fp32", "remainder16" or No'),
     ({"master_weights": True}, "master_weights must be"),
-    ({"state_dtype": "bfloat16"}, "state_dtype must be torch.float32 or torch.bfloat16, got '"),
+    ({"state_dtype": "bfloat16"}, "state_dtype must be torch.float32, torch.bfloat16 or "),
     ({"state_dtype": torch.float16}, "state_dtype must be"),
     ({"stochastic_rounding": 1}, "stochastic_rounding must be True or False"),
     ({"stochastic_rounding": True, "master_weights": "fp32"}, "stochastic_rounding is for"),

@@ -44,7 +44,8 @@ struct StepArrays {
   bool stochastic;  // stochastic rounding of the param
   void* param;
   const void* grad;
-  void* state[2];             // null where there is none
+  void* state[2];             // null where there is none; u8: of signed and of unsigned codes
+  float* scale[2];            // of a state in u8, one per 256 elements
   void* master;               // null if there is none
   int64_t seed, step, index;  // of the random bits
 };

@@ -3,6 +3,7 @@
 #include "math/philox.h"
 #include "math/rounding.h"
 #include "math/scale.h"
+#include "math/state8.h"
 #include "math/unscale.h"
 
 #if defined(__x86_64__)

@@ -5,12 +5,14 @@
 // dtypes thus needs only one loop per dtype and one per algorithm. fp64 params have their own
 // loops.
 
-constexpr int64_t kBlock = 512;  // a multiple of 8, the elements of one Philox call
+constexpr int64_t kBlock = 512;  // a multiple of 8, the elements of one Philox call, and of 256
+constexpr int64_t kDrawn = 64;   // blocks of 256, whose random bits are drawn together
 
 struct Buffers {
   alignas(64) float param[kBlock], grad[kBlock], state[2][kBlock];
   alignas(64) uint32_t words[4][kBlock / 8], in_order[kBlock / 2];
   alignas(64) uint16_t bits[kBlock];
+  alignas(64) uint16_t in_block[2][kState8Block], of_block[2 * kDrawn];  // see draw_state8
 };
 
 template <class T>
@@ -75,6 +77,57 @@ __attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict
   }
 }
 
+template <bool is_signed>
+__attribute__((noinline)) void state8_values(const uint8_t* __restrict codes,
+                                             uint16_t* __restrict values, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) values[i] = state8_value<is_signed>(codes[i]);
+}
+
+__attribute__((noinline)) void scale_bf16(const uint16_t* __restrict x, float scale,
+                                          float* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = bits_float(static_cast<uint32_t>(x[i]) << 16) * scale;
+}
+
+// In two loops: the first works on 16 elements at a time. `codes` starts with a block.
+template <bool is_signed>
+void widen_state8(const uint8_t* codes, const float* scale, float* out, int64_t n) {
+  alignas(64) uint16_t values[kState8Block];
+  for (int64_t i = 0; i < n; i += kState8Block) {
+    int64_t count = n - i < kState8Block ? n - i : kState8Block;
+    state8_values<is_signed>(codes + i, values, count);
+    scale_bf16(values, *scale++, out + i, count);
+  }
+}
+
+__attribute__((noinline)) uint32_t largest_magnitude(const float* __restrict x, int64_t n) {
+  int32_t largest = 0;  // as an integer: NaN is larger than Inf
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t magnitude = static_cast<int32_t>(float_bits(x[i]) & 0x7FFFFFFFu);
+    largest = largest > magnitude ? largest : magnitude;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+template <bool is_signed>
+__attribute__((noinline)) void encode_block(const float* __restrict x,
+                                            const uint16_t* __restrict bits, uint16_t offset,
+                                            float inverse, uint8_t* __restrict codes, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    codes[i] = encode_state8<is_signed>(x[i], inverse, state8_random(bits[i], offset));
+  }
+}
+
+// offset: of the first block; those of the others are 2 apart.
+template <bool is_signed>
+void narrow_state8(const float* x, const uint16_t* bits, const uint16_t* offset, uint8_t* codes,
+                   float* scale, int64_t n) {
+  for (int64_t i = 0; i < n; i += kState8Block, ++scale, offset += 2) {
+    int64_t count = n - i < kState8Block ? n - i : kState8Block;
+    *scale = state8_scale(largest_magnitude(x + i, count));
+    encode_block<is_signed>(x + i, bits, *offset, state8_inverse(*scale), codes + i, count);
+  }
+}
+
 template <class T>
 T* element(void* base, int64_t i) {
   return static_cast<T*>(base) + i;
@@ -123,24 +176,58 @@ inline void write_param(const StepArrays& a, const float* p, int64_t begin, int6
   }  // else p is the param itself
 }
 
+// State s from `begin` on, as read() returns it.
+inline float* read_state(const StepArrays& a, int s, int64_t begin, int64_t n, float* buffer) {
+  if (a.state_dtype[s] != Dtype::u8) return read(a.state_dtype[s], a.state[s], begin, n, buffer);
+  const float* scale = a.scale[s] + begin / kState8Block;
+  auto* widen = s == 0 ? widen_state8<true> : widen_state8<false>;
+  widen(element<uint8_t>(a.state[s], begin), scale, buffer, n);
+  return buffer;
+}
+
+// Draws the random bits for states in 8 bits (state8.h), of the blocks from element `begin` on.
+inline void draw_state8(const StepArrays& a, int64_t begin, Buffers& b) {
+  auto draw = [&](Stream stream, int64_t first, uint16_t* out, int64_t n) {
+    random_bits(random_stream(a.seed, a.step, a.index, stream), first, n, b);
+    __builtin_memcpy(out, b.bits, static_cast<size_t>(n) * sizeof(uint16_t));
+  };
+  draw(kFirstStateStream, 0, b.in_block[0], kState8Block);
+  draw(kSecondStateStream, 0, b.in_block[1], kState8Block);
+  draw(kBlockStream, 2 * (begin / kState8Block), b.of_block, 2 * kDrawn);
+}
+
+inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t begin, int64_t n,
+                         Buffers& b) {
+  for (int s = 0; s < 2; ++s) {
+    if (!a.state[s]) continue;
+    if (a.state_dtype[s] == Dtype::bf16) {
+      Stream stream = s == 0 ? kFirstStateStream : kSecondStateStream;
+      write_stochastic(a, stream, state[s], a.state[s], begin, n, b);
+    } else if (a.state_dtype[s] == Dtype::u8) {
+      int64_t block = begin / kState8Block;
+      auto* narrow = s == 0 ? narrow_state8<true> : narrow_state8<false>;
+      narrow(state[s], b.in_block[s], b.of_block + 2 * (block % kDrawn) + s,
+             element<uint8_t>(a.state[s], begin), a.scale[s] + block, n);
+    }
+  }
+}
+
 // update(p, grad, state 0, state 1, n) over blocks; a missing state is null.
 template <class Update>
 inline void for_blocks(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
   Buffers b;
-  for (; begin < end; begin += kBlock) {
+  bool codes = a.state_dtype[0] == Dtype::u8 || a.state_dtype[1] == Dtype::u8;
+  for (int64_t first = begin; begin < end; begin += kBlock) {
     int64_t n = end - begin < kBlock ? end - begin : kBlock;
+    if (codes && (begin - first) % (kDrawn * kState8Block) == 0) draw_state8(a, begin, b);
     float* p = read_param(a, begin, n, b.param);
     const float* grad = read(a.grad_dtype, const_cast<void*>(a.grad), begin, n, b.grad);
     float* state[2] = {};
     for (int s = 0; s < 2; ++s) {
-      if (a.state[s]) state[s] = read(a.state_dtype[s], a.state[s], begin, n, b.state[s]);
+      if (a.state[s]) state[s] = read_state(a, s, begin, n, b.state[s]);
     }
     update(p, grad, state[0], state[1], n);
-    for (int s = 0; s < 2; ++s) {
-      if (!a.state[s] || a.state_dtype[s] == Dtype::f32) continue;
-      write_stochastic(a, s == 0 ? kFirstStateStream : kSecondStateStream, state[s], a.state[s],
-                       begin, n, b);
-    }
+    write_states(a, state, begin, n, b);
     write_param(a, p, begin, n, b);
   }
 }

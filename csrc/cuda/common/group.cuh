@@ -13,8 +13,8 @@ namespace mixprec::cuda {
 
 constexpr int kGroup = 8;
 
-// How the elements of an array are stored. i16: the remainders of masters.
-enum class Stored : uint32_t { absent, f32, bf16, f16, i16, f64 };
+// How the elements of an array are stored. i16: the remainders of masters; u8: codes of a state.
+enum class Stored : uint32_t { absent, f32, bf16, f16, i16, f64, u8 };
 
 struct Array {
   void* data;
@@ -30,13 +30,25 @@ struct Group {
   uint32_t word[kGroup * sizeof(Real) / 4] = {};
 
   static __device__ __forceinline__ int element_bytes(Stored s) {
-    return kDouble ? 8 : s == Stored::f32 ? 4 : 2;
+    return kDouble ? 8 : s == Stored::f32 ? 4 : s == Stored::u8 ? 1 : 2;
   }
 
   // Elements [i, i + count) of a, 0 < count <= 8, i a multiple of 8.
   __device__ __forceinline__ void load(const Array& a, int64_t i, int count) {
     const int bytes = element_bytes(a.stored);
     const char* from = static_cast<const char*>(a.data) + i * bytes;
+    if (bytes == 1) {
+      if (count == kGroup && reinterpret_cast<uint64_t>(from) % kGroup == 0) {
+        uint2 x = *reinterpret_cast<const uint2*>(from);
+        word[0] = x.x, word[1] = x.y;
+        return;
+      }
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        set_byte(j, static_cast<uint8_t>(from[j < count ? j : count - 1]));
+      }
+      return;
+    }
     if (count == kGroup && is_aligned(from)) {
 #pragma unroll
       for (int v = 0; v < kGroup * static_cast<int>(sizeof(Real)) / 16; ++v) {
@@ -68,7 +80,11 @@ struct Group {
   __device__ __forceinline__ void store(const Array& a, int64_t i, int count) const {
     const int bytes = element_bytes(a.stored);
     char* to = static_cast<char*>(a.data) + i * bytes;
-    if (count == kGroup && is_aligned(to)) {
+    if (bytes == 1 && count == kGroup && reinterpret_cast<uint64_t>(to) % kGroup == 0) {
+      *reinterpret_cast<uint2*>(to) = {word[0], word[1]};
+      return;
+    }
+    if (bytes > 1 && count == kGroup && is_aligned(to)) {
 #pragma unroll
       for (int v = 0; v < kGroup * static_cast<int>(sizeof(Real)) / 16; ++v) {
         if (v * 2 >= bytes) break;
@@ -84,6 +100,8 @@ struct Group {
         reinterpret_cast<uint2*>(to)[j] = {word[2 * j], word[2 * j + 1]};
       } else if (bytes == 4) {
         reinterpret_cast<uint32_t*>(to)[j] = word[j];
+      } else if (bytes == 1) {
+        to[j] = static_cast<char>(byte(j));
       } else {
         reinterpret_cast<uint16_t*>(to)[j] = half(j);
       }
@@ -96,6 +114,14 @@ struct Group {
   __device__ __forceinline__ void set_half(int j, uint16_t bits) {
     uint32_t other = word[j / 2] & (j % 2 == 0 ? 0xFFFF0000u : 0xFFFFu);
     word[j / 2] = other | static_cast<uint32_t>(bits) << (16 * (j % 2));
+  }
+
+  __device__ __forceinline__ uint8_t byte(int j) const {
+    return static_cast<uint8_t>(word[j / 4] >> (8 * (j % 4)));
+  }
+  __device__ __forceinline__ void set_byte(int j, uint8_t bits) {
+    uint32_t other = word[j / 4] & ~(0xFFu << (8 * (j % 4)));
+    word[j / 4] = other | static_cast<uint32_t>(bits) << (8 * (j % 4));
   }
 
   __device__ __forceinline__ void decode(Stored stored, Real (&x)[kGroup]) const {

@@ -22,6 +22,8 @@ inline Stored stored_of(ScalarType type) {
       return Stored::i16;
     case ScalarType::Double:
       return Stored::f64;
+    case ScalarType::Byte:
+      return Stored::u8;
     default:
       return Stored::absent;
   }
@@ -34,9 +36,10 @@ inline Stored stored_of(const MaybeTensor& t) {
 // The lists of a call; those in `optional` may be empty. A missing array has no list.
 struct StepLists {
   const char* op;
-  const Tensors* list[kStepArrays];
-  bool optional[kStepArrays];
+  const Tensors* list[kScale];
+  bool optional[kScale];
   const Tensor& steps;
+  const Tensors& scales;  // empty, or for each state in turn one per param
 };
 
 class ParamBundles {
@@ -51,18 +54,27 @@ class ParamBundles {
                 lists.steps.numel() == static_cast<int64_t>(params.size()),
             "steps must be fp32 [params], contiguous, on a CUDA device");
     require(max_value > 0, "max_value must be positive");
-    for (int a = 0; a < kStepArrays; ++a) {
+    size_t states = 0;
+    for (int a = 0; a < kScale; ++a) {
       if (lists.list[a] == nullptr) continue;
+      if (a >= kState && !lists.list[a]->empty()) ++states;
       require(
           lists.list[a]->size() == params.size() || (lists.optional[a] && lists.list[a]->empty()),
           "grads, states and masters must have one tensor per param");
     }
+    require(lists.scales.empty() || lists.scales.size() == states * params.size(),
+            "state_scales must have one tensor per state and param");
     bool random = stochastic_rounding;
     for (size_t i = 0; i < params.size(); ++i) {
       bundles_.emplace_back();
-      for (int a = 0; a < kStepArrays; ++a) {
+      for (int a = 0; a < kScale; ++a) {
         const Tensors* list = lists.list[a];
         if (list != nullptr && !list->empty()) bundles_[i].at[a] = (*list)[i];
+      }
+      for (int k = 0; k < 2; ++k) {
+        if (stored_of(bundles_[i].at[kState + k]) != Stored::u8) continue;
+        require(!lists.scales.empty(), "state_scales must hold the scales of states in uint8");
+        bundles_[i].at[kScale + k] = lists.scales[k * params.size() + i];
       }
       check(bundles_[i]);
       random |= is_random(bundles_[i]);
@@ -121,7 +133,15 @@ class ParamBundles {
 
   void check(const Bundle& bundle) const {
     const Tensor& param = *bundle.at[kParam];
-    for (int a = 0; a < kStepArrays; ++a) {
+    for (int k = 0; k < 2; ++k) {
+      const MaybeTensor& scale = bundle.at[kScale + k];
+      require(!scale.has_value() ||
+                  (on_device_of(*scale, lists_.steps) && stored_of(scale) == Stored::f32 &&
+                   scale->is_contiguous() && scale->dim() == 1 &&
+                   scale->numel() == state8_blocks(param.numel())),
+              "state_scales of states in uint8 must be fp32 [ceil(numel / 256)], contiguous");
+    }
+    for (int a = 0; a < kScale; ++a) {
       if (!bundle.at[a].has_value()) continue;
       const Tensor& t = *bundle.at[a];
       require(
@@ -131,35 +151,42 @@ class ParamBundles {
     }
     Stored p = stored_of(bundle.at[kParam]), g = stored_of(bundle.at[kGrad]);
     Stored real = p == Stored::f64 ? Stored::f64 : Stored::f32;
-    require(p != Stored::absent && p != Stored::i16, "a param must be fp32, bf16, fp16 or fp64");
-    require(g != Stored::absent && g != Stored::i16 && (g == Stored::f64) == (p == Stored::f64),
+    require(p != Stored::absent && p != Stored::i16 && p != Stored::u8,
+            "a param must be fp32, bf16, fp16 or fp64");
+    require(g != Stored::absent && g != Stored::i16 && g != Stored::u8 &&
+                (g == Stored::f64) == (p == Stored::f64),
             "a grad must be fp32, bf16 or fp16 (fp64 for an fp64 param)");
     if (bundle.at[kMaster].has_value()) {
       Stored m = stored_of(bundle.at[kMaster]);
       require(m == real || (m == Stored::i16 && p == Stored::bf16),
               "a master must be fp32 (fp64 for an fp64 param), or int16 for a bf16 param");
     }
-    for (int a = kState; a < kStepArrays; ++a) {
+    for (int a = kState; a < kScale; ++a) {
       Stored s = stored_of(bundle.at[a]);
-      require(!bundle.at[a].has_value() || s == real || (s == Stored::bf16 && real == Stored::f32),
-              "a state must be fp32 or bf16 (fp64 for an fp64 param)");
+      bool low = (s == Stored::bf16 || s == Stored::u8) && real == Stored::f32;
+      require(!bundle.at[a].has_value() || s == real || low,
+              "a state must be fp32, bf16 or uint8 (fp64 for an fp64 param)");
     }
   }
 
   // Whether random bits are used; these are numbered in row-major order.
   bool is_random(const Bundle& bundle) const {
     bool param = stochastic_rounding_ && !bundle.at[kMaster].has_value();
-    return (param && stored_of(bundle.at[kParam]) == Stored::bf16) ||
-           stored_of(bundle.at[kState]) == Stored::bf16 ||
-           stored_of(bundle.at[kState + 1]) == Stored::bf16;
+    bool random = param && stored_of(bundle.at[kParam]) == Stored::bf16;
+    for (int a = kState; a < kScale; ++a) {
+      Stored s = stored_of(bundle.at[a]);
+      random = random || s == Stored::bf16 || s == Stored::u8;
+    }
+    return random;
   }
 
   // Whether all arrays of a param have one memory order without gaps.
   bool is_flat(const Bundle& bundle) const {
     const Tensor& param = *bundle.at[kParam];
     bool flat = is_random(bundle) ? param.is_contiguous() : is_dense(param);
-    for (const MaybeTensor& t : bundle.at)
-      flat = flat && (!t.has_value() || same_strides(param, *t));
+    for (int a = 0; a < kScale; ++a) {
+      flat = flat && (!bundle.at[a].has_value() || same_strides(param, *bundle.at[a]));
+    }
     return flat;
   }
 

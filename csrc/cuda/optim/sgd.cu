@@ -8,13 +8,14 @@ namespace {
 
 void sgd_(Tensors params, Tensors grads, Tensors momentum_buffers, Tensors masters, Tensor steps,
           double lr, double momentum, double dampening, double weight_decay, bool nesterov,
-          bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
-          std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+          Tensors state_scales, bool maximize, double max_value, bool stochastic_rounding,
+          int64_t seed, std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
           MaybeTensor clip, MaybeTensor found_inf) {
   StepLists lists = {"sgd_",
                      {&params, &grads, &masters, &momentum_buffers, nullptr},
                      {false, false, true, true, true},
-                     steps};
+                     steps,
+                     state_scales};
   SgdSettings settings = {lr, momentum, dampening, weight_decay, nesterov};
   launch_step(lists, SgdRule{settings},
               {maximize, max_value, stochastic_rounding, seed, indices, lr_tensor, inv_scale, clip,

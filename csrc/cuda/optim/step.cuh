@@ -9,14 +9,16 @@
 #include "cuda/common/group.cuh"
 #include "cuda/common/tensor_list.cuh"
 #include "cuda/optim/count_steps.cuh"
+#include "cuda/optim/state8.cuh"
 
 namespace mixprec::cuda {
 
-enum StepArray { kParam, kGrad, kMaster, kState };  // kState, kState + 1: the states
-constexpr int kStepArrays = kState + 2;
+// kState, kState + 1: the states; kScale, kScale + 1: the scales of those in 8 bits.
+enum StepArray { kParam, kGrad, kMaster, kState, kScale = kState + 2 };
+constexpr int kStepArrays = kScale + 2;
 
 struct StepTensor {
-  void* data[kStepArrays];     // device memory, numel elements each
+  void* data[kStepArrays];     // device memory, numel elements each; scales: one per 256
   Stored stored[kStepArrays];  // master, states: may be absent; f64: all present ones or none
   int64_t numel;
   int64_t index;  // for stochastic rounding
@@ -30,6 +32,7 @@ using StepLaunch = TensorList<kStepArrays, kStepTags>;
 template <class Rule, class Real>
 struct StepChunk {
   Array array[kState + Rule::kStates];
+  float* scale[Rule::kStates];
   typename Rule::template Scalars<Real> scalars;
   int64_t step;
   int index;
@@ -42,6 +45,10 @@ struct StepChunk {
     for (int a = 0; a < kState + Rule::kStates; ++a) {
       array[a] = {list.data[a][tensor], static_cast<Stored>(stored >> (4 * a) & 0xFu)};
     }
+#pragma unroll
+    for (int k = 0; k < Rule::kStates; ++k) {
+      scale[k] = static_cast<float*>(list.data[kScale + k][tensor]);
+    }
     if constexpr (sizeof(Real) == 8) {
       scalars = constants.wide;
     } else {
@@ -50,10 +57,11 @@ struct StepChunk {
   }
 };
 
-// Elements [i, i + count) of a tensor, at most eight.
+// Elements [i, i + count) of a tensor, at most eight; lanes: those of the warp that call this.
 template <class Rule, class Real>
 __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const Rule& rule,
-                                           const StepArgs& args, int64_t i, int count) {
+                                           const StepArgs& args, int64_t i, int count,
+                                           unsigned lanes) {
   constexpr int states = Rule::kStates;
   const Array &param = c.array[kParam], &master = c.array[kMaster];
   const bool has_master = master.stored != Stored::absent, split = master.stored == Stored::i16;
@@ -77,7 +85,17 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   }
   grad.decode(c.array[kGrad].stored, g);
 #pragma unroll
-  for (int k = 0; k < states; ++k) state[k].decode(c.array[kState + k].stored, s[k]);
+  for (int k = 0; k < states; ++k) {
+    if constexpr (sizeof(Real) == 4) {
+      if (has_state && c.array[kState + k].stored == Stored::u8) {
+        float scale = c.scale[k][i / kState8Block];
+        k == 0 ? decode_group<true>(state[k], scale, s[k])
+               : decode_group<false>(state[k], scale, s[k]);
+        continue;
+      }
+    }
+    state[k].decode(c.array[kState + k].stored, s[k]);
+  }
 
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
@@ -97,6 +115,16 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   for (int k = 0; k < states; ++k) {
     const Array& a = c.array[kState + k];
     if (!has_state) break;
+    if constexpr (sizeof(Real) == 4) {
+      if (a.stored == Stored::u8) {
+        RandomStream of = random_stream(args.seed, c.step, c.index, kParamStream);
+        float scale = k == 0 ? encode_group<true>(s[k], i, count, lanes, of, k, state[k])
+                             : encode_group<false>(s[k], i, count, lanes, of, k, state[k]);
+        if (i % kState8Block == 0) c.scale[k][i / kState8Block] = scale;
+        state[k].store(a, i, count);
+        continue;
+      }
+    }
     if (sizeof(Real) == 4 && a.stored == Stored::bf16) {
       state[k].encode(s[k], random(kFirstStateStream + k));
     } else {
@@ -134,7 +162,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
     StepChunk<Rule, Real> shared(list, chunk.tensor, constants[list.tag[kNumber][chunk.tensor]]);
     for (int i = threadIdx.x * kGroup; i < chunk.size; i += kThreads * kGroup) {
       int left = static_cast<int>(chunk.size) - i;
-      step_group(shared, rule, args, chunk.begin + i, left < kGroup ? left : kGroup);
+      int in_block = i % static_cast<int>(kState8Block);
+      step_group(shared, rule, args, chunk.begin + i, left < kGroup ? left : kGroup,
+                 lanes_of_block(left + in_block));
     }
   }
 }

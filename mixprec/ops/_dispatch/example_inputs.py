@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from . import state8
+
 Arguments = list[Any]
 SHAPE = (37, 29)  # odd: no multiple of any vector length
 LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
@@ -131,34 +133,39 @@ def grad_stats(device: str) -> Iterator[Arguments]:
 
 
 def _step_tensors(device: str) -> tuple[list[torch.Tensor], ...]:
-    """params, grads, two moments, masters: bf16 with an fp32 master, and with a remainder."""
-    values = [_random(device, 1), _random(device, 2, (5,))]
+    """params, grads, two moments, masters, scales of the moments: bf16 with an fp32 master and fp32
+    moments, with a remainder and a bf16 moment, and with an fp32 master and 8-bit moments."""
+    values = [_random(device, 1), _random(device, 2, (5,)), _random(device, 3, (300,))]
     params, grads = [x.bfloat16() for x in values], [x.half() for x in values]
     m, v = ([torch.full_like(x, value) for x in values] for value in (0.1, 0.2))
-    m[1], masters = m[1].bfloat16(), [values[0], torch.arange(-2, 3, device=device).short()]
-    return params, grads, m, v, masters
+    m[1], remainder = m[1].bfloat16(), torch.arange(-2, 3, device=device).short()
+    m[2], m_scale = state8.encode(values[2], state8.SIGNED)
+    v[2], v_scale = state8.encode(values[2].square(), state8.UNSIGNED)
+    none = torch.empty(0, device=device)
+    scales = [none, none, m_scale, none, none, v_scale]
+    return params, grads, m, v, [values[0], remainder, values[2].clone()], scales
 
 
 def _step_shared(device: str, found_inf: float, stochastic: bool) -> Arguments:
     lr = _tensor(device, 1e-3, torch.float64)
     flags = _tensor(device, 0.5), _tensor(device, 0.25), _tensor(device, found_inf)
-    return [False, 1.5, stochastic, 2**40 + 7, [3, 0], lr if stochastic else None, *flags]
+    return [False, 1.5, stochastic, 2**40 + 7, [3, 0, 1], lr if stochastic else None, *flags]
 
 
 def adamw(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, v, masters = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0])
-        numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, not stochastic)
+        params, grads, m, v, masters, scales = _step_tensors(device)
+        steps = _tensor(device, [3.0, 0.0, 7.0])
+        numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, not stochastic, scales)
         lists = [params, grads, m, v, [] if stochastic else masters]
         yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 
 
 def sgd(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, _, masters = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0])
-        numbers = (0.1, 0.9, 0.0, 0.01, stochastic)
+        params, grads, m, _, masters, scales = _step_tensors(device)
+        steps = _tensor(device, [3.0, 0.0, 7.0])
+        numbers = (0.1, 0.9, 0.0, 0.01, stochastic, scales[:3])
         lists = [params, grads, m, [] if stochastic else masters]
         yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from . import checks, overlap, rounding
+from . import checks, overlap, rounding, state8
 
 REMAINDER = torch.int16  # of a master: the bits that a bf16 param lacks
+CODES = torch.uint8  # of a state in 8 bits
+_KINDS = {rounding.FIRST_STATE: state8.SIGNED, rounding.SECOND_STATE: state8.UNSIGNED}
 # The end of every update's schema.
 SHARED_SCHEMA = (
-    "bool maximize, float max_value, bool stochastic_rounding, int seed, int[] indices, "
-    "Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()"
+    "Tensor(z!)[] state_scales, bool maximize, float max_value, bool stochastic_rounding, "
+    "int seed, int[] indices, Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip, "
+    "Tensor? found_inf) -> ()"
 )
 
 
@@ -81,9 +84,27 @@ class Update:
         seed, index = (args.seed, args.indices[i]) if args.indices else (0, 0)
         return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
+    def _scale(self, i: int, stream: int) -> torch.Tensor:
+        place = stream - rounding.FIRST_STATE
+        return self._args.state_scales[place * len(self._args.params) + i]
+
+    def read_state(self, i: int, state: torch.Tensor, stream: int) -> torch.Tensor:
+        """The first state or the second, which is never negative, in the dtype of the arithmetic.
+        Those in 8 bits are of the formats in state8.py."""
+        if state.dtype == CODES:
+            return state8.decode(state, self._scale(i, stream), _KINDS[stream])
+        return state.to(self.real(i))
+
     def write_state(self, i: int, state: torch.Tensor, value: torch.Tensor, stream: int) -> None:
-        """bf16 state is always rounded at random."""
-        if state.dtype == torch.bfloat16:
+        """State in 16 and 8 bits is always rounded at random."""
+        if state.dtype == CODES:
+            scale, place = self._scale(i, stream), stream - rounding.FIRST_STATE
+            # Of the place in a block plus of the block: any two sums are independent of each other.
+            of_block = self._bits(i, torch.Size([2 * len(scale)]), rounding.BLOCK)[place::2]
+            bits = self._bits(i, torch.Size([state8.BLOCK]), stream) + of_block[:, None]
+            value, new_scale = state8.encode(value, _KINDS[stream], bits & 0xFFFF)
+            scale.copy_(torch.where(self.skip, scale, new_scale))
+        elif state.dtype == torch.bfloat16:
             value = rounding.stochastic_bf16(value, self._bits(i, value.shape, stream))
         state.copy_(torch.where(self.skip, state, value))
 
@@ -133,6 +154,7 @@ def check(
     _check_scalars(op, args)
     for i, param in enumerate(params):
         _check_param(op, i, param, lists, args)
+    _check_scales(op, args, {name: lists[name] for name in states})
     overlap.check_disjoint(op, "params", params)
 
 
@@ -165,7 +187,7 @@ def _check_param(
     checks.on_device(op, f"params[{i}]", param, device, "steps")
     checks.is_writable(op, f"params[{i}]", param)
     real = _real(param)
-    narrow = (torch.bfloat16,) if real == torch.float32 else ()
+    narrow = (torch.bfloat16, CODES) if real == torch.float32 else ()
     remainder = (REMAINDER,) if param.dtype == torch.bfloat16 else ()
     allowed = {"grads": checks.FLOATS if narrow else (real,), "masters": (real, *remainder)}
     for name, tensors in lists.items():
@@ -176,9 +198,28 @@ def _check_param(
         checks.has_dtype(op, label, t, allowed.get(name, (real, *narrow)))
         if is_state and t.dtype != real and not args.indices:
             raise ValueError(
-                f"{op}: {label} must have dtype float32, or bfloat16 with indices for its "
-                "stochastic rounding, got bfloat16 without"
+                f"{op}: {label} must have dtype float32, or bfloat16 or uint8 with indices for its "
+                f"stochastic rounding, got {str(t.dtype).removeprefix('torch.')} without"
             )
         checks.on_device(op, label, t, device, "steps")
         if name != "grads":
             checks.is_writable(op, label, t)
+
+
+def _check_scales(op: str, args: Any, states: dict[str, Sequence[torch.Tensor]]) -> None:
+    """state_scales: none, or for each list of states in turn one tensor per param."""
+    scales = checks.is_list(op, "state_scales", args.state_scales)
+    each = [(f"{name}[{i}]", t) for name, tensors in states.items() for i, t in enumerate(tensors)]
+    if len(scales) not in (0, len(each)):
+        raise ValueError(
+            f"{op}: state_scales must have one tensor per state and param ({len(each)}), "
+            f"got {len(scales)}"
+        )
+    for i, (label, t) in enumerate(each):
+        if t.dtype != CODES:
+            continue
+        if not scales:
+            raise ValueError(f"{op}: {label} is uint8, which needs state_scales, got none")
+        count, name = (state8.blocks(t.numel()),), f"state_scales[{i}]"
+        checks.is_tensor(op, name, scales[i])
+        checks.is_table(op, name, scales[i], torch.float32, count, args.steps.device, "steps'")

@@ -12,7 +12,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 # Streams: the array of a param that the random bits are for. They share one counter word with the
 # index of the param, of which there are fewer than 2^30.
-PARAM, FIRST_STATE, SECOND_STATE = range(3)
+PARAM, FIRST_STATE, SECOND_STATE, BLOCK = range(4)
 _STREAM_SHIFT = 30
 MAX_INDEX = 2**_STREAM_SHIFT
 

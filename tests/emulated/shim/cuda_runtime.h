@@ -182,6 +182,14 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   }
   return ballot;
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  const uint64_t* values = cuda_on_cpu::warp_exchange(mask, value);
+  uint64_t largest = 0;
+  for (int l = 0; l < 32; ++l) {
+    if ((mask >> l & 1) != 0 && values[l] > largest) largest = values[l];
+  }
+  return static_cast<unsigned>(largest);
+}
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 
 // Relaxed, as in CUDA: what comes before and after is ordered by fences and barriers alone.

@@ -184,16 +184,18 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) 
 
 # csrc/cuda/common/group.cuh: enum class Stored
 STORED = (None, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.float64)
-ARRAYS = 5  # param, grad, master and two states, of which the last ones may be absent
+STORED += (torch.uint8,)
 
 
 def update(name: str, *args: Any) -> None:
     """adamw_ or sgd_."""
     a = op.OPS[name].Args(*args)
-    first, last = (a._fields.index(field) for field in ("lr", "maximize"))
+    first, last = (a._fields.index(field) for field in ("lr", "state_scales"))
     params, grads, *states, masters = args[: a._fields.index("steps")]
-    columns = [t or [None] * len(params) for t in (params, grads, masters, *states)]
-    columns += [[None] * len(params)] * (ARRAYS - len(columns))
+    none, count = [None] * len(params), len(params)
+    scales = [a.state_scales[k * count : (k + 1) * count] for k in range(2)]
+    lists = (params, grads, masters, states[0], (*states, [])[1], *scales)  # enum StepArray
+    columns = [t or none for t in lists]
     cells = [t for tensor in zip(*columns, strict=True) for t in tensor]
     stored = _numbers([0 if t is None else STORED.index(t.dtype) for t in cells])
     order = _numbers(a.indices) if a.indices else None

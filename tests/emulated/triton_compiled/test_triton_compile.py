@@ -15,8 +15,8 @@ from emulated.ops import launcher
 from emulated.triton_compiled.helpers import Launch, record_launches
 from emulated.values.test_updates import RULES, Mix, arguments
 
-F64, F32, BF16, F16, I16 = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16,
+F64, F32, BF16, F16, I16, U8 = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8,
 )  # fmt: skip
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS, COLUMNS = 128, 256  # multiples of 16: every access can be a wide one
@@ -64,6 +64,7 @@ OTHERS = [
     update("l2", F64, F64, None, (F64, F64)),
     update("decoupled", BF16, BF16, None, (BF16, BF16), stochastic_rounding=True),
     update("decoupled", BF16, BF16, I16, (BF16, BF16)),
+    update("decoupled", BF16, BF16, I16, (U8, U8)),
     update("decoupled", F32, F32, None, (BF16, BF16)),
     update("nesterov", F32, F32),
     update("momentum", F64, F64, None, (F64, F64)),

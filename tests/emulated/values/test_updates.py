@@ -13,10 +13,10 @@ import torch
 from cases import WIDE, WRITABLE, from_bits, name, normal, random_bits
 from emulated.agreement import Agreement, Shape, assert_bits, tensors
 
-from mixprec.ops._dispatch import rounding
+from mixprec.ops._dispatch import rounding, state8
 
 INF, NAN = math.inf, math.nan
-F32, BF16, F16, F64, INT16 = *WIDE, torch.float64, torch.int16
+F32, BF16, F16, F64, INT16, U8 = *WIDE, torch.float64, torch.int16, torch.uint8
 CHUNK = 32768  # csrc/cuda/common/tensor_list.cuh
 # The op, how many states it keeps, and its numbers.
 RULES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -35,9 +35,9 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 both_ops = pytest.mark.parametrize("rule", ["decoupled", "momentum"])
 # What comes after a rule's numbers, in the schema's order.
 TAIL: dict[str, Any] = {
-    "maximize": False, "max_value": INF, "stochastic_rounding": False, "seed": 0x123456789ABCDEF,
-    "indices": None, "lr_tensor": None, "inv_scale": torch.tensor(0.5), "clip": torch.tensor(0.7),
-    "found_inf": torch.tensor(0.0),
+    "state_scales": None, "maximize": False, "max_value": INF, "stochastic_rounding": False,
+    "seed": 0x123456789ABCDEF, "indices": None, "lr_tensor": None, "inv_scale": torch.tensor(0.5),
+    "clip": torch.tensor(0.7), "found_inf": torch.tensor(0.0),
 }  # fmt: skip
 RATES = (None, torch.tensor(0.3), torch.tensor([1 / 3], dtype=F64))
 STEPS = (0.0, 1.0, 7.0, 999.0, 2.0**24)
@@ -65,7 +65,7 @@ def mixes(param: torch.dtype, master: torch.dtype | None) -> list[Mix]:
     """Every gradient with every mix of states."""
     if param == F64:
         return [Mix(F64, F64, master, (F64, F64))]
-    states = itertools.product((F32, BF16), repeat=2)
+    states = [*itertools.product((F32, BF16), repeat=2), (U8, U8)]
     return [Mix(param, grad, master, s) for s in states for grad in WIDE]
 
 
@@ -78,6 +78,7 @@ def arguments(
     _, count, numbers = RULES[rule]
     lists: list[list[torch.Tensor]] = [[] for _ in range(3 + count)]
     layouts = layouts or WRITABLE[:1]
+    scales: list[list[torch.Tensor]] = [[] for _ in range(count)]
     for i, mix in enumerate(mixed):
         shape, real = shapes[i % len(shapes)], F64 if mix.param == F64 else F32
         wide = normal(shape, real, seed=10 * i)
@@ -87,7 +88,11 @@ def arguments(
         row = [low, normal(shape, mix.grad, seed=10 * i + 1)]
         for k, state in enumerate(mix.states[:count]):
             value = normal(shape, real, seed=10 * i + 2 + k)
-            row.append((value.square() if k else value).to(state))
+            value, scale = (value.square() if k else value), torch.empty(0)
+            if state == U8:
+                value, scale = state8.encode(value, (state8.SIGNED, state8.UNSIGNED)[k])
+            row.append(value.to(state))
+            scales[k].append(scale)
         row += [] if mix.master is None else [kept]
         for k, (list_, x) in enumerate(zip(lists, row, strict=False)):
             list_.append(layouts[(i + (k == 1)) % len(layouts)](x))
@@ -95,6 +100,7 @@ def arguments(
         lists.insert(2, [])
     options = {"indices": [(7 * i + (1 << 29)) % (1 << 30) for i in range(len(mixed))], **options}
     counts = torch.tensor([steps[i % len(steps)] for i in range(len(mixed))])
+    options["state_scales"] = [scale for of_state in scales for scale in of_state]
     return [*lists, counts, *(numbers | TAIL | options).values()]
 
 
@@ -171,7 +177,9 @@ def test_updates_of_any_bits(agree: Agreement, rule: str, kind: tuple[Any, Any])
     for i, mix in enumerate(mixes(*kind)[::5]):
         args = arguments(rule, [mix], ((1 << 12,),), inv_scale=None, stochastic_rounding=True,
                          max_value=(INF, 1e30)[i % 2])  # fmt: skip
-        for seed, tensor in enumerate(tensors(args[: args.index(TAIL["seed"])])[:-1]):
+        scales = args[3 + RULES[rule][1] + 1 + len(RULES[rule][2])] if rule != "sgd" else []
+        lists = args[: 4 + RULES[rule][1]]
+        for seed, tensor in enumerate(tensors([*lists, scales])):
             if tensor.numel() > 1:
                 tensor.copy_(random_bits(tensor.numel(), tensor.dtype, seed))
         args[0][0][:64] = 0.0

@@ -1,0 +1,153 @@
+"""States in 8 bits: the format, its rounding, and the updates of such states on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import WRITABLE, normal, transposed
+
+import mixprec
+from mixprec.ops import adamw_, sgd_
+from mixprec.ops._dispatch import state8
+from mixprec.ops._dispatch.state8 import BLOCK, SIGNED, UNSIGNED, blocks, decode, encode
+
+KINDS = [pytest.param(SIGNED, id="signed"), pytest.param(UNSIGNED, id="unsigned")]
+HYPER = {"lr": 1e-2, "weight_decay": 0.1, "seed": 7, "stochastic_rounding": True}
+
+
+def table(kind: state8.Codes) -> torch.Tensor:
+    """The values of codes 0 and up as the module describes them, from the largest down."""
+    octaves, lowest = (4, 11) if kind is SIGNED else (8, 23)
+    upper = [2.0**-e * (1 + f / 16) for e in range(octaves) for f in reversed(range(16))]
+    lower = [2.0**-e * (1 + f / 8) for e in range(octaves, lowest + 1) for f in reversed(range(8))]
+    return torch.tensor([0.0, *reversed((upper + lower)[:-1])])
+
+
+def spread(kind: state8.Codes, count: int) -> torch.Tensor:
+    """Numbers of many magnitudes, and zeros."""
+    x = normal((count,), torch.float32, 0) * torch.exp2(12 * normal((count,), torch.float32, 1))
+    x[::7] = 0.0
+    return x if kind is SIGNED else x.abs()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values(kind: state8.Codes) -> None:
+    """Of every code, with scales at both ends of the range: BF16 numbers, which encoding keeps."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = table(kind)
+    values = torch.cat([values, -values]) if kind is SIGNED else values
+    for scale in (2.0**-100, 1.0, 2.0**126):
+        x = decode(codes, torch.tensor([scale]), kind)
+        assert torch.equal(x, values * scale)
+        assert torch.equal(x.bfloat16().float(), x)
+        for random in (None, torch.full((1, BLOCK), 0xFFFF)):
+            again, scales = encode(x, kind, random)
+            assert scales.item() == scale
+            assert torch.equal(again, codes)
+    part = decode(codes[:100], torch.ones(1), kind)  # whose largest value allows another scale
+    assert torch.equal(decode(*encode(part, kind), kind), part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding(kind: state8.Codes) -> None:
+    """To the nearest code, or to one of the two neighbours at random and without bias."""
+    x = spread(kind, 40 * BLOCK)
+    codes, scale = encode(x, kind)
+    relative = x.abs().view(-1, BLOCK) / scale[:, None]
+    assert (relative <= 1.9375).all()
+    values = table(kind)
+    above = torch.bucketize(relative, values).clamp(max=len(values) - 1)
+    low, high = values[(above - 1).clamp(min=0)], values[above]
+    nearest = torch.where(relative - low < high - relative, low, high)
+    if kind is UNSIGNED:
+        nearest = torch.where((relative > 0) & (relative < values[1]), values[1], nearest)
+    got = decode(codes, scale, kind).abs().view(-1, BLOCK) / scale[:, None]
+    assert torch.equal(got, nearest)
+
+    draws = 400
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros_like(relative, dtype=torch.float64)
+    for _ in range(draws):
+        random = torch.randint(0, 2**16, relative.shape, generator=generator)
+        drawn = decode(encode(x, kind, random)[0], scale, kind).abs().view(-1, BLOCK)
+        drawn = drawn / scale[:, None]
+        assert ((drawn == low) | (drawn == high)).all()
+        total += drawn
+    fair = relative >= values[1] if kind is UNSIGNED else relative > 0
+    error, width = total / draws - relative, (high - low).double()
+    z = (error[fair] / width[fair]).sum() / (fair.sum() / 4 / draws).sqrt()
+    assert abs(z) < 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_are_not_finite(kind: state8.Codes) -> None:
+    """None of them becomes a number; what is too small becomes 0, or the least code."""
+    for bad in (torch.inf, torch.nan, 3e38):
+        x = torch.ones(3 * BLOCK)
+        x[BLOCK + 3] = bad
+        y = decode(*encode(x, kind), kind).view(3, BLOCK)
+        assert y[1].isnan().all()
+        assert torch.equal(y[::2], torch.ones(2, BLOCK))
+    tiny = decode(*encode(torch.tensor([0.0, 1e-45, 1e-38]), kind), kind)
+    least = 0.0 if kind is SIGNED else 2.0**-123 * 1.125
+    assert tiny.tolist() == [0.0, least, least]
+
+
+@pytest.mark.parametrize("op", ["adamw_", "sgd_"])
+def test_updates_agree_with_the_reference(op: str) -> None:
+    """Bit for bit over several steps: shapes, layouts, one state or both in 8 bits, skips, and
+    gradients that overflow."""
+    shapes = [(), (1,), (BLOCK,), (3, 5, 7), (33, 65), (33_001,), (0,)]
+
+    def run(backend: str) -> list[torch.Tensor]:
+        params, grads, states, scales = [], [], ([], []), ([], [])
+        for i, shape in enumerate(shapes):
+            layout = WRITABLE[i % len(WRITABLE)]
+            params.append(layout(normal(shape, torch.bfloat16, i)))
+            grads.append(normal(shape, torch.bfloat16, i + 50))
+            for k, kind in enumerate((SIGNED, UNSIGNED)):
+                codes, scale = encode(spread(kind, max(1, params[i].numel())), kind)
+                codes = codes[: params[i].numel()].view(shape)
+                codes = transposed(codes) if i % 2 else codes
+                wide = i % 4 == 3 and k == 0
+                states[k].append(torch.zeros(shape) if wide else codes)
+                scales[k].append(scale[: blocks(params[i].numel())].clone())
+        steps, last = torch.zeros(len(shapes)), list(range(len(shapes)))
+        if op == "adamw_":
+            hyper = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+            lists, of = (params, grads, *states), [*scales[0], *scales[1]]
+        else:
+            hyper, lists, of = {"momentum": 0.9}, (params, grads, states[0]), scales[0]
+        call = {"adamw_": adamw_, "sgd_": sgd_}[op]
+        with mixprec.use_backend(backend):
+            for step in range(4):
+                grads[4][:, 0] = torch.inf if step == 3 else 1.0
+                flag = torch.tensor(float(step == 2))
+                call(*lists, [], steps, state_scales=of, indices=last, found_inf=flag, **hyper,
+                     **HYPER)  # fmt: skip
+        return [*params, *(s for each in lists[2:] for s in each), *of, steps]
+
+    for i, (got, want) in enumerate(zip(run("cpp"), run("reference"), strict=True)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=str(i))
+
+
+def test_bad_input() -> None:
+    param, codes = torch.zeros(300), torch.zeros(300, dtype=torch.uint8)
+
+    def call(scales: list[torch.Tensor], indices: tuple[int, ...] = (0,)) -> None:
+        sgd_([param], [param], [codes], [], torch.zeros(1), lr=1.0, momentum=0.9, indices=indices,
+             state_scales=scales)  # fmt: skip
+
+    for scales, message in (
+        ([], r"momentum_buffers\[0\] is uint8, which needs state_scales, got none"),
+        (
+            [torch.zeros(2)] * 2,
+            r"state_scales must have one tensor per state and param .*got 2",
+        ),
+        ([torch.zeros(3)], r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
+        ([torch.zeros(2).double()], r"state_scales\[0\] must have dtype float32"),
+    ):
+        with pytest.raises(ValueError, match=f"^sgd_: {message}"):
+            call(scales)
+    with pytest.raises(ValueError, match=r"bfloat16 or uint8 with indices .*, got uint8 without"):
+        call([torch.zeros(2)], ())
