@@ -380,7 +380,8 @@ class Optimizer(torch.optim.Optimizer):
         """The state of all params and the settings of all groups, as torch.optim has them.
 
         Moments in 8 bits are uint8 codes with their scales. Those of a DTensor are bf16, which
-        holds their values exactly, so that another number of ranks can load them.
+        holds their values exactly: another number of ranks, whose blocks end elsewhere, can load
+        them and rounds them once more.
         """
         result = super().state_dict()
         states = {key: _state8.portable(state) for key, state in result["state"].items()}

@@ -43,15 +43,16 @@ class Setup:
     compute: torch.dtype = torch.float32
     optimizer: str = "mixprec"  # or of torch: "fused", or "foreach", which clips through torch
     hook: bool = False
+    moments: Any = torch.float32
+    sizes: tuple[int, ...] = (6, 5, 7, 3, 1)  # over four ranks uneven shards, and empty ones
 
 
 MAX_NORM, STEPS, BAD_STEP, BAD_RANK = 0.02, 6, 2, 1
-SIZES = (6, 5, 7, 3, 1)  # over four ranks uneven shards, and empty ones
 
 
 def data(setup: Setup, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    x, y = (torch.randn(4, n, generator=generator) for n in (6, 1))
+    x, y = (torch.randn(4, setup.sizes[i], generator=generator) for i in (0, -1))
     return x.to(setup.compute), y
 
 
@@ -60,7 +61,7 @@ class Training:
 
     def __init__(self, setup: Setup, seed: int = 0, alone_with: int | None = None) -> None:
         self.setup, self.world = setup, alone_with
-        self.model: nn.Module = make_model(*SIZES, seed=seed).to(setup.params)
+        self.model: nn.Module = make_model(*setup.sizes, seed=seed).to(setup.params)
         if alone_with is None:
             cast = setup.compute if setup.compute != setup.params else None
             self.model = wrapped(setup.wrap, self.model, cast)
@@ -71,7 +72,7 @@ class Training:
         options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-4}
         self.optimizer: torch.optim.Optimizer
         if setup.optimizer == "mixprec":
-            options["max_grad_norm"] = MAX_NORM
+            options |= {"max_grad_norm": MAX_NORM, "state_dtype": setup.moments}
             self.optimizer = mixprec.optim.AdamW(self.params, **options)
         else:
             options[setup.optimizer] = True
@@ -129,7 +130,7 @@ class Training:
 
     def state(self) -> dict[str, list[torch.Tensor]]:
         """All that a checkpoint holds of the optimizer and the model, unsharded."""
-        states = [self.optimizer.state[p] for p in self.params]
+        states = list(self.optimizer.state_dict()["state"].values())
         found = {key: whole(s[key] for s in states) for key in states[0]}
         return {"param": whole(self.params), **found}
 
@@ -200,6 +201,8 @@ def check_training(setup: Setup, alone: dict[bool, Any], results: list[dict[bool
 
 
 SHARDED = Setup("fsdp", params=BF16, compute=BF16)
+# The shards of four ranks end within a block of the codes.
+CODES = Setup("fsdp", params=BF16, compute=BF16, moments="int8", sizes=(96, 50, 90, 1))
 
 
 def dcp_state(training: Training) -> dict[str, Any]:
@@ -214,15 +217,15 @@ def before_and_after(training: Training) -> dict[str, Any]:
     return {"saved": state, "scaler": scaler, "end": training.state()}
 
 
-def save_in_the_middle(path: str) -> dict[str, Any]:
-    training = Training(SHARDED)
+def save_in_the_middle(setup: Setup, path: str) -> dict[str, Any]:
+    training = Training(setup)
     training.run(0, 3, overflow=True)
     dcp.save(dcp_state(training), checkpoint_id=path)
     return before_and_after(training)
 
 
-def resume(path: str) -> dict[str, Any]:
-    training = Training(SHARDED, seed=1)
+def resume(setup: Setup, path: str) -> dict[str, Any]:
+    training = Training(setup, seed=1)
     state = dcp_state(training)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
@@ -235,19 +238,30 @@ def resume(path: str) -> dict[str, Any]:
     return before_and_after(training)
 
 
-def test_a_distributed_checkpoint_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", [SHARDED, CODES], ids=["fp32", "int8"])
+def test_a_distributed_checkpoint_resumes(setup: Setup, tmp_path: Path) -> None:
     """On as many ranks as it was saved from, on more and on fewer."""
     paths = {world: str(tmp_path / f"of {world}") for world in (2, 4)}
-    saved_by = {w: on_ranks(w, save_in_the_middle, path=path)[0] for w, path in paths.items()}
+    saved_by = {
+        w: on_ranks(w, save_in_the_middle, setup=setup, path=path)[0] for w, path in paths.items()
+    }
     for before, after in ((2, 2), (4, 2), (2, 4)):
-        saved, results = saved_by[before], on_ranks(after, resume, path=paths[before])
+        saved, results = saved_by[before], on_ranks(after, resume, setup=setup, path=paths[before])
         for result in results:
             assert result["scaler"] == saved["scaler"]
             for when in ("saved", "end") if before == after else ("saved",):
                 assert result[when].keys() == {"param", "master", "exp_avg", "exp_avg_sq", "step"}
                 for key, values in result[when].items():
-                    want = BF16 if key == "param" else torch.float32
-                    assert all(value.dtype == want for value in values), key
+                    low = key == "param", setup is CODES and key.startswith("exp")
+                    for value in values:
+                        small = low[1] and value.numel() < 4096
+                        assert value.dtype == (BF16 if any(low) and not small else torch.float32)
+                    if setup is CODES and before != after:
+                        # Of blocks that end elsewhere: rounded once more.
+                        for value, want in zip(values, saved[when][key], strict=True):
+                            limit = 2.0**-11 * want.abs().max().item()
+                            torch.testing.assert_close(value, want, rtol=2**-4, atol=limit)
+                        continue
                     assert all(map(torch.equal, values, saved[when][key])), (when, key)
         steps, masters = saved["saved"]["step"], saved["saved"]["master"]
         assert all(step == 2 for step in steps), "of three steps, one overflowed"
