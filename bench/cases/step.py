@@ -47,6 +47,7 @@ class Bytes(NamedTuple):
 
 FP32, MASTERS = Bytes(4, 4, 8, 0), Bytes(2, 2, 8, 4)
 REMAINDER, STOCHASTIC, SGD = Bytes(2, 2, 8, 2), Bytes(2, 2, 4, 0), Bytes(4, 4, 4, 0)
+CODES: dict[str, Any] = {"state_dtype": "int8"}
 ROUNDED: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": torch.bfloat16}
 
 
@@ -89,6 +90,35 @@ def _adamw(
         ops=("adamw_", *SHARED_OPS) if on_gpu else (),
         bytes=float(size.moved() * steps.elements(shapes)),
     )
+
+
+def _codes() -> Workload:
+    """8-bit moments against FP32 ones: of the same step."""
+    shapes, (bf16, cpu) = gpt_shapes(), (torch.bfloat16, "cpu")
+
+    def inputs(_: int) -> dict[str, Step]:
+        kinds = {"ours": CODES, "fp32 moments": {}}
+        return {
+            name: steps.ours(parameters(shapes, bf16, cpu), TIMED_SCALE, **options)[1]
+            for name, options in kinds.items()
+        }
+
+    return Workload(
+        lambda step: step["ours"](),
+        {"fp32 moments": lambda step: step["fp32 moments"]()},
+        partial(steps.check, shapes, bf16, cpu, **CODES),
+        inputs,
+        bytes=float(Bytes(2, 2, 2, 4).moved() * steps.elements(shapes)),
+    )
+
+
+def _other_libraries() -> Workload:
+    """The step alone, without masters: AdamW8bit of torchao and of bitsandbytes."""
+    shapes = gpt_shapes()
+    options: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": "int8"}
+    mine = steps.ours(parameters(shapes, torch.bfloat16), TIMED_SCALE, **options)[1]
+    theirs = steps.adamw_8bit(parameters(shapes, torch.bfloat16))
+    return Workload(mine, theirs, partial(steps.check, shapes, torch.bfloat16, "cpu", **options))
 
 
 def _sgd(on_gpu: bool, full: Shapes) -> Workload:
@@ -165,6 +195,18 @@ for _name, _what, _times, _shapes, _dtype, _size, _options in _ON_CPU:
         partial(_adamw, False, _shapes, _dtype, _size, _options),
         quick=_name == "fp32/many",
     )
+case(
+    "step/bf16/int8",
+    f"unscale + clip + AdamW, 8-bit moments against fp32 ones, bf16 with fp32 masters, {_LIST}",
+    times_the_time(1.2),
+    _codes,
+)
+case(
+    "step/bf16/int8/others",
+    f"the same without masters, against AdamW8bit of other libraries, {_LIST}",
+    times_faster(8.0),
+    _other_libraries,
+)
 case(
     "step/fp32/per-tensor",
     "time per tensor: 1,000 tensors of 1,000, less one tensor of 1M",

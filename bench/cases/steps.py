@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from mixprec.ops import join_master
 from mixprec.optim import SGD, AdamW
 
 from .. import verify
+from .registry import NotMeasured
 
 Shapes = list[tuple[int, ...]]
 Params = list[torch.nn.Parameter]
@@ -93,6 +95,23 @@ def with_scaler(
         scaler.update()
 
     return step
+
+
+def adamw_8bit(params: Params) -> dict[str, Callable[[], None]]:
+    """The step of each library that is installed, on parameters that it does not share."""
+    steps: dict[str, Callable[[], None]] = {}
+    for name, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
+        try:
+            kind = importlib.import_module(module).AdamW8bit
+        except ImportError:
+            continue
+        own = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        for p, q in zip(params, own, strict=True):
+            q.grad = p.grad
+        steps[f"{name} AdamW8bit"] = kind(own, lr=1e-3).step
+    if not steps:
+        raise NotMeasured("neither torchao nor bitsandbytes is installed")
+    return steps
 
 
 def torch_fp32(params: Params, scale: float) -> Callable[[], None]:

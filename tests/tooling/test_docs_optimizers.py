@@ -70,7 +70,7 @@ def resident(line: dict[str, str]) -> dict[str, float]:
         name: round(sum(t.untyped_storage().nbytes() for t in several) / NUMEL, 2)
         for name, several in tensors.items()
     }
-    return sizes | {"resident": sum(sizes.values())}
+    return sizes | {"resident": round(sum(sizes.values()), 2)}
 
 
 class Spy:
@@ -87,7 +87,8 @@ class Spy:
             if real.__name__ == "grad_stats_":
                 self.checked += args[0]
             else:
-                self.updates.append((real, cloned(args), options))
+                scales = [t.clone() for t in options["state_scales"]]
+                self.updates.append((real, cloned(args), {**options, "state_scales": scales}))
             real(*args, **options)
 
         return call
@@ -101,12 +102,14 @@ def cloned(args: Any) -> list[Any]:
 def moved(op: Callable, args: list[Any], options: dict[str, Any]) -> tuple[int, int]:
     """Bytes per element that the result depends on, and that the op writes."""
 
+    scales = [t.clone() for t in options["state_scales"]]
+
     def outcome(change: tuple[int, int] | None = None) -> list[Any]:
         own = cloned(args)
         if change is not None:
             t = own[change[0]][change[1]]
             t.copy_(t ^ 64 if t.dtype == torch.int16 else 1.5 * t + 0.25)
-        op(*own, **options)
+        op(*own, **{**options, "state_scales": [t.clone() for t in scales]})
         return own
 
     def differ(a: list[Any], b: list[Any], where: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -128,7 +131,7 @@ def test_the_table_is_what_is_allocated_and_moved(
 ) -> None:
     got = resident(line)
     spy = Spy(monkeypatch)
-    trained(line, 512)
+    trained(line, NUMEL)
     assert len(spy.updates) == 2
     got["checked"] = sum(t.element_size() for t in spy.checked) / 2
     got["read"], got["written"] = moved(*spy.updates[-1])
