@@ -8,6 +8,7 @@ from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
 from .grad_stats import grad_stats_
+from .pack import pack, unpack
 from .quantize import quantize
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
@@ -24,10 +25,12 @@ __all__ = [
     "grad_stats_",
     "inv_scale",
     "join_master",
+    "pack",
     "quantize",
     "scale_from_amax_",
     "sgd_",
     "underflow_share",
+    "unpack",
     "unscale_",
     "update_delayed_scales_",
     "update_scale_",

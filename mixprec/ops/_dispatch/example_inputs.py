@@ -201,3 +201,21 @@ def update_delayed_scales(device: str) -> Iterator[Arguments]:
         scales = [_tensor(device, 2.0) for _ in amaxes]
         staged = [_tensor(device, amax) for amax in amaxes]
         yield [histories, scales, staged, [448.0, 57344.0] * 2 + [448.0], 1, True, most_recent]
+
+
+def pack(device: str) -> Iterator[Arguments]:
+    x = _random(device, 1, (20, 129))
+    x[:3] = 0.0
+    x[3], x[9, 0], x[13, 0], x[16, 0] = 0.1, math.nan, -math.inf, 1e-40
+    for bits in (8, 4, 2):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield [x.to(dtype), bits, 2**40 + 7, 2**33 + bits]
+
+
+def unpack(device: str) -> Iterator[Arguments]:
+    ranges = _random(device, 1, (10, 2)).bfloat16()
+    ranges[3, 1], ranges[7, 0] = 0.0, math.nan
+    for bits in (8, 4, 2):
+        codes = torch.arange((1153 * bits + 7) // 8, device=device).to(torch.uint8)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield [codes, ranges, bits, [1153], dtype]
