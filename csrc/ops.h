@@ -27,6 +27,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
 // data: any shape; scale_inv: fp32, of any granularity -> data's shape
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType dtype);
 
+// x: any shape, fp32/bf16/fp16 -> codes uint8 [ceil(n * bits / 8)], ranges bf16 [ceil(n / 128), 2]
+std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter);
+
+// as above -> `shape`
+Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
+              ScalarType dtype);
+
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
 // [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,

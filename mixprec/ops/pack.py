@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from ._dispatch import checks, example_inputs, library, rounding
+from ._dispatch import checks, example_inputs, rounding
 from ._dispatch.op import Op
 
 __all__ = ["BITS", "GROUP", "pack", "pack_op", "pack_reference", "packed_sizes"]
@@ -96,7 +96,8 @@ def unpack_reference(
     shifts = torch.arange(0, 8, bits, device=codes.device)
     code = (codes[:, None] >> shifts & 2**bits - 1).reshape(-1)[:numel].float()
     minimum, step = ranges.float().repeat_interleave(GROUP, 0)[:numel].unbind(1)
-    return (minimum + code * step).to(dtype).view(shape)
+    largest = torch.finfo(dtype).max
+    return (minimum + code * step).clamp(-largest, largest).to(dtype).view(shape)
 
 
 def _check_bits(op: str, bits: int) -> None:
@@ -206,6 +207,3 @@ def unpack(
     y: torch.Tensor = unpack_op(codes, ranges, bits, list(shape), dtype)
     return y
 
-
-for _op in (pack_op, unpack_op):  # until the C++ kernels are there
-    library.LIBRARY.impl(_op.name, _op.handle("reference"), "CPU")

@@ -62,6 +62,16 @@ struct SgdConstants {
   SgdScalars<double> wide;
 };
 
+// A tensor and its packed form.
+struct PackArrays {
+  Dtype dtype;
+  int64_t bits, seed, counter;
+  const void* x;  // of pack
+  void* y;        // of unpack
+  uint8_t* codes;
+  Bf16* ranges;  // minimum and step of each group
+};
+
 struct Loops {
   const char* isa;
   // max |x| as fp32 bits without the sign: NaN > Inf > finite.
@@ -82,6 +92,9 @@ struct Loops {
                            bool known_finite);
   void (*dequantize)(Dtype q_dtype, Dtype out_dtype, const void* q, float scale_inv, void* out,
                      int64_t n);
+  // Elements [begin, end); begin is a multiple of 128, end too or the number of elements.
+  void (*pack)(const PackArrays&, int64_t begin, int64_t end);
+  void (*unpack)(const PackArrays&, int64_t begin, int64_t end);
   // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many
   // are of each of the four GradKinds.
   bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n, uint32_t* counts);

@@ -1,6 +1,7 @@
 // The loops for AVX2 with FMA and F16C. Does not use std: the linker could pick an inline function
 // of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
+#include "math/pack.h"
 #include "math/philox.h"
 #include "math/rounding.h"
 #include "math/scale.h"
@@ -23,7 +24,9 @@ constexpr int MR = 6, NV = 2, NR = 16;
 
 #include "gemm_loops.h"
 #include "grad_loops.h"
+#include "philox_loops.h"
 #include "quantize_loops.h"
+#include "pack_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"
 

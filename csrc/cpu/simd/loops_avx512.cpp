@@ -1,6 +1,7 @@
 // The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm uses. As in
 // loops_avx2.cpp, std is not used.
 #include "loops.h"
+#include "math/pack.h"
 #include "math/philox.h"
 #include "math/rounding.h"
 #include "math/scale.h"
@@ -23,7 +24,9 @@ constexpr int MR = 14, NV = 2, NR = 32;
 
 #include "gemm_loops.h"
 #include "grad_loops.h"
+#include "philox_loops.h"
 #include "quantize_loops.h"
+#include "pack_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"
 

@@ -1,5 +1,6 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
+#include "math/pack.h"
 #include "math/philox.h"
 #include "math/rounding.h"
 #include "math/scale.h"
@@ -26,7 +27,9 @@ constexpr int MR = 4, NV = 2, NR = 8;
 
 #include "gemm_loops.h"
 #include "grad_loops.h"
+#include "philox_loops.h"
 #include "quantize_loops.h"
+#include "pack_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"
 

@@ -25,8 +25,6 @@ __attribute__((noinline)) void narrow(const float* __restrict x, T* __restrict o
   for (int64_t i = 0; i < n; ++i) out[i] = Convert<T>::encode(x[i]);
 }
 
-// Philox for all groups, round by round and word by word: the inner loops are over groups, so that
-// they vectorise.
 __attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t element, int64_t n,
                                            Buffers& b) {
   int64_t first = element / 8, groups = (n + 7) / 8;
@@ -34,17 +32,7 @@ __attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t e
     PhiloxWords c = random_counter(stream, first + g);
     for (int j = 0; j < 4; ++j) b.words[j][g] = c.word[j];
   }
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    PhiloxKey key = philox_key(stream.seed, round);
-    for (int64_t g = 0; g < groups; ++g) {
-      PhiloxWords c = {{b.words[0][g], b.words[1][g], b.words[2][g], b.words[3][g]}};
-      c = philox_round(c, key);
-      b.words[0][g] = c.word[0];
-      b.words[1][g] = c.word[1];
-      b.words[2][g] = c.word[2];
-      b.words[3][g] = c.word[3];
-    }
-  }
+  philox_rounds(b.words, groups, stream.seed);
   // The low half of a word comes first, as in memory.
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
   for (int64_t g = 0; g < groups; ++g) {

@@ -12,6 +12,8 @@ constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
       .amax_columns = amax_columns,
       .quantize_columns = quantize_columns,
       .dequantize = dequantize,
+      .pack = pack,
+      .unpack = unpack,
       .unscale = unscale,
       .grad_stats = grad_stats,
       .adamw = adamw,

@@ -1,0 +1,78 @@
+// pack and unpack.
+#include "cpu/parallel.h"
+#include "cpu/simd/loops.h"
+#include "math/pack.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+static_assert(kPiece % kPackGroup == 0);
+
+void check_bits(int64_t bits, const char* op) {
+  STD_TORCH_CHECK(bits == 8 || bits == 4 || bits == 2, op, ": bits must be 8, 4 or 2");
+}
+
+Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
+  Dtype dtype = dtype_of(x, "pack: x");
+  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), "pack: x must be fp32, bf16 or fp16 on the CPU");
+  check_bits(bits, "pack");
+  x = row_major(x);
+  int64_t n = x.numel();
+  Tensor codes = empty({packed_bytes(n, bits)}, ScalarType::Byte);
+  Tensor ranges = empty({packed_groups(n), 2}, ScalarType::BFloat16);
+  PackArrays arrays = {dtype,
+                       bits,
+                       seed,
+                       counter,
+                       x.const_data_ptr(),
+                       nullptr,
+                       static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                       static_cast<Bf16*>(ranges.mutable_data_ptr())};
+  for_pieces(n, [&](int64_t begin, int64_t end) { loops().pack(arrays, begin, end); });
+  return {codes, ranges};
+}
+
+Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
+              ScalarType type) {
+  Dtype dtype = dtype_of(type, "unpack: dtype");
+  STD_TORCH_CHECK(is_float(dtype), "unpack: dtype must be fp32, bf16 or fp16");
+  check_bits(bits, "unpack");
+  int64_t n = 1;
+  for (int64_t size : shape) {
+    STD_TORCH_CHECK(size >= 0, "unpack: shape must have no negative size");
+    n *= size;
+  }
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && on_cpu(codes) && codes.dim() == 1 &&
+                      codes.numel() == packed_bytes(n, bits),
+                  "unpack: codes must be uint8 on the CPU, of the size of the packed shape");
+  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::BFloat16 && on_cpu(ranges) &&
+                      ranges.dim() == 2 && ranges.size(0) == packed_groups(n) &&
+                      ranges.size(1) == 2,
+                  "unpack: ranges must be bf16 [groups, 2] on the CPU, of the packed shape");
+  codes = row_major(codes);
+  ranges = row_major(ranges);
+  Tensor y = empty(shape, type);
+  PackArrays arrays = {dtype,
+                       bits,
+                       0,
+                       0,
+                       nullptr,
+                       y.mutable_data_ptr(),
+                       static_cast<uint8_t*>(const_cast<void*>(codes.const_data_ptr())),
+                       static_cast<Bf16*>(const_cast<void*>(ranges.const_data_ptr()))};
+  for_pieces(n, [&](int64_t begin, int64_t end) { loops().unpack(arrays, begin, end); });
+  return y;
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("pack", TORCH_BOX(&mixprec::cpu::pack));
+  m.impl("unpack", TORCH_BOX(&mixprec::cpu::unpack));
+}
