@@ -3,21 +3,22 @@
 #pragma once
 
 #include "convert.h"
-#include "philox.h"
 
 namespace mixprec {
 
 constexpr int kPackGroup = 128;  // elements that share a minimum and a step
 constexpr int kPackRandom = 16;  // elements that share one evaluation of Philox
 
-// The bits of a floating-point number, as a signed integer, in its order: NaN beyond Inf on both
-// sides, -0 below 0. Its own inverse.
-template <class Int>
-MIXPREC_HD Int in_order(Int bits) {
-  constexpr Int magnitude = static_cast<Int>((Int{1} << (8 * sizeof(Int) - 2)) - 1 +
-                                             (Int{1} << (8 * sizeof(Int) - 2)));
-  return static_cast<Int>(bits ^ ((bits >> (8 * sizeof(Int) - 1)) & magnitude));
-}
+// The least and the greatest of numbers by their bits. They have the order of numbers as signed
+// integers if positive, the opposite one as unsigned integers if negative; NaN is beyond Inf.
+template <class Signed, class Unsigned>
+struct Limits {
+  Signed most;
+  Unsigned farthest, nearest;
+
+  MIXPREC_HD Unsigned least() const { return farthest >> (8 * sizeof(Unsigned) - 1) ? farthest : nearest; }
+  MIXPREC_HD Unsigned greatest() const { return most >= 0 ? static_cast<Unsigned>(most) : nearest; }
+};
 
 MIXPREC_HD int64_t packed_bytes(int64_t n, int64_t bits) { return (n * bits + 7) / 8; }
 MIXPREC_HD int64_t packed_groups(int64_t n) { return (n + kPackGroup - 1) / kPackGroup; }
@@ -26,42 +27,60 @@ struct PackRange {
   Bf16 minimum, step;
 };
 
-// Moves subnormal numbers to 0, or to the smallest normal one where they have this sign.
+// u, or for the bits of a subnormal number those of the next normal one, or of 0, in the direction
+// of `sign`.
 MIXPREC_HD uint32_t without_subnormals(uint32_t u, uint32_t sign) {
-  bool small = (u & 0x7F800000u) == 0;
-  uint32_t outer = (u & 0x7FFFFFFFu) != 0 && (u & 0x80000000u) == sign ? sign | 0x00800000u : 0u;
-  return small ? outer : u;
+  bool small = (u & 0x7F800000u) == 0, zero = (u & 0x7FFFFFFFu) == 0;
+  uint32_t moved = zero | ((u & 0x80000000u) != sign) ? 0u : sign | 0x00800000u;
+  return small ? moved : u;
 }
 
 // Of a group whose least and greatest values these are; levels: 2^bits - 1. All of the group is in
-// [minimum, minimum + levels * step], which must not overflow.
+// [minimum, minimum + levels * step], which must not overflow. Without branches, to vectorise.
 MIXPREC_HD PackRange pack_range(float lowest, float highest, float levels) {
+  constexpr uint32_t min_step = 0x15800000u;  // 2^-84
   uint32_t low = without_subnormals(float_bits(lowest), 0x80000000u);
   uint32_t high = without_subnormals(float_bits(highest), 0u);
-  uint32_t down = (low + (low >> 31 != 0 ? 0xFFFFu : 0u)) & 0xFFFF0000u;
+  uint32_t down = (low + (low >> 31) * 0xFFFFu) & 0xFFFF0000u;
   float minimum = bits_float(down), maximum = bits_float(high);
-  constexpr uint32_t min_step = 0x15800000u;  // 2^-84
   uint32_t step = (float_bits((maximum - minimum) / levels) + 0xFFFFu) & 0xFFFF0000u;
   step = step > min_step ? step : min_step;
-  step += minimum + bits_float(step) * levels < maximum ? 0x10000u : 0u;  // where / rounded down
+  bool below = minimum + bits_float(step) * levels < maximum;  // where the division rounded down
+  step += below ? 0x10000u : 0u;
   step = high == down ? 0u : step;
   float span = bits_float(step) * levels;
-  bool bad = is_nonfinite(lowest) || is_nonfinite(highest) || is_nonfinite(span) ||
+  bool bad = is_nonfinite(lowest) | is_nonfinite(highest) | is_nonfinite(span) |
              is_nonfinite(minimum + span);
   down = bad ? 0x7FC00000u : down;
   step = bad ? 0u : step;
   return {{static_cast<uint16_t>(down >> 16)}, {static_cast<uint16_t>(step >> 16)}};
 }
 
-// What x - minimum is multiplied with: steps in units of 2^-16.
+// What x - minimum is multiplied with, for its steps in units of 2^-8; 0 for a step of 0.
 MIXPREC_HD float pack_factor(Bf16 step) {
-  return step.bits == 0 ? 0.0f : 65536.0f / Convert<Bf16>::decode(step);
+  float factor = 256.0f / Convert<Bf16>::decode(step);
+  return step.bits == 0 ? 0.0f : factor;
 }
 
-// For a finite minimum; random: 16 bits.
-MIXPREC_HD int32_t pack_code(float x, float minimum, float factor, int32_t random, int32_t levels) {
-  int32_t code = (static_cast<int32_t>((x - minimum) * factor) + random) >> 16;
-  return code < levels ? code : levels;
+// In units of 2^-8 of a step. For a finite minimum; dither: 8 random bits of the group as a number
+// in [0, 1), see pack_dither, which make this rounding unbiased.
+MIXPREC_HD uint32_t pack_steps(float x, float minimum, float factor, float dither) {
+  return static_cast<uint32_t>(static_cast<int32_t>((x - minimum) * factor + dither));
+}
+
+// The code; byte: 8 random bits of the element. limit: 2^8 * (2^bits - 1).
+MIXPREC_HD uint8_t pack_code(uint16_t steps, uint8_t byte, uint16_t limit) {
+  steps = steps < limit ? steps : limit;
+  return static_cast<uint8_t>(static_cast<uint16_t>(steps + byte) >> 8);
+}
+
+// Of a group, from the exclusive or of its 128 random bytes, 8 of them in a word: independent of
+// each of them.
+MIXPREC_HD float pack_dither(uint64_t both) {
+  uint32_t word = static_cast<uint32_t>(both) ^ static_cast<uint32_t>(both >> 32);
+  word ^= word >> 16;
+  word = (word ^ word >> 8) & 0xFFu;
+  return static_cast<float>(static_cast<int32_t>(word)) * 0x1p-8f;
 }
 
 template <class T>
@@ -77,19 +96,6 @@ MIXPREC_HD float unpack_value(int32_t code, float minimum, float step, float lar
   float y = minimum + static_cast<float>(code) * step;
   y = y > largest ? largest : y;  // NaN stays NaN
   return y < -largest ? -largest : y;
-}
-
-// The counter of the random bits of elements 16 * call to 16 * call + 15.
-MIXPREC_HD PhiloxWords pack_counter(int64_t call, int64_t counter) {
-  uint64_t e = static_cast<uint64_t>(call), c = static_cast<uint64_t>(counter);
-  return {{static_cast<uint32_t>(e), static_cast<uint32_t>(e >> 32), static_cast<uint32_t>(c),
-           static_cast<uint32_t>(c >> 32)}};
-}
-
-// Four elements share a word of Philox: 16 bits of it, from bit 8 * j on and around its end. The
-// high byte of one is the low byte of the next.
-MIXPREC_HD uint32_t pack_random16(uint32_t word, int j) {
-  return (j == 0 ? word : word >> (8 * j) | word << (32 - 8 * j)) & 0xFFFFu;
 }
 
 }  // namespace mixprec

@@ -16,7 +16,6 @@ __all__ += ["unpack", "unpack_op", "unpack_reference"]
 BITS = (8, 4, 2)
 # Elements that share a minimum and a step.
 GROUP = 128
-_FRACTION = 2.0**16  # what is cut off from a code is compared with 16 random bits
 _MIN_NORMAL, _MIN_STEP = 2.0**-126, 2.0**-84
 
 
@@ -58,13 +57,17 @@ def _range(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     return minimum.masked_fill(~finite, torch.nan), step.masked_fill(~finite, 0.0)
 
 
-def _random16(count: int, seed: int, counter: int, device: torch.device) -> torch.Tensor:
-    """16 random bits for each of `count` elements, a multiple of 16, as int64 [count]."""
-    call = torch.arange(count // 16, device=device)
+def _random(groups: int, seed: int, counter: int, device: torch.device) -> torch.Tensor:
+    """16 random bits for each element as int64 [groups, GROUP]: a byte of its own, above one for
+    the group: the exclusive or of all of its bytes, which is independent of each of them."""
+    call = torch.arange(groups * GROUP // 16, device=device)
     low, high = (torch.full_like(call, counter >> shift & 0xFFFFFFFF) for shift in (0, 32))
-    words = rounding.philox((call & 0xFFFFFFFF, call >> 32, low, high), seed)[..., None]
-    turns = torch.arange(0, 32, 8, device=device)
-    return ((words >> turns | words << (32 - turns)) & 0xFFFF).reshape(-1)
+    words = rounding.philox((call & 0xFFFFFFFF, call >> 32, low, high), seed)
+    own = (words[..., None] >> torch.arange(0, 32, 8, device=device) & 0xFF).view(groups, GROUP)
+    shared = own
+    while shared.shape[1] > 1:
+        shared = torch.bitwise_xor(*shared.chunk(2, 1))
+    return own << 8 | shared
 
 
 def pack_reference(
@@ -76,12 +79,13 @@ def pack_reference(
     padding = flat[-1:].expand(groups * GROUP - numel)  # changes no minimum or maximum
     wide = torch.cat([flat, padding]).float().view(groups, GROUP)
     minimum, step = _range(wide, levels)
-    span = step.float()[:, None]
-    factor = torch.where(span == 0, 0.0, torch.full_like(span, _FRACTION) / span)
-    value = (wide - minimum.float()[:, None]) * factor
-    value = value.masked_fill(torch.isnan(minimum)[:, None], 0.0).to(torch.int32)
-    random = _random16(groups * GROUP, seed, counter, x.device).view(groups, GROUP)
-    codes = ((value + random) >> 16).clamp(max=levels).reshape(-1)
+    low, span = minimum.float()[:, None], step.float()[:, None]
+    factor = torch.where(span == 0, 0.0, torch.full_like(span, 256.0) / span)
+    random = _random(groups, seed, counter, x.device)
+    # In units of 2^-8 of a step, rounded down after a shift by a random part of a unit.
+    steps = ((wide - low) * factor + (random & 0xFF).float() * 2.0**-8).nan_to_num(0.0)
+    steps = steps.to(torch.int32).clamp(max=levels << 8)
+    codes = ((steps + (random >> 8)) >> 8).masked_fill(torch.isnan(low), 0).view(-1)
     codes[numel:] = 0
     shifts = torch.arange(0, 8, bits, device=x.device)
     data = (codes.view(-1, 8 // bits) << shifts).sum(1).to(torch.uint8)
@@ -176,8 +180,9 @@ def pack(
 
     The rounding is unbiased: the expectation of a code is (x - minimum) / step to within 2^-16, and
     an element changes by less than a step. u has 16 bits of Philox4x32-10, keyed by `seed`, counted
-    by element and `counter` (two integers of 64 bits), so calls are reproducible; give every
-    tensor a counter of its own. All backends give the same bits.
+    by element and `counter` (two integers of 64 bits): 8 of its own, and 8 lower ones that its
+    group shares. Calls are reproducible; give every tensor a counter of its own. All backends
+    give the same bits.
 
     A group of equal BF16 values, such as zeros, has step 0 and is kept exactly; otherwise the step
     is at least 2^-84. A group that holds Inf or NaN, or whose values are so far apart that

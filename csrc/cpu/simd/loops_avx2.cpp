@@ -22,6 +22,13 @@ inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 constexpr int MR = 6, NV = 2, NR = 16;
 
+// Philox: counters side by side, the low halves' product, and how two vectors are interleaved.
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+inline Lanes product(Lanes a, uint32_t b) {
+  return (Lanes)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
+}
+constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {2, 6, 3, 7};
+
 #include "gemm_loops.h"
 #include "grad_loops.h"
 #include "philox_loops.h"

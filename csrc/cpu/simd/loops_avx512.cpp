@@ -22,6 +22,15 @@ inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 constexpr int MR = 14, NV = 2, NR = 32;
 
+// Philox: counters side by side, the low halves' product, and how two vectors are interleaved.
+typedef uint64_t Lanes __attribute__((vector_size(64)));
+inline Lanes product(Lanes a, uint32_t b) {
+  // The form without a mask warns of an uninitialized value (GCC 12).
+  return (Lanes)_mm512_maskz_mul_epu32(0xFF, (__m512i)a, _mm512_set1_epi64(b));
+}
+constexpr Lanes kIota = {0, 1, 2, 3, 4, 5, 6, 7};
+constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5, 13, 6, 14, 7, 15};
+
 #include "gemm_loops.h"
 #include "grad_loops.h"
 #include "philox_loops.h"

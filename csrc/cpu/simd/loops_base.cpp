@@ -25,6 +25,17 @@ inline Vec broadcast(float x) { return Vec{x, x, x, x}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 constexpr int MR = 4, NV = 2, NR = 8;
 
+// Philox: counters side by side, the low halves' product, and how two vectors are interleaved.
+typedef uint64_t Lanes __attribute__((vector_size(16)));
+inline Lanes product(Lanes a, uint32_t b) {
+#if defined(__SSE2__)
+  return (Lanes)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(b));
+#else
+  return (a & 0xFFFFFFFFu) * b;
+#endif
+}
+constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
+
 #include "gemm_loops.h"
 #include "grad_loops.h"
 #include "philox_loops.h"

@@ -5,76 +5,90 @@
 
 constexpr int64_t kPackBlock = 16 * kPackGroup;  // elements
 
+constexpr int64_t kPackGroups = kPackBlock / kPackGroup;
+
 struct PackBuffers {
-  alignas(64) uint32_t words[4][kPackBlock / kPackRandom];
-  alignas(64) uint32_t pairs[kPackBlock / 2];
-  alignas(64) uint16_t random[kPackBlock];
-  alignas(64) uint8_t codes[kPackBlock], joined[kPackBlock];
+  alignas(64) uint64_t words[kPackBlock / 8];  // random bits
+  alignas(64) uint8_t codes[kPackBlock];
+  float low[kPackGroups], high[kPackGroups];
+  float minimum[kPackGroups], factor[kPackGroups], dither[kPackGroups];
+  uint32_t range[kPackGroups];
 };
 
-__attribute__((noinline)) void pack_random(const PackArrays& a, int64_t element, int64_t n,
-                                           PackBuffers& b) {
-  int64_t first = element / kPackRandom, calls = n / kPackRandom;
-  for (int64_t i = 0; i < calls; ++i) {
-    PhiloxWords c = pack_counter(first + i, a.counter);
-    for (int w = 0; w < 4; ++w) b.words[w][i] = c.word[w];
-  }
-  philox_rounds(b.words, calls, static_cast<uint64_t>(a.seed));
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);  // the low half of a pair comes first
-  for (int64_t i = 0; i < calls; ++i) {
-#pragma GCC unroll 4
-    for (int w = 0; w < 4; ++w) {
-      uint32_t word = b.words[w][i];
-      b.pairs[8 * i + 2 * w] = pack_random16(word, 0) | pack_random16(word, 1) << 16;
-      b.pairs[8 * i + 2 * w + 1] = pack_random16(word, 2) | pack_random16(word, 3) << 16;
-    }
-  }
-  __builtin_memcpy(b.random, b.pairs, sizeof b.random);
+inline void pack_random(const PackArrays& a, int64_t element, int64_t n, PackBuffers& b) {
+  static_assert(kPackBlock / kPackRandom % kAtOnce == 0);
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);  // the lowest byte comes first
+  uint64_t counter = static_cast<uint64_t>(a.counter);
+  random_words(element / kPackRandom, static_cast<uint32_t>(counter),
+               static_cast<uint32_t>(counter >> 32), static_cast<uint64_t>(a.seed),
+               n / kPackRandom, b.words);
 }
 
 template <class X>
 struct BitsOf {
-  using type = int16_t;
+  using Signed = int16_t;
+  using Unsigned = uint16_t;
 };
 template <>
 struct BitsOf<float> {
-  using type = int32_t;
+  using Signed = int32_t;
+  using Unsigned = uint32_t;
 };
 
-// The least and the greatest of a group.
 template <class X>
-void limits_of(const X* __restrict x, float* low, float* high) {
-  using Int = typename BitsOf<X>::type;
-  Int first;
-  __builtin_memcpy(&first, x, sizeof first);
-  Int least = in_order(first), most = least;
+void limits_of(const X* __restrict x, float* lowest, float* highest) {
+  using Signed = typename BitsOf<X>::Signed;
+  using Unsigned = typename BitsOf<X>::Unsigned;
+  Unsigned u;
+  __builtin_memcpy(&u, x, sizeof u);
+  Signed most = static_cast<Signed>(u);
+  Unsigned farthest = u, nearest = u;
   for (int i = 0; i < kPackGroup; ++i) {
-    Int bits;
-    __builtin_memcpy(&bits, x + i, sizeof bits);
-    bits = in_order(bits);
-    least = bits < least ? bits : least;
-    most = bits > most ? bits : most;
+    __builtin_memcpy(&u, x + i, sizeof u);
+    Signed s = static_cast<Signed>(u);
+    most = s > most ? s : most;
+    farthest = u > farthest ? u : farthest;
+    nearest = u < nearest ? u : nearest;
   }
-  X least_x, most_x;
-  least = in_order(least);
-  most = in_order(most);
-  __builtin_memcpy(&least_x, &least, sizeof least);
-  __builtin_memcpy(&most_x, &most, sizeof most);
-  *low = decode(least_x);
-  *high = decode(most_x);
+  Limits<Signed, Unsigned> limits = {most, farthest, nearest};
+  Unsigned least = limits.least(), greatest = limits.greatest();
+  X low, high;
+  __builtin_memcpy(&low, &least, sizeof low);
+  __builtin_memcpy(&high, &greatest, sizeof high);
+  *lowest = decode(low);
+  *highest = decode(high);
 }
 
 template <class X>
-void encode_group(const X* __restrict x, PackRange range, int32_t levels,
-                  const uint16_t* __restrict random, uint8_t* __restrict codes) {
-  float minimum = decode(range.minimum), factor = pack_factor(range.step);
-  if (is_nonfinite(minimum)) {
-    for (int i = 0; i < kPackGroup; ++i) codes[i] = 0;
-    return;
-  }
+void steps_of(const X* __restrict x, float minimum, float factor, float dither,
+              uint16_t* __restrict steps) {
   for (int i = 0; i < kPackGroup; ++i) {
-    codes[i] = static_cast<uint8_t>(pack_code(decode(x[i]), minimum, factor, random[i], levels));
+    steps[i] = static_cast<uint16_t>(pack_steps(decode(x[i]), minimum, factor, dither));
   }
+}
+
+// Two in one word: no element is moved to another lane.
+inline void steps_of(const Bf16* __restrict x, float minimum, float factor, float dither,
+                     uint16_t* __restrict steps) {
+  typedef uint32_t Pair __attribute__((may_alias, aligned(2)));
+  const Pair* in = reinterpret_cast<const Pair*>(x);
+  Pair* out = reinterpret_cast<Pair*>(steps);
+  for (int i = 0; i < kPackGroup / 2; ++i) {
+    uint32_t first = pack_steps(bits_float(in[i] << 16), minimum, factor, dither);
+    uint32_t second = pack_steps(bits_float(in[i] & 0xFFFF0000u), minimum, factor, dither);
+    out[i] = first | second << 16;
+  }
+}
+
+// A byte for each code; words: the random bits.
+template <class X>
+void encode_group(const X* x, float minimum, float factor, float dither, uint16_t limit, const uint64_t* words,
+                  uint8_t* __restrict codes) {
+  typedef uint8_t Byte __attribute__((may_alias));
+  const Byte* __restrict random = reinterpret_cast<const Byte*>(words);
+  alignas(64) uint16_t steps[kPackGroup];
+  steps_of(x, minimum, factor, dither, steps);
+  for (int i = 0; i < kPackGroup; ++i) codes[i] = pack_code(steps[i], random[i], limit);
 }
 
 template <class T>
@@ -100,22 +114,47 @@ inline void join_codes(int64_t bits, const uint8_t* __restrict codes, uint8_t* _
   }
 }
 
+__attribute__((noinline)) void dither_of(PackBuffers& b) {
+  for (int64_t g = 0; g < kPackGroups; ++g) {
+    Lanes sum = {}, next;
+    for (int i = 0; i < kPackGroup / 8; i += kCounters) {
+      __builtin_memcpy(&next, b.words + g * kPackGroup / 8 + i, sizeof next);
+      sum ^= next;
+    }
+    uint64_t both = 0;
+    for (int i = 0; i < kCounters; ++i) both ^= sum[i];
+    b.dither[g] = pack_dither(both);
+  }
+}
+
+__attribute__((noinline)) void ranges_of(PackBuffers& b, float levels) {
+  for (int64_t g = 0; g < kPackGroups; ++g) {
+    PackRange range = pack_range(b.low[g], b.high[g], levels);
+    b.range[g] = range.minimum.bits | static_cast<uint32_t>(range.step.bits) << 16;
+    b.minimum[g] = decode(range.minimum);
+    b.factor[g] = pack_factor(range.step);
+  }
+}
+
 // At most kPackBlock elements, whole groups; `size` bytes of codes are written.
 template <class X>
 void pack_block(const PackArrays& a, const X* x, int64_t begin, int64_t n, int64_t kept,
                 PackBuffers& b) {
   int64_t groups = n / kPackGroup;
   int32_t levels = (1 << a.bits) - 1;
-  float low[kPackBlock / kPackGroup], high[kPackBlock / kPackGroup];
-  PackRange range[kPackBlock / kPackGroup];
   pack_random(a, begin, n, b);
-  for (int64_t g = 0; g < groups; ++g) limits_of(x + g * kPackGroup, low + g, high + g);
+  dither_of(b);
+  for (int64_t g = 0; g < groups; ++g) limits_of(x + g * kPackGroup, b.low + g, b.high + g);
+  ranges_of(b, static_cast<float>(levels));
   for (int64_t g = 0; g < groups; ++g) {
-    range[g] = pack_range(low[g], high[g], static_cast<float>(levels));
-  }
-  for (int64_t g = 0; g < groups; ++g) {
-    int64_t i = g * kPackGroup;
-    encode_group(x + i, range[g], levels, b.random + i, b.codes + i);
+    float minimum = b.minimum[g];
+    uint8_t* codes = b.codes + g * kPackGroup;
+    if (is_nonfinite(minimum)) {
+      __builtin_memset(codes, 0, kPackGroup);
+    } else {
+      encode_group(x + g * kPackGroup, minimum, b.factor[g], b.dither[g], static_cast<uint16_t>(levels << 8),
+                   b.words + g * kPackGroup / 8, codes);
+    }
   }
   for (int64_t i = kept; i < n; ++i) b.codes[i] = 0;
   int64_t size = (kept * a.bits + 7) / 8;
@@ -125,7 +164,7 @@ void pack_block(const PackArrays& a, const X* x, int64_t begin, int64_t n, int64
   } else {
     join_codes(a.bits, b.codes, out, size);
   }
-  __builtin_memcpy(a.ranges + 2 * (begin / kPackGroup), range,
+  __builtin_memcpy(a.ranges + 2 * (begin / kPackGroup), b.range,
                    static_cast<uint64_t>(groups) * sizeof(PackRange));
 }
 
@@ -133,7 +172,7 @@ void pack(const PackArrays& a, int64_t begin, int64_t end) {
   with_float(a.dtype, [&](auto t) {
     using X = typename decltype(t)::type;
     const X* x = static_cast<const X*>(a.x);
-    PackBuffers buffers;
+    PackBuffers buffers = {};
     int64_t whole = end - end % kPackGroup;
     for (int64_t i = begin; i < whole; i += kPackBlock) {
       int64_t n = whole - i < kPackBlock ? whole - i : kPackBlock;

@@ -10,7 +10,7 @@ constexpr int64_t kDrawn = 64;   // blocks of 256, whose random bits are drawn t
 
 struct Buffers {
   alignas(64) float param[kBlock], grad[kBlock], state[2][kBlock];
-  alignas(64) uint32_t words[4][kBlock / 8], in_order[kBlock / 2];
+  alignas(64) uint64_t words[kBlock / 4];
   alignas(64) uint16_t bits[kBlock];
   alignas(64) uint16_t in_block[2][kState8Block], of_block[2 * kDrawn];  // see draw_state8
 };
@@ -25,23 +25,13 @@ __attribute__((noinline)) void narrow(const float* __restrict x, T* __restrict o
   for (int64_t i = 0; i < n; ++i) out[i] = Convert<T>::encode(x[i]);
 }
 
-__attribute__((noinline)) void random_bits(const RandomStream& stream, int64_t element, int64_t n,
-                                           Buffers& b) {
-  int64_t first = element / 8, groups = (n + 7) / 8;
-  for (int64_t g = 0; g < groups; ++g) {
-    PhiloxWords c = random_counter(stream, first + g);
-    for (int j = 0; j < 4; ++j) b.words[j][g] = c.word[j];
-  }
-  philox_rounds(b.words, groups, stream.seed);
+// 16 random bits of each element.
+void random_bits(const RandomStream& stream, int64_t element, int64_t n, Buffers& b) {
   // The low half of a word comes first, as in memory.
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
-  for (int64_t g = 0; g < groups; ++g) {
-    b.in_order[4 * g] = b.words[0][g];
-    b.in_order[4 * g + 1] = b.words[1][g];
-    b.in_order[4 * g + 2] = b.words[2][g];
-    b.in_order[4 * g + 3] = b.words[3][g];
-  }
-  __builtin_memcpy(b.bits, b.in_order, static_cast<size_t>(16 * groups));
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && kBlock / 8 % kAtOnce == 0);
+  random_words(element / 8, stream.step, stream.index_and_stream, stream.seed, (n + 7) / 8,
+               b.words);
+  __builtin_memcpy(b.bits, b.words, sizeof b.bits);
 }
 
 __attribute__((noinline)) void narrow_stochastic(const float* __restrict x,
