@@ -1,7 +1,8 @@
 // pack and unpack.
+#include "math/pack.h"
+
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "math/pack.h"
 #include "ops.h"
 
 namespace mixprec::cpu {
@@ -9,6 +10,7 @@ namespace mixprec::cpu {
 namespace {
 
 static_assert(kPiece % kPackGroup == 0);
+constexpr int64_t kStreamed = 1 << 20;  // bytes; smaller results should stay in the caches
 
 void check_bits(int64_t bits, const char* op) {
   STD_TORCH_CHECK(bits == 8 || bits == 4 || bits == 2, op, ": bits must be 8, 4 or 2");
@@ -32,6 +34,7 @@ std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t co
                        counter,
                        x.const_data_ptr(),
                        nullptr,
+                       false,
                        static_cast<uint8_t*>(codes.mutable_data_ptr()),
                        static_cast<Bf16*>(ranges.mutable_data_ptr())};
   for_pieces(n, [&](int64_t begin, int64_t end) { loops().pack(arrays, begin, end); });
@@ -64,6 +67,7 @@ Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> sh
                        0,
                        nullptr,
                        y.mutable_data_ptr(),
+                       n * element_size(dtype) >= kStreamed,
                        static_cast<uint8_t*>(const_cast<void*>(codes.const_data_ptr())),
                        static_cast<Bf16*>(const_cast<void*>(ranges.const_data_ptr()))};
   for_pieces(n, [&](int64_t begin, int64_t end) { loops().unpack(arrays, begin, end); });

@@ -16,7 +16,9 @@ struct Limits {
   Signed most;
   Unsigned farthest, nearest;
 
-  MIXPREC_HD Unsigned least() const { return farthest >> (8 * sizeof(Unsigned) - 1) ? farthest : nearest; }
+  MIXPREC_HD Unsigned least() const {
+    return farthest >> (8 * sizeof(Unsigned) - 1) ? farthest : nearest;
+  }
   MIXPREC_HD Unsigned greatest() const { return most >= 0 ? static_cast<Unsigned>(most) : nearest; }
 };
 
@@ -90,10 +92,13 @@ inline constexpr float kLargest<Bf16> = 0x1.FEp127f;
 template <>
 inline constexpr float kLargest<Fp16> = 65504.0f;
 
-// The product is exact. Rounded to a dtype of 16 bits, a value must not become Inf: bounded by its
-// largest number.
-MIXPREC_HD float unpack_value(int32_t code, float minimum, float step, float largest) {
-  float y = minimum + static_cast<float>(code) * step;
+// The product is exact, the sum is rounded to fp32.
+MIXPREC_HD float unpack_value(int32_t code, float minimum, float step) {
+  return minimum + static_cast<float>(code) * step;
+}
+
+// y, next rounded to a dtype with this largest number: a number must not become Inf.
+MIXPREC_HD float unpack_bounded(float y, float largest) {
   y = y > largest ? largest : y;  // NaN stays NaN
   return y < -largest ? -largest : y;
 }

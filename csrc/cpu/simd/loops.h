@@ -68,6 +68,7 @@ struct PackArrays {
   int64_t bits, seed, counter;
   const void* x;  // of pack
   void* y;        // of unpack
+  bool streams;   // y is too large to stay in the caches
   uint8_t* codes;
   Bf16* ranges;  // minimum and step of each group
 };

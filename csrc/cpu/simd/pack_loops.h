@@ -20,8 +20,8 @@ inline void pack_random(const PackArrays& a, int64_t element, int64_t n, PackBuf
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);  // the lowest byte comes first
   uint64_t counter = static_cast<uint64_t>(a.counter);
   random_words(element / kPackRandom, static_cast<uint32_t>(counter),
-               static_cast<uint32_t>(counter >> 32), static_cast<uint64_t>(a.seed),
-               n / kPackRandom, b.words);
+               static_cast<uint32_t>(counter >> 32), static_cast<uint64_t>(a.seed), n / kPackRandom,
+               b.words);
 }
 
 template <class X>
@@ -67,10 +67,11 @@ void steps_of(const X* __restrict x, float minimum, float factor, float dither,
   }
 }
 
-// Two in one word: no element is moved to another lane.
+// Two elements of 16 bits: they are processed in one lane, and none moves to another.
+typedef uint32_t Pair __attribute__((may_alias, aligned(2)));
+
 inline void steps_of(const Bf16* __restrict x, float minimum, float factor, float dither,
                      uint16_t* __restrict steps) {
-  typedef uint32_t Pair __attribute__((may_alias, aligned(2)));
   const Pair* in = reinterpret_cast<const Pair*>(x);
   Pair* out = reinterpret_cast<Pair*>(steps);
   for (int i = 0; i < kPackGroup / 2; ++i) {
@@ -82,8 +83,8 @@ inline void steps_of(const Bf16* __restrict x, float minimum, float factor, floa
 
 // A byte for each code; words: the random bits.
 template <class X>
-void encode_group(const X* x, float minimum, float factor, float dither, uint16_t limit, const uint64_t* words,
-                  uint8_t* __restrict codes) {
+void encode_group(const X* x, float minimum, float factor, float dither, uint16_t limit,
+                  const uint64_t* words, uint8_t* __restrict codes) {
   typedef uint8_t Byte __attribute__((may_alias));
   const Byte* __restrict random = reinterpret_cast<const Byte*>(words);
   alignas(64) uint16_t steps[kPackGroup];
@@ -152,8 +153,8 @@ void pack_block(const PackArrays& a, const X* x, int64_t begin, int64_t n, int64
     if (is_nonfinite(minimum)) {
       __builtin_memset(codes, 0, kPackGroup);
     } else {
-      encode_group(x + g * kPackGroup, minimum, b.factor[g], b.dither[g], static_cast<uint16_t>(levels << 8),
-                   b.words + g * kPackGroup / 8, codes);
+      encode_group(x + g * kPackGroup, minimum, b.factor[g], b.dither[g],
+                   static_cast<uint16_t>(levels << 8), b.words + g * kPackGroup / 8, codes);
     }
   }
   for (int64_t i = kept; i < n; ++i) b.codes[i] = 0;
@@ -203,32 +204,67 @@ inline void split_codes(int64_t bits, const uint8_t* __restrict in, uint8_t* __r
   }
 }
 
-template <class Y>
-void decode_group(const uint8_t* __restrict codes, const Bf16* range, Y* __restrict y) {
-  float minimum = decode(range[0]), step = decode(range[1]);
+// far: some of the group may be beyond the largest number of Y, or NaN.
+template <bool far, class Y>
+void decode_group(const uint8_t* __restrict codes, float minimum, float step, Y* __restrict y) {
   for (int i = 0; i < kPackGroup; ++i) {
-    y[i] = Convert<Y>::encode(unpack_value(codes[i], minimum, step, kLargest<Y>));
+    float value = unpack_value(codes[i], minimum, step);
+    y[i] = Convert<Y>::encode(far ? unpack_bounded(value, kLargest<Y>) : value);
   }
 }
 
+// Rounded to bf16, but without what Inf and NaN need.
+inline uint32_t rounded_bits(uint32_t code, float minimum, float step) {
+  uint32_t u = float_bits(unpack_value(static_cast<int32_t>(code), minimum, step));
+  return u + 0x7FFFu + ((u >> 16) & 1u);
+}
+
+template <>
+void decode_group<false, Bf16>(const uint8_t* __restrict codes, float minimum, float step,
+                               Bf16* __restrict y) {
+  typedef uint16_t CodePair __attribute__((may_alias, aligned(1)));
+  const CodePair* in = reinterpret_cast<const CodePair*>(codes);
+  Pair* out = reinterpret_cast<Pair*>(y);
+  for (int i = 0; i < kPackGroup / 2; ++i) {
+    uint32_t first = rounded_bits(in[i] & 0xFFu, minimum, step);
+    uint32_t second = rounded_bits(in[i] >> 8, minimum, step);
+    out[i] = first >> 16 | (second & 0xFFFF0000u);
+  }
+}
+
+template <class Y>
 void unpack(const PackArrays& a, int64_t begin, int64_t end) {
-  with_float(a.dtype, [&](auto t) {
-    using Y = typename decltype(t)::type;
-    alignas(64) uint8_t codes[kPackGroup];
-    alignas(64) Y group[kPackGroup];
-    for (int64_t i = begin; i < end; i += kPackGroup) {
-      int64_t n = end - i < kPackGroup ? end - i : kPackGroup;
-      const uint8_t* in = a.codes + i * a.bits / 8;
-      if (a.bits == 8 && n == kPackGroup) {
-      } else if (a.bits == 8) {
-        __builtin_memcpy(codes, in, static_cast<uint64_t>(n));
-        in = codes;
-      } else {
-        split_codes(a.bits, in, codes, (n * a.bits + 7) / 8);
-        in = codes;
-      }
-      decode_group(in, a.ranges + i / kPackGroup * 2, group);
-      __builtin_memcpy(static_cast<Y*>(a.y) + i, group, static_cast<uint64_t>(n) * sizeof(Y));
+  alignas(64) uint8_t codes[kPackGroup] = {};
+  alignas(64) Y group[kPackGroup];
+  float levels = static_cast<float>((1 << a.bits) - 1);
+  for (int64_t i = begin; i < end; i += kPackGroup) {
+    int64_t n = end - i < kPackGroup ? end - i : kPackGroup;
+    const uint8_t* in = a.codes + i * a.bits / 8;
+    uint64_t size = static_cast<uint64_t>(n * a.bits + 7) / 8;
+    if (a.bits != 8) {
+      split_codes(a.bits, in, codes, static_cast<int64_t>(size));
+      in = codes;
+    } else if (n < kPackGroup) {
+      __builtin_memcpy(codes, in, size);
+      in = codes;
     }
-  });
+    const Bf16* range = a.ranges + i / kPackGroup * 2;
+    float minimum = decode(range[0]), step = decode(range[1]);
+    float top = minimum + levels * step;
+    bool near = minimum > -0.5f * kLargest<Y> && top < 0.5f * kLargest<Y>;  // no NaN either
+    (near ? decode_group<false, Y> : decode_group<true, Y>)(in, minimum, step, group);
+    Y* y = static_cast<Y*>(a.y) + i;
+    if (n < kPackGroup) {
+      __builtin_memcpy(y, group, static_cast<uint64_t>(n) * sizeof(Y));
+      break;
+    }
+    for (int64_t j = 0; j < kPackGroup; j += 64 / sizeof(Y)) {
+      store_line(y + j, group + j, 64, a.streams);
+    }
+  }
+  if (a.streams) end_stream();
+}
+
+void unpack(const PackArrays& a, int64_t begin, int64_t end) {
+  with_float(a.dtype, [&](auto t) { unpack<typename decltype(t)::type>(a, begin, end); });
 }

@@ -1,7 +1,7 @@
 // Philox for many counters. Included once per instruction set, before the loops that use it.
 
 constexpr int kCounters = sizeof(Lanes) / 8;
-constexpr int kChains = 4;  // a round waits for the one before it
+constexpr int kChains = 4;                        // a round waits for the one before it
 constexpr int64_t kAtOnce = kCounters * kChains;  // counters; a divisor of the blocks of the loops
 
 // philox_round over counters side by side: each word in the low half of 64 bits, where the product
