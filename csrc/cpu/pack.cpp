@@ -12,10 +12,6 @@ namespace {
 static_assert(kPiece % kPackGroup == 0);
 constexpr int64_t kStreamed = 1 << 20;  // bytes; smaller results should stay in the caches
 
-void check_bits(int64_t bits, const char* op) {
-  STD_TORCH_CHECK(bits == 8 || bits == 4 || bits == 2, op, ": bits must be 8, 4 or 2");
-}
-
 Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
 
 }  // namespace
@@ -45,19 +41,8 @@ Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> sh
               ScalarType type) {
   Dtype dtype = dtype_of(type, "unpack: dtype");
   STD_TORCH_CHECK(is_float(dtype), "unpack: dtype must be fp32, bf16 or fp16");
-  check_bits(bits, "unpack");
-  int64_t n = 1;
-  for (int64_t size : shape) {
-    STD_TORCH_CHECK(size >= 0, "unpack: shape must have no negative size");
-    n *= size;
-  }
-  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && on_cpu(codes) && codes.dim() == 1 &&
-                      codes.numel() == packed_bytes(n, bits),
-                  "unpack: codes must be uint8 on the CPU, of the size of the packed shape");
-  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::BFloat16 && on_cpu(ranges) &&
-                      ranges.dim() == 2 && ranges.size(0) == packed_groups(n) &&
-                      ranges.size(1) == 2,
-                  "unpack: ranges must be bf16 [groups, 2] on the CPU, of the packed shape");
+  STD_TORCH_CHECK(on_cpu(codes) && on_cpu(ranges), "unpack: codes and ranges must be on the CPU");
+  int64_t n = check_packed(codes, ranges, bits, shape);
   codes = row_major(codes);
   ranges = row_major(ranges);
   Tensor y = empty(shape, type);

@@ -211,4 +211,3 @@ def unpack(
     checks.is_tensor("unpack", "codes", codes)
     y: torch.Tensor = unpack_op(codes, ranges, bits, list(shape), dtype)
     return y
-

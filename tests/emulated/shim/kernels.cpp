@@ -7,6 +7,7 @@
 #include "cuda/grads/unscale.cuh"
 #include "cuda/optim/adamw.cuh"
 #include "cuda/optim/sgd.cuh"
+#include "cuda/pack/pack.cuh"
 #include "cuda/quantize/dequantize.cuh"
 #include "cuda/quantize/quantize.cuh"
 #include "cuda/scale/scale.cuh"
@@ -124,6 +125,18 @@ int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* ou
   ScaleGrid grid = {scale_inv, cols, rows_each, cols_each, row_stride, col_stride};
   return mixprec::cuda::dequantize(static_cast<Dtype>(data_dtype), static_cast<Dtype>(out_dtype),
                                    data, out, count, grid, sms, nullptr);
+}
+
+int pack(int64_t dtype, int64_t bits, const void* x, uint8_t* codes, Bf16* ranges, int64_t count,
+         int64_t random_seed, int64_t counter, int64_t sms) {
+  return mixprec::cuda::pack(static_cast<Dtype>(dtype), bits, x, codes, ranges, count, random_seed,
+                             counter, sms, nullptr);
+}
+
+int unpack(int64_t dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges, void* y,
+           int64_t count, int64_t sms) {
+  return mixprec::cuda::unpack(static_cast<Dtype>(dtype), bits, codes, ranges, y, count, sms,
+                               nullptr);
 }
 
 // pointers, stored: [count][kStepArrays]; indices may be null; rule: its numbers in order.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from mixprec.ops._dispatch import op, scale_layout
+from mixprec.ops.pack import packed_sizes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -182,6 +183,20 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) 
     return out
 
 
+def pack(x: torch.Tensor, bits: int, seed: int, counter: int) -> tuple[torch.Tensor, torch.Tensor]:
+    size, groups = packed_sizes(x.numel(), bits)
+    codes, ranges = _result((size,), torch.uint8), _result((groups, 2), torch.bfloat16)
+    call("pack", x.dtype, bits, x, codes, ranges, x.numel(), seed, counter, _sms())
+    return codes, ranges
+
+
+def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, shape: Sequence[int],
+           dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+    y = _result(shape, dtype)
+    call("unpack", dtype, bits, codes, ranges, y, y.numel(), _sms())
+    return y
+
+
 # csrc/cuda/common/group.cuh: enum class Stored
 STORED = (None, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.float64)
 STORED += (torch.uint8,)
@@ -229,7 +244,8 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 OPS: dict[str, Callable[..., Any]] = {
     "unscale_": unscale_, "grad_stats_": grad_stats_, "amax": amax, "quantize": quantize,
-    "dequantize": dequantize, "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
+    "dequantize": dequantize, "pack": pack, "unpack": unpack,
+    "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
     "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),
     "adamw_": partial(update, "adamw_"), "sgd_": partial(update, "sgd_"),
 }  # fmt: skip

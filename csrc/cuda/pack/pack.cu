@@ -1,0 +1,55 @@
+// pack and unpack on CUDA tensors.
+#include <tuple>
+
+#include "cuda/common/on_device.h"
+#include "cuda/pack/pack.cuh"
+#include "packed.h"
+
+namespace mixprec::cuda {
+
+namespace {
+
+std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
+  Dtype dtype = dtype_of(x, "pack: x");
+  STD_TORCH_CHECK(is_float(dtype) && x.is_cuda(),
+                  "pack: x must be fp32, bf16 or fp16 on a CUDA device");
+  check_bits(bits, "pack");
+  OnDevice device(x);
+  x = row_major(x);
+  int64_t n = x.numel();
+  Tensor codes = empty_on(x, {packed_bytes(n, bits)}, ScalarType::Byte);
+  Tensor ranges = empty_on(x, {packed_groups(n), 2}, ScalarType::BFloat16);
+  check_launch(
+      pack(dtype, bits, x.const_data_ptr(), static_cast<uint8_t*>(codes.mutable_data_ptr()),
+           static_cast<Bf16*>(ranges.mutable_data_ptr()), n, seed, counter, device.sms,
+           device.stream),
+      "pack");
+  return {codes, ranges};
+}
+
+Tensor unpack_op(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
+                 ScalarType type) {
+  Dtype dtype = dtype_of(type, "unpack: dtype");
+  STD_TORCH_CHECK(is_float(dtype), "unpack: dtype must be fp32, bf16 or fp16");
+  STD_TORCH_CHECK(codes.is_cuda() && on_device_of(ranges, codes),
+                  "unpack: codes and ranges must be on one CUDA device");
+  int64_t n = check_packed(codes, ranges, bits, shape);
+  OnDevice device(codes);
+  codes = row_major(codes);
+  ranges = row_major(ranges);
+  Tensor y = empty_on(codes, shape, type);
+  check_launch(unpack(dtype, bits, static_cast<const uint8_t*>(codes.const_data_ptr()),
+                      static_cast<const Bf16*>(ranges.const_data_ptr()), y.mutable_data_ptr(), n,
+                      device.sms, device.stream),
+               "unpack");
+  return y;
+}
+
+}  // namespace
+
+}  // namespace mixprec::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
+  m.impl("pack", TORCH_BOX(&mixprec::cuda::pack_op));
+  m.impl("unpack", TORCH_BOX(&mixprec::cuda::unpack_op));
+}

@@ -1,0 +1,33 @@
+// The checks of pack and unpack, on every device.
+#pragma once
+
+#include <vector>
+
+#include "check.h"
+#include "math/pack.h"
+
+namespace mixprec {
+
+inline void check_bits(int64_t bits, const char* op) {
+  STD_TORCH_CHECK(bits == 8 || bits == 4 || bits == 2, op, ": bits must be 8, 4 or 2");
+}
+
+// Returns the number of elements of `shape`.
+inline int64_t check_packed(const Tensor& codes, const Tensor& ranges, int64_t bits,
+                            const std::vector<int64_t>& shape) {
+  check_bits(bits, "unpack");
+  int64_t n = 1;
+  for (int64_t size : shape) {
+    STD_TORCH_CHECK(size >= 0, "unpack: shape must have no negative size");
+    n *= size;
+  }
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 1 &&
+                      codes.numel() == packed_bytes(n, bits),
+                  "unpack: codes must be uint8, of the size of the packed shape");
+  STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::BFloat16 && ranges.dim() == 2 &&
+                      ranges.size(0) == packed_groups(n) && ranges.size(1) == 2,
+                  "unpack: ranges must be bf16 [groups, 2], of the packed shape");
+  return n;
+}
+
+}  // namespace mixprec
