@@ -127,6 +127,7 @@ pack_op = Op(
     fake=_fake_pack,
     check=_check_pack,
     examples=example_inputs.pack,
+    triton="pack",
 )
 
 
@@ -161,6 +162,7 @@ unpack_op = Op(
     fake=_fake_unpack,
     check=_check_unpack,
     examples=example_inputs.unpack,
+    triton="pack",
 )
 
 
