@@ -25,11 +25,12 @@ def _without_subnormals(u, SIGN: tl.constexpr):
 
 
 @triton.jit
-def _range(x, LEVELS: tl.constexpr):
-    """The minimum and the step, as bits of bf16 in uint32, of the rows of x."""
+def _range(x, inside, LEVELS: tl.constexpr):
+    """The minimum and the step, as bits of bf16 in uint32, of what is inside the rows of x."""
     s = x.to(tl.int32, bitcast=True)
     key = tl.where(s < 0, s ^ 0x7FFFFFFF, s)  # in the order of the numbers, NaN beyond Inf
-    low, high = tl.min(key, axis=1), tl.max(key, axis=1)
+    low = tl.min(tl.where(inside, key, 0x7FFFFFFF), axis=1)
+    high = tl.max(tl.where(inside, key, -0x7FFFFFFF), axis=1)
     low = tl.where(low < 0, low ^ 0x7FFFFFFF, low).to(tl.uint32, bitcast=True)
     high = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.uint32, bitcast=True)
     bad = is_nonfinite(low.to(tl.float32, bitcast=True))
@@ -77,10 +78,9 @@ def _pack_block(x_ptr, codes_ptr, ranges_ptr, start, n, seed, counter, X: tl.con
     PER_BYTE: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = GROUPS * 128 // PER_BYTE
     offsets = start + tl.arange(0, GROUPS * 128)
-    # The last element changes no limit of its group.
-    at = offsets if FULL else tl.minimum(offsets, n - 1)
-    x = tl.reshape(decode(tl.load(x_ptr + at), X, SOFT_CAST), (GROUPS, 128))
-    minimum, step, bad = _range(x, LEVELS)
+    inside = tl.reshape(offsets < n, (GROUPS, 128))
+    x = tl.reshape(decode(load(x_ptr, offsets, n, FULL), X, SOFT_CAST), (GROUPS, 128))
+    minimum, step, bad = _range(x, inside, LEVELS)
     group = start // 128 + tl.arange(0, GROUPS)
     ranges = minimum | (step << 16)
     store(ranges_ptr, group, ranges.to(tl.int32, bitcast=True), (n + 127) // 128, FULL)
@@ -93,9 +93,7 @@ def _pack_block(x_ptr, codes_ptr, ranges_ptr, start, n, seed, counter, X: tl.con
     steps = (tl.where(bad[:, None], 0.0, x - low[:, None]) * factor[:, None]) + shared[:, None]
     steps = tl.minimum(steps.to(tl.int32), LEVELS << 8)
     code = (steps.to(tl.uint32) + random) >> 8
-    code = tl.where(bad[:, None], 0, code).to(tl.uint32)
-    if not FULL:
-        code = tl.where(tl.reshape(offsets, (GROUPS, 128)) < n, code, 0).to(tl.uint32)
+    code = tl.where(inside & (bad == 0)[:, None], code, 0).to(tl.uint32)
     shifts = tl.arange(0, PER_BYTE).to(tl.uint32) * BITS
     bytes = tl.sum(tl.reshape(code, (BYTES, PER_BYTE)) << shifts[None, :], axis=1)
     out = start // PER_BYTE + tl.arange(0, BYTES)

@@ -32,7 +32,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str) -> torc
 def cases() -> list[tuple[str, str, torch.dtype, str]]:
     fp64 = (*WIDE, torch.float64)
     dtypes = {
-        **dict.fromkeys(("amax", "quantize"), WIDE),
+        **dict.fromkeys(("amax", "quantize", "pack", "unpack"), WIDE),
         **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_"), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", "adamw_", "sgd_"), fp64),
         **dict.fromkeys(("scale_from_amax_", *SCALARS), (torch.float32,)),
@@ -62,6 +62,12 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         return x, torch.float8_e4m3fn, one, True, "tensor", True
     if op == "dequantize":
         return x, one, torch.bfloat16
+    if op == "pack":
+        return x, 4, 2**40, 3
+    if op == "unpack":
+        codes = torch.arange(x.numel() // 2, dtype=torch.uint8)
+        ranges = torch.full(((x.numel() + 127) // 128, 2), 0.5, dtype=torch.bfloat16)
+        return codes, ranges, 4, list(x.shape), dtype
     if op in ("gemm", "gemm_accumulate_"):
         b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
         if op == "gemm":
@@ -188,6 +194,8 @@ COMPILED: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         lambda a, b: mixprec.gemm(mixprec.quantize(a, "e4m3"), mixprec.quantize(b, "e5m2").t()),
         (X, X.clone()),
     ),
+    "pack": (lambda x: ops.pack(x, 4, seed=3), (X.t(),)),
+    "unpack": (lambda x: ops.unpack(*ops.pack(x, 2), 2, x.shape, x.dtype), (HALF,)),
     "inv_scale": (ops.inv_scale, (SCALE,)),
     "clip_coef": (lambda s: ops.clip_coef(s, 2.0), (SCALE.double(),)),
 }
@@ -225,6 +233,7 @@ def test_raw_ops_give_no_silent_gradients() -> None:
     for call in (
         lambda: mixprec.amax(x),
         lambda: mixprec.quantize(x, "e4m3"),
+        lambda: ops.pack(x, 8),
         lambda: mixprec.gemm(x.half(), x.half()),
         lambda: mixprec.gemm_accumulate_(torch.zeros(4, 4), x.half(), x.half()),
         lambda: mixprec.unscale_([x], torch.ones(()), torch.zeros(1)),

@@ -53,6 +53,9 @@ CASTS = [
 OTHERS = [
     ("amax", some(F32)),
     ("amax", some(BF16)),
+    *(("pack", some(x), bits, 7, 9) for x, bits in ((F32, 8), (BF16, 4), (F16, 2))),
+    *(("unpack", some(torch.uint8, ROWS * COLUMNS * bits // 8), some(BF16, ROWS * COLUMNS // 128, 2),
+       bits, [ROWS, COLUMNS], y) for y, bits in ((F32, 8), (BF16, 4), (F16, 2))),
     *(("unscale_", [some(g)], ONE, ONE, counts) for g in (F32, BF16, F64)
       for counts in (None, some(torch.int64, 1, 4))),
     *(("grad_stats_", [some(g, 1 << 16)], ONE, ONE, some(F64, 1), counts) for g in (F32, BF16, F64)
@@ -159,6 +162,8 @@ def test_every_kernel(
 
 
 def check_accesses(one: Launch) -> None:
+    if "pack" in one.stem:
+        return check_packed(one)
     for operation, want in zip(("ld", "st"), expected(one), strict=True):
         counts = counted(one.compiled.asm["ptx"], operation)
         wide = sum(counts.pop(w, 0) for w in ("v4.b32", "v2.b64"))
@@ -169,6 +174,15 @@ def check_accesses(one: Launch) -> None:
         assert set(counts) <= {"b32", "b64"}, f"{operation}: narrow accesses, {counts}"
         if one.stem in ACCESSES:
             assert sum(counts.values()) <= 24, f"{operation}: {counts} for a few scalars"
+
+
+def check_packed(one: Launch) -> None:
+    """Of full blocks: the elements in 16 bytes, the codes in as many as a thread has."""
+    name, operation = ("x_ptr", "ld") if one.stem == "pack" else ("y_ptr", "st")
+    size = one.values["GROUPS"] * 128 * one.values[name].element_size()
+    counts = counted(one.compiled.asm["ptx"], operation)
+    wide = sum(counts.get(w, 0) for w in ("v4.b32", "v2.b64"))
+    assert wide >= size // (16 * 128), counts
 
 
 def check_conversions(one: Launch, capability: int) -> None:
@@ -213,13 +227,14 @@ def check_offsets(ttir: str) -> None:
 
 DOUBLE = {"lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "max_value",
           "max_norm", "growth_factor", "backoff_factor"}  # fmt: skip
+LONG = {"seed", "counter"}
 
 
 def check_declarations(one: Launch) -> None:
     """Triton passes a Python number as fp32, or as the narrowest integer, unless the parameter
     says otherwise."""
     for parameter in one.kernel.params:
-        declared = "fp64" if parameter.name in DOUBLE else "i64" if parameter.name == "seed" else ""
+        declared = "fp64" if parameter.name in DOUBLE else "i64" if parameter.name in LONG else ""
         assert parameter.is_constexpr or parameter.annotation_type == declared, parameter.name
 
 
