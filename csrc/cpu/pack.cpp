@@ -1,9 +1,8 @@
 // pack and unpack.
-#include "math/pack.h"
-
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 #include "ops.h"
+#include "packed.h"
 
 namespace mixprec::cpu {
 

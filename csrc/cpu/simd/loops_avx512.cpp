@@ -33,9 +33,11 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 
 #include "gemm_loops.h"
 #include "grad_loops.h"
-#include "pack_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
+
+// These use the ones above.
+#include "pack_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"
 

@@ -38,9 +38,11 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 
 #include "gemm_loops.h"
 #include "grad_loops.h"
-#include "pack_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
+
+// These use the ones above.
+#include "pack_loops.h"
 #include "step_loops.h"
 #include "table_of_loops.h"
 

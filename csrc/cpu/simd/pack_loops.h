@@ -22,6 +22,16 @@ inline void pack_random(const PackArrays& a, int64_t element, int64_t n, PackBuf
   random_words(element / kPackRandom, static_cast<uint32_t>(counter),
                static_cast<uint32_t>(counter >> 32), static_cast<uint64_t>(a.seed), n / kPackRandom,
                b.words);
+  for (int64_t g = 0; g < kPackGroups; ++g) {
+    Lanes sum = {}, next;
+    for (int i = 0; i < kPackGroup / 8; i += kCounters) {
+      __builtin_memcpy(&next, b.words + g * kPackGroup / 8 + i, sizeof next);
+      sum ^= next;
+    }
+    uint64_t both = 0;
+    for (int i = 0; i < kCounters; ++i) both ^= sum[i];
+    b.dither[g] = pack_dither(both);
+  }
 }
 
 template <class X>
@@ -115,19 +125,6 @@ inline void join_codes(int64_t bits, const uint8_t* __restrict codes, uint8_t* _
   }
 }
 
-__attribute__((noinline)) void dither_of(PackBuffers& b) {
-  for (int64_t g = 0; g < kPackGroups; ++g) {
-    Lanes sum = {}, next;
-    for (int i = 0; i < kPackGroup / 8; i += kCounters) {
-      __builtin_memcpy(&next, b.words + g * kPackGroup / 8 + i, sizeof next);
-      sum ^= next;
-    }
-    uint64_t both = 0;
-    for (int i = 0; i < kCounters; ++i) both ^= sum[i];
-    b.dither[g] = pack_dither(both);
-  }
-}
-
 __attribute__((noinline)) void ranges_of(PackBuffers& b, float levels) {
   for (int64_t g = 0; g < kPackGroups; ++g) {
     PackRange range = pack_range(b.low[g], b.high[g], levels);
@@ -137,28 +134,29 @@ __attribute__((noinline)) void ranges_of(PackBuffers& b, float levels) {
   }
 }
 
-// At most kPackBlock elements, whole groups; `size` bytes of codes are written.
+// n elements, at most kPackBlock, in whole groups, of which the codes of the first `kept` are kept;
+// next: null, or a block that is fetched meanwhile.
 template <class X>
 void pack_block(const PackArrays& a, const X* x, int64_t begin, int64_t n, int64_t kept,
-                PackBuffers& b) {
+                const X* next, PackBuffers& b) {
   int64_t groups = n / kPackGroup;
   int32_t levels = (1 << a.bits) - 1;
+  uint16_t limit = static_cast<uint16_t>(levels << 8);
   pack_random(a, begin, n, b);
-  dither_of(b);
   for (int64_t g = 0; g < groups; ++g) limits_of(x + g * kPackGroup, b.low + g, b.high + g);
   ranges_of(b, static_cast<float>(levels));
   for (int64_t g = 0; g < groups; ++g) {
-    float minimum = b.minimum[g];
-    uint8_t* codes = b.codes + g * kPackGroup;
-    if (is_nonfinite(minimum)) {
-      __builtin_memset(codes, 0, kPackGroup);
+    int64_t first = g * kPackGroup;
+    if (next != nullptr) prefetch_row(next + first, kPackGroup);
+    if (is_nonfinite(b.minimum[g])) {
+      __builtin_memset(b.codes + first, 0, kPackGroup);
     } else {
-      encode_group(x + g * kPackGroup, minimum, b.factor[g], b.dither[g],
-                   static_cast<uint16_t>(levels << 8), b.words + g * kPackGroup / 8, codes);
+      encode_group(x + first, b.minimum[g], b.factor[g], b.dither[g], limit, b.words + first / 8,
+                   b.codes + first);
     }
   }
   for (int64_t i = kept; i < n; ++i) b.codes[i] = 0;
-  int64_t size = (kept * a.bits + 7) / 8;
+  int64_t size = packed_bytes(kept, a.bits);
   uint8_t* out = a.codes + begin * a.bits / 8;
   if (a.bits == 8) {
     __builtin_memcpy(out, b.codes, static_cast<uint64_t>(size));
@@ -177,12 +175,13 @@ void pack(const PackArrays& a, int64_t begin, int64_t end) {
     int64_t whole = end - end % kPackGroup;
     for (int64_t i = begin; i < whole; i += kPackBlock) {
       int64_t n = whole - i < kPackBlock ? whole - i : kPackBlock;
-      pack_block(a, x + i, i, n, n, buffers);
+      const X* next = i + 2 * kPackBlock <= whole ? x + i + kPackBlock : nullptr;
+      pack_block(a, x + i, i, n, n, next, buffers);
     }
     if (whole < end) {
       X last[kPackGroup];  // filled up with what changes neither limit
       for (int64_t i = 0; i < kPackGroup; ++i) last[i] = x[whole + i < end ? whole + i : whole];
-      pack_block(a, last, whole, kPackGroup, end - whole, buffers);
+      pack_block<X>(a, last, whole, kPackGroup, end - whole, nullptr, buffers);
     }
   });
 }

@@ -19,7 +19,7 @@ F64, F32, BF16, F16, I16, U8 = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.uint8,
 )  # fmt: skip
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ROWS, COLUMNS = 128, 256  # multiples of 16: every access can be a wide one
+ROWS, COLUMNS, SIZE = 128, 256, 128 * 256  # multiples of 16: every access can be a wide one
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -54,8 +54,8 @@ OTHERS = [
     ("amax", some(F32)),
     ("amax", some(BF16)),
     *(("pack", some(x), bits, 7, 9) for x, bits in ((F32, 8), (BF16, 4), (F16, 2))),
-    *(("unpack", some(torch.uint8, ROWS * COLUMNS * bits // 8), some(BF16, ROWS * COLUMNS // 128, 2),
-       bits, [ROWS, COLUMNS], y) for y, bits in ((F32, 8), (BF16, 4), (F16, 2))),
+    *(("unpack", some(torch.uint8, SIZE * bits // 8), some(BF16, SIZE // 128, 2), bits, [SIZE], y)
+      for y, bits in ((F32, 8), (BF16, 4), (F16, 2))),
     *(("unscale_", [some(g)], ONE, ONE, counts) for g in (F32, BF16, F64)
       for counts in (None, some(torch.int64, 1, 4))),
     *(("grad_stats_", [some(g, 1 << 16)], ONE, ONE, some(F64, 1), counts) for g in (F32, BF16, F64)
