@@ -1,0 +1,78 @@
+"""A saved tensor as codes, shared by all ops that save the same elements."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..ops.pack import pack, unpack
+
+__all__ = ["Codes", "Packer", "Saved"]
+
+
+class Codes:
+    """The codes and ranges of `pack`, of the elements of one tensor in the order of memory."""
+
+    def __init__(self, flat: torch.Tensor, bits: int, seed: int, counter: int) -> None:
+        self.numel, self.dtype, self.bits = flat.numel(), flat.dtype, bits
+        self.codes, self.ranges = pack(flat, bits, seed=seed, counter=counter)
+
+    def unpack(self) -> torch.Tensor:
+        return unpack(self.codes, self.ranges, self.bits, (self.numel,), self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.ranges.nbytes
+
+
+class Saved(NamedTuple):
+    """What autograd holds in place of a tensor."""
+
+    codes: Codes
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> torch.Tensor:
+        return self.codes.unpack().as_strided(self.shape, self.stride)
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    """Whether the elements of t, in some order of its dimensions, fill a piece of memory."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Packer:
+    """Packs each tensor once. The n-th that it packs has counter n in the random numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.counter = seed, 0
+        # By the storage itself, not its address, which is used again when a storage is freed. A
+        # weak reference keeps neither the values nor the codes alive.
+        self._known: WeakValueDictionary[tuple[object, ...], Codes] = WeakValueDictionary()
+
+    @torch.no_grad()
+    def pack(self, t: torch.Tensor, bits: int) -> Saved:
+        t = t.detach()
+        where: tuple[object, ...] = t.storage_offset(), t.numel()
+        stride = t.stride()
+        if not _is_dense(t):  # such as v in the projection of q, k and v: without the gaps
+            where = *where, t.shape, stride
+            stride = torch.empty_like(t, device="meta").stride()
+        key = StorageWeakRef(t.untyped_storage()), t._version, t.dtype, *where
+        for more in (8, 4):
+            if more >= bits and (codes := self._known.get((*key, more))) is not None:
+                return Saved(codes, t.shape, stride)
+        if not _is_dense(t):
+            t = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+        flat = t.as_strided((t.numel(),), (1,))
+        codes = self._known[(*key, bits)] = Codes(flat, bits, self.seed, self.counter)
+        self.counter += 1
+        return Saved(codes, t.shape, stride)

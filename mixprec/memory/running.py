@@ -1,0 +1,98 @@
+"""The op that this thread is running: what autograd saves meanwhile belongs to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Op", "Watch", "current", "keep_as_is", "kept_as_is", "running", "was_made_here"]
+
+_AS_IS, _MADE_IN = "_mixprec_saved_as_is", "_mixprec_made_in"
+_BACKWARD = ("backward", "grad")
+
+
+class Op(NamedTuple):
+    """A function of torch or of mixprec.functional, and its arguments."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def argument(self, position: int, name: str) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for value in (*self.args, *self.kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+class _Thread(threading.local):
+    op: Op | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> Op | None:
+    """The op that runs now; None inside an autograd.Function of another library, compiled code,
+    and whatever a backward pass computes again."""
+    return _thread.op
+
+
+@contextmanager
+def running(name: str, *args: Any) -> Iterator[None]:
+    """For an autograd.Function, which torch's function modes do not see."""
+    before, _thread.op = _thread.op, Op(name, args, {})
+    try:
+        yield
+    finally:
+        _thread.op = before
+
+
+def keep_as_is(*tensors: torch.Tensor | None) -> None:
+    """Never compress these objects, such as the cast weight that a layer saves."""
+    for t in tensors:
+        if t is not None:
+            setattr(t, _AS_IS, True)
+
+
+def kept_as_is(t: torch.Tensor) -> bool:
+    return hasattr(t, _AS_IS)
+
+
+def was_made_here(t: torch.Tensor, watch: Watch) -> bool:
+    """Whether t is a result of a function that `watch` saw, and not a buffer or an input."""
+    return getattr(t if t._base is None else t._base, _MADE_IN, None) is watch.token
+
+
+class Watch(TorchFunctionMode):
+    """Makes each function of torch the current op while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = object()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").strip("_")
+        if torch.compiler.is_compiling() or name == "get":
+            return func(*args, **kwargs)
+        before, _thread.op = _thread.op, None if name in _BACKWARD else Op(name, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            _thread.op = before
+        # A result without a gradient, of frozen layers, looks like a buffer later.
+        if type(result) is torch.Tensor and not result.requires_grad and result._base is None:
+            if not any(result is arg for arg in args):
+                setattr(result, _MADE_IN, self.token)
+        return result
