@@ -9,6 +9,7 @@ from .diagnostics.compare import compare
 from .diagnostics.report import Report
 from .formats import BF16, E4M3, E5M2, FP16, Format
 from .freeze import freeze
+from .memory import compress_saved
 from .nn import filters
 from .nn.autocast import autocast
 from .nn.convert import cast_parameters, convert, convert_to_float8_training
@@ -41,6 +42,7 @@ __all__ = [
     "autocast",
     "cast_parameters",
     "compare",
+    "compress_saved",
     "convert",
     "convert_to_float8_training",
     "dequantize",

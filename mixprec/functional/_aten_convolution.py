@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..memory.running import keep_as_is
 from ..ops.dequantize import run as dequantize
 from ..recipes import Recipe
 from . import operands
@@ -145,6 +146,7 @@ class Convolution(torch.autograd.Function):
         saved_w = (qw.data, qw.scale_inv) if need_x else (None, None)
         kept = inputs_to_keep(x, weight)
         ctx.twice = bool(kept)
+        keep_as_is(saved_x[1], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *kept)
         a = ctx.x_layout.decode(qx.data, qx.scale_inv)
         b = ctx.w_layout.decode(qw.data, qw.scale_inv)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import function
 
+from ..memory.running import running
+
 _Tensors = tuple[torch.Tensor | None, ...]
 
 _kept: ContextVar[bool] = ContextVar("twice_differentiable", default=False)
@@ -101,9 +103,13 @@ def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
 
 def apply(name: str, kind: type[function.Function], *args: Any) -> torch.Tensor:
     """kind.apply(*args), or RuntimeError inside of the transforms of torch.func."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        compiled: torch.Tensor = kind.apply(*args)
+        return compiled
+    if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{name}: torch.func.grad, vmap and so on do not support casts by a recipe: {_TORCH}"
         )
-    result: torch.Tensor = kind.apply(*args)
+    with running(name, *args):
+        result: torch.Tensor = kind.apply(*args)
     return result

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..memory.running import keep_as_is
 from ..ops._dispatch import checks
 from ..ops.gemm import accumulate
 from ..ops.gemm import run as gemm
@@ -98,6 +99,7 @@ class _Linear(torch.autograd.Function):
         saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
         kept = inputs_to_keep(x, weight)
         ctx.twice = bool(kept)
+        keep_as_is(saved_x[1], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *kept)
         if bias is not None and bias.dtype == torch.float64:
             bias = bias.float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from . import kinds
 from .packed import Packer, Saved
-from .running import Watch, current, was_made_here
+from .running import Watch, current, is_held_by_owner
 
-__all__ = ["Bits", "compress_saved", "recorded"]
+__all__ = ["Bits", "check", "compress_saved", "recorded"]
 
 Bits = int | str | Mapping[str, int | str | None]
 _MODES: dict[object, int] = {"int8": 8, "int4": 4, 8: 8, 4: 4}
@@ -35,7 +35,7 @@ def recorded(record: Callable[[str, torch.Tensor | Saved], None]) -> Iterator[No
     """Call record(kind, saved) for each tensor that autograd saves inside, compressed or not."""
     before, _thread.record = _thread.record, record
     try:
-        with _hooks(None, None, 0):
+        with _hooks(None, None, None):
             yield
     finally:
         _thread.record = before
@@ -66,27 +66,29 @@ def compress_saved(
     an op that torch's function modes do not see (another library's autograd.Function, compiled
     code), which may be a statistic. A tensor that several ops save is packed once.
 
-    seed: of the random numbers; None draws one from torch's CPU generator on entering, so that
-    torch.manual_seed determines a run, and one that `load_checkpoint` resumes goes on with the
-    same bits. Within the block tensors are counted. Inf and NaN: all elements of its group come
-    back as NaN, so that an overflow reaches the gradients.
+    seed: of the random numbers, with a counter of the tensors packed in the block. None draws one
+    from torch's CPU generator when the first tensor is packed, so that torch.manual_seed determines
+    a run, and one that `load_checkpoint` resumes goes on with the same bits. Inf and NaN: all
+    elements of the group come back as NaN, so that an overflow reaches the gradients.
 
     The block holds for the thread that entered it and nests, the innermost one applies; without
-    grad mode it has no effect. Inside torch.utils.checkpoint nothing is saved but its inputs, which
-    are compressed: its recomputation starts from these. ValueError for bits that are not offered,
+    grad mode and in code inside torch.compile it has no effect. Inside torch.utils.checkpoint
+    nothing is saved but its inputs; those in 16 bits are compressed, and its recomputation starts
+    from them. ValueError for bits that are not offered,
     for patterns without a model, and for a pattern that matches no module.
 
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
     """
-    by_module = None
-    if isinstance(bits, Mapping):
-        by_module, mode = _by_module(bits, model), None
-    else:
-        mode = _mode(bits)
-    if seed is None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
-    with _hooks(mode, by_module, seed):
+    modes = check(bits, model)
+    with nullcontext() if torch.compiler.is_compiling() else _hooks(*modes, seed):
         yield
+
+
+def check(
+    bits: Bits, model: nn.Module | None
+) -> tuple[int | None, dict[nn.Module, int | None] | None]:
+    """The mode of the whole block, or those of modules. Raises the errors of compress_saved."""
+    return (None, _by_module(bits, model)) if isinstance(bits, Mapping) else (_mode(bits), None)
 
 
 def _mode(bits: object) -> int:
@@ -117,7 +119,7 @@ def _by_module(
 
 @contextmanager
 def _hooks(
-    mode: int | None, by_module: dict[nn.Module, int | None] | None, seed: int
+    mode: int | None, by_module: dict[nn.Module, int | None] | None, seed: int | None
 ) -> Iterator[None]:
     modes, watch, packer = [mode], Watch(), Packer(seed)
 
@@ -154,7 +156,7 @@ def _may_compress(t: torch.Tensor, watch: Watch) -> bool:
         and t.layout == torch.strided
         and not t.is_meta
         and t.untyped_storage().nbytes() >= t.nbytes  # not expanded
-        and (t.grad_fn is not None or not t.is_leaf or was_made_here(t, watch))
+        and not is_held_by_owner(t, watch)
     )
 
 

@@ -71,9 +71,9 @@ def is_statistic(t: torch.Tensor, op: Op) -> bool:
 def _is_mask(t: torch.Tensor, op: Op) -> bool:
     """Whether t [..., T, S] may be attention's additive mask, where -inf is a value."""
     if op.name == "scaled_dot_product_attention":
-        masks, keys = (op.argument(3, "attn_mask"),), op.argument(1, "key").shape[-2]
+        masks, keys = [op.argument(3, "attn_mask")], op.argument(1, "key").shape[-2]
     elif op.name == "multi_head_attention_forward":
-        masks = op.kwargs.get("attn_mask"), op.kwargs.get("key_padding_mask")
+        masks = [op.kwargs.get("attn_mask"), op.kwargs.get("key_padding_mask")]
         keys = op.argument(1, "key").shape[0]
     else:
         return False

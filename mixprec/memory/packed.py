@@ -52,7 +52,7 @@ def _is_dense(t: torch.Tensor) -> bool:
 class Packer:
     """Packs each tensor once. The n-th that it packs has counter n in the random numbers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | None) -> None:
         self.seed, self.counter = seed, 0
         # By the storage itself, not its address, which is used again when a storage is freed. A
         # weak reference keeps neither the values nor the codes alive.
@@ -64,15 +64,18 @@ class Packer:
         where: tuple[object, ...] = t.storage_offset(), t.numel()
         stride = t.stride()
         if not _is_dense(t):  # such as v in the projection of q, k and v: without the gaps
-            where = *where, t.shape, stride
+            where = (*where, t.shape, stride)
             stride = torch.empty_like(t, device="meta").stride()
-        key = StorageWeakRef(t.untyped_storage()), t._version, t.dtype, *where
+        key = (StorageWeakRef(t.untyped_storage()), t._version, t.dtype, *where)
         for more in (8, 4):
-            if more >= bits and (codes := self._known.get((*key, more))) is not None:
+            codes = self._known.get((*key, more)) if more >= bits else None
+            if codes is not None:
                 return Saved(codes, t.shape, stride)
         if not _is_dense(t):
             t = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+        if self.seed is None:
+            self.seed = int(torch.randint(2**62, (), device="cpu"))
         flat = t.as_strided((t.numel(),), (1,))
-        codes = self._known[(*key, bits)] = Codes(flat, bits, self.seed, self.counter)
+        self._known[(*key, bits)] = codes = Codes(flat, bits, self.seed, self.counter)
         self.counter += 1
         return Saved(codes, t.shape, stride)

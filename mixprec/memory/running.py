@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Op", "Watch", "current", "keep_as_is", "kept_as_is", "running", "was_made_here"]
+__all__ = ["Op", "Watch", "current", "is_held_by_owner", "keep_as_is", "kept_as_is", "running"]
 
 _AS_IS, _MADE_IN = "_mixprec_saved_as_is", "_mixprec_made_in"
 _BACKWARD = ("backward", "grad")
@@ -58,7 +58,7 @@ def running(name: str, *args: Any) -> Iterator[None]:
 
 def keep_as_is(*tensors: torch.Tensor | None) -> None:
     """Never compress these objects, such as the cast weight that a layer saves."""
-    for t in tensors:
+    for t in () if torch.compiler.is_compiling() else tensors:
         if t is not None:
             setattr(t, _AS_IS, True)
 
@@ -67,9 +67,15 @@ def kept_as_is(t: torch.Tensor) -> bool:
     return hasattr(t, _AS_IS)
 
 
-def was_made_here(t: torch.Tensor, watch: Watch) -> bool:
-    """Whether t is a result of a function that `watch` saw, and not a buffer or an input."""
-    return getattr(t if t._base is None else t._base, _MADE_IN, None) is watch.token
+def is_held_by_owner(t: torch.Tensor, watch: Watch) -> bool:
+    """Whether t, or what it is a view of, was there before the block: a buffer or an input. It has
+    no history, is an argument of the op, and no result of a function that `watch` saw."""
+    base = t if t._base is None else t._base
+    if base.grad_fn is not None or getattr(base, _MADE_IN, None) is watch.token:
+        return False
+    op = current()
+    given = () if op is None else op.tensors()
+    return op is None or any(base is a or base is a._base for a in given)
 
 
 class Watch(TorchFunctionMode):
@@ -92,7 +98,7 @@ class Watch(TorchFunctionMode):
         finally:
             _thread.op = before
         # A result without a gradient, of frozen layers, looks like a buffer later.
-        if type(result) is torch.Tensor and not result.requires_grad and result._base is None:
-            if not any(result is arg for arg in args):
-                setattr(result, _MADE_IN, self.token)
+        plain = type(result) is torch.Tensor and not result.requires_grad and result._base is None
+        if plain and not any(result is arg for arg in args):
+            setattr(result, _MADE_IN, self.token)
         return result

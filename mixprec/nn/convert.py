@@ -14,8 +14,10 @@ from torch import nn
 
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded
+from ..memory.compress_saved import Bits, check
 from ..recipes import Recipe
 from . import Layer, kinds
+from ._compressed import saved_of, set_saved
 
 __all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
 
@@ -84,6 +86,8 @@ def convert(
     recipe: Recipe | str = "fp8",
     module_filter_fn: ModuleFilter | None = None,
     overrides: Mapping[str, Recipe | str | None] | None = None,
+    *,
+    saved: Bits | None = None,
 ) -> nn.Module:
     """Replace linear layers, convolutions and attention in `model`, in place, by mixprec.nn's;
     return the model.
@@ -94,6 +98,9 @@ def convert(
     it has a parameter `recipe`, it receives the layer's recipe. overrides: other recipes by path
     pattern, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, None to leave layers unchanged; the
     last matching pattern applies. If the model itself is such a layer, its replacement is returned.
+    saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
+    `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
+    save.
 
     Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
@@ -122,6 +129,25 @@ def convert(
     name that the recipe needs, before anything is changed.
     """
     _is_module("convert", model)
+    if saved is not None:
+        check(saved, model)
+    before = saved_of(model)
+    set_saved(model, None)
+    try:
+        model = _convert(model, recipe, module_filter_fn, overrides)
+    except BaseException:
+        set_saved(model, before)
+        raise
+    set_saved(model, saved)
+    return model
+
+
+def _convert(
+    model: nn.Module,
+    recipe: Recipe | str,
+    module_filter_fn: ModuleFilter | None,
+    overrides: Mapping[str, Recipe | str | None] | None,
+) -> nn.Module:
     recipe = Recipe.parse(recipe)
     parsed = {p: None if r is None else Recipe.parse(r) for p, r in (overrides or {}).items()}
     added = kinds.adapters(model)
@@ -134,7 +160,7 @@ def convert(
         seen = Counter(type(m).__name__ for m in model.modules())
         listed = ", ".join(f"{count} {kind}" for kind, count in seen.most_common())
         warnings.warn(
-            f"convert: there is no nn.Linear or nn.Conv2d to convert in: {listed}", stacklevel=2
+            f"convert: there is no nn.Linear or nn.Conv2d to convert in: {listed}", stacklevel=3
         )
     chosen = _choose(layers, recipe, module_filter_fn, parsed)
     for fqn in chosen:
@@ -171,7 +197,7 @@ def convert(
         "convert: %d of %d layers set to %s%s: %s", len(chosen), len(layers), names, note, found
     )
     if layers and found.is_low:
-        warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=2)
+        warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=3)
     return model
 
 

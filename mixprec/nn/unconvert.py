@@ -7,6 +7,7 @@ import logging
 from torch import nn
 
 from . import kinds
+from ._compressed import saved_of, set_saved
 from ._layer import Layer
 from ._subclass import inject_parametrizations, original_class
 
@@ -22,9 +23,10 @@ def unconvert(model: nn.Module) -> nn.Module:
     Modules keep their identity, and so their parameters, hooks, handles, names, training mode and
     all other attributes; optimizers go on with the same parameters. Recipes, the scales of delayed
     recipes and counters are dropped, so that the state dict is that of a model which was never
-    converted. Torch's encoder layers take their fast path again. Layers that were constructed as
-    mixprec.nn's become torch's too. A model without such layers stays as it is. After delayed
-    recipes wrap the model in DistributedDataParallel anew, which keeps a list of its buffers.
+    converted; nothing runs inside `compress_saved` any more, where convert was given `saved`.
+    Torch's encoder layers take their fast path again. Layers that were constructed as mixprec.nn's
+    become torch's too. A model without such layers stays as it is. After delayed recipes wrap the
+    model in DistributedDataParallel anew, which keeps a list of its buffers.
 
     What other functions changed stays: dtypes (`cast_parameters(model, torch.float32)` casts them
     back) and the 8-bit weights of `freeze`. `mixprec.autocast(enabled=False)` has the effect for a
@@ -41,7 +43,7 @@ def unconvert(model: nn.Module) -> nn.Module:
         if not isinstance(module, Layer):
             continue
         where = fqn or "the model"
-        if "forward" in vars(module):
+        if "forward" in vars(module) and saved_of(module) is None:
             raise ValueError(
                 f"unconvert: {where} has its own forward: remove what wraps it, then unconvert"
             )
@@ -53,6 +55,8 @@ def unconvert(model: nn.Module) -> nn.Module:
                 "before fully_shard"
             )
         originals[module] = original
+    for module in model.modules():
+        set_saved(module, None)
     for module, original in originals.items():
         module._leave()
         module.__class__ = original  # type: ignore[assignment]

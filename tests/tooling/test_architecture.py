@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("_recipe_aliases", "_local_gradients", "_unrounded"),
     ("recipes",),
-    ("functional.operands", "scaling", "grad_report", "distributed"),
+    ("functional.operands", "scaling", "grad_report", "distributed", "memory"),
     ("functional",),
     ("nn", "optim", "amp"),
     ("_checkpoint_file", "_random_state"),
