@@ -6,6 +6,7 @@ from .availability import is_available, why_not
 from .checkpoint import load_checkpoint, save_checkpoint
 from .diagnostics import stats
 from .diagnostics.compare import compare
+from .diagnostics.memory_report import MemoryReport, memory_report
 from .diagnostics.report import Report
 from .formats import BF16, E4M3, E5M2, FP16, Format
 from .freeze import freeze
@@ -35,6 +36,7 @@ __all__ = [
     "FP16",
     "Format",
     "GradScaler",
+    "MemoryReport",
     "Quantized",
     "Recipe",
     "Report",
@@ -54,6 +56,7 @@ __all__ = [
     "gemm_accumulate_",
     "is_available",
     "load_checkpoint",
+    "memory_report",
     "nn",
     "optim",
     "quantize",

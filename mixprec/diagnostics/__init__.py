@@ -1,3 +1,3 @@
-"""Diagnostics of training runs and of the machine: stats, compare, report, env."""
+"""Diagnostics of training runs and of the machine: stats, compare, report, memory_report, env."""
 
-__all__ = ["compare", "env", "plotting", "report", "stats", "training_run"]
+__all__ = ["compare", "env", "memory_report", "plotting", "report", "stats", "training_run"]

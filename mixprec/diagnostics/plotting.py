@@ -1,6 +1,7 @@
-"""Figures of the diagnostics: the losses of a Report, the records of a Monitor.
+"""Figures of the diagnostics: the losses of a Report, the records of a Monitor, memory.
 
-`plot_report` and `plot_records` return a matplotlib Figure; `save` writes one to a file.
+`plot_report`, `plot_records` and `plot_memory` return a matplotlib Figure; `save` writes one to a
+file.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from .._atomic import replace_file
 
 if TYPE_CHECKING:
+    from .memory_report import MemoryReport
     from .report import Report
     from .stats.records import Record
 
-__all__ = ["plot_records", "plot_report", "save", "smooth"]
+__all__ = ["plot_memory", "plot_records", "plot_report", "save", "smooth"]
 
 # Distinguishable with most color vision deficiencies (Okabe and Ito, 2008).
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#D55E00"
@@ -33,6 +35,7 @@ CURVES = (
     {"color": "#CC79A7", "linewidth": 1.2, "linestyle": "--"},
     {"color": "#56B4E9", "linewidth": 1.2, "linestyle": "-"},
 )
+HATCHES = ("", "//", "..", "xx")  # where there are more parts than colors
 LAYERS = (RED, BLUE, GREEN)  # of the named layers in plot_records
 TENSORS = {"x": "activations x", "w": "weights w", "g": "gradients g"}
 
@@ -131,6 +134,26 @@ def plot_records(records: Sequence[Record]) -> Any:
     axes[0][0].set_ylabel("amax")
     axes[1][0].set_ylabel("scale (largest)")
     axes[2][0].set_ylabel("share of elements (%)")
+    return figure
+
+
+def plot_memory(reports: Sequence[MemoryReport], names: Sequence[str]) -> Any:
+    """A bar for each report, stacked by the rows `names`. ImportError without matplotlib."""
+    figure = _figure(3.5 + 1.5 * len(reports), 5, "MemoryReport.plot")
+    ax = figure.subplots()
+    bottom = [0.0] * len(reports)
+    for i, name in enumerate(names):
+        heights = [report.rows().get(name, 0) / 1e6 for report in reports]
+        hatch = HATCHES[i // len(CURVES) % len(HATCHES)]
+        color = CURVES[i % len(CURVES)]["color"]
+        ax.bar(range(len(reports)), heights, 0.6, bottom, label=name, color=color, hatch=hatch)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    ax.set_xticks(range(len(reports)), [report.label for report in reports])
+    ax.set_ylabel("MB (10^6 bytes)")
+    ax.set_title("What a training step keeps")
+    ax.grid(axis="y", alpha=0.3)
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8)
     return figure
 
 

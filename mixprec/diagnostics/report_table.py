@@ -10,7 +10,7 @@ from ..amp.rules import power
 if TYPE_CHECKING:
     from .report import Report, Row
 
-__all__ = ["notes", "readable", "rows", "text"]
+__all__ = ["aligned", "notes", "readable", "rows", "text"]
 
 
 def rows(report: Report) -> list[list[str]]:
@@ -53,7 +53,11 @@ def notes(report: Report) -> list[str]:
 
 
 def text(report: Report) -> str:
-    table = rows(report)
+    return "\n".join([*aligned(rows(report)), *notes(report)])
+
+
+def aligned(table: list[list[str]]) -> list[str]:
+    """The lines of a table, with a rule below its first row."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(
@@ -63,7 +67,7 @@ def text(report: Report) -> str:
         for cells in table
     ]
     rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:], *notes(report)])
+    return [lines[0], rule, *lines[1:]]
 
 
 def readable(n: int | None) -> str:

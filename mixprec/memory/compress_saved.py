@@ -25,6 +25,7 @@ MIN_ELEMENTS = 4096  # below, the call of a kernel costs more than the memory is
 
 class _Thread(threading.local):
     record: Callable[[str, torch.Tensor | Saved], None] | None = None
+    blocks = 0  # that this thread is in
 
 
 _thread = _Thread()
@@ -35,7 +36,7 @@ def recorded(record: Callable[[str, torch.Tensor | Saved], None]) -> Iterator[No
     """Call record(kind, saved) for each tensor that autograd saves inside, compressed or not."""
     before, _thread.record = _thread.record, record
     try:
-        with _hooks(None, None, None):
+        with nullcontext() if _thread.blocks else _hooks(None, None, None):
             yield
     finally:
         _thread.record = before
@@ -138,7 +139,11 @@ def _hooks(
             stack.enter_context(_mode_inside(module, own, modes))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpack))
         stack.enter_context(watch)
-        yield
+        _thread.blocks += 1
+        try:
+            yield
+        finally:
+            _thread.blocks -= 1
 
 
 def _unpack(saved: torch.Tensor | Saved) -> torch.Tensor:

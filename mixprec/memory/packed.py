@@ -67,6 +67,7 @@ class Packer:
             where = (*where, t.shape, stride)
             stride = torch.empty_like(t, device="meta").stride()
         key = (StorageWeakRef(t.untyped_storage()), t._version, t.dtype, *where)
+        own = (*key, bits)
         for more in (8, 4):
             codes = self._known.get((*key, more)) if more >= bits else None
             if codes is not None:
@@ -76,6 +77,6 @@ class Packer:
         if self.seed is None:
             self.seed = int(torch.randint(2**62, (), device="cpu"))
         flat = t.as_strided((t.numel(),), (1,))
-        self._known[(*key, bits)] = codes = Codes(flat, bits, self.seed, self.counter)
+        self._known[own] = codes = Codes(flat, bits, self.seed, self.counter)
         self.counter += 1
         return Saved(codes, t.shape, stride)

@@ -1,0 +1,254 @@
+"""memory_report: the bytes that a training step keeps, by what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .. import _random_state
+from ..memory.compress_saved import recorded
+from ..memory.packed import Codes, Saved
+from . import plotting
+from .report_table import aligned, readable
+
+__all__ = ["MemoryReport", "memory_report", "row_names"]
+
+# What an optimizer of mixprec may hold before its first step.
+_MASTERS = {"master", "remainder"}
+KINDS = ("linear", "attention", "activation", "norm", "loss", "other")
+
+
+@dataclass
+class MemoryReport:
+    """What `memory_report` measured, in bytes. str() is its table; a row per part.
+
+    states: of the optimizer, by their key ("exp_avg", "master"); saved: for backward, by the kind
+    of op that saves them, where compressed as they are kept; peak: the most that the device had
+    allocated, or the process resident, during the forward and backward pass, None if unknown.
+    """
+
+    label: str
+    parameters: int
+    gradients: int
+    states: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+    peak: int | None = None
+
+    def rows(self) -> dict[str, int]:
+        """The parts, without the peak, by their name in the table."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            **{f"optimizer: {key}": n for key, n in self.states.items()},
+            **{f"saved: {kind}": n for kind, n in self.saved.items()},
+        }
+
+    @property
+    def saved_total(self) -> int:
+        return sum(self.saved.values())
+
+    @property
+    def total(self) -> int:
+        return sum(self.rows().values())
+
+    def table(self, *others: MemoryReport) -> str:
+        """This report, and others beside it, such as those of the same model in other settings."""
+        reports = (self, *others)
+        names = row_names(reports)
+        lines = [["", *(report.label or "bytes" for report in reports)]]
+        lines += [[n, *(readable(report.rows().get(n)) for report in reports)] for n in names]
+        for name, get in (
+            ("saved, all", lambda report: report.saved_total),
+            ("total", lambda report: report.total),
+            ("peak", lambda report: report.peak),
+        ):
+            lines.append([name, *(readable(get(report)) for report in reports)])
+        return "\n".join(aligned(lines))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, path: str | os.PathLike[str], *others: MemoryReport) -> None:
+        """Draw a stacked bar for this report, and for each of the others, to an image file.
+
+        The format follows the suffix of `path` (.png, .svg, .pdf). ImportError without matplotlib.
+        """
+        reports = (self, *others)
+        plotting.save(plotting.plot_memory(reports, row_names(reports)), path)
+
+
+def row_names(reports: Iterable[MemoryReport]) -> list[str]:
+    """The parts of any of the reports: parameters, gradients, states, saved."""
+    names = dict.fromkeys(name for report in reports for name in report.rows())
+    return sorted(names, key=lambda name: name.startswith("saved"))  # the sort is stable
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    *,
+    label: str = "",
+) -> MemoryReport:
+    """Measure what a training step of `model` keeps, by one forward and backward pass.
+
+        before = mixprec.memory_report(model, optimizer, batch, label="plain")
+        mixprec.convert(model, "bf16", saved="int8")
+        print(before.table(mixprec.memory_report(model, optimizer, batch, label="int8")))
+
+    batch: the arguments of model as a tuple or list, as a dict of keyword arguments, or one tensor.
+    loss(output) returns the scalar to differentiate; None: the output is the loss. label: the
+    heading of the report's column.
+
+    Each storage counts once; what the model holds itself (parameters, buffers) and the batch do not
+    count as saved. The states are all tensors in optimizer.state, of any optimizer; before its
+    first step, those of a copy of it, with a copy of the parameters, after one step. Of DTensors,
+    the local part counts.
+
+    Model, optimizer, gradients, buffers and random generators are left as they were. ValueError if
+    the loss is not one number.
+    """
+    arguments = batch if isinstance(batch, (tuple, list, Mapping)) else (batch,)
+    params = list(model.parameters())
+    owned = [*params, *model.buffers(), *_tensors(arguments)]
+    saved, record = _recorder(owned)
+    with _as_before(model), _peak(params) as peak:
+        with recorded(record):
+            named = isinstance(arguments, Mapping)
+            output = model(**dict(arguments)) if named else model(*arguments)
+            scalar = output if loss is None else loss(output)
+            if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+                got = tuple(scalar.shape) if isinstance(scalar, torch.Tensor) else type(scalar)
+                raise ValueError(
+                    f"memory_report: the loss must be one number, got {got}; "
+                    "pass loss=, a function of the model's output"
+                )
+        output = None
+        scalar.backward()
+        largest = peak()
+        gradients = _bytes(
+            g for p in params for g in (p.grad, getattr(p, "main_grad", None)) if g is not None
+        )
+        has_stepped = any(set(state) - _MASTERS for state in optimizer.state.values())
+        states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
+    kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
+    return MemoryReport(label, _bytes(params), gradients, states, kinds, largest)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield getattr(value, "_local_tensor", value)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Each storage once."""
+    found = {}
+    for t in tensors:
+        for local in _tensors(t):
+            storage = local.untyped_storage()
+            found[StorageWeakRef(storage)] = storage.nbytes()
+    return sum(found.values())
+
+
+def _recorder(
+    owned: Iterable[torch.Tensor],
+) -> tuple[dict[str, int], Callable[[str, torch.Tensor | Saved], None]]:
+    """The bytes saved by kind, and the function for `recorded` that adds to them."""
+    storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in _tensors(t)}
+    codes: WeakSet[Codes] = WeakSet()  # without keeping them until after the backward pass
+    saved: dict[str, int] = {}
+
+    def record(kind: str, kept: torch.Tensor | Saved) -> None:
+        size = 0
+        if isinstance(kept, Saved):
+            size = 0 if kept.codes in codes else kept.codes.nbytes
+            codes.add(kept.codes)
+        else:
+            for local in _tensors(kept):
+                storage = local.untyped_storage()
+                reference = StorageWeakRef(storage)
+                size += 0 if reference in storages else storage.nbytes()
+                storages.add(reference)
+        saved[kind] = saved.get(kind, 0) + size
+
+    return saved, record
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    by_key: dict[str, list[torch.Tensor]] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            by_key.setdefault(str(key), []).extend(_tensors(value))
+    return {key: size for key, tensors in by_key.items() if (size := _bytes(tensors))}
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy, without its hooks, after a step with the gradients that its parameters have."""
+    twin = copy.deepcopy(optimizer)
+    for mine, its in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for p, q in zip(mine["params"], its["params"], strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+    twin._optimizer_step_pre_hooks.clear()
+    twin._optimizer_step_post_hooks.clear()
+    type(twin).step(twin)  # a scheduler's wrapper in optimizer.step would step the original
+    return twin
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers and random generators at the end."""
+    random = _random_state.get()
+    grads = [(p, p.grad) for p in model.parameters()]
+    mains = [getattr(p, "main_grad", None) for p, _ in grads]
+    kept = [*model.buffers(), *(t for t in mains if t is not None)]
+    values = [(t, t.detach().clone()) for t in kept]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        with torch.no_grad():
+            for t, value in values:
+                t.copy_(value)
+        _random_state.put(random)
+
+
+@contextlib.contextmanager
+def _peak(params: list[nn.Parameter]) -> Iterator[Callable[[], int | None]]:
+    """A function that returns the most memory in use since the block began."""
+    device = next((p.device for p in params), torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    try:  # Linux: 5 resets the largest resident size
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        yield lambda: None
+    else:
+        yield _resident_peak
+
+
+def _resident_peak() -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

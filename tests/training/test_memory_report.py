@@ -1,0 +1,136 @@
+"""memory_report: bytes known beforehand, and that nothing of the run is changed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import for_each
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.diagnostics.memory_report import MemoryReport
+
+M, K = 64, 128
+
+
+def model(**convert: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(K, K), nn.GELU(), nn.Linear(K, K), nn.BatchNorm1d(K))
+    return mixprec.convert(net, **convert) if convert else net
+
+
+def loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def report(net: nn.Module, optimizer: Any = None, **options: Any) -> MemoryReport:
+    optimizer = optimizer or torch.optim.AdamW(net.parameters())
+    return mixprec.memory_report(net, optimizer, torch.randn(M, K), loss, **options)
+
+
+def test_each_part_has_the_bytes_that_it_has_to_have() -> None:
+    net = model()
+    found = report(net)
+    params = 4 * (2 * (K * K + K) + 2 * K)
+    assert (found.parameters, found.gradients) == (params, params)
+    assert found.states == {"step": 4 * 6, "exp_avg": params, "exp_avg_sq": params}
+    one = 4 * M * K
+    # The first Linear saves the batch, which is not counted; GELU and the second one an
+    # activation each; the norm its input and statistics; square() its input.
+    assert found.saved == {"linear": one, "activation": one, "norm": one + 8 * K, "other": one}
+    assert found.total == sum(found.rows().values()) == 4 * params + 24 + 4 * one + 8 * K
+    assert found.peak is None or found.peak > found.total
+
+
+def test_compressed_tensors_count_as_they_are_kept() -> None:
+    ranges = M * K // 128 * 4
+    for bits, size in (("int8", M * K), ("int4", M * K // 2)):
+        found = report(model(recipe="bf16", saved=bits)).saved
+        assert found["activation"] == size + ranges
+        assert found["norm"] == size + ranges + 8 * K
+    inside = report(model(recipe="bf16", saved="int8")).saved
+    with mixprec.compress_saved("int8"):
+        assert report(model(recipe="bf16")).saved == inside | {"other": M * K + ranges}
+
+
+def test_a_storage_counts_once_and_recomputed_ones_not() -> None:
+    class Twice(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.net, self.again = model(), again
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.net[0](x)
+            h = checkpoint(self.net[1], h, use_reentrant=False) if self.again else self.net[1](h)
+            return h * h.t().t() + h.relu() * h
+
+    one = 4 * M * K
+    for again, expected in ((False, {"activation": 3 * one}), (True, None)):
+        found = report(Twice(again)).saved
+        if expected is not None:
+            assert found == {**expected, "other": one}
+        else:
+            assert sum(found.values()) == 4 * one  # the input of the checkpoint in place of GELU's
+
+
+@for_each("kind", ["torch", "mixprec", "sgd", "stepped"])
+def test_nothing_is_changed(kind: str) -> None:
+    net = model(recipe="fp8-delayed")
+    params = list(net.parameters())
+    makers = {"torch": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    optimizer = makers.get(kind, mixprec.optim.AdamW)(params, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    calls: list[object] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    if kind == "stepped":
+        loss(net(torch.randn(M, K))).backward()
+        optimizer.step()
+        schedule.step()
+        calls.clear()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    net[0].weight.main_grad = torch.ones(K, K)
+    before = {name: t.clone() for name, t in net.named_buffers()}
+    values, states = [p.detach().clone() for p in params], len(optimizer.state)
+    rng = torch.get_rng_state(), random.getstate()
+    mixprec.memory_report(net, optimizer, [torch.ones(M, K)], lambda y: loss(y) + torch.rand(()))
+    assert torch.equal(rng[0], torch.get_rng_state())
+    assert rng[1] == random.getstate()
+    assert not calls
+    assert len(optimizer.state) == states
+    assert all(
+        torch.equal(p, v) and p.grad.eq(1).all() for p, v in zip(params, values, strict=True)
+    )
+    assert net[0].weight.main_grad.eq(1).all()
+    for name, t in net.named_buffers():
+        assert torch.equal(t, before[name]), name
+
+
+def test_several_reports_side_by_side(tmp_path: Path) -> None:
+    before = report(model(), label="plain")
+    net = model(recipe="bf16", saved="int8")
+    after = report(net, mixprec.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), label="int8")
+    lines = before.table(after).splitlines()
+    assert lines[0].split() == ["plain", "int8"]
+    names = [line.split("  ")[0] for line in lines[2:]]
+    assert len(set(names)) == len(names) > 8
+    assert names.index("optimizer: momentum_buffer") < names.index("saved: linear")
+    row = next(line for line in lines if line.startswith("optimizer: exp_avg "))
+    assert row.endswith(" -")
+    assert str(before) == before.table()
+    before.plot(tmp_path / "memory.png", after)
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+
+
+def test_a_batch_may_be_a_dict_and_the_loss_must_be_a_number() -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    assert mixprec.memory_report(net, optimizer, {"input": torch.ones(1, 4)}).states == {}
+    with pytest.raises(ValueError, match=r"one number, got \(2, 1\); pass loss="):
+        mixprec.memory_report(net, optimizer, torch.ones(2, 4))
+    assert net.weight.grad is None
