@@ -1,0 +1,71 @@
+"""compress_saved on two ranks, under DDP and FSDP2, with and without activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_models import BF16, loss_of, make_model, whole, wrapped
+from ranks import on_ranks
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.memory.compress_saved import recorded
+from mixprec.memory.packed import Saved
+
+WORLD = 2
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*backward hooks.*"),
+]
+
+
+def gradients(kind: str, bits: Any, recompute: bool) -> tuple[list[torch.Tensor], int]:
+    """Those of one step, and how many tensors were compressed."""
+    model: Any = make_model(64, 128, 96, 1)
+    if bits and kind == "convert":
+        mixprec.convert(model, "bf16", saved=bits)
+    model = wrapped("fsdp" if kind != "ddp" else "ddp", model, BF16 if kind != "ddp" else None)
+    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = x.bfloat16() if kind != "ddp" else x
+    found: list[Saved] = []
+
+    def run() -> torch.Tensor:
+        y = x * 1
+        return checkpoint(model, y, use_reentrant=False) if recompute else model(y)
+
+    torch.manual_seed(3)
+    with recorded(lambda _, t: found.append(t) if isinstance(t, Saved) else None):
+        if bits and kind != "convert":
+            with mixprec.compress_saved(bits):
+                y = run()
+        else:
+            y = run()
+    loss_of(y, 0.0).backward()
+    return whole(p.grad for p in model.parameters()), len(found)
+
+
+def all_kinds() -> dict[str, Any]:
+    result = {}
+    for kind in ("ddp", "fsdp", "convert"):
+        plain, _ = gradients(kind, None, False)
+        for recompute in (False, True):
+            first, count = gradients(kind, "int8", recompute)
+            again, _ = gradients(kind, "int8", recompute)
+            result[f"{kind} {recompute}"] = first, again, plain, count
+    return result
+
+
+def test_gradients_are_close_and_the_same_each_time() -> None:
+    ranks = on_ranks(WORLD, all_kinds)
+    for name, (first, again, plain, count) in ranks[0].items():
+        assert all(map(torch.equal, first, again)), name
+        assert all(map(torch.equal, first, ranks[1][name][0])), name  # reduced over the ranks
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(first, plain, strict=True)]
+        assert max(errors) < 0.1, name
+        # Inside a checkpoint nothing is saved but its input: in 16 bits, it is compressed. A model
+        # of convert(saved=) is inside of the checkpoint itself.
+        assert (count == 0) == (name == "ddp True"), name
+        assert (max(errors) > 0) == (count > 0), name
