@@ -7,7 +7,7 @@ import gc
 import math
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import gpt_data
@@ -101,18 +101,22 @@ def train(
         if progress is not None:
             progress(name, *where)
 
-    return mixprec.compare(
-        lambda: GPT(config),
-        gpt_data.Batches(text.train, *shape, options.steps, options.seed),
-        "fp32" if name == TF32 else name,
-        validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
-        make_optimizer=adamw,
-        schedule=lambda step: warmup_then_cosine(step, options.steps),
-        seed=options.seed,
-        device=options.device,
-        count=lambda batch: batch[0].numel(),
-        unit="tokens",
-        loss_name="bits/byte",
-        loss_factor=BITS,
-        progress=step,
-    )
+    saved: Any = nullcontext()
+    if options.saved:
+        saved = mixprec.compress_saved(options.saved, seed=options.seed)
+    with saved:
+        return mixprec.compare(
+            lambda: GPT(config),
+            gpt_data.Batches(text.train, *shape, options.steps, options.seed),
+            "fp32" if name == TF32 else name,
+            validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
+            make_optimizer=adamw,
+            schedule=lambda step: warmup_then_cosine(step, options.steps),
+            seed=options.seed,
+            device=options.device,
+            count=lambda batch: batch[0].numel(),
+            unit="tokens",
+            loss_name="bits/byte",
+            loss_factor=BITS,
+            progress=step,
+        )

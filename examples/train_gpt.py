@@ -72,6 +72,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--context", "bytes per sequence", type=int, default=128)
     add("--layers", "transformer blocks", type=int, default=3)
     add("--width", "size of the residual stream, a multiple of 64", type=int, default=256)
+    parser.add_argument(
+        "--saved", choices=("int8", "int4"), help="compress what is saved for backward"
+    )
     options = parser.parse_args(argv)
     if options.steps is None:
         options.steps = FULL_STEPS if options.full else STEPS

@@ -21,7 +21,7 @@ from ..memory.packed import Codes, Saved
 from . import plotting
 from .report_table import aligned, readable
 
-__all__ = ["MemoryReport", "memory_report", "row_names"]
+__all__ = ["MemoryReport", "memory_report", "recorder", "row_names"]
 
 # What an optimizer of mixprec may hold before its first step.
 _MASTERS = {"master", "remainder"}
@@ -122,7 +122,7 @@ def memory_report(
     arguments = batch if isinstance(batch, (tuple, list, Mapping)) else (batch,)
     params = list(model.parameters())
     owned = [*params, *model.buffers(), *_tensors(arguments)]
-    saved, record = _recorder(owned)
+    saved, record = recorder(owned)
     with _as_before(model), _peak(params) as peak:
         with recorded(record):
             named = isinstance(arguments, Mapping)
@@ -166,10 +166,11 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(found.values())
 
 
-def _recorder(
+def recorder(
     owned: Iterable[torch.Tensor],
 ) -> tuple[dict[str, int], Callable[[str, torch.Tensor | Saved], None]]:
-    """The bytes saved by kind, and the function for `recorded` that adds to them."""
+    """The bytes saved by kind, each storage once and without those `owned`, and the function for
+    `recorded` that adds to them."""
     storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in _tensors(t)}
     codes: WeakSet[Codes] = WeakSet()  # without keeping them until after the backward pass
     saved: dict[str, int] = {}

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from ..functional import observed
+from ..memory.compress_saved import recorded
 from ..nn import Layer
+from .memory_report import recorder
 from .report import Row
 from .stats.products import model_sqnr
 
@@ -220,22 +222,10 @@ class TrainingRun:
 
     @contextmanager
     def _saved_bytes_measured(self) -> Iterator[None]:
-        """Sum the storages that autograd keeps in this block, each once, without parameters.
-
-        A kept storage lives until the backward pass, so its address is unique.
-        """
-        params = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        kept: dict[int, int] = {}
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in params:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        saved, record = recorder(self.model.parameters())
+        with recorded(record):
             yield
-        self.row.saved_bytes = sum(kept.values())
+        self.row.saved_bytes = sum(saved.values())
 
     @contextmanager
     def _gemms_counted(self) -> Iterator[None]:
