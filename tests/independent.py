@@ -244,7 +244,7 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-# What the two optimizers share; step counts this one. The constants are FP64, rounded once.
+# What the optimizers share; step counts this one. The constants are FP64, rounded once.
 SETTINGS = {"maximize": False, "max_value": math.inf, "inv_scale": None, "clip": None}
 ADAMW = {**SETTINGS, "decoupled_weight_decay": True}
 SGD = {**SETTINGS, **dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov"), 0)}
@@ -298,6 +298,32 @@ def sgd(
             g = g + b * real(h.momentum) if h.nesterov else b
         p = p - g * real(h.lr)
     return p, b
+
+
+def lion(
+    p: Array, g: Array, m: Array, step: int, real: Real = F32, **s: Any
+) -> tuple[Array, Array]:
+    """The same for Lion; new (p, m)."""
+    h = SimpleNamespace(**(SETTINGS | s))
+    p, g, m = (np.asarray(t, dtype=np.float64).astype(real) for t in (p, g, m))
+    with np.errstate(over="ignore", invalid="ignore"):
+        g = _usable(g, real, h)
+        if (decay := real(h.lr * h.weight_decay)) != 0:
+            p = p - decay * p
+        c = m + (g - m) * real(1.0 - h.beta1)
+        return p - np.sign(c) * real(h.lr), m + (g - m) * real(1.0 - h.beta2)
+
+
+def muon_direction(
+    p: Array, g: Array, b: Array, step: int, real: Real = F32, **s: Any
+) -> tuple[Array, Array]:
+    """The same for the momentum of Muon; (direction, new momentum buffer)."""
+    h = SimpleNamespace(**(SETTINGS | s))
+    g, b = (np.asarray(t, dtype=np.float64).astype(real) for t in (g, b))
+    with np.errstate(over="ignore", invalid="ignore"):
+        g = _usable(g, real, h)
+        b = b + (g - b) * real(1.0 - h.momentum)
+        return b + (g - b) * real(1.0 - h.momentum) if h.nesterov else b, b
 
 
 def philox(counter: Sequence[int], seed: int) -> list[int]:

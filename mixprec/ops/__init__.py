@@ -9,6 +9,8 @@ from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
 from .grad_stats import grad_stats_
 from .pack import pack, unpack
+from .lion import lion_
+from .muon_direction import muon_direction_
 from .quantize import quantize
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
@@ -26,6 +28,8 @@ __all__ = [
     "inv_scale",
     "join_master",
     "pack",
+    "lion_",
+    "muon_direction_",
     "quantize",
     "scale_from_amax_",
     "sgd_",

@@ -17,6 +17,7 @@ from mixprec import ops
 from mixprec.ops._dispatch.op import OPS
 
 LOW = (torch.float16, torch.bfloat16, *FP8)
+UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")
 SCALARS = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
 ARRANGEMENTS = ("contiguous", "permuted", "empty")
 
@@ -34,7 +35,7 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
     dtypes = {
         **dict.fromkeys(("amax", "quantize", "pack", "unpack"), WIDE),
         **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_"), LOW),
-        **dict.fromkeys(("unscale_", "grad_stats_", "adamw_", "sgd_"), fp64),
+        **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
         **dict.fromkeys(("scale_from_amax_", *SCALARS), (torch.float32,)),
         "clip_coef": (torch.float64,),
     }
@@ -81,7 +82,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op == "grad_stats_":
         grads = [x, tensor((3,), torch.float32, "contiguous")]
         return grads, one, flag, torch.zeros(2).double(), counts
-    if op in ("adamw_", "sgd_"):
+    if op in UPDATES:
         real = torch.float64 if dtype == torch.float64 else torch.float32
         wide = [tensor((4, 6), real, arrangement) for _ in range(3)]
         masters = [wide[2]] if real != dtype else []
@@ -93,6 +94,12 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         if op == "sgd_":
             numbers = (0.1, 0.9, 0.0, 0.0, True, scales)
             return [x], [x.clone()], [wide[0]], [], flag + 1, *numbers, *shared
+        if op == "lion_":
+            numbers = (0.1, 0.9, 0.99, 0.1, scales)
+            return [x], [x.clone()], [wide[0]], masters, flag + 1, *numbers, *shared
+        if op == "muon_direction_":
+            numbers = (0.0, 0.95, True, scales)
+            return [x], [x.clone()], [wide[0]], masters, flag + 1, *numbers, *shared
         scales += [torch.ones(0)] if scales else []
         numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, True, scales)
         moments = [wide[0]], [wide[1].abs()]
@@ -149,7 +156,7 @@ def test_fakes_give_the_exact_strides(
 
 def mutating_call(op: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """The tensors that the op writes to, by its schema, and a call of the function."""
-    dtype = {"gemm_accumulate_": torch.float16, "adamw_": torch.bfloat16, "sgd_": torch.bfloat16}
+    dtype = {"gemm_accumulate_": torch.float16, **dict.fromkeys(UPDATES, torch.bfloat16)}
     args = arguments(op, dtype.get(op, torch.float32), "contiguous")
     written = [
         value if isinstance(value, list) else [value]

@@ -6,6 +6,8 @@
 
 #include "dispatch.h"
 #include "math/adamw.h"
+#include "math/lion.h"
+#include "math/muon_direction.h"
 #include "math/sgd.h"
 
 namespace mixprec::cpu {
@@ -72,6 +74,15 @@ struct PackArrays {
   uint8_t* codes;
   Bf16* ranges;  // minimum and step of each group
 };
+struct LionConstants {
+  LionScalars<float> narrow;
+  LionScalars<double> wide;
+};
+struct MuonConstants {
+  bool nesterov;
+  MuonScalars<float> narrow;
+  MuonScalars<double> wide;
+};
 
 struct Loops {
   const char* isa;
@@ -105,6 +116,8 @@ struct Loops {
   // Elements [begin, end) of one param; begin is a multiple of 8.
   void (*adamw)(const StepArrays&, int64_t begin, int64_t end, const AdamWConstants&);
   void (*sgd)(const StepArrays&, int64_t begin, int64_t end, const SgdConstants&);
+  void (*lion)(const StepArrays&, int64_t begin, int64_t end, const LionConstants&);
+  void (*muon_direction)(const StepArrays&, int64_t begin, int64_t end, const MuonConstants&);
   // One row of a GEMM's result from its fp32 accumulators, n contiguous elements.
   void (*store_row)(Dtype out_dtype, const float* acc, const Epilogue&, void* out, int64_t n);
   // out[i * stride] += acc[i] * scales

@@ -246,6 +246,19 @@ __attribute__((noinline)) void sgd_momentum_row(Real* __restrict p, const Real* 
   }
 }
 
+template <class Real>
+__attribute__((noinline)) void lion_row(Real* __restrict p, const Real* __restrict grad,
+                                        Real* __restrict m, int64_t n, const LionScalars<Real> s) {
+  for (int64_t i = 0; i < n; ++i) p[i] = lion(p[i], grad[i], m[i], s);
+}
+
+template <bool nesterov, class Real>
+__attribute__((noinline)) void muon_direction_row(Real* __restrict p, const Real* __restrict grad,
+                                                  Real* __restrict b, int64_t n,
+                                                  const MuonScalars<Real> s) {
+  for (int64_t i = 0; i < n; ++i) p[i] = muon_direction<nesterov>(grad[i], b[i], s);
+}
+
 // update(p, ...) with the constants of the params' width.
 template <class Constants, class Row>
 inline void for_rows(const StepArrays& a, int64_t begin, int64_t end, const Constants& c,
@@ -279,6 +292,22 @@ void sgd(const StepArrays& a, int64_t begin, int64_t end, const SgdConstants& c)
       sgd_momentum_row<true>(p, g, b, c.first, n, s);
     } else {
       sgd_momentum_row<false>(p, g, b, c.first, n, s);
+    }
+  });
+}
+
+void lion(const StepArrays& a, int64_t begin, int64_t end, const LionConstants& c) {
+  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* m, auto*, int64_t n, const auto& s) {
+    lion_row(p, g, m, n, s);
+  });
+}
+
+void muon_direction(const StepArrays& a, int64_t begin, int64_t end, const MuonConstants& c) {
+  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* b, auto*, int64_t n, const auto& s) {
+    if (c.nesterov) {
+      muon_direction_row<true>(p, g, b, n, s);
+    } else {
+      muon_direction_row<false>(p, g, b, n, s);
     }
   });
 }

@@ -18,6 +18,8 @@ constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
       .grad_stats = grad_stats,
       .adamw = adamw,
       .sgd = sgd,
+      .lion = lion,
+      .muon_direction = muon_direction,
       .store_row = store_row,
       .accumulate_row = accumulate_row,
       .gemm_f32 = gemm_f32,

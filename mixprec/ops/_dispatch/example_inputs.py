@@ -170,6 +170,23 @@ def sgd(device: str) -> Iterator[Arguments]:
         yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 
 
+def lion(device: str) -> Iterator[Arguments]:
+    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
+        params, grads, m, _, masters = _step_tensors(device)
+        steps = _tensor(device, [3.0, 0.0])
+        lists = [params, grads, m, [] if stochastic else masters]
+        numbers = (1e-3, 0.9, 0.99, 0.01)
+        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
+
+
+def muon_direction(device: str) -> Iterator[Arguments]:
+    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
+        params, grads, m, _, masters = _step_tensors(device)
+        steps = _tensor(device, [3.0, 0.0])
+        lists = [params, grads, m, [] if stochastic else masters]
+        yield [*lists, steps, 0.0, 0.95, stochastic, *_step_shared(device, found_inf, stochastic)]
+
+
 def scale_from_amax(device: str) -> Iterator[Arguments]:
     amax = _tensor(device, [0.0, 1e-40, 1.0, 3.0, 448.0, math.inf, math.nan])
     for power_of_two in (True, False):

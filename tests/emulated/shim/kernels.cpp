@@ -1,11 +1,12 @@
 // The kernels of csrc/cuda as plain C functions over host memory: every argument is a number of 64
 // bits, an address, or an array of addresses. Each returns 0 or CUDA's error code.
-#include <tuple>
 #include <vector>
 
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
 #include "cuda/optim/adamw.cuh"
+#include "cuda/optim/lion.cuh"
+#include "cuda/optim/muon_direction.cuh"
 #include "cuda/optim/sgd.cuh"
 #include "cuda/pack/pack.cuh"
 #include "cuda/quantize/dequantize.cuh"
@@ -139,12 +140,13 @@ int unpack(int64_t dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges
                                nullptr);
 }
 
-// pointers, stored: [count][kStepArrays]; indices may be null; rule: its numbers in order.
-int update(int64_t is_adamw, int64_t count, const int64_t* stored, void** pointers,
-           const int64_t* numels, const int64_t* indices, float* steps, const float* lr_f32,
-           const double* lr_f64, const float* inv_scale, const float* clip, const float* found_inf,
-           double max_value, int64_t maximize, int64_t stochastic_rounding, int64_t seed,
-           const double* rule, int64_t sms) {
+// op: which, in the order of runner.py. pointers, stored: [count][kStepArrays]; indices may be
+// null; rule: its numbers in order.
+int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, const int64_t* numels,
+           const int64_t* indices, float* steps, const float* lr_f32, const double* lr_f64,
+           const float* inv_scale, const float* clip, const float* found_inf, double max_value,
+           int64_t maximize, int64_t stochastic_rounding, int64_t seed, const double* rule,
+           int64_t sms) {
   std::vector<StepTensor> tensors(count);
   for (int64_t i = 0; i < count; ++i) {
     for (int a = 0; a < kStepArrays; ++a) {
@@ -158,9 +160,17 @@ int update(int64_t is_adamw, int64_t count, const int64_t* stored, void** pointe
                    inv_scale, clip,          found_inf,
                    max_value, maximize != 0, stochastic_rounding != 0,
                    seed};
-  auto [a, b, c, d] = std::tuple(rule[0], rule[1], rule[2], rule[3]);
-  if (is_adamw == 0) return run_step(tensors, SgdRule{{a, b, c, d, rule[4] != 0}}, args, sms);
-  return run_step(tensors, AdamWRule{{a, b, c, d, rule[4], rule[5] != 0}}, args, sms);
+  const double* r = rule;
+  switch (op) {
+    case 0:
+      return run_step(tensors, AdamWRule{{r[0], r[1], r[2], r[3], r[4], r[5] != 0}}, args, sms);
+    case 1:
+      return run_step(tensors, SgdRule{{r[0], r[1], r[2], r[3], r[4] != 0}}, args, sms);
+    case 2:
+      return run_step(tensors, LionRule{{r[0], r[1], r[2], r[3]}}, args, sms);
+    default:
+      return run_step(tensors, MuonRule{{r[0], r[1], r[2] != 0}}, args, sms);
+  }
 }
 
 int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int64_t dtype,

@@ -202,8 +202,11 @@ STORED = (None, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch
 STORED += (torch.uint8,)
 
 
+UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")  # in the order of kernels.cpp
+
+
 def update(name: str, *args: Any) -> None:
-    """adamw_ or sgd_."""
+    """One of UPDATES."""
     a = op.OPS[name].Args(*args)
     first, last = (a._fields.index(field) for field in ("lr", "state_scales"))
     params, grads, *states, masters = args[: a._fields.index("steps")]
@@ -218,7 +221,7 @@ def update(name: str, *args: Any) -> None:
     rates = (None, a.lr_tensor) if wide else (a.lr_tensor, None)
     rule = torch.tensor(args[first:last], dtype=torch.float64)
     call(
-        "update", name == "adamw_", len(params), stored, cells,
+        "update", UPDATES.index(name), len(params), stored, cells,
         _numbers([p.numel() for p in params]), order, a.steps, *rates, a.inv_scale, a.clip,
         a.found_inf, a.max_value, a.maximize, a.stochastic_rounding, a.seed, rule, _sms(),
     )  # fmt: skip
@@ -247,5 +250,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "dequantize": dequantize, "pack": pack, "unpack": unpack,
     "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
     "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),
-    "adamw_": partial(update, "adamw_"), "sgd_": partial(update, "sgd_"),
+    **{name: partial(update, name) for name in UPDATES},
 }  # fmt: skip

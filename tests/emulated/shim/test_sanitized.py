@@ -19,7 +19,7 @@ import torch
 from cases import normal, small_integers
 from emulated.agreement import Agreement, tensors
 from emulated.shim import runner
-from emulated.values.test_updates import KINDS, arguments, mixes
+from emulated.values.test_updates import KINDS, RULES, arguments, mixes
 
 ODD = 1003  # elements
 
@@ -50,12 +50,12 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         yield "amax", [x]
         yield "quantize", [x, torch.float8_e5m2, one, False, "tensor", True]
         yield "dequantize", [x.to(e4m3), one, torch.bfloat16]
-        for masters, (rule, op) in itertools.product(
-            (False, True), (("decoupled", "adamw_"), ("momentum", "sgd_"))
+        for masters, rule in itertools.product(
+            (False, True), ("decoupled", "momentum", "lion", "muon")
         ):
             kinds = [kind for kind in KINDS if (kind[1] is not None) is masters]
             mixed = [mix for kind in kinds for mix in mixes(*kind)[::5]]
-            yield op, arguments(rule, mixed, [(n,)], stochastic_rounding=True)
+            yield RULES[rule][0], arguments(rule, mixed, [(n,)], stochastic_rounding=True)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ ONE = some(F32, 1)[0]
 
 
 def update(rule: str, *dtypes: Any, **options: Any) -> tuple[Any, ...]:
-    """adamw_ or sgd_ of one param, with everything that may be absent."""
+    """An update of one param, with everything that may be absent."""
     given = {"lr_tensor": ONE, "inv_scale": ONE, "clip": ONE, "found_inf": ONE} | options
     return RULES[rule][0], *arguments(rule, [Mix(*dtypes)], [(ROWS, COLUMNS)], **given)
 
@@ -73,6 +73,10 @@ OTHERS = [
     update("momentum", F64, F64, None, (F64, F64)),
     update("sgd", BF16, BF16, I16),
     update("nesterov", BF16, BF16, None, (BF16, BF16), stochastic_rounding=True),
+    update("lion", BF16, BF16, F32),
+    update("lion", BF16, BF16, I16, (BF16, BF16)),
+    update("muon", F32, F32),
+    update("muon", F32, BF16, None, (BF16, BF16)),
     ("scale_from_amax_", some(F32, 2048), some(F32, 2048), some(F32, 2048), E4M3, 3, True),
     ("inv_scale", ONE),
     ("clip_coef", some(F64, 100), 1.5),
@@ -87,6 +91,7 @@ BUILDS = [
 ]
 # What each kernel reads and writes in blocks of so many elements, and how often the code is there:
 # for full blocks and for the last one. The rest of the kernels only see a few scalars.
+UPDATES = ("adamw", "sgd", "lion", "muon")
 STATES = "exp_avg_ptr exp_avg_sq_ptr buffer_ptr master_ptr"
 ACCESSES = {
     "amax": (("BLOCK",), "x_ptr", "", 2),
@@ -101,6 +106,8 @@ ACCESSES = {
     "grad_stats": (("BLOCK",), "grad_ptr", "", 2),
     "adamw": (("BLOCK",), f"grad_ptr {STATES}", f"param_ptr {STATES}", 2),
     "sgd": (("BLOCK",), f"grad_ptr {STATES}", f"param_ptr {STATES}", 2),
+    "lion": (("BLOCK",), f"grad_ptr {STATES}", f"param_ptr {STATES}", 2),
+    "muon_direction": (("BLOCK",), "grad_ptr buffer_ptr", f"param_ptr {STATES}", 2),
     "scale_from_amax": (("BLOCK",), "scale_ptr amax_ptr", "scale_ptr scale_inv_ptr", 1),
 }
 
@@ -109,7 +116,7 @@ def expected(one: Launch) -> tuple[int, int]:
     """The 16-byte loads and stores of a thread."""
     sizes, read, written, paths = ACCESSES.get(one.stem, ((), "", "", 0))
     master = one.values.get("master_ptr")
-    if one.stem in ("adamw", "sgd") and (master is None or one.values["REMAINDER"]):
+    if one.stem in ("adamw", "sgd", "lion") and (master is None or one.values["REMAINDER"]):
         read += " param_ptr"
     elements = paths
     for size in sizes:
@@ -149,13 +156,13 @@ def test_every_kernel(
         check_accesses(one)
         if "quantize" in one.name:
             check_conversions(one, capability)
-        if one.stem.split("_")[0] in ("adamw", "sgd"):
+        if one.stem.split("_")[0] in UPDATES:
             check_rounding(one)
             check_random_bits(one)
         if one.stem in ACCESSES:
             check_offsets(one.compiled.asm["ttir"])
         check_declarations(one)
-        if capability == 90 and one.stem.split("_")[0] in ("adamw", "sgd", "quantize", "grad"):
+        if capability == 90 and one.stem.split("_")[0] in (*UPDATES, "quantize", "grad"):
             sass = one.compiled.asm["sass"]  # of those with the most registers: half a second each
             assert "EXIT" in sass
             assert not re.findall(r"\b(?:LDL|STL)\b", sass), "registers are spilled"
@@ -203,7 +210,8 @@ def check_rounding(one: Launch) -> None:
     assert not re.search(r"\b(mul|add|sub)\.f(32|64)", ptx), "ptxas may fuse what has no .rn"
     real = "f64" if one.values.get("P", "fp64") == "fp64" else "f32"
     adamw = ("sqrt", "div", "mul", "sub")
-    instructions = {"adamw": adamw, "adamw_constants": adamw, "sgd": ("mul", "add", "sub")}
+    instructions = {"adamw": adamw, "adamw_constants": adamw}
+    instructions |= dict.fromkeys(("sgd", "lion", "muon_direction"), ("mul", "add", "sub"))
     for instruction in instructions.get(one.stem, ("sub",)):
         assert f"{instruction}.rn.{real}" in ptx
 

@@ -1,4 +1,4 @@
-"""adamw_ and sgd_, bit for bit the references: every mix of dtypes, every option."""
+"""The optimizer updates, bit for bit the references: every mix of dtypes, every option."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ RULES: dict[str, tuple[str, int, dict[str, Any]]] = {
                              "nesterov": False}),
     "nesterov": ("sgd_", 1, {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01,
                              "nesterov": True}),
+    "lion": ("lion_", 1, {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
+    "muon": ("muon_direction_", 1, {"lr": 0.0, "momentum": 0.95, "nesterov": True}),
 }  # fmt: skip
 every_rule = pytest.mark.parametrize("rule", RULES)
-both_ops = pytest.mark.parametrize("rule", ["decoupled", "momentum"])
+every_op = pytest.mark.parametrize("rule", ["decoupled", "momentum", "lion", "muon"])
 # What comes after a rule's numbers, in the schema's order.
 TAIL: dict[str, Any] = {
     "state_scales": None, "maximize": False, "max_value": INF, "stochastic_rounding": False,
@@ -124,15 +126,16 @@ def test_updates(agree: Agreement, rule: str, kind: tuple[Any, Any]) -> None:
         check(agree, rule, found[i::4], [shape], stochastic_rounding=i % 2 == 0)
 
 
-@both_ops
+@every_op
 def test_options(agree: Agreement, rule: str) -> None:
     """What the gradient and the rate depend on, in both widths of the arithmetic."""
     mixed = [Mix(F16, F16), Mix(F64, F64, None, (F64, F64))]
-    flag = {"decoupled": "decoupled_weight_decay", "momentum": "nesterov"}[rule]
-    signs = itertools.product((False, True), (INF, 0.1), RATES, (False, True))
+    flags = {"decoupled": "decoupled_weight_decay", "momentum": "nesterov", "muon": "nesterov"}
+    flag = (flags[rule],) if rule in flags else ()
+    signs = itertools.product((False, True), (INF, 0.1), RATES, *[(False, True)] * len(flag))
     given = itertools.product((None, *map(torch.tensor, (0.7,))), repeat=3)
     cases = [
-        *(dict(zip(("maximize", "max_value", "lr_tensor", flag), c, strict=True)) for c in signs),
+        *(dict(zip(("maximize", "max_value", "lr_tensor", *flag), c, strict=True)) for c in signs),
         *(dict(zip(("inv_scale", "clip", "found_inf"), c, strict=True)) for c in given),
     ]
     for options in cases:
@@ -162,6 +165,9 @@ def test_updates_skip(agree: Agreement, rule: str, found_inf: float) -> None:
         ("decoupled", {"eps": 1e-30, "lr": 1e10, "weight_decay": 0.3}),
         ("decoupled", {"beta1": 0.95, "beta2": 0.99999, "lr": 3.3e-5}),
         ("momentum", {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}),
+        ("lion", {"lr": 0.0, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.0}),
+        ("lion", {"lr": 1e10, "weight_decay": 0.3, "beta1": 0.95, "beta2": 0.98}),
+        ("muon", {"momentum": 0.0, "nesterov": False}),
         ("momentum", {"lr": 3e4, "weight_decay": 0.3, "dampening": 1.0, "nesterov": True}),
     ],
     ids=name,
