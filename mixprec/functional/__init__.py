@@ -1,8 +1,10 @@
-"""linear, matmul and conv2d with forward and backward passes in the formats of a recipe."""
+"""linear, matmul and conv2d with forward and backward passes in the formats of a recipe, and the
+orthogonalization of matrices."""
 
 from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._derivatives import twice_differentiable
 from ._linear import linear, matmul
+from ._newton_schulz import orthogonalize
 from ._observed import Observer, observed
 
 __all__ = [
@@ -14,5 +16,6 @@ __all__ = [
     "linear",
     "matmul",
     "observed",
+    "orthogonalize",
     "twice_differentiable",
 ]

@@ -4,7 +4,9 @@ stochastic rounding."""
 from ._fp32 import fp32_state_dict
 from .adamw import Adam, AdamW
 from .averaged import AveragedModel
+from .lion import Lion
 from .masters import Masters
+from .muon import Muon
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "AveragedModel", "Masters", "fp32_state_dict"]
+__all__ = ["SGD", "Adam", "AdamW", "AveragedModel", "Lion", "Masters", "Muon", "fp32_state_dict"]

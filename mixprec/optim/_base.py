@@ -131,7 +131,8 @@ class Optimizer(torch.optim.Optimizer):
             wrong = None
             if p.dtype not in REALS:
                 wrong = f"params must be fp32, bf16, fp16 or fp64, got {p.dtype}"
-                wrong += f"; torch.optim.{who} takes complex ones" if p.is_complex() else ""
+                takes = p.is_complex() and who in ("AdamW", "Adam", "SGD")
+                wrong += f"; torch.optim.{who} takes complex ones" if takes else ""
             elif p.layout != torch.strided:
                 wrong = f"params must be dense, got layout {p.layout}"
             elif (
@@ -413,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
 
-    _OWN = (
+    _OWN: tuple[str, ...] = (
         "_policy",
         "_seed",
         "_grad_dtype",
@@ -423,10 +424,15 @@ class Optimizer(torch.optim.Optimizer):
         "skipped",
     )
 
+    def _moments_of(self, saved: dict[str, Any]) -> tuple[str, ...]:
+        """The moments that a state to load may hold."""
+        return self._moment_names
+
     def _restore(self, who: str, p: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        required = self._moment_names if self._moments_required else ()
+        moments = self._moments_of(saved)
+        required = moments if self._moments_required else ()
         try:
-            return self._policy.restore(who, p, saved, self._moment_names, required)
+            return self._policy.restore(who, p, saved, moments, required)
         except ValueError as error:
             raise ValueError(f"{error} (it is the state of param {self._index[id(p)]})") from None
 

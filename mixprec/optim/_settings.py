@@ -32,6 +32,13 @@ def check_lr(who: str, lr: Any) -> None:
         check_number(who, "lr", lr)
 
 
+def check_betas(who: str, betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{who}: betas must be two numbers in [0, 1), got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_number(who, f"betas[{i}]", beta, limit=1)
+
+
 def check_limit(who: str, name: str, limit: Any) -> None:
     if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
         raise ValueError(f"{who}: {name} must be positive, got {limit!r}")

@@ -111,10 +111,7 @@ class AdamW(Optimizer):
         _settings.check_lr(who, group["lr"])
         for name in ("eps", "weight_decay"):
             _settings.check_number(who, name, group[name])
-        if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
-            raise ValueError(f"{who}: betas must be two numbers in [0, 1), got {group['betas']!r}")
-        for i, beta in enumerate(group["betas"]):
-            _settings.check_number(who, f"betas[{i}]", beta, limit=1)
+        _settings.check_betas(who, group["betas"])
         _settings.check_amsgrad(who, group.get("amsgrad"))
         if "foreach" in group and "amsgrad" not in group:  # torch's RAdam, NAdam, Adamax
             raise ValueError(f"{who}: amsgrad is not there: is this of another optimizer?")

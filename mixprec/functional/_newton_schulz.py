@@ -1,0 +1,79 @@
+"""orthogonalize: Newton-Schulz iterations on low-precision matrix products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..formats import E4M3
+from ..ops import dequantize, quantize
+from ..ops._dispatch import checks
+from ..ops.gemm import run as gemm
+
+DTYPES = ("bf16", "fp8")
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+
+
+def orthogonalize(
+    x: torch.Tensor,
+    *,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: str = "bf16",
+) -> torch.Tensor:
+    """A matrix near U V^T for x = U S V^T: the same singular vectors, singular values about 1.
+
+        y = x / max(norm(x), eps)                          x^T where x has more rows than columns
+        y = a y + (b A + c A A) y  with  A = y y^T         `steps` times, a, b, c = coefficients
+
+    x: [M, N], any real dtype and strides -> [M, N] fp32. Products and sums are FP32; y, A and the
+    sum in parentheses are each rounded once, to bf16, or with dtype="fp8" to E4M3 scaled per
+    tensor, before they enter a product. The default coefficients bring singular values to between
+    0.7 and 1.2, not to 1 exactly; with FP8 errors of 10% come on top. ValueError if x is not a
+    matrix or dtype is another. Source: Muon (Jordan et al., 2024).
+    """
+    if x.dim() != 2:
+        raise ValueError(f"orthogonalize: x must be [M, N], got shape {tuple(x.shape)}")
+    if dtype not in DTYPES:
+        raise ValueError(f'orthogonalize: dtype must be "bf16" or "fp8", got {dtype!r}')
+    checks.needs_no_grad("orthogonalize", "call it under torch.no_grad()", x)
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    wide = x.float().t() if tall else x.float()
+    y = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        # Rounded everywhere, not only in the products: where a y is of another y than A and A of
+        # another than A A, large singular values no longer shrink, and with FP8 they diverge.
+        low = _round(y, dtype)
+        gram = _round(_product(low, low.transposed), dtype)
+        weights = _product(gram, gram).mul_(c).add_(gram.value, alpha=b)
+        y = _product(_round(weights, dtype), low).add_(low.value, alpha=a)
+    return y.t() if tall else y
+
+
+class _Rounded(NamedTuple):
+    """A matrix in the format of the operands."""
+
+    value: torch.Tensor  # in a dtype for sums
+    left: torch.Tensor
+    right: torch.Tensor  # FP8 tensor cores want it column by column
+    scale_inv: torch.Tensor | None
+
+    @property
+    def transposed(self) -> _Rounded:
+        return self._replace(right=self.left.t())  # as the right operand
+
+
+def _round(y: torch.Tensor, dtype: str) -> _Rounded:
+    if dtype == "bf16":
+        low = y.bfloat16()
+        return _Rounded(low, low, low, None)
+    q = quantize(y, E4M3, transpose=True)
+    assert q.data_t is not None
+    return _Rounded(dequantize(q), q.data, q.data_t.t(), q.scale_inv)
+
+
+def _product(a: _Rounded, b: _Rounded) -> torch.Tensor:
+    return gemm(a.left, b.right, a.scale_inv, b.scale_inv, None, torch.float32, False)

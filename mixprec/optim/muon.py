@@ -1,0 +1,287 @@
+"""Muon for matrices, with AdamW for all other params, in one optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .._local_gradients import is_sharded
+from ..functional import orthogonalize
+from ..ops import adamw_, muon_direction_, sgd_
+from . import _settings
+from ._base import Optimizer
+from ._batches import Batch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Muon"]
+
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+
+class Muon(Optimizer):
+    """Muon for matrices and AdamW for the rest, for fp32, bf16, fp16 and fp64 params.
+
+        m = m + (g - m) * (1 - momentum)                        m: momentum_buffer
+        d = m + (g - m) * (1 - momentum) with nesterov, else m
+        p = p - lr * (ratio * orthogonalize(d) + weight_decay * p)
+
+    g: the gradient, unscaled and clipped. orthogonalize: `mixprec.functional.orthogonalize`, ns_*
+    and eps are its arguments; ns_dtype="fp8" casts the operands of its products to E4M3 instead of
+    bf16. ratio: by adjust_lr_fn, None or "original": sqrt(max(1, rows / columns));
+    "match_rms_adamw": 0.2 * sqrt(max(rows, columns)), with which lr and weight_decay are AdamW's.
+    Arguments and results are those of torch.optim.Muon, apart from the rounding of the products.
+
+    Params that are not 2-D, and all of a group with use_muon=False (to be set for embeddings and
+    the output layer), are updated as by `AdamW`, with the settings in `adamw` (lr, betas, eps,
+    weight_decay; those not given are AdamW's defaults). A group of both kinds becomes two param
+    groups, which have `use_muon` True and False. Settings that a group has itself hold for both.
+
+    The other options are as for `AdamW`, and so are skipping, scaling and errors: one overflow
+    skips the step of all params, and one norm clips them. A sharded matrix (DTensor) is gathered,
+    orthogonalized on each rank, and each rank updates its part. state[param]: `momentum_buffer`, or
+    `exp_avg` and `exp_avg_sq`; `step`; `master` or `remainder`. Without masters, state dicts of
+    matrices can be exchanged with torch.optim.Muon in both directions.
+    Source: Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024).
+    """
+
+    _optional: ClassVar[dict[str, Any]] = {
+        "maximize": False,
+        "use_muon": True,
+        "ns_dtype": "bf16",
+        "betas": _ADAMW["betas"],
+    }
+    _OWN = (*Optimizer._OWN, "_adamw")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: str = "bf16",
+        adamw: Mapping[str, Any] | None = None,
+        master_weights: str | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        grad_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        maximize: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if unknown := sorted((adamw or {}).keys() - _ADAMW.keys()):
+            raise ValueError(
+                f"Muon: adamw may hold {', '.join(_ADAMW)}, got {', '.join(map(str, unknown))}"
+            )
+        self._adamw = {**_ADAMW, **(adamw or {})}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "betas": self._adamw["betas"],
+            "use_muon": True,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            grad_dtype=grad_dtype,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            process_group=process_group,
+            ignored={},
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of params: as one group of matrices, one of other params, or both."""
+        before = len(self.param_groups)
+        try:
+            for group in self._by_kind(param_group):
+                super().add_param_group(group)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+
+    def _by_kind(self, group: Any) -> list[dict[str, Any]]:
+        params = group.get("params") if isinstance(group, dict) else None
+        if params is None or isinstance(params, set):
+            return [group]  # which is refused
+        entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        matrices, others = [], entries
+        if group.get("use_muon", True):
+            matrices = [entry for entry in entries if _is_matrix(entry)]
+            others = [entry for entry in entries if not _is_matrix(entry)]
+        kinds = []
+        if matrices or not others:
+            kinds.append({**group, "params": matrices})
+        if others:
+            kinds.append({**self._adamw, **group, "params": others, "use_muon": False})
+        return kinds
+
+    def _check_settings(self, group: dict[str, Any], who: str) -> None:
+        _settings.check_lr(who, group["lr"])
+        for name in ("eps", "weight_decay"):
+            _settings.check_number(who, name, group[name])
+        _settings.check_number(who, "momentum", group["momentum"], limit=1)
+        _settings.check_betas(who, group["betas"])
+        numbers, steps = group["ns_coefficients"], group["ns_steps"]
+        if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
+            raise ValueError(f"{who}: ns_coefficients must be three numbers, got {numbers!r}")
+        if not isinstance(steps, int) or not 0 <= steps < 100:
+            raise ValueError(f"{who}: ns_steps must be an int in [0, 100), got {steps!r}")
+        for name, allowed in (
+            ("adjust_lr_fn", (None, "original", "match_rms_adamw")),
+            ("ns_dtype", ("bf16", "fp8")),
+            ("use_muon", (True, False)),
+        ):
+            if group[name] not in allowed:
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"{who}: {name} must be one of {choices}, got {group[name]!r}")
+        if group["use_muon"] and not all(map(_is_matrix, group.get("params", ()))):
+            raise ValueError(f"{who}: use_muon must be False for params that are not 2-D, got True")
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
+
+    def _moments_of(self, saved: dict[str, Any]) -> tuple[str, ...]:
+        return self._moments({"use_muon": "exp_avg" not in saved})
+
+    def _update_batch(self, batch: Batch, *args: Any) -> None:
+        sharded = zip(batch.data, batch.params, strict=True)
+        self._whole = {id(part): p for part, p in sharded if is_sharded(p)}
+        super()._update_batch(batch, *args)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        state: Callable[[str], list[torch.Tensor]],
+        masters: list[torch.Tensor],
+        steps: torch.Tensor,
+        **shared: Any,
+    ) -> None:
+        if group["use_muon"]:
+            for i, buffer in enumerate(state("momentum_buffer")):
+                indices = shared["indices"][i : i + 1]
+                one = {**shared, "buffer": buffer, "steps": steps[i : i + 1], "indices": indices}
+                self._update_matrix(group, params[i], grads[i], masters[i : i + 1], **one)
+            return
+        beta1, beta2 = group["betas"]
+        adamw_(
+            params,
+            grads,
+            state("exp_avg"),
+            state("exp_avg_sq"),
+            masters,
+            steps,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            **shared,
+        )
+
+    def _update_matrix(
+        self,
+        group: dict[str, Any],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        masters: list[torch.Tensor],
+        *,
+        buffer: torch.Tensor,
+        steps: torch.Tensor,
+        lr: float | torch.Tensor,
+        stochastic_rounding: bool,
+        seed: int,
+        indices: list[int],
+        found_inf: torch.Tensor | None,
+        **of_gradient: Any,
+    ) -> None:
+        both: dict[str, Any] = {"seed": seed, "indices": indices, "found_inf": found_inf}
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        direction = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
+        muon_direction_(
+            [direction],
+            [grad],
+            [buffer],
+            [],
+            steps.clone(),  # sgd_ counts the step
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            **of_gradient,
+            **both,
+        )
+        sgd_(
+            [param],
+            [_orthogonal(direction, self._whole.get(id(param), param), group)],
+            [],
+            masters,
+            steps,
+            lr=lr,
+            weight_decay=group["weight_decay"],
+            stochastic_rounding=stochastic_rounding,
+            **both,
+        )
+
+
+def _is_matrix(entry: Any) -> bool:
+    """A param, or one with its name."""
+    p = entry[-1] if isinstance(entry, tuple) and entry else entry
+    return not isinstance(p, torch.Tensor) or p.dim() == 2  # anything else is refused
+
+
+def _orthogonal(part: torch.Tensor, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """This rank's part of the update of p, from its part of the direction."""
+    direction = part
+    if is_sharded(p):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+        whole = DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        direction = whole.full_tensor()
+    update = orthogonalize(
+        direction,
+        coefficients=group["ns_coefficients"],
+        steps=group["ns_steps"],
+        eps=group["eps"],
+        dtype=group["ns_dtype"],
+    )
+    update = update.to(part.dtype) * _ratio(group["adjust_lr_fn"], *p.shape)
+    if is_sharded(p):
+        everywhere = [Replicate()] * mesh.ndim
+        whole = DTensor.from_local(update, mesh, everywhere, run_check=False)
+        return whole.redistribute(placements=placements).to_local()
+    return update
+
+
+def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """What an update is multiplied by for its size."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns)) if columns else 1.0
