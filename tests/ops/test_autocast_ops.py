@@ -191,7 +191,7 @@ def test_casts_read_what_they_are_given(dtype: torch.dtype, x_dtype: torch.dtype
             ind.assert_same_bits(g, w, name)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Muon"])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_scaler_and_optimizer_inside_a_region(dtype: torch.dtype, optimizer: str) -> None:
     """A user may put the whole step into it: no bit of params, FP32 state or loss scale changes."""

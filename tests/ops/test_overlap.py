@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mixprec
 from mixprec import ops
 from mixprec.ops._dispatch.overlap import check_disjoint
-from mixprec.optim import SGD, AdamW
+from mixprec.optim import SGD, AdamW, Lion, Muon
 
 
 def unscale(grads: list[torch.Tensor]) -> None:
@@ -87,7 +87,7 @@ def test_negative_views(backend: str) -> None:
         unscale([part])
 
 
-@pytest.mark.parametrize("kind", [AdamW, SGD])
+@pytest.mark.parametrize("kind", [AdamW, SGD, Lion, Muon])
 def test_optimizers(kind: type[torch.optim.Optimizer], backend: str) -> None:
     p = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match="params must hold each parameter once, got one twice"):

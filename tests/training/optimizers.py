@@ -12,7 +12,7 @@ import torch
 from cases import GRADS, normal, transposed
 
 from mixprec.ops import join_master
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion
 
 LOW = (torch.bfloat16, torch.float16)
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (0,), (), (129,), (4, 0, 3), (2, 3, 5))
@@ -37,10 +37,39 @@ class Kind:
         return self.theirs(params, **{**dict(self.own), **options})
 
 
+class PlainLion(torch.optim.Optimizer):
+    """Lion in plain torch, which has none."""
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0,
+        *, maximize: bool = False, **ignored: Any,
+    ) -> None:  # fmt: skip
+        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not (state := self.state[p]):
+                    state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p)}
+                state["step"] += 1
+                m, g = state["exp_avg"], -p.grad if group["maximize"] else p.grad
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * m.lerp(g, 1 - beta1).sign())
+                m.lerp_(g, 1 - beta2)
+        return loss
+
+
 KINDS = {
     "AdamW": Kind(AdamW, torch.optim.AdamW),
     "Adam": Kind(Adam, torch.optim.Adam, (("weight_decay", 0.1),)),
     "SGD": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("dampening", 0.1))),
+    "Lion": Kind(Lion, PlainLion, (("weight_decay", 0.1),)),
     "nesterov": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("nesterov", True))),
 }
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from mixprec import ops
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion
 
 
 def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
@@ -37,7 +37,7 @@ def test_sharded_grad_scaler_after_unscale(one_rank: None) -> None:
         assert scaler.get_scale() == (2.0**15 if bad else 2.0**16)
 
 
-@pytest.mark.parametrize("ours", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize("ours", [AdamW, Adam, SGD, Lion], ids=name)
 def test_lists_longer_than_any_table(ours: type[torch.optim.Optimizer]) -> None:
     """apex packs at most 110 tensors and 320 blocks into one launch."""
     count = 701

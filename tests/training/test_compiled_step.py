@@ -11,7 +11,7 @@ from cases import normal
 from torch import nn
 
 import mixprec
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
 
 class Run:
@@ -52,7 +52,7 @@ def test_a_compiled_train_step_gives_the_bits_of_an_eager_one(recipe: str, scale
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", [AdamW, Adam, SGD])
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD, Lion, Muon])
 def test_compiled_step_of_an_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     params = [nn.Parameter(normal((40,), torch.bfloat16)) for _ in range(2)]
     optimizers = [kind([p], lr=0.1) for p in params]

@@ -1,4 +1,4 @@
-"""The update of AdamW, Adam and SGD is torch's; momentum, lr, closures, hooks, schedulers."""
+"""Updates are torch's, Lion's that of its paper; momentum, lr, closures, hooks, schedulers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cases import name
 from optimizers import (
     KINDS,
     Kind,
+    PlainLion,
     assert_close,
     assert_same,
     clones,
@@ -25,7 +26,7 @@ from optimizers import (
 )
 
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion
 
 ADAM: tuple[dict[str, Any], ...] = (
     {},
@@ -45,6 +46,8 @@ KINDS_AND_SETTINGS = [
     *((Kind(AdamW, torch.optim.AdamW), settings) for settings in ADAM),
     *((Kind(Adam, torch.optim.Adam), settings) for settings in ADAM),
     *((Kind(SGD, torch.optim.SGD), {"lr": 0.05, **settings}) for settings in MOMENTUM),
+    (Kind(Lion, PlainLion), {"lr": 0.01, "weight_decay": 0.1}),
+    (Kind(Lion, PlainLion), {"betas": (0.95, 0.98), "maximize": True}),
 ]
 every_setting = pytest.mark.parametrize(("kind", "settings"), KINDS_AND_SETTINGS, ids=str)
 SGDS = Kind(SGD, torch.optim.SGD, (("lr", 0.05),))

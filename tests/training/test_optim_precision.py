@@ -24,7 +24,7 @@ from optimizers import (
 
 import mixprec
 from mixprec.nn import Linear
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion
 
 
 @kinds
@@ -59,7 +59,7 @@ def drift(kind: Callable, dtype: torch.dtype, n: int = 4096, **options: Any) -> 
     return 1.0 - p.detach().double().mean().item()
 
 
-@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD, Lion], ids=name)
 def test_tiny_updates_are_lost_without_masters(kind: Callable) -> None:
     """Why masters exist. The last rounding is half a unit of the param.
 

@@ -29,7 +29,7 @@ from optimizers import (
     trained,
 )
 
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion
 
 
 @kinds
@@ -167,10 +167,10 @@ def test_load_hooks_see_the_tensors() -> None:
 
 
 THEIRS = "AdamW Adam SGD RAdam NAdam Adamax Adagrad RMSprop Rprop ASGD Adadelta Adafactor"
-OTHERS = (AdamW, Adam, SGD, *(getattr(torch.optim, word) for word in THEIRS.split()))
+OTHERS = (AdamW, Adam, SGD, Lion, *(getattr(torch.optim, word) for word in THEIRS.split()))
 
 
-@pytest.mark.parametrize("kind", [AdamW, Adam, SGD], ids=name)
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD, Lion], ids=name)
 def test_a_checkpoint_of_another_optimizer_is_refused(kind: type) -> None:
     for other in OTHERS:
         theirs, _ = trained(other, shapes=[(3, 5), (129,)], lr=0.02)

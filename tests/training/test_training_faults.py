@@ -12,7 +12,7 @@ from optimizers import assert_same, copies, tensors
 from torch import nn
 
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, Adam, AdamW
+from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
 MIN_SCALE = 2.0**-24
 STOCHASTIC = {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "seed": 5}
@@ -20,6 +20,8 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (AdamW, {}),
     "adam": (Adam, {"weight_decay": 0.1}),
     "sgd": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "lion": (Lion, {}),
+    "muon": (Muon, {}),
     "remainder16": (AdamW, {"master_weights": "remainder16"}),
     "stochastic": (AdamW, STOCHASTIC),
     "stochastic_sgd": (SGD, {"momentum": 0.9, **STOCHASTIC}),

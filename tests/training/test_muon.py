@@ -1,0 +1,274 @@
+"""Muon: matrices as torch.optim.Muon and the paper have it, all other params as AdamW."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import normal
+from distributed_models import make_model, whole, wrapped
+from optimizers import (
+    assert_same,
+    clones,
+    copies,
+    forbid_synchronization,
+    master_of,
+    parameters,
+    tensors,
+    through_a_file,
+    train,
+)
+from ranks import on_ranks
+
+import mixprec
+from mixprec.functional import orthogonalize
+from mixprec.optim import SGD, AdamW, Lion, Muon
+
+MATRICES = ((16, 24), (24, 16), (9, 9), (1, 7), (0, 3), (64, 5))
+BOTH = ((16, 24), (16,), (24, 16), (2, 3, 4, 4), ())  # matrices and others
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+    {"momentum": 0.8, "weight_decay": 0.0, "ns_steps": 3, "adjust_lr_fn": "original"},
+)
+every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return mixprec.gemm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
+
+
+def newton_schulz(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """torch's formula on bf16 matrices, with FP32 products."""
+    (a, b, c), tall = COEFFICIENTS, x.shape[0] > x.shape[1]
+    y = x.t() if tall else x
+    y = y / y.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        y = y.bfloat16()
+        gram = product(y, y.t()).bfloat16()
+        y = torch.add(product(torch.add(c * product(gram, gram), gram, alpha=b), y), y, alpha=a)
+    return y.t() if tall else y
+
+
+@pytest.mark.parametrize("shape", MATRICES)
+def test_orthogonalize_is_the_formula(shape: tuple[int, int], backend: str) -> None:
+    for steps in (0, 1, 5):
+        x = normal(shape, torch.float32, seed=steps)
+        want = newton_schulz(x, steps)
+        torch.testing.assert_close(orthogonalize(x, steps=steps), want, rtol=0, atol=1e-6)
+    assert orthogonalize(torch.zeros(shape)).eq(0).all()
+
+
+@pytest.mark.parametrize(("dtype", "largest", "near"), [("bf16", 1.21, 0.97), ("fp8", 1.35, 0.95)])
+def test_orthogonalize_levels_the_singular_values(dtype: str, largest: float, near: float) -> None:
+    for shape in ((256, 512), (48, 32), (200, 200)):
+        x = normal(shape, torch.float32)
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        y = orthogonalize(x, dtype=dtype)
+        assert torch.linalg.svdvals(y)[0] < largest
+        assert (y * (u @ v)).sum() / (y.norm() * (u @ v).norm()) > near
+    assert not torch.equal(orthogonalize(x, dtype="bf16"), orthogonalize(x, dtype="fp8"))
+
+
+def test_orthogonalize_refuses() -> None:
+    for x, options, message in (
+        (torch.ones(3), {}, r"x must be \[M, N\], got shape \(3,\)"),
+        (torch.ones(3, 2), {"dtype": "fp16"}, '"bf16" or "fp8", got \'fp16\''),
+    ):
+        with pytest.raises(ValueError, match=f"^orthogonalize: .*{message}"):
+            orthogonalize(x, **options)
+    with pytest.raises(RuntimeError, match=r"orthogonalize: .*no_grad"):
+        orthogonalize(torch.ones(2, 2, requires_grad=True))
+
+
+@every_setting
+def test_same_as_torch(settings: dict, backend: str) -> None:
+    """Within the rounding of its products, whose bf16 results it keeps: 2% of each update."""
+    shapes = [shape for shape in MATRICES if 0 not in shape]
+    for dtype in (torch.float32, torch.float64):
+        params, other = parameters(dtype, shapes), parameters(dtype, shapes)
+        ours, theirs = Muon(params, **settings), torch.optim.Muon(other, **settings)
+        assert ours.defaults.items() >= theirs.defaults.items()
+        for step in range(5):
+            train(ours, params, 1, step)
+            train(theirs, other, 1, step)
+        for p, o, start in zip(params, other, parameters(dtype, shapes), strict=True):
+            moved = (o - start).norm()
+            assert (p - o).norm() < 0.02 * moved
+            mine, want = (x.state[t]["momentum_buffer"] for x, t in ((ours, p), (theirs, o)))
+            torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)
+
+
+def test_one_step_is_the_formula() -> None:
+    p = parameters(shapes=[(24, 16)])[0]
+    before, grad = p.detach().clone(), normal((24, 16), torch.float32, seed=5)
+    optimizer, p.grad = Muon([p], lr=0.1, max_grad_value=0.5), grad
+    optimizer.step()
+    g = grad.clamp(-0.5, 0.5)
+    m = (1 - 0.95) * g
+    update = newton_schulz(m + (g - m) * (1 - 0.95)) * math.sqrt(24 / 16)
+    want = before * (1 - 0.1 * 0.1) - 0.1 * update
+    torch.testing.assert_close(p.detach(), want, rtol=0, atol=1e-6)
+
+
+def test_other_params_are_those_of_adamw() -> None:
+    """By their shape or by the group's setting, with the settings of `adamw`."""
+    adamw = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    for use_muon, count in ((True, 2), (False, 1)):
+        params, other = parameters(shapes=BOTH), parameters(shapes=BOTH)
+        optimizer = Muon([{"params": params, "use_muon": use_muon}], lr=0.02, adamw=adamw)
+        alone = [i for i, p in enumerate(params) if p.dim() != 2 or not use_muon]
+        expected = AdamW([other[i] for i in alone], **adamw)
+        train(optimizer, params, 4)
+        train(expected, other, 4)
+        assert_same([params[i].detach() for i in alone], [other[i].detach() for i in alone])
+        assert [g["use_muon"] for g in optimizer.param_groups] == [True, False][-count:]
+        assert optimizer.param_groups[-1]["lr"] == 3e-4
+    names = [(str(i), p) for i, p in enumerate(params)]
+    groups = Muon([{"params": names, "lr": 0.5}]).param_groups
+    assert [g["param_names"] for g in groups] == [["0", "2"], ["1", "3", "4"]]
+    assert [g["lr"] for g in groups] == [0.5, 0.5], "a group's own settings hold for both"
+    with pytest.raises(ValueError, match=r"^Muon: adamw may hold lr, betas, eps, .*, got beta1"):
+        Muon(params, adamw={"beta1": 0.9})
+    optimizer = Muon(params[:1])
+    with pytest.raises(ValueError, match="params must be fp32"):
+        optimizer.add_param_group({"params": [params[2], torch.ones(3, dtype=torch.int32)]})
+    assert len(optimizer.param_groups) == 1
+    state = optimizer.state_dict()
+    vector = Muon(params[1:2])
+    with pytest.raises(ValueError, match=r"^Muon.load_state_dict: use_muon must be False for"):
+        vector.load_state_dict(state)
+
+
+@every_setting
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_a_master_is_an_fp32_run(settings: dict, state_dtype: torch.dtype) -> None:
+    options = {**settings, "state_dtype": state_dtype, "max_grad_norm": 1.0, "seed": 3}
+    for dtype, mode in ((torch.bfloat16, "auto"), (torch.bfloat16, "remainder16"),
+                        (torch.float16, "fp32")):  # fmt: skip
+        params = parameters(dtype, BOTH)
+        wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+        ours, expected = Muon(params, master_weights=mode, **options), Muon(wide, **options)
+        for step in range(4):
+            train(ours, params, 1, step)
+            for p, w in zip(params, wide, strict=True):
+                w.grad = p.grad.float()
+            expected.step()
+        for p, w in zip(params, wide, strict=True):
+            assert torch.equal(master_of(ours, p), w)
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    """One element moves by lr a step, much less than half a unit of 1."""
+    params = [torch.nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16)) for _ in range(400)]
+    optimizer = Muon(params, lr=1e-4, weight_decay=0.0, stochastic_rounding=True, ns_steps=0)
+    for _ in range(20):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    # 8000 draws of one unit 2^-8 with probability 0.0256: 205 of them, deviation 14
+    got = 1.0 - torch.stack([p.detach().double() for p in params]).mean().item()
+    assert got == pytest.approx(2e-3, abs=5 * 14 * 2.0**-8 / 400)
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": "remainder16"},
+                                     {"state_dtype": torch.bfloat16, "seed": 7}])  # fmt: skip
+def test_a_resumed_run_is_the_same(options: dict) -> None:
+    runs = []
+    for resumed in (False, True):
+        params = parameters(torch.bfloat16, BOTH)
+        optimizer = Muon(params, lr=0.02, max_grad_norm=1.0, ns_dtype="fp8", **options)
+        train(optimizer, params, 3)
+        if resumed:
+            saved = through_a_file(optimizer.state_dict())
+            params = clones(params)
+            optimizer = Muon(params, **options, max_grad_norm=1.0)
+            optimizer.load_state_dict(saved)
+        train(optimizer, params, 3, first=3)
+        runs.append(tensors(optimizer, params))
+    assert_same(*runs)
+    again = copy.deepcopy(optimizer)
+    assert again._adamw == optimizer._adamw
+
+
+def test_interchange_with_torch() -> None:
+    params, other = parameters(shapes=[(6, 4), (4, 6)]), parameters(shapes=[(6, 4), (4, 6)])
+    theirs = torch.optim.Muon(other, lr=0.01)
+    train(theirs, other, 2)
+    ours = Muon(params)
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    assert ours.param_groups[0]["lr"] == 0.01
+    buffers = [ours.state[p]["momentum_buffer"] for p in params]
+    assert_same(buffers, [theirs.state[p]["momentum_buffer"] for p in other])
+    back = torch.optim.Muon(other)
+    back.load_state_dict(through_a_file(ours.state_dict()))
+    train(back, other, 1)
+
+
+@pytest.mark.parametrize("other", [AdamW, SGD, Lion, torch.optim.SGD])
+def test_a_checkpoint_of_another_optimizer_is_refused(other: Any) -> None:
+    kinds = (Muon, other) if other is not torch.optim.SGD else (Muon,)
+    for kind in kinds:
+        made = {make: make(parameters(shapes=[(6, 4)]), lr=0.01) for make in (Muon, other)}
+        for optimizer in made.values():
+            train(optimizer, optimizer.param_groups[0]["params"], 1)
+        saved = made[other if kind is Muon else Muon].state_dict()
+        with pytest.raises(ValueError, match=f"^{kind.__name__}.load_state_dict: .*another optim"):
+            made[kind].load_state_dict(saved)
+
+
+@pytest.mark.parametrize("bad", range(2))
+def test_an_overflow_skips_matrices_and_others(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them holds it; nothing waits for the device; one norm clips both."""
+    params, scaler = parameters(torch.bfloat16, BOTH), mixprec.GradScaler(init_scale=4.0)
+    optimizer = Muon(params, max_grad_norm=0.1, master_weights="remainder16")
+    with monkeypatch.context() as patched:
+        forbid_synchronization(patched)
+        train_one(optimizer, params, scaler, bad, None)
+        after = copies(optimizer, params)
+        train_one(optimizer, params, scaler, bad, math.nan)
+    assert_same(tensors(optimizer, params), after)
+    assert optimizer.skipped.item() == 1
+    assert {s["step"].item() for s in optimizer.state.values()} == {1.0}
+    train_one(optimizer, params, scaler, bad, None)
+    squares = [p.grad.double().square().sum().item() for p in params]
+    unscaled = math.sqrt(sum(squares)) / 2.0  # the scale has backed off once, from 4
+    assert optimizer.grad_norm.item() == pytest.approx(unscaled)
+
+
+def train_one(optimizer: Any, params: Any, scaler: Any, bad: int, value: float | None) -> None:
+    for i, p in enumerate(params):
+        p.grad = normal(tuple(p.shape), p.dtype, seed=i)
+    if value is not None:
+        params[bad].grad.view(-1)[-1] = value
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def train_model(shard: bool, **options: Any) -> list[torch.Tensor]:
+    model: torch.nn.Module = make_model(6, 5, 7, 3, 1)
+    model = wrapped("fsdp", model) if shard else model
+    optimizer = Muon(model.parameters(), lr=0.02, max_grad_norm=0.1, **options)
+    for step in range(4):
+        model(normal((4, 6), torch.float32, seed=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model.parameters())
+
+
+def train_sharded() -> list[list[torch.Tensor]]:
+    return [train_model(True), train_model(True, ns_dtype="fp8", nesterov=False)]
+
+
+def test_two_ranks_train_as_one() -> None:
+    """Shards are gathered, and each rank updates its own; those of the last layer are uneven."""
+    want = [train_model(False), train_model(False, ns_dtype="fp8", nesterov=False)]
+    for rank in on_ranks(2, train_sharded):
+        for got, expected in zip(rank, want, strict=True):
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
