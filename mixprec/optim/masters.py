@@ -29,13 +29,13 @@ __all__ = ["Masters"]
 class Masters(Optimizer):
     """An optimizer of another class, with FP32 masters of 16-bit params.
 
-        optimizer = mixprec.optim.Masters(torch.optim.Muon, params, lr=1e-3, max_grad_norm=1.0)
+        optimizer = mixprec.optim.Masters(torch.optim.Adafactor, params, max_grad_norm=1.0)
 
     Each step unscales and clips the gradients in FP32, has an optimizer of class `kind` update the
     masters with them, and rounds these to the params; a param that is not 16 bits wide is updated
     itself. Where params are 16 bits wide or the loss is scaled, a step whose gradients hold Inf or
     NaN changes nothing, and `kind` does not see it. For this the host waits for the device once a
-    step; `AdamW`, `Adam` and `SGD` of this module do not.
+    step; the other optimizers of this module do not.
 
     kind: a subclass of torch.optim.Optimizer whose step needs no closure. params: tensors, named
     tensors or groups, as for `kind`. options: the settings of `kind`, such as lr; LR schedulers
