@@ -34,9 +34,9 @@ MIXPREC_HD Real lion(Real p, Real grad, Real& m, const LionScalars<Real>& s) {
   // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
   p = s.decay != 0 ? p - p * s.decay : p;
   Real c = m + (g - m) * s.one_minus_beta1;
-  Real sign = c < 0 ? Real(-1) : c;
-  sign = c > 0 ? Real(1) : sign;   // NaN stays
-  sign = c == 0 ? Real(0) : sign;  // not -0: a p of -0 stays
+  // In this form GCC vectorises it. NaN stays; +-0 give 0, so that a p of -0 stays.
+  Real sign = (c > 0 ? Real(1) : Real(0)) - (c < 0 ? Real(1) : Real(0));
+  sign = c == c ? sign : c;
   m = m + (g - m) * s.one_minus_beta2;
   return p - sign * s.lr;
 }
