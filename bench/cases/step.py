@@ -14,11 +14,20 @@ from mixprec.ops import grad_stats_, inv_scale
 from .. import verify
 from ..gpu import device
 from . import steps
-from .registry import Medians, Workload, at_most, case, times_faster, times_the_time
+from .registry import (
+    Medians,
+    Workload,
+    at_most,
+    case,
+    times_faster,
+    times_faster_than,
+    times_the_time,
+)
 from .steps import TIMED_SCALE, Shapes, gpt_shapes, parameters
 
 MANY: Shapes = [(1000,)] * 1000
 ONE: Shapes = [(1_000_000,)]
+MATRICES: Shapes = [(768, 256), (256, 256), (1024, 256), (256, 1024)]
 TINY: Shapes = gpt_shapes(1, 8, 16)
 BILLION = (18, 2048, 50304)  # layers, width, vocabulary: 1.01e9 elements
 SIZES = {"1e9": gpt_shapes(*BILLION), "gpt-12.7M": gpt_shapes(), "1000x1000": MANY}
@@ -143,6 +152,18 @@ def _sgd(on_gpu: bool, full: Shapes) -> Workload:
 # On the CPU
 
 
+def _muon() -> Workload:
+    ours, fp8, theirs = (
+        steps.muon(MATRICES, mine=mine, **options)[1]
+        for mine, options in ((True, {}), (True, {"ns_dtype": "fp8"}), (False, {}))
+    )
+    return Workload(
+        ours,
+        {"torch.optim.Muon": theirs, "ours, FP8 products": fp8},
+        partial(steps.check_muon, MATRICES),
+    )
+
+
 def _per_tensor(medians: Medians) -> float:
     return (medians["ours"] - medians["ours, one tensor"]) / len(MANY)
 
@@ -218,6 +239,12 @@ case(
     f"unscale + clip + SGD with momentum, fp32, {_LIST}",
     times_faster(1.4),
     partial(_sgd, False, gpt_shapes()),
+)
+case(
+    "step/muon",
+    "Muon: momentum, 5 Newton-Schulz iterations, update; fp32, 4 matrices, 0.8M params",
+    times_faster_than("torch.optim.Muon", 2.0),
+    _muon,
 )
 case(
     "step/skipped",

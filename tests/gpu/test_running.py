@@ -35,6 +35,7 @@ OPTIMIZERS = {
         p, lr=1e-2, stochastic_rounding=True, state_dtype=torch.bfloat16
     ),
     "sgd": lambda p: mixprec.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "lion": lambda p: mixprec.optim.Lion(p, lr=1e-2, weight_decay=0.1),
 }
 
 
