@@ -69,16 +69,18 @@ void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, Tens
 
 // as above
 void lion_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList masters,
-           Tensor steps, double lr, double beta1, double beta2, double weight_decay, bool maximize,
-           double max_value, bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
-           MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf);
+           Tensor steps, double lr, double beta1, double beta2, double weight_decay,
+           TensorList state_scales, bool maximize, double max_value, bool stochastic_rounding,
+           int64_t seed, std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+           MaybeTensor clip, MaybeTensor found_inf);
 
 // as above
 void muon_direction_(TensorList params, TensorList grads, TensorList momentum_buffers,
                      TensorList masters, Tensor steps, double lr, double momentum, bool nesterov,
-                     bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
-                     std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
-                     MaybeTensor clip, MaybeTensor found_inf);
+                     TensorList state_scales, bool maximize, double max_value,
+                     bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
+                     MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip,
+                     MaybeTensor found_inf);
 
 // scale, scale_inv, amax: fp32, all of the same shape
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dtype, int64_t margin,

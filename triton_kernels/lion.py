@@ -20,12 +20,12 @@ from .step import (
     gradient,
     learning_rate,
     load_master,
+    load_state,
     programs,
     random_key,
     write_param,
     write_state,
 )
-from .tiles import decode, load
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def lion_constants_kernel(
 
 
 @triton.jit
-def _block(param_ptr, grad_ptr, exp_avg_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-           max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+def _block(param_ptr, grad_ptr, exp_avg_ptr, scale_ptr, master_ptr, table_ptr, inv_scale_ptr,
+           clip_ptr, max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
            REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, MAXIMIZE: tl.constexpr,
            SOFT_CAST: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     offsets = start + tl.arange(0, BLOCK)
@@ -66,14 +66,14 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, master_ptr, table_ptr, inv_scale_pt
     # Each constant is rounded once, to the width of the arithmetic.
     decay = tl.load(table_ptr).to(p.dtype)
     p = tl.where(decay != 0.0, p - p * decay, p)  # where it is 0, an infinite p stays
-    m = decode(load(exp_avg_ptr, offsets, n, FULL), M, SOFT_CAST)
+    m = load_state(exp_avg_ptr, scale_ptr, start, n, FIRST_STATE, M, SOFT_CAST, FULL, BLOCK)
     c = m + (g - m) * tl.load(table_ptr + 1).to(p.dtype)
     one = tl.full(c.shape, 1.0, c.dtype)
     sign = tl.where(c > 0.0, one, tl.where(c < 0.0, -one, c))  # NaN stays
     sign = tl.where(c == 0.0, 0.0, sign)  # not -0: a p of -0 stays
     m = m + (g - m) * tl.load(table_ptr + 2).to(p.dtype)
     p = p - sign * tl.load(table_ptr + 3).to(p.dtype)
-    write_state(exp_avg_ptr, m, start, n, key, FIRST_STATE, M, SOFT_CAST, FULL, BLOCK)
+    write_state(exp_avg_ptr, scale_ptr, m, start, n, key, FIRST_STATE, M, SOFT_CAST, FULL, BLOCK)
     write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC, SOFT_CAST, FULL,
                 BLOCK)  # fmt: skip
 
@@ -83,6 +83,7 @@ def lion_kernel(
     param_ptr,
     grad_ptr,
     exp_avg_ptr,
+    scale_ptr,  # of the state in 8 bits, else None
     master_ptr,  # None: the param holds the weights
     table_ptr,  # fp64 [COLUMNS], this param's row
     inv_scale_ptr,
@@ -108,13 +109,13 @@ def lion_kernel(
         key = random_key(table_ptr, seed, index)
         start = tl.program_id(0).to(tl.int64) * BLOCK
         if start + BLOCK <= n:
-            _block(param_ptr, grad_ptr, exp_avg_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-                   max_value, key, start, n, P, G, M, REMAINDER, STOCHASTIC, MAXIMIZE,
-                   SOFT_CAST, BLOCK, True)  # fmt: skip
+            _block(param_ptr, grad_ptr, exp_avg_ptr, scale_ptr, master_ptr, table_ptr,
+                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, M, REMAINDER,
+                   STOCHASTIC, MAXIMIZE, SOFT_CAST, BLOCK, True)  # fmt: skip
         else:
-            _block(param_ptr, grad_ptr, exp_avg_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-                   max_value, key, start, n, P, G, M, REMAINDER, STOCHASTIC, MAXIMIZE,
-                   SOFT_CAST, BLOCK, False)  # fmt: skip
+            _block(param_ptr, grad_ptr, exp_avg_ptr, scale_ptr, master_ptr, table_ptr,
+                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, M, REMAINDER,
+                   STOCHASTIC, MAXIMIZE, SOFT_CAST, BLOCK, False)  # fmt: skip
 
 
 def lion_(args: Any) -> None:

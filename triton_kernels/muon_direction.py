@@ -18,12 +18,12 @@ from .step import (
     advance,
     each_update,
     gradient,
+    load_state,
     programs,
     random_key,
     write_param,
     write_state,
 )
-from .tiles import decode, load
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def muon_direction_constants_kernel(
 
 
 @triton.jit
-def _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-           max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
+def _block(param_ptr, grad_ptr, buffer_ptr, scale_ptr, master_ptr, table_ptr, inv_scale_ptr,
+           clip_ptr, max_value, key, start, n, P: tl.constexpr, G: tl.constexpr, B: tl.constexpr,
            REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, NESTEROV: tl.constexpr,
            MAXIMIZE: tl.constexpr, SOFT_CAST: tl.constexpr, BLOCK: tl.constexpr,
            FULL: tl.constexpr):  # fmt: skip
@@ -53,10 +53,10 @@ def _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr
     g = gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G, MAXIMIZE, SOFT_CAST,
                  FULL)  # fmt: skip
     weight = tl.load(table_ptr).to(g.dtype)  # rounded once, to the width of the arithmetic
-    b = decode(load(buffer_ptr, offsets, n, FULL), B, SOFT_CAST)
+    b = load_state(buffer_ptr, scale_ptr, start, n, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
     b = b + (g - b) * weight
     p = b + (g - b) * weight if NESTEROV else b
-    write_state(buffer_ptr, b, start, n, key, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
+    write_state(buffer_ptr, scale_ptr, b, start, n, key, FIRST_STATE, B, SOFT_CAST, FULL, BLOCK)
     write_param(param_ptr, master_ptr, p, start, n, key, P, REMAINDER, STOCHASTIC, SOFT_CAST, FULL,
                 BLOCK)  # fmt: skip
 
@@ -66,6 +66,7 @@ def muon_direction_kernel(
     param_ptr,  # receives the direction
     grad_ptr,
     buffer_ptr,
+    scale_ptr,  # of the state in 8 bits, else None
     master_ptr,  # None: there is none
     table_ptr,  # fp64 [COLUMNS], this param's row
     inv_scale_ptr,
@@ -92,13 +93,13 @@ def muon_direction_kernel(
         key = random_key(table_ptr, seed, index)
         start = tl.program_id(0).to(tl.int64) * BLOCK
         if start + BLOCK <= n:
-            _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-                   max_value, key, start, n, P, G, B, REMAINDER, STOCHASTIC, NESTEROV, MAXIMIZE,
-                   SOFT_CAST, BLOCK, True)  # fmt: skip
+            _block(param_ptr, grad_ptr, buffer_ptr, scale_ptr, master_ptr, table_ptr,
+                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, B, REMAINDER,
+                   STOCHASTIC, NESTEROV, MAXIMIZE, SOFT_CAST, BLOCK, True)  # fmt: skip
         else:
-            _block(param_ptr, grad_ptr, buffer_ptr, master_ptr, table_ptr, inv_scale_ptr, clip_ptr,
-                   max_value, key, start, n, P, G, B, REMAINDER, STOCHASTIC, NESTEROV, MAXIMIZE,
-                   SOFT_CAST, BLOCK, False)  # fmt: skip
+            _block(param_ptr, grad_ptr, buffer_ptr, scale_ptr, master_ptr, table_ptr,
+                   inv_scale_ptr, clip_ptr, max_value, key, start, n, P, G, B, REMAINDER,
+                   STOCHASTIC, NESTEROV, MAXIMIZE, SOFT_CAST, BLOCK, False)  # fmt: skip
 
 
 def muon_direction_(args: Any) -> None:

@@ -4,15 +4,17 @@
 namespace mixprec::cpu {
 
 void lion_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList masters,
-           Tensor steps, double lr, double beta1, double beta2, double weight_decay, bool maximize,
-           double max_value, bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
-           MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf) {
+           Tensor steps, double lr, double beta1, double beta2, double weight_decay,
+           TensorList state_scales, bool maximize, double max_value, bool stochastic_rounding,
+           int64_t seed, std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+           MaybeTensor clip, MaybeTensor found_inf) {
   Step step({"lion_",
              std::move(params),
              std::move(grads),
              {{"exp_avgs", std::move(exp_avgs)}},
              std::move(masters),
              steps,
+             std::move(state_scales),
              lr,
              maximize,
              max_value,

@@ -5,15 +5,17 @@ namespace mixprec::cpu {
 
 void muon_direction_(TensorList params, TensorList grads, TensorList momentum_buffers,
                      TensorList masters, Tensor steps, double lr, double momentum, bool nesterov,
-                     bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
-                     std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
-                     MaybeTensor clip, MaybeTensor found_inf) {
+                     TensorList state_scales, bool maximize, double max_value,
+                     bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
+                     MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip,
+                     MaybeTensor found_inf) {
   Step step({"muon_direction_",
              std::move(params),
              std::move(grads),
              {{"momentum_buffers", std::move(momentum_buffers)}},
              std::move(masters),
              steps,
+             std::move(state_scales),
              lr,
              maximize,
              max_value,

@@ -8,9 +8,9 @@ from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
 from .grad_stats import grad_stats_
-from .pack import pack, unpack
 from .lion import lion_
 from .muon_direction import muon_direction_
+from .pack import pack, unpack
 from .quantize import quantize
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
@@ -27,9 +27,9 @@ __all__ = [
     "grad_stats_",
     "inv_scale",
     "join_master",
-    "pack",
     "lion_",
     "muon_direction_",
+    "pack",
     "quantize",
     "scale_from_amax_",
     "sgd_",

@@ -26,7 +26,7 @@ def lion_reference_(args: Any) -> None:
         # Without decay an infinite p is unchanged: 0 * Inf would be NaN.
         decay = (update.lr * args.weight_decay).to(real)
         p = torch.where(decay != 0, p - p * decay, p)
-        old = m.to(real)
+        old = update.read_state(i, m, rounding.FIRST_STATE)
         c = old + (g - old) * optimizer_update.rounded(1 - args.beta1, real)
         p = p - _sign(c) * update.lr.to(real)
         new = old + (g - old) * optimizer_update.rounded(1 - args.beta2, real)
@@ -57,6 +57,7 @@ def lion_(
     masters: Sequence[torch.Tensor],
     steps: torch.Tensor,
     *,
+    state_scales: Sequence[torch.Tensor] = (),
     lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
@@ -97,6 +98,7 @@ def lion_(
         beta1,
         beta2,
         weight_decay,
+        state_scales,
         maximize,
         max_value,
         stochastic_rounding,

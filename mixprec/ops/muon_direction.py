@@ -19,7 +19,8 @@ def muon_direction_reference_(args: Any) -> None:
     for i, buffer in enumerate(args.momentum_buffers):
         real, g = update.real(i), update.gradient(i)
         weight = optimizer_update.rounded(1 - args.momentum, real)
-        b = buffer.to(real) + (g - buffer.to(real)) * weight
+        b = update.read_state(i, buffer, rounding.FIRST_STATE)
+        b = b + (g - b) * weight
         update.write_state(i, buffer, b, rounding.FIRST_STATE)
         update.write_param(i, b + (g - b) * weight if args.nesterov else b)
 
@@ -46,6 +47,7 @@ def muon_direction_(
     masters: Sequence[torch.Tensor],
     steps: torch.Tensor,
     *,
+    state_scales: Sequence[torch.Tensor] = (),
     momentum: float,
     nesterov: bool = True,
     lr: float = 0.0,
@@ -66,9 +68,9 @@ def muon_direction_(
         param = b + (g - b) * (1 - momentum) with nesterov, else b
 
     params: receive the direction; what they held is not used. momentum_buffers: one tensor per
-    param, fp32 (fp64 for fp64 params) or bf16, of its shape. masters, usually empty, and all other
-    arguments are as in `adamw_`; lr has no effect. Source: Muon (Jordan et al., 2024), in the form
-    of torch.optim.Muon.
+    param, fp32 (fp64 for fp64 params), bf16 or uint8 codes, of its shape. masters, usually empty,
+    and all other arguments are as in `adamw_`; lr has no effect. Source: Muon (Jordan et al.,
+    2024), in the form of torch.optim.Muon.
     """
     optimizer_update.prepare("muon_direction_", params, steps)
     if not params:
@@ -82,6 +84,7 @@ def muon_direction_(
         lr,
         momentum,
         nesterov,
+        state_scales,
         maximize,
         max_value,
         stochastic_rounding,

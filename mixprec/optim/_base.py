@@ -394,7 +394,7 @@ class Optimizer(torch.optim.Optimizer):
         states = {}
         for key, state in result["state"].items():
             state = _state8.decoded(state, torch.float32)
-            narrow = (name for name in self._moment_names if name in state)
+            narrow = (name for name in self._moments_of(state) if name in state)
             wide = {n: state[n].float() for n in narrow if state[n].dtype == torch.bfloat16}
             states[key] = {**state, **wide}
         return {**result, "state": states}

@@ -38,7 +38,7 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         *,
         master_weights: str | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         stochastic_rounding: bool = False,
         seed: int = 0,
         grad_dtype: torch.dtype | None = None,

@@ -73,7 +73,7 @@ class Muon(Optimizer):
         ns_dtype: str = "bf16",
         adamw: Mapping[str, Any] | None = None,
         master_weights: str | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         stochastic_rounding: bool = False,
         seed: int = 0,
         grad_dtype: torch.dtype | None = None,
@@ -187,7 +187,9 @@ class Muon(Optimizer):
         if group["use_muon"]:
             for i, buffer in enumerate(state("momentum_buffer")):
                 indices = shared["indices"][i : i + 1]
+                scales = shared["state_scales"][i : i + 1]
                 one = {**shared, "buffer": buffer, "steps": steps[i : i + 1], "indices": indices}
+                one["state_scales"] = scales
                 self._update_matrix(group, params[i], grads[i], masters[i : i + 1], **one)
             return
         beta1, beta2 = group["betas"]

@@ -11,10 +11,16 @@ import torch
 from cases import normal
 from optimizers import assert_same, clones, copies, tensors, through_a_file, train
 
-from mixprec.optim import SGD, AdamW
+from mixprec.optim import SGD, AdamW, Lion, Muon
 
 LARGE = (65, 70)  # no multiple of a block
-KINDS = [pytest.param(AdamW, {}, id="AdamW"), pytest.param(SGD, {"momentum": 0.9}, id="SGD")]
+MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+KINDS = [
+    pytest.param(AdamW, {}, id="AdamW"),
+    pytest.param(SGD, {"momentum": 0.9}, id="SGD"),
+    pytest.param(Lion, {}, id="Lion"),
+    pytest.param(Muon, {}, id="Muon"),
+]
 MIXES: list[dict[str, Any]] = [
     {"master_weights": "remainder16"},
     {"master_weights": "fp32"},
@@ -41,13 +47,11 @@ def test_which_params_have_codes(kind: Any, settings: dict[str, Any]) -> None:
     optimizer, own = make(kind, settings)
     train(optimizer, own, 1)
     for p in own:
-        for name in optimizer._moment_names:
+        for name in MOMENTS & optimizer.state[p].keys():
             moment, scale = optimizer.state[p][name], optimizer.state[p].get(f"{name}_scale")
             if p.numel() < 4096 or p.dtype == torch.float64:
                 assert scale is None
-                assert moment.dtype == (
-                    torch.float64 if p.dtype == torch.float64 else torch.float32
-                )
+                assert moment.dtype == torch.promote_types(p.dtype, torch.float32)
             else:
                 assert (moment.dtype, moment.shape) == (torch.uint8, p.shape)
                 assert (scale.dtype, len(scale)) == (torch.float32, math.ceil(p.numel() / 256))
@@ -67,7 +71,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert not any(t.dtype == torch.uint8 for s in wide["state"].values() for t in s.values())
     narrow = copy.deepcopy(wide)
     for state in narrow["state"].values():
-        for name in optimizer._moment_names:
+        for name in MOMENTS & state.keys():
             if state[name].numel() >= 4096 and state[name].dtype == torch.float32:
                 state[name] = state[name].bfloat16()
     saved = [through_a_file(optimizer.state_dict()), wide, narrow]
@@ -90,10 +94,8 @@ def test_another_state_dtype_takes_the_values(kind: Any, settings: dict[str, Any
     state["state"] = {0: state["state"][0]}
     for dtype in (torch.float32, torch.bfloat16):
         other, mine = make(kind, settings, state_dtype=dtype)
-        other.load_state_dict(
-            {**optimizer.state_dict(), "state": {0: optimizer.state_dict()["state"][0]}}
-        )
-        for name in optimizer._moment_names:
+        other.load_state_dict(state)
+        for name in MOMENTS & other.state[mine[0]].keys():
             got = other.state[mine[0]][name]
             assert got.dtype == dtype
             assert torch.equal(got.float(), wide[0][name])

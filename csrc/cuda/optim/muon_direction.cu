@@ -7,14 +7,15 @@ namespace mixprec::cuda {
 namespace {
 
 void muon_direction_(Tensors params, Tensors grads, Tensors momentum_buffers, Tensors masters,
-                     Tensor steps, double lr, double momentum, bool nesterov, bool maximize,
-                     double max_value, bool stochastic_rounding, int64_t seed,
+                     Tensor steps, double lr, double momentum, bool nesterov, Tensors state_scales,
+                     bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
                      std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
                      MaybeTensor clip, MaybeTensor found_inf) {
   StepLists lists = {"muon_direction_",
                      {&params, &grads, &masters, &momentum_buffers, nullptr},
                      {false, false, true, false, true},
-                     steps};
+                     steps,
+                     state_scales};
   MuonSettings settings = {lr, momentum, nesterov};
   launch_step(lists, MuonRule{settings},
               {maximize, max_value, stochastic_rounding, seed, indices, lr_tensor, inv_scale, clip,

@@ -172,19 +172,20 @@ def sgd(device: str) -> Iterator[Arguments]:
 
 def lion(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, _, masters = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0])
+        params, grads, m, _, masters, scales = _step_tensors(device)
+        steps = _tensor(device, [3.0, 0.0, 7.0])
         lists = [params, grads, m, [] if stochastic else masters]
-        numbers = (1e-3, 0.9, 0.99, 0.01)
+        numbers = (1e-3, 0.9, 0.99, 0.01, scales[:3])
         yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 
 
 def muon_direction(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, _, masters = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0])
+        params, grads, m, _, masters, scales = _step_tensors(device)
+        steps = _tensor(device, [3.0, 0.0, 7.0])
         lists = [params, grads, m, [] if stochastic else masters]
-        yield [*lists, steps, 0.0, 0.95, stochastic, *_step_shared(device, found_inf, stochastic)]
+        numbers = (0.0, 0.95, stochastic, scales[:3])
+        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
 
 
 def scale_from_amax(device: str) -> Iterator[Arguments]:

@@ -24,9 +24,8 @@ def main() -> int:
     if len(sys.argv) < 2:
         print(__doc__, file=sys.stderr)
         return 2
-    import torch
-
     import build
+    import torch
 
     if torch.version.cuda is None:
         print(f"run.py needs a CUDA build of torch, this is {torch.__version__}", file=sys.stderr)
