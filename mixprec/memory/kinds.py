@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .running import Op, kept_as_is
+from .running import Op
 
 __all__ = ["KINDS", "bits_for", "is_statistic", "is_weight", "kind_of"]
 
@@ -92,7 +92,7 @@ _VIEWS_AND_CASTS = frozenset(
 def is_weight(t: torch.Tensor, op: Op | None) -> bool:
     """Whether t is a leaf that requires a gradient, a parameter, or a view or cast of one."""
     base = t if t._base is None else t._base
-    if kept_as_is(t) or isinstance(base, torch.nn.Parameter):
+    if isinstance(base, torch.nn.Parameter) or (op and any(t is kept for kept in op.as_is)):
         return True
     if base.is_leaf and base.requires_grad:
         return True

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Op", "Watch", "current", "is_held_by_owner", "keep_as_is", "kept_as_is", "running"]
+__all__ = ["Op", "Watch", "current", "is_held_by_owner", "keep_as_is", "running"]
 
-_AS_IS, _MADE_IN = "_mixprec_saved_as_is", "_mixprec_made_in"
 _BACKWARD = ("backward", "grad")
 
 
@@ -22,6 +22,7 @@ class Op(NamedTuple):
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    as_is: list[torch.Tensor]  # what it saves and nobody is to compress
 
     def argument(self, position: int, name: str) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
@@ -49,7 +50,7 @@ def current() -> Op | None:
 @contextmanager
 def running(name: str, *args: Any) -> Iterator[None]:
     """For an autograd.Function, which torch's function modes do not see."""
-    before, _thread.op = _thread.op, Op(name, args, {})
+    before, _thread.op = _thread.op, Op(name, args, {}, [])
     try:
         yield
     finally:
@@ -57,21 +58,17 @@ def running(name: str, *args: Any) -> Iterator[None]:
 
 
 def keep_as_is(*tensors: torch.Tensor | None) -> None:
-    """Never compress these objects, such as the cast weight that a layer saves."""
-    for t in () if torch.compiler.is_compiling() else tensors:
-        if t is not None:
-            setattr(t, _AS_IS, True)
-
-
-def kept_as_is(t: torch.Tensor) -> bool:
-    return hasattr(t, _AS_IS)
+    """Never compress these objects, which the current op will save, such as its cast weight."""
+    op = None if torch.compiler.is_compiling() else _thread.op
+    if op is not None:
+        op.as_is.extend(t for t in tensors if t is not None)
 
 
 def is_held_by_owner(t: torch.Tensor, watch: Watch) -> bool:
     """Whether t, or what it is a view of, was there before the block: a buffer or an input. It has
     no history, is an argument of the op, and no result of a function that `watch` saw."""
     base = t if t._base is None else t._base
-    if base.grad_fn is not None or getattr(base, _MADE_IN, None) is watch.token:
+    if base.grad_fn is not None or base in watch.made:
         return False
     op = current()
     given = () if op is None else op.tensors()
@@ -83,7 +80,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token = object()
+        self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -92,7 +89,7 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "").strip("_")
         if torch.compiler.is_compiling() or name == "get":
             return func(*args, **kwargs)
-        before, _thread.op = _thread.op, None if name in _BACKWARD else Op(name, args, kwargs)
+        before, _thread.op = _thread.op, None if name in _BACKWARD else Op(name, args, kwargs, [])
         try:
             result = func(*args, **kwargs)
         finally:
@@ -100,5 +97,5 @@ class Watch(TorchFunctionMode):
         # A result without a gradient, of frozen layers, looks like a buffer later.
         plain = type(result) is torch.Tensor and not result.requires_grad and result._base is None
         if plain and not any(result is arg for arg in args):
-            setattr(result, _MADE_IN, self.token)
+            self.made[result] = None
         return result

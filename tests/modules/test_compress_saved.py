@@ -166,6 +166,16 @@ def test_values_that_are_kept_anyway_are_not_compressed() -> None:
         assert {b for _, b in saved(lambda: F.linear(hidden, w))} == {8, None}
 
 
+def test_nothing_is_left_on_tensors() -> None:
+    """torch.save would store it."""
+    model, made = block("bf16").bfloat16(), []
+    with mixprec.compress_saved("int8"):
+        model(batch().bfloat16())
+        made.append(torch.ones(64) * 2)
+    for t in (*model.parameters(), *model.buffers(), *made):
+        assert not vars(t)
+
+
 def test_an_additive_mask_is_kept() -> None:
     q = torch.randn(2, 4, 64, 32, requires_grad=True)
     mask = torch.zeros(2, 1, 64, 64).index_fill_(3, torch.arange(40, 64), -torch.inf)

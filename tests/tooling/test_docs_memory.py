@@ -49,7 +49,7 @@ def test_the_table_is_what_the_gpt_saves(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_code_runs(tmp_path: Path) -> None:
-    output = run_blocks(DOC, tmp_path, "\nassert after.saved_total < 0.3 * before.saved_total\n")
+    output = run_blocks(DOC, tmp_path, "\nassert after.saved_total < 0.5 * before.saved_total\n")
     assert re.search(r"plain +int8\n-+\nparameters +2\.1\d MB", output)
 
 
