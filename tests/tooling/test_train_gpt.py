@@ -81,6 +81,21 @@ def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path) -> Non
     assert again["train_losses"] == rows[3]["train_losses"], "the same run, bit for bit"
 
 
+def test_training_with_compressed_activations(demo: ModuleType, text: str, tmp_path: Path) -> None:
+    rows = {}
+    for options in ([], ["--saved=int8"], ["--saved=int4"]):
+        run = [*TINY, f"--steps={STEPS}", f"--text={text}", "--recipes=bf16", f"--out={tmp_path}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert demo.main([*run, *options]) == 0
+        (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+        rows[options[0] if options else ""] = row
+    losses = {name: row["validation_loss"] for name, row in rows.items()}
+    saved = {name: row["saved_for_backward_bytes"] for name, row in rows.items()}
+    assert len(set(losses.values())) == 3
+    assert max(losses.values()) < 1.03 * min(losses.values())
+    assert saved["--saved=int4"] < saved["--saved=int8"] < 0.6 * saved[""]
+
+
 def test_failures_are_reported_and_the_other_precisions_run(
     demo: ModuleType, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
