@@ -86,8 +86,10 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "").strip("_")
-        if torch.compiler.is_compiling() or name == "get":
+        if name == "get":  # an attribute of a tensor
             return func(*args, **kwargs)
         before, _thread.op = _thread.op, None if name in _BACKWARD else Op(name, args, kwargs, [])
         try:

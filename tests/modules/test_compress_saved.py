@@ -7,12 +7,14 @@ import gc
 import io
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from cases import for_each
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -405,11 +407,25 @@ def test_convert_runs_the_model_compressed_until_unconvert() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_code_computes_the_same() -> None:
-    model = block()
-    plain = gradients(model, lambda: model(batch()))
-    run = torch.compile(model, backend="aot_eager")
-    with mixprec.compress_saved("int8", seed=0):
-        assert error(gradients(model, lambda: run(batch())), plain) < 0.02
-    converted = torch.compile(block("bf16", saved="int8"), backend="aot_eager")
-    assert gradients(converted, lambda: converted(batch()))
+def test_compiled_code_saves_as_ever() -> None:
+    """In one graph, which each further block uses again."""
+    model, converted, x = block(), block("bf16", saved="int8"), batch()
+    counter = CompileCounterWithBackend("aot_eager")
+    plain = gradients(model, lambda: model(x))
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with mixprec.compress_saved("int8"):
+            return model(x)
+
+    for i, (function, around) in enumerate(((model, True), (inside, False), (converted, False))):
+        run = torch.compile(function, backend=counter, fullgraph=True)
+        params = converted if function is converted else model
+
+        def call(run: Any = run, around: bool = around) -> torch.Tensor:
+            with mixprec.compress_saved("int8") if around else nullcontext():
+                return run(x)
+
+        first = gradients(params, call)
+        assert equal(first, gradients(params, call))
+        assert counter.frame_count == i + 1
+        assert error(first, plain) < 0.05
