@@ -62,8 +62,8 @@ def compress_saved(
     stochastically, so that the gradients' error has mean 0. The forward pass is not changed. Every
     op is covered, of any library, but a tensor is kept as it is if it is a parameter, a view or
     cast of one, a buffer or an input; integer, FP8, FP64 or smaller than 4,096 elements; a
-    statistic (logsumexp, mean, rstd) or saved by a loss, or by an op whose backward divides by it
-    or takes its exponential; a mask of attention; a subclass such as DTensor; or FP32 and saved by
+    statistic (logsumexp, mean, rstd) or saved by a loss, or by an op whose backward divides by it,
+    takes its exponential or compares it with a result (amax); a mask of attention; a subclass such as DTensor; or FP32 and saved by
     an op that torch's function modes do not see (another library's autograd.Function, compiled
     code), which may be a statistic. A tensor that several ops save is packed once.
 

@@ -32,13 +32,17 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 _KIND = {name: kind for kind, names in KINDS.items() for name in names}
-# Backward divides by what these save, or takes its exponential: a relative error that groups with
-# one step for all elements do not bound.
+# Backward divides by what these save, takes its exponential or inverse, or compares it with a
+# result, and groups with one step for all elements bound neither a relative error nor keep ties.
 _SENSITIVE = frozenset(
     (
-        *("div", "truediv", "rtruediv", "true_divide", "reciprocal", "sqrt", "rsqrt", "log"),
-        *("log1p", "log2", "log10", "exp", "expm1", "logsumexp", "norm", "vector_norm", "cumprod"),
-        *("normalize", "cosine_similarity", "prod", "cdist", "dist", "logcumsumexp"),
+        *("div", "truediv", "rtruediv", "true_divide", "divide", "reciprocal", "sqrt", "rsqrt"),
+        *("log", "log1p", "log2", "log10", "logit", "exp", "expm1", "logsumexp", "logcumsumexp"),
+        *("acos", "asin", "acosh", "atanh", "erfinv", "prod", "cumprod", "inverse", "cholesky"),
+        *("norm", "vector_norm", "matrix_norm", "normalize", "renorm", "cosine_similarity"),
+        *("cdist", "dist", "max", "min", "amax", "amin", "aminmax", "median", "maximum"),
+        *("minimum", "fmax", "fmin", "clamp", "clip", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+        "grid_sample",
     )
 )
 # Of the modes "int8" and "int4". Measured with examples/train_gpt.py: with every tensor in 4 bits
@@ -57,9 +61,16 @@ def bits_for(t: torch.Tensor, op: Op | None, mode: int) -> int | None:
     """The bits for t, a floating tensor saved by `op`; None to keep it as it is."""
     if op is None:  # statistics, which are FP32, cannot be told from activations
         return None if t.dtype == torch.float32 else _BITS[mode]["other"]
-    if op.name in _SENSITIVE or is_statistic(t, op) or _is_mask(t, op):
+    if _is_sensitive(op) or is_statistic(t, op) or _is_mask(t, op):
         return None
     return _BITS[mode].get(kind_of(op))
+
+
+def _is_sensitive(op: Op) -> bool:
+    if op.name == "pow":  # x.pow(2) of a norm saves x; a negative power divides by it
+        exponent = op.argument(1, "exponent")
+        return not isinstance(exponent, (int, float)) or exponent < 1
+    return op.name in _SENSITIVE or op.name.startswith(("linalg_", "rpow"))
 
 
 def is_statistic(t: torch.Tensor, op: Op) -> bool:

@@ -138,6 +138,10 @@ def test_what_an_op_saves_decides(mode: tuple[str, list[int]]) -> None:
         (lambda: F.cross_entropy(x.flatten(0, 2), torch.zeros(2048).long()), {("loss", None)}),
         (lambda: x / (x.detach() + 9), {("other", None)}),
         (lambda: x.exp(), {("other", None)}),
+        (lambda: x.amax(-1), {("other", None)}),  # x == amax in backward
+        (lambda: x.pow(2), {("other", 8)}),
+        (lambda: x.pow(-1), {("other", None)}),
+        (lambda: torch.linalg.inv(x[..., :32, :]), {("other", None)}),
         (lambda: x.var(), {("other", 8)}),
         (lambda: x.double() * x.double(), {("activation", None)}),
         (lambda: x[:1, :1] * x[:1, :1], {("activation", None)}),  # 2,048 elements
