@@ -59,13 +59,17 @@ def compress_saved(
     of several that match one module the last applies; modules that none matches save as ever.
 
     Each group of 128 elements x becomes codes and a range: x ~ min + code * step, rounded
-    stochastically, so that the gradients' error has mean 0. The forward pass is not changed. Every
-    op is covered, of any library, but a tensor is kept as it is if it is a parameter, a view or
-    cast of one, a buffer or an input; integer, FP8, FP64 or smaller than 4,096 elements; a
-    statistic (logsumexp, mean, rstd) or saved by a loss, or by an op whose backward divides by it,
-    takes its exponential or compares it with a result (amax); a mask of attention; a subclass such as DTensor; or FP32 and saved by
-    an op that torch's function modes do not see (another library's autograd.Function, compiled
-    code), which may be a statistic. A tensor that several ops save is packed once.
+    stochastically, so that what backward reads has the mean x. The forward pass is not changed.
+    Every op is covered, of any library, but a tensor is kept as it is if it is
+
+      - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
+      - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
+      - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
+      - saved by an op whose backward divides by it, takes its exponential or compares it (amax);
+      - FP32 and saved by an op that torch's function modes do not see (another library's
+        autograd.Function): it may be a statistic.
+
+    A tensor that several ops save is packed once.
 
     seed: of the random numbers, with a counter of the tensors packed in the block. None draws one
     from torch's CPU generator when the first tensor is packed, so that torch.manual_seed determines
@@ -75,8 +79,8 @@ def compress_saved(
     The block holds for the thread that entered it and nests, the innermost one applies; without
     grad mode and in code inside torch.compile it has no effect. Inside torch.utils.checkpoint
     nothing is saved but its inputs; those in 16 bits are compressed, and its recomputation starts
-    from them. ValueError for bits that are not offered,
-    for patterns without a model, and for a pattern that matches no module.
+    from them. ValueError for bits that are not offered, for patterns without a model, and for a
+    pattern that matches no module.
 
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
     """
