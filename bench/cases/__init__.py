@@ -1,6 +1,17 @@
 """All cases: importing a module registers what it holds."""
 
-from . import gemm, gpu_gemm, gpu_layer, gpu_memory, mlp, overhead, quantize, step, training  # noqa: F401
+from . import (  # noqa: F401
+    gemm,
+    gpu_gemm,
+    gpu_layer,
+    gpu_memory,
+    mlp,
+    overhead,
+    pack,
+    quantize,
+    step,
+    training,
+)
 from .registry import CASES, select
 
 __all__ = ["CASES", "select"]

@@ -27,8 +27,14 @@ from . import device, supervisor
 STAGES: dict[str, tuple[tuple[str, ...], float]] = {
     "memory": (
         (
-            *("copy", "quantize", "amax", "dequantize", "unscale_", "grad_stats_"),
-            *("inv_scale", "clip_coef", "scale_from_amax_", "update_delayed_scales_"),
+            *("copy", "quantize", "amax", "dequantize", "pack", "unpack", "unscale_"),
+            *(
+                "grad_stats_",
+                "inv_scale",
+                "clip_coef",
+                "scale_from_amax_",
+                "update_delayed_scales_",
+            ),
         ),
         0.32,
     ),

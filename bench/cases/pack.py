@@ -1,0 +1,65 @@
+"""pack and unpack, on the CPU and on the GPU, against a copy of as many bytes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mixprec import ops
+from mixprec.ops.pack import packed_sizes
+
+from .. import verify
+from ..gpu import device
+from .quantize import DTYPES
+from .registry import COPY, Workload, case, times_faster_than
+
+# 32 MB, and less than the 32 MiB from which on the C library maps, and the kernel clears, the
+# memory of every result anew: which would be most of the time.
+CPU_BYTES = 32_000_000
+GPU_BYTES = 128 << 20
+# The share of a copy's speed. pack computes 8 random bits for an element.
+PACK, UNPACK = 0.45, 0.85
+
+
+def _workload(on_gpu: bool, dtype: torch.dtype, bits: int, packs: bool) -> Workload:
+    count = CPU_BYTES // dtype.itemsize
+    if on_gpu:
+        (count,) = device.sized(GPU_BYTES // dtype.itemsize, tiny=1000)
+    where = device.DEVICE if on_gpu else torch.device("cpu")
+    size, groups = packed_sizes(count, bits)
+
+    def inputs(i: int) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(count, generator=torch.Generator(where).manual_seed(i), device=where)
+        return (x.to(dtype),) if packs else ops.pack(x.to(dtype), bits)
+
+    def ours(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if packs:
+            return ops.pack(*given, bits, seed=1)
+        return (ops.unpack(*given, bits, [count], dtype),)
+
+    def results() -> dict[str, torch.Tensor | None]:
+        return {f"result {i}": x for i, x in enumerate(ours(inputs(0)))}
+
+    return Workload(
+        ours,
+        {},
+        partial(verify.same_as_reference, results),
+        inputs,
+        ops=("pack" if packs else "unpack",) if on_gpu else (),
+        bytes=float(count * dtype.itemsize + size + 4 * groups),
+    )
+
+
+for _name, _dtype in DTYPES.items():
+    for _bits in (8, 4):
+        for _op, _share in (("pack", PACK), ("unpack", UNPACK)):
+            _way = "to" if _op == "pack" else "from"
+            for _prefix in ("", "cuda/"):
+                case(
+                    f"{_prefix}{_op}/{_name}/{_bits}-bit",
+                    f"{_name} {_way} {_bits} bits in groups of 128, of the speed of a copy",
+                    times_faster_than(COPY, _share),
+                    partial(_workload, bool(_prefix), _dtype, _bits, _op == "pack"),
+                    quick=_bits == 4,
+                )
