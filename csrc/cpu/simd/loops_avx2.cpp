@@ -37,6 +37,7 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 // These use the ones above.
 #include "pack_loops.h"
 #include "step_loops.h"
+#include "unpack_loops.h"
 #include "table_of_loops.h"
 
 }  // namespace

@@ -39,6 +39,7 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 // These use the ones above.
 #include "pack_loops.h"
 #include "step_loops.h"
+#include "unpack_loops.h"
 #include "table_of_loops.h"
 
 #pragma GCC push_options

@@ -44,6 +44,7 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 // These use the ones above.
 #include "pack_loops.h"
 #include "step_loops.h"
+#include "unpack_loops.h"
 #include "table_of_loops.h"
 
 }  // namespace
