@@ -1,17 +1,15 @@
 // Loops of unpack. Included once per instruction set, after those of pack.
 
-// A byte for each of the codes in n bytes.
-inline void split_codes(int64_t bits, const uint8_t* __restrict in, uint8_t* __restrict codes,
-                        int64_t n) {
-  if (bits == 4) {
-    for (int64_t i = 0; i < n; ++i) {
-      uint32_t v = in[i];
-      uint16_t pair = static_cast<uint16_t>((v | v << 4) & 0x0F0Fu);
-      __builtin_memcpy(codes + 2 * i, &pair, sizeof pair);
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) {
-      uint32_t v = in[i], four = (v | v << 6 | v << 12 | v << 18) & 0x03030303u;
+// A byte for each of the codes in n bytes; bits: 4 or 2.
+template <int bits>
+void split_codes(const uint8_t* __restrict in, uint8_t* __restrict codes, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t v = in[i];
+    if constexpr (bits == 4) {
+      uint16_t two = static_cast<uint16_t>((v | v << 4) & 0x0F0Fu);
+      __builtin_memcpy(codes + 2 * i, &two, sizeof two);
+    } else {
+      uint32_t four = (v | v << 6 | v << 12 | v << 18) & 0x03030303u;
       __builtin_memcpy(codes + 4 * i, &four, sizeof four);
     }
   }
@@ -45,39 +43,58 @@ void decode_group<false, Bf16>(const uint8_t* __restrict codes, float minimum, f
   }
 }
 
-template <class Y>
-void unpack(const PackArrays& a, int64_t begin, int64_t end) {
-  alignas(64) uint8_t codes[kPackGroup] = {};
-  alignas(64) Y group[kPackGroup];
-  float levels = static_cast<float>((1 << a.bits) - 1);
-  for (int64_t i = begin; i < end; i += kPackGroup) {
-    int64_t n = end - i < kPackGroup ? end - i : kPackGroup;
-    const uint8_t* in = a.codes + i * a.bits / 8;
-    uint64_t size = static_cast<uint64_t>(n * a.bits + 7) / 8;
-    if (a.bits != 8) {
-      split_codes(a.bits, in, codes, static_cast<int64_t>(size));
-      in = codes;
-    } else if (n < kPackGroup) {
-      __builtin_memcpy(codes, in, size);
-      in = codes;
-    }
-    const Bf16* range = a.ranges + i / kPackGroup * 2;
-    float minimum = decode(range[0]), step = decode(range[1]);
-    float top = minimum + levels * step;
-    bool near = minimum > -0.5f * kLargest<Y> && top < 0.5f * kLargest<Y>;  // no NaN either
-    (near ? decode_group<false, Y> : decode_group<true, Y>)(in, minimum, step, group);
-    Y* y = static_cast<Y*>(a.y) + i;
-    if (n < kPackGroup) {
-      __builtin_memcpy(y, group, static_cast<uint64_t>(n) * sizeof(Y));
-      break;
-    }
-    for (int64_t j = 0; j < kPackGroup; j += 64 / sizeof(Y)) {
-      store_line(y + j, group + j, 64, a.streams);
-    }
+template <int bits, class Y>
+void unpack_group(const uint8_t* in, const Bf16* range, Y* y) {
+  alignas(64) uint8_t codes[kPackGroup];
+  if constexpr (bits != 8) {
+    split_codes<bits>(in, codes, kPackGroup * bits / 8);
+    in = codes;
   }
-  if (a.streams) end_stream();
+  float minimum = decode(range[0]), step = decode(range[1]);
+  float top = minimum + static_cast<float>((1 << bits) - 1) * step;
+  if (minimum > -0.5f * kLargest<Y> && top < 0.5f * kLargest<Y>) {
+    decode_group<false>(in, minimum, step, y);
+  } else {
+    decode_group<true>(in, minimum, step, y);
+  }
+}
+
+template <int bits, class Y>
+void unpack(const PackArrays& a, int64_t begin, int64_t end) {
+  constexpr int64_t bytes = kPackGroup * bits / 8;
+  // Streaming saves memory traffic, which does not limit the results of 16 bits.
+  bool streams = a.streams && sizeof(Y) == 4;
+  alignas(64) Y group[kPackGroup];
+  const uint8_t* in = a.codes + begin * bits / 8;
+  const Bf16* range = a.ranges + begin / kPackGroup * 2;
+  Y* y = static_cast<Y*>(a.y) + begin;
+  for (; begin + kPackGroup <= end; begin += kPackGroup) {
+    unpack_group<bits>(in, range, streams ? group : y);
+    for (int64_t j = 0; streams && j < kPackGroup; j += 64 / sizeof(Y)) {
+      store_line(y + j, group + j, 64, true);
+    }
+    in += bytes;
+    range += 2;
+    y += kPackGroup;
+  }
+  if (streams) end_stream();
+  if (begin < end) {
+    uint8_t last[bytes] = {};
+    __builtin_memcpy(last, in, static_cast<uint64_t>(packed_bytes(end - begin, bits)));
+    unpack_group<bits>(last, range, group);
+    __builtin_memcpy(y, group, static_cast<uint64_t>(end - begin) * sizeof(Y));
+  }
 }
 
 void unpack(const PackArrays& a, int64_t begin, int64_t end) {
-  with_float(a.dtype, [&](auto t) { unpack<typename decltype(t)::type>(a, begin, end); });
+  with_float(a.dtype, [&](auto t) {
+    using Y = typename decltype(t)::type;
+    if (a.bits == 8) {
+      unpack<8, Y>(a, begin, end);
+    } else if (a.bits == 4) {
+      unpack<4, Y>(a, begin, end);
+    } else {
+      unpack<2, Y>(a, begin, end);
+    }
+  });
 }
