@@ -18,6 +18,7 @@ import pytest
 import torch
 from cases import normal, small_integers
 from emulated.agreement import Agreement, tensors
+from emulated.ops import reference
 from emulated.shim import runner
 from emulated.values.test_updates import KINDS, RULES, arguments, mixes
 
@@ -50,6 +51,10 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         yield "amax", [x]
         yield "quantize", [x, torch.float8_e5m2, one, False, "tensor", True]
         yield "dequantize", [x.to(e4m3), one, torch.bfloat16]
+        for bits in (8, 4, 2):
+            codes, ranges = reference("pack")(x, bits, 1, 2)
+            yield "pack", [x, bits, 1, 2]
+            yield "unpack", [codes, ranges, bits, [n], torch.bfloat16]
         for masters, rule in itertools.product(
             (False, True), ("decoupled", "momentum", "lion", "muon")
         ):
