@@ -7,6 +7,7 @@ import torch
 from emulated.agreement import Agreement
 from emulated.values.test_casts import *  # noqa: F403 (the tests, with the fixture below)
 from emulated.values.test_grads import *  # noqa: F403
+from emulated.values.test_pack_values import *  # noqa: F403
 from emulated.values.test_scale_values import *  # noqa: F403
 from emulated.values.test_updates import *  # noqa: F403
 from on_gpu import agreement_on

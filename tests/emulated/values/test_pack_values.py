@@ -26,14 +26,14 @@ def round_trip(agree: Agreement, x: torch.Tensor, bits: int, seed: int = 1) -> N
 
 @every_bits
 @every_dtype
-def test_shapes(agree: Agreement, dtype: torch.dtype, bits: int) -> None:
+def test_packed_shapes(agree: Agreement, dtype: torch.dtype, bits: int) -> None:
     for i, shape in enumerate(agree.affordable((*SHAPES, *LARGE))):
         round_trip(agree, normal(shape, dtype, seed=i), bits, seed=i - 2**40)
 
 
 @every_bits
 @every_dtype
-def test_every_kind_of_number(agree: Agreement, dtype: torch.dtype, bits: int) -> None:
+def test_packing_every_kind_of_number(agree: Agreement, dtype: torch.dtype, bits: int) -> None:
     """Any bits, mostly groups with NaN; groups of one binade; single groups that are special."""
     bad = random_bits(4096, dtype)
     finite = torch.where(bad.isfinite(), bad, 0)
@@ -51,12 +51,12 @@ def test_every_kind_of_number(agree: Agreement, dtype: torch.dtype, bits: int) -
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-def test_layouts(agree: Agreement, layout: Layout) -> None:
+def test_packing_layouts(agree: Agreement, layout: Layout) -> None:
     round_trip(agree, layout(normal((13, 37), torch.bfloat16)), 4)
 
 
 @every_bits
-def test_any_ranges(agree: Agreement, bits: int) -> None:
+def test_unpacking_any_ranges(agree: Agreement, bits: int) -> None:
     """unpack of what pack never makes: the kernels still agree."""
     ranges = random_bits(2 * 10, torch.bfloat16).view(10, 2)
     codes = random_bits(1280 * bits // 8, torch.uint8)
