@@ -38,6 +38,8 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// All of them.
 #include "table_of_loops.h"
 
 }  // namespace

@@ -40,6 +40,8 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// All of them.
 #include "table_of_loops.h"
 
 #pragma GCC push_options

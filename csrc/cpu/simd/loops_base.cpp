@@ -45,6 +45,8 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// All of them.
 #include "table_of_loops.h"
 
 }  // namespace
