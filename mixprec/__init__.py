@@ -10,6 +10,7 @@ from .diagnostics.memory_report import MemoryReport, memory_report
 from .diagnostics.report import Report
 from .formats import BF16, E4M3, E5M2, FP16, Format
 from .freeze import freeze
+from .lean import lean
 from .memory import compress_saved
 from .nn import filters
 from .nn.autocast import autocast
@@ -55,6 +56,7 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "is_available",
+    "lean",
     "load_checkpoint",
     "memory_report",
     "nn",

@@ -24,8 +24,9 @@ def main() -> int:
     if len(sys.argv) < 2:
         print(__doc__, file=sys.stderr)
         return 2
-    import build
     import torch
+
+    import build
 
     if torch.version.cuda is None:
         print(f"run.py needs a CUDA build of torch, this is {torch.__version__}", file=sys.stderr)

@@ -1,0 +1,112 @@
+"""lean: a model and its optimizer in less than half the memory, by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .diagnostics.memory_report import MemoryReport, memory_report
+from .nn.convert import cast_parameters, convert
+from .optim import AdamW
+from .recipes import Recipe
+
+__all__ = ["FIDELITIES", "Fidelity", "lean"]
+
+
+class Fidelity(NamedTuple):
+    """What is kept in fewer bits, besides bf16 parameters with 16 more bits beside them."""
+
+    state_dtype: torch.dtype | str  # of AdamW's moments
+    saved: str  # bits of compress_saved
+
+
+FIDELITIES = {
+    "high": Fidelity(torch.float32, "int8"),
+    "balanced": Fidelity("int8", "int8"),
+    "small": Fidelity("int8", "int4"),
+}
+
+
+def lean(
+    model: nn.Module,
+    lr: float | torch.Tensor = 1e-3,
+    *,
+    fidelity: str = "balanced",
+    recipe: Recipe | str = "bf16",
+    batch: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    verbose: bool = True,
+    **options: Any,
+) -> tuple[nn.Module, AdamW]:
+    """Prepare an FP32 model to train in less than half the memory; print what it saves (verbose).
+
+        model, optimizer = mixprec.lean(model, lr=3e-4)
+
+    The weights that are trained stay FP32 numbers: each is a bf16 parameter and the 16 bits that it
+    lacks. Bytes per parameter with its gradient and state, and bits of saved activations:
+
+        fidelity      parameter   AdamW's moments   in all   saved for backward
+        "high"        2 + 2       FP32              14       8
+        "balanced"    2 + 2       8 bits            8.03     8
+        "small"       2 + 2       8 bits            8.03     4 where they suffice, else 8
+
+    against 16 bytes of FP32. It is short for `cast_parameters(model, torch.bfloat16)`,
+    `convert(model, recipe, saved=...)` and `optim.AdamW(model.parameters(), lr,
+    master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
+
+    The table that is printed is computed from the parameters. With `batch`, both columns are
+    measured by `memory_report(model, optimizer, batch, loss)` instead, and have the activations;
+    its floating-point tensors are cast to bf16 for the second, as yours have to be for training.
+    ValueError for another fidelity, and those of the functions above.
+    """
+    if fidelity not in FIDELITIES:
+        offered = ", ".join(f'"{name}"' for name in FIDELITIES)
+        raise ValueError(f"lean: fidelity must be one of {offered}, got {fidelity!r}")
+    state_dtype, saved = FIDELITIES[fidelity]
+    Recipe.parse(recipe)  # raises before the model is changed
+    plain = torch.optim.AdamW(model.parameters())
+
+    def report(label: str, optimizer: torch.optim.Optimizer, batch: Any) -> MemoryReport:
+        if batch is None:
+            return _computed(label, model, optimizer)
+        return memory_report(model, optimizer, batch, loss, label=label)
+
+    before = report("fp32", plain, batch)
+    model = convert(cast_parameters(model, torch.bfloat16), recipe, saved=saved)
+    options = {"master_weights": "remainder16", "state_dtype": state_dtype, **options}
+    optimizer = AdamW(model.parameters(), lr, **options)
+    after = report(fidelity, optimizer, _low(batch))
+    if verbose:
+        print(f"{before.table(after)}\n{after.total / before.total:.2f} of the bytes")
+    return model, optimizer
+
+
+def _computed(label: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryReport:
+    """Parameters, gradients and states, without a step."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    states: dict[str, int] = {}
+    for p in params:
+        like = torch.empty_like(p, device="meta")
+        state: dict[str, torch.Tensor] = {"exp_avg": like, "exp_avg_sq": like}
+        if isinstance(optimizer, AdamW):
+            state = {}
+            optimizer._policy.prepare(like, state, optimizer._moment_names)
+        for key, value in state.items():
+            states[key] = states.get(key, 0) + _bytes([value])
+    return MemoryReport(label, _bytes(model.parameters()), _bytes(params), states)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _low(batch: Any) -> Any:
+    """The batch as the bf16 model takes it."""
+    if isinstance(batch, torch.Tensor):
+        return batch.bfloat16() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {name: _low(value) for name, value in batch.items()}
+    return tuple(map(_low, batch)) if isinstance(batch, (list, tuple)) else batch
