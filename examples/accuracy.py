@@ -3,8 +3,9 @@
     python examples/accuracy.py --task gpt,cnn,vit --seeds 3 --out bench/results/cpu
 
 Each task is trained once per recipe and seed. The seed determines the initial weights and the order
-of the data, so each run is compared with the FP32 run of the same seed. OUT/accuracy-TASK.json is
-written after every run; `python -m mixprec.bench report` generates docs/accuracy.md from them.
+of the data, so each run is compared with the FP32 run of the same seed. OUT/accuracy-TASK.json (or
+accuracy-TASK-lean.json with --set lean) is written after every run; `python -m mixprec.bench report`
+generates docs/accuracy.md from them.
 Needs the packages of `pip install "mixprec[examples]"`.
 """
 
@@ -15,7 +16,8 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,19 @@ import train_gpt
 import mixprec
 from mixprec.bench.environment import environment
 
-RECIPES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block")
+SETS = {
+    "precisions": ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"),
+    "lean": ("fp32", "lean-high", "lean-balanced", "lean-small"),  # of mixprec.lean
+}
 CONFIDENCE = 0.95
 # metric, whether more is better, unit of differences, largest loss accepted for FP8
 GPT = ("bits/byte", False, "%", 0.5)
 IMAGE = ("accuracy (%)", True, "points", 0.6)
 
 
-def gpt_runs(seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
+def gpt_runs(recipes: Sequence[str], seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
     """The GPT of the demo, on its text, with as many steps."""
-    for recipe in RECIPES:
+    for recipe in recipes:
         arguments = ["--recipes", recipe, "--seed", str(seed)]
         options = train_gpt.parse_arguments(arguments + (["--steps", str(steps)] if steps else []))
         text = gpt_data.load(None, options.context)
@@ -51,11 +56,13 @@ def gpt_runs(seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
         }
 
 
-def image_runs(model: str, seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
+def image_runs(
+    model: str, recipes: Sequence[str], seed: int, steps: int | None
+) -> Iterator[dict[str, Any]]:
     """A model of train_image.py on the glyphs."""
     import train_image
 
-    for recipe in RECIPES:
+    for recipe in recipes:
         run = train_image.train(model, recipe, seed, steps)
         yield {
             "recipe": recipe,
@@ -67,8 +74,8 @@ def image_runs(model: str, seed: int, steps: int | None) -> Iterator[dict[str, A
 
 TASKS: dict[str, tuple[tuple[str, bool, str, float], Callable[..., Iterator[dict[str, Any]]]]] = {
     "gpt": (GPT, gpt_runs),
-    "cnn": (IMAGE, lambda seed, steps: image_runs("cnn", seed, steps)),
-    "vit": (IMAGE, lambda seed, steps: image_runs("vit", seed, steps)),
+    "cnn": (IMAGE, partial(image_runs, "cnn")),
+    "vit": (IMAGE, partial(image_runs, "vit")),
 }
 
 
@@ -107,21 +114,22 @@ def summary(runs: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
     return lines
 
 
-def measure(task: str, seeds: int, steps: int | None, out: Path) -> None:
+def measure(task: str, which: str, seeds: int, steps: int | None, out: Path) -> None:
     (metric, more_is_better, unit, limit), runs_of = TASKS[task]
     where, runs = environment(quick=steps is not None), []
     out.mkdir(parents=True, exist_ok=True)
     for seed in range(seeds):
-        for run in runs_of(seed, steps):
+        for run in runs_of(SETS[which], seed, steps):
             runs.append({"seed": seed, **run})
             print(
-                f"{task} seed {seed} {run['recipe']:12} {metric} {run['value']:.4f} "
+                f"{task} seed {seed} {run['recipe']:13} {metric} {run['value']:.4f} "
                 f"({run['seconds']:.0f} s, {run['skipped']} skipped, {run['status']})",
                 flush=True,
             )
             content = {
                 "task": task,
                 "command": f"python examples/accuracy.py --task {task} --seeds {seeds}"
+                + ("" if which == "precisions" else f" --set {which}")
                 + (f" --steps {steps}" if steps else ""),
                 "metric": metric,
                 "more_is_better": more_is_better,
@@ -132,7 +140,7 @@ def measure(task: str, seeds: int, steps: int | None, out: Path) -> None:
                 "summary": summary(runs, unit),
                 "runs": runs,
             }
-            path = out / f"accuracy-{task}.json"
+            path = out / f"accuracy-{task}{'' if which == 'precisions' else f'-{which}'}.json"
             path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -140,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--task", default=",".join(TASKS), help="some of them, separated by commas: %(default)s")
+    add("--set", choices=SETS, default="precisions", help="what is compared (%(default)s)")
     add("--seeds", type=int, default=3, help="runs per recipe (%(default)s)")
     add("--steps", type=int, help="training steps of each run, to try it out")
     add("--out", type=Path, default=Path("bench/results/cpu"), help="folder of the results")
@@ -150,10 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.seeds < 1:
         parser.error(f"--seeds must be 1 or more, got {options.seeds}")
     print(
-        f"mixprec {mixprec.__version__}, {len(RECIPES)} recipes, {options.seeds} seeds", flush=True
+        f"mixprec {mixprec.__version__}, {', '.join(SETS[options.set])}, {options.seeds} seeds",
+        flush=True,
     )
     for task in tasks:
-        measure(task, options.seeds, options.steps, options.out)
+        measure(task, options.set, options.seeds, options.steps, options.out)
     return 0
 
 

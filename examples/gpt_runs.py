@@ -17,8 +17,10 @@ from torch import nn
 
 import mixprec
 from mixprec.diagnostics.report import Row
+from mixprec.lean import FIDELITIES
 
 BITS = 1 / math.log(2)  # a loss in nats times this is in bits
+LEAN = "lean-"  # bf16 as mixprec.lean(fidelity=...) prepares it
 TF32 = "tf32"  # fp32, with torch's matrix products in TF32; GPUs only
 VALIDATION_BYTES = 32768
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -94,21 +96,24 @@ def train(
     evaluations = max(1, VALIDATION_BYTES // (options.batch * options.context))
     shape = options.batch, options.context
 
+    lean = FIDELITIES.get(name.removeprefix(LEAN)) if name.startswith(LEAN) else None
+    recipe = "fp32" if name == TF32 else "bf16" if lean else name
+    settings: dict[str, Any] = dict(ADAMW)
+    if lean:  # as mixprec.lean does
+        settings |= {"master_weights": "remainder16", "state_dtype": lean.state_dtype}
+
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        return mixprec.optim.AdamW(list(model.parameters()), options.lr, **ADAMW)
+        return mixprec.optim.AdamW(list(model.parameters()), options.lr, **settings)
 
     def step(recipe: str, *where: Any) -> None:
         if progress is not None:
             progress(name, *where)
 
-    saved: Any = nullcontext()
-    if options.saved:
-        saved = mixprec.compress_saved(options.saved, seed=options.seed)
-    with saved:
+    with mixprec.compress_saved(lean.saved, seed=options.seed) if lean else nullcontext():
         return mixprec.compare(
             lambda: GPT(config),
             gpt_data.Batches(text.train, *shape, options.steps, options.seed),
-            "fp32" if name == TF32 else name,
+            recipe,
             validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
             make_optimizer=adamw,
             schedule=lambda step: warmup_then_cosine(step, options.steps),

@@ -7,6 +7,8 @@ prints a table and writes DIR/results.json and DIR/loss.png. The exit code is 0 
 of every block ran all its matrix products in its recipe's format, each validation loss is within
 2 % of FP32's, and each model learned clearly more than the frequencies of single bytes.
 
+With --lean it trains in FP32 and in the ways of `mixprec.lean`, and shows the bytes of a step.
+
 On a GPU the FP32 baseline is trained twice: as fp32, with torch's FP32 matrix products in full
 precision, and as tf32; TF32 is off in every other run. results.json is rewritten after each
 precision. A precision that fails is reported, and the others still run.
@@ -17,17 +19,20 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gpt_data
 import torch
+from gpt_memory import reports
 from gpt_model import GPT
 from gpt_progress import Progress
 from gpt_runs import (
     ADAMW,
     BITS,
+    LEAN,
     TF32,
     VALIDATION_BYTES,
     compare,
@@ -40,14 +45,24 @@ import mixprec
 import mixprec.env
 from mixprec.bench.environment import environment
 from mixprec.bench.gpu import device
+from mixprec.lean import FIDELITIES
 
-__all__ = ["BITS", "VALIDATION_BYTES", "check_device", "compare", "main", "warmup_then_cosine"]
+__all__ = [
+    "BITS",
+    "LEAN",
+    "VALIDATION_BYTES",
+    "check_device",
+    "compare",
+    "main",
+    "warmup_then_cosine",
+]
 
 MAX_DIFFERENCE = 0.02  # to FP32's validation loss
 GAIN, FULL_GAIN = 0.25, 0.33  # how far below the text's unigram entropy each run must come
 STEPS, FULL_STEPS = 320, 1000
 RECIPES = "fp32,bf16,fp16,fp8"
 GPU_RECIPES = "fp32,tf32,bf16,fp16,fp8"
+LEAN_RECIPES = ",".join(["fp32", *(LEAN + fidelity for fidelity in FIDELITIES)])
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -64,6 +79,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", "training steps per precision (default: as --full says)", type=int)
     recipes = f"precisions, separated by commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
     add("--recipes", recipes, metavar="A,B")
+    lean = f"train {LEAN_RECIPES} and show the memory of a step (DIR/memory.png)"
+    add("--lean", lean, action="store_true")
     add("--device", "cpu or cuda", default="cpu")
     add("--out", "folder for results.json and loss.png", default="demo", metavar="DIR")
     add("--seed", "seed of the weights and of the order of the data", type=int, default=0)
@@ -72,9 +89,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--context", "bytes per sequence", type=int, default=128)
     add("--layers", "transformer blocks", type=int, default=3)
     add("--width", "size of the residual stream, a multiple of 64", type=int, default=256)
-    parser.add_argument(
-        "--saved", choices=("int8", "int4"), help="compress what is saved for backward"
-    )
     options = parser.parse_args(argv)
     if options.steps is None:
         options.steps = FULL_STEPS if options.full else STEPS
@@ -84,11 +98,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.width % 64:
         parser.error(f"--width must be a multiple of 64, got {options.width}")
     on_gpu = options.device.startswith("cuda")
-    options.recipes = (options.recipes or (GPU_RECIPES if on_gpu else RECIPES)).split(",")
+    default = LEAN_RECIPES if options.lean else GPU_RECIPES if on_gpu else RECIPES
+    options.recipes = (options.recipes or default).split(",")
     for name in options.recipes:
         if name == TF32 and not on_gpu:
             parser.error(f"--recipes: {TF32} needs --device cuda")
-        if name not in ("fp32", TF32):
+        if name not in ("fp32", TF32, *LEAN_RECIPES.split(",")):
             try:
                 mixprec.recipes.Recipe.parse(name)
             except ValueError as error:
@@ -187,7 +202,15 @@ def run(options: argparse.Namespace) -> int:
     found = [] if report.interrupted else problems(report, block_linears, unigram, gain)
     describe(report, found)
     print(f"\n{report}\n", flush=True)
-    for path, write in ((out / "results.json", report.save), (out / "loss.png", report.plot)):
+    files: list[tuple[Path, Callable[[Path], None]]] = [
+        (out / "results.json", report.save),
+        (out / "loss.png", report.plot),
+    ]
+    if options.lean and not report.interrupted:
+        first, *others = reports(options, text)
+        print(f"{first.table(*others)}\n", flush=True)
+        files.append((out / "memory.png", lambda path: first.plot(path, *others)))
+    for path, write in files:
         try:
             write(path)
         except OSError as error:

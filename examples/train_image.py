@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from image_models import MODELS
 from large_models import LARGE_MODELS
 from torch import nn
-from train_gpt import check_device, warmup_then_cosine
+from train_gpt import LEAN, check_device, warmup_then_cosine
 
 import mixprec
 import mixprec.env
 from mixprec.diagnostics.report import Row
+from mixprec.lean import FIDELITIES
 
 RECIPES = "fp32,bf16,fp16,fp8,fp8-delayed,fp8-rowwise,fp8-block"
 STEPS = {"cnn": 400, "vit": 1200, "resnet50": 200, "efficientnet_b0": 200, "vit_l": 200}
@@ -60,7 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     options.recipes = list(dict.fromkeys(options.recipes.split(",")))
     for name in options.recipes:
-        if name != "fp32":
+        if name != "fp32" and name.removeprefix(LEAN) not in FIDELITIES:
             try:
                 mixprec.Recipe.parse(name)
             except ValueError as error:
@@ -122,10 +123,17 @@ def train(
     steps = STEPS[model_name] if steps is None else steps
     batch = BATCH[model_name] if batch is None else batch
     images = image_data.load(data)
-    model, scaler = make_model(model_name, recipe, images, seed)
-    model.to(device)
+    settings = {"lr": LR[model_name], "weight_decay": 0.05, "max_grad_norm": 1.0}
     lr = LR[model_name]
-    optimizer = mixprec.optim.AdamW(model.parameters(), lr, weight_decay=0.05, max_grad_norm=1.0)
+    if recipe.startswith(LEAN):
+        model, scaler = make_model(model_name, "fp32", images, seed)
+        fidelity = recipe.removeprefix(LEAN)
+        model, optimizer = mixprec.lean(model, fidelity=fidelity, verbose=False, **settings)
+        model.to(device)
+    else:
+        model, scaler = make_model(model_name, recipe, images, seed)
+        model.to(device)
+        optimizer = mixprec.optim.AdamW(model.parameters(), **settings)
 
     losses = []
     start = after_first = time.perf_counter()

@@ -87,7 +87,7 @@ def test_the_program_runs(program, tmp_path: Path, capsys: pytest.CaptureFixture
         program.main(["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]) == 0
     )
     measured = page.load(tmp_path, "vit")
-    assert [run["recipe"] for run in measured["runs"]] == list(program.RECIPES)
+    assert [run["recipe"] for run in measured["runs"]] == list(program.SETS["precisions"])
     assert all(0 <= run["value"] <= 100 for run in measured["runs"])
     assert "one seed: no verdict" in page.task_block(measured)
     assert "vit seed 0 fp8-block" in capsys.readouterr().out

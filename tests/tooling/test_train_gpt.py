@@ -81,19 +81,21 @@ def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path) -> Non
     assert again["train_losses"] == rows[3]["train_losses"], "the same run, bit for bit"
 
 
-def test_training_with_compressed_activations(demo: ModuleType, text: str, tmp_path: Path) -> None:
-    rows = {}
-    for options in ([], ["--saved=int8"], ["--saved=int4"]):
-        run = [*TINY, f"--steps={STEPS}", f"--text={text}", "--recipes=bf16", f"--out={tmp_path}"]
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert demo.main([*run, *options]) == 0
-        (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-        rows[options[0] if options else ""] = row
-    losses = {name: row["validation_loss"] for name, row in rows.items()}
-    saved = {name: row["saved_for_backward_bytes"] for name, row in rows.items()}
-    assert len(set(losses.values())) == 3
-    assert max(losses.values()) < 1.03 * min(losses.values())
-    assert saved["--saved=int4"] < saved["--saved=int8"] < 0.6 * saved[""]
+def test_lean_training(demo: ModuleType, text: str, tmp_path: Path) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        arguments = [*TINY, f"--steps={STEPS}", f"--text={text}", f"--out={tmp_path}", "--lean"]
+        assert demo.main(arguments) == 0
+    assert "optimizer: exp_avg_scale" in printed.getvalue()
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    names = ["fp32", "lean-high", "lean-balanced", "lean-small"]
+    assert [row["recipe"] for row in rows] == names
+    assert len({row["validation_loss"] for row in rows}) == 4
+    saved = [row["saved_for_backward_bytes"] for row in rows]
+    assert saved[3] < saved[2] == saved[1] < 0.5 * saved[0]
+    states = [row["optimizer_bytes"] for row in rows]
+    assert states[3] == states[2] < 0.7 * states[1]
 
 
 def test_failures_are_reported_and_the_other_precisions_run(
