@@ -1,7 +1,7 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, demo,
-footprint, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
+footprint, lean, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from mixprec.diagnostics.memory_report import MemoryReport
 
 from . import accuracy, footprint, pages, results, table, underflow
 from .cases.registry import best_baseline, quantity
@@ -47,6 +49,17 @@ def bench_summary(root: Path) -> str:
     shown = table.markdown(("op", "baseline", "cases", "times as fast"), body)
     where = pages.machine(content["environment"])
     return f"{shown}\n\n{table.summary(content['rows'])}. {where}"
+
+
+def lean(root: Path) -> str:
+    """The bytes of a step in each way to train, by examples/gpt_memory.py."""
+    content = json.loads((root / CPU / "lean.json").read_text())
+    reports = [MemoryReport(**one) for one in content["reports"]]
+    header, *lines = reports[0].cells(*reports[1:])
+    whole = reports[0].total
+    shares = [f"{one.total / whole:.2f}" for one in reports]
+    shown = table.markdown(tuple(header), [*map(tuple, lines), ("share of the total", *shares)])
+    return f"{content['what']}:\n\n{shown}\n\n{pages.machine(content['environment'])}"
 
 
 def demo(root: Path) -> str:
@@ -115,6 +128,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo": demo,
     "gpu": gpu,
     "gpu state": gpu_state,
+    "lean": lean,
     "footprint": lambda root: footprint.block(
         json.loads((root / CPU / "footprint.json").read_text())
     ),

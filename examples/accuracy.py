@@ -4,8 +4,8 @@
 
 Each task is trained once per recipe and seed. The seed determines the initial weights and the order
 of the data, so each run is compared with the FP32 run of the same seed. OUT/accuracy-TASK.json (or
-accuracy-TASK-lean.json with --set lean) is written after every run; `python -m mixprec.bench report`
-generates docs/accuracy.md from them.
+accuracy-TASK-lean.json with --set lean) is written after every run;
+`python -m mixprec.bench report` generates docs/accuracy.md from them.
 Needs the packages of `pip install "mixprec[examples]"`.
 """
 

@@ -207,7 +207,8 @@ def run(options: argparse.Namespace) -> int:
         (out / "loss.png", report.plot),
     ]
     if options.lean and not report.interrupted:
-        first, *others = reports(options, text)
+        batch = gpt_data.Batches(text.train, options.batch, options.context, 1, options.seed)[0]
+        first, *others = reports(gpt_config(options), tuple(t.to(options.device) for t in batch))
         print(f"{first.table(*others)}\n", flush=True)
         files.append((out / "memory.png", lambda path: first.plot(path, *others)))
     for path, write in files:

@@ -63,6 +63,10 @@ class MemoryReport:
 
     def table(self, *others: MemoryReport) -> str:
         """This report, and others beside it, such as those of the same model in other settings."""
+        return "\n".join(aligned(self.cells(*others)))
+
+    def cells(self, *others: MemoryReport) -> list[list[str]]:
+        """The lines of `table`, the heading first."""
         reports = (self, *others)
         names = row_names(reports)
         lines = [["", *(report.label or "bytes" for report in reports)]]
@@ -73,7 +77,7 @@ class MemoryReport:
             ("peak", lambda report: report.peak),
         ):
             lines.append([name, *(readable(get(report)) for report in reports)])
-        return "\n".join(aligned(lines))
+        return lines
 
     def __str__(self) -> str:
         return self.table()
@@ -140,7 +144,8 @@ def memory_report(
         gradients = _bytes(
             g for p in params for g in (p.grad, getattr(p, "main_grad", None)) if g is not None
         )
-        has_stepped = any(set(state) - _MASTERS for state in optimizer.state.values())
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in own)
         states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
     kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
     return MemoryReport(label, _bytes(params), gradients, states, kinds, largest)

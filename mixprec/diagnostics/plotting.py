@@ -35,7 +35,6 @@ CURVES = (
     {"color": "#CC79A7", "linewidth": 1.2, "linestyle": "--"},
     {"color": "#56B4E9", "linewidth": 1.2, "linestyle": "-"},
 )
-HATCHES = ("", "//", "..", "xx")  # where there are more parts than colors
 LAYERS = (RED, BLUE, GREEN)  # of the named layers in plot_records
 TENSORS = {"x": "activations x", "w": "weights w", "g": "gradients g"}
 
@@ -137,16 +136,29 @@ def plot_records(records: Sequence[Record]) -> Any:
     return figure
 
 
+def _colormap(name: str) -> Any:
+    import matplotlib
+
+    return matplotlib.colormaps[name]
+
+
 def plot_memory(reports: Sequence[MemoryReport], names: Sequence[str]) -> Any:
-    """A bar for each report, stacked by the rows `names`. ImportError without matplotlib."""
+    """A bar for each report, stacked by the rows `names`, without those too thin to be seen. What
+    is saved for backward is hatched. ImportError without matplotlib."""
     figure = _figure(3.5 + 1.5 * len(reports), 5, "MemoryReport.plot")
     ax = figure.subplots()
+    shades = _colormap("tab20")
+    rows, visible = [report.rows() for report in reports], max(r.total for r in reports) / 500
+    seen = [name for name in names if max(row.get(name, 0) for row in rows) >= visible]
     bottom = [0.0] * len(reports)
-    for i, name in enumerate(names):
-        heights = [report.rows().get(name, 0) / 1e6 for report in reports]
-        hatch = HATCHES[i // len(CURVES) % len(HATCHES)]
-        color = CURVES[i % len(CURVES)]["color"]
-        ax.bar(range(len(reports)), heights, 0.6, bottom, label=name, color=color, hatch=hatch)
+    for i, name in enumerate(seen):
+        heights = [row.get(name, 0) / 1e6 for row in rows]
+        shade = shades(i % 20)
+        hatch = "//" if name.startswith("saved") else None
+        ax.bar(
+            range(len(reports)), heights, 0.6, bottom, label=name, color=shade, hatch=hatch,
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     ax.set_xticks(range(len(reports)), [report.label for report in reports])
     ax.set_ylabel("MB (10^6 bytes)")

@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "env", "diagnostics.env", "freeze", "availability")
+LEAVES = ("testing", "env", "diagnostics.env", "freeze", "lean", "availability")
 # Between ops, only these: helpers of the reference, and one list of dtypes.
 SIDEWAYS = {
     ("ops.quantize", "ops.amax", "amax_reference"),

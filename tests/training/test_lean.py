@@ -1,0 +1,74 @@
+"""mixprec.lean: what it prepares, what it prints, and that it trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mixprec
+from mixprec.lean import FIDELITIES
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64))
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    return y.float().square().mean()
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_it_trains(fidelity: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alike in each fidelity; parameters and states are as the table of the docstring says."""
+    model = make()
+    same, optimizer = mixprec.lean(model, 1e-2, fidelity=fidelity, max_grad_norm=1.0)
+    assert same is model
+    assert "of the bytes" in capsys.readouterr().out
+    x = torch.randn(128, 64).bfloat16()
+    losses = []
+    for _ in range(20):
+        loss = loss_of(model(x))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    weight = model[0].weight
+    state = optimizer.state[weight]
+    per_element = sum(t.nbytes for t in (weight, weight.grad, *state.values())) / weight.numel()
+    assert per_element == pytest.approx(14 if fidelity == "high" else 8.03, abs=0.01)
+    assert model[2].weight.dtype == torch.float32
+    assert type(model[0]) is mixprec.nn.Linear
+    assert optimizer.max_grad_norm == 1.0
+
+
+def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Computed from the parameters it is what is measured with a batch, but for the activations."""
+    for batch in (None, torch.randn(64, 64)):
+        mixprec.lean(make(), batch=batch, loss=loss_of)
+    mixprec.lean(make(), verbose=False)
+    tables = capsys.readouterr().out.split(" of the bytes\n")
+    assert len(tables) == 3
+    assert tables[2] == ""
+    rows = [
+        dict(line.split("  ", 1) for line in t.splitlines() if "  " in line) for t in tables[:2]
+    ]
+    computed, measured = ({k: v.split() for k, v in row.items()} for row in rows)
+    for name in ("parameters", "gradients", "optimizer: exp_avg", "optimizer: remainder"):
+        assert computed[name] == measured[name], name
+    assert "saved: linear" in measured
+    assert "saved: linear" not in computed
+
+
+def test_bad_input_changes_nothing() -> None:
+    model = make()
+    for settings, message in (
+        ({"fidelity": "tiny"}, 'lean: fidelity must be one of "high", "balanced", "small", got'),
+        ({"recipe": "fp7"}, "fp7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixprec.lean(model, **settings)
+        assert model[0].weight.dtype == torch.float32
+        assert type(model[0]) is nn.Linear
