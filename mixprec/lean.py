@@ -59,14 +59,17 @@ def lean(
 
     The table that is printed is computed from the parameters. With `batch`, both columns are
     measured by `memory_report(model, optimizer, batch, loss)` instead, and have the activations;
-    its floating-point tensors are cast to bf16 for the second, as yours have to be for training.
+    its floating-point tensors are cast to bf16 for the second, as yours should be for training.
     ValueError for another fidelity, and those of the functions above.
     """
     if fidelity not in FIDELITIES:
         offered = ", ".join(f'"{name}"' for name in FIDELITIES)
         raise ValueError(f"lean: fidelity must be one of {offered}, got {fidelity!r}")
     state_dtype, saved = FIDELITIES[fidelity]
-    Recipe.parse(recipe)  # raises before the model is changed
+    options = {"master_weights": "remainder16", "state_dtype": state_dtype, **options}
+    # These raise before the model is changed.
+    Recipe.parse(recipe)
+    AdamW([nn.Parameter(torch.zeros(1))], lr, **options)
     plain = torch.optim.AdamW(model.parameters())
 
     def report(label: str, optimizer: torch.optim.Optimizer, batch: Any) -> MemoryReport:
@@ -76,7 +79,6 @@ def lean(
 
     before = report("fp32", plain, batch)
     model = convert(cast_parameters(model, torch.bfloat16), recipe, saved=saved)
-    options = {"master_weights": "remainder16", "state_dtype": state_dtype, **options}
     optimizer = AdamW(model.parameters(), lr, **options)
     after = report(fidelity, optimizer, _low(batch))
     if verbose:

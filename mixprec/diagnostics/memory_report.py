@@ -125,6 +125,11 @@ def memory_report(
     """
     arguments = batch if isinstance(batch, (tuple, list, Mapping)) else (batch,)
     params = list(model.parameters())
+    if any(p._post_accumulate_grad_hooks for p in params):
+        raise ValueError(
+            "memory_report: the model's parameters must have no hooks for their gradients "
+            "(register_post_accumulate_grad_hook), such as an optimizer's that steps in backward"
+        )
     owned = [*params, *model.buffers(), *_tensors(arguments)]
     saved, record = recorder(owned)
     with _as_before(model), _peak(params) as peak:

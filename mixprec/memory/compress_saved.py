@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
 
 from . import kinds
-from .packed import Packer, Saved
+from .packed import Kept, Packer, Saved
 from .running import Watch, current, is_held_by_owner
 
 __all__ = ["Bits", "check", "compress_saved", "recorded"]
@@ -60,12 +59,13 @@ def compress_saved(
 
     Each group of 128 elements x becomes codes and a range: x ~ min + code * step, rounded
     stochastically, so that what backward reads has the mean x. The forward pass is not changed.
-    Every op is covered, of any library, but a tensor is kept as it is if it is
+    A tensor is kept as it is if it is
 
       - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
       - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
       - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
-      - saved by an op whose backward divides by it, takes its exponential or compares it (amax);
+      - saved by an op that is not listed in memory/kinds.py: its backward may divide by it, take its
+        exponential or compare it (amax);
       - FP32 and saved by an op that torch's function modes do not see (another library's
         autograd.Function): it may be a statistic.
 
@@ -126,16 +126,17 @@ def _by_module(
 def _hooks(
     mode: int | None, by_module: dict[nn.Module, int | None] | None, seed: int | None
 ) -> Iterator[None]:
-    modes, watch, packer = [mode], Watch(), Packer(seed)
+    modes, watch, packer = _Modes(mode), Watch(), Packer(seed)
 
-    def pack(t: torch.Tensor) -> torch.Tensor | Saved:
-        op = current()
-        number = None if modes[-1] is None or not _may_compress(t, watch) else modes[-1]
+    def pack(t: torch.Tensor) -> Kept | Saved:
+        op, number = current(), modes.stack[-1]
+        if number is not None and not _may_compress(t, watch):
+            number = None
         if number is not None:
             number = None if kinds.is_weight(t, op) else kinds.bits_for(t, op, number)
-        saved = t if number is None else packer.pack(t, number)
+        saved = Kept(t, t._version) if number is None else packer.pack(t, number)
         if _thread.record is not None:
-            _thread.record(kinds.kind_of(op), saved)
+            _thread.record(kinds.kind_of(op), t if isinstance(saved, Kept) else saved)
         return saved
 
     with ExitStack() as stack:
@@ -150,9 +151,14 @@ def _hooks(
             _thread.blocks -= 1
 
 
-def _unpack(saved: torch.Tensor | Saved) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
+class _Modes(threading.local):
+    """Of the block, and of the modules that this thread is in."""
+
+    def __init__(self, mode: int | None) -> None:
+        self.stack = [mode]
+
+
+def _unpack(saved: Kept | Saved) -> torch.Tensor:
     with torch.no_grad():
         return saved.unpack()
 
@@ -170,9 +176,9 @@ def _may_compress(t: torch.Tensor, watch: Watch) -> bool:
 
 
 @contextmanager
-def _mode_inside(module: nn.Module, own: int | None, modes: list[Any]) -> Iterator[None]:
+def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[None]:
     """`own` is the last of `modes` while `module` runs."""
-    before = module.register_forward_pre_hook(lambda *_: modes.append(own), prepend=True)
+    before = module.register_forward_pre_hook(lambda *_: modes.stack.append(own), prepend=True)
     after = module.register_forward_hook(lambda *_: _drop(modes), always_call=True)
     try:
         yield
@@ -181,5 +187,6 @@ def _mode_inside(module: nn.Module, own: int | None, modes: list[Any]) -> Iterat
         after.remove()
 
 
-def _drop(modes: list[Any]) -> None:
-    modes.pop()
+def _drop(modes: _Modes) -> None:
+    if len(modes.stack) > 1:  # in a thread that was in the module when the block began, it is not
+        modes.stack.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .running import Op
+from .running import Op, in_compiled_code
 
 __all__ = ["KINDS", "bits_for", "is_statistic", "is_weight", "kind_of"]
 
@@ -30,23 +30,22 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("ctc_loss", "cosine_embedding_loss", "triplet_margin_loss", "poisson_nll_loss"),
         *("gaussian_nll_loss", "soft_margin_loss", "margin_ranking_loss"),
     ),
+    # Their backward is linear in what they save, or reads only its shape.
+    "other": (
+        *("square", "pow", "addcmul", "lerp", "outer", "dot", "mv", "addmv", "addbmm"),
+        *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
+        *("interpolate", "pixel_shuffle", "pad", "embedding"),
+    ),
 }
-_KIND = {name: kind for kind, names in KINDS.items() for name in names}
-# Backward divides by what these save, takes its exponential or inverse, or compares it with a
-# result, and groups with one step for all elements bound neither a relative error nor keep ties.
-_SENSITIVE = frozenset(
-    (
-        *("div", "truediv", "rtruediv", "true_divide", "divide", "reciprocal", "sqrt", "rsqrt"),
-        *("log", "log1p", "log2", "log10", "logit", "exp", "expm1", "logsumexp", "logcumsumexp"),
-        *("acos", "asin", "acosh", "atanh", "erfinv", "prod", "cumprod", "inverse", "cholesky"),
-        *("norm", "vector_norm", "matrix_norm", "normalize", "renorm", "cosine_similarity"),
-        *("cdist", "dist", "max", "min", "amax", "amin", "aminmax", "median", "maximum"),
-        *("minimum", "fmax", "fmin", "clamp", "clip", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-        "grid_sample",
-    )
+# Backward compares what these save with a number: 4 bits would take small values for it.
+_COMPARED = frozenset(
+    ("relu", "leaky_relu", "prelu", "relu6", "hardswish", "hardsigmoid", "hardtanh")
 )
+_KIND = {name: kind for kind, names in KINDS.items() for name in names}
 # Of the modes "int8" and "int4". Measured with examples/train_gpt.py: with every tensor in 4 bits
-# the GPT does not train; with those of attention in 8 bits and losses as they are it does.
+# the GPT does not train; with those of attention in 8 bits and losses as they are it does. What ops
+# without a kind save is kept: their backward may divide by it, take its exponential or inverse, or
+# compare it with a result, and groups with one step bound no relative error and keep no ties.
 _BITS = {
     8: {"linear": 8, "attention": 8, "activation": 8, "norm": 8, "other": 8},
     4: {"linear": 4, "attention": 8, "activation": 4, "norm": 4, "other": 8},
@@ -60,17 +59,19 @@ def kind_of(op: Op | None) -> str:
 def bits_for(t: torch.Tensor, op: Op | None, mode: int) -> int | None:
     """The bits for t, a floating tensor saved by `op`; None to keep it as it is."""
     if op is None:  # statistics, which are FP32, cannot be told from activations
-        return None if t.dtype == torch.float32 else _BITS[mode]["other"]
-    if _is_sensitive(op) or is_statistic(t, op) or _is_mask(t, op):
+        kept = t.dtype == torch.float32 or in_compiled_code()
+        return None if kept else _BITS[mode]["other"]
+    kind = _KIND.get(op.name)
+    if kind is None or is_statistic(t, op) or _is_mask(t, op) or _is_power_below_1(op):
         return None
-    return _BITS[mode].get(kind_of(op))
+    bits = _BITS[mode].get(kind)
+    return 8 if bits and op.name in _COMPARED else bits
 
 
-def _is_sensitive(op: Op) -> bool:
-    if op.name == "pow":  # x.pow(2) of a norm saves x; a negative power divides by it
-        exponent = op.argument(1, "exponent")
-        return not isinstance(exponent, (int, float)) or exponent < 1
-    return op.name in _SENSITIVE or op.name.startswith(("linalg_", "rpow"))
+def _is_power_below_1(op: Op) -> bool:
+    """x.pow(2) saves x; a power below 1 divides by it."""
+    exponent = op.argument(1, "exponent")
+    return op.name == "pow" and not (isinstance(exponent, (int, float)) and exponent >= 1)
 
 
 def is_statistic(t: torch.Tensor, op: Op) -> bool:

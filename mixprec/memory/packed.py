@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ops.pack import pack, unpack
 
-__all__ = ["Codes", "Packer", "Saved"]
+__all__ = ["Codes", "Kept", "Packer", "Saved"]
 
 
 class Codes:
@@ -39,6 +39,22 @@ class Saved(NamedTuple):
         return self.codes.unpack().as_strided(self.shape, self.stride)
 
 
+class Kept(NamedTuple):
+    """A tensor as it is. Without hooks torch itself compares the versions."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at "
+                f"version {self.tensor._version}; expected version {self.version}"
+            )
+        return self.tensor
+
+
 def _is_dense(t: torch.Tensor) -> bool:
     """Whether the elements of t, in some order of its dimensions, fill a piece of memory."""
     expected = 1
@@ -61,7 +77,7 @@ class Packer:
     @torch.no_grad()
     def pack(self, t: torch.Tensor, bits: int) -> Saved:
         t = t.detach()
-        where: tuple[object, ...] = t.storage_offset(), t.numel()
+        where: tuple[object, ...] = t.storage_offset(), t.numel(), t.is_neg()
         stride = t.stride()
         if not _is_dense(t):  # such as v in the projection of q, k and v: without the gaps
             where = (*where, t.shape, stride)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Op", "Watch", "current", "is_held_by_owner", "keep_as_is", "running"]
+__all__ = [
+    "Op",
+    "Watch",
+    "current",
+    "in_compiled_code",
+    "is_held_by_owner",
+    "keep_as_is",
+    "running",
+]
 
 _BACKWARD = ("backward", "grad")
 
@@ -73,6 +83,19 @@ def is_held_by_owner(t: torch.Tensor, watch: Watch) -> bool:
     op = current()
     given = () if op is None else op.tensors()
     return op is None or any(base is a or base is a._base for a in given)
+
+
+def in_compiled_code() -> bool:
+    """Whether torch.compile's code is what saves a tensor now: it calls its autograd.Function from
+    this package of torch, a few frames up."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(10):
+        if frame is None:
+            return False
+        if "/_functorch/_aot_autograd/" in frame.f_code.co_filename.replace("\\", "/"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Watch(TorchFunctionMode):

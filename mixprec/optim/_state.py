@@ -10,7 +10,6 @@ import torch
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
-from ..ops._dispatch.rounding import split_master
 from . import _state8
 from ._checked import checked, short
 
@@ -71,6 +70,8 @@ class Policy:
             low = local(param).to(torch.bfloat16)
             state["master"] = join_master(low, local(state.pop("remainder")))
         if key is None:
+            if "master" in state and param.dtype == torch.float32:
+                _widen(state.pop("master"), param)
             return
         if key not in state:
             state[key] = _first_master(key, param, unrounded)
@@ -130,15 +131,25 @@ def follow(master: torch.Tensor, param: torch.Tensor) -> None:
     master.copy_(torch.where(same, master, p.to(master.dtype)))
 
 
+def _widen(master: torch.Tensor, param: torch.Tensor) -> None:
+    """The master of a param that was cast to FP32 since: the param itself, with the bits that it
+    lacked where other code has not written it."""
+    master, p = local(master), local(param)
+    same = torch.stack([master.to(dtype).float() == p for dtype in LOW_PRECISION]).any(0)
+    p.copy_(torch.where(same, master, p))
+
+
 def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None) -> torch.Tensor:
     """From the values that `cast_parameters` rounded, else from the param."""
     if key == "master":
         return param.detach().to(torch.float32) if unrounded is None else unrounded
-    zeros = torch.zeros_like(param, dtype=torch.int16)
     if unrounded is None:
-        return zeros
-    high, low = split_master(unrounded)
-    return torch.where(high == param.detach(), low, zeros)
+        return torch.zeros_like(param, dtype=torch.int16)
+    # The difference of their bits. A tie rounded down, to even, is one FP32 unit too large for it.
+    own = param.detach().view(torch.int16).to(torch.int32) << 16
+    low = unrounded.view(torch.int32) - own
+    rounds_to_it = (unrounded.to(param.dtype) == param.detach()) & unrounded.isfinite()
+    return torch.where(rounds_to_it, low.clamp(-(2**15), 2**15 - 1), 0).to(torch.int16)
 
 
 def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:

@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -142,7 +143,8 @@ def test_what_an_op_saves_decides(mode: tuple[str, list[int]]) -> None:
         (lambda: x.pow(2), {("other", 8)}),
         (lambda: x.pow(-1), {("other", None)}),
         (lambda: torch.linalg.inv(x[..., :32, :]), {("other", None)}),
-        (lambda: x.var(), {("other", 8)}),
+        (lambda: x.square(), {("other", 8)}),
+        (lambda: x.abs(), {("other", None)}),  # the sign of x
         (lambda: x.double() * x.double(), {("activation", None)}),
         (lambda: x[:1, :1] * x[:1, :1], {("activation", None)}),  # 2,048 elements
         (lambda: x * torch.ones(64, 32), {("activation", None)}),  # a constant
@@ -433,3 +435,53 @@ def test_compiled_code_saves_as_ever() -> None:
         assert equal(first, gradients(params, call))
         assert counter.frame_count == i + 1
         assert error(first, plain) < 0.05
+
+
+def test_a_tensor_that_is_written_later_is_an_error() -> None:
+    """As without the block, for what is kept as it is; what is packed has its old values."""
+    x = torch.randn(100, requires_grad=True)
+    with mixprec.compress_saved("int8"):
+        y = torch.exp(x)
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\(100,\)"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.arcsin,
+        torch.special.logit,
+        torch.abs,
+        lambda x: F.rrelu(x, 0.1, 0.3, training=True),
+        lambda x: F.lp_pool1d(x[None], 3.0, 4),
+        lambda x: 1 / x,
+    ],
+)
+def test_what_unknown_ops_save_is_kept(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Their backward may divide by it or compare it."""
+    gradients = []
+    for mode in (None, "int8"):
+        x = (torch.linspace(0.001, 0.999, 8192)).requires_grad_()
+        torch.manual_seed(0)
+        with nullcontext() if mode is None else mixprec.compress_saved(mode, seed=1):
+            function(x * 1.0).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_compiled_code_in_16_bits_keeps_what_it_saves() -> None:
+    compiled = torch.compile(lambda x: torch.log(x * 1.0).sum(), backend="aot_eager")
+    x = (torch.rand(8192) + 1e-3).bfloat16().requires_grad_()
+    with mixprec.compress_saved("int8"):
+        compiled(x + 0).backward()
+    torch.testing.assert_close(x.grad, (1 / x.detach().float()).bfloat16())
+
+
+def test_patterns_in_several_threads() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    mixprec.convert(model, "bf16", saved={"0": 4, "1": None})
+    with ThreadPoolExecutor(4) as pool:
+        inputs = [torch.randn(64, 64) for _ in range(200)]
+        assert len(list(pool.map(lambda x: model(x).sum().backward(), inputs))) == 200

@@ -25,7 +25,8 @@ from optimizers import (
     trained,
 )
 
-from mixprec.optim import AdamW
+from mixprec import cast_parameters
+from mixprec.optim import AdamW, fp32_state_dict
 
 
 @kinds
@@ -231,3 +232,37 @@ def test_dtypes_are_checked_again_at_the_step(key: str) -> None:
         with pytest.raises(ValueError, match=rf"adamw_: {key}s\[3\] must have dtype float32"):
             train(optimizer, params, 1)
         assert_same(tensors(optimizer, params), before)
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "remainder16"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_param_that_was_cast_to_fp32_is_its_own_master(master_weights: str, loads: bool) -> None:
+    """It gets back the bits that it lacked, or the values that other code has written."""
+    model = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, master_weights=master_weights)
+    for step in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        if step == 0:
+            wanted = fp32_state_dict(model, optimizer)["weight"]
+            model.float()
+            if loads:
+                wanted = torch.full((64, 64), 7.0)
+                model.load_state_dict({"weight": wanted})
+    assert optimizer.state[model.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    # A remainder is kept beside whatever is written: less than half a BF16 unit.
+    limit = 2.0**-6 if loads and master_weights == "remainder16" else 1e-6
+    torch.testing.assert_close(model.weight.detach(), wanted - 1e-3, rtol=0, atol=limit)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_the_first_remainders_hold_ties_too() -> None:
+    """Values halfway between two BF16 numbers, which the param has rounded to even."""
+    bits = torch.arange(0x3F80, 0x4080, dtype=torch.int32) << 16 | 0x8000
+    model = torch.nn.Linear(16, 16, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(bits.view(torch.float32).view(16, 16))
+    cast_parameters(model, torch.bfloat16)
+    optimizer = AdamW(model.parameters(), master_weights="remainder16")
+    kept = fp32_state_dict(model, optimizer)["weight"].view(torch.int32).flatten()
+    assert (kept - bits).abs().max() <= 1
