@@ -64,7 +64,7 @@ def compress_saved(
       - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
       - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
       - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
-      - saved by an op that is not listed in memory/kinds.py: its backward may divide by it, take its
+      - saved by an op that is not in memory/kinds.py: its backward may divide by it, take its
         exponential or compare it (amax);
       - FP32 and saved by an op that torch's function modes do not see (another library's
         autograd.Function): it may be a statistic.

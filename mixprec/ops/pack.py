@@ -17,7 +17,8 @@ BITS = (8, 4, 2)
 # Elements that share a minimum and a step, which take 0.25 bits of each. Groups of 64 have a tenth
 # less error on normal values for 0.25 bits more.
 GROUP = 128
-_MIN_NORMAL, _MIN_STEP = 2.0**-126, 2.0**-84
+_MIN_NORMAL = 2.0**-126
+_MIN_STEP = (127 - 84) << 7  # 2^-84, as bits of BF16
 
 
 def packed_sizes(numel: int, bits: int) -> tuple[int, int]:
@@ -45,12 +46,13 @@ def _range(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     finite = torch.isfinite(low) & torch.isfinite(high)
     # Subnormal numbers are moved outwards to a normal one or 0: what comes of them must not depend
     # on whether the processor flushes them.
-    low = torch.where(low.abs() >= _MIN_NORMAL, low, torch.where(low < 0, -_MIN_NORMAL, 0.0))
-    high = torch.where(high.abs() >= _MIN_NORMAL, high, torch.where(high > 0, _MIN_NORMAL, 0.0))
+    least = torch.full_like(low, _MIN_NORMAL)
+    low = torch.where(low.abs() >= _MIN_NORMAL, low, torch.where(low < 0, -least, 0.0))
+    high = torch.where(high.abs() >= _MIN_NORMAL, high, torch.where(high > 0, least, 0.0))
     bits = _bits(low)
     minimum = _bf16(torch.where(low < 0, _up(bits), bits >> 16))
     low = minimum.float()
-    code = _up(_bits((high - low) / levels)).clamp(min=int(_bits(torch.tensor(_MIN_STEP))) >> 16)
+    code = _up(_bits((high - low) / levels)).clamp(min=_MIN_STEP)
     short = low + _bf16(code).float() * levels < high  # the division rounded down
     step = _bf16(torch.where(high == low, 0, code + short))
     span = step.float() * levels

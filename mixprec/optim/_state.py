@@ -10,6 +10,7 @@ import torch
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
+from ..ops._dispatch.rounding import remainder_of
 from . import _state8
 from ._checked import checked, short
 
@@ -145,11 +146,7 @@ def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None)
         return param.detach().to(torch.float32) if unrounded is None else unrounded
     if unrounded is None:
         return torch.zeros_like(param, dtype=torch.int16)
-    # The difference of their bits. A tie rounded down, to even, is one FP32 unit too large for it.
-    own = param.detach().view(torch.int16).to(torch.int32) << 16
-    low = unrounded.view(torch.int32) - own
-    rounds_to_it = (unrounded.to(param.dtype) == param.detach()) & unrounded.isfinite()
-    return torch.where(rounds_to_it, low.clamp(-(2**15), 2**15 - 1), 0).to(torch.int16)
+    return remainder_of(unrounded, param.detach())
 
 
 def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:

@@ -85,6 +85,15 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(nan, master.to(torch.bfloat16), high), low.masked_fill(nan, 0)
 
 
+def remainder_of(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The int16 remainder with which `param`, which is `master` rounded to nearest even, joins to
+    `master`; 0 where it is another number. A tie that was rounded down is one FP32 unit too large
+    for it."""
+    low = master.view(torch.int32) - (param.view(torch.int16).to(torch.int32) << 16)
+    same = (master.to(param.dtype) == param) & master.isfinite()
+    return torch.where(same, low.clamp(-(2**15), 2**15 - 1), 0).to(torch.int16)
+
+
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The FP32 tensor of which split_master made `param` and `remainder`.
 
