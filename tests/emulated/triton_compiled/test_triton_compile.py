@@ -125,7 +125,9 @@ def expected(one: Launch) -> tuple[int, int]:
 
     def accesses(names: str) -> int:
         arrays = [one.values.get(name) for name in names.split()]
-        width = sum(array.element_size() for array in arrays if array is not None)
+        sizes_of = [array.element_size() for array in arrays if array is not None]
+        # A thread has 8 elements of an update: 8-bit states are 8 bytes, in one access.
+        width = sum(n for n in sizes_of if n > 1 or "exp_avg_ptr" not in names)
         return elements * width // (16 * threads)
 
     return accesses(read), accesses(written)
@@ -178,6 +180,8 @@ def check_accesses(one: Launch) -> None:
         unrolled, half = one.values.get("ROUNDS", 1), want // 2
         allowed = (want, unrolled * want) + ((half + unrolled * half,) if unrolled > 1 else ())
         assert wide in allowed, f"{operation}: {wide} of 16 bytes, {want}; {counts}"
+        if one.values.get("M") == "codes":  # of both states, in full blocks and the last one
+            assert counts.pop("v2.b32", 0) == 4, f"{operation}: 8 bytes, {counts}"
         assert set(counts) <= {"b32", "b64"}, f"{operation}: narrow accesses, {counts}"
         if one.stem in ACCESSES:
             assert sum(counts.values()) <= 24, f"{operation}: {counts} for a few scalars"
@@ -220,7 +224,8 @@ def check_random_bits(one: Launch) -> None:
     """A thread has eight elements: ten rounds of two products for each array that is rounded at
     random, in full blocks and in the last one, and no more (streams share some of the first)."""
     products = re.findall(r"\bmul\.(?:wide|hi)\.u32", one.compiled.asm["ptx"])
-    arrays = sum(one.values.get(x) == "bf16" for x in ("M", "V", "B"))
+    arrays = sum(one.values.get(x) in ("bf16", "codes") for x in ("M", "V", "B"))
+    arrays += "codes" in (one.values.get("M"), one.values.get("B"))  # the bits of whole blocks
     arrays += one.values.get("STOCHASTIC", False)
     addresses = 8
     assert len(products) <= 2 * 10 * 2 * arrays + addresses
