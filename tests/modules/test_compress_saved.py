@@ -485,3 +485,13 @@ def test_patterns_in_several_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         inputs = [torch.randn(64, 64) for _ in range(200)]
         assert len(list(pool.map(lambda x: model(x).sum().backward(), inputs))) == 200
+
+
+def test_a_negated_view_has_codes_of_its_own() -> None:
+    z = torch.complex(torch.randn(8192), torch.randn(8192))
+    a, b = (torch.ones(8192, requires_grad=True) for _ in range(2))
+    with mixprec.compress_saved("int8"):
+        z = z * 1.0
+        loss = (a * z.imag).sum() + (b * z.conj().imag).sum()
+    loss.backward()
+    torch.testing.assert_close(a.grad, -b.grad, rtol=0, atol=0.1)

@@ -67,6 +67,7 @@ def test_bad_input_changes_nothing() -> None:
     for settings, message in (
         ({"fidelity": "tiny"}, 'lean: fidelity must be one of "high", "balanced", "small", got'),
         ({"recipe": "fp7"}, "fp7"),
+        ({"lr": -1.0}, "AdamW: lr must be"),
     ):
         with pytest.raises(ValueError, match=message):
             mixprec.lean(model, **settings)

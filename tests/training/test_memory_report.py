@@ -134,3 +134,11 @@ def test_a_batch_may_be_a_dict_and_the_loss_must_be_a_number() -> None:
     with pytest.raises(ValueError, match=r"one number, got \(2, 1\); pass loss="):
         mixprec.memory_report(net, optimizer, torch.ones(2, 4))
     assert net.weight.grad is None
+
+
+def test_an_optimizer_in_backward_is_refused() -> None:
+    """It would change the model."""
+    model = nn.Linear(8, 8)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="parameters must have no hooks"):
+        mixprec.memory_report(model, torch.optim.SGD(model.parameters()), torch.randn(2, 8))
