@@ -51,7 +51,7 @@ def compress_saved(
             loss = model(batch)
         loss.backward()                     # inside or outside of the block
 
-    bits: "int8"; "int4", for 4 bits where they suffice (inputs of linear layers, convolutions,
+    bits: "int8"; "int4", for 4 bits where they suffice (inputs of linear layers, convolutions, most
     activations, norms and products of elements) and 8 elsewhere; or a dict of patterns of module
     names, {"*.attention": 8, "*.mlp": 4, "head": None}, which needs `model`, the module they are
     names in. A pattern holds for all that a module runs, except where a module inside matches too;
@@ -64,7 +64,7 @@ def compress_saved(
       - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
       - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
       - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
-      - saved by an op that is not in memory/kinds.py: its backward may divide by it, take its
+      - saved by an op that docs/memory.md does not list: its backward may divide by it, take its
         exponential or compare it (amax);
       - FP32 and saved by an op that torch's function modes do not see (another library's
         autograd.Function): it may be a statistic.

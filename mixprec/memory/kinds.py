@@ -34,7 +34,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "other": (
         *("square", "pow", "addcmul", "lerp", "outer", "dot", "mv", "addmv", "addbmm"),
         *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
-        *("interpolate", "pixel_shuffle", "pad", "embedding"),
     ),
 }
 # Backward compares what these save with a number: 4 bits would take small values for it.

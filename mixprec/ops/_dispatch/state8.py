@@ -24,7 +24,7 @@ _INF = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _MIN_SCALE = (127 - 100) << 23  # 2^-100: the smallest value of a block is a normal number
 _MAX_SCALE = (127 + 126) << 23  # 2^126, whose inverse is a normal number
-_SIGNED_LOW = torch.tensor(2.0**16 / (1.125 * 2**-11), dtype=torch.float32).item()
+_SIGNED_LOW = 119304648.0  # 2^16 / (1.125 * 2^-11) in fp32
 
 
 @dataclass(frozen=True)
