@@ -33,6 +33,7 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "grad_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
+#include "state8_loops.h"
 
 // These use the ones above.
 #include "pack_loops.h"
