@@ -46,12 +46,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions. Source: RoFormer (Su et al., 2021)."""
+    """Causal self-attention of norm(x) with rotary positions. Source: RoFormer (Su et al., 2021)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.qkv = nn.Sequential(
+            Norm(config.width), nn.Linear(config.width, 3 * config.width, bias=False)
+        )
         self.proj = nn.Linear(config.width, config.width, bias=False)
         half = config.width // config.heads // 2
         frequency = 1000.0 ** -(torch.arange(half) / half)
@@ -74,19 +76,21 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(x), then x + mlp(x); both begin with a norm."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm1 = Norm(config.width)
         self.attention = Attention(config)
-        self.norm2 = Norm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+        self.mlp = nn.Sequential(
+            Norm(config.width),
+            nn.Linear(config.width, 4 * config.width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * config.width, config.width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.attention(x)
+        return x + self.mlp(x)
 
 
 class GPT(nn.Module):
@@ -102,7 +106,7 @@ class GPT(nn.Module):
         self.apply(self._init)
         for block in self.blocks:  # each block starts as the identity: steps count from the first
             nn.init.zeros_(block.attention.proj.weight)
-            nn.init.zeros_(block.down.weight)
+            nn.init.zeros_(block.mlp[-1].weight)
 
     @staticmethod
     def _init(module: nn.Module) -> None:

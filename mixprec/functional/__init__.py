@@ -1,6 +1,7 @@
 """linear, matmul and conv2d with forward and backward passes in the formats of a recipe, and the
 orthogonalization of matrices."""
 
+from ._blocks import mlp, norm_linear
 from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._derivatives import twice_differentiable
 from ._linear import linear, matmul
@@ -15,6 +16,8 @@ __all__ = [
     "is_pointwise",
     "linear",
     "matmul",
+    "mlp",
+    "norm_linear",
     "observed",
     "orthogonalize",
     "twice_differentiable",

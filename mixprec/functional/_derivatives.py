@@ -18,10 +18,10 @@ _Tensors = tuple[torch.Tensor | None, ...]
 _kept: ContextVar[bool] = ContextVar("twice_differentiable", default=False)
 _TORCH = "run the forward pass inside mixprec.autocast(enabled=False), where layers compute as "
 _TORCH += "torch's"
-_NO_SECOND = (
+NO_SECOND = (
     "create_graph=True: layers with a recipe have second derivatives only where the forward "
 )
-_NO_SECOND += "pass ran inside mixprec.functional.twice_differentiable()"
+NO_SECOND += "pass ran inside mixprec.functional.twice_differentiable()"
 
 
 @contextlib.contextmanager
@@ -42,9 +42,13 @@ def twice_differentiable() -> Iterator[None]:
         _kept.reset(token)
 
 
+def is_twice_differentiable() -> bool:
+    return not torch.compiler.is_compiling() and _kept.get()
+
+
 def inputs_to_keep(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What a layer is to save for its second derivative, last: x and weight, or nothing."""
-    return (x, weight) if not torch.compiler.is_compiling() and _kept.get() else ()
+    return (x, weight) if is_twice_differentiable() else ()
 
 
 class _Gradients(torch.autograd.Function):
@@ -85,7 +89,7 @@ def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
             if not ctx.twice:
                 # Now, not when it is differentiated: torch.autograd.grad leaves out nodes that do
                 # not lead to its inputs, and a layer's part would be missing without a word.
-                raise RuntimeError(_NO_SECOND)
+                raise RuntimeError(NO_SECOND)
             nothing: list[None] = []
 
             def first() -> _Tensors:

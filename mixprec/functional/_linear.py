@@ -8,19 +8,12 @@ import torch
 
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks
-from ..ops.gemm import accumulate
-from ..ops.gemm import run as gemm
 from ..recipes import Recipe
-from . import operands
+from . import _products, operands
 from ._arguments import check_output, check_state, main_grad_of
 from ._derivatives import apply, differentiable, inputs_to_keep
-from ._observed import observe
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
-
-
-def _t(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.t()
 
 
 def _second(
@@ -101,12 +94,7 @@ class _Linear(torch.autograd.Function):
         ctx.twice = bool(kept)
         keep_as_is(saved_x[1], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *kept)
-        if bias is not None and bias.dtype == torch.float64:
-            bias = bias.float()
-        observe("forward", recipe, name)
-        fast = "forward" in recipe.fast_accum
-        w_inv = _t(qw.scale_inv)
-        y = gemm(qx.data, qw.data.t(), qx.scale_inv, w_inv, bias, out_dtype, fast)
+        y = _products.forward(recipe, name, qx, qw, bias, out_dtype)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -122,23 +110,14 @@ class _Linear(torch.autograd.Function):
         if need_x or need_w:
             qg = operands.cast(g, "g", recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            observe("grad_input", recipe, name)
-            fast = "grad_input" in recipe.fast_accum
-            inv = qg.scale_inv
-            grad_x = gemm(qg.data, w_t.t(), inv, _t(w_inv_t), None, ctx.x_dtype, fast)
+            grad_x = _products.grad_input(recipe, name, qg, w_t, w_inv_t, ctx.x_dtype)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
-            observe("grad_weight", recipe, name)
-            fast = "grad_weight" in recipe.fast_accum
-            a, inv = qg.data_t, qg.scale_inv_t
-            assert a is not None, "use_t"
-            if ctx.main_grad is not None:
-                accumulate(ctx.main_grad, a, x_t.t(), inv, _t(x_inv_t))
-            else:
-                grad_w = gemm(a, x_t.t(), inv, _t(x_inv_t), None, ctx.w_dtype, fast)
+            grad_w = _products.grad_weight(
+                recipe, name, qg, x_t, x_inv_t, ctx.w_dtype, ctx.main_grad
+            )
         if need_bias:
-            rows = g.unsqueeze(0) if g.dim() == 1 else g.flatten(0, -2)
-            grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            grad_bias = _products.grad_bias(g, ctx.bias_dtype)
         return grad_x, grad_w, grad_bias, *[None] * 7
 
 

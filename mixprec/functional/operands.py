@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..ops.quantize import run as quantize
 from ..recipes import DELAYED_ROLES, Recipe
 
-__all__ = ["Delayed", "Operand", "cast"]
+__all__ = ["Cast", "Delayed", "Operand", "cast"]
 
 
 class Operand(NamedTuple):
@@ -50,34 +51,64 @@ def cast(
 
     use_t: whether a GEMM will read the transpose; record: whether delayed scaling records the amax.
     """
-    fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     if x.dim() == 1:
         x = x.unsqueeze(0)
+    fmt = getattr(recipe, role)
     if fmt.bits == 16:
         data = x.to(fmt.dtype).flatten(0, -2)  # no copy if x has this dtype
         return Operand(data, data.t(), None, None)
-    delayed = delayed if role in DELAYED_ROLES else None
-    scale = None if delayed is None else delayed.scale[DELAYED_ROLES.index(role)]
-    apart = granularity in ("row", "block1x128")  # the transpose has other scales
-    transpose = use_t and (apart or _wants_k_major(x.device.type))
-    data, data_t, scale_inv, scale_inv_t, amax = quantize(
-        x, fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale
-    )
-    if delayed is not None and record:
-        # A recomputed forward and a second call in one step change nothing or raise the maximum;
-        # NaN stays, and keeps the step out of the history.
-        largest = delayed.grad_amax if role == "g" else delayed.amax
-        # An exported program runs this outside of the autograd function, where x has a gradient.
-        amax = amax.detach() if torch.compiler.is_exporting() else amax
-        largest.copy_(torch.maximum(largest, amax))
-    data = data.flatten(0, -2)
-    if not use_t:
-        return Operand(data, None, scale_inv, None)
-    if not transpose:
-        data_t = data.t()
-    if not (apart or (transpose and granularity == "block128x128")):
-        scale_inv_t = scale_inv.t()
-    return Operand(data, data_t, scale_inv, scale_inv_t)
+    how = Cast.of(role, recipe, delayed, x.device, use_t)
+    return how.operand(quantize(x, *how.arguments), delayed if record else None)
+
+
+class Cast(NamedTuple):
+    """How `quantize`, or an op that computes x and casts it in one pass, is to cast an operand.
+
+    arguments: quantize's, from dtype on.
+    """
+
+    role: str
+    use_t: bool
+    arguments: tuple[torch.dtype, torch.Tensor | None, bool, str, bool]
+
+    @staticmethod
+    def of(
+        role: str, recipe: Recipe, delayed: Delayed | None, device: torch.device, use_t: bool
+    ) -> Cast:
+        fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
+        if fmt.bits == 16:
+            return Cast(role, use_t, (fmt.dtype, None, False, "tensor", True))
+        scaled = delayed is not None and role in DELAYED_ROLES
+        scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
+        apart = granularity in ("row", "block1x128")  # the transpose has other scales
+        transpose = use_t and (apart or _wants_k_major(device.type))
+        return Cast(
+            role, use_t, (fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
+        )
+
+    def operand(self, results: Sequence[torch.Tensor], *record: Delayed | None) -> Operand:
+        """The operand of quantize's results; its amax is recorded in the given states."""
+        data, data_t, scale_inv, scale_inv_t, amax = results[:5]
+        dtype, _, transpose, granularity, _ = self.arguments
+        data = data.flatten(0, -2)
+        if dtype.itemsize == 2:
+            return Operand(data, data.t(), None, None)
+        for state in record:
+            if state is None or self.role not in DELAYED_ROLES:
+                continue
+            # A recomputed forward and a second call in one step change nothing or raise the
+            # maximum; NaN stays, and keeps the step out of the history.
+            largest = state.grad_amax if self.role == "g" else state.amax
+            # An exported program runs this outside of the autograd function, where x has a
+            # gradient.
+            seen = amax.detach() if torch.compiler.is_exporting() else amax
+            largest.copy_(torch.maximum(largest, seen))
+        if not self.use_t:
+            return Operand(data, None, scale_inv, None)
+        apart = granularity in ("row", "block1x128")
+        if not (apart or (transpose and granularity == "block128x128")):
+            scale_inv_t = scale_inv.t()
+        return Operand(data, data_t if transpose else data.t(), scale_inv, scale_inv_t)
 
 
 def _wants_k_major(device_type: str) -> bool:

@@ -21,9 +21,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "activation": (
         *("gelu", "relu", "silu", "mish", "elu", "celu", "selu", "leaky_relu", "prelu", "relu6"),
         *("hardswish", "hardsigmoid", "hardtanh", "softplus", "sigmoid", "tanh", "logsigmoid"),
-        *("glu", "dropout", "mul", "rmul"),
+        *("glu", "dropout", "mul", "rmul", "mlp"),
     ),
-    "norm": ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"),
+    "norm": (
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "norm_linear"),
+    ),
     "loss": (
         *("cross_entropy", "nll_loss", "log_softmax", "mse_loss", "l1_loss", "smooth_l1_loss"),
         *("huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),

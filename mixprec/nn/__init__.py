@@ -2,18 +2,22 @@
 
 from ._layer import Layer, QuantizedWeight
 from .attention import MultiheadAttention
+from .blocks import MLP, GatedMLP, NormLinear
 from .conv import Conv2d
 from .conv1d import Conv1D
 from .intercepted import Experts, Intercepted
 from .linear import Linear
 
 __all__ = [
+    "MLP",
     "Conv1D",
     "Conv2d",
     "Experts",
+    "GatedMLP",
     "Intercepted",
     "Layer",
     "Linear",
     "MultiheadAttention",
+    "NormLinear",
     "QuantizedWeight",
 ]

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ._norms import Swapped
+
 _known: dict[tuple[type, type], Any] = {}
 
 
@@ -25,6 +27,8 @@ def original_class(layer: nn.Module) -> type[nn.Module] | None:
     kind: Any = type(layer)
     if parametrize.is_parametrized(layer):
         (kind,) = kind.__bases__
+    while issubclass(kind, Swapped):
+        kind = kind.__bases__[1]
     bases = kind.__bases__
     return bases[1] if kind.__module__ == "mixprec.nn" and len(bases) == 2 else None
 
@@ -55,3 +59,8 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
     """For pickle and copy: the class is made again from the two that it combines."""
     reduced: Any = object.__reduce_ex__(self, max(2, int(protocol)))
     return (_new, type(self).__bases__, *reduced[2:])
+
+
+def swap(kind: type, module: nn.Module) -> None:
+    """Give `module` a class with the forward pass of `kind` and everything else of its own."""
+    module.__class__ = _subclass(kind, type(module))

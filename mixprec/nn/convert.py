@@ -18,6 +18,7 @@ from ..memory.compress_saved import Bits, check
 from ..recipes import Recipe
 from . import Layer, kinds
 from ._compressed import saved_of, set_saved
+from ._norms import as_input
 
 __all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
 
@@ -88,6 +89,7 @@ def convert(
     overrides: Mapping[str, Recipe | str | None] | None = None,
     *,
     saved: Bits | None = None,
+    fuse: bool = False,
 ) -> nn.Module:
     """Replace linear layers, convolutions and attention in `model`, in place, by mixprec.nn's;
     return the model.
@@ -100,7 +102,12 @@ def convert(
     last matching pattern applies. If the model itself is such a layer, its replacement is returned.
     saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
     `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
-    save.
+    save. fuse: also run norm -> linear, linear -> activation -> linear and attention as one function
+    each, where they are known: in nn.Sequential, in blocks built as those of transformers' Llama,
+    Qwen and GPT-2, and wherever torch's scaled_dot_product_attention is called without a mask. One
+    INFO line lists what was fused, and what not and why. Names, parameters and state dicts stay the
+    same; the roundings that change are those of `mixprec.functional.norm_linear`, `mlp` and
+    `attention`. Hooks on a fused layer, or `autocast(enabled=False)`, make it run unfused.
 
     Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
     weights stay tied, and models on the meta device stay there. Hooks, training mode and other
@@ -131,13 +138,18 @@ def convert(
     _is_module("convert", model)
     if saved is not None:
         check(saved, model)
-    before = saved_of(model)
+    before, was_fused = saved_of(model), any(isinstance(m, Swapped) for m in model.modules())
     set_saved(model, None)
+    unfuse(model)
     try:
         model = _convert(model, recipe, module_filter_fn, overrides)
     except BaseException:
         set_saved(model, before)
+        if was_fused:
+            fuse_parts(model)
         raise
+    if fuse:
+        logger.info("convert: %s", fuse_parts(model))
     set_saved(model, saved)
     return model
 
@@ -225,14 +237,6 @@ def _is_norm(module: nn.Module) -> bool:
     return named and bool(own) and all(p.dim() <= 1 for p in own)
 
 
-def _as_input(module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
-    """A forward hook: the output in the dtype of the input, where that has 16 bits."""
-    x = next((i for i in inputs if isinstance(i, torch.Tensor)), None)
-    if x is None or x.dtype not in LOW_PRECISION or not isinstance(output, torch.Tensor):
-        return output
-    return output.to(x.dtype)
-
-
 def _matching(op: str, what: str, patterns: Collection[str], names: Collection[str]) -> set[str]:
     """The names that a pattern matches. ValueError for a pattern that matches none."""
     if isinstance(patterns, str):
@@ -295,9 +299,9 @@ def cast_parameters(
         if _is_norm(module):
             kept.update(module.parameters(recurse=False))
             # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take.
-            known = isinstance(module, NORMS) or _as_input in module._forward_hooks.values()
+            known = isinstance(module, NORMS) or as_input in module._forward_hooks.values()
             if dtype in LOW_PRECISION and not known:
-                module.register_forward_hook(_as_input)
+                module.register_forward_hook(as_input)
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
         if param.dtype == target or param.dtype not in _CASTABLE:

@@ -10,6 +10,7 @@ from . import kinds
 from ._compressed import saved_of, set_saved
 from ._layer import Layer
 from ._subclass import inject_parametrizations, original_class
+from .fuse import unfuse
 
 __all__ = ["unconvert"]
 
@@ -23,7 +24,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     Modules keep their identity, and so their parameters, hooks, handles, names, training mode and
     all other attributes; optimizers go on with the same parameters. Recipes, the scales of delayed
     recipes and counters are dropped, so that the state dict is that of a model which was never
-    converted; nothing runs inside `compress_saved` any more, where convert was given `saved`.
+    converted; nothing is fused or runs inside `compress_saved` any more.
     Torch's encoder layers take their fast path again. Layers that were constructed as mixprec.nn's
     become torch's too. A model without such layers stays as it is. After delayed recipes wrap the
     model in DistributedDataParallel anew, which keeps a list of its buffers.
@@ -55,6 +56,7 @@ def unconvert(model: nn.Module) -> nn.Module:
                 "before fully_shard"
             )
         originals[module] = original
+    unfuse(model)
     for module in model.modules():
         set_saved(module, None)
     for module, original in originals.items():

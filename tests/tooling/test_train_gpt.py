@@ -25,7 +25,9 @@ from mixprec.diagnostics.report import Report, Row
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ["--layers=1", "--width=64", "--context=32", "--batch=8", "--lr=1e-2"]
-BLOCK_LINEARS = [f"blocks.0.{name}" for name in ("attention.qkv", "attention.proj", "up", "down")]
+BLOCK_LINEARS = [
+    f"blocks.0.{name}" for name in ("attention.qkv.1", "attention.proj", "mlp.1", "mlp.3")
+]
 STEPS = 50
 
 

@@ -1,0 +1,290 @@
+"""norm -> linear layers -> activation -> linear, each cast in the same pass as what computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..memory.running import keep_as_is
+from ..ops import act_quantize, norm_quantize
+from ..ops.gemm import accumulate
+from ..recipes import Recipe
+from . import _products, operands
+from ._derivatives import NO_SECOND, apply
+from ._observed import observe
+from ._products import Product
+from .operands import Cast, Operand
+
+__all__ = ["Norm", "run_fused"]
+
+
+class Norm(NamedTuple):
+    """The settings of a norm: subtract_mean is True for LayerNorm, False for RMSNorm."""
+
+    eps: float
+    subtract_mean: bool
+
+
+class Fused(torch.autograd.Function):
+    """Products of one operand, which may be a norm's output; with `act`, all but the last product
+    are followed by act(h) or act(h) * up, the operand of the last one.
+
+    low: the dtype of the values between the norm and the last product, and of their gradients.
+    weights_and_biases: of each product in turn. Returns the outputs of the products (with `act`, of
+    the last one) and, with a residual, x + residual.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+        norm: Norm | None,
+        act: str | None,
+        products: tuple[Product, ...],
+        recipe: Recipe,
+        low: torch.dtype,
+        out_dtype: torch.dtype,
+        grad_enabled: bool,
+        *weights_and_biases: torch.Tensor | None,
+    ) -> Any:
+        weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
+        ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
+        need_x, need_w, _ = ctx.needs = _needs(ctx.needs_input_grad)
+        first = products[:-1] if act else products
+
+        qx, total, mean, rstd = _operand_of_x(
+            x, residual, norm_weight, norm_bias, norm, recipe, first,
+            any(need_w[: len(first)]) and grad_enabled, grad_enabled,
+        )  # fmt: skip
+        qw = [
+            p.quantized_weight
+            or operands.cast(w, "w", recipe, p.delayed, use_t=grad_enabled, record=grad_enabled)
+            for p, w in zip(products, weights, strict=True)
+        ]
+        dtype = low if act else out_dtype
+        outputs = [
+            _products.forward(recipe, p.name, qx, w, bias, dtype)
+            for p, w, bias in zip(first, qw, biases, strict=False)
+        ]
+        qa, hidden = None, []
+        if act:
+            hidden = outputs
+            up = hidden[1] if len(hidden) == 2 else None
+            last = products[-1]
+            how = Cast.of("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
+            results = act_quantize.run(hidden[0], up, act, *how.arguments)
+            qa = how.operand(results, last.delayed if grad_enabled else None)
+            outputs = [_products.forward(recipe, last.name, qa, qw[-1], biases[-1], out_dtype)]
+
+        need_h = need_x or any(need_w[: len(first)])
+        saved_x = (qx.data_t, qx.scale_inv_t) if any(need_w[: len(first)]) else (None, None)
+        saved_a = (qa.data_t, qa.scale_inv_t) if qa and need_w[-1] else (None, None)
+        saved_w = [
+            t
+            for i, w in enumerate(qw)
+            for t in ((w.data_t, w.scale_inv_t) if need_x or (act and i == len(first) and need_h)
+                      else (None, None))
+        ]  # fmt: skip
+        keep_as_is(saved_x[1], saved_a[1], mean, rstd, *saved_w)
+        of_norm = (total, norm_weight, mean, rstd) if norm and need_x else (None,) * 4
+        ctx.has_bias, ctx.hidden = norm_bias is not None, len(hidden)
+        ctx.norm_dtypes = [None if t is None else t.dtype for t in (norm_weight, norm_bias)]
+        ctx.save_for_backward(
+            *of_norm, *saved_x, *saved_a, *saved_w, *(hidden if need_h else [None] * len(hidden))
+        )
+        ctx.set_materialize_grads(False)
+        shape = x.shape[:-1]
+        results = [torch.ops.aten._unsafe_view.default(y, (*shape, y.shape[-1])) for y in outputs]
+        return (*results, total) if residual is not None else tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(NO_SECOND)
+        recipe, products, low, act = ctx.recipe, ctx.products, ctx.low, ctx.act
+        need_x, need_w, need_bias = ctx.needs
+        total, norm_weight, mean, rstd, x_t, x_inv_t, a_t, a_inv_t = saved[:8]
+        weights = saved[8 : 8 + 2 * len(products)]
+        hidden = saved[8 + 2 * len(products) :]
+        first = products[:-1] if act else products
+        g_total = grads[-1] if len(grads) > (1 if act else len(products)) else None
+        grad_wb: list[torch.Tensor | None] = [None] * (2 * len(products))
+
+        need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
+        qgs: list[Operand | None] = []
+        if act:
+            g, last = grads[0], products[-1]
+            if g is None:
+                qgs = [None] * len(first)
+            else:
+                qg = operands.cast(g, "g", recipe, last.delayed, use_t=need_w[-1])
+                if need_w[-1]:
+                    grad_wb[-2] = _products.grad_weight(
+                        recipe, last.name, qg, a_t, a_inv_t, ctx.dtypes[-2], last.main_grad
+                    )
+                if need_bias[-1]:
+                    grad_wb[-1] = _products.grad_bias(g, ctx.dtypes[-1])
+                if need_h:
+                    g_a = _products.grad_input(recipe, last.name, qg, *weights[-2:], low)
+                    qgs, plain = _through_activation(ctx, g_a, hidden, first)
+                    for i, of_h in enumerate(plain):
+                        if need_bias[i]:
+                            grad_wb[2 * i + 1] = _products.grad_bias(of_h, ctx.dtypes[2 * i + 1])
+        else:
+            for i, (p, g) in enumerate(zip(first, grads, strict=False)):
+                cast = g is not None and (need_x or need_w[i])
+                qgs.append(
+                    operands.cast(g, "g", recipe, p.delayed, use_t=need_w[i]) if cast else None
+                )
+                if need_bias[i] and g is not None:
+                    grad_wb[2 * i + 1] = _products.grad_bias(g, ctx.dtypes[2 * i + 1])
+
+        for i, (p, qg) in enumerate(zip(first, qgs, strict=False)):
+            if qg is not None and need_w[i]:
+                grad_wb[2 * i] = _products.grad_weight(
+                    recipe, p.name, qg, x_t, x_inv_t, ctx.dtypes[2 * i], p.main_grad
+                )
+        dx = dw = db = None
+        if need_x:
+            sources = [
+                (p, qg, weights[2 * i : 2 * i + 2])
+                for i, (p, qg) in enumerate(zip(first, qgs, strict=False))
+                if qg is not None
+            ]
+            dx, dw, db = _grad_of_x(ctx, sources, total, norm_weight, mean, rstd, g_total)
+        residual = dx if ctx.needs_input_grad[1] else None
+        return (dx, residual, dw, db, *[None] * 7, *grad_wb)
+
+
+def _needs(needs: Sequence[bool]) -> tuple[bool, list[bool], list[bool]]:
+    """Whether a gradient of x, the residual or the norm is needed; of each weight; of each bias."""
+    return any(needs[:4]), list(needs[11::2]), list(needs[12::2])
+
+
+def _operand_of_x(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    norm: Norm | None,
+    recipe: Recipe,
+    first: Sequence[Product],
+    use_t: bool,
+    record: bool,
+) -> tuple[Operand, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The operand that the first products share, x + residual, and the norm's statistics."""
+    states = [p.delayed for p in first]
+    if norm is None:
+        qx = operands.cast(x, "x", recipe, states[0], use_t=use_t, record=record)
+        total, mean, rstd = x, None, None
+    else:
+        how = Cast.of("x", recipe, states[0], x.device, use_t)
+        results = norm_quantize.run(
+            x, residual, norm_weight, norm_bias, norm.eps, norm.subtract_mean, *how.arguments
+        )
+        qx = how.operand(results, states[0] if record else None)
+        total, mean, rstd = results[5:]
+        total = x if residual is None else total
+    for state in states[1:] if record else ():  # they see the same x, by the scale of the first
+        if state is not None and states[0] is not None:
+            state.amax.copy_(torch.maximum(state.amax, states[0].amax))
+    return qx, total, mean, rstd
+
+
+def _through_activation(
+    ctx: Any, g: torch.Tensor, hidden: Sequence[torch.Tensor], first: Sequence[Product]
+) -> tuple[list[Operand | None], list[torch.Tensor]]:
+    """The gradients of `hidden` as operands, and, where a bias needs them, as they are."""
+    recipe, use_t = ctx.recipe, any(ctx.needs[1][: len(first)])
+    up = hidden[1] if len(hidden) == 2 else None
+    # The sum for a bias takes the values before the cast; a second delayed scale has no argument.
+    apart = recipe.is_fp8 and (
+        any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed)
+    )
+    how = Cast.of("g", recipe, first[0].delayed, g.device, use_t)
+    arguments = (ctx.low, None, False, "tensor", True) if apart else how.arguments
+    results = act_quantize.backward(g, hidden[0], up, ctx.act, *arguments)
+    pieces = [results[:5], results[5:]][: len(first)]
+    if apart:
+        plain = [piece[0] for piece in pieces]
+        return [
+            operands.cast(of_h, "g", recipe, p.delayed, use_t=use_t)
+            for p, of_h in zip(first, plain, strict=True)
+        ], plain
+    return [
+        how.operand(piece, p.delayed) for p, piece in zip(first, pieces, strict=True)
+    ], [] if recipe.is_fp8 else [piece[0] for piece in pieces]
+
+
+def _grad_of_x(
+    ctx: Any,
+    sources: Sequence[tuple[Product, Operand, Sequence[torch.Tensor]]],
+    total: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    g_total: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, of the norm's weight and of its bias. The products' are added in FP32."""
+    if not sources:
+        return g_total, None, None
+    one = ctx.low if ctx.norm else ctx.x_dtype
+    product, qg, weight = sources[0]
+    dtype = one if len(sources) == 1 else torch.float32
+    g = _products.grad_input(ctx.recipe, product.name, qg, *weight, dtype)
+    for product, qg, (w_t, w_inv_t) in sources[1:]:
+        observe("grad_input", ctx.recipe, product.name)
+        accumulate(g, qg.data, w_t.t(), qg.scale_inv, _products.t(w_inv_t))
+    if ctx.norm is None:
+        return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
+    dx, dw, db = norm_quantize.backward(
+        g.view(ctx.x_shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias
+    )
+    of_weight, of_bias = ctx.norm_dtypes
+    return (
+        dx,
+        None if of_weight is None else dw.to(of_weight),
+        None if of_bias is None else db.to(of_bias),
+    )
+
+
+def run_fused(
+    op: str,
+    x: torch.Tensor,
+    products: Sequence[Product],
+    weights_and_biases: Sequence[torch.Tensor | None],
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    norm: Norm | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    act: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`Fused`, for arguments that have been checked."""
+    low = torch.bfloat16 if recipe.is_fp8 else recipe.x.dtype
+    results: Any = apply(
+        op,
+        Fused,
+        x,
+        residual,
+        norm_weight,
+        norm_bias,
+        norm,
+        act,
+        tuple(products),
+        recipe,
+        low,
+        out_dtype,
+        torch.is_grad_enabled(),
+        *weights_and_biases,
+    )
+    return tuple(results)

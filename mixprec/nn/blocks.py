@@ -1,0 +1,134 @@
+"""NormLinear, MLP and GatedMLP: parts of transformer blocks with the casts inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..recipes import Recipe
+from ._fused import Part
+from .linear import Linear
+
+__all__ = ["MLP", "GatedMLP", "NormLinear"]
+
+_ACTS = {
+    "silu": lambda: nn.SiLU(),
+    "gelu": lambda: nn.GELU(),
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "relu2": lambda: ReLUSquaredActivation(),
+}
+
+
+class ReLUSquaredActivation(nn.Module):
+    """relu(x)^2. Source: Primer (So et al., 2021)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).square()
+
+
+def _norm(kind: str, width: int, eps: float, device: torch.device | str | None) -> nn.Module:
+    """FP32 parameters, as cast_parameters leaves them."""
+    if kind not in ("rms", "layer"):
+        raise ValueError(f'norm must be "rms" or "layer", got {kind!r}')
+    make = nn.RMSNorm if kind == "rms" else nn.LayerNorm
+    return make(width, eps=eps, device=device)
+
+
+class NormLinear(nn.Module):
+    """Linear layers behind a norm: outputs norm(x) @ weight^T + bias, without a pass for the cast.
+
+    in_features: K; out_features: N, or several, for layers that share the operand, such as query,
+    key and value. norm: "rms" or "layer", children `norm` and `linears`. forward(x [..., K],
+    residual=None) returns a tensor [..., N], or a tuple with one of each N; with a residual it
+    normalizes x + residual and returns that as well, last. Formula and roundings:
+    `mixprec.functional.norm_linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = True,
+        *,
+        norm: str = "rms",
+        eps: float = 1e-6,
+        recipe: Recipe | str = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.norm = _norm(norm, in_features, eps, device)
+        self.linears = nn.ModuleList(
+            Linear(in_features, n, bias, device, dtype, recipe=recipe) for n in sizes
+        )
+        self._single = isinstance(out_features, int)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        outputs = Part([*self.linears], norm=self.norm)(x, residual)  # type: ignore[list-item]
+        return outputs[0] if self._single and residual is None else outputs
+
+
+class MLP(nn.Module):
+    """down(act(up(norm(x)))): x [..., width], hidden values [..., hidden].
+
+    act: "gelu", "gelu_tanh", "silu" or "relu2"; norm: None, "rms" or "layer". Formula and
+    roundings: `mixprec.functional.mlp`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        bias: bool = True,
+        *,
+        act: str = "gelu",
+        norm: str | None = None,
+        eps: float = 1e-6,
+        recipe: Recipe | str = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if act not in _ACTS:
+            raise ValueError(f"MLP: act must be one of {', '.join(_ACTS)}, got {act!r}")
+        self.norm = None if norm is None else _norm(norm, width, eps, device)
+        self.up = Linear(width, hidden, bias, device, dtype, recipe=recipe)
+        self.act = _ACTS[act]()
+        self.down = Linear(hidden, width, bias, device, dtype, recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Part([self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
+
+
+class GatedMLP(MLP):
+    """down(act(gate(norm(x))) * up(norm(x))), as in Llama, with the arguments of `MLP`; act is
+    "silu" by default, and there are no biases. Source: GLU Variants Improve Transformer (Shazeer,
+    2020).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        bias: bool = False,
+        *,
+        act: str = "silu",
+        norm: str | None = None,
+        eps: float = 1e-6,
+        recipe: Recipe | str = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            width, hidden, bias, act=act, norm=norm, eps=eps, recipe=recipe, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+        self.gate = Linear(width, hidden, bias, device, dtype, recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Part([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]
