@@ -1,16 +1,19 @@
 """linear, matmul and conv2d with forward and backward passes in the formats of a recipe, and the
-orthogonalization of matrices."""
+orthogonalization of matrices; attention and rotary embeddings."""
 
+from ._attention import attention
 from ._blocks import mlp, norm_linear
 from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._derivatives import twice_differentiable
 from ._linear import linear, matmul
 from ._newton_schulz import orthogonalize
 from ._observed import Observer, observed
+from ._rotary import rotary
 
 __all__ = [
     "IntOrPair",
     "Observer",
+    "attention",
     "cast_conv_weight",
     "conv2d",
     "is_pointwise",
@@ -20,5 +23,6 @@ __all__ = [
     "norm_linear",
     "observed",
     "orthogonalize",
+    "rotary",
     "twice_differentiable",
 ]

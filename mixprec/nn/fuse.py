@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..functional.attention import attention
+from ..functional._attention import attention
 from ..recipes import Recipe
 from . import _region
 from ._fused import Part, act_of, why_separate

@@ -237,3 +237,24 @@ def unpack(device: str) -> Iterator[Arguments]:
         codes = torch.arange((1153 * bits + 7) // 8, device=device).to(torch.uint8)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield [codes, ranges, bits, [1153], dtype]
+
+
+def attention(device: str) -> Iterator[Arguments]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q = _random(device, 1, (2, 4, 17, 8)).to(dtype)
+        k, v = (_random(device, seed, (2, 2, 17, 8)).to(dtype) for seed in (2, 3))
+        for causal in (False, True):
+            yield [q, k, v, causal, 0.25]
+
+
+def attention_backward(device: str) -> Iterator[Arguments]:
+    for q, k, v, causal, scale in attention(device):
+        g, out = (_random(device, seed, (2, 4, 17, 8)).to(q.dtype) for seed in (4, 5))
+        yield [g, q, k, v, out, _random(device, 6, (2, 4, 17)) + 3.0, causal, scale]
+
+
+def rotary(device: str) -> Iterator[Arguments]:
+    cos, sin = (_random(device, seed, (9, 4)) for seed in (1, 2))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for interleaved in (False, True):
+            yield [_random(device, 3, (2, 3, 9, 8)).to(dtype), cos, sin, interleaved]

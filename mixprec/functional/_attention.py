@@ -1,0 +1,110 @@
+"""attention with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..memory.running import running
+from ..ops._dispatch import autocast, backends, checks
+from ..ops.attention import attention_backward_op, attention_op
+
+_NO_SECOND = (
+    "attention: its gradients have no derivative (create_graph=True); for a second derivative use "
+    "torch.nn.functional.scaled_dot_product_attention inside "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> torch.Tensor:
+        out: torch.Tensor
+        out, logsumexp = attention_op(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(_NO_SECOND)
+        grads = attention_backward_op(_dense(g), *saved, ctx.causal, ctx.scale)
+        needed = (x if need else None for x, need in zip(grads, ctx.needs_input_grad, strict=False))
+        return *needed, None, None
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x with adjacent elements in its last dimension, the only layout that the kernels ask for."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the op takes these; what is wrong with others, torch says."""
+    if q.device.type == "cuda" and backends.forced() is None:
+        return False  # torch's kernels
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("mixprec::attention", "CPU"):
+        return False
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return False
+    return (
+        all(x.dim() == 4 and x.dtype == q.dtype and x.device == q.device for x in (q, k, v))
+        and q.dtype in checks.FLOATS
+        and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+        and q.shape[3] > 0
+        and k.shape == v.shape
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+    )
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return softmax(q k^T * scale) v for each head, [B, H, T, D], with gradients.
+
+    q: [B, H, T, D]; k, v: [B, H_kv, S, D], fp32, bf16 or fp16, all of one dtype; any strides.
+    H must be a multiple of H_kv: head h of q attends to head h // (H / H_kv) of k and v. causal:
+    query i sees keys 0 to i only. scale: None takes 1 / sqrt(D). The result has the dtype of q and
+    lies in memory as [B, T, H, D], so that transpose(1, 2).flatten(2) is a view.
+
+    Nothing of size T x S is stored: the softmax is computed tile by tile as keys are read, and
+    again in backward, from q, k, v, the result and the logsumexp of each row, which are saved.
+    Sums, maxima and exponentials are FP32. Products are FP32; of bf16 operands on a processor with
+    AVX512-BF16, the weights and the gradients of scores are rounded to bf16 first. Inf and NaN
+    reach the results of the rows that see them (and may reach others of the same block). Results do
+    not depend on the number of threads.
+
+    On a GPU, and for what the kernels do not take (fp64, other shapes, torch.func), it is
+    torch.nn.functional.scaled_dot_product_attention, which raises the errors. In torch.autocast q,
+    k and v are cast to its dtype. A second derivative raises RuntimeError.
+
+    Source: FlashAttention-2 (Dao, 2023).
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.is_tensor("attention", name, x)
+    if autocast.is_on(q.device.type):
+        q, k, v = (autocast.cast_operand(x, q.device.type) for x in (q, k, v))
+    if not _is_ours(q, k, v):
+        groups = q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=groups
+        )
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    args = _dense(q), _dense(k), _dense(v), bool(causal), scale
+    if torch.compiler.is_compiling():
+        compiled: torch.Tensor = _Attention.apply(*args)
+        return compiled
+    with running("attention", *args):
+        result: torch.Tensor = _Attention.apply(*args)
+    return result

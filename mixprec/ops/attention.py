@@ -1,0 +1,141 @@
+"""attention and its gradients: softmax(q k^T * scale) v, without a matrix of T x S in memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ._dispatch import checks, example_inputs
+from ._dispatch.op import Op
+
+__all__ = ["attention_backward_op", "attention_backward_reference", "attention_op"]
+__all__ += ["attention_reference"]
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _by_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """k or v in FP32, with one head for each head of q."""
+    return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """q k^T * scale in FP32, -inf where a query does not see a key. [B, H, T, S]"""
+    scores = q.float() @ _by_query_head(k, q).transpose(-1, -2) * scale
+    if not causal:
+        return scores
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [B, H, T, D] in memory as [B, T, H, D]: what the projections read and write."""
+    y = x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=dtype)
+    return y.transpose(1, 2).copy_(x)
+
+
+def attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(q, k, causal, scale)
+    logsumexp = scores.logsumexp(-1)
+    weights = (scores - logsumexp[..., None]).exp()
+    return _rows_first(weights @ _by_query_head(v, q), q.dtype), logsumexp
+
+
+def attention_backward_reference(
+    g: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> Three:
+    wide_g, heads = g.float(), (k.shape[1], q.shape[1] // k.shape[1])
+    weights = (_scores(q, k, causal, scale) - logsumexp[..., None]).exp()
+    of_weights = wide_g @ _by_query_head(v, q).transpose(-1, -2)
+    # The gradient of softmax: sum_j of_weights_j weights_j is that of g with the output.
+    shared = (wide_g * out.float()).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - shared) * scale
+    dq = of_scores @ _by_query_head(k, q)
+    dk = (of_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
+    dv = (weights.transpose(-1, -2) @ wide_g).unflatten(1, heads).sum(2)
+    return _rows_first(dq, q.dtype), _rows_first(dk, k.dtype), _rows_first(dv, v.dtype)
+
+
+def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.is_tensor(op, name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{op}: {name} must be [B, H, T, D], got shape {tuple(x.shape)}")
+        checks.has_dtype(op, name, x, checks.FLOATS)
+        if x.dtype != q.dtype:
+            raise ValueError(f"{op}: {name} must have q's dtype {q.dtype}, got {x.dtype}")
+        checks.on_device(op, name, x, q.device, "q")
+    b, h, _, d = q.shape
+    if k.shape[1] == 0 or h % k.shape[1] != 0:
+        raise ValueError(
+            f"{op}: the heads of q must be a multiple of those of k, got {h} and {k.shape[1]}"
+        )
+    if d == 0:
+        raise ValueError(f"{op}: q must be [B, H, T, D] with D > 0, got shape {tuple(q.shape)}")
+    checks.has_shape(op, "k", k, (b, *k.shape[1:3], d), "[B, H_kv, S, D]")
+    checks.has_shape(op, "v", v, k.shape, "[B, H_kv, S, D]")
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    _check_operands("attention", q, k, v)
+
+
+def _check_backward(
+    g: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+) -> None:
+    op = "attention_backward"
+    _check_operands(op, q, k, v)
+    for name, x in (("g", g), ("out", out)):
+        checks.is_tensor(op, name, x)
+        checks.has_dtype(op, name, x, (q.dtype,))
+        checks.has_shape(op, name, x, q.shape, "q's shape")
+        checks.on_device(op, name, x, q.device, "q")
+    checks.is_tensor(op, "logsumexp", logsumexp)
+    checks.has_dtype(op, "logsumexp", logsumexp, (torch.float32,))
+    checks.has_shape(op, "logsumexp", logsumexp, q.shape[:3], "[B, H, T]")
+    checks.on_device(op, "logsumexp", logsumexp, q.device, "q")
+
+
+def _empty_rows_first(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+
+def _fake(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_rows_first(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
+    return _empty_rows_first(q), _empty_rows_first(k), _empty_rows_first(v)
+
+
+attention_op = Op(
+    "attention",
+    "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor out, Tensor logsumexp)",
+    reference=attention_reference,
+    fake=_fake,
+    check=_check,
+    examples=example_inputs.attention,
+    operands=("q", "k", "v"),
+)
+attention_backward_op = Op(
+    "attention_backward",
+    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, bool causal, "
+    "float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    reference=attention_backward_reference,
+    fake=_fake_backward,
+    check=_check_backward,
+    examples=example_inputs.attention_backward,
+)
