@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401
     gemm,
+    gpt,
     gpu_gemm,
     gpu_layer,
     gpu_memory,

@@ -1,0 +1,138 @@
+"""Training steps of the GPT of examples/ by every recipe, against torch's four ways."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mixprec
+
+from .. import verify
+from .registry import NotMeasured, Target, Workload, case, times_faster, times_faster_than
+
+BATCH = 4
+SIZES = {"4x512": (4, 512, 256), "3x256": (3, 256, 128)}  # layers, width, context
+FP32, FP32_COMPILED = "torch fp32", "torch fp32, compiled"
+Step = Callable[[], float]
+
+
+@cache
+def _examples() -> Any:
+    """examples/gpt_model.py, which is in a clone but not in an installed package."""
+    path = Path(__file__).resolve().parents[2] / "examples" / "gpt_model.py"
+    spec = importlib.util.spec_from_file_location("mixprec_examples_gpt_model", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise NotMeasured("this needs examples/gpt_model.py of a clone of the project")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _model(size: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    layers, width, context = SIZES[size]
+    torch.manual_seed(0)
+    examples = _examples()
+    model = examples.GPT(examples.GPTConfig(layers, width, width // 64, context))
+    text = torch.randint(0, 256, (BATCH, context + 1))
+    return model, (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+
+def _step(
+    forward: Callable[[], torch.Tensor], model: torch.nn.Module, optimizer: Any, scaler: Any = None
+) -> Step:
+    """zero_grad, forward, backward, clip to norm 1, update."""
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = forward()
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.item()
+        loss.backward()
+        if isinstance(optimizer, torch.optim.AdamW):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def torchs(size: str, *, autocast: bool, compiled: bool) -> Step:
+    model, batch = _model(size)
+    run = torch.compile(model) if compiled else model
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return run(*batch)
+
+    return _step(forward, model, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def ours(size: str, recipe: str, *, fuse: bool, compiled: bool) -> Step:
+    model, batch = _model(size)
+    mixprec.convert(model, recipe, fuse=fuse)
+    run = torch.compile(model) if compiled else model
+    scaler = mixprec.GradScaler("cpu") if recipe == "fp16" else None
+    optimizer = mixprec.optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    return _step(lambda: run(*batch), model, optimizer, scaler)
+
+
+def _check(size: str, recipe: str, fuse: bool) -> str | None:
+    """Six steps of ours, not compiled, and of torch's fp32 lead to the same loss within 1 %."""
+    both = (
+        ours(size, recipe, fuse=fuse, compiled=False),
+        torchs(size, autocast=False, compiled=False),
+    )
+    got, expected = ([step() for _ in range(6)] for step in both)
+    if not got[-1] < got[0]:
+        return f"the loss does not fall: {got[0]:.4f}, then {got[-1]:.4f}"
+    ends = torch.tensor(got[-1:]), torch.tensor(expected[-1:])
+    return verify.close("loss", [ends[0]], [ends[1]], rtol=0.01, atol=0.0)
+
+
+def _workload(size: str, recipe: str, fuse: bool, compiled: bool) -> Workload:
+    ways = {FP32: (False, False), FP32_COMPILED: (False, True)}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # else torch's bf16 takes ten times as long
+        ways |= {"torch autocast": (True, False), "torch autocast, compiled": (True, True)}
+    return Workload(
+        ours(size, recipe, fuse=fuse, compiled=compiled),
+        {name: torchs(size, autocast=a, compiled=c) for name, (a, c) in ways.items()},
+        partial(_check, size, recipe, fuse),
+    )
+
+
+def _register(size: str, name: str, recipe: str, target: Target | None, **how: bool) -> None:
+    layers, width, context = SIZES[size]
+    words = [word for word in ("fuse", "compiled") if how[word]]
+    case(
+        f"training/gpt/{size}/{name}",
+        f"training step of the GPT of {layers} blocks of width {width}, "
+        f"{BATCH * context} tokens, {', '.join([recipe, *words])}",
+        target,
+        partial(_workload, size, recipe, how["fuse"], how["compiled"]),
+    )
+
+
+for _size, _eager, _compiled in (("4x512", 1.2, 1.25), ("3x256", 1.3, 1.35)):
+    _register(_size, "bf16", "bf16", None, fuse=False, compiled=False)
+    _register(_size, "bf16-fuse", "bf16", times_faster(_eager), fuse=True, compiled=False)
+    _register(_size, "bf16-compiled", "bf16", times_faster(_compiled), fuse=True, compiled=True)
+    _register(_size, "fp8-fuse", "fp8", times_faster(1.1), fuse=True, compiled=False)
+    _register(_size, "fp8-block-fuse", "fp8-block", times_faster(1.0), fuse=True, compiled=False)
+    _register(
+        _size,
+        "fp16-fuse",
+        "fp16",
+        times_faster_than(FP32_COMPILED, 1.05),
+        fuse=True,
+        compiled=False,
+    )

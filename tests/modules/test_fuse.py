@@ -1,0 +1,214 @@
+"""norm_linear, mlp, their modules, and convert(fuse=True)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import for_each, name
+from torch import nn
+
+import mixprec
+from mixprec import functional
+from mixprec.nn import MLP, GatedMLP, NormLinear
+from mixprec.recipes import RECIPES
+from mixprec.testing import sqnr
+
+ALL = tuple(RECIPES)
+WITHOUT_STATE = tuple(r for r, recipe in RECIPES.items() if not recipe.is_delayed)
+WIDTH, HIDDEN, ROWS = 48, 160, 70
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.GELU(),
+            nn.Linear(HIDDEN, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+def model_and_batch() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 8))
+    return model, torch.randn(2, ROWS, WIDTH)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output and all gradients of the mean square of the output."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=name)
+def test_a_fused_model_is_as_accurate_as_the_unfused_one(recipe: str) -> None:
+    model, x = model_and_batch()
+    exact = gradients(copy.deepcopy(model).double(), x.double())
+    plain = mixprec.convert(copy.deepcopy(model), recipe)
+    fused = mixprec.convert(copy.deepcopy(model), recipe, fuse=True)
+    for _ in range(2):  # with delayed scales, once with the first ones and once with the next
+        expected, got = gradients(plain, x), gradients(fused, x)
+        mixprec.update_scales(plain), mixprec.update_scales(fused)
+    assert expected.keys() == got.keys()
+    with for_each(exact) as each:
+        for key in each:
+            of_plain, of_fused = (float(sqnr(exact[key], r[key])) for r in (expected, got))
+            assert of_fused > of_plain - 1.5, (key, of_plain, of_fused)
+
+
+@pytest.mark.parametrize("recipe", ("bf16", "fp8", "fp8-block"))
+def test_the_roundings_are_those_that_the_docstrings_name(recipe: str) -> None:
+    """norm, cast, product in 16 bits, activation, cast, product, from single ops, bit for bit."""
+    torch.manual_seed(0)
+    x, norm_weight = torch.randn(ROWS, WIDTH), torch.rand(WIDTH)
+    gate, up, down = (torch.randn(s) / 7 for s in ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)))
+    r, low = RECIPES[recipe], torch.bfloat16
+
+    def product(q: mixprec.Quantized, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        w = mixprec.quantize(weight, r.w, granularity=r.w_granularity)
+        return mixprec.gemm(q, w.t(), out_dtype=dtype)
+
+    z = mixprec.norm_quantize(x, r.x, norm_weight, eps=1e-6, granularity=r.x_granularity)
+    h, u = product(z, gate, low), product(z, up, low)
+    a = mixprec.act_quantize(h, r.x, u, kind="silu", granularity=r.x_granularity)
+    got = functional.mlp(
+        x, up, down, gate=gate, act="silu", norm="rms", norm_weight=norm_weight, recipe=recipe
+    )
+    assert torch.equal(got, product(a, down, torch.float32))
+    (y,) = functional.norm_linear(x, up, norm_weight=norm_weight, recipe=recipe)
+    assert torch.equal(y, product(z, up, torch.float32))
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_STATE, ids=name)
+def test_the_modules_learn_like_torchs(recipe: str) -> None:
+    torch.manual_seed(0)
+    block = nn.ModuleList(
+        (
+            NormLinear(WIDTH, (WIDTH, 16), norm="layer", recipe=recipe),
+            GatedMLP(WIDTH, HIDDEN, norm="rms", recipe=recipe),
+            MLP(WIDTH, HIDDEN, act="relu2", recipe=recipe),
+        )
+    )
+    x, residual = (torch.randn(2, 5, WIDTH) for _ in range(2))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y, small, total = block[0](x, residual)
+        return block[2](block[1](y) + total).sum() + small.sum()
+
+    def grads() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        forward(leaf).backward()
+        found = [leaf.grad, *(p.grad for p in block.parameters())]
+        block.zero_grad()
+        return found
+
+    got = grads()
+    with mixprec.autocast(enabled=False):
+        expected = grads()
+    floor = 8 if RECIPES[recipe].is_fp8 else 30
+    for a, b in zip(got, expected, strict=True):
+        assert float(sqnr(b, a)) > floor
+
+
+def test_names_parameters_and_state_stay_and_unconvert_restores_the_classes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x = model_and_batch()
+    kinds, keys = [type(m) for m in model.modules()], list(model.state_dict())
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        mixprec.convert(model, "bf16", fuse=True)
+    assert "0.mlp: norm, linear, activation, linear" in caplog.text
+    assert "1.attention: attention" in caplog.text
+    assert list(model.state_dict()) == keys
+    y = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), y)
+    mixprec.convert(model, "bf16")  # again, without fuse
+    assert not torch.equal(model(x), y)
+    mixprec.convert(model, "bf16", fuse=True)
+    assert torch.equal(model(x), y)
+    mixprec.unconvert(model)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_what_is_not_fused_is_listed_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda *_: None)
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        mixprec.convert(model, "bf16", fuse=True)
+    assert "fused nothing; not fused 0: hooks on a layer or norm" in caplog.text
+
+
+def test_hooks_and_regions_run_the_modules_one_by_one() -> None:
+    model, x = model_and_batch()
+    plain = mixprec.convert(copy.deepcopy(model), "bf16")
+    fused = mixprec.convert(model, "bf16", fuse=True)
+    mlp, expected = fused[0].mlp, plain[0].mlp(x)
+    assert not torch.equal(mlp(x), expected)
+    seen = []
+    handle = mlp[1].register_forward_hook(lambda module, inputs, y: seen.append(y))
+    assert torch.equal(mlp(x), expected)
+    assert len(seen) == 1
+    handle.remove()
+    with mixprec.autocast(enabled=False):
+        exact = mlp(x)
+    mixprec.unconvert(fused)
+    assert torch.equal(exact, fused[0].mlp(x))
+
+
+@pytest.mark.parametrize("recipe", ("bf16", "fp8", "fp8-delayed"))
+def test_compiled_as_eager(recipe: str) -> None:
+    model, x = model_and_batch()
+    mixprec.convert(model, recipe, fuse=True)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    expected = gradients(model, x)
+    y = compiled(x)
+    y.float().square().mean().backward()
+    assert torch.equal(y, expected["y"])
+    for n, p in twin.named_parameters():
+        assert torch.equal(p.grad, expected[n]), n
+
+
+def errors() -> Iterator[tuple[str, object]]:
+    x, w = torch.randn(3, 8), torch.randn(16, 8)
+    yield "act must be one of silu", lambda: functional.mlp(x, w, w.t(), act="tanh")
+    yield "up and gate must be", lambda: functional.mlp(x, w, w, act="silu")
+    yield 'norm must be "rms"', lambda: functional.norm_linear(x, w, norm="batch")
+    yield "fp8-delayed keeps state", lambda: functional.norm_linear(x, w, recipe="fp8-delayed")
+    yield "K = 8", lambda: functional.norm_linear(x[:, :4], w)
+    yield "act must be one of", lambda: MLP(8, 16, act="tanh")
+
+
+@pytest.mark.parametrize(("message", "call"), [*errors()], ids=lambda v: v if isinstance(v, str) else "")
+def test_errors(message: str, call: object) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
