@@ -89,7 +89,9 @@ def test_the_roundings_are_those_that_the_docstrings_name(recipe: str) -> None:
     """norm, cast, product in 16 bits, activation, cast, product, from single ops, bit for bit."""
     torch.manual_seed(0)
     x, norm_weight = torch.randn(ROWS, WIDTH), torch.rand(WIDTH)
-    gate, up, down = (torch.randn(s) / 7 for s in ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)))
+    gate, up, down = (
+        torch.randn(s) / 7 for s in ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
+    )
     r, low = RECIPES[recipe], torch.bfloat16
 
     def product(q: mixprec.Quantized, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -208,7 +210,9 @@ def errors() -> Iterator[tuple[str, object]]:
     yield "act must be one of", lambda: MLP(8, 16, act="tanh")
 
 
-@pytest.mark.parametrize(("message", "call"), [*errors()], ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("message", "call"), [*errors()], ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_errors(message: str, call: object) -> None:
     with pytest.raises(ValueError, match=message):
         call()
