@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..memory.running import keep_as_is
-from ..ops import act_quantize, norm_quantize
+from ..ops.act_quantize import backward as act_backward
+from ..ops.act_quantize import run as act_quantize
 from ..ops.gemm import accumulate
+from ..ops.norm_quantize import backward as norm_backward
+from ..ops.norm_quantize import run as norm_quantize
 from ..recipes import Recipe
 from . import _products, operands
 from ._derivatives import NO_SECOND, apply
@@ -79,7 +82,7 @@ class Fused(torch.autograd.Function):
             up = hidden[1] if len(hidden) == 2 else None
             last = products[-1]
             how = Cast.of("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
-            results = act_quantize.run(hidden[0], up, act, *how.arguments)
+            results = act_quantize(hidden[0], up, act, *how.arguments)
             qa = how.operand(results, last.delayed if grad_enabled else None)
             outputs = [_products.forward(recipe, last.name, qa, qw[-1], biases[-1], out_dtype)]
 
@@ -187,7 +190,7 @@ def _operand_of_x(
         total, mean, rstd = x, None, None
     else:
         how = Cast.of("x", recipe, states[0], x.device, use_t)
-        results = norm_quantize.run(
+        results = norm_quantize(
             x, residual, norm_weight, norm_bias, norm.eps, norm.subtract_mean, *how.arguments
         )
         qx = how.operand(results, states[0] if record else None)
@@ -211,8 +214,8 @@ def _through_activation(
     )
     how = Cast.of("g", recipe, first[0].delayed, g.device, use_t)
     arguments = (ctx.low, None, False, "tensor", True) if apart else how.arguments
-    results = act_quantize.backward(g, hidden[0], up, ctx.act, *arguments)
-    pieces = [results[:5], results[5:]][: len(first)]
+    results = act_backward(g, hidden[0], up, ctx.act, *arguments)
+    pieces = results[: len(first)]
     if apart:
         plain = [piece[0] for piece in pieces]
         return [
@@ -245,7 +248,7 @@ def _grad_of_x(
         accumulate(g, qg.data, w_t.t(), qg.scale_inv, _products.t(w_inv_t))
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
-    dx, dw, db = norm_quantize.backward(
+    dx, dw, db = norm_backward(
         g.view(ctx.x_shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias
     )
     of_weight, of_bias = ctx.norm_dtypes

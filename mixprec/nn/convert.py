@@ -18,7 +18,9 @@ from ..memory.compress_saved import Bits, check
 from ..recipes import Recipe
 from . import Layer, kinds
 from ._compressed import saved_of, set_saved
-from ._norms import as_input
+from ._norms import Swapped, as_input
+from .fuse import fuse as fuse_parts
+from .fuse import unfuse
 
 __all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
 
@@ -102,7 +104,7 @@ def convert(
     last matching pattern applies. If the model itself is such a layer, its replacement is returned.
     saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
     `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
-    save. fuse: also run norm -> linear, linear -> activation -> linear and attention as one function
+    save. fuse: run norm -> linear, linear -> activation -> linear and attention as one function
     each, where they are known: in nn.Sequential, in blocks built as those of transformers' Llama,
     Qwen and GPT-2, and wherever torch's scaled_dot_product_attention is called without a mask. One
     INFO line lists what was fused, and what not and why. Names, parameters and state dicts stay the

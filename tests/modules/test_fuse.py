@@ -31,9 +31,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x).view(*x.shape[:2], 3, 3, 16)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        return self.proj(y.transpose(1, 2).reshape(x.shape))
 
 
 class Block(nn.Module):
@@ -98,7 +99,7 @@ def test_the_roundings_are_those_that_the_docstrings_name(recipe: str) -> None:
         w = mixprec.quantize(weight, r.w, granularity=r.w_granularity)
         return mixprec.gemm(q, w.t(), out_dtype=dtype)
 
-    z = mixprec.norm_quantize(x, r.x, norm_weight, eps=1e-6, granularity=r.x_granularity)
+    z, _ = mixprec.norm_quantize(x, r.x, norm_weight, eps=1e-6, granularity=r.x_granularity)
     h, u = product(z, gate, low), product(z, up, low)
     a = mixprec.act_quantize(h, r.x, u, kind="silu", granularity=r.x_granularity)
     got = functional.mlp(
