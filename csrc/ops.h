@@ -34,6 +34,17 @@ std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t co
 Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
               ScalarType dtype);
 
+// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T]
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, double scale);
+
+// g and out of q's shape; the rest as above -> the gradients of q, k and v
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor k, Tensor v,
+                                                      Tensor out, Tensor logsumexp, bool causal,
+                                                      double scale);
+
+// x [B, H, T, D], cos and sin fp32 [T, D/2] -> x's shape
+Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved);
+
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
 // [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,

@@ -3,11 +3,10 @@
 // Scales that vary along K multiply the sums of each 128 elements of K in a second tile before
 // these are added.
 #include <atomic>
-#include <cstdlib>
-#include <memory>
 
 #include "cpu/gemm_scales.h"
 #include "cpu/parallel.h"
+#include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
 #include "ops.h"
 
@@ -19,26 +18,6 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
   Dtype dtype;
   const void* data;
   int64_t rows, stride_i, stride_k;
-};
-
-// Scratch memory that is kept between calls: page faults on fresh memory cost more than packing.
-class Scratch {
- public:
-  void* get(int64_t bytes) {
-    if (bytes > capacity_) {
-      memory_.reset(std::aligned_alloc(4096, static_cast<size_t>((bytes + 4095) / 4096 * 4096)));
-      STD_TORCH_CHECK(memory_ != nullptr, "gemm: out of memory for ", bytes, " bytes of scratch");
-      capacity_ = bytes;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> memory_;
-  int64_t capacity_ = 0;
 };
 
 constexpr int64_t kPackedBytes = 32 << 20;  // of each operand at a time; bounds the scratch memory

@@ -6,12 +6,11 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/parallel.h"
 
 namespace mixprec::cpu {
 
 constexpr int64_t kChunk = 128;  // elements of K, and rows of a square block
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The scale of element (row, k) is data[row / rows_per * row_stride + k / 128 * chunk_stride];
 // "row" is a row of a or a column of b. A stride is 0 if the scale does not vary in that direction.

@@ -12,6 +12,8 @@ namespace mixprec::cpu {
 // fp32) to stay in the L1 or L2 cache. It also determines the order of summation of grad_stats_.
 constexpr int64_t kPiece = 16384;
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // f(begin, end) over [0, n) in pieces of kPiece on all threads.
 template <class F>
 void for_pieces(int64_t n, const F& f) {

@@ -48,8 +48,6 @@ def _is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the op takes these; what is wrong with others, torch says."""
     if q.device.type == "cuda" and backends.forced() is None:
         return False  # torch's kernels
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("mixprec::attention", "CPU"):
-        return False
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return (

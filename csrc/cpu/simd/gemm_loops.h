@@ -59,11 +59,11 @@ inline uint32_t decode_words(const T* __restrict row, uint32_t* __restrict words
 
 typedef uint32_t Words4 __attribute__((vector_size(16)));
 
-// out[j * ld_out + i] = in[i * 16 + j] for 4 x 4 words.
-inline void transpose_4x4(const uint32_t* in, uint32_t* out, int64_t ld_out) {
+// out[j * ld_out + i] = in[i * ld_in + j] for 4 x 4 words.
+inline void transpose_4x4(const uint32_t* in, int64_t ld_in, uint32_t* out, int64_t ld_out) {
   Words4 a[4], b[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) __builtin_memcpy(&a[i], in + i * 16, 16);
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(&a[i], in + i * ld_in, 16);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     b[2 * i] = __builtin_shuffle(a[i], a[i + 2], Words4{0, 4, 1, 5});
@@ -90,7 +90,7 @@ uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t
     }
     for (int j = 0; j < block; j += 4) {
       for (int i = 0; i < quads; i += 4) {
-        transpose_4x4(&tile[i][j], out + j * width + i, width);
+        transpose_4x4(&tile[i][j], block, out + j * width + i, width);
       }
     }
     for (int j = 0; j < block; ++j) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention.h"
 #include "dispatch.h"
 #include "math/adamw.h"
 #include "math/lion.h"
@@ -124,6 +125,11 @@ struct Loops {
   void (*accumulate_row)(const float* acc, const Epilogue&, float* out, int64_t stride, int64_t n);
   GemmKernel gemm_f32;   // any operand format, decoded to fp32
   GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; gemm_f32 if not supported
+  AttentionKernel attention_f32;   // operands decoded to fp32
+  AttentionKernel attention_bf16;  // bf16 operands; attention_f32 if not supported
+  // y <- the row x of d features rotated by the angles of its position, d / 2 of them
+  void (*rotary)(Dtype, bool interleaved, const void* x, const float* cos, const float* sin,
+                 void* y, int64_t d);
 };
 
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.

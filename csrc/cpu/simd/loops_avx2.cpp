@@ -1,8 +1,10 @@
 // The loops for AVX2 with FMA and F16C. Does not use std: the linker could pick an inline function
 // of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
+#include "math/attention.h"
 #include "math/pack.h"
 #include "math/philox.h"
+#include "math/rotary.h"
 #include "math/rounding.h"
 #include "math/scale.h"
 #include "math/state8.h"
@@ -33,6 +35,7 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "grad_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
+#include "rotary_loops.h"
 #include "state8_loops.h"
 
 // These use the ones above.
@@ -40,13 +43,19 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "step_loops.h"
 #include "unpack_loops.h"
 
+namespace attention_f32 {
+constexpr int kPair = 1, kRows = MR, kVecs = 2;
+inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+#include "attention_loops.h"
+}  // namespace attention_f32
+
 // All of them.
 #include "table_of_loops.h"
 
 }  // namespace
 
 extern const Loops table;
-constinit const Loops table = make_table("avx2", gemm_f32);
+constinit const Loops table = make_table("avx2", gemm_f32, attention_f32::attention_kernel);
 
 }  // namespace mixprec::cpu::avx2
 #endif

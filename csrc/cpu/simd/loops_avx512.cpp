@@ -1,8 +1,10 @@
-// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm uses. As in
-// loops_avx2.cpp, std is not used.
+// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm and attention use. As
+// in loops_avx2.cpp, std is not used.
 #include "loops.h"
+#include "math/attention.h"
 #include "math/pack.h"
 #include "math/philox.h"
+#include "math/rotary.h"
 #include "math/rounding.h"
 #include "math/scale.h"
 #include "math/state8.h"
@@ -35,12 +37,19 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #include "grad_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
+#include "rotary_loops.h"
 #include "state8_loops.h"
 
 // These use the ones above.
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+namespace attention_f32 {
+constexpr int kPair = 1, kRows = 12, kVecs = 2;
+inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+#include "attention_loops.h"
+}  // namespace attention_f32
 
 // All of them.
 #include "table_of_loops.h"
@@ -78,6 +87,14 @@ void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, i
   }
 }
 
+namespace attention_bf16 {
+constexpr int kPair = 2, kRows = 12, kVecs = 2;
+inline Vec multiply_add(Vec acc, Vec a, Vec b) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+}
+#include "attention_loops.h"
+}  // namespace attention_bf16
+
 #pragma GCC pop_options
 
 constexpr GemmKernel gemm_bf16{MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<MR, NV>};
@@ -85,8 +102,9 @@ constexpr GemmKernel gemm_bf16{MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<M
 }  // namespace
 
 extern const Loops table, table_bf16;
-constinit const Loops table = make_table("avx512", gemm_f32);
-constinit const Loops table_bf16 = make_table("avx512_bf16", gemm_bf16);
+constinit const Loops table = make_table("avx512", gemm_f32, attention_f32::attention_kernel);
+constinit const Loops table_bf16 =
+    make_table("avx512_bf16", gemm_bf16, attention_bf16::attention_kernel);
 
 }  // namespace mixprec::cpu::avx512
 #endif

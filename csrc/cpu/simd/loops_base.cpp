@@ -1,7 +1,9 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
+#include "math/attention.h"
 #include "math/pack.h"
 #include "math/philox.h"
+#include "math/rotary.h"
 #include "math/rounding.h"
 #include "math/scale.h"
 #include "math/state8.h"
@@ -40,6 +42,7 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "grad_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
+#include "rotary_loops.h"
 #include "state8_loops.h"
 
 // These use the ones above.
@@ -47,12 +50,18 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "step_loops.h"
 #include "unpack_loops.h"
 
+namespace attention_f32 {
+constexpr int kPair = 1, kRows = MR, kVecs = 2;
+inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+#include "attention_loops.h"
+}  // namespace attention_f32
+
 // All of them.
 #include "table_of_loops.h"
 
 }  // namespace
 
 extern const Loops table;
-constinit const Loops table = make_table("base", gemm_f32);
+constinit const Loops table = make_table("base", gemm_f32, attention_f32::attention_kernel);
 
 }  // namespace mixprec::cpu::base

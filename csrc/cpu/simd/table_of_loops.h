@@ -2,8 +2,8 @@
 
 constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
 
-// for_bf16: the kernel for bf16 and fp8 operands.
-constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
+// gemm: the kernel for bf16 and fp8 operands. attention: that for bf16 operands.
+constexpr Loops make_table(const char* isa, GemmKernel gemm, AttentionKernel attention) {
   return {
       .isa = isa,
       .amax = amax,
@@ -23,6 +23,9 @@ constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
       .store_row = store_row,
       .accumulate_row = accumulate_row,
       .gemm_f32 = gemm_f32,
-      .gemm_bf16 = for_bf16,
+      .gemm_bf16 = gemm,
+      .attention_f32 = attention_f32::attention_kernel,
+      .attention_bf16 = attention,
+      .rotary = rotary,
   };
 }

@@ -1,0 +1,222 @@
+// Loops of attention. Included once per instruction set and kind of word, after definitions of Vec,
+// kPair (numbers in a word), kRows x (kVecs vectors) (the micro-kernel's tile of c) and
+// multiply_add(acc, word of a, words of b).
+
+constexpr int kLanes = sizeof(Vec) / sizeof(float);
+
+template <bool transposed, int vecs>
+void micro(const TileProduct& p, int64_t row, int64_t col, int64_t first, int64_t last) {
+  Vec acc[kRows][vecs] = {};
+  const int64_t lda = p.lda, ldb = p.ldb;
+  const uint32_t* a = transposed ? p.a + first * lda + row : p.a + row * lda + first;
+  const uint32_t* b = p.b + first * ldb + col;
+  for (int64_t w = first; w < last; ++w, a += transposed ? lda : 1, b += ldb) {
+    Vec words[vecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; ++j) words[j] = load(reinterpret_cast<const float*>(b) + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      Vec x = broadcast(bits_float(a[transposed ? i : i * lda]));
+#pragma GCC unroll 4
+      for (int j = 0; j < vecs; ++j) acc[i][j] = multiply_add(acc[i][j], x, words[j]);
+    }
+  }
+  float* c = p.c + row * p.ldc + col;
+  const Vec alpha = broadcast(p.alpha);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i, c += p.ldc) {
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; ++j) {
+      Vec sum = acc[i][j] * alpha;
+      if (p.factor != nullptr) sum = load(c + j * kLanes) * broadcast(p.factor[row + i]) + sum;
+      store(c + j * kLanes, sum);
+    }
+  }
+}
+
+template <bool transposed>
+void product_of(const TileProduct& p) {
+  for (int64_t col = 0; col < p.cols; col += kVecs * kLanes) {
+    for (int64_t row = 0; row < p.rows; row += kRows) {
+      int64_t first = 0, last = p.words, end = row + kRows + p.shift;
+      if (p.seen == Seen::columns && col >= end) continue;
+      if (p.seen == Seen::until && (end + kPair - 1) / kPair < last) {
+        last = (end + kPair - 1) / kPair;
+      }
+      if (p.seen == Seen::from && row > p.shift) first = (row - p.shift) / kPair;
+      if (p.cols - col > kLanes) {
+        micro<transposed, kVecs>(p, row, col, first, last);
+      } else {
+        micro<transposed, 1>(p, row, col, first, last);
+      }
+    }
+  }
+}
+
+void product(const TileProduct& p) { p.transposed ? product_of<true>(p) : product_of<false>(p); }
+
+inline uint32_t bf16_bits(float x) { return Convert<Bf16>::encode(x).bits; }
+
+template <class T>
+inline uint32_t word_of(T low, T high) {
+  if constexpr (kPair == 1) return float_bits(decode(low));
+  return bf16_bits(decode(low)) | bf16_bits(decode(high)) << 16;
+}
+
+void zero_words(uint32_t* out, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) out[i] = 0;
+}
+
+void pack(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d, uint32_t* out,
+          int64_t ld, int64_t padded) {
+  int64_t whole = d / kPair, width = ((d + kPair - 1) / kPair + 15) / 16 * 16;
+  with_float(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* __restrict x = static_cast<const T*>(src) + r * stride;
+      uint32_t* __restrict words = out + r * ld;
+      for (int64_t i = 0; i < whole; ++i)
+        words[i] = word_of(x[i * kPair], x[i * kPair + kPair - 1]);
+      if (d % kPair != 0) words[whole] = word_of(x[d - 1], T{});
+      zero_words(words, (d + kPair - 1) / kPair, width);
+    }
+  });
+  for (int64_t r = rows; r < padded; ++r) zero_words(out + r * ld, 0, width);
+}
+
+void pack_by_rows(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
+                  uint32_t* out, int64_t ld, int64_t padded) {
+  int64_t whole = rows / kPair, width = (d + 15) / 16 * 16;
+  with_float(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    for (int64_t w = 0; w < (rows + kPair - 1) / kPair; ++w) {
+      const T* __restrict x = static_cast<const T*>(src) + w * kPair * stride;
+      uint32_t* __restrict words = out + w * ld;
+      if (w < whole) {
+        for (int64_t i = 0; i < d; ++i) words[i] = word_of(x[i], x[i + (kPair - 1) * stride]);
+      } else {
+        for (int64_t i = 0; i < d; ++i) words[i] = word_of(x[i], T{});
+      }
+      zero_words(words, d, width);
+    }
+  });
+  for (int64_t w = (rows + kPair - 1) / kPair; w < padded / kPair; ++w) {
+    zero_words(out + w * ld, 0, width);
+  }
+}
+
+void transpose(const uint32_t* in, int64_t ld, int64_t words, uint32_t* out) {
+  for (int64_t w = 0; w < words; w += 4) {  // `in` is padded to a multiple of 16 words
+    for (int64_t r = 0; r < kTileSide; r += 4) {
+      transpose_4x4(in + r * ld + w, ld, out + w * kTileLd + r, kTileLd);
+    }
+  }
+}
+
+inline float largest(const float* x, int64_t n, float least) {  // n: a multiple of 16
+  Vec best = broadcast(least);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Vec v = load(x + i);
+    best = v > best ? v : best;  // not a NaN, which the weights will hold
+  }
+  float lanes[kLanes];
+  store(lanes, best);
+  for (int i = 0; i < kLanes; ++i) least = lanes[i] > least ? lanes[i] : least;
+  return least;
+}
+
+inline float total(const float* x, int64_t n) {  // n: a multiple of 16
+  Vec sum = {};
+  for (int64_t i = 0; i < n; i += kLanes) sum = sum + load(x + i);
+  float lanes[kLanes], result = 0.0f;
+  store(lanes, sum);
+  for (int i = 0; i < kLanes; ++i) result += lanes[i];
+  return result;
+}
+
+void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, float* factor,
+             uint32_t* weights) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float* __restrict row = scores + r * kTileLd;
+    int64_t seen = tile.seen(r), padded = (seen + 15) / 16 * 16;
+    for (int64_t i = seen; i < padded; ++i) row[i] = -__builtin_inff();
+    float most = largest(row, padded, maximum[r]), shift = attention_shift(most);
+    for (int64_t i = 0; i < padded; ++i) row[i] = attention_weight(row[i], shift);
+    for (int64_t i = padded; i < kTileSide; ++i) row[i] = 0.0f;
+    factor[r] = attention_weight(maximum[r], shift);
+    maximum[r] = most;
+    sum[r] = sum[r] * factor[r] + total(row, padded);
+    if constexpr (kPair == 2) {
+      uint32_t* __restrict words = weights + r * kTileLd;
+      for (int64_t i = 0; i < kTileSide / 2; ++i) words[i] = word_of(row[2 * i], row[2 * i + 1]);
+    }
+  }
+}
+
+void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
+                      const float* logsumexp, const float* shared, float scale, uint32_t* weights_t,
+                      uint32_t* grads, uint32_t* grads_t) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float* __restrict weight = scores + r * kTileLd, * __restrict grad = of_weights + r * kTileLd;
+    int64_t seen = tile.seen(r), padded = (seen + 15) / 16 * 16;
+    const float lse = logsumexp[r], of_row = shared[r];
+    for (int64_t i = 0; i < padded; ++i) weight[i] = attention_weight(weight[i], lse);
+    for (int64_t i = 0; i < padded; ++i) {
+      grad[i] = score_gradient(weight[i], grad[i], of_row, scale);
+    }
+    for (int64_t i = seen; i < kTileSide; ++i) weight[i] = grad[i] = 0.0f;
+  }
+  if constexpr (kPair == 2) {
+    for (int64_t r = 0; r < tile.rows; r += 2) {
+      float *weight = scores + r * kTileLd, *grad = of_weights + r * kTileLd;
+      if (r + 1 == tile.rows) {
+        for (int64_t i = 0; i < kTileSide; ++i) weight[kTileLd + i] = grad[kTileLd + i] = 0.0f;
+      }
+      uint32_t* __restrict words = weights_t + r / 2 * kTileLd;
+      for (int64_t i = 0; i < kTileSide; ++i) words[i] = word_of(weight[i], weight[kTileLd + i]);
+      words = grads_t + r / 2 * kTileLd;
+      for (int64_t i = 0; i < kTileSide; ++i) words[i] = word_of(grad[i], grad[kTileLd + i]);
+    }
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const float* grad = of_weights + r * kTileLd;
+      uint32_t* __restrict words = grads + r * kTileLd;
+      for (int64_t i = 0; i < kTileSide / 2; ++i) words[i] = word_of(grad[2 * i], grad[2 * i + 1]);
+    }
+  }
+}
+
+void row_dots(Dtype dtype, const void* x, int64_t stride_x, const void* y, int64_t stride_y,
+              int64_t rows, int64_t d, float* out) {
+  with_float(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* __restrict a = static_cast<const T*>(x) + r * stride_x;
+      const T* __restrict b = static_cast<const T*>(y) + r * stride_y;
+      float sums[16] = {};
+      int64_t whole = d / 16 * 16;
+      for (int64_t i = 0; i < whole; i += 16) {
+        for (int l = 0; l < 16; ++l) sums[l] += decode(a[i + l]) * decode(b[i + l]);
+      }
+      for (int64_t i = whole; i < d; ++i) sums[i - whole] += decode(a[i]) * decode(b[i]);
+      for (int l = 1; l < 16; ++l) sums[0] += sums[l];
+      out[r] = sums[0];
+    }
+  });
+}
+
+void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
+                int64_t d, void* out, int64_t stride) {
+  with_float(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* __restrict from = x + r * ld;
+      T* __restrict to = static_cast<T*>(out) + r * stride;
+      const float by = factor == nullptr ? 1.0f : factor[r];
+      for (int64_t i = 0; i < d; ++i) to[i] = Convert<T>::encode(from[i] * by);
+    }
+  });
+}
+
+constexpr AttentionKernel attention_kernel{
+    kPair, pack, pack_by_rows, transpose, product, softmax, softmax_backward, row_dots, store_rows,
+};
