@@ -2,6 +2,7 @@
 // of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
 #include "math/attention.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
@@ -48,6 +49,9 @@ constexpr int kPair = 1, kRows = MR, kVecs = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
+// And these step_loops.h.
+#include "activation_loops.h"
+#include "norm_loops.h"
 
 // All of them.
 #include "table_of_loops.h"

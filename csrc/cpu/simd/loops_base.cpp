@@ -1,6 +1,7 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
 #include "math/attention.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
@@ -55,6 +56,9 @@ constexpr int kPair = 1, kRows = MR, kVecs = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
+// And these step_loops.h.
+#include "activation_loops.h"
+#include "norm_loops.h"
 
 // All of them.
 #include "table_of_loops.h"
