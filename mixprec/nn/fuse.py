@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ class SharedLinear(Swapped):
         if not self.part.together():
             y: torch.Tensor = self.alone(x)
             return y
-        return self.part.outputs.take(self.part, self, x)  # type: ignore[attr-defined]
+        outputs: Outputs = vars(self.part).setdefault("outputs", Outputs())
+        return outputs.take(self.part, self, x)
 
 
 class Outputs:
@@ -146,12 +148,13 @@ class Found(NamedTuple):
     left: dict[str, str]
 
     def __str__(self) -> str:
-        def listed(items: dict[str, str]) -> str:
-            return "; ".join(f"{name}: {what}" for name, what in items.items()) or "nothing"
-
-        return f"fused {listed(self.fused)}" + (
-            f"; not fused {listed(self.left)}" if self.left else ""
+        fused = "; ".join(f"{what} ({n})" for what, n in Counter(self.fused.values()).items())
+        left = "; ".join(
+            f"{next(fqn for fqn, other in self.left.items() if other == why)}"
+            f"{f' and {n - 1} more' if n > 1 else ''}, because of {why}"
+            for why, n in Counter(self.left.values()).items()
         )
+        return f"fused {fused or 'nothing'}" + (f"; not fused: {left}" if left else "")
 
 
 def fuse(model: nn.Module) -> Found:
@@ -174,8 +177,8 @@ def fuse(model: nn.Module) -> Found:
         if _SDPA & {*names}:
             _fuse_attention(module, fqn, found)
     for fqn, module in list(model.named_modules()):
-        for norm, first, owner in _norms_before(module):
-            _absorb(fqn, norm, first, owner, found)
+        for name, first, owner in _norms_before(module):
+            _absorb(f"{fqn}.{name}".lstrip("."), module._modules[name], first, owner, found)
     return found
 
 
@@ -262,43 +265,38 @@ def _fuse_attention(module: nn.Module, fqn: str, found: Found) -> None:
     found.fused[fqn] = "attention"
 
 
-def _norms_before(module: nn.Module) -> Iterator[tuple[nn.Module, list[Any], nn.Module | None]]:
-    """The norms of a block whose only reader is known: the layers that read it, and the module
-    that is one part with them, if there is one."""
-    kids: dict[str, Any] = module._modules  # type: ignore[assignment]
+def _norms_before(module: nn.Module) -> Iterator[tuple[str, list[Any], nn.Module | None]]:
+    """The norms of a block whose only reader is known: the layers that read it, or the module that
+    is one part with it."""
+    kids: dict[str, Any] = module._modules
     names = names_in_forward(module)
     if names == _LLAMA_BLOCK:
         inside = kids["self_attn"]._modules
-        yield kids["input_layernorm"], [inside.get(f"{n}_proj") for n in "qkv"], None
-        yield kids["post_attention_layernorm"], [], kids["mlp"]
+        yield "input_layernorm", [inside.get(f"{n}_proj") for n in "qkv"], None
+        yield "post_attention_layernorm", [], kids["mlp"]
     elif {"ln_1", "attn", "ln_2", "mlp"} <= {*names} and "crossattention" not in kids:
-        yield kids["ln_1"], [kids["attn"]._modules.get("c_attn")], None
-        yield kids["ln_2"], [], kids["mlp"]
+        yield "ln_1", [kids["attn"]._modules.get("c_attn")], None
+        yield "ln_2", [], kids["mlp"]
 
 
-def _absorb(
-    fqn: str, norm: nn.Module, first: list[Any], owner: nn.Module | None, found: Found
-) -> None:
+def _absorb(fqn: str, norm: Any, first: list[Any], owner: nn.Module | None, found: Found) -> None:
     """Let the layers behind `norm` apply it."""
-    if owner is not None:
-        if isinstance(owner, FusedMLP):
-            part = _part(
-                f"{fqn}: norm", found, owner.part.first,
-                norm=norm, act=owner.part.act, last=owner.part.last,
-            )  # fmt: skip
-            if part is not None:
-                owner.part = part
-                swap(AbsorbedNorm, norm)
-                norm.part = part  # type: ignore[assignment]
-                found.fused[f"{fqn}: norm"] = f"norm, {type(owner).__bases__[1].__name__}"
+    if owner is None:
+        part, what = _part(fqn, found, first, norm=norm), f"norm, {len(first)} linear"
+    elif isinstance(owner, FusedMLP):
+        alone = owner.part
+        part = _part(fqn, found, alone.first, norm=norm, act=alone.act, last=alone.last)
+        what = "norm before such a part"
+    else:
         return
-    part = _part(f"{fqn}: norm", found, first, norm=norm)
     if part is None:
         return
-    part.outputs = Outputs()  # type: ignore[attr-defined]
-    for layer in first:
-        swap(SharedLinear, layer)
-        layer.part = part
+    if owner is None:
+        for layer in first:
+            swap(SharedLinear, layer)
+            layer.part = part
+    else:
+        owner.part = part
     swap(AbsorbedNorm, norm)
-    norm.part = part  # type: ignore[assignment]
-    found.fused[f"{fqn}: norm"] = f"norm, {len(first)} linear"
+    norm.part = part
+    found.fused[fqn] = what
