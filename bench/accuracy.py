@@ -51,7 +51,7 @@ def allowed(content: dict[str, Any], line: dict[str, Any]) -> tuple[str, bool]:
     """
     base = next(entry for entry in content["summary"] if entry["recipe"] == "fp32")
     limit: float = content["limit"]
-    if line["recipe"] in SIXTEEN and base["interval"] is not None:
+    if line["recipe"].removeprefix("fused-") in SIXTEEN and base["interval"] is not None:
         limit = base["interval"] * (100 / base["mean"] if content["unit"] == "%" else 1.0)
     met = worse(content, line) <= limit
     unit = content["unit"]

@@ -4,7 +4,7 @@
 
 Each task is trained once per recipe and seed. The seed determines the initial weights and the order
 of the data, so each run is compared with the FP32 run of the same seed. OUT/accuracy-TASK.json (or
-accuracy-TASK-lean.json with --set lean) is written after every run;
+accuracy-TASK-SET.json with --set SET) is written after every run;
 `python -m mixprec.bench report` generates docs/accuracy.md from them.
 Needs the packages of `pip install "mixprec[examples]"`.
 """
@@ -29,6 +29,7 @@ from mixprec.bench.environment import environment
 
 SETS = {
     "precisions": ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"),
+    "fused": ("fp32", *(f"fused-{r}" for r in ("bf16", "fp16", "fp8", "fp8-delayed", "fp8-block"))),
     "lean": ("fp32", "lean-high", "lean-balanced", "lean-small"),  # of mixprec.lean
 }
 CONFIDENCE = 0.95

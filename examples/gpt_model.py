@@ -46,7 +46,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Attention(nn.Module):
-    """Causal self-attention of norm(x) with rotary positions. Source: RoFormer (Su et al., 2021)."""
+    """Causal self-attention of norm(x), rotary positions. Source: RoFormer (Su et al., 2021)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

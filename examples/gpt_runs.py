@@ -21,6 +21,7 @@ from mixprec.lean import FIDELITIES
 
 BITS = 1 / math.log(2)  # a loss in nats times this is in bits
 LEAN = "lean-"  # bf16 as mixprec.lean(fidelity=...) prepares it
+FUSED = "fused-"  # the recipe behind it with convert(fuse=True)
 TF32 = "tf32"  # fp32, with torch's matrix products in TF32; GPUs only
 VALIDATION_BYTES = 32768
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -97,7 +98,7 @@ def train(
     shape = options.batch, options.context
 
     lean = FIDELITIES.get(name.removeprefix(LEAN)) if name.startswith(LEAN) else None
-    recipe = "fp32" if name == TF32 else "bf16" if lean else name
+    recipe = "fp32" if name == TF32 else "bf16" if lean else name.removeprefix(FUSED)
     settings: dict[str, Any] = dict(ADAMW)
     if lean:  # as mixprec.lean does
         settings |= {"master_weights": "remainder16", "state_dtype": lean.state_dtype}
@@ -116,6 +117,7 @@ def train(
             recipe,
             validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
             make_optimizer=adamw,
+            fuse=name.startswith(FUSED),
             schedule=lambda step: warmup_then_cosine(step, options.steps),
             seed=options.seed,
             device=options.device,

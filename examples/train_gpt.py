@@ -32,6 +32,7 @@ from gpt_progress import Progress
 from gpt_runs import (
     ADAMW,
     BITS,
+    FUSED,
     LEAN,
     TF32,
     VALIDATION_BYTES,
@@ -77,7 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--text", "train on this file (default: Python's standard library)", metavar="FILE")
     add("--full", f"{FULL_STEPS} steps instead of {STEPS}", action="store_true")
     add("--steps", "training steps per precision (default: as --full says)", type=int)
-    recipes = f"precisions, separated by commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
+    recipes = f"precisions, also {FUSED}fp8 and so on, with commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
     add("--recipes", recipes, metavar="A,B")
     lean = f"train {LEAN_RECIPES} and show the memory of a step (DIR/memory.png)"
     add("--lean", lean, action="store_true")
@@ -105,7 +106,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--recipes: {TF32} needs --device cuda")
         if name not in ("fp32", TF32, *LEAN_RECIPES.split(",")):
             try:
-                mixprec.recipes.Recipe.parse(name)
+                mixprec.recipes.Recipe.parse(name.removeprefix(FUSED))
             except ValueError as error:
                 parser.error(f"--recipes: {error}; fp32 is a choice here too")
     return options

@@ -14,19 +14,26 @@ namespace mixprec {
 // q: the Chebyshev interpolation of degree 4 of (e^r - 1 - r) / r^2; its error is 2^-26 of e^r.
 // ln 2 is subtracted in two parts, the first of which has 9 bits and so is exact times n. 2^n is
 // multiplied in two factors, which are normal for every n that is left.
+struct ExpTerms {
+  static constexpr float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  static constexpr float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  static constexpr float q4 = 0x1.6d4328p-10f, q3 = 0x1.120b74p-7f, q2 = 0x1.5554eap-5f;
+  static constexpr float q1 = 0x1.5554dcp-3f, q0 = 0.5f;
+};
+
 MIXPREC_HD float exp_fp32(float x) {
-  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  float t = x > 89.0f ? 89.0f : x;      // NaN compares false
+  using E = ExpTerms;
+  float t = x > 89.0f ? 89.0f : x;  // NaN compares false
   t = t < -104.0f ? -104.0f : t;
-  float n = t * 1.44269504f + shift;
+  float n = t * E::log2_e + E::to_integer;
   int32_t whole = static_cast<int32_t>(float_bits(n)) - 0x4B400000;
-  n = n - shift;
-  float r = (t - n * 0.693359375f) - n * -2.12194440e-4f;
-  float q = 0x1.6d4328p-10f;
-  q = q * r + 0x1.120b74p-7f;
-  q = q * r + 0x1.5554eap-5f;
-  q = q * r + 0x1.5554dcp-3f;
-  q = q * r + 0.5f;
+  n = n - E::to_integer;
+  float r = (t - n * E::ln2_high) - n * E::ln2_low;
+  float q = E::q4;
+  q = q * r + E::q3;
+  q = q * r + E::q2;
+  q = q * r + E::q1;
+  q = q * r + E::q0;
   float y = (q * (r * r) + r) + 1.0f;
   int32_t half = whole >> 1;
   y = y * bits_float(static_cast<uint32_t>(half + 127) << 23);

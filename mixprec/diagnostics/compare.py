@@ -39,6 +39,7 @@ def compare(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     make_scaler: Callable[[], torch.amp.GradScaler] | None = None,
     module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    fuse: bool = False,
     cast_inputs: bool = True,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -63,7 +64,8 @@ def compare(
         a Recipe         as the one above with the same formats
 
     fp16 trains with a mixprec.GradScaler, or with the scaler that make_scaler() returns.
-    module_filter_fn(module, fqn) excludes layers from the conversion, as in `mixprec.convert`.
+    module_filter_fn(module, fqn) excludes layers from the conversion, and fuse fuses what it can,
+    as in `mixprec.convert`.
     cast_inputs: floating-point tensors of a batch are cast to the parameters' dtype.
 
     The optimizer is mixprec.optim.AdamW with lr, weight_decay and max_grad_norm, or the one that
@@ -123,7 +125,7 @@ def compare(
             row.expected = dict.fromkeys(KINDS, torch_formats(torch.float32))
         else:
             row.expected = {k: " x ".join(f.name for f in getattr(recipe, k)) for k in KINDS}
-            model = convert(model, recipe, module_filter_fn)
+            model = convert(model, recipe, module_filter_fn, fuse=fuse)
             cast_parameters(model, torch.float16 if recipe.needs_loss_scaling else torch.bfloat16)
             if recipe.needs_loss_scaling:
                 scaler = make_scaler() if make_scaler else GradScaler(device.type)

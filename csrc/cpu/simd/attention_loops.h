@@ -113,39 +113,94 @@ void transpose(const uint32_t* in, int64_t ld, int64_t words, uint32_t* out) {
   }
 }
 
+template <class F>
+inline float reduce(Vec v, const F& f) {
+  float lanes[kLanes];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) lanes[i] = f(lanes[i], lanes[i + n]);
+  }
+  return lanes[0];
+}
+
+// The larger of two; not a NaN, which the weights will hold.
 inline float largest(const float* x, int64_t n, float least) {  // n: a multiple of 16
   Vec best = broadcast(least);
   for (int64_t i = 0; i < n; i += kLanes) {
     Vec v = load(x + i);
-    best = v > best ? v : best;  // not a NaN, which the weights will hold
+    best = v > best ? v : best;
   }
-  float lanes[kLanes];
-  store(lanes, best);
-  for (int i = 0; i < kLanes; ++i) least = lanes[i] > least ? lanes[i] : least;
-  return least;
+  return reduce(best, [](float a, float b) { return a > b ? a : b; });
 }
 
-inline float total(const float* x, int64_t n) {  // n: a multiple of 16
-  Vec sum = {};
-  for (int64_t i = 0; i < n; i += kLanes) sum = sum + load(x + i);
-  float lanes[kLanes], result = 0.0f;
-  store(lanes, sum);
-  for (int i = 0; i < kLanes; ++i) result += lanes[i];
-  return result;
+typedef int32_t Whole __attribute__((vector_size(sizeof(Vec))));
+// Vectors whose exponentials are computed side by side: each is a long chain of operations.
+constexpr int kSide = 32 / kLanes < 4 ? 32 / kLanes : 4;
+
+// x <- e^x: exp_fp32 with fused multiply-adds, and 0 where the result is subnormal.
+inline void exponentials(Vec (&x)[kSide]) {
+  using E = ExpTerms;
+  const Vec least = broadcast(-87.0f), most = broadcast(89.0f),
+            to_integer = broadcast(E::to_integer);
+  Vec t[kSide], n[kSide], q[kSide];
+  Whole power[kSide];
+  auto each = [](const auto& f) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kSide; ++i) f(i);
+  };
+  each([&](int i) { t[i] = x[i] > most ? most : x[i]; });  // NaN compares false
+  each([&](int i) { t[i] = t[i] < least ? least : t[i]; });
+  each([&](int i) { n[i] = fma(t[i], broadcast(E::log2_e), to_integer); });
+  each([&](int i) { power[i] = ((Whole)n[i] + 127) << 23; });  // of the integer in the low bits
+  each([&](int i) { n[i] = n[i] - to_integer; });
+  each([&](int i) { t[i] = fma(n[i], broadcast(-E::ln2_high), t[i]); });
+  each([&](int i) { t[i] = fma(n[i], broadcast(-E::ln2_low), t[i]); });
+  each([&](int i) { q[i] = fma(broadcast(E::q4), t[i], broadcast(E::q3)); });
+  each([&](int i) { q[i] = fma(q[i], t[i], broadcast(E::q2)); });
+  each([&](int i) { q[i] = fma(q[i], t[i], broadcast(E::q1)); });
+  each([&](int i) { q[i] = fma(q[i], t[i], broadcast(E::q0)); });
+  each([&](int i) { q[i] = fma(q[i], t[i] * t[i], t[i]) + broadcast(1.0f); });
+  each([&](int i) { q[i] = q[i] * (Vec)power[i]; });
+  each([&](int i) { x[i] = x[i] < least ? Vec{} : q[i]; });
 }
 
+// One step after the other for all rows: within a row each waits for the one before.
 void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, float* factor,
              uint32_t* weights) {
+  float shift[kTileSide];
   for (int64_t r = 0; r < tile.rows; ++r) {
-    float* __restrict row = scores + r * kTileLd;
-    int64_t seen = tile.seen(r), padded = (seen + 15) / 16 * 16;
+    float* row = scores + r * kTileLd;
+    int64_t seen = tile.seen(r), padded = (seen + 31) / 32 * 32;
     for (int64_t i = seen; i < padded; ++i) row[i] = -__builtin_inff();
-    float most = largest(row, padded, maximum[r]), shift = attention_shift(most);
-    for (int64_t i = 0; i < padded; ++i) row[i] = attention_weight(row[i], shift);
-    for (int64_t i = padded; i < kTileSide; ++i) row[i] = 0.0f;
-    factor[r] = attention_weight(maximum[r], shift);
+    shift[r] = largest(row, padded, maximum[r]);
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float most = shift[r];
+    // A row that has seen nothing but -inf has weights of 0 instead of NaN until it sees another.
+    shift[r] = most == -__builtin_inff() ? 0.0f : most;
+    factor[r] = exp_fp32(maximum[r] - shift[r]);
     maximum[r] = most;
-    sum[r] = sum[r] * factor[r] + total(row, padded);
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float* row = scores + r * kTileLd;
+    int64_t padded = (tile.seen(r) + 31) / 32 * 32;
+    const Vec of_row = broadcast(shift[r]);
+    Vec total = {};
+    for (int64_t i = 0; i < padded; i += kSide * kLanes) {
+      Vec x[kSide];
+#pragma GCC unroll 4
+      for (int j = 0; j < kSide; ++j) x[j] = load(row + i + j * kLanes) - of_row;
+      exponentials(x);
+#pragma GCC unroll 4
+      for (int j = 0; j < kSide; ++j) {
+        store(row + i + j * kLanes, x[j]);
+        total = total + x[j];
+      }
+    }
+    for (int64_t i = padded; i < kTileSide; ++i) row[i] = 0.0f;
+    sum[r] = sum[r] * factor[r] + reduce(total, [](float a, float b) { return a + b; });
     if constexpr (kPair == 2) {
       uint32_t* __restrict words = weights + r * kTileLd;
       for (int64_t i = 0; i < kTileSide / 2; ++i) words[i] = word_of(row[2 * i], row[2 * i + 1]);
@@ -157,12 +212,20 @@ void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
                       const float* logsumexp, const float* shared, float scale, uint32_t* weights_t,
                       uint32_t* grads, uint32_t* grads_t) {
   for (int64_t r = 0; r < tile.rows; ++r) {
-    float* __restrict weight = scores + r * kTileLd, * __restrict grad = of_weights + r * kTileLd;
-    int64_t seen = tile.seen(r), padded = (seen + 15) / 16 * 16;
-    const float lse = logsumexp[r], of_row = shared[r];
-    for (int64_t i = 0; i < padded; ++i) weight[i] = attention_weight(weight[i], lse);
-    for (int64_t i = 0; i < padded; ++i) {
-      grad[i] = score_gradient(weight[i], grad[i], of_row, scale);
+    float *weight = scores + r * kTileLd, *grad = of_weights + r * kTileLd;
+    int64_t seen = tile.seen(r);
+    const Vec lse = broadcast(logsumexp[r]), of_row = broadcast(shared[r]), by = broadcast(scale);
+    for (int64_t i = 0; i < seen; i += kSide * kLanes) {
+      Vec x[kSide];
+#pragma GCC unroll 4
+      for (int j = 0; j < kSide; ++j) x[j] = load(weight + i + j * kLanes) - lse;
+      exponentials(x);
+#pragma GCC unroll 4
+      for (int j = 0; j < kSide; ++j) {
+        int64_t at = i + j * kLanes;
+        store(weight + at, x[j]);
+        store(grad + at, x[j] * (load(grad + at) - of_row) * by);
+      }
     }
     for (int64_t i = seen; i < kTileSide; ++i) weight[i] = grad[i] = 0.0f;
   }

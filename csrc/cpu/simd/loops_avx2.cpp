@@ -1,7 +1,7 @@
 // The loops for AVX2 with FMA and F16C. Does not use std: the linker could pick an inline function
 // of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
-#include "math/attention.h"
+#include "math/exp.h"
 #include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"

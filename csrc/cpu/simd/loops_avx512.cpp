@@ -1,7 +1,7 @@
 // The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm and attention use. As
 // in loops_avx2.cpp, std is not used.
 #include "loops.h"
-#include "math/attention.h"
+#include "math/exp.h"
 #include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"

@@ -1,6 +1,6 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
-#include "math/attention.h"
+#include "math/exp.h"
 #include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
