@@ -23,6 +23,7 @@ from .ops import (
     gemm,
     gemm_accumulate_,
     quantize,
+    simulate,
     unscale_,
     use_backend,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "reuse_weights",
     "save_checkpoint",
     "scaling",
+    "simulate",
     "stats",
     "unconvert",
     "unscale_",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..memory.running import keep_as_is
-from ..ops._dispatch import checks
+from ..ops._dispatch import checks, simulation
 from ..ops.gemm import accumulate
 from ..ops.gemm import run as gemm
 from ..recipes import Recipe
@@ -80,8 +80,9 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         name: str,
         grad_enabled: bool,
+        simulated: str | None,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.name = recipe, name
+        ctx.recipe, ctx.name, ctx.simulated = recipe, name, simulated
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
@@ -106,7 +107,7 @@ class _Linear(torch.autograd.Function):
         observe("forward", recipe, name)
         fast = "forward" in recipe.fast_accum
         w_inv = _t(qw.scale_inv)
-        y = gemm(qx.data, qw.data.t(), qx.scale_inv, w_inv, bias, out_dtype, fast)
+        y = gemm(qx.data, qw.data.t(), qx.scale_inv, w_inv, bias, out_dtype, fast, simulated)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -116,7 +117,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x_t, x_inv_t, w_t, w_inv_t = saved[:4]  # x_t [K, M], w_t [K, N]
-        recipe, name = ctx.recipe, ctx.name
+        recipe, name, simulated = ctx.recipe, ctx.name, ctx.simulated
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
@@ -125,7 +126,7 @@ class _Linear(torch.autograd.Function):
             observe("grad_input", recipe, name)
             fast = "grad_input" in recipe.fast_accum
             inv = qg.scale_inv
-            grad_x = gemm(qg.data, w_t.t(), inv, _t(w_inv_t), None, ctx.x_dtype, fast)
+            grad_x = gemm(qg.data, w_t.t(), inv, _t(w_inv_t), None, ctx.x_dtype, fast, simulated)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
             observe("grad_weight", recipe, name)
@@ -133,13 +134,13 @@ class _Linear(torch.autograd.Function):
             a, inv = qg.data_t, qg.scale_inv_t
             assert a is not None, "use_t"
             if ctx.main_grad is not None:
-                accumulate(ctx.main_grad, a, x_t.t(), inv, _t(x_inv_t))
+                accumulate(ctx.main_grad, a, x_t.t(), inv, _t(x_inv_t), simulated)
             else:
-                grad_w = gemm(a, x_t.t(), inv, _t(x_inv_t), None, ctx.w_dtype, fast)
+                grad_w = gemm(a, x_t.t(), inv, _t(x_inv_t), None, ctx.w_dtype, fast, simulated)
         if need_bias:
             rows = g.unsqueeze(0) if g.dim() == 1 else g.flatten(0, -2)
             grad_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 7
+        return grad_x, grad_w, grad_bias, *[None] * 8
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -183,6 +184,7 @@ def run_linear(
         torch.float32 if clip else out_dtype,
         name,
         torch.is_grad_enabled(),
+        simulation.current(),
     )
     return saturate(y, clipped) if clip else y
 

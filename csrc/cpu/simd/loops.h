@@ -9,6 +9,7 @@
 #include "math/lion.h"
 #include "math/muon_direction.h"
 #include "math/sgd.h"
+#include "math/tensor_core.h"
 
 namespace mixprec::cpu {
 
@@ -18,6 +19,7 @@ namespace mixprec::cpu {
 struct GemmKernel {
   int64_t mr, nr;  // panel widths of a and b
   int64_t k_per_word;
+  int64_t words(int64_t k) const { return (k + k_per_word - 1) / k_per_word; }
   // out[word][width] <- element (i, k) at src[i * stride_i + k * stride_k], zeros beyond rows, k.
   // Returns true if `micro` would not multiply all elements exactly: bf16 pairs with a subnormal
   // number.
@@ -28,6 +30,17 @@ struct GemmKernel {
   // c[mr][nr] (row stride ldc) = or += a_panel * b_panel over `words`.
   void (*micro)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
                 bool accumulate);
+};
+
+// The same for products as a tensor core computes them. A panel of `width` rows or columns is
+// [k][fp32 values, their exponents][width].
+struct SimulatedKernel {
+  int64_t mr, nr;
+  decltype(GemmKernel::pack_a) pack_a;
+  decltype(GemmKernel::pack_b) pack_b;
+  // c = or += chained steps over `k`. least: the smallest exponents of the operands' formats.
+  void (*micro)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
+                const uint32_t* b, float* c, int64_t ldc, bool accumulate);
 };
 
 // The epilogue of a piece of a row of a GEMM's fp32 sums: sum * a_scale_inv * b_scale_inv + bias.
@@ -124,6 +137,7 @@ struct Loops {
   void (*accumulate_row)(const float* acc, const Epilogue&, float* out, int64_t stride, int64_t n);
   GemmKernel gemm_f32;   // any operand format, decoded to fp32
   GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; gemm_f32 if not supported
+  SimulatedKernel simulated;
 };
 
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.

@@ -24,5 +24,7 @@ constexpr Loops make_table(const char* isa, GemmKernel for_bf16) {
       .accumulate_row = accumulate_row,
       .gemm_f32 = gemm_f32,
       .gemm_bf16 = for_bf16,
+      .simulated = {kRows, NV * kFloats, pack_simulated<kRows>, pack_simulated<NV * kFloats>,
+                    simulate},
   };
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import checks
+from . import checks, gemm_scales
 
 
 class TensorCore(NamedTuple):
@@ -26,7 +26,7 @@ class TensorCore(NamedTuple):
 
 _F16, _BF16, _FP8 = (torch.float16,), (torch.bfloat16,), checks.FP8
 _WIDE = TensorCore(25, 16, -133, 24)
-_TABLE = {
+_TABLE: dict[str, dict[tuple[torch.dtype, ...], TensorCore]] = {
     "v100": {_F16: TensorCore(23, 4, -131, 24)},
     "a100": {_F16 + _BF16: TensorCore(24, 8, -132, 24)},
     "ada": {
@@ -108,3 +108,27 @@ def step(
     y = torch.where(usual, y, special)
     nan = torch.full_like(y, _NAN, dtype=torch.int32).view(torch.float32)
     return torch.where(torch.isnan(y), nan, y)
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+    fast_accum: bool,
+    arch: str,
+) -> torch.Tensor:
+    """`gemm_scales.product` by chained steps along K."""
+    core = tensor_core(arch, a.dtype)
+    assert core is not None
+
+    def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        c = torch.zeros((x.shape[0], y.shape[1]), dtype=torch.float32, device=x.device)
+        left, right = x.float()[:, None], y.float().t()[None]
+        for start in range(0, x.shape[1], core.terms):
+            part = slice(start, start + core.terms)
+            c = step(core, left[..., part], right[..., part], c, (x.dtype, y.dtype))
+        return c
+
+    promoted = core.promoted and not fast_accum
+    return gemm_scales.product(a, b, a_scale_inv, b_scale_inv, multiply=multiply, promoted=promoted)
