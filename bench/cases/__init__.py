@@ -9,6 +9,7 @@ from . import (  # noqa: F401
     overhead,
     pack,
     quantize,
+    simulate,
     step,
     training,
 )
