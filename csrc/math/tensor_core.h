@@ -70,23 +70,25 @@ MIXPREC_HD int64_t cut(int64_t x, int shift) {
   return x < 0 ? -(-x >> shift) : x >> shift;
 }
 
-MIXPREC_HD float power_of_two(int exponent) {  // of a normal number
-  return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
-}
-
-// sum * 2^unit with at most `bits` significant bits, toward zero; beyond FP32 Inf.
+// sum * 2^unit with at most `bits` significant bits, toward zero; beyond FP32 Inf. In integers:
+// some programs let the processor flush subnormal numbers.
 MIXPREC_HD float round_sum(int64_t sum, int unit, int bits) {
   if (sum == 0) return 0.0f;
   uint64_t magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
-  int drop = 64 - __builtin_clzll(magnitude) - bits;
-  drop = drop > -149 - unit ? drop : -149 - unit;  // nothing below the smallest FP32 number
-  if (drop > 63) return 0.0f;
-  if (drop > 0) magnitude >>= drop, unit += drop;
-  // At most 24 bits: exact. Two factors, since 2^unit may be below the normal numbers.
-  float y = static_cast<float>(static_cast<int64_t>(magnitude));
-  y = unit < -126 ? y * 0x1p-24f * power_of_two(unit + 24) : y;
-  y = unit > 127 ? bits_float(0x7F800000u) : unit >= -126 ? y * power_of_two(unit) : y;
-  return sum < 0 ? -y : y;
+  int length = 64 - __builtin_clzll(magnitude), exponent = unit + length - 1;
+  int drop = length > bits ? length - bits : 0;
+  magnitude = magnitude >> drop << drop;
+  uint32_t u = 0x7F800000u;
+  if (exponent < -126) {  // in units of the smallest FP32 number
+    int shift = unit + 149;
+    u = shift < -63 ? 0
+                    : static_cast<uint32_t>(shift < 0 ? magnitude >> -shift : magnitude << shift);
+  } else if (exponent < 128) {
+    uint64_t fraction = length > 24 ? magnitude >> (length - 24) : magnitude << (24 - length);
+    u = (static_cast<uint32_t>(exponent + 127) << 23) |
+        (static_cast<uint32_t>(fraction) & 0x7FFFFF);
+  }
+  return bits_float(sum < 0 ? u | 0x80000000u : u);
 }
 
 // c + the sum of `count` products of a and b, which are values of formats with these smallest

@@ -251,7 +251,8 @@ def accumulate(
 ) -> None:
     """`gemm_accumulate_` of plain tensors; see `run`."""
     if simulated is not None and a.device.type == "cpu":
-        _check_accumulate(acc, a, b, a_scale_inv, b_scale_inv)
+        if not torch.compiler.is_compiling():
+            _check_accumulate(acc, a, b, a_scale_inv, b_scale_inv)
         args = a, b, a_scale_inv, b_scale_inv, None, torch.float32, False
         acc.add_(gemm_simulated_op(*args, simulated))
     else:

@@ -142,6 +142,11 @@ def test_compiled_block(fresh_compiler: None) -> None:
     assert torch.equal(compiled(), product())
 
 
+def test_flops_are_counted() -> None:
+    with mixprec.simulate("hopper"):
+        assert mixprec.stats.flop_share(layer_of("fp8"), normal((M, K), torch.float32)) == 1.0
+
+
 def test_compare_as_a_gpu() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
