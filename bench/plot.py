@@ -83,7 +83,7 @@ def accumulator(
     axes.axhline(2.0**-8, color="gray", linewidth=0.8)
     axes.annotate("half a unit of bf16", (sizes[0], 2.0**-8), va="bottom", fontsize=8)
     axes.set(xlabel="K", ylabel="relative error of the result (Frobenius)")
-    axes.set_title("FP8 products summed in a 13-bit accumulator (model)", fontsize=10)
+    axes.set_title("FP8 products summed as Hopper's tensor cores do (simulated)", fontsize=10)
     axes.set_xticks(sizes, [str(k) for k in sizes])
     axes.minorticks_off()
     axes.legend(fontsize=8)

@@ -75,6 +75,10 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved);
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_dtype, bool fast_accum);
 
+// as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h
+Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
+                      MaybeTensor bias, ScalarType out_dtype, bool fast_accum, std::string arch);
+
 // acc [M, N] fp32 += a [M, K] @ b [K, N]
 void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       MaybeTensor b_scale_inv);

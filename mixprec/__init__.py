@@ -25,6 +25,7 @@ from .ops import (
     gemm_accumulate_,
     norm_quantize,
     quantize,
+    simulate,
     unscale_,
     use_backend,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "reuse_weights",
     "save_checkpoint",
     "scaling",
+    "simulate",
     "stats",
     "unconvert",
     "unscale_",

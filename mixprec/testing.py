@@ -8,7 +8,6 @@ import torch
 
 __all__ = [
     "ACCUMULATION",
-    "FP8_TENSOR_CORE_ROUNDOFF",
     "FP32_ROUNDOFF",
     "assert_close",
     "sqnr",
@@ -20,8 +19,10 @@ __all__ = [
 # doubling covers down to K = 1.
 ACCUMULATION = 2.0
 FP32_ROUNDOFF = 2.0**-24
-# FP8 tensor cores add the products of one instruction in a shorter accumulator.
-FP8_TENSOR_CORE_ROUNDOFF = 2.0**-12
+CHUNK = 128  # of K: partial sums of FP8 that stay in the tensor core
+STEP = 32  # of K: products that Hopper's tensor cores add at once
+# The exponents below which numbers are subnormal.
+MIN_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 
 
 def tolerance(
@@ -38,17 +39,56 @@ def tolerance(
 
     expected: [M, N], a @ b (+ bias) in FP64. a: [M, K], b: [K, N]: the dequantized operands.
     out_dtype: what the result was rounded to; below its smallest normal number the constant spacing
-    replaces eps * |expected|. fp8_tensor_core adds 2^-12 * (|a| @ |b|). The bound is the standard
-    one for sums of products: Higham, Accuracy and Stability of Numerical Algorithms, section 3.5.
+    replaces eps * |expected|. fp8_tensor_core: of Ada or Hopper, with promotion every 128 of K; a
+    and b are FP8, and `_of_fp8_tensor_cores` is added. The bound is the standard one for sums of
+    products: Higham, Accuracy and Stability of Numerical Algorithms, section 3.5.
     """
     k = a.shape[-1]
     out = torch.finfo(out_dtype)
     magnitude = a.double().abs() @ b.double().abs()
     roundoff = ACCUMULATION * k * FP32_ROUNDOFF
-    if fp8_tensor_core:
-        roundoff += FP8_TENSOR_CORE_ROUNDOFF
+    short = _of_fp8_tensor_cores(a, b) if fp8_tensor_core else 0.0
     rounding = (out.eps * expected.double().abs()).clamp(min=out.smallest_normal * out.eps)
-    return rounding + roundoff * magnitude
+    return rounding + roundoff * magnitude + short
+
+
+def _of_fp8_tensor_cores(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What the accumulators of Ada's and Hopper's tensor cores lose at most. FP64 [M, N].
+
+    A step of Hopper's adds 32 products to the sum c so far in units of q = 2^(top - 13), where
+    2^top <= max(T, |c|), T being the largest product of 2^e(a_i) and 2^e(b_i), and e the exponent,
+    for a subnormal number that of the smallest normal one. Each of the 33 addends loses less than
+    q, and the result, of 14 bits, less than 2^-13 of itself. With P = sum of |a_i b_i| of the chunk
+    so far, |c| and the result are at most P, because addends are cut toward zero. A step loses
+
+        33 * 2^-13 * max(T, P) + 2^-13 * P <= 34 * 2^-13 * max(T, P)
+
+    Ada's takes two steps of 16 products: 2 * (17 + 1) = 36 instead of 34. Without subnormal
+    operands T <= P, and the four steps of a chunk lose at most 4 * 36 * 2^-13 = 2^-5.8 of its P. T
+    here is the product of the largest 2^e(a_i) and the largest 2^e(b_i), which is no less.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in MIN_EXPONENT:
+            raise ValueError(f"tolerance: {name} must be FP8 with fp8_tensor_core, got {x.dtype}")
+    m, k, n = *a.shape, b.shape[1]
+    lost = torch.zeros((m, n), dtype=torch.float64, device=a.device)
+    for chunk in range(0, k, CHUNK):
+        so_far = torch.zeros_like(lost)
+        for start in range(chunk, min(k, chunk + CHUNK), STEP):
+            x, y = a[:, start : start + STEP], b[start : start + STEP]
+            so_far = so_far + x.double().abs() @ y.double().abs()
+            largest = _power(x).amax(1, keepdim=True) * _power(y).amax(0, keepdim=True)
+            lost = lost + 36 * 2.0**-13 * torch.maximum(largest, so_far)
+    return lost
+
+
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """2^e(x) of FP8 numbers, FP64; of 0 it is 0."""
+    wide = x.double().abs()
+    power = torch.exp2(torch.frexp(wide).exponent.double() - 1).clamp(
+        min=2.0 ** MIN_EXPONENT[x.dtype]
+    )
+    return torch.where(wide > 0, power, 0.0)
 
 
 def assert_close(

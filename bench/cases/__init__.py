@@ -10,6 +10,7 @@ from . import (  # noqa: F401
     overhead,
     pack,
     quantize,
+    simulate,
     step,
     training,
 )

@@ -1,239 +1,10 @@
-// gemm and gemm_accumulate_: pack both operands into panels of fp32 words or bf16 pairs, multiply
-// panels into an fp32 tile that stays in the L2 cache, then scale and round each element once.
-// Scales that vary along K multiply the sums of each 128 elements of K in a second tile before
-// these are added.
-#include <atomic>
-
-#include "cpu/gemm_scales.h"
-#include "cpu/parallel.h"
-#include "cpu/scratch.h"
-#include "cpu/simd/loops.h"
+// gemm and gemm_accumulate_: both operands are packed into panels of fp32 words or bf16 pairs.
+#include "cpu/gemm_arguments.h"
 #include "ops.h"
 
 namespace mixprec::cpu {
 
 namespace {
-
-struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
-  Dtype dtype;
-  const void* data;
-  int64_t rows, stride_i, stride_k;
-};
-
-constexpr int64_t kPackedBytes = 32 << 20;  // of each operand at a time; bounds the scratch memory
-constexpr int64_t kWordsPerPass = 256;      // of K between two updates of the fp32 tile
-constexpr int64_t kTileRows = 112, kTileCols = 256;  // of the fp32 tile: 112 KB
-
-// Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
-// lost.
-bool pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x, int64_t first,
-                 int64_t count, int64_t k, int64_t words, uint32_t* out) {
-  int64_t grain = std::max<int64_t>(1, kPiece / (width * std::max<int64_t>(1, k)));
-  std::atomic<bool> lost{false};
-  torch::stable::parallel_for(0, ceil_div(count, width), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      int64_t row = p * width;
-      if (pack(x.dtype, at(x.data, x.dtype, (first + row) * x.stride_i), x.stride_i, x.stride_k,
-               std::min(width, count - row), k, out + row * words)) {
-        lost = true;
-      }
-    }
-  });
-  return lost;
-}
-
-// The number of threads along M and along N that minimises the largest share of panels.
-struct Split {
-  int64_t m = 1, n = 1;
-};
-
-Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const GemmKernel& kernel) {
-  Split best;
-  double best_cost = 1e300;
-  for (int64_t m = 1; m <= std::min(threads, panels_m); ++m) {
-    int64_t n = std::min(threads / m, panels_n);
-    double rows = static_cast<double>(ceil_div(panels_m, m) * kernel.mr);
-    double cols = static_cast<double>(ceil_div(panels_n, n) * kernel.nr);
-    double cost = rows * cols + 8.0 * (rows + cols);  // arithmetic, and a smaller part for reading
-    if (cost < best_cost) best_cost = cost, best = {m, n};
-  }
-  return best;
-}
-
-// The scales of both operands. Those of b come from `columns_of`, [chunks][n] or [n]; `b` points at
-// the first column of the part.
-struct BothScales {
-  Scales a;
-  const float* b;
-  int64_t n;  // columns of all of b
-  bool b_by_chunk;
-
-  bool by_chunk() const { return a.by_chunk || b_by_chunk; }
-  // The factors of the sum of one chunk of a row from column `col` on; `ones` holds n ones.
-  Epilogue of_chunk(int64_t row, int64_t col, int64_t chunk, const float* ones) const {
-    return {a.by_chunk ? a.at(row, chunk) : 1.0f, b_by_chunk ? b + chunk * n + col : ones, nullptr};
-  }
-  // The factors of the sum over all chunks.
-  Epilogue at_the_end(int64_t row, int64_t col, const float* bias, const float* ones) const {
-    return {a.by_chunk ? 1.0f : a.at(row, 0), b_by_chunk ? ones : b + col, bias};
-  }
-};
-
-constexpr int64_t kTile = kTileRows * kTileCols;
-
-// One for each column of the tile.
-const float* ones() {
-  static const std::vector<float> all(kTileCols, 1.0f);
-  return all.data();
-}
-
-// A part of the result: rows [row, row + m) by columns [col, col + n).
-struct Part {
-  int64_t row, col, m, n;
-};
-
-// store(row, first column, n, fp32 accumulators) is called once for each piece of a row of the
-// part, when its sum over K is complete.
-template <class Store>
-void multiply_part(const GemmKernel& kernel, const uint32_t* a, const uint32_t* b, Part part,
-                   int64_t words, const BothScales& scales, const Store& store) {
-  auto [row0, col0, m, n] = part;
-  int64_t panels_m = ceil_div(m, kernel.mr), panels_n = ceil_div(n, kernel.nr);
-  double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(words);
-  int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
-  Split split = split_threads(panels_m, panels_n, threads, kernel);
-  int64_t step_m = kTileRows / kernel.mr, step_n = kTileCols / kernel.nr;
-  bool by_chunk = scales.by_chunk();
-  int64_t words_per_pass = by_chunk ? kChunk / kernel.k_per_word : kWordsPerPass;
-  torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t first, int64_t last) {
-    static thread_local Scratch scratch;
-    float* tile = static_cast<float*>(scratch.get(2 * kTile * 4));
-    float* sums = by_chunk ? tile + kTile : tile;  // of one pass, or of all so far
-    for (int64_t share = first; share < last; ++share) {
-      int64_t sm = share / split.n, sn = share % split.n;
-      int64_t m_begin = panels_m * sm / split.m, m_end = panels_m * (sm + 1) / split.m;
-      int64_t n_begin = panels_n * sn / split.n, n_end = panels_n * (sn + 1) / split.n;
-      for (int64_t pn = n_begin; pn < n_end; pn += step_n) {
-        int64_t count_n = std::min(step_n, n_end - pn);
-        for (int64_t pm = m_begin; pm < m_end; pm += step_m) {
-          int64_t count_m = std::min(step_m, m_end - pm);
-          int64_t row = pm * kernel.mr, col = pn * kernel.nr;
-          int64_t rows = std::min(count_m * kernel.mr, m - row);
-          int64_t cols = std::min(count_n * kernel.nr, n - col);
-          if (by_chunk) std::fill(tile, tile + rows * kTileCols, 0.0f);
-          // At least one pass, so that K = 0 gives zeros.
-          for (int64_t w = 0; w == 0 || w < words; w += words_per_pass) {
-            int64_t pass = std::min(words_per_pass, words - w);
-            for (int64_t j = 0; j < count_n; ++j) {
-              for (int64_t i = 0; i < count_m; ++i) {
-                kernel.micro(pass, a + ((pm + i) * words + w) * kernel.mr,
-                             b + ((pn + j) * words + w) * kernel.nr,
-                             sums + i * kernel.mr * kTileCols + j * kernel.nr, kTileCols,
-                             w > 0 && !by_chunk);
-              }
-            }
-            for (int64_t r = 0; by_chunk && r < rows; ++r) {
-              Epilogue scale =
-                  scales.of_chunk(row0 + row + r, col0 + col, w / words_per_pass, ones());
-              loops().accumulate_row(sums + r * kTileCols, scale, tile + r * kTileCols, 1, cols);
-            }
-          }
-          for (int64_t r = 0; r < rows; ++r) {
-            store(row0 + row + r, col0 + col, cols, tile + r * kTileCols);
-          }
-        }
-      }
-    }
-  });
-}
-
-// One operand packed for one kernel, a block of rows at a time.
-class Packed {
- public:
-  Packed(const Matrix& x, int64_t k, int64_t width, Scratch& scratch)
-      : x_(x), k_(k), width_(width), scratch_(scratch) {}
-
-  uint32_t* data() const { return data_; }
-
-  bool pack(decltype(GemmKernel::pack_a) pack, int64_t first, int64_t count, int64_t words) {
-    int64_t bytes = ceil_div(count, width_) * width_ * words * 4;
-    data_ = static_cast<uint32_t*>(scratch_.get(std::max<int64_t>(bytes, 64)));
-    return pack_panels(pack, width_, x_, first, count, k_, words, data_);
-  }
-
- private:
-  const Matrix& x_;
-  int64_t k_, width_;
-  Scratch& scratch_;
-  uint32_t* data_ = nullptr;
-};
-
-// All of a [M, K] times b [K, N]; b is given with its columns as rows. Applies the scales that vary
-// along K; `store` applies the others.
-template <class Store>
-void multiply(const Matrix& a, const Matrix& b, int64_t k, const BothScales& scales,
-              const Store& store) {
-  static thread_local Scratch scratch[4];
-  const GemmKernel& exact = loops().gemm_f32;
-  const GemmKernel& kernel = a.dtype == Dtype::f16 ? exact : loops().gemm_bf16;
-  Packed packed_a(a, k, kernel.mr, scratch[0]), packed_b(b, k, kernel.nr, scratch[1]);
-  int64_t words = ceil_div(k, kernel.k_per_word);
-  int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, words);
-  int64_t block_m = std::max<int64_t>(1, fit / kernel.mr) * kernel.mr;
-  int64_t block_n = std::max<int64_t>(1, fit / kernel.nr) * kernel.nr;
-  bool lost_a = false;
-  for (int64_t n0 = 0; n0 < b.rows; n0 += block_n) {
-    int64_t n = std::min(block_n, b.rows - n0);
-    bool lost_b = packed_b.pack(kernel.pack_b, n0, n, words);
-    for (int64_t m0 = 0; m0 < a.rows; m0 += block_m) {
-      int64_t m = std::min(block_m, a.rows - m0);
-      if (n0 == 0 || block_m < a.rows) lost_a = packed_a.pack(kernel.pack_a, m0, m, words);
-      Part part{m0, n0, m, n};
-      if (lost_a || lost_b) {
-        // There are subnormal bf16 numbers, which the bf16 dot product reads as zero: use fp32 for
-        // this block.
-        Packed wide_a(a, k, exact.mr, scratch[2]), wide_b(b, k, exact.nr, scratch[3]);
-        wide_a.pack(exact.pack_a, m0, m, k);
-        wide_b.pack(exact.pack_b, n0, n, k);
-        multiply_part(exact, wide_a.data(), wide_b.data(), part, k, scales, store);
-      } else {
-        multiply_part(kernel, packed_a.data(), packed_b.data(), part, words, scales, store);
-      }
-    }
-  }
-}
-
-void check_operands(const Tensor& a, const Tensor& b, const char* op) {
-  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.sizes()[1] == b.sizes()[0], op,
-                  ": a must be [M, K] and b [K, N]");
-  STD_TORCH_CHECK(on_cpu(a) && on_cpu(b), op, ": a and b must be on the CPU");
-  Dtype x = dtype_of(a, op), y = dtype_of(b, op);
-  STD_TORCH_CHECK((is_fp8(x) && is_fp8(y)) || (x == y && (x == Dtype::f16 || x == Dtype::bf16)), op,
-                  ": a and b must both be fp16, both bf16, or fp8");
-}
-
-Matrix rows_of(const Tensor& a) {
-  return {dtype_of(a, "gemm"), a.const_data_ptr(), a.sizes()[0], a.strides()[0], a.strides()[1]};
-}
-
-Matrix columns_of(const Tensor& b) {
-  return {dtype_of(b, "gemm"), b.const_data_ptr(), b.sizes()[1], b.strides()[1], b.strides()[0]};
-}
-
-// BothScales and the memory behind them.
-struct Scaling {
-  std::vector<float> columns;
-  BothScales both;
-
-  Scaling(const Tensor& a, const Tensor& b, const MaybeTensor& a_scale_inv,
-          const MaybeTensor& b_scale_inv, const char* op) {
-    int64_t n = b.sizes()[1], k = a.sizes()[1];
-    Scales of_b = scales_of(b_scale_inv, n, k, 1, op, "b_scale_inv");
-    columns = columns_of(of_b, n, k);
-    both = {scales_of(a_scale_inv, a.sizes()[0], k, 0, op, "a_scale_inv"), columns.data(), n,
-            of_b.by_chunk};
-  }
-};
 
 // Whether the memory ranges of two tensors overlap.
 bool overlap(const Tensor& x, const Tensor& y) {
@@ -247,16 +18,8 @@ bool overlap(const Tensor& x, const Tensor& y) {
   return x.const_data_ptr() < end(y) && y.const_data_ptr() < end(x);
 }
 
-std::vector<float> bias_as_fp32(const Tensor& bias) {
-  Dtype dtype = dtype_of(bias, "gemm: bias");
-  int64_t n = bias.numel(), stride = n > 0 ? bias.strides()[0] : 1;
-  std::vector<float> wide(n);
-  with_float(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
-    const T* x = static_cast<const T*>(bias.const_data_ptr());
-    for (int64_t i = 0; i < n; ++i) wide[i] = decode(x[i * stride]);
-  });
-  return wide;
+const GemmKernel& kernel_for(const Tensor& a) {
+  return dtype_of(a, "gemm") == Dtype::f16 ? loops().gemm_f32 : loops().gemm_bf16;
 }
 
 }  // namespace
@@ -264,28 +27,8 @@ std::vector<float> bias_as_fp32(const Tensor& bias) {
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_type, bool /*fast_accum: a CPU has no shorter accumulator*/) {
   check_operands(a, b, "gemm");
-  Dtype out_dtype = dtype_of(out_type, "gemm: out_dtype");
-  STD_TORCH_CHECK(is_float(out_dtype), "gemm: out_dtype must be fp32, bf16 or fp16");
-  int64_t m = a.sizes()[0], n = b.sizes()[1];
   Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm");
-  std::vector<float> wide_bias;
-  if (bias.has_value()) {
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->numel() == n && on_cpu(*bias) &&
-                        is_float(dtype_of(*bias, "gemm: bias")),
-                    "gemm: bias must be [N], fp32, bf16 or fp16, on the CPU");
-    wide_bias = bias_as_fp32(*bias);
-  }
-  Tensor out = empty({m, n}, out_type);
-  if (m == 0 || n == 0) return out;
-  void* data = out.mutable_data_ptr();
-  const float* all_bias = bias.has_value() ? wide_bias.data() : nullptr;
-  multiply(rows_of(a), columns_of(b), a.sizes()[1], scaling.both,
-           [&](int64_t row, int64_t col, int64_t count, const float* acc) {
-             Epilogue here = scaling.both.at_the_end(
-                 row, col, all_bias == nullptr ? nullptr : all_bias + col, ones());
-             loops().store_row(out_dtype, acc, here, at(data, out_dtype, row * n + col), count);
-           });
-  return out;
+  return gemm_with(kernel_for(a), a, b, scaling.both, bias, out_type, "gemm");
 }
 
 void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
@@ -303,7 +46,7 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
   if (acc.numel() == 0 || a.sizes()[1] == 0) return;
   float* data = static_cast<float*>(acc.mutable_data_ptr());
   int64_t stride_m = acc.strides()[0], stride_n = acc.strides()[1];
-  multiply(rows_of(a), columns_of(b), a.sizes()[1], scaling.both,
+  multiply(kernel_for(a), rows_of(a), columns_of(b), a.sizes()[1], scaling.both,
            [&](int64_t row, int64_t col, int64_t count, const float* sums) {
              Epilogue here = scaling.both.at_the_end(row, col, nullptr, ones());
              loops().accumulate_row(sums, here, data + row * stride_m + col * stride_n, stride_n,

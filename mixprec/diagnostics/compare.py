@@ -6,15 +6,16 @@ import gc
 import platform
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _unrounded
+from .. import _unrounded, ops
 from ..amp.grad_scaler import GradScaler
 from ..nn.convert import cast_parameters, convert
+from ..ops._dispatch import simulation
 from ..optim import AdamW
 from ..recipes import Recipe
 from .report import KINDS, Report, Row
@@ -49,6 +50,7 @@ def compare(
     loss_factor: float = 1.0,
     progress: Callable[[str, int, int | None, float], None] | None = None,
     sqnr: bool = False,
+    simulate: str | None = None,
 ) -> Report:
     """Train the same task once per recipe, from the same seed and data order, and report.
 
@@ -83,6 +85,10 @@ def compare(
     and g is kept. Timings, memory figures and losses are not affected. See `Report.sqnr_table` and
     `Report.suggest_overrides`.
 
+    simulate: on a CPU, compute the GEMMs of the layers with a recipe as this GPU: "v100", "a100",
+    "ada", "hopper" or "blackwell" (see `mixprec.simulate`). ValueError if it has no instructions
+    for the formats of one of the recipes.
+
     A run whose loss is Inf or NaN ten times in a row is stopped, which its status reports. Ctrl-C
     stops the comparison: the report holds the results so far, and report.interrupted is true.
     Raises ValueError if the batches are not the same for each recipe or the loss is not one number,
@@ -100,6 +106,11 @@ def compare(
     if isinstance(recipes, (str, Recipe)):
         recipes = (recipes,)
     chosen = [None if r == "fp32" else Recipe.parse(r) for r in recipes]
+    block: AbstractContextManager[Any] = nullcontext()
+    if simulate is not None:
+        block = ops.simulate(simulate)
+        for one in filter(None, chosen):
+            simulation.check(simulate, one.x.dtype)  # those of w and g are of its kind
     report = Report(unit, loss_name, loss_factor)
     report.rows = [Row("fp32" if r is None else r.name) for r in chosen]
     names = [row.recipe for row in report.rows]
@@ -112,6 +123,8 @@ def compare(
         "threads": torch.get_num_threads(),
     }
     report.options = {"recipes": names, "seed": seed, "max_steps": steps}
+    if simulate is not None:
+        report.options["simulate"] = simulate
     if make_optimizer is None:
         report.options |= {"lr": lr, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
 
@@ -135,7 +148,7 @@ def compare(
         return TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
 
     try:
-        with _random_states_kept(device), torch.enable_grad():
+        with _random_states_kept(device), torch.enable_grad(), block:
             for row, recipe in zip(report.rows, chosen, strict=True):
                 _seed_all(seed)
                 run = prepare(row, recipe)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..memory.running import keep_as_is
+from ..ops._dispatch import simulation
 from ..ops.act_quantize import backward as act_backward
 from ..ops.act_quantize import run as act_quantize
 from ..ops.gemm import accumulate
@@ -53,10 +54,12 @@ class Fused(torch.autograd.Function):
         low: torch.dtype,
         out_dtype: torch.dtype,
         grad_enabled: bool,
+        simulated: str | None,
         *weights_and_biases: torch.Tensor | None,
     ) -> Any:
         weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
         ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
+        ctx.simulated = simulated
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
         need_x, need_w, _ = ctx.needs = _needs(ctx.needs_input_grad)
@@ -73,7 +76,7 @@ class Fused(torch.autograd.Function):
         ]
         dtype = low if act else out_dtype
         outputs = [
-            _products.forward(recipe, p.name, qx, w, bias, dtype)
+            _products.forward(recipe, p.name, qx, w, bias, dtype, simulated)
             for p, w, bias in zip(first, qw, biases, strict=False)
         ]
         qa, hidden = None, []
@@ -84,7 +87,9 @@ class Fused(torch.autograd.Function):
             how = Cast.of("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
             results = act_quantize(hidden[0], up, act, *how.arguments)
             qa = how.operand(results, last.delayed if grad_enabled else None)
-            outputs = [_products.forward(recipe, last.name, qa, qw[-1], biases[-1], out_dtype)]
+            outputs = [
+                _products.forward(recipe, last.name, qa, qw[-1], biases[-1], out_dtype, simulated)
+            ]
 
         need_h = need_x or any(need_w[: len(first)])
         saved_x = (qx.data_t, qx.scale_inv_t) if any(need_w[: len(first)]) else (None, None)
@@ -113,6 +118,7 @@ class Fused(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
         recipe, products, low, act = ctx.recipe, ctx.products, ctx.low, ctx.act
+        simulated = ctx.simulated
         need_x, need_w, need_bias = ctx.needs
         total, norm_weight, mean, rstd, x_t, x_inv_t, a_t, a_inv_t = saved[:8]
         weights = saved[8 : 8 + 2 * len(products)]
@@ -131,12 +137,19 @@ class Fused(torch.autograd.Function):
                 qg = operands.cast(g, "g", recipe, last.delayed, use_t=need_w[-1])
                 if need_w[-1]:
                     grad_wb[-2] = _products.grad_weight(
-                        recipe, last.name, qg, a_t, a_inv_t, ctx.dtypes[-2], last.main_grad
+                        recipe,
+                        last.name,
+                        qg,
+                        a_t,
+                        a_inv_t,
+                        ctx.dtypes[-2],
+                        last.main_grad,
+                        ctx.simulated,
                     )
                 if need_bias[-1]:
                     grad_wb[-1] = _products.grad_bias(g, ctx.dtypes[-1])
                 if need_h:
-                    g_a = _products.grad_input(recipe, last.name, qg, *weights[-2:], low)
+                    g_a = _products.grad_input(recipe, last.name, qg, *weights[-2:], low, simulated)
                     qgs, plain = _through_activation(ctx, g_a, hidden, first)
                     for i, of_h in enumerate(plain):
                         if need_bias[i]:
@@ -153,7 +166,7 @@ class Fused(torch.autograd.Function):
         for i, (p, qg) in enumerate(zip(first, qgs, strict=False)):
             if qg is not None and need_w[i]:
                 grad_wb[2 * i] = _products.grad_weight(
-                    recipe, p.name, qg, x_t, x_inv_t, ctx.dtypes[2 * i], p.main_grad
+                    recipe, p.name, qg, x_t, x_inv_t, ctx.dtypes[2 * i], p.main_grad, simulated
                 )
         dx = dw = db = None
         if need_x:
@@ -164,12 +177,12 @@ class Fused(torch.autograd.Function):
             ]
             dx, dw, db = _grad_of_x(ctx, sources, total, norm_weight, mean, rstd, g_total)
         residual = dx if ctx.needs_input_grad[1] else None
-        return (dx, residual, dw, db, *[None] * 7, *grad_wb)
+        return (dx, residual, dw, db, *[None] * 8, *grad_wb)
 
 
 def _needs(needs: Sequence[bool]) -> tuple[bool, list[bool], list[bool]]:
     """Whether a gradient of x, the residual or the norm is needed; of each weight; of each bias."""
-    return any(needs[:4]), list(needs[11::2]), list(needs[12::2])
+    return any(needs[:4]), list(needs[12::2]), list(needs[13::2])
 
 
 def _operand_of_x(
@@ -242,10 +255,10 @@ def _grad_of_x(
     one = ctx.low if ctx.norm else ctx.x_dtype
     product, qg, weight = sources[0]
     dtype = one if len(sources) == 1 else torch.float32
-    g = _products.grad_input(ctx.recipe, product.name, qg, *weight, dtype)
+    g = _products.grad_input(ctx.recipe, product.name, qg, *weight, dtype, ctx.simulated)
     for product, qg, (w_t, w_inv_t) in sources[1:]:
         observe("grad_input", ctx.recipe, product.name)
-        accumulate(g, qg.data, w_t.t(), qg.scale_inv, _products.t(w_inv_t))
+        accumulate(g, qg.data, w_t.t(), qg.scale_inv, _products.t(w_inv_t), ctx.simulated)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
     dx, dw, db = norm_backward(
@@ -288,6 +301,7 @@ def run_fused(
         low,
         out_dtype,
         torch.is_grad_enabled(),
+        simulation.current(),
         *weights_and_biases,
     )
     return tuple(results)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..memory.running import keep_as_is
-from ..ops._dispatch import checks
+from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
 from . import _products, operands
 from ._arguments import check_output, check_state, main_grad_of
@@ -73,8 +73,9 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         name: str,
         grad_enabled: bool,
+        simulated: str | None,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.name = recipe, name
+        ctx.recipe, ctx.name, ctx.simulated = recipe, name, simulated
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
@@ -94,7 +95,7 @@ class _Linear(torch.autograd.Function):
         ctx.twice = bool(kept)
         keep_as_is(saved_x[1], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *kept)
-        y = _products.forward(recipe, name, qx, qw, bias, out_dtype)
+        y = _products.forward(recipe, name, qx, qw, bias, out_dtype, simulated)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -104,21 +105,21 @@ class _Linear(torch.autograd.Function):
         ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x_t, x_inv_t, w_t, w_inv_t = saved[:4]  # x_t [K, M], w_t [K, N]
-        recipe, name = ctx.recipe, ctx.name
+        recipe, name, simulated = ctx.recipe, ctx.name, ctx.simulated
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
             qg = operands.cast(g, "g", recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            grad_x = _products.grad_input(recipe, name, qg, w_t, w_inv_t, ctx.x_dtype)
+            grad_x = _products.grad_input(recipe, name, qg, w_t, w_inv_t, ctx.x_dtype, simulated)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
             grad_w = _products.grad_weight(
-                recipe, name, qg, x_t, x_inv_t, ctx.w_dtype, ctx.main_grad
+                recipe, name, qg, x_t, x_inv_t, ctx.w_dtype, ctx.main_grad, simulated
             )
         if need_bias:
             grad_bias = _products.grad_bias(g, ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 7
+        return grad_x, grad_w, grad_bias, *[None] * 8
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -162,6 +163,7 @@ def run_linear(
         torch.float32 if clip else out_dtype,
         name,
         torch.is_grad_enabled(),
+        simulation.current(),
     )
     return saturate(y, clipped) if clip else y
 

@@ -35,12 +35,13 @@ def forward(
     qw: Operand,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    simulated: str | None,
 ) -> torch.Tensor:
     observe("forward", recipe, name)
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
     fast = "forward" in recipe.fast_accum
-    return gemm(qx.data, qw.data.t(), qx.scale_inv, t(qw.scale_inv), bias, dtype, fast)
+    return gemm(qx.data, qw.data.t(), qx.scale_inv, t(qw.scale_inv), bias, dtype, fast, simulated)
 
 
 def grad_input(
@@ -50,10 +51,11 @@ def grad_input(
     w_t: torch.Tensor,
     w_inv_t: torch.Tensor | None,
     dtype: torch.dtype,
+    simulated: str | None,
 ) -> torch.Tensor:
     observe("grad_input", recipe, name)
     fast = "grad_input" in recipe.fast_accum
-    return gemm(qg.data, w_t.t(), qg.scale_inv, t(w_inv_t), None, dtype, fast)
+    return gemm(qg.data, w_t.t(), qg.scale_inv, t(w_inv_t), None, dtype, fast, simulated)
 
 
 def grad_weight(
@@ -64,14 +66,16 @@ def grad_weight(
     x_inv_t: torch.Tensor | None,
     dtype: torch.dtype,
     main_grad: torch.Tensor | None,
+    simulated: str | None,
 ) -> torch.Tensor | None:
     observe("grad_weight", recipe, name)
     a, inv = qg.data_t, qg.scale_inv_t
     assert a is not None, "use_t"
     if main_grad is not None:
-        accumulate(main_grad, a, x_t.t(), inv, t(x_inv_t))
+        accumulate(main_grad, a, x_t.t(), inv, t(x_inv_t), simulated)
         return None
-    return gemm(a, x_t.t(), inv, t(x_inv_t), None, dtype, "grad_weight" in recipe.fast_accum)
+    fast = "grad_weight" in recipe.fast_accum
+    return gemm(a, x_t.t(), inv, t(x_inv_t), None, dtype, fast, simulated)
 
 
 def grad_bias(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

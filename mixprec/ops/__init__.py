@@ -2,6 +2,7 @@
 
 from ._dispatch.backends import use_backend
 from ._dispatch.rounding import export_master, join_master
+from ._dispatch.simulation import simulate
 from .act_quantize import act_quantize
 from .adamw import adamw_
 from .amax import amax
@@ -37,6 +38,7 @@ __all__ = [
     "quantize",
     "scale_from_amax_",
     "sgd_",
+    "simulate",
     "underflow_share",
     "unpack",
     "unscale_",

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import autocast, checks, example_inputs, gemm_scales, gemm_table, gemm_vendor
+from ._dispatch import (
+    autocast,
+    checks,
+    example_inputs,
+    gemm_scales,
+    gemm_table,
+    gemm_vendor,
+    simulation,
+    tensor_core,
+)
 from ._dispatch.op import Choice, Op
 
 __all__ = [
@@ -16,6 +25,8 @@ __all__ = [
     "gemm_accumulate_reference_",
     "gemm_op",
     "gemm_reference",
+    "gemm_simulated_op",
+    "gemm_simulated_reference",
     "run",
 ]
 
@@ -30,10 +41,27 @@ def gemm_reference(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    acc = gemm_scales.product(a, b, a_scale_inv, b_scale_inv)
+    return _finish(gemm_scales.product(a, b, a_scale_inv, b_scale_inv), bias, out_dtype)
+
+
+def _finish(acc: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     if bias is not None:
         acc = acc + bias.float()
     return acc.to(out_dtype)
+
+
+def gemm_simulated_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    arch: str,
+) -> torch.Tensor:
+    acc = tensor_core.product(a, b, a_scale_inv, b_scale_inv, fast_accum, arch)
+    return _finish(acc, bias, out_dtype)
 
 
 def gemm_accumulate_reference_(
@@ -97,6 +125,19 @@ def _check_gemm(
         checks.on_device(op, "bias", bias, a.device, "a")
 
 
+def _check_simulated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
+    b_scale_inv: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    arch: str,
+) -> None:
+    _check_gemm(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
+    simulation.check(arch, a.dtype)
+
+
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether x and y share a storage and their ranges in it overlap."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
@@ -156,6 +197,16 @@ gemm_op = Op(
     ),
     operands=("a", "b"),
 )
+gemm_simulated_op = Op(
+    "gemm_simulated",
+    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
+    "ScalarType out_dtype, bool fast_accum, str arch) -> Tensor",
+    reference=gemm_simulated_reference,
+    fake=_fake,
+    check=_check_simulated,
+    examples=example_inputs.gemm_simulated,
+    operands=("a", "b"),
+)
 gemm_accumulate_op = Op(
     "gemm_accumulate_",
     "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
@@ -180,10 +231,14 @@ def run(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    simulated: str | None,
 ) -> torch.Tensor:
     """`gemm` of plain tensors without the autograd check and autocast: for autograd functions,
-    which have cast the operands."""
-    return gemm_op(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum)
+    which have cast the operands. simulated: the GPU of a `simulate` block."""
+    args = a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum
+    if simulated is not None and a.device.type == "cpu":
+        return gemm_simulated_op(*args, simulated)
+    return gemm_op(*args)
 
 
 def accumulate(
@@ -192,9 +247,16 @@ def accumulate(
     b: torch.Tensor,
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
+    simulated: str | None,
 ) -> None:
     """`gemm_accumulate_` of plain tensors; see `run`."""
-    gemm_accumulate_op(acc, a, b, a_scale_inv, b_scale_inv)
+    if simulated is not None and a.device.type == "cpu":
+        if not torch.compiler.is_compiling():
+            _check_accumulate(acc, a, b, a_scale_inv, b_scale_inv)
+        args = a, b, a_scale_inv, b_scale_inv, None, torch.float32, False
+        acc.add_(gemm_simulated_op(*args, simulated))
+    else:
+        gemm_accumulate_op(acc, a, b, a_scale_inv, b_scale_inv)
 
 
 def _unpack(
@@ -234,9 +296,10 @@ def gemm(
 
     Accumulation is FP32, with one rounding at the end. Scales that change along K multiply the FP32
     sum of each 128 of K; other scales multiply the whole sum. fast_accum allows the shorter
-    accumulator of FP8 tensor cores; it has no effect on a CPU. K = 0 gives the bias or zeros.
-    Inside torch.autocast a and b of fp32, bf16 or fp16 are first cast to the autocast dtype; FP8,
-    scales and bias are not cast. Raises ValueError naming the invalid argument.
+    accumulator of FP8 tensor cores; it has no effect on a CPU, except inside `simulate`. K = 0
+    gives the bias or zeros. Inside torch.autocast a and b of fp32, bf16 or fp16 are first cast to
+    the autocast dtype; FP8, scales and bias are not cast. Raises ValueError naming the invalid
+    argument.
     """
     a_data, a_inv = _unpack("gemm", "a", a, a_scale_inv)
     b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)
@@ -247,7 +310,7 @@ def gemm(
         a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a_data.dtype in checks.FP8 else a_data.dtype
-    return gemm_op(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum)
+    return run(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum, simulation.current())
 
 
 def gemm_accumulate_(
@@ -271,4 +334,4 @@ def gemm_accumulate_(
     device = a_data.device.type
     if autocast.is_on(device):
         a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
-    gemm_accumulate_op(acc, a_data, b_data, a_inv, b_inv)
+    accumulate(acc, a_data, b_data, a_inv, b_inv, simulation.current())

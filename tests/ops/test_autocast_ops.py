@@ -160,7 +160,8 @@ def test_quantized_operands(quantized: str) -> None:
 def test_gemm_alone_has_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""
-    assert {op.name for op in OPS.values() if op._operands} == {"gemm", "gemm_accumulate_"}
+    products = {"gemm", "gemm_accumulate_", "gemm_simulated"}
+    assert {op.name for op in OPS.values() if op._operands} == products
     for op in OPS.values():
         for variant in ("cpp", "reference"):
             name = op.variant_name(variant)

@@ -35,7 +35,7 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
     fp64 = (*WIDE, torch.float64)
     dtypes = {
         **dict.fromkeys(("amax", "quantize", "pack", "unpack", *FUSED), WIDE),
-        **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_"), LOW),
+        **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_", "gemm_simulated"), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
         **dict.fromkeys(("scale_from_amax_", *SCALARS), (torch.float32,)),
         "clip_coef": (torch.float64,),
@@ -79,10 +79,11 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         codes = torch.arange(x.numel() // 2, dtype=torch.uint8)
         ranges = torch.full(((x.numel() + 127) // 128, 2), 0.5, dtype=torch.bfloat16)
         return codes, ranges, 4, list(x.shape), dtype
-    if op in ("gemm", "gemm_accumulate_"):
+    if op in ("gemm", "gemm_accumulate_", "gemm_simulated"):
         b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
-        if op == "gemm":
-            return x, b, one, None, torch.ones(5).bfloat16(), torch.float32, False
+        if op != "gemm_accumulate_":
+            gpu = ["hopper"] if op == "gemm_simulated" else []
+            return x, b, one, None, torch.ones(5).bfloat16(), torch.float32, False, *gpu
         acc = torch.zeros((x.shape[0], 5))
         acc = permuted(acc) if arrangement == "permuted" else acc
         return acc, x, b, None, one

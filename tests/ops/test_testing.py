@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from cases import WIDE, for_each, normal
+from cases import FP8, WIDE, for_each, normal
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mixprec
 from mixprec.testing import ACCUMULATION, assert_close, sqnr, tolerance
 
 
@@ -57,8 +58,6 @@ def test_tolerance_terms() -> None:
     # Cancellation: only the accumulation term and the smallest spacing of the output are left.
     smallest = 2.0**-126 * 2.0**-23
     assert tolerance(zero, a, b, torch.float32).item() == ACCUMULATION * 2 * 2**-24 * 2 + smallest
-    more = tolerance(zero, a, b, torch.float32, fp8_tensor_core=True)
-    assert more.item() == pytest.approx(2 * 2.0**-12, rel=1e-2)
     # K = 0: only the rounding of the bias.
     bias = torch.full((1, 1), 3.0, dtype=torch.float64)
     got = tolerance(bias, torch.zeros(1, 0), torch.zeros(0, 1), torch.float16)
@@ -67,6 +66,35 @@ def test_tolerance_terms() -> None:
     tiny = torch.full((1, 1), 1.4 * 2.0**-24, dtype=torch.float64)
     assert tolerance(tiny, torch.zeros(1, 0), torch.zeros(0, 1), torch.float16).item() == 2.0**-24
     assert tolerance(torch.zeros(0, 3), torch.zeros(0, 2), torch.zeros(2, 3), torch.bfloat16).shape
+
+
+def test_the_bound_of_fp8_tensor_cores_holds_and_no_smaller_one_would() -> None:
+    """As they compute: random, one-signed and subnormal operands, and what loses most."""
+    e4m3, e5m2 = FP8
+    for i, (left, right) in enumerate(((e4m3, e4m3), (e4m3, e5m2), (e5m2, e5m2))):
+        for size in (1.0, 2.0**-9):
+            a, b = (normal(shape, torch.float32, i) * size for shape in ((9, 300), (300, 7)))
+            for x, y in ((a.to(left), b.to(right)), (a.abs().to(left), b.abs().to(right))):
+                exact = x.double() @ y.double()
+                bound = tolerance(exact, x, y, torch.float32, fp8_tensor_core=True)
+                for arch in ("ada", "hopper"):
+                    with mixprec.simulate(arch):
+                        got = mixprec.gemm(x, y, out_dtype=torch.float32)
+                    assert_close(got, exact, bound)
+    a, b = torch.full((1, 128), 1.875 * 2.0**-6), torch.full((128, 1), 2.0**-8)
+    a[0, 0], b[0, 0] = 1.0, 1.0
+    a, b = a.to(e4m3), b.to(e4m3)
+    exact = a.double() @ b.double()
+    with mixprec.simulate("hopper"):
+        got = mixprec.gemm(a, b, out_dtype=torch.float32)
+    assert got.item() == 1.0
+    bound = tolerance(exact, a, b, torch.float32, fp8_tensor_core=True)
+    assert_close(got, exact, bound)
+    assert 4 * (exact - got).item() > 0.4 * bound.item()
+    with pytest.raises(AssertionError, match="exceed the bound"):
+        assert_close(got, exact, tolerance(exact, a, b, torch.float32) + 2.0**-12 * exact)
+    with pytest.raises(ValueError, match=r"^tolerance: b must be FP8 with fp8_tensor_core, got"):
+        tolerance(exact, a, b.half(), torch.float32, fp8_tensor_core=True)
 
 
 @for_each(

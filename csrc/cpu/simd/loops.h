@@ -11,6 +11,7 @@
 #include "math/lion.h"
 #include "math/muon_direction.h"
 #include "math/sgd.h"
+#include "math/tensor_core.h"
 
 namespace mixprec::cpu {
 
@@ -20,6 +21,7 @@ namespace mixprec::cpu {
 struct GemmKernel {
   int64_t mr, nr;  // panel widths of a and b
   int64_t k_per_word;
+  int64_t words(int64_t k) const { return (k + k_per_word - 1) / k_per_word; }
   // out[word][width] <- element (i, k) at src[i * stride_i + k * stride_k], zeros beyond rows, k.
   // Returns true if `micro` would not multiply all elements exactly: bf16 pairs with a subnormal
   // number.
@@ -30,6 +32,17 @@ struct GemmKernel {
   // c[mr][nr] (row stride ldc) = or += a_panel * b_panel over `words`.
   void (*micro)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
                 bool accumulate);
+};
+
+// The same for products as a tensor core computes them. A panel of `width` rows or columns is
+// [k][fp32 values, their exponents][width].
+struct SimulatedKernel {
+  int64_t mr, nr;
+  decltype(GemmKernel::pack_a) pack_a;
+  decltype(GemmKernel::pack_b) pack_b;
+  // c = or += chained steps over `k`. least: the smallest exponents of the operands' formats.
+  void (*micro)(const TensorCore&, int least_a, int least_b, int64_t k, const uint32_t* a,
+                const uint32_t* b, float* c, int64_t ldc, bool accumulate);
 };
 
 // The epilogue of a piece of a row of a GEMM's fp32 sums: sum * a_scale_inv * b_scale_inv + bias.
@@ -160,6 +173,7 @@ struct Loops {
   // y <- the row x of d features rotated by the angles of its position, d / 2 of them
   void (*rotary)(Dtype, bool interleaved, const void* x, const float* cos, const float* sin,
                  void* y, int64_t d);
+  SimulatedKernel simulated;
 };
 
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.

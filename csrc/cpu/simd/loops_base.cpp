@@ -45,6 +45,7 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "quantize_loops.h"
 #include "rotary_loops.h"
 #include "state8_loops.h"
+#include "tensor_core_loops.h"
 
 // These use the ones above.
 #include "pack_loops.h"

@@ -23,7 +23,8 @@ def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
     from torch.utils import flop_counter  # imports Triton: not at the import of mixprec
 
     ops = torch.ops.mixprec
-    for gemm in (ops.gemm, ops.gemm_reference, ops.gemm_triton, ops.gemm_vendor):
+    simulated = ops.gemm_simulated, ops.gemm_simulated_reference
+    for gemm in (ops.gemm, ops.gemm_reference, ops.gemm_triton, ops.gemm_vendor, *simulated):
         if gemm not in flop_counter.flop_registry:
             flop_counter.register_flop_formula(gemm)(_gemm_flops)
     counter = flop_counter.FlopCounterMode(display=False)

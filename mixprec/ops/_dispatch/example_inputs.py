@@ -99,6 +99,12 @@ def gemm(device: str) -> Iterator[Arguments]:
         yield [*operands, None, torch.bfloat16, False]
 
 
+def gemm_simulated(device: str) -> Iterator[Arguments]:
+    for operands in _operands(device):
+        for arch in ("hopper", "blackwell"):
+            yield [*operands, None, torch.float32, False, arch]
+
+
 def gemm_accumulate(device: str) -> Iterator[Arguments]:
     for operands in [*_operands(device, plain=True), *list(_blocks(device))[:1]]:
         shape = operands[0].shape[0], operands[1].shape[1]

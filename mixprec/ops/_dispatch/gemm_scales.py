@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from . import checks
@@ -78,16 +80,24 @@ def _per_row(t: torch.Tensor | None, rows: int, *, of_b: bool) -> torch.Tensor |
     return t
 
 
+def in_fp64(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, summed in FP64, which no torch setting affects, and rounded to FP32."""
+    return (a.double() @ b.double()).float()
+
+
 def product(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
+    *,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = in_fp64,
+    promoted: bool = False,
 ) -> torch.Tensor:
     """The sum over K of a * a_scale_inv * b * b_scale_inv, FP32 [M, N].
 
-    Products are summed in FP64, which no torch setting affects, and rounded to FP32: once
-    where no scale changes along K, else once per 128 of K. Scales multiply in FP32.
+    multiply: a @ b in FP32, of all of K where no scale changes along K and it is not `promoted`,
+    else of each 128 of K. Scales multiply in FP32.
     """
     m, k, n = *a.shape, b.shape[1]
     at_the_end, by_chunk = [], []
@@ -97,16 +107,16 @@ def product(
             by_chunk.append((t, 0 if of_b else 1))
         elif t is not None and t.numel() > 0:  # none: K = 0
             at_the_end.append(t)
-    if by_chunk:
+    if by_chunk or promoted:
         acc = torch.zeros((m, n), dtype=torch.float32, device=a.device)
         for i, start in enumerate(range(0, k, CHUNK)):
             part = slice(start, start + CHUNK)
-            sums = (a[:, part].double() @ b[part].double()).float()
+            sums = multiply(a[:, part], b[part])
             for t, dim in by_chunk:
                 sums = sums * t.narrow(dim, i, 1)
             acc = acc + sums
     else:
-        acc = (a.double() @ b.double()).float()
+        acc = multiply(a, b)
     for t in at_the_end:
         acc = acc * t
     return acc

@@ -4,10 +4,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 #include <deque>
 #include <map>
 
+#include "math/tensor_core.h"
 #include "operand.h"
 #include "units.h"
 
@@ -77,18 +77,14 @@ void for_words_of(const Op& op, int w, const F& f) {
   for (uint32_t word : op.b_words) f(word);
 }
 
-// All terms and the sum so far lose what is below 2^(e - 13), e the exponent of the largest.
-float truncated_sum(float sum, const float* a, const float* b, int depth, int n) {
-  double largest = std::fabs(sum), terms[kStepBytes];
-  for (int k = 0; k < depth; ++k) {
-    terms[k] = double{a[k]} * b[k * n];
-    largest = std::fmax(largest, std::fabs(terms[k]));
-  }
-  if (!std::isfinite(largest) || !std::isfinite(sum)) return NAN;
-  if (largest == 0.0) return 0.0f;
-  double unit = std::ldexp(1.0, std::ilogb(largest) - 13), total = std::trunc(sum / unit);
-  for (int k = 0; k < depth; ++k) total += std::trunc(terms[k] / unit);
-  return static_cast<float>(total * unit);
+// As the hardware does it.
+float tensor_core_sum(float sum, const float* a, const float* b, int n, const Shape& shape) {
+  auto least = [](Format f) {
+    return mixprec::min_exponent(f == Format::e4m3 ? mixprec::Dtype::e4m3 : mixprec::Dtype::e5m2);
+  };
+  constexpr auto core = mixprec::tensor_core(mixprec::Gpu::hopper, mixprec::Dtype::e4m3);
+  return mixprec::tensor_core_step(core, a, 1, least(shape.a), b, n, least(shape.b), kStepBytes,
+                                   sum);
 }
 
 void multiply_rows(const float* a, const float* b, float* c, int depth, int n) {
@@ -110,7 +106,7 @@ void compute(Op& op, int rank, int w) {
   if (!op.accumulate) std::fill(c, c + 16 * n, 0.0f);
   if (truncate_sums && element_bytes(op.shape.a) == 1) {
     for (int i = 0; i < 16 * n; ++i) {
-      c[i] = truncated_sum(c[i], a + i / n * depth, b + i % n, depth, n);
+      c[i] = tensor_core_sum(c[i], a + i / n * depth, b + i % n, n, op.shape);
     }
   } else {
     multiply_rows(a, b, c, depth, n);

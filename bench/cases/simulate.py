@@ -1,0 +1,79 @@
+"""gemm inside of simulate: each GPU and format, against FP32 products and another simulation."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+import mixprec
+from mixprec.ops._dispatch.tensor_core import ARCHITECTURES, formats
+
+from .. import verify
+from .registry import Workload, case, times_faster_than
+
+SIZE = 128  # mmasim takes 0.2 s and more for such a product
+FP32 = "torch a.float() @ b.float()"
+NAMES = {
+    **{torch.float16: "fp16", torch.bfloat16: "bf16"},
+    **{torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"},
+}
+
+
+def _mmasim(arch: str, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
+    """The instruction of that package (arXiv 2511.10909), along K; None where it is missing."""
+    if find_spec("mmasim") is None or shutil.which("ninja") is None:
+        return None
+    from mmasim.nv_ptx import sim
+
+    kind = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(dtype, NAMES[dtype])
+    depth = 4 if arch == "v100" else 32 // dtype.itemsize
+    model = {
+        "v100": lambda: sim.MMA("Volta", f"m8n8k4.f32.{kind}.{kind}.f32"),
+        "a100": lambda: sim.MMA("Ampere", f"m16n8k{depth}.f32.{kind}.{kind}.f32"),
+        "ada": lambda: sim.MMA("Ada Lovelace", f"m16n8k{depth}.f32.{kind}.{kind}.f32"),
+        "hopper": lambda: sim.WGMMA("Hopper", f"m64n8k{depth}.f32.{kind}.{kind}"),
+    }[arch]()
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        c = torch.zeros(a.shape[0], b.shape[1])
+        for k in range(0, a.shape[1], depth):
+            c = model(a[:, k : k + depth], b[k : k + depth], c)
+        return c
+
+    return product
+
+
+def _workload(arch: str, dtype: torch.dtype) -> Workload:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(SIZE, SIZE, generator=generator).to(dtype) for _ in range(2))
+
+    def ours() -> torch.Tensor:
+        with mixprec.simulate(arch):
+            return mixprec.gemm(a, b, out_dtype=torch.float32, fast_accum=True)
+
+    def check() -> str | None:
+        args = a, b, None, None, None, torch.float32, True, arch
+        want = torch.ops.mixprec.gemm_simulated_reference(*args)
+        return verify.equal("c", ours(), want)
+
+    baselines: dict[str, Callable[[], Any]] = {FP32: lambda: a.float() @ b.float()}
+    other = _mmasim(arch, dtype) if arch != "blackwell" else None
+    if other is not None:
+        baselines["mmasim"] = partial(other, a, b)
+    return Workload(ours, baselines, check, flops=2.0 * SIZE**3)
+
+
+for _arch in ARCHITECTURES:
+    for _dtype in formats(_arch):
+        case(
+            f"simulate/{_arch}/{NAMES[_dtype]}",
+            f"{SIZE} cubed, {NAMES[_dtype]} as {_arch} computes it, of the speed in FP32",
+            times_faster_than(FP32, 0.05),
+            partial(_workload, _arch, _dtype),
+            quick=_arch == "hopper" and _dtype == torch.float8_e4m3fn,
+        )

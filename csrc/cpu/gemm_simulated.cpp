@@ -1,0 +1,53 @@
+// gemm_simulated: gemm with the products and sums of a GPU's tensor cores.
+#include "cpu/gemm_arguments.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+Gpu gpu_of(const std::string& arch) {
+  constexpr const char* names[] = {"v100", "a100", "ada", "hopper", "blackwell"};
+  for (int32_t i = 0; i < 5; ++i) {
+    if (arch == names[i]) return static_cast<Gpu>(i);
+  }
+  STD_TORCH_CHECK(false, "gemm_simulated: arch must be v100, a100, ada, hopper or blackwell");
+  return Gpu::v100;
+}
+
+// The kernel of loops() for one tensor core and two formats.
+struct Simulated {
+  const SimulatedKernel& kernel;
+  TensorCore core;
+  int least_a, least_b;
+  int64_t mr = kernel.mr, nr = kernel.nr;
+  decltype(GemmKernel::pack_a) pack_a = kernel.pack_a;
+  decltype(GemmKernel::pack_b) pack_b = kernel.pack_b;
+
+  static int64_t words(int64_t k) { return 2 * k; }
+  void micro(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
+             bool accumulate) const {
+    kernel.micro(core, least_a, least_b, words / 2, a, b, c, ldc, accumulate);
+  }
+};
+
+}  // namespace
+
+Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
+                      MaybeTensor bias, ScalarType out_type, bool fast_accum, std::string arch) {
+  const char* op = "gemm_simulated";
+  check_operands(a, b, op);
+  Dtype of_a = dtype_of(a, op), of_b = dtype_of(b, op);
+  TensorCore core = tensor_core(gpu_of(arch), of_a);
+  STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
+  Scaling scaling(a, b, a_scale_inv, b_scale_inv, op);
+  scaling.both.promoted = core.promoted && !fast_accum;
+  Simulated kernel{loops().simulated, core, min_exponent(of_a), min_exponent(of_b)};
+  return gemm_with(kernel, a, b, scaling.both, bias, out_type, op);
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("gemm_simulated", TORCH_BOX(&mixprec::cpu::gemm_simulated));
+}

@@ -1,0 +1,170 @@
+"""Layers inside mixprec.simulate: the three GEMMs of every recipe, threads, compiled code."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from cases import for_each, normal
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.functional import operands
+from mixprec.recipes import RECIPES
+
+K, N, M = 320, 24, 48
+GEMM = torch.ops.mixprec.gemm_simulated
+
+
+def inside(arch: str | None) -> AbstractContextManager[None]:
+    return nullcontext() if arch is None else mixprec.simulate(arch)
+
+
+def layer_of(recipe: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return mixprec.convert(torch.nn.Sequential(torch.nn.Linear(K, N)), recipe)
+
+
+def run(
+    recipe: str, forward: str | None, backward: str | None, main_grad: bool = False
+) -> list[torch.Tensor]:
+    """y, computed inside simulate(forward), and the gradients, inside simulate(backward)."""
+    layer, x = layer_of(recipe), normal((M, K), torch.float32).requires_grad_()
+    weight = layer[0].weight
+    if main_grad:
+        weight.main_grad = torch.zeros(N, K)
+    with inside(forward):
+        y = layer(x)
+    with inside(backward):
+        y.backward(normal((M, N), torch.float32, 1))
+    assert x.grad is not None
+    return [y.detach(), x.grad, weight.main_grad if main_grad else weight.grad]
+
+
+def by_hand(recipe: str, arch: str) -> list[torch.Tensor]:
+    layer = layer_of(recipe)
+    settings, weight, bias = RECIPES[recipe], layer[0].weight.detach(), layer[0].bias.detach()
+    values = {
+        "x": normal((M, K), torch.float32),
+        "w": weight,
+        "g": normal((M, N), torch.float32, 1),
+    }
+    x, w, g = (operands.cast(v, role, settings, None, use_t=True) for role, v in values.items())
+
+    def product(
+        a: torch.Tensor, a_inv: object, b: torch.Tensor, b_inv: object, bias: object = None
+    ):
+        return GEMM(a, b, a_inv, b_inv, bias, torch.float32, False, arch)
+
+    def t(inv: torch.Tensor | None) -> torch.Tensor | None:
+        return None if inv is None else inv.t()
+
+    return [
+        product(x.data, x.scale_inv, w.data.t(), t(w.scale_inv), bias),
+        product(g.data, g.scale_inv, w.data_t.t(), t(w.scale_inv_t)),
+        product(g.data_t, g.scale_inv_t, x.data_t.t(), t(x.scale_inv_t)),
+    ]
+
+
+@for_each("recipe", RECIPES)
+def test_all_products_are_those_of_the_gpu(recipe: str) -> None:
+    """The backward pass keeps what the forward pass was in, wherever it is called."""
+    plain = run(recipe, None, None)
+    for arch, backward in (("hopper", None), ("ada", "hopper")):
+        want = by_hand(recipe, arch)
+        for main_grad in (False, True):
+            got = run(recipe, arch, backward, main_grad)
+            assert all(map(torch.equal, got, want)), arch
+        assert not any(map(torch.equal, got, plain))
+    assert all(map(torch.equal, run(recipe, None, "hopper"), plain))
+
+
+def test_formats_without_instructions_are_refused() -> None:
+    for arch, recipe in (("v100", "bf16"), ("v100", "fp8"), ("a100", "fp8-rowwise")):
+        with pytest.raises(ValueError, match=f"^simulate: the tensor cores of {arch} have no"):
+            run(recipe, arch, None)
+    for arch, recipe in (("v100", "fp16"), ("a100", "bf16")):
+        assert not torch.equal(run(recipe, arch, None)[0], run(recipe, None, None)[0])
+
+
+def test_a_thread_has_its_own_block() -> None:
+    found: list[torch.Tensor] = []
+    with mixprec.simulate("hopper"):
+        thread = threading.Thread(target=lambda: found.extend(run("fp8", None, None)))
+        thread.start()
+        thread.join()
+    assert all(map(torch.equal, found, run("fp8", None, None)))
+
+
+def test_recomputed_layers() -> None:
+    layer, x = layer_of("fp8"), normal((M, K), torch.float32).requires_grad_()
+    with mixprec.simulate("hopper"):
+        y = checkpoint(layer, x, use_reentrant=False)
+        y.backward(normal((M, N), torch.float32, 1))
+    assert torch.equal(layer[0].weight.grad, run("fp8", "hopper", None)[2])
+
+
+def test_second_derivatives() -> None:
+    """The products of higher derivatives are simulated like the block they are computed in."""
+    layer, x = layer_of("bf16"), normal((M, K), torch.float32).requires_grad_()
+    seconds = []
+    for arch in (None, "hopper"):
+        with inside(arch), mixprec.functional.twice_differentiable():
+            (g,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+            seconds += torch.autograd.grad(g.square().sum(), x)
+    assert not torch.equal(*seconds)
+    assert torch.allclose(*seconds, rtol=0.05, atol=0.5)
+
+
+def test_compiled_code_follows_the_block(fresh_compiler: None) -> None:
+    layer, x = layer_of("fp8"), normal((M, K), torch.float32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for arch in (None, "hopper", "ada", None):
+        with inside(arch):
+            got = compiled(x)
+            got.backward(normal((M, N), torch.float32, 1))
+        assert torch.equal(got.detach(), run("fp8", arch, None)[0]), arch
+        assert torch.equal(layer[0].weight.grad, run("fp8", arch, None)[2]), arch
+        layer.zero_grad()
+
+
+def test_compiled_block(fresh_compiler: None) -> None:
+    a = normal((9, 256), torch.float32).to(torch.float8_e4m3fn)
+
+    def product() -> torch.Tensor:
+        with mixprec.simulate("hopper"):
+            return mixprec.gemm(a, a.t(), out_dtype=torch.float32)
+
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(), product())
+
+
+def test_flops_are_counted() -> None:
+    with mixprec.simulate("hopper"):
+        assert mixprec.stats.flop_share(layer_of("fp8"), normal((M, K), torch.float32)) == 1.0
+
+
+def test_compare_as_a_gpu() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1024, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).float().square().mean()
+
+    short = dataclasses.replace(RECIPES["fp8"], fast_accum=True)  # long sums lose the most
+    batches = [normal((32, 1024), torch.float32, i).abs() for i in range(3)]
+    arguments = Model, batches, ("fp32", short)
+    plain, hopper = (mixprec.compare(*arguments, simulate=arch) for arch in (None, "hopper"))
+    assert hopper.options["simulate"] == "hopper"
+    assert "simulate" not in plain.options
+    assert plain["fp32"].losses == hopper["fp32"].losses
+    assert plain["fp8"].losses != hopper["fp8"].losses
+    with pytest.raises(ValueError, match=r"^simulate: the tensor cores of a100 have no .*e4m3"):
+        mixprec.compare(*arguments, simulate="a100")
+    with pytest.raises(ValueError, match=r"^simulate: arch must be one of"):
+        mixprec.compare(*arguments, simulate="h100")

@@ -1,0 +1,167 @@
+"""The step of a tensor core: what GPUs computed, an independent model, C++ and Python alike."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import from_bits, random_bits
+from emulated.shim import runner
+
+from mixprec.ops._dispatch.tensor_core import ARCHITECTURES, formats, step, tensor_core
+
+HERE = Path(__file__).parent
+E4M3, E5M2, F16, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16
+Pair = tuple[torch.dtype, torch.dtype]
+MEASURED = {
+    **{"V100": "v100", "A100": "a100", "Ada": "ada"},
+    **{"H100": "hopper", "H200": "hopper", "B200": "blackwell"},
+}
+NAMES = {"fp16": F16, "bf16": BF16, "E4M3": E4M3, "E5M2": E5M2}
+# Architectures and pairs of formats, FP8 in any mix.
+CASES = [
+    (arch, (a, b))
+    for arch in ARCHITECTURES
+    for a in formats(arch)
+    for b in formats(arch)
+    if a == b or a.itemsize == b.itemsize == 1
+]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(
+        str(runner.compile_(["-O2", "-shared", HERE / "tensor_core_step.cpp"], ".so"))
+    )
+
+
+def in_cpp(arch: str, pair: Pair, *abc: torch.Tensor) -> torch.Tensor:
+    a, b, c = (x.float().contiguous() for x in abc)
+    d = torch.empty_like(c)
+    places = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, c, d)]
+    sizes = [ctypes.c_int64(n) for n in a.shape]
+    kinds = [runner.DTYPES.index(dtype) for dtype in pair]
+    library().chain(ARCHITECTURES.index(arch), *kinds, *places, *sizes)
+    return d
+
+
+def in_python(arch: str, pair: Pair, *abc: torch.Tensor) -> torch.Tensor:
+    a, b, c = (x.float() for x in abc)
+    core = tensor_core(arch, pair[0])
+    assert core is not None
+    for part in zip(a.split(core.terms, -1), b.split(core.terms, -1), strict=True):
+        c = step(core, *part, c, pair)
+    return c
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    wrong = (got.view(torch.int32) != want.view(torch.int32)).nonzero().flatten().tolist()
+    shown = [(got[i].item(), want[i].item()) for i in wrong[:5]]
+    assert not wrong, f"{len(wrong)} of {len(want)} differ: {shown}"
+
+
+def test_what_gpus_computed() -> None:
+    data = np.load(HERE / "measured" / "tensor_core.npz")
+    kinds = sorted({key.rsplit("/", 1)[0] for key in data.files})
+    assert len(kinds) == 17
+    for kind in kinds:
+        gpu, name = kind.split("/")
+        dtype, arch = NAMES[name], MEASURED[gpu]
+        a, b = (from_bits(data[f"{kind}/{x}"], dtype) for x in "ab")
+        c, d = (from_bits(data[f"{kind}/{x}"], torch.float32) for x in "cd")
+        if arch == "hopper" and dtype.itemsize == 1:
+            c = torch.zeros_like(c)  # as the instruction was called
+        for run in (in_cpp, in_python):
+            assert_same_bits(run(arch, (dtype, dtype), a, b, c), d)
+
+
+def operands(pair: Pair, count: int, k: int, seed: int) -> list[torch.Tensor]:
+    """A quarter each: all patterns, normal values, of all sizes, and of one exponent (no Inf or
+    NaN but in the first quarter)."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for i, dtype in enumerate((*pair, torch.float32)):
+        shape = (count // 4, k) if i < 2 else (count // 4,)
+        n = math.prod(shape)
+        normal = torch.randn((3, n), generator=g)
+        spread = torch.randint(-12, 12, (n,), generator=g) * (3 if dtype == BF16 else 1)
+        parts = [random_bits(n, dtype, seed + i).float(), normal[0]]
+        parts += [normal[1] * torch.exp2(spread.float()), normal[2].sign() + normal[2] / 4]
+        made.append(torch.stack(parts).reshape(-1, *shape[1:]).to(dtype))
+    return made
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_cpp_and_python_agree(arch: str) -> None:
+    for case, pair in CASES:
+        if case == arch:
+            core = tensor_core(arch, pair[0])
+            assert core is not None
+            for k in (1, core.terms, 2 * core.terms + 3):
+                a, b, c = operands(pair, 4000, k, k)
+                assert_same_bits(in_cpp(arch, pair, a, b, c), in_python(arch, pair, a, b, c))
+
+
+ORACLE = dict(
+    zip(ARCHITECTURES, ("Volta", "Ampere", "Ada Lovelace", "Hopper", "Blackwell"), strict=True)
+)
+PTX = {F16: "f16", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
+
+
+def oracle(arch: str, pair: Pair, *abc: torch.Tensor) -> torch.Tensor:
+    """As mmasim computes it, an independent model (arXiv 2511.10909)."""
+    if not shutil.which("ninja"):
+        pytest.skip("mmasim compiles itself with ninja, which is not there")
+    sim = pytest.importorskip("mmasim.nv_ptx.sim", reason="mmasim is not installed")
+    depth = 32 // pair[0].itemsize if arch != "v100" else 4
+    types = ".".join(("f32", *(PTX[dtype] for dtype in pair)))
+    of_tcgen05 = "kind::f8f6f4." if pair[0].itemsize == 1 else "kind::f16."
+    kind, instruction = {
+        "v100": (sim.MMA, f"m8n8k4.{types}.f32"),
+        "hopper": (sim.WGMMA, f"m64n8k{depth}.{types}"),
+        "blackwell": (sim.TCGen05MMA, f"m128n8k{depth}.{of_tcgen05}{types}"),
+    }.get(arch, (sim.MMA, f"m16n8k{depth}.{types}.f32"))
+    model = kind(ORACLE[arch], instruction)
+    a, b, c = abc
+    for part in zip(a.split(depth, -1), b.split(depth, -1), strict=True):
+        c = model.dpa(*part, c)
+    return c
+
+
+def compare_with_oracle(arch: str, pair: Pair, count: int) -> None:
+    core = tensor_core(arch, pair[0])
+    assert core is not None
+    for done in range(0, count, 20000):
+        size = min(20000, count - done)
+        a, b, c = operands(pair, size, 2 * max(core.terms, 32 // pair[0].itemsize), done)
+        assert_same_bits(in_cpp(arch, pair, a, b, c), oracle(arch, pair, a, b, c))
+
+
+def test_an_independent_model() -> None:
+    for arch, pair in CASES:
+        compare_with_oracle(arch, pair, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_an_independent_model_of_many_sums(arch: str) -> None:
+    for case, pair in CASES:
+        if case == arch:
+            compare_with_oracle(arch, pair, 100_000)
+
+
+def test_known_sums() -> None:
+    """Of Hopper's FP8: the result has 14 bits, and every addend is cut 13 below the largest."""
+    pair, zero = (E4M3, E4M3), torch.zeros(3)
+    a, b = torch.zeros(3, 32), torch.zeros(3, 32)
+    a[0, :2], b[0, :2] = torch.tensor([448.0, 1.0]), torch.tensor([448.0, 1.0])
+    a[1], b[1] = 1.875 * 2.0**-6, 2.0**-8
+    a[1, 0], b[1, 0] = 1.0, 1.0
+    for run in (in_cpp, in_python):
+        assert run("hopper", pair, a.to(E4M3), b.to(E4M3), zero).tolist() == [200704.0, 1.0, 0.0]
