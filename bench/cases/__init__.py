@@ -1,6 +1,7 @@
 """All cases: importing a module registers what it holds."""
 
 from . import (  # noqa: F401
+    fused,
     gemm,
     gpt,
     gpu_gemm,

@@ -10,10 +10,16 @@ namespace mixprec::cpu {
 
 namespace {
 
-constexpr int64_t kLine = 64;  // rows: full cache lines of each row of an fp8 transpose
+constexpr int64_t kLine = 64;    // rows: full cache lines of each row of an fp8 transpose
+constexpr int64_t kBand = 4096;  // elements: 16 KB of values stay in the L1 cache
+// Elements of a tensor whose values are kept while its amax is searched for. Those of a larger one,
+// which no cache holds, are computed once more.
+constexpr int64_t kKept = 4 << 20;
 
 struct Output {
   Tensor data, data_t, scale_inv;
+  Tensor values;  // in fp32, if they are kept
+  float* kept = nullptr;
   float scale = 1.0f;
   std::atomic<uint32_t> largest{0};
 };
@@ -35,23 +41,27 @@ float* scratch(int64_t floats) {
 
 int64_t band_of(const Job& job) {
   if (job.arguments.transpose) return kLine;
-  return std::max<int64_t>(1, kPiece / std::max<int64_t>(1, job.cols));
+  return std::max<int64_t>(1, kBand / std::max<int64_t>(1, job.cols));
 }
 
-// f(i-th output, its values, first row, rows) for bands of rows, on all threads.
+void keep(Output& out, const Tensor& values) {
+  out.values = values;
+  out.kept = static_cast<float*>(values.mutable_data_ptr());
+}
+
+// f(output, its values, first row, rows) for bands of rows, on all threads.
 template <class F>
 void for_produced(const Job& job, const Produce& produce, bool again, const F& f) {
-  int64_t height = band_of(job);
+  int64_t height = band_of(job), count = static_cast<int64_t>(job.outputs.size());
+  bool kept = job.outputs[0]->kept != nullptr;
   for_rows(job.rows, height, [&](int64_t first, int64_t rows) {
     float* values[2] = {};
-    for (size_t i = 0; i < job.outputs.size(); ++i) {
-      values[i] =
-          job.to == Dtype::f32
-              ? static_cast<float*>(job.outputs[i]->data.mutable_data_ptr()) + first * job.cols
-              : scratch(2 * height * job.cols) + i * height * job.cols;
+    for (int64_t i = 0; i < count; ++i) {
+      values[i] = kept ? job.outputs[i]->kept + first * job.cols
+                       : scratch(count * height * job.cols) + i * height * job.cols;
     }
-    produce(first, rows, values, again);
-    for (size_t i = 0; i < job.outputs.size(); ++i) f(*job.outputs[i], values[i], first, rows);
+    if (!again || !kept) produce(first, rows, values, again);
+    for (int64_t i = 0; i < count; ++i) f(*job.outputs[i], values[i], first, rows);
   });
 }
 
@@ -80,12 +90,11 @@ uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t fir
 // Layouts whose scales need more than a band of rows: the values first, then quantize.
 std::vector<Cast> cast_whole(const Tensor& x, const CastArguments& arguments, Job& job,
                              const Produce& produce) {
+  for (auto& out : job.outputs) keep(*out, empty(x.sizes(), ScalarType::Float));
+  for_produced(job, produce, false, [](Output&, float*, int64_t, int64_t) {});
   std::vector<Cast> casts;
-  Job values = {Dtype::f32, {0, 0}, arguments, job.rows, job.cols, std::move(job.outputs)};
-  for (auto& out : values.outputs) out->data = empty(x.sizes(), ScalarType::Float);
-  for_produced(values, produce, false, [](Output&, float*, int64_t, int64_t) {});
-  for (auto& out : values.outputs) {
-    casts.push_back(quantize(out->data, arguments.dtype, std::nullopt, arguments.transpose,
+  for (auto& out : job.outputs) {
+    casts.push_back(quantize(out->values, arguments.dtype, std::nullopt, arguments.transpose,
                              arguments.granularity, arguments.power_of_two_scale));
   }
   return casts;
@@ -121,6 +130,8 @@ std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments
     out->data_t =
         empty({arguments.transpose ? cols : 0, arguments.transpose ? rows : 0}, arguments.dtype);
     if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols);
+    if (to == Dtype::f32) keep(*out, out->data);
+    if (search && x.numel() <= kKept) keep(*out, empty(x.sizes(), ScalarType::Float));
   }
   if (search) {
     for_produced(job, produce, false, [&](Output& out, float* values, int64_t, int64_t height) {

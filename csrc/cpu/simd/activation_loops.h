@@ -32,34 +32,42 @@ inline void with_kind(Activation kind, F&& f) {
   }
 }
 
-template <Activation kind>
+template <Activation kind, bool near>
 __attribute__((noinline)) void activate(const float* __restrict x, float* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = activation<kind>(x[i]).value;
+  for (int64_t i = 0; i < n; ++i) y[i] = activation<kind, near>(x[i]).value;
 }
 
-template <Activation kind>
-__attribute__((noinline)) void activate(const float* __restrict x, const float* __restrict up,
-                                        float* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = activation<kind>(x[i]).value * up[i];
+template <Activation kind, bool near>
+__attribute__((noinline)) void activate_up(const float* __restrict x, const float* __restrict up,
+                                           float* __restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = activation<kind, near>(x[i]).value * up[i];
 }
 
-template <Activation kind>
-__attribute__((noinline)) void activate_backward(const float* __restrict g,
-                                                 const float* __restrict x, float* __restrict dx,
-                                                 int64_t n) {
-  for (int64_t i = 0; i < n; ++i) dx[i] = g[i] * activation<kind>(x[i]).slope;
+template <Activation kind, bool near>
+__attribute__((noinline)) void derive(const float* __restrict g, const float* __restrict x,
+                                      float* __restrict dx, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) dx[i] = g[i] * activation<kind, near>(x[i]).slope;
 }
 
-template <Activation kind>
-__attribute__((noinline)) void activate_backward(const float* __restrict g,
-                                                 const float* __restrict x,
-                                                 const float* __restrict up, float* __restrict dx,
-                                                 float* __restrict dup, int64_t n) {
+template <Activation kind, bool near>
+__attribute__((noinline)) void derive_up(const float* __restrict g, const float* __restrict x,
+                                         const float* __restrict up, float* __restrict dx,
+                                         float* __restrict dup, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    ValueAndSlope a = activation<kind>(x[i]);
+    ValueAndSlope a = activation<kind, near>(x[i]);
     dx[i] = (g[i] * up[i]) * a.slope;
     dup[i] = g[i] * a.value;
   }
+}
+
+// Whether all |x| <= limit.
+__attribute__((noinline)) bool is_near(const float* __restrict x, float limit, int64_t n) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t magnitude = static_cast<int32_t>(float_bits(x[i]) & 0x7FFFFFFFu);
+    largest = largest > magnitude ? largest : magnitude;
+  }
+  return largest <= static_cast<int32_t>(float_bits(limit));
 }
 
 void act(Activation kind, Dtype dtype, const void* x, const void* up, float* y, int64_t n) {
@@ -68,10 +76,13 @@ void act(Activation kind, Dtype dtype, const void* x, const void* up, float* y, 
     for (int64_t i = 0; i < n; i += kBlock) {
       int64_t count = n - i < kBlock ? n - i : kBlock;
       const float* wide = in_fp32(dtype, x, i, count, buffer[0]);
+      bool near = kind == Activation::relu2 || is_near(wide, activation_near(kind), count);
       if (up == nullptr) {
-        activate<k.value>(wide, y + i, count);
+        auto loop = near ? activate<k.value, true> : activate<k.value, false>;
+        loop(wide, y + i, count);
       } else {
-        activate<k.value>(wide, in_fp32(dtype, up, i, count, buffer[1]), y + i, count);
+        auto loop = near ? activate_up<k.value, true> : activate_up<k.value, false>;
+        loop(wide, in_fp32(dtype, up, i, count, buffer[1]), y + i, count);
       }
     }
   });
@@ -85,11 +96,13 @@ void act_backward(Activation kind, Dtype g_dtype, Dtype dtype, const void* g, co
       int64_t count = n - i < kBlock ? n - i : kBlock;
       const float* of_y = in_fp32(g_dtype, g, i, count, buffer[0]);
       const float* wide = in_fp32(dtype, x, i, count, buffer[1]);
+      bool near = kind == Activation::relu2 || is_near(wide, activation_near(kind), count);
       if (up == nullptr) {
-        activate_backward<k.value>(of_y, wide, dx + i, count);
+        auto loop = near ? derive<k.value, true> : derive<k.value, false>;
+        loop(of_y, wide, dx + i, count);
       } else {
-        activate_backward<k.value>(of_y, wide, in_fp32(dtype, up, i, count, buffer[2]), dx + i,
-                                   dup + i, count);
+        auto loop = near ? derive_up<k.value, true> : derive_up<k.value, false>;
+        loop(of_y, wide, in_fp32(dtype, up, i, count, buffer[2]), dx + i, dup + i, count);
       }
     }
   });
