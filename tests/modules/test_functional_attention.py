@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import attention
+from mixprec.memory.compress_saved import recorded
+from mixprec.memory.packed import Saved
 
 Tensors = tuple[torch.Tensor, ...]
 UNIT = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -97,15 +99,29 @@ def test_autocast_casts_the_operands(dtype: torch.dtype) -> None:
         ind.assert_same_bits(x, y.float())
 
 
-def test_checkpoint_and_compress_saved() -> None:
+def test_checkpoint() -> None:
     args = operands(t=200)
-    want = with_grads(attention, args, causal=True)
-    again = with_grads(lambda *x: checkpoint(attention, *x, causal=True, use_reentrant=False), args)
-    with mixprec.compress_saved("int8"):
-        kept = with_grads(attention, args, causal=True)
-    for got in (again, kept):
-        for x, y in zip(got, want, strict=True):
-            ind.assert_same_bits(x, y)
+
+    def again(*x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(attention, *x, causal=True, use_reentrant=False)
+
+    for x, y in zip(with_grads(again, args), with_grads(attention, args, causal=True), strict=True):
+        ind.assert_same_bits(x, y)
+
+
+def test_compress_saved_knows_it() -> None:
+    """As torch's: operands and result in 8 bits, the logsumexp as it is."""
+    saved = []
+    args = tuple((x * 1) for x in operands(t=512))
+    with (
+        recorded(
+            lambda kind, t: saved.append((kind, t.codes.bits if isinstance(t, Saved) else None))
+        ),
+        mixprec.compress_saved("int4"),
+    ):
+        y = attention(*args)
+    assert sorted(saved, key=str) == [("attention", 8)] * 4 + [("attention", None)]
+    y.sum().backward()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
