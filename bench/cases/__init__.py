@@ -1,6 +1,7 @@
 """All cases: importing a module registers what it holds."""
 
 from . import (  # noqa: F401
+    attention,
     fused,
     gemm,
     gpt,

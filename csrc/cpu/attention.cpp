@@ -62,14 +62,23 @@ class Parts {
   char* at_;
 };
 
-// The memory of a thread: of T{Parts, args...}, whose size is found by placing it at null.
+constexpr int64_t kKept = 16 << 20;  // bytes of scratch that a thread keeps between calls
+
+// T{Parts, args...} in memory of this thread, or, what is too large to be kept, in `once`. The size
+// is found by placing T at null.
 template <class T, class... Args>
-T in_scratch(const Args&... args) {
-  static thread_local Scratch scratch;
+T in_scratch(Scratch& once, const Args&... args) {
+  static thread_local Scratch kept;
   Parts measured(nullptr);
   T{measured, args...};
-  Parts parts(scratch.get(measured.bytes()));
+  Parts parts((measured.bytes() > kKept ? once : kept).get(measured.bytes()));
   return T{parts, args...};
+}
+
+// The tile, of `count`, to compute at a turn: the first, the last, the second, ... Of a causal
+// head one end has more to compute than the other, and threads that share it get equal parts.
+int64_t tile_at(int64_t turn, int64_t count) {
+  return turn % 2 == 0 ? turn / 2 : count - 1 - turn / 2;
 }
 
 // The row strides, in words, of what is packed along features and along rows.
@@ -169,6 +178,19 @@ struct Forward {
   }
 };
 
+struct Range {
+  int64_t begin, end;
+};
+
+// What one step of backward computes: from `heads` of q, `rows` and `keys`, which begin with a
+// tile, the gradients of these keys or those of these queries, which need all of the others; or
+// both.
+struct Part {
+  int64_t b, kv_head;
+  Range heads, rows, keys;
+  bool of_keys, of_queries;
+};
+
 // The scratch memory of backward: all of a head of k and v, and of one of the heads of q that read
 // it.
 struct Backward {
@@ -179,6 +201,7 @@ struct Backward {
   Columns k, v;
   uint32_t *k_rows, *q, *g, *q_rows, *g_rows, *weights_t, *grads, *grads_t;
   float *scores, *of_weights, *dq, *dk, *dv, *shared;
+  int64_t packed_k = -1, packed_q = -1;  // the heads, of all batches
 
   Backward(Parts& parts, const AttentionKernel& kernel, const Sizes& size)
       : kernel(kernel),
@@ -209,6 +232,8 @@ struct Backward {
   }
 
   void pack_keys(const Heads& of_k, const Heads& of_v, int64_t b, int64_t h) {
+    if (packed_k == b * size.kv_heads + h) return;
+    packed_k = b * size.kv_heads + h;
     k.pack(kernel, of_k, b, h, size.keys, size.d);
     v.pack(kernel, of_v, b, h, size.keys, size.d);
     kernel.pack_by_rows(of_k.dtype, of_k.at(b, h, 0), of_k.row, size.keys, size.d, k_rows,
@@ -218,6 +243,8 @@ struct Backward {
   }
 
   void pack_queries(const Heads& of_q, const Heads& of_g, const Heads& out, int64_t b, int64_t h) {
+    if (packed_q == b * size.heads + h) return;
+    packed_q = b * size.heads + h;
     auto pack = [&](const Heads& x, uint32_t* along, uint32_t* by_rows) {
       kernel.pack(x.dtype, x.at(b, h, 0), x.row, size.queries, size.d, along, ld.along, queries);
       if (kernel.pair == 1) return;
@@ -231,8 +258,8 @@ struct Backward {
     std::fill(dq, dq + queries * ld.by_rows, 0.0f);
   }
 
-  // One tile: five products.
-  void tile(int64_t row, int64_t key, const float* logsumexp) {
+  // One tile: five products, or four, or three.
+  void tile(const Part& part, int64_t row, int64_t key, const float* logsumexp) {
     TileShape shape = size.tile(row, key);
     auto scores_of = [&](const uint32_t* a, const Columns& b, float scale, float* c) {
       kernel.product({shape.rows, shape.keys, b.words, a + row * ld.along, ld.along, false,
@@ -243,23 +270,56 @@ struct Backward {
     scores_of(g, v, 1.0f, of_weights);
     kernel.softmax_backward(shape, scores, of_weights, logsumexp + row, shared + row, size.scale,
                             weights_t, grads, grads_t);
-    auto add_to_key = [&](const uint32_t* a, const uint32_t* b, float* c) {
+    auto add_to_keys = [&](const uint32_t* a, const uint32_t* b, float* c) {
       kernel.product({shape.keys, size.d, ceil_div(shape.rows, kernel.pair), a, kTileLd, true,
                       b + row / kernel.pair * ld.by_rows, ld.by_rows, c + key * ld.by_rows,
                       ld.by_rows, ones(), 1.0f, shape.causal ? Seen::from : Seen::all,
                       shape.shift});
     };
-    add_to_key(weights_t, g_rows, dv);
-    add_to_key(grads_t, q_rows, dk);
+    if (part.of_keys) {
+      add_to_keys(weights_t, g_rows, dv);
+      add_to_keys(grads_t, q_rows, dk);
+    }
+    if (!part.of_queries) return;
     kernel.product({shape.rows, size.d, ceil_div(shape.keys, kernel.pair), grads, kTileLd, false,
                     k_rows + key / kernel.pair * ld.by_rows, ld.by_rows, dq + row * ld.by_rows,
                     ld.by_rows, ones(), 1.0f, shape.causal ? Seen::until : Seen::all, shape.shift});
   }
 
-  void store(const Heads& to, const float* x, int64_t b, int64_t h, int64_t count) {
-    kernel.store_rows(to.dtype, x, ld.by_rows, nullptr, count, size.d, to.at(b, h, 0), to.row);
+  void store(const Heads& to, const float* x, int64_t b, int64_t h, Range range) {
+    kernel.store_rows(to.dtype, x + range.begin * ld.by_rows, ld.by_rows, nullptr,
+                      range.end - range.begin, size.d, to.at(b, h, range.begin), to.row);
   }
 };
+
+// The parts in which threads compute: whole heads of k and v, or, where these are too few, first
+// tiles of keys, then tiles of queries. Every sum has the same order in both.
+std::vector<std::vector<Part>> parts_of(const Sizes& size) {
+  Range rows{0, size.queries}, keys{0, size.keys};
+  std::vector<Part> whole, by_keys, by_queries;
+  auto tiles = [](Range all, const auto& f) {
+    int64_t count = ceil_div(all.end, kTileSide);
+    for (int64_t turn = 0; turn < count; ++turn) {
+      int64_t begin = tile_at(turn, count) * kTileSide;
+      f(Range{begin, std::min(begin + kTileSide, all.end)});
+    }
+  };
+  for (int64_t b = 0; b < size.batch; ++b) {
+    for (int64_t kv = 0; kv < size.kv_heads; ++kv) {
+      Range heads{kv * size.group(), (kv + 1) * size.group()};
+      whole.push_back({b, kv, heads, rows, keys, true, true});
+      tiles(keys, [&](Range tile) { by_keys.push_back({b, kv, heads, rows, tile, true, false}); });
+      for (int64_t h = heads.begin; h < heads.end; ++h) {
+        tiles(rows, [&](Range tile) {
+          by_queries.push_back({b, kv, {h, h + 1}, tile, keys, false, true});
+        });
+      }
+    }
+  }
+  int64_t enough = torch::stable::get_num_threads();
+  if (static_cast<int64_t>(whole.size()) >= enough) return {whole};
+  return {by_keys, by_queries};
+}
 
 Sizes check(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
             const char* op) {
@@ -300,13 +360,12 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, 
   const AttentionKernel& kernel = kernel_for(of_q.dtype);
   int64_t tiles = ceil_div(size.queries, kTileSide), total = size.batch * size.heads * tiles;
   torch::stable::parallel_for(0, total, 1, [&](int64_t begin, int64_t end) {
-    auto here = in_scratch<Forward>(kernel, size);
+    Scratch once;
+    auto here = in_scratch<Forward>(once, kernel, size);
     int64_t packed = -1;
     for (int64_t i = begin; i < end; ++i) {
       int64_t b = i / tiles / size.heads, h = i / tiles % size.heads, of_kv = h / size.group();
-      // The first, the last, the second, ...: so that threads that share a causal head get equal
-      // parts.
-      int64_t turn = i % tiles, row = (turn % 2 == 0 ? turn / 2 : tiles - 1 - turn / 2) * kTileSide;
+      int64_t row = tile_at(i % tiles, tiles) * kTileSide;
       if (packed != b * size.kv_heads + of_kv) {
         here.pack(of_k, of_v, b, of_kv);
         packed = b * size.kv_heads + of_kv;
@@ -338,26 +397,31 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
   Tensor dq = empty_like_rows(q), dk = empty_like_rows(k), dv = empty_like_rows(v);
   Heads of_g(g), of_q(q), of_k(k), of_v(v), of_out(out), to_q(dq), to_k(dk), to_v(dv);
   const AttentionKernel& kernel = kernel_for(of_q.dtype);
-  int64_t total = size.batch * size.kv_heads;
-  torch::stable::parallel_for(0, total, 1, [&](int64_t begin, int64_t end) {
-    auto here = in_scratch<Backward>(kernel, size);
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t b = i / size.kv_heads, of_kv = i % size.kv_heads;
-      here.pack_keys(of_k, of_v, b, of_kv);
-      for (int64_t h = of_kv * size.group(); h < (of_kv + 1) * size.group(); ++h) {
-        here.pack_queries(of_q, of_g, of_out, b, h);
-        const float* of_head = all_logsumexp + (b * size.heads + h) * size.queries;
-        for (int64_t key = 0; key < size.keys; key += kTileSide) {
-          for (int64_t row = causal ? key : 0; row < size.queries; row += kTileSide) {
-            here.tile(row, key, of_head);
+  for (const std::vector<Part>& parts : parts_of(size)) {
+    auto run = [&](int64_t begin, int64_t end) {
+      Scratch once;
+      auto here = in_scratch<Backward>(once, kernel, size);
+      for (int64_t i = begin; i < end; ++i) {
+        const Part& part = parts[i];
+        here.pack_keys(of_k, of_v, part.b, part.kv_head);
+        for (int64_t h = part.heads.begin; h < part.heads.end; ++h) {
+          here.pack_queries(of_q, of_g, of_out, part.b, h);
+          const float* of_head = all_logsumexp + (part.b * size.heads + h) * size.queries;
+          for (int64_t key = part.keys.begin; key < part.keys.end; key += kTileSide) {
+            int64_t first = causal ? std::max(key, part.rows.begin) : part.rows.begin;
+            for (int64_t row = first; row < part.rows.end; row += kTileSide) {
+              here.tile(part, row, key, of_head);
+            }
           }
+          if (part.of_queries) here.store(to_q, here.dq, part.b, h, part.rows);
         }
-        here.store(to_q, here.dq, b, h, size.queries);
+        if (!part.of_keys) continue;
+        here.store(to_k, here.dk, part.b, part.kv_head, part.keys);
+        here.store(to_v, here.dv, part.b, part.kv_head, part.keys);
       }
-      here.store(to_k, here.dk, b, of_kv, size.keys);
-      here.store(to_v, here.dv, b, of_kv, size.keys);
-    }
-  });
+    };
+    torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), 1, run);
+  }
   return {dq, dk, dv};
 }
 

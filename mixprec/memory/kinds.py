@@ -15,8 +15,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     # Products of two activations are those of attention, where softmax amplifies errors.
     "attention": (
-        *("scaled_dot_product_attention", "multi_head_attention_forward", "softmax", "matmul"),
-        *("rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
+        *("attention", "scaled_dot_product_attention", "multi_head_attention_forward", "softmax"),
+        *("matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
     ),
     "activation": (
         *("gelu", "relu", "silu", "mish", "elu", "celu", "selu", "leaky_relu", "prelu", "relu6"),

@@ -38,6 +38,7 @@ def attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(q, k, causal, scale)
     logsumexp = scores.logsumexp(-1)
+    logsumexp = logsumexp.masked_fill(logsumexp == torch.inf, torch.nan)  # as in softmax
     weights = (scores - logsumexp[..., None]).exp()
     return _rows_first(weights @ _by_query_head(v, q), q.dtype), logsumexp
 

@@ -1,4 +1,4 @@
-"""Raw ops inside torch.autocast: GEMM casts its operands, every other op takes what it is given."""
+"""Raw ops inside torch.autocast: products cast their operands, other ops take what they get."""
 
 from __future__ import annotations
 
@@ -157,10 +157,10 @@ def test_quantized_operands(quantized: str) -> None:
         ind.assert_same_bits(mixprec.gemm(a, b), want)
 
 
-def test_gemm_alone_has_a_rule() -> None:
+def test_products_alone_have_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""
-    products = {"gemm", "gemm_accumulate_", "gemm_simulated"}
+    products = {"gemm", "gemm_accumulate_", "gemm_simulated", "attention"}
     assert {op.name for op in OPS.values() if op._operands} == products
     for op in OPS.values():
         for variant in ("cpp", "reference"):

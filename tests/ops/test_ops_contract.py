@@ -35,6 +35,7 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
     fp64 = (*WIDE, torch.float64)
     dtypes = {
         **dict.fromkeys(("amax", "quantize", "pack", "unpack", *FUSED), WIDE),
+        **dict.fromkeys(("attention", "attention_backward", "rotary"), WIDE),
         **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_", "gemm_simulated"), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
         **dict.fromkeys(("scale_from_amax_", *SCALARS), (torch.float32,)),
@@ -79,6 +80,14 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         codes = torch.arange(x.numel() // 2, dtype=torch.uint8)
         ranges = torch.full(((x.numel() + 127) // 128, 2), 0.5, dtype=torch.bfloat16)
         return codes, ranges, 4, list(x.shape), dtype
+    if op in ("attention", "attention_backward"):
+        q = tensor((2, 4, 5, 8), dtype, arrangement)
+        k, v = (tensor((q.shape[0], 2, 7, 8), dtype, arrangement) for _ in range(2))
+        out, logsumexp = OPS["attention"].handle()(q, k, v, True, 0.25)
+        more = (q.clone(), q, k, v, out, logsumexp) if op != "attention" else (q, k, v)
+        return *more, True, 0.25
+    if op == "rotary":
+        return tensor((2, 3, 5, 8), dtype, arrangement), one.expand(5, 4), one.expand(5, 4), False
     if op in ("gemm", "gemm_accumulate_", "gemm_simulated"):
         b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
         if op != "gemm_accumulate_":

@@ -1,0 +1,98 @@
+"""attention, forward and backward, against torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from mixprec.functional import attention
+
+from .. import verify
+from .registry import Workload, case, times_faster
+
+BATCH, HEADS, WIDTH = 4, 8, 64
+LENGTHS = (256, 1024)
+TARGET = 1.5
+# Sums of one rounding each to the dtype; below what a wrong tile or mask would leave.
+SQNR = {torch.float32: 110.0, torch.bfloat16: 40.0}
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _torchs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: SDPBackend
+) -> torch.Tensor:
+    """Computed in `dtype`, with one of torch's implementations."""
+    with sdpa_kernel(backend):
+        y = scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True)
+    return y.to(q.dtype)
+
+
+def _operands(length: int, dtype: torch.dtype) -> Tensors:
+    """q, k, v and the gradient of the result as projections leave them, [B, T, H, D] in memory."""
+    generator = torch.Generator().manual_seed(length)
+    shape = (BATCH, length, HEADS, WIDTH)
+    q, k, v, g = (
+        torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for _ in range(4)
+    )
+    return *(x.requires_grad_() for x in (q, k, v)), g
+
+
+def _pass(product: Product, tensors: Tensors) -> Tensors:
+    *inputs, g = tensors
+    y = product(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, g)
+
+
+def _workload(length: int, dtype: torch.dtype) -> Workload:
+    tensors = _operands(length, dtype)
+    flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+    fp32 = torch.float32
+    baselines = {
+        "torch, fp32": partial(_torchs, dtype=fp32, backend=flash),
+        "torch, fp32, without flash": partial(_torchs, dtype=fp32, backend=math),
+    }
+    if dtype == torch.bfloat16:
+        baselines |= {
+            "torch, bf16": partial(_torchs, dtype=dtype, backend=flash),
+            "torch, bf16, without flash": partial(_torchs, dtype=dtype, backend=math),
+        }
+    ours = partial(_pass, partial(attention, causal=True), tensors)
+
+    def check() -> str | None:
+        *wide, g = (x.detach().double() for x in tensors)
+        want = _pass(
+            partial(scaled_dot_product_attention, is_causal=True),
+            (*(x.requires_grad_() for x in wide), g),
+        )
+        names = ("y", "grad of q", "grad of k", "grad of v")
+        return verify.first(
+            *(
+                verify.sqnr_at_least(SQNR[dtype], name, got, exact)
+                for name, got, exact in zip(names, ours(), want, strict=True)
+            )
+        )
+
+    seen = length * (length + 1) / 2  # pairs of a query and a key
+    return Workload(
+        ours,
+        {name: partial(_pass, product, tensors) for name, product in baselines.items()},
+        check,
+        flops=7 * 2.0 * BATCH * HEADS * seen * WIDTH,  # two products forward, five backward
+    )
+
+
+for _name, _dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    for _length in LENGTHS:
+        case(
+            f"attention/{_name}/{_length}",
+            f"forward and backward, {_name} [{BATCH}, {HEADS}, {_length}, {WIDTH}], causal",
+            times_faster(TARGET),
+            partial(_workload, _length, _dtype),
+            quick=_length == LENGTHS[0],
+        )

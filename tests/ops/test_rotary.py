@@ -1,0 +1,108 @@
+"""rotary: bit for bit with its reference, and against complex numbers in FP64."""
+
+from __future__ import annotations
+
+import independent as ind
+import pytest
+import torch
+from cases import LAYOUTS, WIDE, Layout, for_each, normal, pairwise, random_bits
+
+from mixprec.functional import rotary
+from mixprec.ops.rotary import rotary_op, rotary_reference
+from mixprec.testing import assert_close
+
+SHAPES = ((2, 3, 5, 8), (1, 1, 1, 2), (2, 2, 33, 70), (1, 4, 7, 128), (2, 0, 3, 4), (1, 2, 0, 6))
+
+
+def angles(shape: tuple[int, ...]) -> torch.Tensor:
+    return normal((shape[2], shape[3] // 2), torch.float64, seed=9) * 3
+
+
+def factors(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    return angles(shape).cos().float(), angles(shape).sin().float()
+
+
+def exact(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The pairs as complex numbers times e^(i angle)."""
+    order = (-1, 2) if interleaved else (2, -1)
+    pairs = x.double().unflatten(-1, order)
+    pairs = pairs if interleaved else pairs.mT
+    angle = angles(x.shape)
+    turned = torch.complex(*pairs.unbind(-1)) * torch.polar(torch.ones_like(angle), angle)
+    result = torch.view_as_real(turned)
+    return (result if interleaved else result.mT).flatten(-2)
+
+
+@for_each("layout, shape, dtype, interleaved", pairwise(LAYOUTS, SHAPES, WIDE, (False, True)))
+def test_values(
+    poisoned: None, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool
+) -> None:
+    x, (cos, sin) = layout(normal(shape, dtype)), factors(shape)
+    y = rotary_op(x, cos, sin, interleaved)
+    ind.assert_same_bits(y, rotary_reference(x, cos, sin, interleaved))
+    assert y.transpose(1, 2).is_contiguous()
+    unit = torch.finfo(dtype).eps + 2.0**-22
+    assert_close(y, exact(x, interleaved), unit * (1 + x.double().abs().amax(-1, keepdim=True)))
+
+
+@for_each("dtype, interleaved", pairwise(WIDE, (False, True)))
+def test_every_kind_of_number(two_threads: None, dtype: torch.dtype, interleaved: bool) -> None:
+    x = random_bits(2 * 3 * 700 * 16, dtype).view(2, 3, 700, 16)
+    wide = torch.stack([*factors((1, 1, 700, 32))], 0).repeat(1, 1, 2)  # rows of views
+    for cos, sin in (factors(x.shape), wide[:, :, 3:11].unbind(0), wide[:, :, ::4].unbind(0)):
+        want = rotary_reference(x, cos, sin, interleaved)
+        ind.assert_same_bits(rotary_op(x, cos, sin, interleaved), want)
+
+
+@for_each("interleaved", [False, True])
+def test_gradients(interleaved: bool) -> None:
+    """The transpose of a rotation, also differentiated again; FP32 against FP64."""
+    x = normal((2, 3, 5, 8), torch.float32).requires_grad_()
+    g = normal((2, 3, 5, 8), torch.float32, seed=1).requires_grad_()
+    cos, sin = factors(x.shape)
+    y = rotary(x, cos, sin, interleaved=interleaved)
+    (dx,) = torch.autograd.grad(y, x, g, create_graph=True)
+    wide = x.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(exact(wide, interleaved), wide, g.detach().double())
+    assert_close(dx.detach(), want, 1e-5)
+    (dg,) = torch.autograd.grad(dx, g, x.detach())  # the rotation itself, of x
+    assert_close(dg, y.detach().double(), 1e-6)
+
+
+def test_both_forms_of_the_factors() -> None:
+    x = normal((2, 3, 5, 8), torch.bfloat16)
+    cos, sin = factors(x.shape)
+    for interleaved in (False, True):
+        want = rotary(x, cos, sin, interleaved=interleaved)
+        twice = [f.repeat_interleave(2, 1) if interleaved else f.repeat(1, 2) for f in (cos, sin)]
+        ind.assert_same_bits(rotary(x, *twice, interleaved=interleaved), want)
+    low = [f.bfloat16() for f in (cos, sin)]
+    ind.assert_same_bits(rotary(x, *low), rotary(x, *(f.float() for f in low)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled() -> None:
+    """Forward and backward, for a second shape too."""
+    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
+    for shape, turn in (((2, 3, 5, 8), False), ((2, 3, 5, 8), True), ((1, 2, 9, 8), True)):
+        x = normal(shape, torch.float32).requires_grad_()
+        got, want = (f(x, *factors(shape), interleaved=turn) for f in (compiled, rotary))
+        ind.assert_same_bits(got.detach(), want.detach())
+        ind.assert_same_bits(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want)))
+
+
+def test_errors() -> None:
+    x, (cos, sin) = torch.ones(2, 3, 5, 8), factors((2, 3, 5, 8))
+    for args, message in (
+        ((x[0], cos, sin), "x must be"),
+        ((x[..., :7], cos, sin), "x must be"),
+        ((x.long(), cos, sin), "x must have dtype"),
+        ((x, cos[:4], sin), "cos must have shape"),
+        ((x, cos, sin[:, :3]), "sin must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rotary(*args)
+    with pytest.raises(TypeError, match="cos must be"):
+        rotary(x, 1.0, sin)
+    with pytest.raises(RuntimeError, match="detach sin"):
+        rotary(x, cos, sin.requires_grad_())
