@@ -78,7 +78,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--text", "train on this file (default: Python's standard library)", metavar="FILE")
     add("--full", f"{FULL_STEPS} steps instead of {STEPS}", action="store_true")
     add("--steps", "training steps per precision (default: as --full says)", type=int)
-    recipes = f"precisions, also {FUSED}fp8 and so on, with commas (default: {RECIPES}; on a GPU {GPU_RECIPES})"
+    recipes = f"precisions, separated by commas, also {FUSED}fp8 and so on (default: {RECIPES}; "
+    recipes += f"on a GPU {GPU_RECIPES})"
     add("--recipes", recipes, metavar="A,B")
     lean = f"train {LEAN_RECIPES} and show the memory of a step (DIR/memory.png)"
     add("--lean", lean, action="store_true")

@@ -31,6 +31,7 @@ _ACTS = {
     "PytorchGELUTanh": "gelu_tanh",
     "GELUTanh": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
+    "_ReLUSquared": "relu2",
 }
 
 

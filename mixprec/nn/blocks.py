@@ -17,15 +17,16 @@ _ACTS = {
     "silu": lambda: nn.SiLU(),
     "gelu": lambda: nn.GELU(),
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
-    "relu2": lambda: ReLUSquaredActivation(),
+    "relu2": lambda: _ReLUSquared(),
 }
 
 
-class ReLUSquaredActivation(nn.Module):
+class _ReLUSquared(nn.Module):
     """relu(x)^2. Source: Primer (So et al., 2021)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x).square()
+        y = nn.functional.relu(x)
+        return y * y
 
 
 def _norm(kind: str, width: int, eps: float, device: torch.device | str | None) -> nn.Module:
