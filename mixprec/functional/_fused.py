@@ -55,7 +55,7 @@ class Fused(torch.autograd.Function):
         out_dtype: torch.dtype,
         grad_enabled: bool,
         simulated: str | None,
-        *weights_and_biases: torch.Tensor | None,
+        *weights_and_biases: Any,
     ) -> Any:
         weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
         ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
@@ -109,12 +109,12 @@ class Fused(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         shape = x.shape[:-1]
-        results = [torch.ops.aten._unsafe_view.default(y, (*shape, y.shape[-1])) for y in outputs]
-        return (*results, total) if residual is not None else tuple(results)
+        views = [torch.ops.aten._unsafe_view.default(y, (*shape, y.shape[-1])) for y in outputs]
+        return (*views, total) if residual is not None else tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        saved = ctx.saved_tensors
+        saved: Any = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
         recipe, products, low, act = ctx.recipe, ctx.products, ctx.low, ctx.act
@@ -144,36 +144,37 @@ class Fused(torch.autograd.Function):
                         a_inv_t,
                         ctx.dtypes[-2],
                         last.main_grad,
-                        ctx.simulated,
+                        simulated,
                     )
                 if need_bias[-1]:
                     grad_wb[-1] = _products.grad_bias(g, ctx.dtypes[-1])
                 if need_h:
-                    g_a = _products.grad_input(recipe, last.name, qg, *weights[-2:], low, simulated)
+                    w_t, w_inv_t = weights[-2:]
+                    g_a = _products.grad_input(recipe, last.name, qg, w_t, w_inv_t, low, simulated)
                     qgs, plain = _through_activation(ctx, g_a, hidden, first)
-                    for i, of_h in enumerate(plain):
+                    for i, of_bias in enumerate(plain):
                         if need_bias[i]:
-                            grad_wb[2 * i + 1] = _products.grad_bias(of_h, ctx.dtypes[2 * i + 1])
+                            grad_wb[2 * i + 1] = _products.grad_bias(of_bias, ctx.dtypes[2 * i + 1])
         else:
             for i, (p, g) in enumerate(zip(first, grads, strict=False)):
-                cast = g is not None and (need_x or need_w[i])
-                qgs.append(
-                    operands.cast(g, "g", recipe, p.delayed, use_t=need_w[i]) if cast else None
-                )
+                if g is None or not (need_x or need_w[i]):
+                    qgs.append(None)
+                else:
+                    qgs.append(operands.cast(g, "g", recipe, p.delayed, use_t=need_w[i]))
                 if need_bias[i] and g is not None:
                     grad_wb[2 * i + 1] = _products.grad_bias(g, ctx.dtypes[2 * i + 1])
 
-        for i, (p, qg) in enumerate(zip(first, qgs, strict=False)):
-            if qg is not None and need_w[i]:
+        for i, (p, of_h) in enumerate(zip(first, qgs, strict=False)):
+            if of_h is not None and need_w[i]:
                 grad_wb[2 * i] = _products.grad_weight(
-                    recipe, p.name, qg, x_t, x_inv_t, ctx.dtypes[2 * i], p.main_grad, simulated
+                    recipe, p.name, of_h, x_t, x_inv_t, ctx.dtypes[2 * i], p.main_grad, simulated
                 )
         dx = dw = db = None
         if need_x:
             sources = [
-                (p, qg, weights[2 * i : 2 * i + 2])
-                for i, (p, qg) in enumerate(zip(first, qgs, strict=False))
-                if qg is not None
+                (p, of_h, weights[2 * i : 2 * i + 2])
+                for i, (p, of_h) in enumerate(zip(first, qgs, strict=False))
+                if of_h is not None
             ]
             dx, dw, db = _grad_of_x(ctx, sources, total, norm_weight, mean, rstd, g_total)
         residual = dx if ctx.needs_input_grad[1] else None
@@ -228,7 +229,7 @@ def _through_activation(
     how = Cast.of("g", recipe, first[0].delayed, g.device, use_t)
     arguments = (ctx.low, None, False, "tensor", True) if apart else how.arguments
     results = act_backward(g, hidden[0], up, ctx.act, *arguments)
-    pieces = results[: len(first)]
+    pieces: Any = results[: len(first)]
     if apart:
         plain = [piece[0] for piece in pieces]
         return [
@@ -242,7 +243,7 @@ def _through_activation(
 
 def _grad_of_x(
     ctx: Any,
-    sources: Sequence[tuple[Product, Operand, Sequence[torch.Tensor]]],
+    sources: Sequence[tuple[Product, Operand, Any]],
     total: torch.Tensor,
     norm_weight: torch.Tensor | None,
     mean: torch.Tensor,
@@ -253,9 +254,9 @@ def _grad_of_x(
     if not sources:
         return g_total, None, None
     one = ctx.low if ctx.norm else ctx.x_dtype
-    product, qg, weight = sources[0]
+    product, qg, (w_t, w_inv_t) = sources[0]
     dtype = one if len(sources) == 1 else torch.float32
-    g = _products.grad_input(ctx.recipe, product.name, qg, *weight, dtype, ctx.simulated)
+    g = _products.grad_input(ctx.recipe, product.name, qg, w_t, w_inv_t, dtype, ctx.simulated)
     for product, qg, (w_t, w_inv_t) in sources[1:]:
         observe("grad_input", ctx.recipe, product.name)
         accumulate(g, qg.data, w_t.t(), qg.scale_inv, _products.t(w_inv_t), ctx.simulated)

@@ -92,7 +92,9 @@ class Part:
             return self._one_by_one(x, residual)
         recipe = _region.recipe_here(self.first[0].recipe)
         assert recipe is not None
-        products, tensors, out_dtype = [], [], x.dtype
+        products: list[Product] = []
+        tensors: list[Any] = []
+        out_dtype = x.dtype
         for layer in self.layers:
             product, weight, out_dtype = _product(layer, x, recipe)
             products.append(product)

@@ -37,7 +37,7 @@ class Swapped(nn.Module):
 
     def alone(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's own class."""
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)
 
 
 class NormParts(NamedTuple):

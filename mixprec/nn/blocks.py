@@ -70,7 +70,7 @@ class NormLinear(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        outputs = Part([*self.linears], norm=self.norm)(x, residual)  # type: ignore[list-item]
+        outputs = Part([*self.linears], norm=self.norm)(x, residual)
         return outputs[0] if self._single and residual is None else outputs
 
 

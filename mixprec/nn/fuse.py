@@ -18,7 +18,17 @@ from ._layer import Layer
 from ._norms import Swapped, names_in_forward, norm_of
 from ._subclass import swap
 
-__all__ = ["fuse", "unfuse"]
+__all__ = [
+    "AbsorbedNorm",
+    "Found",
+    "FusedAttention",
+    "FusedMLP",
+    "FusedSequential",
+    "Outputs",
+    "SharedLinear",
+    "fuse",
+    "unfuse",
+]
 
 # What the forward pass of a class names, in this order, decides which of these it is.
 _LLAMA_MLP = ("down_proj", "act_fn", "gate_proj", "up_proj")
@@ -225,12 +235,12 @@ def _make_whole(module: nn.Module, fqn: str, part: Part | None, what: str, found
 
 def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> None:
     """norm, linear; norm, linear, activation, linear; linear, activation, linear."""
-    children = list(module._modules.values())
+    children: list[Any] = list(module._modules.values())
     parts: dict[int, tuple[Part, int]] = {}
     told, i = [], 0
     while i < len(children):
         start = i
-        norm = children[i] if norm_of(children[i]) else None  # type: ignore[arg-type]
+        norm = children[i] if norm_of(children[i]) else None
         i += norm is not None
         first = children[i] if i < len(children) and isinstance(children[i], Layer) else None
         if first is None:
@@ -238,7 +248,7 @@ def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> None:
             continue
         two = (
             i + 2 < len(children) and act_of(children[i + 1]) and isinstance(children[i + 2], Layer)
-        )  # type: ignore[arg-type]
+        )
         act, last = (children[i + 1], children[i + 2]) if two else (None, None)
         i += 3 if two else 1
         if norm is None and last is None:
