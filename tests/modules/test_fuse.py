@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +217,50 @@ def errors() -> Iterator[tuple[str, object]]:
 def test_errors(message: str, call: object) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "fp8", "fp8-delayed"])
+def test_a_resumed_run_has_the_same_bits(recipe: str, tmp_path: Path) -> None:
+    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(Block(), nn.Linear(WIDTH, 8))
+        mixprec.convert(model, recipe, fuse=True)
+        return model, mixprec.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            model(torch.randn(2, 9, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mixprec.update_scales(model)
+
+    model, optimizer = start(0)
+    train(model, optimizer, range(3))
+    mixprec.save_checkpoint(tmp_path / "run", model=model, optimizer=optimizer, step=3)
+    train(model, optimizer, range(3, 6))
+    resumed, its_optimizer = start(1)
+    mixprec.load_checkpoint(tmp_path / "run", model=resumed, optimizer=its_optimizer)
+    train(resumed, its_optimizer, range(3, 6))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+def test_sqnr_and_simulate_see_fused_layers() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x).square().mean()
+
+    data = [torch.randn(2, 9, WIDTH) for _ in range(2)]
+    report = mixprec.compare(WithLoss, data, ("fp32", "fp8"), fuse=True, sqnr=True)
+    assert {"block.mlp.1", "block.mlp.3", "block.attention.proj"} <= set(report.rows[1].sqnr)
+    model, x = model_and_batch()
+    mixprec.convert(model, "fp8", fuse=True)
+    with mixprec.simulate("hopper"):
+        y = model(x)
+    assert not torch.equal(y, model(x))
+    torch.testing.assert_close(y, model(x), rtol=0.1, atol=0.1)
