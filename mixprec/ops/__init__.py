@@ -4,6 +4,7 @@ from ._dispatch.backends import use_backend
 from ._dispatch.rounding import export_master, join_master
 from .adamw import adamw_
 from .amax import amax
+from .attention import attention, attention_backward
 from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
@@ -12,6 +13,7 @@ from .lion import lion_
 from .muon_direction import muon_direction_
 from .pack import pack, unpack
 from .quantize import quantize
+from .rotary import rotary
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
 from .unscale import unscale_
@@ -19,6 +21,8 @@ from .unscale import unscale_
 __all__ = [
     "adamw_",
     "amax",
+    "attention",
+    "attention_backward",
     "clip_coef",
     "dequantize",
     "export_master",
@@ -31,6 +35,7 @@ __all__ = [
     "muon_direction_",
     "pack",
     "quantize",
+    "rotary",
     "scale_from_amax_",
     "sgd_",
     "underflow_share",
