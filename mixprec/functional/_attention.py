@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..memory.running import running
 from ..ops._dispatch import autocast, backends, checks
-from ..ops.attention import attention_backward_op, attention_op
+from ..ops.attention import attention as run
+from ..ops.attention import attention_backward
 
 _NO_SECOND = (
     "attention: its gradients have no derivative (create_graph=True); for a second derivative use "
@@ -23,18 +24,17 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> torch.Tensor:
-        out: torch.Tensor
-        out, logsumexp = attention_op(q, k, v, causal, scale)
+        out, logsumexp = run(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.causal, ctx.scale = causal, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        q, k, v, out, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        grads = attention_backward_op(_dense(g), *saved, ctx.causal, ctx.scale)
+        grads = attention_backward(_dense(g), q, k, v, out, logsumexp, ctx.causal, ctx.scale)
         needed = (x if need else None for x, need in zip(grads, ctx.needs_input_grad, strict=False))
         return *needed, None, None
 

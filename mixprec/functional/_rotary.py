@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..ops._dispatch import checks
-from ..ops.rotary import rotary_op
+from ..ops.rotary import rotary as run
 
 
 class _Rotary(torch.autograd.Function):
@@ -17,8 +17,7 @@ class _Rotary(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        y: torch.Tensor = rotary_op(x, cos, sin, interleaved)
-        return y
+        return run(x, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

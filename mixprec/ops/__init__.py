@@ -6,6 +6,7 @@ from ._dispatch.simulation import simulate
 from .act_quantize import act_quantize
 from .adamw import adamw_
 from .amax import amax
+from .attention import attention, attention_backward
 from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
@@ -15,6 +16,7 @@ from .muon_direction import muon_direction_
 from .norm_quantize import norm_quantize
 from .pack import pack, unpack
 from .quantize import quantize
+from .rotary import rotary
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
 from .sgd import sgd_
 from .unscale import unscale_
@@ -23,6 +25,8 @@ __all__ = [
     "act_quantize",
     "adamw_",
     "amax",
+    "attention",
+    "attention_backward",
     "clip_coef",
     "dequantize",
     "export_master",
@@ -36,6 +40,7 @@ __all__ = [
     "norm_quantize",
     "pack",
     "quantize",
+    "rotary",
     "scale_from_amax_",
     "sgd_",
     "simulate",

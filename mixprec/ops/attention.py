@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import autocast, checks, example_inputs
 from ._dispatch.op import Op
 
-__all__ = ["attention_backward_op", "attention_backward_reference", "attention_op"]
-__all__ += ["attention_reference"]
+__all__ = ["attention", "attention_backward", "attention_backward_op"]
+__all__ += ["attention_backward_reference", "attention_op", "attention_reference"]
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -140,3 +140,43 @@ attention_backward_op = Op(
     check=_check_backward,
     examples=example_inputs.attention_backward,
 )
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, logsumexp): softmax(q k^T * scale) v, and the logsumexp of each row of scores.
+
+    q: [B, H, T, D]; k, v: [B, H_kv, S, D], of one dtype, fp32, bf16 or fp16; any strides, H a
+    multiple of H_kv. out: q's shape and dtype, in memory as [B, T, H, D]; logsumexp: fp32
+    [B, H, T]. mixprec.functional.attention says more, and has a derivative. Inside torch.autocast
+    q, k and v are first cast to its dtype. TypeError or ValueError names an invalid argument.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.is_tensor("attention", name, x)
+    checks.needs_no_grad("attention", "use mixprec.functional.attention", q, k, v)
+    device = q.device.type
+    if autocast.is_on(device):
+        q, k, v = (autocast.cast_operand(x, device) for x in (q, k, v))
+    out, logsumexp = attention_op(q, k, v, causal, scale)
+    return out, logsumexp
+
+
+def attention_backward(
+    g: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> Three:
+    """Return (dq, dk, dv), the gradients of q, k and v where g, of q's shape and dtype, is that of
+    out. The other arguments: as `attention` took and returned them. The results lie in memory as
+    [B, T, H, D]. TypeError or ValueError names an invalid argument.
+    """
+    checks.is_tensor("attention_backward", "g", g)
+    checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)
+    dq, dk, dv = attention_backward_op(g, q, k, v, out, logsumexp, causal, scale)
+    return dq, dk, dv

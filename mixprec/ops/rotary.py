@@ -7,7 +7,7 @@ import torch
 from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
-__all__ = ["rotary_op", "rotary_reference"]
+__all__ = ["rotary", "rotary_op", "rotary_reference"]
 
 
 def rotary_reference(
@@ -48,3 +48,16 @@ rotary_op = Op(
     check=_check,
     examples=example_inputs.rotary,
 )
+
+
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Return the pairs of features of x [B, H, T, D] rotated; cos, sin: fp32 [T, D/2].
+
+    mixprec.functional.rotary says more, and has a derivative.
+    """
+    checks.is_tensor("rotary", "x", x)
+    checks.needs_no_grad("rotary", "use mixprec.functional.rotary", x, cos, sin)
+    y: torch.Tensor = rotary_op(x, cos, sin, interleaved)
+    return y

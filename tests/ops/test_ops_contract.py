@@ -268,6 +268,8 @@ def test_raw_ops_give_no_silent_gradients() -> None:
         lambda: mixprec.act_quantize(x.detach(), "bf16", x),
         lambda: mixprec.norm_quantize(x.detach(), "bf16", x[0]),
         lambda: ops.pack(x, 8),
+        lambda: ops.attention(*[x.view(1, 1, 4, 4)] * 3, True, 1.0),
+        lambda: ops.rotary(x.view(1, 1, 4, 4), torch.ones(4, 2), torch.ones(4, 2)),
         lambda: mixprec.gemm(x.half(), x.half()),
         lambda: mixprec.gemm_accumulate_(torch.zeros(4, 4), x.half(), x.half()),
         lambda: mixprec.unscale_([x], torch.ones(()), torch.zeros(1)),

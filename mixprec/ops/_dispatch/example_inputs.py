@@ -246,17 +246,24 @@ def unpack(device: str) -> Iterator[Arguments]:
 
 
 def attention(device: str) -> Iterator[Arguments]:
+    """Each query has a score of 0 for one key and -256 for others, whose weights are then 0."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    features = torch.eye(17, 24, dtype=torch.float32, device="cpu") * 16
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        q = _random(device, 1, (2, 4, 17, 8)).to(dtype)
-        k, v = (_random(device, seed, (2, 2, 17, 8)).to(dtype) for seed in (2, 3))
+        q = (16 - features).expand(2, 4, 17, 24).to(device, dtype)
+        v = torch.randint(-1, 2, (2, 2, 17, 24), generator=generator, device="cpu")
         for causal in (False, True):
-            yield [q, k, v, causal, 0.25]
+            k = features if causal else features.roll(5, 0)
+            yield [q, k.expand(2, 2, 17, 24).to(device, dtype), v.to(device, dtype), causal, -1.0]
 
 
 def attention_backward(device: str) -> Iterator[Arguments]:
+    generator = torch.Generator("cpu").manual_seed(1)
     for q, k, v, causal, scale in attention(device):
-        g, out = (_random(device, seed, (2, 4, 17, 8)).to(q.dtype) for seed in (4, 5))
-        yield [g, q, k, v, out, _random(device, 6, (2, 4, 17)) + 3.0, causal, scale]
+        drawn = torch.randint(-1, 2, (2, *q.shape), generator=generator, device="cpu")
+        logsumexp = torch.zeros(q.shape[:3], dtype=torch.float32, device=device)
+        g, out = drawn.to(device, q.dtype)
+        yield [g, q, k, v, out, logsumexp, causal, scale]
 
 
 def rotary(device: str) -> Iterator[Arguments]:

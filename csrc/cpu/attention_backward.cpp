@@ -1,0 +1,210 @@
+// attention_backward: the weights of each tile are computed again from the logsumexp, as in
+// FlashAttention-2 (Dao, 2023).
+#include "cpu/attention_tiles.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+const float* ones() {
+  static const std::vector<float> all(kTileSide + 64, 1.0f);
+  return all.data();
+}
+
+struct Range {
+  int64_t begin, end;
+};
+
+// What one step of backward computes: from `heads` of q, `rows` and `keys`, which begin with a
+// tile, the gradients of these keys or those of these queries, which need all of the others; or
+// both.
+struct Part {
+  int64_t b, kv_head;
+  Range heads, rows, keys;
+  bool of_keys, of_queries;
+};
+
+// The scratch memory of backward: all of a head of k and v, and of one of the heads of q that read
+// it.
+struct Backward {
+  const AttentionKernel& kernel;
+  const Sizes& size;
+  Strides ld;
+  int64_t keys, queries;  // padded
+  Columns k, v;
+  uint32_t *k_rows, *q, *g, *q_rows, *g_rows, *weights_t, *grads, *grads_t;
+  float *scores, *of_weights, *dq, *dk, *dv, *shared;
+  int64_t packed_k = -1, packed_q = -1;  // the heads, of all batches
+
+  Backward(Parts& parts, const AttentionKernel& kernel, const Sizes& size)
+      : kernel(kernel),
+        size(size),
+        ld(kernel, size.d),
+        keys(round_up(size.keys, kTileSide)),
+        queries(round_up(size.queries, kTileSide)),
+        k(parts, kernel, size.keys, size.d),
+        v(parts, kernel, size.keys, size.d),
+        k_rows(parts.take<uint32_t>(keys / kernel.pair * ld.by_rows)),
+        q(parts.take<uint32_t>(queries * ld.along)),
+        g(parts.take<uint32_t>(queries * ld.along)),
+        q_rows(kernel.pair == 1 ? q : parts.take<uint32_t>(queries / kernel.pair * ld.by_rows)),
+        g_rows(kernel.pair == 1 ? g : parts.take<uint32_t>(queries / kernel.pair * ld.by_rows)),
+        weights_t(parts.take<uint32_t>(kTileSide * kTileLd)),
+        grads(parts.take<uint32_t>(kTileSide * kTileLd)),
+        grads_t(parts.take<uint32_t>(kTileSide * kTileLd)),
+        scores(parts.take<float>((kTileSide + 1) * kTileLd)),
+        of_weights(parts.take<float>((kTileSide + 1) * kTileLd)),
+        dq(parts.take<float>(queries * ld.by_rows)),
+        dk(parts.take<float>(keys * ld.by_rows)),
+        dv(parts.take<float>(keys * ld.by_rows)),
+        shared(parts.take<float>(queries)) {
+    if (kernel.pair == 1) {
+      weights_t = reinterpret_cast<uint32_t*>(scores);
+      grads = grads_t = reinterpret_cast<uint32_t*>(of_weights);
+    }
+  }
+
+  void pack_keys(const Heads& of_k, const Heads& of_v, int64_t b, int64_t h) {
+    if (packed_k == b * size.kv_heads + h) return;
+    packed_k = b * size.kv_heads + h;
+    k.pack(kernel, of_k, b, h, size.keys, size.d);
+    v.pack(kernel, of_v, b, h, size.keys, size.d);
+    kernel.pack_by_rows(of_k.dtype, of_k.at(b, h, 0), of_k.row, size.keys, size.d, k_rows,
+                        ld.by_rows, keys);
+    std::fill(dk, dk + keys * ld.by_rows, 0.0f);
+    std::fill(dv, dv + keys * ld.by_rows, 0.0f);
+  }
+
+  void pack_queries(const Heads& of_q, const Heads& of_g, const Heads& out, int64_t b, int64_t h) {
+    if (packed_q == b * size.heads + h) return;
+    packed_q = b * size.heads + h;
+    auto pack = [&](const Heads& x, uint32_t* along, uint32_t* by_rows) {
+      kernel.pack(x.dtype, x.at(b, h, 0), x.row, size.queries, size.d, along, ld.along, queries);
+      if (kernel.pair == 1) return;
+      kernel.pack_by_rows(x.dtype, x.at(b, h, 0), x.row, size.queries, size.d, by_rows, ld.by_rows,
+                          queries);
+    };
+    pack(of_q, q, q_rows);
+    pack(of_g, g, g_rows);
+    kernel.row_dots(out.dtype, of_g.at(b, h, 0), of_g.row, out.at(b, h, 0), out.row, size.queries,
+                    size.d, shared);
+    std::fill(dq, dq + queries * ld.by_rows, 0.0f);
+  }
+
+  // One tile: five products, or four, or three.
+  void tile(const Part& part, int64_t row, int64_t key, const float* logsumexp) {
+    TileShape shape = size.tile(row, key);
+    auto scores_of = [&](const uint32_t* a, const Columns& b, float scale, float* c) {
+      kernel.product({shape.rows, shape.keys, b.words, a + row * ld.along, ld.along, false,
+                      b.tile(key), kTileLd, c, kTileLd, nullptr, scale,
+                      shape.causal ? Seen::columns : Seen::all, shape.shift});
+    };
+    scores_of(q, k, size.scale, scores);
+    scores_of(g, v, 1.0f, of_weights);
+    kernel.softmax_backward(shape, scores, of_weights, logsumexp + row, shared + row, size.scale,
+                            weights_t, grads, grads_t);
+    auto add_to_keys = [&](const uint32_t* a, const uint32_t* b, float* c) {
+      kernel.product({shape.keys, size.d, ceil_div(shape.rows, kernel.pair), a, kTileLd, true,
+                      b + row / kernel.pair * ld.by_rows, ld.by_rows, c + key * ld.by_rows,
+                      ld.by_rows, ones(), 1.0f, shape.causal ? Seen::from : Seen::all,
+                      shape.shift});
+    };
+    if (part.of_keys) {
+      add_to_keys(weights_t, g_rows, dv);
+      add_to_keys(grads_t, q_rows, dk);
+    }
+    if (!part.of_queries) return;
+    kernel.product({shape.rows, size.d, ceil_div(shape.keys, kernel.pair), grads, kTileLd, false,
+                    k_rows + key / kernel.pair * ld.by_rows, ld.by_rows, dq + row * ld.by_rows,
+                    ld.by_rows, ones(), 1.0f, shape.causal ? Seen::until : Seen::all, shape.shift});
+  }
+
+  void store(const Heads& to, const float* x, int64_t b, int64_t h, Range range) {
+    kernel.store_rows(to.dtype, x + range.begin * ld.by_rows, ld.by_rows, nullptr,
+                      range.end - range.begin, size.d, to.at(b, h, range.begin), to.row);
+  }
+};
+
+// The parts in which threads compute: whole heads of k and v, or, where these are too few, first
+// tiles of keys, then tiles of queries. Every sum has the same order in both.
+std::vector<std::vector<Part>> parts_of(const Sizes& size) {
+  Range rows{0, size.queries}, keys{0, size.keys};
+  std::vector<Part> whole, by_keys, by_queries;
+  auto tiles = [](Range all, const auto& f) {
+    int64_t count = ceil_div(all.end, kTileSide);
+    for (int64_t turn = 0; turn < count; ++turn) {
+      int64_t begin = tile_at(turn, count) * kTileSide;
+      f(Range{begin, std::min(begin + kTileSide, all.end)});
+    }
+  };
+  for (int64_t b = 0; b < size.batch; ++b) {
+    for (int64_t kv = 0; kv < size.kv_heads; ++kv) {
+      Range heads{kv * size.group(), (kv + 1) * size.group()};
+      whole.push_back({b, kv, heads, rows, keys, true, true});
+      tiles(keys, [&](Range tile) { by_keys.push_back({b, kv, heads, rows, tile, true, false}); });
+      for (int64_t h = heads.begin; h < heads.end; ++h) {
+        tiles(rows, [&](Range tile) {
+          by_queries.push_back({b, kv, {h, h + 1}, tile, keys, false, true});
+        });
+      }
+    }
+  }
+  int64_t enough = torch::stable::get_num_threads();
+  if (static_cast<int64_t>(whole.size()) >= enough) return {whole};
+  return {by_keys, by_queries};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor k, Tensor v,
+                                                      Tensor out, Tensor logsumexp, bool causal,
+                                                      double scale) {
+  Sizes size = check(q, k, v, causal, scale, "attention_backward");
+  for (const Tensor* t : {&g, &out}) {
+    STD_TORCH_CHECK(same_shape(*t, q) && on_cpu(*t) && t->scalar_type() == q.scalar_type(),
+                    "attention_backward: g and out must be as q");
+  }
+  STD_TORCH_CHECK(logsumexp.dim() == 3 && logsumexp.size(0) == size.batch &&
+                      logsumexp.size(1) == size.heads && logsumexp.size(2) == size.queries &&
+                      logsumexp.scalar_type() == ScalarType::Float && on_cpu(logsumexp),
+                  "attention_backward: logsumexp must be fp32 [B, H, T]");
+  g = dense_rows(g), q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
+  out = dense_rows(out);
+  if (!logsumexp.is_contiguous()) logsumexp = to_contiguous(logsumexp);
+  const float* all_logsumexp = static_cast<const float*>(logsumexp.const_data_ptr());
+  Tensor dq = empty_like_rows(q), dk = empty_like_rows(k), dv = empty_like_rows(v);
+  Heads of_g(g), of_q(q), of_k(k), of_v(v), of_out(out), to_q(dq), to_k(dk), to_v(dv);
+  const AttentionKernel& kernel = kernel_for(of_q.dtype);
+  for (const std::vector<Part>& parts : parts_of(size)) {
+    auto run = [&](int64_t begin, int64_t end) {
+      Scratch once;
+      auto here = in_scratch<Backward>(once, kernel, size);
+      for (int64_t i = begin; i < end; ++i) {
+        const Part& part = parts[i];
+        here.pack_keys(of_k, of_v, part.b, part.kv_head);
+        for (int64_t h = part.heads.begin; h < part.heads.end; ++h) {
+          here.pack_queries(of_q, of_g, of_out, part.b, h);
+          const float* of_head = all_logsumexp + (part.b * size.heads + h) * size.queries;
+          for (int64_t key = part.keys.begin; key < part.keys.end; key += kTileSide) {
+            int64_t first = causal ? std::max(key, part.rows.begin) : part.rows.begin;
+            for (int64_t row = first; row < part.rows.end; row += kTileSide) {
+              here.tile(part, row, key, of_head);
+            }
+          }
+          if (part.of_queries) here.store(to_q, here.dq, part.b, h, part.rows);
+        }
+        if (!part.of_keys) continue;
+        here.store(to_k, here.dk, part.b, part.kv_head, part.keys);
+        here.store(to_v, here.dv, part.b, part.kv_head, part.keys);
+      }
+    };
+    torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), 1, run);
+  }
+  return {dq, dk, dv};
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("attention_backward", TORCH_BOX(&mixprec::cpu::attention_backward));
+}
