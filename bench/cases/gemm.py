@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,7 +13,19 @@ import mixprec
 from .. import verify
 from .registry import Workload, case, times_faster
 
-SIZES = (512, 1024, 2048)
+SIZES = (512, 1024)
+# tokens, in_features, out_features of the linear layers of some models
+LAYERS = {
+    "gpt-512-qkv": (1024, 512, 1536),
+    "gpt-512-proj": (1024, 512, 512),
+    "gpt-512-up": (1024, 512, 2048),
+    "gpt-512-down": (1024, 2048, 512),
+    "gpt-256-up": (512, 256, 1024),
+    "vit-b-up": (394, 768, 3072),
+    "bert-b-proj": (512, 768, 768),
+    "llama-1b-key": (128, 2048, 512),
+    "llama-1b-down": (256, 8192, 2048),
+}
 E4M3 = torch.float8_e4m3fn
 
 
@@ -62,4 +76,52 @@ for _name, _operand, _out, _baseline, _target in _KINDS:
             times_faster(_target),
             partial(product, _size, _operand, _out, _baseline),
             quick=_size == SIZES[0],
+        )
+
+
+def layer(tokens: int, k: int, n: int, fp8: bool) -> Workload:
+    """The three products of a linear layer, x w^T, g w and g^T x, with bf16 results.
+
+    The baseline takes bf16 operands, those that FP8 ones decode to: torch.mm where the processor
+    multiplies bf16; elsewhere torch's FP32 product of converted operands, which is faster there.
+    """
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = (tokens, k), (n, k), (tokens, n)
+    x, w, g = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    if fp8:
+        x, w, g = x.to(E4M3), w.to(E4M3), g.to(torch.float8_e5m2)
+    wide = [t.bfloat16() for t in (x, w, g)]
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def three(product: Callable[..., torch.Tensor], x: Any, w: Any, g: Any) -> list[torch.Tensor]:
+        return [product(x, w.t()), product(g, w), product(g.t(), x)]
+
+    def in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.mm(a.float(), b.float()).bfloat16()
+
+    bf16 = partial(mixprec.gemm, out_dtype=torch.bfloat16)
+    ours = partial(three, bf16, x, w, g)
+
+    def check() -> str | None:
+        pairs = zip(ours(), ((x, w.t()), (g, w), (g.t(), x)), strict=True)
+        return next((wrong for c, (a, b) in pairs if (wrong := verify.gemm(c, a, b))), None)
+
+    name, product = ("torch.mm", torch.mm) if native else ("torch.mm in fp32", in_fp32)
+    return Workload(
+        ours=ours,
+        baselines={name: partial(three, product, *wide)},
+        check=check,
+        flops=6.0 * tokens * k * n,
+        bytes=2.0 * sum(t.numel() * x.element_size() for t in (x, w, g)),
+    )
+
+
+for _name, _shape in LAYERS.items():
+    for _fp8 in (False, True):
+        case(
+            f"gemm/layer/{_name}/{'fp8' if _fp8 else 'bf16'}",
+            f"three products of a linear layer, {_shape[0]} tokens, {_shape[1]} -> {_shape[2]}, "
+            f"{'fp8' if _fp8 else 'bf16'} operands, bf16 results",
+            times_faster(0.95 if _fp8 else 1.0),
+            partial(layer, *_shape, _fp8),
         )
