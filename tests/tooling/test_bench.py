@@ -151,7 +151,7 @@ def test_list_bad_arguments_and_a_wrong_case(
     monkeypatch.setattr(device, "DRY_RUN", False)
     monkeypatch.setattr(device, "name", lambda: None)
     for arguments, message in (
-        (["run", "nothing", "--out", out], "op must be one of gemm, cuda,"),
+        (["run", "nothing", "--out", out], "op must be one of quantize, cuda,"),
         (["gpu", "--out", out], "no GPU that torch can use"),
         (["run", "--samples", "3"], "must be 9 or more"),
         (["gpu", "--stages", "memory,none"], "must be among memory, step, gemm, layer, overhead"),
