@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import statistics
 import subprocess
@@ -37,7 +38,8 @@ def measure(make: Callable[[], Workload], target: registry.Target | None = None)
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in select([], device="cpu") if not c.name.endswith(("/1024", "/2048"))],  # as /512
+    # Larger ones compute as smaller ones do.
+    [c for c in select([], device="cpu") if not re.search("/1024$|/4x512/|/llama", c.name)],
     ids=lambda c: c.name,
 )
 def test_values_of_a_case_agree(case: Case) -> None:
