@@ -45,16 +45,20 @@ __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t 
 struct TileAt {
   int64_t rows, cols, row0, col0;
 
-  // x[row0 + r, col0 + c...], zeros outside the matrix. `vectors`: all of them are aligned.
-  template <int n, class X>
-  __device__ __forceinline__ void load(const X* x, int r, int c, X (&in)[n], bool vectors) const {
-    int64_t row = row0 + r, col = col0 + c;
-    const X* from = x + row * cols + col;
+  // The values of [row0 + r, col0 + c...], zeros outside the matrix. `vectors`: all are aligned.
+  template <int n, class Source, class X>
+  __device__ __forceinline__ void load(const Source& source, int r, int c, X (&in)[n],
+                                       bool vectors) const {
+    int64_t row = row0 + r, col = col0 + c, first = row * cols + col;
     if (vectors && row < rows && col < cols) {
-      cuda::load(from, in);
+      source.load(first, in);
     } else {
 #pragma unroll
-      for (int j = 0; j < n; ++j) in[j] = row < rows && col + j < cols ? from[j] : X{};
+      for (int j = 0; j < n; ++j) {
+        X one[1] = {};
+        if (row < rows && col + j < cols) source.load(first + j, one);
+        in[j] = one[0];
+      }
     }
   }
 

@@ -100,10 +100,8 @@ int amax(int64_t dtype, const void* x, int64_t count, float* result, int64_t sms
 int quantize(int64_t x_dtype, int64_t q_dtype, int64_t granularity, const void* x, void* q,
              void* q_t, int64_t rows, int64_t cols, int64_t transpose, int64_t power_of_two_scale,
              const float* scale, float* scale_inv, float* scale_inv_t, float* amax, int64_t sms) {
-  Quantize args = {static_cast<Dtype>(x_dtype),
-                   static_cast<Dtype>(q_dtype),
+  Quantize args = {static_cast<Dtype>(q_dtype),
                    static_cast<Granularity>(granularity),
-                   x,
                    q,
                    q_t,
                    rows,
@@ -117,7 +115,7 @@ int quantize(int64_t x_dtype, int64_t q_dtype, int64_t granularity, const void* 
                    nullptr};
   std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
   args.scratch = scratch.data();
-  return mixprec::cuda::quantize(args, sms, nullptr);
+  return mixprec::cuda::quantize(static_cast<Dtype>(x_dtype), x, args, sms, nullptr);
 }
 
 int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* out,

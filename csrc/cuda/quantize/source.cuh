@@ -1,0 +1,40 @@
+// What the casting kernels read. A source has
+//
+//   Element                    the type of a value in a register
+//   kRun                       how many values a thread loads at once
+//   load(i, values)            values <- those of elements [i, i + n)
+//   aligned(n)                 whether runs of n that start at a multiple of n can be loaded
+//   span<n>(start, count, q)   the packs of elements [start, start + count), which are also q's
+//
+// Plain is an array as it is; csrc/cuda/fused has sources that compute their values.
+#pragma once
+
+#include "cuda/common/vec.cuh"
+
+namespace mixprec::cuda {
+
+template <class X>
+struct Plain {
+  using Element = X;
+  static constexpr int kRun = kVector<X>;
+  static constexpr bool kFused = false;
+
+  const X* __restrict__ x;
+
+  template <int n>
+  __device__ __forceinline__ void load(int64_t i, X (&values)[n]) const {
+    cuda::load(x + i, values);
+  }
+  __device__ __forceinline__ bool aligned(int) const { return is_aligned(x); }
+
+  template <int n, class Q>
+  __device__ __forceinline__ Span span(int64_t start, int64_t count, const Q* q) const {
+    return split<n>(count, q, x + start);
+  }
+  template <int n>
+  __device__ __forceinline__ Span span(int64_t count) const {
+    return split<n>(count, x);
+  }
+};
+
+}  // namespace mixprec::cuda
