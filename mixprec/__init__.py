@@ -18,10 +18,12 @@ from .nn.convert import cast_parameters, convert, convert_to_float8_training
 from .nn.reuse_weights import reuse_weights
 from .nn.unconvert import unconvert
 from .ops import (
+    act_quantize,
     amax,
     dequantize,
     gemm,
     gemm_accumulate_,
+    norm_quantize,
     quantize,
     unscale_,
     use_backend,
@@ -41,6 +43,7 @@ __all__ = [
     "Quantized",
     "Recipe",
     "Report",
+    "act_quantize",
     "amax",
     "autocast",
     "cast_parameters",
@@ -60,6 +63,7 @@ __all__ = [
     "load_checkpoint",
     "memory_report",
     "nn",
+    "norm_quantize",
     "optim",
     "quantize",
     "reuse_weights",

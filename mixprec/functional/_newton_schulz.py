@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from ..formats import E4M3
-from ..ops import dequantize, quantize
 from ..ops._dispatch import checks
+from ..ops.dequantize import dequantize
 from ..ops.gemm import run as gemm
+from ..ops.quantize import quantize
 
 DTYPES = ("bf16", "fp8")
 COEFFICIENTS = (3.4445, -4.775, 2.0315)

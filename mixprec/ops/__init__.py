@@ -2,6 +2,7 @@
 
 from ._dispatch.backends import use_backend
 from ._dispatch.rounding import export_master, join_master
+from .act_quantize import act_quantize
 from .adamw import adamw_
 from .amax import amax
 from .delayed_scales import update_delayed_scales_
@@ -10,6 +11,7 @@ from .gemm import gemm, gemm_accumulate_
 from .grad_stats import grad_stats_
 from .lion import lion_
 from .muon_direction import muon_direction_
+from .norm_quantize import norm_quantize
 from .pack import pack, unpack
 from .quantize import quantize
 from .scale import clip_coef, inv_scale, scale_from_amax_, underflow_share, update_scale_
@@ -17,6 +19,7 @@ from .sgd import sgd_
 from .unscale import unscale_
 
 __all__ = [
+    "act_quantize",
     "adamw_",
     "amax",
     "clip_coef",
@@ -29,6 +32,7 @@ __all__ = [
     "join_master",
     "lion_",
     "muon_direction_",
+    "norm_quantize",
     "pack",
     "quantize",
     "scale_from_amax_",

@@ -8,7 +8,7 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from ._dispatch import checks, example_inputs, scale_layout
+from ._dispatch import casts, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 from .amax import amax_reference
 from .scale import scale_from_amax
@@ -74,7 +74,7 @@ def quantize_reference(
     transpose: bool,
     granularity: str,
     power_of_two_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> casts.Cast:
     amax = amax_reference(x)
     rows = x.reshape(scale_layout.as_matrix(x.shape))
     if granularity == "tensor":
@@ -91,26 +91,6 @@ def quantize_reference(
     return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
 
 
-def _fake(
-    x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    m, k = scale_layout.as_matrix(x.shape)
-    shape_t = scale_layout.scale_shape(granularity, k, m)
-    if not transpose or granularity == "tensor":
-        shape_t = (0,)
-
-    def fp32(shape: tuple[int, ...]) -> torch.Tensor:
-        return x.new_empty(shape, dtype=torch.float32)
-
-    return (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty((k, m) if transpose else (0, 0), dtype=dtype),
-        fp32(scale_layout.scale_shape(granularity, m, k)),
-        fp32(shape_t),
-        fp32(()),
-    )
-
-
 def _check(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -122,19 +102,7 @@ def _check(
     formats.parse(dtype, who=op)
     checks.is_tensor(op, "x", x)
     checks.has_dtype(op, "x", x, checks.FLOATS)
-    scale_layout.parse(op, granularity)
-    if granularity != "tensor" and dtype not in checks.FP8:
-        raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
-    if scale is not None:
-        checks.is_scalar(op, "scale", scale, torch.float32)
-        checks.on_device(op, "scale", scale, x.device, "x")
-        if granularity != "tensor":
-            raise ValueError(
-                f"{op}: scale must be None with granularity {granularity!r}, whose scales come "
-                f"from x"
-            )
-    if transpose and x.dim() < 2:
-        raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
+    casts.check(op, x, dtype, scale, transpose, granularity)
 
 
 quantize_op = Op(
@@ -142,7 +110,7 @@ quantize_op = Op(
     "(Tensor x, ScalarType dtype, Tensor? scale, bool transpose, str granularity, "
     "bool power_of_two_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=quantize_reference,
-    fake=_fake,
+    fake=casts.fake,
     check=_check,
     examples=example_inputs.quantize,
     triton="quantize",
@@ -156,26 +124,10 @@ def run(
     transpose: bool,
     granularity: str,
     power_of_two_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> casts.Cast:
     """data, data_t, scale_inv, scale_inv_t and amax, as of `quantize`, without the autograd check:
     for autograd functions. Results not requested are empty."""
     return quantize_op(x, dtype, scale, transpose, granularity, power_of_two_scale)
-
-
-def _reads_zero(scale: torch.Tensor) -> bool:
-    """Whether the scale is known to be 0, without a host sync."""
-    seen = type(scale) is torch.Tensor and scale.device.type == "cpu" and scale.numel() == 1
-    return seen and not torch.compiler.is_compiling() and scale.item() == 0
-
-
-def _given(op: str, scale: float | torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The scale as a tensor on x's device. Only a tensor may hold 0 (not initialized)."""
-    if isinstance(scale, torch.Tensor) and _reads_zero(scale):
-        checks.is_scalar(op, "scale", scale, torch.float32)
-        checks.on_device(op, "scale", scale, x.device, "the input")
-        checks.needs_no_grad(op, "detach scale", scale)
-        return scale
-    return checks.positive_scale(op, "scale", scale, x.device)
 
 
 def quantize(
@@ -218,17 +170,6 @@ def quantize(
     parsed = formats.parse(fmt, who=op)
     checks.is_tensor(op, "x", x)
     checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
-    scale = _given(op, scale, x)
-    data, data_t, scale_inv, scale_inv_t, amax = quantize_op(
-        x, parsed.dtype, scale, transpose, granularity, power_of_two_scale
-    )
-    own_scales = transpose and granularity != "tensor"
-    return Quantized(
-        data,
-        scale_inv,
-        amax,
-        data_t if transpose else None,
-        scale_inv_t if own_scales else None,
-        parsed,
-        granularity,
-    )
+    scale = casts.given_scale(op, scale, x)
+    results = quantize_op(x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
+    return casts.quantized(results, parsed, transpose, granularity)

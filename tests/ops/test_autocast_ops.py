@@ -178,6 +178,10 @@ def test_casts_read_what_they_are_given(dtype: torch.dtype, x_dtype: torch.dtype
         "quantize": lambda: mixprec.quantize(x, "e4m3", power_of_two_scale=False)[:3],
         "quantize with a scale": lambda: mixprec.quantize(x, "e5m2", scale=scale)[:3],
         "dequantize": lambda: mixprec.dequantize(mixprec.quantize(x, "e4m3")),
+        "act_quantize": lambda: mixprec.act_quantize(x, "e4m3", x)[:3],
+        "norm_quantize": lambda: mixprec.norm_quantize(x, "e4m3", torch.full((8,), 1 + 2.0**-20))[
+            0
+        ][:3],
         "pack": lambda: ops.pack(x, 4),
         "unpack": lambda: ops.unpack(*ops.pack(x, 8), 8, x.shape),
         "inv_scale": lambda: ops.inv_scale(scale),

@@ -19,6 +19,7 @@ from mixprec.ops._dispatch.op import OPS
 LOW = (torch.float16, torch.bfloat16, *FP8)
 UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")
 SCALARS = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
+FUSED = ("norm_quantize", "norm_backward", "act_quantize", "act_backward")
 ARRANGEMENTS = ("contiguous", "permuted", "empty")
 
 
@@ -33,7 +34,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str) -> torc
 def cases() -> list[tuple[str, str, torch.dtype, str]]:
     fp64 = (*WIDE, torch.float64)
     dtypes = {
-        **dict.fromkeys(("amax", "quantize", "pack", "unpack"), WIDE),
+        **dict.fromkeys(("amax", "quantize", "pack", "unpack", *FUSED), WIDE),
         **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_"), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
         **dict.fromkeys(("scale_from_amax_", *SCALARS), (torch.float32,)),
@@ -61,6 +62,15 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         return (x,)
     if op == "quantize":
         return x, torch.float8_e4m3fn, one, True, "tensor", True
+    if op in FUSED:
+        cast = torch.float8_e4m3fn, None, True, "block1x128", True
+        k, column = torch.ones(6), torch.ones(x.shape[0])
+        return {
+            "norm_quantize": (x, x.clone(), k, k.bfloat16(), 1e-5, True, *cast),
+            "norm_backward": (x.clone(), x, k, column, column + 1, x + 1, True),
+            "act_quantize": (x, x.clone(), "gelu", *cast),
+            "act_backward": (x.clone(), x, x + 1, "silu", *cast),
+        }[op]
     if op == "dequantize":
         return x, one, torch.bfloat16
     if op == "pack":
@@ -201,6 +211,11 @@ COMPILED: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
         lambda a, b: mixprec.gemm(mixprec.quantize(a, "e4m3"), mixprec.quantize(b, "e5m2").t()),
         (X, X.clone()),
     ),
+    "act_quantize": (lambda x, y: mixprec.act_quantize(x, "e4m3", y)[:3], (HALF, HALF + 1)),
+    "norm_quantize": (
+        lambda x, s: mixprec.norm_quantize(x, "e4m3", scale=s, transpose=True)[0][:4],
+        (X.bfloat16(), SCALE),
+    ),
     "pack": (lambda x: ops.pack(x, 4, seed=3), (X.t(),)),
     "unpack": (lambda x: ops.unpack(*ops.pack(x, 2), 2, x.shape, x.dtype), (HALF,)),
     "inv_scale": (ops.inv_scale, (SCALE,)),
@@ -240,6 +255,8 @@ def test_raw_ops_give_no_silent_gradients() -> None:
     for call in (
         lambda: mixprec.amax(x),
         lambda: mixprec.quantize(x, "e4m3"),
+        lambda: mixprec.act_quantize(x.detach(), "bf16", x),
+        lambda: mixprec.norm_quantize(x.detach(), "bf16", x[0]),
         lambda: ops.pack(x, 8),
         lambda: mixprec.gemm(x.half(), x.half()),
         lambda: mixprec.gemm_accumulate_(torch.zeros(4, 4), x.half(), x.half()),

@@ -44,6 +44,10 @@ SIDEWAYS = {
     ("ops.quantize", "ops.amax", "amax_reference"),
     ("ops.quantize", "ops.scale", "scale_from_amax"),
     ("ops.delayed_scales", "ops.scale", "scale_from_amax"),
+    *(
+        (f"ops.{op}", "ops.quantize", "quantize_reference")
+        for op in ("norm_quantize", "act_quantize")
+    ),
     *(("ops.grad_stats", "ops.unscale", name) for name in ("COUNTS", "count_reference")),
 }
 

@@ -237,3 +237,51 @@ def unpack(device: str) -> Iterator[Arguments]:
         codes = torch.arange((1153 * bits + 7) // 8, device=device).to(torch.uint8)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield [codes, ranges, bits, [1153], dtype]
+
+
+def _casts(device: str) -> Iterator[Arguments]:
+    """dtype, scale, transpose, granularity and power_of_two_scale of a fused op."""
+    one = _tensor(device, 0.5)
+    yield [torch.float32, None, False, "tensor", True]
+    yield [torch.bfloat16, None, True, "tensor", True]
+    yield [torch.float8_e4m3fn, None, True, "tensor", True]
+    yield [torch.float8_e5m2, one, False, "tensor", True]
+    yield [torch.float8_e4m3fn, None, True, "row", False]
+    yield [torch.float8_e4m3fn, None, True, "block1x128", True]
+    yield [torch.float8_e5m2, None, False, "block128x128", True]
+
+
+def norm_quantize(device: str) -> Iterator[Arguments]:
+    x, residual = _random(device, 1, (130, 257)), _random(device, 2, (130, 257))
+    weight, bias = _random(device, 3, (257,)), _random(device, 4, (257,))
+    x[7, 3], x[129, 256], x[5] = math.nan, math.inf, 0.0
+    for i, cast in enumerate(_casts(device)):
+        added, shift = residual if i % 2 else None, bias if i % 3 else None
+        yield [x, added, None if i == 2 else weight, shift, 1e-5, i % 3 > 0, *cast]
+    low = [t.bfloat16() for t in (x, residual, weight, bias)]
+    yield [*low, 1e-5, True, torch.bfloat16, None, False, "tensor", True]
+
+
+def norm_backward(device: str) -> Iterator[Arguments]:
+    g, x, total = (_random(device, seed, (130, 257)) for seed in (1, 2, 3))
+    g[7, 3], x[100, 256] = math.nan, math.inf
+    weight, mean = _random(device, 4, (257,)), _random(device, 5, (130,))
+    rstd = _random(device, 6, (130,)).abs()
+    yield [g, x, weight, mean, rstd, total, True]
+    yield [g.bfloat16(), x.bfloat16(), None, mean[:0], rstd, None, False]
+    yield [g, x.half(), weight.half(), mean[:0], rstd, total.half(), False]
+
+
+def act_quantize(device: str) -> Iterator[Arguments]:
+    x, up = _random(device, 1, (130, 257)) * 8, _random(device, 2, (130, 257))
+    x.view(-1)[: 9 * 7], up[100, 3] = _awkward(device), math.nan
+    for i, cast in enumerate(_casts(device)):
+        for kind in ("silu", "gelu", "gelu_tanh", "relu2")[i % 2 :: 2]:
+            yield [x, None if i % 3 else up, kind, *cast]
+    yield [x.bfloat16(), up.bfloat16(), "silu", torch.bfloat16, None, False, "tensor", True]
+
+
+def act_backward(device: str) -> Iterator[Arguments]:
+    for i, arguments in enumerate(act_quantize(device)):
+        g = _random(device, 3, (130, 257))
+        yield [g.bfloat16() if i % 2 else g, *arguments]

@@ -1,0 +1,277 @@
+"""act_quantize: an activation, the product with a gate's other half, and the cast, in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import Format, parse
+from ..quantized import Quantized
+from ._dispatch import casts, checks, example_inputs, library
+from ._dispatch.exp import exp_fp32
+from ._dispatch.op import Op
+from .quantize import quantize_reference
+
+__all__ = ["KINDS", "act_backward_op", "act_backward_reference", "act_quantize"]
+__all__ += ["act_quantize_op", "act_quantize_reference", "backward", "run"]
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+# Phi(-t) = e^(-t^2 / 2) * s * q(s - 3/4), s = 1 / (1 + 11/32 t): the polynomial q, from the
+# highest power down.
+_PHI = [
+    float.fromhex(x)
+    for x in [
+        "-0x1.c7a1p-6",
+        "-0x1.78f1e8p-6",
+        "0x1.74b632p-5",
+        "0x1.55c97ap-7",
+        "-0x1.b9c226p-4",
+        "-0x1.e5815p-12",
+        "0x1.53a90ep-2",
+        "0x1.0092acp-1",
+        "0x1.6ae756p-2",
+    ]
+]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _gated(x: torch.Tensor, w: torch.Tensor, w_slope: torch.Tensor) -> Pair:
+    """x / (1 + e^-w) and its derivative."""
+    below = 1.0 + exp_fp32(-w)
+    value, s = x / below, 1.0 / below
+    return value, s + (value * (1.0 - s)) * w_slope
+
+
+def _gelu_tanh(x: torch.Tensor) -> Pair:
+    t = torch.where(x > 16.0, 16.0, x)
+    t = torch.where(t < -16.0, -16.0, t)
+    square = t * t
+    w = t * (1.59576912 + 0.0713548163 * square)
+    return _gated(x, w, 1.59576912 + 0.214064449 * square)
+
+
+def _gelu(x: torch.Tensor) -> Pair:
+    t = x.abs()
+    t = torch.where(t > 15.0, 15.0, t)
+    high = ((t.view(torch.int32) + 0x800) & ~0xFFF).view(torch.float32)  # 12 bits
+    d = ((t - high) * (t + high)) * -0.5
+    e = exp_fp32((high * high) * -0.5)
+    e = e + e * (d + (d * d) * (d * 0.166666667 + 0.5))
+    s = 1.0 / (1.0 + t * 0.34375)
+    v = s - 0.75
+    q = torch.full_like(v, _PHI[0])
+    for coefficient in _PHI[1:]:
+        q = q * v + coefficient
+    tail = e * (s * q)
+    phi = torch.where(x < 0.0, tail, 1.0 - tail)
+    return x * phi, phi + (x * e) * 0.398942280
+
+
+def _activation(x: torch.Tensor, kind: str) -> Pair:
+    """The activation of an FP32 tensor and its derivative, as in csrc/math/activation.h."""
+    if kind == "silu":
+        return _gated(x, x, torch.ones_like(x))
+    if kind == "gelu":
+        return _gelu(x)
+    if kind == "gelu_tanh":
+        return _gelu_tanh(x)
+    r = torch.where(x < 0.0, 0.0, x)
+    return r * r, r + r
+
+
+def act_quantize_reference(
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> casts.Cast:
+    y, _ = _activation(x.float(), kind)
+    if up is not None:
+        y = y * up.float()
+    return quantize_reference(y, dtype, scale, transpose, granularity, power_of_two_scale)
+
+
+def act_backward_reference(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> tuple[torch.Tensor, ...]:
+    value, slope = _activation(x.float(), kind)
+    g = g.float()
+    shared = (transpose, granularity, power_of_two_scale)
+    if up is None:
+        return *quantize_reference(g * slope, dtype, scale, *shared), *_no_cast(x, dtype)
+    dx = quantize_reference((g * up.float()) * slope, dtype, scale, *shared)
+    return *dx, *quantize_reference(g * value, dtype, None, *shared)
+
+
+def _no_cast(x: torch.Tensor, dtype: torch.dtype) -> casts.Cast:
+    """The results of dup where there is no up."""
+    data = (x.new_empty(shape, dtype=dtype) for shape in ((0,), (0, 0)))
+    numbers = (x.new_empty((0,), dtype=torch.float32) for _ in range(3))
+    return (*data, *numbers)  # type: ignore[return-value]
+
+
+def _check_kind(op: str, x: torch.Tensor, up: torch.Tensor | None, kind: str) -> None:
+    checks.is_tensor(op, "x", x)
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    if kind not in KINDS:
+        names = ", ".join(f'"{name}"' for name in KINDS)
+        raise ValueError(f"{op}: kind must be one of {names}, got {kind!r}")
+    if up is not None:
+        casts.like_x(op, "up", up, x, (x.dtype,))
+
+
+def _check(
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+) -> None:
+    _check_kind("act_quantize", x, up, kind)
+    casts.check_fused("act_quantize", x, dtype, scale, transpose, granularity)
+
+
+def _check_backward(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+) -> None:
+    _check_kind("act_backward", x, up, kind)
+    casts.like_x("act_backward", "g", g, x, checks.FLOATS)
+    casts.check_fused("act_backward", x, dtype, scale, transpose, granularity)
+
+
+def _fake_backward(
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    dtype: torch.dtype,
+    transpose: bool,
+    granularity: str,
+) -> tuple[torch.Tensor, ...]:
+    dx = casts.fake(x, dtype, transpose, granularity)
+    dup = _no_cast(x, dtype) if up is None else casts.fake(x, dtype, transpose, granularity)
+    return *dx, *dup
+
+
+_CAST = "ScalarType dtype, Tensor? scale, bool transpose, str granularity, bool power_of_two_scale"
+
+act_quantize_op = Op(
+    "act_quantize",
+    f"(Tensor x, Tensor? up, str kind, {_CAST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=act_quantize_reference,
+    fake=casts.fake,
+    check=_check,
+    examples=example_inputs.act_quantize,
+)
+
+act_backward_op = Op(
+    "act_backward",
+    f"(Tensor g, Tensor x, Tensor? up, str kind, {_CAST}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=act_backward_reference,
+    fake=_fake_backward,
+    check=_check_backward,
+    examples=example_inputs.act_backward,
+)
+
+# Until the compiled kernels are there.
+for _op in (act_quantize_op, act_backward_op):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{_op.name}", "CPU"):
+        library.LIBRARY.impl(_op.name, _op.handle("reference"), "CPU")
+
+
+def run(
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> casts.Cast:
+    """data, data_t, scale_inv, scale_inv_t and amax, as of `act_quantize`, without the autograd
+    check: for autograd functions. dtype may also be float32: y as it is, without scale and
+    transpose. Results not requested are empty."""
+    return act_quantize_op(x, up, kind, dtype, scale, transpose, granularity, power_of_two_scale)
+
+
+def backward(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    kind: str,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> tuple[casts.Cast, casts.Cast | None]:
+    """The results of a cast, as of `run`, of dx and, with up, of dup:
+
+        dx  = (g * up) * act'(x)        without up: g * act'(x)
+        dup = g * act(x)
+
+    in FP32, in this order. g: the gradient of y, x's shape, fp32, bf16 or fp16. scale is dx's; dup
+    takes its own.
+    """
+    results = act_backward_op(
+        g, x, up, kind, dtype, scale, transpose, granularity, power_of_two_scale
+    )
+    return results[:5], None if up is None else results[5:]
+
+
+def act_quantize(
+    x: torch.Tensor,
+    fmt: Format | str | torch.dtype,
+    up: torch.Tensor | None = None,
+    *,
+    kind: str = "silu",
+    scale: float | torch.Tensor | None = None,
+    transpose: bool = False,
+    granularity: str = "tensor",
+    power_of_two_scale: bool = True,
+) -> Quantized:
+    """Return `quantize(act(x) * up, fmt, ...)`, or of act(x) without `up`, in one pass.
+
+        "silu"       x / (1 + e^-x)
+        "gelu"       x * Phi(x), Phi the distribution function of the normal distribution
+        "gelu_tanh"  x / (1 + e^-2u), u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+        "relu2"      max(x, 0)^2
+
+    x: any shape and strides, fp32, bf16 or fp16. up: x's shape and dtype. y = act(x) * up is
+    computed in FP32, in an order of operations that gives the same bits on every backend ("gelu" is
+    within 7 units in the last place where it is above 1e-15, "silu" within 3), and then cast as
+    `quantize` casts an FP32 tensor; the other arguments and the result are those of `quantize`.
+    amax is that of y. TypeError or ValueError names an invalid argument.
+
+    Sources: GELU and SiLU (Hendrycks, Gimpel, 2016); GLU variants (Shazeer, 2020); Primer for the
+    squared ReLU (So et al., 2021).
+    """
+    op = "act_quantize"
+    parsed = parse(fmt, who=op)
+    checks.is_tensor(op, "x", x)
+    checks.needs_no_grad(op, "detach x and up, or call it under torch.no_grad()", x, up)
+    given = casts.given_scale(op, scale, x)
+    results = run(x, up, kind, parsed.dtype, given, transpose, granularity, power_of_two_scale)
+    return casts.quantized(results, parsed, transpose, granularity)
