@@ -55,11 +55,13 @@ cudaError_t quantize_tensor(const Source& source, const Quantize& a, int sms, cu
   TensorScale scale = {
       a.scale, a.fmt_max(), a.power_of_two_scale, partials, static_cast<int>(blocks), a.scale_inv,
       a.amax,  state};
-  if (a.transpose) {
+  if constexpr (sizeof(Q) < 4) {
     constexpr int64_t side = QuantizeTile<Q>::kSide;
     int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
-    return launch(quantize_transpose_kernel<Source, Q>, grid_for(tiles, sms), kThreads, 0, stream,
-                  source, q, q_t, a.rows, a.cols, scale);
+    if (a.transpose) {
+      return launch(quantize_transpose_kernel<Source, Q>, grid_for(tiles, sms), kThreads, 0, stream,
+                    source, q, q_t, a.rows, a.cols, scale);
+    }
   }
   return launch(quantize_kernel<Source, Q>, grid_for(count / kVector<Q> / kThreads, sms), kThreads,
                 0, stream, source, q, count, scale);

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     TileAt at = {rows, cols, t / across * side, t % across * side};
-#pragma unroll 4
+#pragma unroll(Source::kFused ? 1 : 4)
     for (int i = threadIdx.x; i < side * side / n; i += kThreads) {
       int r = i / (side / n), c = i % (side / n) * n;
       typename Source::Element in[n];

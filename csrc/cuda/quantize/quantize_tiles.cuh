@@ -20,8 +20,17 @@ struct HeldTile {
   int row = threadIdx.x / kLanes, col = threadIdx.x % kLanes * n;
 
   __device__ __forceinline__ void load(const TileAt& tile, const Source& source, bool vectors) {
+    if constexpr (Source::kFused) {  // the code of a load is long: once, and the rows move up
+#pragma unroll 1
+      for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) tile.load(source, row + i * kStep, col, at[i], vectors);
+        for (int k = 0; k < (kRounds - 1) * n; ++k) at[k / n][k % n] = at[k / n + 1][k % n];
+        tile.load(source, row + i * kStep, col, at[kRounds - 1], vectors);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) tile.load(source, row + i * kStep, col, at[i], vectors);
+    }
   }
 
   // The value of row + i * kStep, the same for all threads that hold a part of it.

@@ -60,6 +60,8 @@ Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, 
   Dtype to = dtype_of(cast.type, op);
   Granularity granularity = granularity_of(cast.granularity, op);
   bool by_tensor = granularity == Granularity::tensor, transpose = cast.transpose;
+  STD_TORCH_CHECK(to != Dtype::f64 && (to != Dtype::f32 || !(transpose || cast.scale.has_value())),
+                  op, ": dtype must be fp8, fp16 or bf16, or fp32 without scale and transpose");
   STD_TORCH_CHECK(!transpose || x.dim() >= 2, op, ": transpose needs x of 2 or more dimensions");
   STD_TORCH_CHECK(by_tensor || (is_fp8(to) && !cast.scale.has_value()), op,
                   ": scales by rows or blocks are for fp8 and come from x");

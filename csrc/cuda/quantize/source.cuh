@@ -2,8 +2,10 @@
 //
 //   Element                    the type of a value in a register
 //   kRun                       how many values a thread loads at once
-//   load(i, values)            values <- those of elements [i, i + n)
-//   aligned(n)                 whether runs of n that start at a multiple of n can be loaded
+//   load(i, values, count, together)
+//                              values <- those of elements [i, i + count), 0 beyond; together:
+//                              they may be loaded at once, as whole packs are by default
+//   aligned(n)                 whether runs of n that start at a multiple of n may be so loaded
 //   span<n>(start, count, q)   the packs of elements [start, start + count), which are also q's
 //
 // Plain is an array as it is; csrc/cuda/fused has sources that compute their values.
@@ -12,6 +14,17 @@
 #include "cuda/common/vec.cuh"
 
 namespace mixprec::cuda {
+
+// values <- p[0, count), 0 beyond
+template <int n, class X>
+__device__ __forceinline__ void load_run(const X* p, X (&values)[n], int count, bool together) {
+  if (together && count == n) {
+    load(p, values);
+  } else {
+#pragma unroll
+    for (int j = 0; j < n; ++j) values[j] = j < count ? p[j] : X{};
+  }
+}
 
 template <class X>
 struct Plain {
@@ -22,8 +35,9 @@ struct Plain {
   const X* __restrict__ x;
 
   template <int n>
-  __device__ __forceinline__ void load(int64_t i, X (&values)[n]) const {
-    cuda::load(x + i, values);
+  __device__ __forceinline__ void load(int64_t i, X (&values)[n], int count = n,
+                                       bool together = true) const {
+    load_run(x + i, values, count, together);
   }
   __device__ __forceinline__ bool aligned(int) const { return is_aligned(x); }
 

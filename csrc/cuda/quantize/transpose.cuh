@@ -49,17 +49,9 @@ struct TileAt {
   template <int n, class Source, class X>
   __device__ __forceinline__ void load(const Source& source, int r, int c, X (&in)[n],
                                        bool vectors) const {
-    int64_t row = row0 + r, col = col0 + c, first = row * cols + col;
-    if (vectors && row < rows && col < cols) {
-      source.load(first, in);
-    } else {
-#pragma unroll
-      for (int j = 0; j < n; ++j) {
-        X one[1] = {};
-        if (row < rows && col + j < cols) source.load(first + j, one);
-        in[j] = one[0];
-      }
-    }
+    int64_t row = row0 + r, col = col0 + c, left = row < rows ? cols - col : 0;
+    int count = left >= n ? n : left > 0 ? static_cast<int>(left) : 0;
+    source.load(row * cols + col, in, count, vectors);
   }
 
   template <class Q>
