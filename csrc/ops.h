@@ -24,6 +24,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
                                                             std::string granularity,
                                                             bool power_of_two_scale);
 
+// x [..., K]; residual of x's shape and dtype; weight, bias [K] -> the results of quantize; total
+// (x's shape, or [0] without residual), mean [M] (or [0]) and rstd [M], fp32
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize(
+    Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
+    bool subtract_mean, ScalarType dtype, MaybeTensor scale, bool transpose,
+    std::string granularity, bool power_of_two_scale);
+
+// g, x, g_total [..., K]; weight [K]; mean [M] (or [0]), rstd [M] fp32 -> dx of x's shape and
+// dtype, dweight and dbias fp32 [K] (or [0])
+std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor g, Tensor x, MaybeTensor weight,
+                                                 Tensor mean, Tensor rstd, MaybeTensor g_total,
+                                                 bool with_bias);
+
+// x, up: any shape, of one dtype -> the results of quantize
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> act_quantize(Tensor x, MaybeTensor up,
+                                                                std::string kind, ScalarType dtype,
+                                                                MaybeTensor scale, bool transpose,
+                                                                std::string granularity,
+                                                                bool power_of_two_scale);
+
+// g, x, up: any shape -> the results of quantize of dx, then of dup (empty without up)
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType dtype,
+             MaybeTensor scale, bool transpose, std::string granularity, bool power_of_two_scale);
+
 // data: any shape; scale_inv: fp32, of any granularity -> data's shape
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType dtype);
 

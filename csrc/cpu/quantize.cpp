@@ -22,7 +22,6 @@ uint32_t amax_bits(const Tensor& x, Dtype dtype) {
 
 // x itself if its memory order does not matter or is row-major, else a row-major copy.
 Tensor dense(const Tensor& x) { return is_dense(x) ? x : to_contiguous(x); }
-Tensor row_major(const Tensor& x) { return x.is_contiguous() ? x : to_contiguous(x); }
 
 // Scales per row or block of an [M, K] tensor: the scale of element (row, col).
 struct ScaleGrid {
@@ -46,26 +45,6 @@ ScaleGrid grid_of(const Tensor& scale, int64_t m, int64_t k) {
 }
 
 float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
-
-// (M, K): leading dimensions flattened.
-std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
-}
-
-Blocks blocks_of(const std::string& granularity) {
-  if (granularity == "tensor") return {0, 0};
-  if (granularity == "row") return {1, 0};
-  if (granularity == "block1x128") return {1, kBlock};
-  if (granularity == "block128x128") return {kBlock, kBlock};
-  STD_TORCH_CHECK(false, "quantize: granularity must be tensor, row, block1x128 or block128x128");
-}
-
-Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols) {
-  int64_t down = (rows + b.rows - 1) / b.rows, across = b.cols ? (cols + b.cols - 1) / b.cols : 1;
-  return empty({down, across}, ScalarType::Float);
-}
 
 Dtype check_input(const Tensor& x, const char* what) {
   Dtype dtype = dtype_of(x, what);

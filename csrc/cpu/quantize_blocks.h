@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <string>
 
 #include "cpu/parallel.h"
 
@@ -13,6 +14,28 @@ constexpr int64_t kBlock = 128;
 struct Blocks {
   int64_t rows, cols;  // per scale; rows 0: the whole tensor; cols 0: a whole row
 };
+
+inline Tensor row_major(const Tensor& x) { return x.is_contiguous() ? x : to_contiguous(x); }
+
+// (M, K): leading dimensions flattened.
+inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
+}
+
+inline Blocks blocks_of(const std::string& granularity) {
+  if (granularity == "tensor") return {0, 0};
+  if (granularity == "row") return {1, 0};
+  if (granularity == "block1x128") return {1, kBlock};
+  if (granularity == "block128x128") return {kBlock, kBlock};
+  STD_TORCH_CHECK(false, "quantize: granularity must be tensor, row, block1x128 or block128x128");
+}
+
+inline Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols) {
+  int64_t down = (rows + b.rows - 1) / b.rows, across = b.cols ? (cols + b.cols - 1) / b.cols : 1;
+  return empty({down, across}, ScalarType::Float);
+}
 
 struct BlockCast {
   Dtype from, to;

@@ -117,7 +117,9 @@ struct Convert<Bf16> {
   }
   template <bool known_finite = false>
   static MIXPREC_HD Bf16 encode(float x, float scale) {
-    return encode(x * scale);
+    if (!known_finite) return encode(x * scale);
+    uint32_t u = float_bits(x * scale);
+    return {static_cast<uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16)};
   }
   static MIXPREC_HD float decode(Bf16 b) { return bits_float(static_cast<uint32_t>(b.bits) << 16); }
 };

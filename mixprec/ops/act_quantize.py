@@ -6,7 +6,7 @@ import torch
 
 from ..formats import Format, parse
 from ..quantized import Quantized
-from ._dispatch import casts, checks, example_inputs, library
+from ._dispatch import casts, checks, example_inputs
 from ._dispatch.exp import exp_fp32
 from ._dispatch.op import Op
 from .quantize import quantize_reference
@@ -195,11 +195,6 @@ act_backward_op = Op(
     examples=example_inputs.act_backward,
     triton="act_quantize",
 )
-
-# Until the compiled kernels are there.
-for _op in (act_quantize_op, act_backward_op):
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{_op.name}", "CPU"):
-        library.LIBRARY.impl(_op.name, _op.handle("reference"), "CPU")
 
 
 def run(

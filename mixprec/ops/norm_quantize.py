@@ -6,7 +6,7 @@ import torch
 
 from ..formats import Format, parse
 from ..quantized import Quantized
-from ._dispatch import casts, checks, example_inputs, library, scale_layout
+from ._dispatch import casts, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 from .quantize import quantize_reference
 
@@ -224,11 +224,6 @@ norm_backward_op = Op(
     examples=example_inputs.norm_backward,
     triton="norm_quantize",
 )
-
-# Until the compiled kernels are there.
-for _op in (norm_quantize_op, norm_backward_op):
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{_op.name}", "CPU"):
-        library.LIBRARY.impl(_op.name, _op.handle("reference"), "CPU")
 
 
 def run(

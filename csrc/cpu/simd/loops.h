@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dispatch.h"
+#include "math/activation.h"
 #include "math/adamw.h"
 #include "math/lion.h"
 #include "math/muon_direction.h"
@@ -84,6 +85,18 @@ struct MuonConstants {
   MuonScalars<double> wide;
 };
 
+struct RowStatistics {
+  float mean, rstd;
+};
+
+// What the rows of a call of norm_backward share.
+struct NormGrads {
+  Dtype dtype, g_dtype, total_dtype;
+  const float* weight;  // [n]
+  bool subtract_mean;
+  int64_t n;
+};
+
 struct Loops {
   const char* isa;
   // max |x| as fp32 bits without the sign: NaN > Inf > finite.
@@ -104,6 +117,23 @@ struct Loops {
                            bool known_finite);
   void (*dequantize)(Dtype q_dtype, Dtype out_dtype, const void* q, float scale_inv, void* out,
                      int64_t n);
+  // y = act(x) [* up], up being null without.
+  void (*act)(Activation, Dtype, const void* x, const void* up, float* y, int64_t n);
+  // dx = (g [* up]) * act'(x) and, with up, dup = g * act(x).
+  void (*act_backward)(Activation, Dtype g_dtype, Dtype, const void* g, const void* x,
+                       const void* up, float* dx, float* dup, int64_t n);
+  // x in fp32: x itself, or the buffer with its n values.
+  const float* (*wide_row)(Dtype, const void* x, float* buffer, int64_t n);
+  // total = x + residual, rounded; wide: total in fp32.
+  void (*add_residual)(Dtype, const void* x, const void* residual, void* total, float* wide,
+                       int64_t n);
+  // Of a row of n elements; a mean of 0 without subtract_mean.
+  RowStatistics (*row_statistics)(const float* x, int64_t n, float eps, bool subtract_mean);
+  void (*normalize)(const float* x, RowStatistics, const float* weight, const float* bias, float* y,
+                    int64_t n);
+  // dx of a row; dweight += g * xhat, dbias += g. g_total, dbias: or null. buffer: 4 rows.
+  void (*norm_backward_row)(const NormGrads&, const void* g, const void* x, const void* g_total,
+                            RowStatistics, void* dx, float* dweight, float* dbias, float* buffer);
   // Elements [begin, end); begin is a multiple of 128, end too or the number of elements.
   void (*pack)(const PackArrays&, int64_t begin, int64_t end);
   void (*unpack)(const PackArrays&, int64_t begin, int64_t end);

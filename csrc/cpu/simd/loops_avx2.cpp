@@ -1,6 +1,7 @@
 // The loops for AVX2 with FMA and F16C. Does not use std: the linker could pick an inline function
 // of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rounding.h"
@@ -39,6 +40,10 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// And these step_loops.h.
+#include "activation_loops.h"
+#include "norm_loops.h"
 
 // All of them.
 #include "table_of_loops.h"

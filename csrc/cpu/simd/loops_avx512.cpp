@@ -1,6 +1,7 @@
 // The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm uses. As in
 // loops_avx2.cpp, std is not used.
 #include "loops.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rounding.h"
@@ -41,6 +42,10 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// And these step_loops.h.
+#include "activation_loops.h"
+#include "norm_loops.h"
 
 // All of them.
 #include "table_of_loops.h"

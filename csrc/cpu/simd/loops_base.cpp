@@ -1,5 +1,6 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rounding.h"
@@ -46,6 +47,10 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// And these step_loops.h.
+#include "activation_loops.h"
+#include "norm_loops.h"
 
 // All of them.
 #include "table_of_loops.h"

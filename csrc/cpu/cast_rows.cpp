@@ -1,0 +1,160 @@
+#include "cpu/cast_rows.h"
+
+#include <memory>
+
+#include "cpu/simd/loops.h"
+#include "math/scale.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+constexpr int64_t kLine = 64;    // rows: full cache lines of each row of an fp8 transpose
+constexpr int64_t kBand = 4096;  // elements: 16 KB of values stay in the L1 cache
+// Elements of a tensor whose values are kept while its amax is searched for. Those of a larger one,
+// which no cache holds, are computed once more.
+constexpr int64_t kKept = 4 << 20;
+
+struct Output {
+  Tensor data, data_t, scale_inv;
+  Tensor values;  // in fp32, if they are kept
+  float* kept = nullptr;
+  float scale = 1.0f;
+  std::atomic<uint32_t> largest{0};
+};
+
+struct Job {
+  Dtype to;
+  Blocks blocks;
+  const CastArguments& arguments;
+  int64_t rows, cols;
+  std::vector<std::unique_ptr<Output>> outputs;
+};
+
+// Memory of this thread, kept for its next band.
+float* scratch(int64_t floats) {
+  static thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < floats) memory.resize(floats);
+  return memory.data();
+}
+
+int64_t band_of(const Job& job) {
+  if (job.arguments.transpose) return kLine;
+  return std::max<int64_t>(1, kBand / std::max<int64_t>(1, job.cols));
+}
+
+void keep(Output& out, const Tensor& values) {
+  out.values = values;
+  out.kept = static_cast<float*>(values.mutable_data_ptr());
+}
+
+// f(output, its values, first row, rows) for bands of rows, on all threads.
+template <class F>
+void for_produced(const Job& job, const Produce& produce, bool again, const F& f) {
+  int64_t height = band_of(job), count = static_cast<int64_t>(job.outputs.size());
+  bool kept = job.outputs[0]->kept != nullptr;
+  for_rows(job.rows, height, [&](int64_t first, int64_t rows) {
+    float* values[2] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      values[i] = kept ? job.outputs[i]->kept + first * job.cols
+                       : scratch(count * height * job.cols) + i * height * job.cols;
+    }
+    if (!again || !kept) produce(first, rows, values, again);
+    for (int64_t i = 0; i < count; ++i) f(*job.outputs[i], values[i], first, rows);
+  });
+}
+
+uint32_t amax_of(const float* values, int64_t n) { return loops().amax(Dtype::f32, values, n); }
+
+// One band of one output; returns the amax.
+uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t first, int64_t rows) {
+  int64_t n = rows * job.cols;
+  if (job.to == Dtype::f32) return amax_of(values, n);
+  void* data = at(out.data.mutable_data_ptr(), job.to, first * job.cols);
+  if (job.blocks.rows != 0) {
+    int64_t across = job.blocks.cols ? (job.cols + kBlock - 1) / kBlock : 1;
+    float* scale_inv = static_cast<float*>(out.scale_inv.mutable_data_ptr()) + first * across;
+    BlockCast cast = {
+        Dtype::f32, job.to, values, rows, job.cols, false, job.arguments.power_of_two_scale};
+    return quantize_by_blocks(cast, job.blocks, data, scale_inv, nullptr, nullptr);
+  }
+  if (!job.arguments.transpose) {
+    return loops().quantize(Dtype::f32, job.to, values, out.scale, data, n);
+  }
+  void* data_t = at(out.data_t.mutable_data_ptr(), job.to, first);
+  return loops().quantize_transpose(Dtype::f32, job.to, values, out.scale, data, data_t, rows,
+                                    job.cols, job.cols, job.rows);
+}
+
+// Layouts whose scales need more than a band of rows: the values first, then quantize.
+std::vector<Cast> cast_whole(const Tensor& x, const CastArguments& arguments, Job& job,
+                             const Produce& produce) {
+  for (auto& out : job.outputs) keep(*out, empty(x.sizes(), ScalarType::Float));
+  for_produced(job, produce, false, [](Output&, float*, int64_t, int64_t) {});
+  std::vector<Cast> casts;
+  for (auto& out : job.outputs) {
+    casts.push_back(quantize(out->values, arguments.dtype, std::nullopt, arguments.transpose,
+                             arguments.granularity, arguments.power_of_two_scale));
+  }
+  return casts;
+}
+
+}  // namespace
+
+std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments& arguments,
+                            const std::vector<std::optional<Tensor>>& scales,
+                            const Produce& produce) {
+  Dtype to = dtype_of(arguments.dtype, "dtype");
+  STD_TORCH_CHECK(to != Dtype::f64, op, ": dtype must be fp8, fp16, bf16 or fp32");
+  STD_TORCH_CHECK(!arguments.transpose || (x.dim() >= 2 && to != Dtype::f32), op,
+                  ": transpose needs x of 2 or more dimensions, and fp8, fp16 or bf16");
+  auto [rows, cols] = as_matrix(x);
+  Job job = {to, blocks_of(arguments.granularity), arguments, rows, cols, {}};
+  bool search = false;  // for the amax that is to be the scale
+  for (const auto& scale : scales) {
+    STD_TORCH_CHECK(job.blocks.rows == 0 || (is_fp8(to) && !scale.has_value()), op,
+                    ": scales by rows or blocks are for fp8 and come from x");
+    STD_TORCH_CHECK(to != Dtype::f32 || !scale.has_value(), op, ": fp32 has no scale");
+    job.outputs.push_back(std::make_unique<Output>());
+    float given = read_scalar(scale, 0.0f, op, "scale");
+    job.outputs.back()->scale = given == 0.0f ? 0.0f : checked_scale(given);
+    search |= is_fp8(to) && job.blocks.rows == 0 && given == 0.0f;
+  }
+  if (job.blocks.rows == kBlock || (job.blocks.rows != 0 && arguments.transpose)) {
+    return cast_whole(x, arguments, job, produce);
+  }
+
+  for (auto& out : job.outputs) {
+    out->data = empty(x.sizes(), arguments.dtype);
+    out->data_t =
+        empty({arguments.transpose ? cols : 0, arguments.transpose ? rows : 0}, arguments.dtype);
+    if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols);
+    if (to == Dtype::f32) keep(*out, out->data);
+    if (search && x.numel() <= kKept) keep(*out, empty(x.sizes(), ScalarType::Float));
+  }
+  if (search) {
+    for_produced(job, produce, false, [&](Output& out, float* values, int64_t, int64_t height) {
+      if (out.scale == 0.0f) raise_to(out.largest, amax_of(values, height * cols));
+    });
+  }
+  for (auto& out : job.outputs) {
+    if (out->scale != 0.0f) continue;
+    out->scale = search ? scale_from_amax(bits_float(out->largest), format_max(to), 1.0f,
+                                          arguments.power_of_two_scale, 1.0f)
+                        : 1.0f;
+  }
+  for_produced(job, produce, search, [&](Output& out, float* values, int64_t first, int64_t n) {
+    raise_to(out.largest, cast_band(job, out, values, first, n));
+  });
+
+  std::vector<Cast> casts;
+  for (auto& out : job.outputs) {
+    if (job.blocks.rows == 0) out->scale_inv = empty_scalar(1.0f / out->scale);
+    casts.emplace_back(out->data, out->data_t, out->scale_inv, empty({0}, ScalarType::Float),
+                       empty_scalar(bits_float(out->largest)));
+  }
+  return casts;
+}
+
+}  // namespace mixprec::cpu

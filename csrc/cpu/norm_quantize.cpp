@@ -1,0 +1,166 @@
+// norm_quantize and norm_backward.
+#include "cpu/cast_rows.h"
+#include "cpu/simd/loops.h"
+#include "math/norm.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+namespace {
+
+Dtype check_rows(const Tensor& x, const char* op, const char* name) {
+  Dtype dtype = dtype_of(x, op);
+  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), op, ": ", name,
+                  " must be fp32, bf16 or fp16 on the CPU");
+  return dtype;
+}
+
+void check_like(const Tensor& t, const Tensor& x, const char* op, const char* name) {
+  STD_TORCH_CHECK(same_shape(t, x), op, ": ", name, " must have x's shape");
+}
+
+// weight or bias [k] in fp32; without one, the number that changes nothing.
+std::vector<float> vector_of(const MaybeTensor& t, int64_t k, float otherwise, const char* op,
+                             const char* name) {
+  std::vector<float> wide(k, otherwise);
+  if (!t.has_value()) return wide;
+  Dtype dtype = check_rows(*t, op, name);
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == k, op, ": ", name, " must have shape [K]");
+  Tensor dense = row_major(*t);
+  const float* values = loops().wide_row(dtype, dense.const_data_ptr(), wide.data(), k);
+  std::copy(values, values + k, wide.data());
+  return wide;
+}
+
+float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+float* row_buffer(int64_t floats) {
+  static thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < floats) memory.resize(floats);
+  return memory.data();
+}
+
+// sums[j] = 0 + the j-th elements of `bands` rows of k.
+void add_bands(const std::vector<float>& rows, int64_t bands, int64_t k, float* sums) {
+  for_rows(k, kPiece / 16, [&](int64_t first, int64_t n) {
+    std::fill(sums + first, sums + first + n, 0.0f);
+    for (int64_t b = 0; b < bands; ++b) {
+      const float* row = rows.data() + b * k;
+      for (int64_t j = first; j < first + n; ++j) sums[j] += row[j];
+    }
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize(
+    Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
+    bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, std::string granularity,
+    bool power_of_two_scale) {
+  const char* op = "norm_quantize";
+  Dtype dtype = check_rows(x, op, "x");
+  STD_TORCH_CHECK(x.dim() > 0, op, ": x must have 1 or more dimensions");
+  auto [m, k] = as_matrix(x);
+  std::vector<float> w = vector_of(weight, k, 1.0f, op, "weight");
+  std::vector<float> b = vector_of(bias, k, -0.0f, op, "bias");
+  Tensor total = empty({0}, x.scalar_type());
+  x = row_major(x);
+  const void *rows = x.const_data_ptr(), *added = nullptr;
+  void* sums = nullptr;
+  if (residual.has_value()) {
+    check_like(*residual, x, op, "residual");
+    STD_TORCH_CHECK(residual->scalar_type() == x.scalar_type() && on_cpu(*residual), op,
+                    ": residual must have x's dtype, on the CPU");
+    residual = row_major(*residual);
+    total = empty(x.sizes(), x.scalar_type());
+    added = residual->const_data_ptr();
+    sums = total.mutable_data_ptr();
+  }
+  Tensor mean = empty({subtract_mean ? m : 0}, ScalarType::Float);
+  Tensor rstd = empty({m}, ScalarType::Float);
+  float *means = fp32_of(mean), *rstds = fp32_of(rstd);
+
+  auto produce = [&, k = k](int64_t first, int64_t count, float* const* out, bool again) {
+    float* buffer = row_buffer(k);
+    for (int64_t r = first; r < first + count; ++r) {
+      const float* wide = buffer;
+      RowStatistics row;
+      if (added != nullptr && !again) {
+        loops().add_residual(dtype, at(rows, dtype, r * k), at(added, dtype, r * k),
+                             at(sums, dtype, r * k), buffer, k);
+      } else {
+        wide = loops().wide_row(dtype, at(added != nullptr ? sums : rows, dtype, r * k), buffer, k);
+      }
+      if (again) {
+        row = {subtract_mean ? means[r] : 0.0f, rstds[r]};
+      } else {
+        row = loops().row_statistics(wide, k, static_cast<float>(eps), subtract_mean);
+        if (subtract_mean) means[r] = row.mean;
+        rstds[r] = row.rstd;
+      }
+      loops().normalize(wide, row, w.data(), b.data(), out[0] + (r - first) * k, k);
+    }
+  };
+  auto casts =
+      cast_rows(op, x, {type, transpose, granularity, power_of_two_scale}, {scale}, produce);
+  return std::tuple_cat(casts[0], std::make_tuple(total, mean, rstd));
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor g, Tensor x, MaybeTensor weight,
+                                                 Tensor mean, Tensor rstd, MaybeTensor g_total,
+                                                 bool with_bias) {
+  const char* op = "norm_backward";
+  NormGrads grads = {check_rows(x, op, "x"), check_rows(g, op, "g"), Dtype::f32, nullptr, false, 0};
+  STD_TORCH_CHECK(x.dim() > 0, op, ": x must have 1 or more dimensions");
+  check_like(g, x, op, "g");
+  auto [m, k] = as_matrix(x);
+  STD_TORCH_CHECK(mean.dim() == 1 && rstd.dim() == 1 && rstd.size(0) == m &&
+                      (mean.size(0) == m || mean.size(0) == 0) && on_cpu(mean) && on_cpu(rstd) &&
+                      mean.scalar_type() == ScalarType::Float &&
+                      rstd.scalar_type() == ScalarType::Float,
+                  op, ": mean and rstd must be fp32 [M] on the CPU (or mean [0])");
+  x = row_major(x);
+  g = row_major(g);
+  mean = row_major(mean);
+  rstd = row_major(rstd);
+  if (g_total.has_value()) {
+    grads.total_dtype = check_rows(*g_total, op, "g_total");
+    check_like(*g_total, x, op, "g_total");
+    g_total = row_major(*g_total);
+  }
+  std::vector<float> w = vector_of(weight, k, 1.0f, op, "weight");
+  grads.weight = w.data();
+  grads.subtract_mean = mean.numel() > 0;
+  grads.n = k;
+  Tensor dx = empty(x.sizes(), x.scalar_type());
+  Tensor dweight = empty({weight.has_value() ? k : 0}, ScalarType::Float);
+  Tensor dbias = empty({with_bias ? k : 0}, ScalarType::Float);
+
+  int64_t bands = (m + kNormBand - 1) / kNormBand;
+  std::vector<float> of_weight(bands * k), of_bias(with_bias ? bands * k : 0);
+  const float *means = static_cast<const float*>(mean.const_data_ptr()),
+              *rstds = static_cast<const float*>(rstd.const_data_ptr());
+  for_rows(m, kNormBand, [&, m = m, k = k](int64_t first, int64_t count) {
+    float *buffer = row_buffer(4 * k), *band_weight = of_weight.data() + first / kNormBand * k;
+    float* band_bias = with_bias ? of_bias.data() + first / kNormBand * k : nullptr;
+    for (int64_t r = first; r < first + count; ++r) {
+      const void* of_total =
+          g_total.has_value() ? at(g_total->const_data_ptr(), grads.total_dtype, r * k) : nullptr;
+      loops().norm_backward_row(grads, at(g.const_data_ptr(), grads.g_dtype, r * k),
+                                at(x.const_data_ptr(), grads.dtype, r * k), of_total,
+                                {grads.subtract_mean ? means[r] : 0.0f, rstds[r]},
+                                at(dx.mutable_data_ptr(), grads.dtype, r * k), band_weight,
+                                band_bias, buffer);
+    }
+  });
+  if (weight.has_value()) add_bands(of_weight, bands, k, fp32_of(dweight));
+  if (with_bias) add_bands(of_bias, bands, k, fp32_of(dbias));
+  return {dx, dweight, dbias};
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("norm_quantize", TORCH_BOX(&mixprec::cpu::norm_quantize));
+  m.impl("norm_backward", TORCH_BOX(&mixprec::cpu::norm_backward));
+}
