@@ -110,13 +110,18 @@ struct Norm : Computed {
   int64_t cols;
 
   template <int n>
-  __device__ __forceinline__ void load(int64_t i, float (&y)[n], int count = n,
-                                       bool together = true) const {
-    if (count == 0) return x.load(i, y, 0, false);  // there may be no such row
+  __device__ __forceinline__ void load(int64_t i, float (&y)[n]) const {
     // 64-bit divisions are slow, and few tensors need them.
     bool is_short = i >> 32 == 0 && cols >> 32 == 0;
     int64_t row = is_short ? static_cast<uint32_t>(i) / static_cast<uint32_t>(cols) : i / cols;
-    int64_t col = i - row * cols;
+    load_of(row, i - row * cols, y, n, true);
+  }
+
+  template <int n>
+  __device__ __forceinline__ void load_of(int64_t row, int64_t col, float (&y)[n], int count,
+                                          bool together) const {
+    int64_t i = row * cols + col;
+    if (count == 0) return x.load(i, y, 0, false);  // there may be no such row
     float w[n], b[n], m = mean != nullptr ? mean[row] : 0.0f, r = rstd[row];
     x.load(i, y, count, together);
     weight.load_or(1.0f, col, w, count, together);

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 
 
 // row_max [tiles across, rows], col_max [tiles down, cols], partials [gridDim.x]
 template <class Source>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     tile_maxima_kernel(const Source source, int64_t rows, int64_t cols, uint32_t* row_max,
                        uint32_t* col_max, uint32_t* partials) {
   using Held = HeldTile<Source>;

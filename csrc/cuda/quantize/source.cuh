@@ -5,6 +5,7 @@
 //   load(i, values, count, together)
 //                              values <- those of elements [i, i + count), 0 beyond; together:
 //                              they may be loaded at once, as whole packs are by default
+//   load_of(row, col, ...)     the same, for a source that would have to divide i
 //   aligned(n)                 whether runs of n that start at a multiple of n may be so loaded
 //   span<n>(start, count, q)   the packs of elements [start, start + count), which are also q's
 //

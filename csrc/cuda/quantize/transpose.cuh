@@ -51,7 +51,11 @@ struct TileAt {
                                        bool vectors) const {
     int64_t row = row0 + r, col = col0 + c, left = row < rows ? cols - col : 0;
     int count = left >= n ? n : left > 0 ? static_cast<int>(left) : 0;
-    source.load(row * cols + col, in, count, vectors);
+    if constexpr (requires { source.load_of(row, col, in, count, vectors); }) {
+      source.load_of(row, col, in, count, vectors);
+    } else {
+      source.load(row * cols + col, in, count, vectors);
+    }
   }
 
   template <class Q>

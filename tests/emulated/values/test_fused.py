@@ -38,7 +38,7 @@ def agreements(agree: Agreement) -> tuple[Agreement, ...]:
 
 def shapes(agree: Agreement, turn: int) -> list[tuple[int, ...]]:
     few = agree.affordable(SHAPES)
-    return few if agree.most > 1 << 16 else few[turn % 3 :: 3]
+    return few if agree.most > 1 << 16 else few[turn % 5 :: 5]
 
 
 def fits(shape: tuple[int, ...], cast: tuple[Any, ...]) -> tuple[Any, ...]:
