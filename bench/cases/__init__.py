@@ -1,6 +1,7 @@
 """All cases: importing a module registers what it holds."""
 
 from . import (  # noqa: F401
+    fused,
     gemm,
     gpu_gemm,
     gpu_layer,

@@ -1,0 +1,130 @@
+"""norm_quantize and act_quantize with their backward ops, on the CPU, against the same in torch:
+the norm or the activation, the cast, and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import mixprec
+from mixprec.ops.act_quantize import backward as act_backward
+from mixprec.ops.act_quantize import run as act
+from mixprec.ops.norm_quantize import backward as norm_backward
+from mixprec.ops.norm_quantize import run as norm
+
+from .. import verify
+from .quantize import DTYPES
+from .registry import Workload, case, times_faster
+
+SHAPES = ((1024, 512), (1024, 2048))
+OUT = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+EPS = 1e-5
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda x: functional.relu(x).square(),
+}
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _cast(out: torch.dtype) -> tuple[torch.dtype, None, bool, str, bool]:
+    """To FP8 with the transpose, which the backward pass needs."""
+    return out, None, out.itemsize == 1, "tensor", True
+
+
+def _in_torch(y: torch.Tensor, out: torch.dtype) -> Any:
+    if out == torch.bfloat16:
+        return y.to(out)
+    return mixprec.quantize(y.detach(), out, transpose=True)
+
+
+def _inputs(shape: tuple[int, int], dtype: torch.dtype, count: int, i: int) -> Tensors:
+    generator = torch.Generator().manual_seed(i)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(count))
+
+
+def _norm(
+    layer_norm: bool, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype
+) -> Workload:
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = (torch.randn(shape[1], generator=generator) for _ in range(2))
+    low = [t.to(dtype).requires_grad_() for t in (weight, bias)]
+
+    def ours(given: Tensors) -> Tensors:
+        x, g = given
+        add = bias if layer_norm else None
+        forward = norm(x, None, weight, add, EPS, layer_norm, *_cast(out))
+        return *forward, *norm_backward(g, x, weight, *forward[6:], None, layer_norm)
+
+    def plain(given: Tensors) -> Any:
+        x, g = given
+        leaves = [x.detach().requires_grad_(), *low[: 2 if layer_norm else 1]]
+        if layer_norm:
+            y = functional.layer_norm(leaves[0], shape[1:], *leaves[1:], EPS)
+        else:
+            y = functional.rms_norm(leaves[0], shape[1:], leaves[1], EPS)
+        return _in_torch(y, out), torch.autograd.grad(y, leaves, g)
+
+    return _workload(ours, plain, partial(_inputs, shape, dtype, 2))
+
+
+def _act(
+    kind: str, gate: bool, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype
+) -> Workload:
+    def ours(given: Tensors) -> Tensors:
+        g, x, *others = given
+        up = others[0] if gate else None
+        dx, dup = act_backward(g, x, up, kind, *_cast(out))
+        return *act(x, up, kind, *_cast(out)), *dx, *(dup or ())
+
+    def plain(given: Tensors) -> Any:
+        g, *rest = given
+        leaves = [t.detach().requires_grad_() for t in rest]
+        y = ACTIVATIONS[kind](leaves[0])
+        y = y * leaves[1] if gate else y
+        grads = torch.autograd.grad(y, leaves, g)
+        return _in_torch(y, out), [_in_torch(t, out) for t in grads]
+
+    return _workload(ours, plain, partial(_inputs, shape, dtype, 3 if gate else 2))
+
+
+def _workload(
+    ours: Callable[[Tensors], Tensors],
+    plain: Callable[[Tensors], Any],
+    inputs: Callable[[int], Tensors],
+) -> Workload:
+    def results() -> dict[str, torch.Tensor | None]:
+        return {f"result {i}": t for i, t in enumerate(ours(inputs(0)))}
+
+    check = partial(verify.same_as_reference, results)
+    return Workload(ours, {"torch and quantize": plain}, check, inputs)
+
+
+def _cases(
+    name: str,
+    what: str,
+    make: Callable[[tuple[int, int], torch.dtype, torch.dtype], Workload],
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+) -> None:
+    for m, k in shapes:
+        for of_x, dtype in DTYPES.items():
+            for of_y, out in OUT.items():
+                case(
+                    f"{name}/{of_x}-{of_y}/{m}x{k}",
+                    f"{what}, {of_x} -> {of_y}, forward and backward, {m} x {k}",
+                    times_faster(1.5),
+                    partial(make, (m, k), dtype, out),
+                    quick=(m, k) == SHAPES[0] and of_x == "bf16",
+                )
+
+
+_cases("norm_quantize/rms", "RMSNorm and cast", partial(_norm, False))
+_cases("norm_quantize/layer", "LayerNorm and cast", partial(_norm, True))
+_cases("act_quantize/swiglu", "silu(x) * up and cast", partial(_act, "silu", True))
+for _kind in ("gelu", "gelu_tanh", "relu2"):
+    _cases(f"act_quantize/{_kind}", f"{_kind} and cast", partial(_act, _kind, False), SHAPES[1:])
