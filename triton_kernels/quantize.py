@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .amax import amax_into
+from .amax import amax, amax_into
 from .launch import FORMATS, MAX, codes, on, soft_cast
 from .quantize_blocks import quantize_blocks
 from .tiles import decode, encode, load, magnitude_bits, scale_from_amax, store
@@ -156,3 +156,17 @@ def quantize(
                 codes(x), codes(data), *scalars, x.numel(), MAX[dtype], **constants, BLOCK=BLOCK
             )
     return data, data_t, scale_inv, scale_inv_t, amax
+
+
+def cast(
+    y: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    transpose: bool,
+    granularity: str,
+    power_of_two_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """quantize of the fp32 values of a fused op, which may also stay as they are."""
+    if dtype != torch.float32:
+        return quantize(y, dtype, scale, transpose, granularity, power_of_two_scale)
+    return y, y.new_empty((0, 0)), y.new_ones(()), y.new_empty((0,)), amax(y)

@@ -182,6 +182,7 @@ act_quantize_op = Op(
     fake=casts.fake,
     check=_check,
     examples=example_inputs.act_quantize,
+    triton="act_quantize",
 )
 
 act_backward_op = Op(
@@ -192,6 +193,7 @@ act_backward_op = Op(
     fake=_fake_backward,
     check=_check_backward,
     examples=example_inputs.act_backward,
+    triton="act_quantize",
 )
 
 

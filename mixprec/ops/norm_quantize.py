@@ -211,6 +211,7 @@ norm_quantize_op = Op(
     fake=_fake,
     check=_check,
     examples=example_inputs.norm_quantize,
+    triton="norm_quantize",
 )
 
 norm_backward_op = Op(
@@ -221,6 +222,7 @@ norm_backward_op = Op(
     fake=_fake_backward,
     check=_check_backward,
     examples=example_inputs.norm_backward,
+    triton="norm_quantize",
 )
 
 

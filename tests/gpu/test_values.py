@@ -6,6 +6,7 @@ import pytest
 import torch
 from emulated.agreement import Agreement
 from emulated.values.test_casts import *  # noqa: F403 (the tests, with the fixture below)
+from emulated.values.test_fused import *  # noqa: F403
 from emulated.values.test_grads import *  # noqa: F403
 from emulated.values.test_pack_values import *  # noqa: F403
 from emulated.values.test_scale_values import *  # noqa: F403

@@ -6,6 +6,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/quantize/cast.cuh"
+#include "cuda/quantize/source.cuh"
 #include "dispatch.h"
 
 namespace mixprec::cuda {
@@ -44,20 +45,21 @@ __device__ __forceinline__ void finish_amax(uint32_t largest, AmaxState* state, 
 }
 
 // partials [gridDim.x]. Returns at once if a scale is given and not 0. Clears `state`, if any.
-template <class X>
+template <class Source>
 __global__ void __launch_bounds__(kThreads)
-    amax_kernel(const X* x, int64_t count, const float* given, uint32_t* partials,
+    amax_kernel(const Source source, int64_t count, const float* given, uint32_t* partials,
                 AmaxState* state) {
   if (state != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *state = {0, 0};
   if (given != nullptr && *given != 0.0f) return;
-  constexpr int n = 2 * kVector<X>;
+  constexpr int n = 2 * Source::kRun;
   uint32_t largest = 0;
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for_each<n>(split<n>(count, x), first, int64_t{gridDim.x} * kThreads, [&](auto width, int64_t i) {
-    X in[decltype(width)::value];
-    load(x + i, in);
-    largest = largest_of(in, largest);
-  });
+  for_each<n>(source.template span<n>(count), first, int64_t{gridDim.x} * kThreads,
+              [&](auto width, int64_t i) {
+                typename Source::Element in[decltype(width)::value];
+                source.load(i, in);
+                largest = largest_of(in, largest);
+              });
   largest = block_reduce<kThreads, Max>(largest);
   if (threadIdx.x == 0) partials[blockIdx.x] = largest;
 }
@@ -71,9 +73,9 @@ static __global__ void __launch_bounds__(kThreads)
 // 32-bit words of scratch for the maxima of the blocks of any launch.
 inline int64_t partials_for(int sms) { return int64_t{sms} * kBlocksPerSm; }
 
-template <class X>
+template <class Source>
 int64_t amax_grid(int64_t count, int sms) {
-  return grid_for(count / (2 * kVector<X>) / kThreads, sms);
+  return grid_for(count / (2 * Source::kRun) / kThreads, sms);
 }
 
 // Also for count = 0: amax 0. partials: scratch of partials_for(sms).
@@ -83,9 +85,10 @@ inline cudaError_t amax(Dtype dtype, const void* x, int64_t count, uint32_t* par
   int64_t grid = 0;
   with_float(dtype, [&](auto t) {
     using X = typename decltype(t)::type;
-    grid = amax_grid<X>(count, sms);
-    error = launch(amax_kernel<X>, grid, kThreads, 0, stream, static_cast<const X*>(x), count,
-                   nullptr, partials, nullptr);
+    Plain<X> source = {static_cast<const X*>(x)};
+    grid = amax_grid<Plain<X>>(count, sms);
+    error = launch(amax_kernel<Plain<X>>, grid, kThreads, 0, stream, source, count, nullptr,
+                   partials, nullptr);
   });
   if (error != cudaSuccess) return error;
   return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, partials, grid, amax);

@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t largest_of(const X (&x)[n], uint32_t largest
   return largest;
 }
 
-// q <- cast(x[j] * scale(j)). The instruction would turn Inf into the largest value, so elements
-// that include one, which is rare, are cast by convert.h.
+// q <- cast(x[j] * scale(j)), without a rounding if Q is float. The instruction would turn Inf into
+// the largest value, so elements that include one, which is rare, are cast by convert.h.
 template <int n, class X, class Q, class Scale>
 __device__ __forceinline__ void encode_run(const X (&x)[n], Q (&q)[n], const Scale& scale) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -54,7 +54,13 @@ __device__ __forceinline__ void encode_run(const X (&x)[n], Q (&q)[n], const Sca
   }
 #endif
 #pragma unroll
-  for (int j = 0; j < n; ++j) q[j] = Convert<Q>::encode(to_float(x[j]), scale(j));
+  for (int j = 0; j < n; ++j) {
+    if constexpr (std::is_same_v<Q, float>) {
+      q[j] = to_float(x[j]) * scale(j);
+    } else {
+      q[j] = Convert<Q>::encode(to_float(x[j]), scale(j));
+    }
+  }
 }
 
 }  // namespace mixprec::cuda

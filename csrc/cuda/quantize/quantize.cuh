@@ -10,11 +10,10 @@ namespace mixprec::cuda {
 enum class Granularity : int32_t { tensor, row, block1x128, block128x128 };
 
 struct Quantize {
-  Dtype x_dtype, q_dtype;
+  Dtype q_dtype;
   Granularity granularity;
-  const void* x;  // [rows, cols], row-major
-  void* q;        // [rows, cols]
-  void* q_t;      // [cols, rows], if `transpose`
+  void* q;    // [rows, cols], row-major
+  void* q_t;  // [cols, rows], if `transpose`
   int64_t rows, cols;
   bool transpose, power_of_two_scale;
   const float* scale;  // null or pointing at 0: not given; "tensor" only
@@ -43,48 +42,49 @@ inline cudaError_t finish_partials(const Quantize& a, int64_t blocks, cudaStream
 }
 
 // Two launches, with or without a given scale.
-template <class X, class Q>
-cudaError_t quantize_tensor(const Quantize& a, int sms, cudaStream_t stream) {
-  const X* x = static_cast<const X*>(a.x);
+template <class Q, class Source>
+cudaError_t quantize_tensor(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
   Q *q = static_cast<Q*>(a.q), *q_t = static_cast<Q*>(a.q_t);
   int64_t count = a.rows * a.cols, searched = a.is_fp8() ? count : 0;
   auto* state = reinterpret_cast<AmaxState*>(a.scratch);
   uint32_t* partials = a.scratch + 2;
-  int64_t blocks = amax_grid<X>(searched, sms);
-  cudaError_t error =
-      launch(amax_kernel<X>, blocks, kThreads, 0, stream, x, searched, a.scale, partials, state);
+  int64_t blocks = amax_grid<Source>(searched, sms);
+  cudaError_t error = launch(amax_kernel<Source>, blocks, kThreads, 0, stream, source, searched,
+                             a.scale, partials, state);
   if (error != cudaSuccess) return error;
   TensorScale scale = {
       a.scale, a.fmt_max(), a.power_of_two_scale, partials, static_cast<int>(blocks), a.scale_inv,
       a.amax,  state};
-  if (a.transpose) {
+  if constexpr (sizeof(Q) < 4) {
     constexpr int64_t side = QuantizeTile<Q>::kSide;
     int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
-    return launch(quantize_transpose_kernel<X, Q>, grid_for(tiles, sms), kThreads, 0, stream, x, q,
-                  q_t, a.rows, a.cols, scale);
+    if (a.transpose) {
+      return launch(quantize_transpose_kernel<Source, Q>, grid_for(tiles, sms), kThreads, 0, stream,
+                    source, q, q_t, a.rows, a.cols, scale);
+    }
   }
-  return launch(quantize_kernel<X, Q>, grid_for(count / kVector<Q> / kThreads, sms), kThreads, 0,
-                stream, x, q, count, scale);
+  return launch(quantize_kernel<Source, Q>, grid_for(count / kVector<Q> / kThreads, sms), kThreads,
+                0, stream, source, q, count, scale);
 }
 
 // Two launches: the cast, and the reduction of the maxima of its blocks.
-template <class X, class Q>
-cudaError_t quantize_rows(const Quantize& a, int sms, cudaStream_t stream) {
+template <class Q, class Source>
+cudaError_t quantize_rows(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
   // One block per short row would leave most of its threads idle.
   bool is_short = a.cols < 4 * kThreads;
   int64_t at_once = is_short ? kThreads / kWarp : 1;
   int64_t blocks = grid_for((a.rows + at_once - 1) / at_once, sms);
-  auto kernel = is_short ? quantize_rows_kernel<X, Q, kWarp> : quantize_rows_kernel<X, Q, kThreads>;
+  auto kernel =
+      is_short ? quantize_rows_kernel<Source, Q, kWarp> : quantize_rows_kernel<Source, Q, kThreads>;
   cudaError_t error =
-      launch(kernel, blocks, kThreads, 0, stream, static_cast<const X*>(a.x), static_cast<Q*>(a.q),
-             a.rows, a.cols, a.scale_inv, a.fmt_max(), a.power_of_two_scale, a.scratch + 2);
+      launch(kernel, blocks, kThreads, 0, stream, source, static_cast<Q*>(a.q), a.rows, a.cols,
+             a.scale_inv, a.fmt_max(), a.power_of_two_scale, a.scratch + 2);
   return error != cudaSuccess ? error : finish_partials(a, blocks, stream);
 }
 
 // Blocks: two launches, as above. Rows and columns: three, the maxima, the scales, the cast.
-template <class X, class Q>
-cudaError_t quantize_tiles(const Quantize& a, int sms, cudaStream_t stream) {
-  const X* x = static_cast<const X*>(a.x);
+template <class Q, class Source>
+cudaError_t quantize_tiles(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
   int64_t blocks = grid_for(a.down() * a.across(), sms);
   uint32_t* partials = a.scratch + 2;
   TilesOut out = {
@@ -92,17 +92,17 @@ cudaError_t quantize_tiles(const Quantize& a, int sms, cudaStream_t stream) {
       a.fmt_max(), a.power_of_two_scale,          partials};
   if (!a.by_lines()) {
     auto kernel = a.granularity == Granularity::block1x128
-                      ? quantize_tiles_kernel<X, Q, TileScales::lines>
-                      : quantize_tiles_kernel<X, Q, TileScales::squares>;
-    cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, x, a.rows, a.cols, out);
+                      ? quantize_tiles_kernel<Source, Q, TileScales::lines>
+                      : quantize_tiles_kernel<Source, Q, TileScales::squares>;
+    cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, a.rows, a.cols, out);
     return error != cudaSuccess ? error : finish_partials(a, blocks, stream);
   }
   uint32_t* row_max = partials + partials_for(sms);
   uint32_t* col_max = row_max + a.rows * a.across();
   float* row_scale = reinterpret_cast<float*>(col_max + a.cols * a.down());
   float* col_scale = row_scale + a.rows;
-  cudaError_t error = launch(tile_maxima_kernel<X>, blocks, kThreads, 0, stream, x, a.rows, a.cols,
-                             row_max, col_max, partials);
+  cudaError_t error = launch(tile_maxima_kernel<Source>, blocks, kThreads, 0, stream, source,
+                             a.rows, a.cols, row_max, col_max, partials);
   if (error != cudaSuccess) return error;
   Lines rows = {row_max, a.across(), a.rows, row_scale, a.scale_inv};
   Lines cols = {col_max, a.down(), a.cols, col_scale, a.scale_inv_t};
@@ -112,24 +112,39 @@ cudaError_t quantize_tiles(const Quantize& a, int sms, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   out.row_scale = row_scale;
   out.col_scale = col_scale;
-  return launch(quantize_tiles_kernel<X, Q, TileScales::known>, blocks, kThreads, 0, stream, x,
-                a.rows, a.cols, out);
+  return launch(quantize_tiles_kernel<Source, Q, TileScales::known>, blocks, kThreads, 0, stream,
+                source, a.rows, a.cols, out);
 }
 
 // Also for empty x: amax 0, scales 1. Granularities other than tensor: fp8 only.
-inline cudaError_t quantize(const Quantize& a, int sms, cudaStream_t stream) {
+template <class Source>
+cudaError_t quantize_from(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
-  with_float(a.x_dtype, [&](auto tx) {
-    with_low(a.q_dtype, [&](auto tq) {
-      using X = typename decltype(tx)::type;
-      using Q = typename decltype(tq)::type;
-      if (a.granularity == Granularity::tensor) {
-        error = quantize_tensor<X, Q>(a, sms, stream);
-      } else if constexpr (sizeof(Q) == 1) {
-        bool rows = a.granularity == Granularity::row && !a.transpose;
-        error = rows ? quantize_rows<X, Q>(a, sms, stream) : quantize_tiles<X, Q>(a, sms, stream);
-      }
-    });
+  auto run = [&](auto tq) {
+    using Q = typename decltype(tq)::type;
+    if (a.granularity == Granularity::tensor) {
+      error = quantize_tensor<Q>(source, a, sms, stream);
+    } else if constexpr (sizeof(Q) == 1) {
+      bool rows = a.granularity == Granularity::row && !a.transpose;
+      error = rows ? quantize_rows<Q>(source, a, sms, stream)
+                   : quantize_tiles<Q>(source, a, sms, stream);
+    }
+  };
+  if (a.q_dtype != Dtype::f32) {
+    with_low(a.q_dtype, run);
+  } else if constexpr (Source::kFused) {
+    run(Type<float>{});
+  }
+  return error;
+}
+
+// x [rows, cols], row-major
+inline cudaError_t quantize(Dtype x_dtype, const void* x, const Quantize& a, int sms,
+                            cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  with_float(x_dtype, [&](auto tx) {
+    using X = typename decltype(tx)::type;
+    error = quantize_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
   });
   return error;
 }

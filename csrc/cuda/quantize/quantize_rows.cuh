@@ -7,24 +7,24 @@
 
 namespace mixprec::cuda {
 
-// x, q [rows, cols], scale_inv [rows], partials [gridDim.x]; lanes: threads per row.
-template <class X, class Q, int lanes>
+// source, q [rows, cols], scale_inv [rows], partials [gridDim.x]; lanes: threads per row.
+template <class Source, class Q, int lanes>
 __global__ void __launch_bounds__(kThreads)
-    quantize_rows_kernel(const X* __restrict__ x, Q* __restrict__ q, int64_t rows, int64_t cols,
+    quantize_rows_kernel(const Source source, Q* __restrict__ q, int64_t rows, int64_t cols,
                          float* scale_inv, float fmt_max, bool power_of_two, uint32_t* partials) {
+  using Element = typename Source::Element;
   static_assert(lanes == kWarp || lanes == kThreads);
   constexpr int n = kVector<Q>, together = kThreads / lanes;
   int lane = threadIdx.x % lanes;
   uint32_t of_all = 0;
   for (int64_t r = int64_t{blockIdx.x} * together; r < rows; r += int64_t{gridDim.x} * together) {
-    int64_t row = r + threadIdx.x / lanes;
-    const X* from = x + row * cols;
-    Q* to = q + row * cols;
-    Span span = split<n>(row < rows ? cols : 0, to, from);
+    int64_t row = r + threadIdx.x / lanes, start = row * cols;
+    Q* to = q + start;
+    Span span = source.template span<n>(start, row < rows ? cols : 0, to);
     uint32_t largest = 0;
     for_each<n>(span, lane, lanes, [&](auto width, int64_t i) {
-      X in[decltype(width)::value];
-      load(from + i, in);
+      Element in[decltype(width)::value];
+      source.load(start + i, in);
       largest = largest_of(in, largest);
     });
     if constexpr (lanes == kWarp) {
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kThreads)
     float s = scale_from_amax(bits_float(largest), fmt_max, 1.0f, power_of_two, 1.0f);
     if (lane == 0 && row < rows) scale_inv[row] = 1.0f / s;
     for_each<n>(span, lane, lanes, [&](auto width, int64_t i) {
-      X in[decltype(width)::value];
+      Element in[decltype(width)::value];
       Q rounded[decltype(width)::value];
-      load(from + i, in);
+      source.load(start + i, in);
       encode_run(in, rounded, [&](int) { return s; });
       store(to + i, rounded);
     });

@@ -34,20 +34,20 @@ __device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& ama
   return scale;
 }
 
-template <class X, class Q>
+template <class Source, class Q>
 __global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const X* __restrict__ x, Q* __restrict__ q, int64_t count,
+    quantize_kernel(const Source source, Q* __restrict__ q, int64_t count,
                     const TensorScale scale) {
   constexpr int n = kVector<Q>;
   bool amax_known;
   float s = scale_of_tensor(scale, amax_known);
   uint32_t largest = 0;
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for_each<n>(split<n>(count, q, x), first, int64_t{gridDim.x} * kThreads,
+  for_each<n>(source.template span<n>(0, count, q), first, int64_t{gridDim.x} * kThreads,
               [&](auto width, int64_t i) {
-                X in[decltype(width)::value];
+                typename Source::Element in[decltype(width)::value];
                 Q rounded[decltype(width)::value];
-                load(x + i, in);
+                source.load(i, in);
                 largest = largest_of(in, largest);
                 encode_run(in, rounded, [&](int) { return s; });
                 store(q + i, rounded);
@@ -55,28 +55,28 @@ __global__ void __launch_bounds__(kThreads)
   if (!amax_known) finish_amax(largest, scale.state, scale.amax);
 }
 
-// x, q [rows, cols], q_t [cols, rows]
-template <class X, class Q>
+// source, q [rows, cols], q_t [cols, rows]
+template <class Source, class Q>
 __global__ void __launch_bounds__(kThreads)
-    quantize_transpose_kernel(const X* __restrict__ x, Q* __restrict__ q, Q* __restrict__ q_t,
+    quantize_transpose_kernel(const Source source, Q* __restrict__ q, Q* __restrict__ q_t,
                               int64_t rows, int64_t cols, const TensorScale scale) {
   using Tile = QuantizeTile<Q>;
-  constexpr int side = Tile::kSide, run = Tile::kRun, n = kVector<X> < run ? kVector<X> : run;
+  constexpr int side = Tile::kSide, run = Tile::kRun, n = Source::kRun < run ? Source::kRun : run;
   __shared__ Tile tile;
   bool amax_known;
   float s = scale_of_tensor(scale, amax_known);
   uint32_t largest = 0;
-  bool x_vectors = is_aligned(x) && cols % n == 0;
+  bool x_vectors = source.aligned(n) && cols % n == 0;
   int64_t across = (cols + side - 1) / side, tiles = across * ((rows + side - 1) / side);
 
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     TileAt at = {rows, cols, t / across * side, t % across * side};
-#pragma unroll 4
+#pragma unroll(Source::kFused ? 1 : 4)
     for (int i = threadIdx.x; i < side * side / n; i += kThreads) {
       int r = i / (side / n), c = i % (side / n) * n;
-      X in[n];
+      typename Source::Element in[n];
       Q rounded[n];
-      at.load(x, r, c, in, x_vectors);
+      at.load(source, r, c, in, x_vectors);
       largest = largest_of(in, largest);
       encode_run(in, rounded, [&](int) { return s; });
       store(&tile.at[tile.offset(r, c)], rounded);

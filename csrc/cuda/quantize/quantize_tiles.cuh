@@ -1,5 +1,5 @@
-// quantize in tiles of 128 x 128 with a scale per row, column or tile: x is read once and kept in
-// registers until the scales are known; it then gives q and q^T.
+// quantize in tiles of 128 x 128 with a scale per row, column or tile: a tile is read once and kept
+// in registers until the scales are known; it then gives q and q^T.
 #pragma once
 
 #include "cuda/quantize/amax.cuh"
@@ -11,17 +11,26 @@ namespace mixprec::cuda {
 constexpr int kTile = 128;
 
 // A thread's part of a tile: n columns from `col` on, of the rows row, row + kStep, ...
-template <class X>
+template <class Source>
 struct HeldTile {
-  static constexpr int n = kVector<X>, kLanes = kTile / n;  // threads per row
+  static constexpr int n = Source::kRun, kLanes = kTile / n;  // threads per row
   static constexpr int kStep = kThreads / kLanes, kRounds = kTile / kStep;
 
-  X at[kRounds][n];
+  typename Source::Element at[kRounds][n];
   int row = threadIdx.x / kLanes, col = threadIdx.x % kLanes * n;
 
-  __device__ __forceinline__ void load(const TileAt& tile, const X* x, bool vectors) {
+  __device__ __forceinline__ void load(const TileAt& tile, const Source& source, bool vectors) {
+    if constexpr (Source::kFused) {  // the code of a load is long: once, and the rows move up
+#pragma unroll 1
+      for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) tile.load(x, row + i * kStep, col, at[i], vectors);
+        for (int k = 0; k < (kRounds - 1) * n; ++k) at[k / n][k % n] = at[k / n + 1][k % n];
+        tile.load(source, row + i * kStep, col, at[kRounds - 1], vectors);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) tile.load(source, row + i * kStep, col, at[i], vectors);
+    }
   }
 
   // The value of row + i * kStep, the same for all threads that hold a part of it.
@@ -70,10 +79,10 @@ struct TilesOut {
   uint32_t* partials;  // [gridDim.x]
 };
 
-template <class X, class Q, TileScales scales>
+template <class Source, class Q, TileScales scales>
 __global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 1)
-    quantize_tiles_kernel(const X* __restrict__ x, int64_t rows, int64_t cols, const TilesOut out) {
-  using Held = HeldTile<X>;
+    quantize_tiles_kernel(const Source source, int64_t rows, int64_t cols, const TilesOut out) {
+  using Held = HeldTile<Source>;
   static_assert(QuantizeTile<Q>::kSide == kTile);
   __shared__ QuantizeTile<Q> tile;
   __shared__ uint32_t col_max[kTile];
@@ -82,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 
     return scale_from_amax(bits_float(amax), out.fmt_max, 1.0f, out.power_of_two, 1.0f);
   };
   Q *q = static_cast<Q*>(out.q), *q_t = static_cast<Q*>(out.q_t);
-  bool vectors = is_aligned(x) && cols % Held::n == 0;
+  bool vectors = source.aligned(Held::n) && cols % Held::n == 0;
   int64_t across = (cols + kTile - 1) / kTile, down = (rows + kTile - 1) / kTile;
   uint32_t largest = 0;
 
@@ -90,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 
     int64_t tile_row = t / across, tile_col = t % across;
     TileAt at = {rows, cols, tile_row * kTile, tile_col * kTile};
     Held held;
-    held.load(at, x, vectors);
+    held.load(at, source, vectors);
 
     float row_scale[Held::kRounds];
     if constexpr (scales == TileScales::squares) {
@@ -153,20 +162,20 @@ __global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 
 }
 
 // row_max [tiles across, rows], col_max [tiles down, cols], partials [gridDim.x]
-template <class X>
-__global__ void __launch_bounds__(kThreads)
-    tile_maxima_kernel(const X* __restrict__ x, int64_t rows, int64_t cols, uint32_t* row_max,
+template <class Source>
+__global__ void __launch_bounds__(kThreads, 1)
+    tile_maxima_kernel(const Source source, int64_t rows, int64_t cols, uint32_t* row_max,
                        uint32_t* col_max, uint32_t* partials) {
-  using Held = HeldTile<X>;
+  using Held = HeldTile<Source>;
   __shared__ uint32_t maxima[kTile];
-  bool vectors = is_aligned(x) && cols % Held::n == 0;
+  bool vectors = source.aligned(Held::n) && cols % Held::n == 0;
   int64_t across = (cols + kTile - 1) / kTile, down = (rows + kTile - 1) / kTile;
   uint32_t largest = 0;
   for (int64_t t = blockIdx.x; t < across * down; t += gridDim.x) {
     int64_t tile_row = t / across, tile_col = t % across;
     TileAt at = {rows, cols, tile_row * kTile, tile_col * kTile};
     Held held;
-    held.load(at, x, vectors);
+    held.load(at, source, vectors);
 #pragma unroll
     for (int i = 0; i < Held::kRounds; ++i) {
       int64_t row = at.row0 + held.row + i * Held::kStep;

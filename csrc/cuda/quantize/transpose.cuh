@@ -45,16 +45,16 @@ __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t 
 struct TileAt {
   int64_t rows, cols, row0, col0;
 
-  // x[row0 + r, col0 + c...], zeros outside the matrix. `vectors`: all of them are aligned.
-  template <int n, class X>
-  __device__ __forceinline__ void load(const X* x, int r, int c, X (&in)[n], bool vectors) const {
-    int64_t row = row0 + r, col = col0 + c;
-    const X* from = x + row * cols + col;
-    if (vectors && row < rows && col < cols) {
-      cuda::load(from, in);
+  // The values of [row0 + r, col0 + c...], zeros outside the matrix. `vectors`: all are aligned.
+  template <int n, class Source, class X>
+  __device__ __forceinline__ void load(const Source& source, int r, int c, X (&in)[n],
+                                       bool vectors) const {
+    int64_t row = row0 + r, col = col0 + c, left = row < rows ? cols - col : 0;
+    int count = left >= n ? n : left > 0 ? static_cast<int>(left) : 0;
+    if constexpr (requires { source.load_of(row, col, in, count, vectors); }) {
+      source.load_of(row, col, in, count, vectors);
     } else {
-#pragma unroll
-      for (int j = 0; j < n; ++j) in[j] = row < rows && col + j < cols ? from[j] : X{};
+      source.load(row * cols + col, in, count, vectors);
     }
   }
 

@@ -35,7 +35,7 @@ CSRC = ROOT / "csrc"
 # by TMA: no 16-byte words.
 NARROW = re.compile(
     "scales?_kernel|coef_kernel|amax_kernel|amax_of_partials|steps_kernel|chunks|transpose|"
-    "gemm_kernel"
+    "norm_bands|norm_columns|gemm_kernel"
 )
 
 GEMM = "gemm_sm90_bf16_k_k.cu"  # one of the files that instances of the Hopper GEMM are in

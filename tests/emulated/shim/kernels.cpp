@@ -2,6 +2,8 @@
 // bits, an address, or an array of addresses. Each returns 0 or CUDA's error code.
 #include <vector>
 
+#include "cuda/fused/act_quantize.cuh"
+#include "cuda/fused/norm_backward.cuh"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
 #include "cuda/optim/adamw.cuh"
@@ -28,6 +30,33 @@ GradList grad_list(int64_t count, const int64_t* dtypes, void** data, const int6
 
 constexpr uint64_t kUnwritten = ~uint64_t{0};
 constexpr uint32_t kDirty = 0xFFFFFFFFu;  // larger than any maximum
+
+Floats floats(const int64_t* dtypes, void** data, int which) {
+  return {data[which], static_cast<Dtype>(dtypes[which])};
+}
+
+// how: dtype, granularity, rows, cols, transpose, power_of_two_scale; results: data, data_t,
+// scale_inv, scale_inv_t, amax.
+template <class Run>
+int cast(const int64_t* how, void** results, const float* scale, int64_t sms, const Run& run) {
+  auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
+  Quantize args = {static_cast<Dtype>(how[0]),
+                   static_cast<Granularity>(how[1]),
+                   results[0],
+                   results[1],
+                   how[2],
+                   how[3],
+                   how[4] != 0,
+                   how[5] != 0,
+                   scale,
+                   numbers(2),
+                   numbers(3),
+                   numbers(4),
+                   nullptr};
+  std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
+  args.scratch = scratch.data();
+  return run(args);
+}
 
 template <class Rule>
 int run_step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
@@ -97,27 +126,60 @@ int amax(int64_t dtype, const void* x, int64_t count, float* result, int64_t sms
                              nullptr);
 }
 
-int quantize(int64_t x_dtype, int64_t q_dtype, int64_t granularity, const void* x, void* q,
-             void* q_t, int64_t rows, int64_t cols, int64_t transpose, int64_t power_of_two_scale,
-             const float* scale, float* scale_inv, float* scale_inv_t, float* amax, int64_t sms) {
-  Quantize args = {static_cast<Dtype>(x_dtype),
-                   static_cast<Dtype>(q_dtype),
-                   static_cast<Granularity>(granularity),
-                   x,
-                   q,
-                   q_t,
-                   rows,
-                   cols,
-                   transpose != 0,
-                   power_of_two_scale != 0,
-                   scale,
-                   scale_inv,
-                   scale_inv_t,
-                   amax,
-                   nullptr};
-  std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
-  args.scratch = scratch.data();
-  return mixprec::cuda::quantize(args, sms, nullptr);
+int quantize(int64_t x_dtype, const void* x, const int64_t* how, void** results, const float* scale,
+             int64_t sms) {
+  return cast(how, results, scale, sms, [&](const Quantize& args) {
+    return mixprec::cuda::quantize(static_cast<Dtype>(x_dtype), x, args, sms, nullptr);
+  });
+}
+
+// in: x, residual, weight, bias
+int norm_quantize(const int64_t* dtypes, void** in, double eps, void* total, float* mean,
+                  float* rstd, const int64_t* how, void** results, const float* scale,
+                  int64_t sms) {
+  return cast(how, results, scale, sms, [&](const Quantize& args) {
+    return mixprec::cuda::norm_quantize(
+        floats(dtypes, in, 0), floats(dtypes, in, 1), floats(dtypes, in, 2), floats(dtypes, in, 3),
+        static_cast<float>(eps), total, mean, rstd, args, sms, nullptr);
+  });
+}
+
+// in: g, x, weight, g_total
+int norm_backward(const int64_t* dtypes, void** in, int64_t rows, int64_t cols, const float* mean,
+                  const float* rstd, void* dx, float* dweight, float* dbias, int64_t sms) {
+  NormGradients a = {{rows, cols, false},
+                     floats(dtypes, in, 0),
+                     floats(dtypes, in, 1),
+                     floats(dtypes, in, 2),
+                     floats(dtypes, in, 3),
+                     mean,
+                     rstd,
+                     dx,
+                     dweight,
+                     dbias,
+                     nullptr};
+  std::vector<float> bands(2 * a.bands_down() * cols, __builtin_nanf(""));
+  a.bands = bands.data();
+  return mixprec::cuda::norm_backward(a, sms, nullptr);
+}
+
+// in: x, up
+int act_quantize(const int64_t* dtypes, void** in, int64_t kind, const int64_t* how, void** results,
+                 const float* scale, int64_t sms) {
+  return cast(how, results, scale, sms, [&](const Quantize& args) {
+    return mixprec::cuda::act_quantize(floats(dtypes, in, 0), floats(dtypes, in, 1),
+                                       static_cast<Activation>(kind), args, sms, nullptr);
+  });
+}
+
+// in: g, x, up
+int act_backward(const int64_t* dtypes, void** in, int64_t kind, int64_t of_up, const int64_t* how,
+                 void** results, const float* scale, int64_t sms) {
+  return cast(how, results, scale, sms, [&](const Quantize& args) {
+    return mixprec::cuda::act_backward(floats(dtypes, in, 0), floats(dtypes, in, 1),
+                                       floats(dtypes, in, 2), static_cast<Activation>(kind),
+                                       of_up != 0, args, sms, nullptr);
+  });
 }
 
 int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* out,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from mixprec.ops._dispatch import op, scale_layout
+from mixprec.ops.act_quantize import KINDS
 from mixprec.ops.pack import packed_sizes
 
 HERE = Path(__file__).resolve().parent
@@ -152,21 +153,85 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def quantize(
-    x: torch.Tensor, dtype: torch.dtype, scale: MaybeTensor, transpose: bool, granularity: str,
-    power_of_two_scale: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+Cast = tuple[torch.Tensor, ...]  # data, data_t, scale_inv, scale_inv_t, amax
+
+
+def _cast(
+    x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str, power_of_two: bool
+) -> tuple[torch.Tensor, Cast]:
+    """The numbers and the results of a cast, as kernels.cpp takes them."""
     rows, cols = scale_layout.as_matrix(x.shape)
     q, q_t = _result(x.shape, dtype), _result((cols, rows) if transpose else (0, 0), dtype)
     shape_t: tuple[int, ...] = (0,)
     if transpose and granularity != "tensor":
         shape_t = scale_layout.scale_shape(granularity, cols, rows)
     shapes = (scale_layout.scale_shape(granularity, rows, cols), shape_t, ())
-    numbers = [_result(shape, torch.float32) for shape in shapes]  # the scales' inverses, and amax
     number = list(scale_layout.GRANULARITIES).index(granularity)
-    how = (rows, cols, transpose, power_of_two_scale, scale, *numbers, _sms())
-    call("quantize", x.dtype, dtype, number, x, q, q_t, *how)
-    return q, q_t, *numbers
+    how = (DTYPES.index(dtype), number, rows, cols, transpose, power_of_two)
+    return _numbers(how), (q, q_t, *(_result(shape, torch.float32) for shape in shapes))
+
+
+def quantize(
+    x: torch.Tensor, dtype: torch.dtype, scale: MaybeTensor, transpose: bool, granularity: str,
+    power_of_two_scale: bool,
+) -> Cast:  # fmt: skip
+    how, results = _cast(x, dtype, transpose, granularity, power_of_two_scale)
+    call("quantize", x.dtype, x, how, results, scale, _sms())
+    return results
+
+
+def _inputs(*tensors: MaybeTensor) -> tuple[torch.Tensor, Sequence[MaybeTensor]]:
+    return _numbers([0 if t is None else DTYPES.index(t.dtype) for t in tensors]), tensors
+
+
+def norm_quantize(
+    x: torch.Tensor, residual: MaybeTensor, weight: MaybeTensor, bias: MaybeTensor, eps: float,
+    subtract_mean: bool, dtype: torch.dtype, scale: MaybeTensor, *layout: Any,
+) -> Cast:  # fmt: skip
+    how, results = _cast(x, dtype, *layout)
+    rows = scale_layout.as_matrix(x.shape)[0]
+    total = None if residual is None else _result(x.shape, x.dtype)
+    mean = _result((rows,), torch.float32) if subtract_mean else None
+    rstd = _result((rows,), torch.float32)
+    inputs = _inputs(x, residual, weight, bias)
+    call("norm_quantize", *inputs, eps, total, mean, rstd, how, results, scale, _sms())
+    total, mean = (t.new_empty((0,)) if y is None else y for t, y in ((x, total), (rstd, mean)))
+    return *results, total, mean, rstd
+
+
+def norm_backward(
+    g: torch.Tensor, x: torch.Tensor, weight: MaybeTensor, mean: torch.Tensor, rstd: torch.Tensor,
+    g_total: MaybeTensor, with_bias: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    dx, sizes = _result(x.shape, x.dtype), scale_layout.as_matrix(x.shape)
+    sums = [
+        _result((sizes[1],), torch.float32) if wanted else None
+        for wanted in (weight is not None, with_bias)
+    ]
+    mean_or_none = mean if mean.numel() else None
+    inputs = _inputs(g, x, weight, g_total)
+    call("norm_backward", *inputs, *sizes, mean_or_none, rstd, dx, *sums, _sms())
+    return dx, *(rstd.new_empty((0,)) if t is None else t for t in sums)
+
+
+def act_quantize(x: torch.Tensor, up: MaybeTensor, kind: str, dtype: torch.dtype,
+                 scale: MaybeTensor, *layout: Any) -> Cast:  # fmt: skip
+    how, results = _cast(x, dtype, *layout)
+    call("act_quantize", *_inputs(x, up), KINDS.index(kind), how, results, scale, _sms())
+    return results
+
+
+def act_backward(g: torch.Tensor, x: torch.Tensor, up: MaybeTensor, kind: str, dtype: torch.dtype,
+                 scale: MaybeTensor, *layout: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    inputs, number = _inputs(g, x, up), KINDS.index(kind)
+    how, dx = _cast(x, dtype, *layout)
+    call("act_backward", *inputs, number, False, how, dx, scale, _sms())
+    if up is None:
+        none = [torch.empty(0) for _ in range(3)]
+        return *dx, x.new_empty((0,), dtype=dtype), x.new_empty((0, 0), dtype=dtype), *none
+    how, dup = _cast(x, dtype, *layout)
+    call("act_backward", *inputs, number, True, how, dup, None, _sms())
+    return *dx, *dup
 
 
 def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -247,6 +312,8 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 OPS: dict[str, Callable[..., Any]] = {
     "unscale_": unscale_, "grad_stats_": grad_stats_, "amax": amax, "quantize": quantize,
+    "norm_quantize": norm_quantize, "norm_backward": norm_backward,
+    "act_quantize": act_quantize, "act_backward": act_backward,
     "dequantize": dequantize, "pack": pack, "unpack": unpack,
     "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
     "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),

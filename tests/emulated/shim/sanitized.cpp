@@ -68,9 +68,12 @@ int repeat(int (*function)(Args...), Recording& recording) {
 
 #define FUNCTION(name) {#name, [](Recording& r) { return repeat(::name, r); }}
 const std::map<std::string, std::function<int(Recording&)>> functions = {
-    FUNCTION(unscale),      FUNCTION(grad_stats),      FUNCTION(amax),      FUNCTION(quantize),
-    FUNCTION(dequantize),   FUNCTION(update),          FUNCTION(inv_scale), FUNCTION(clip_coef),
-    FUNCTION(update_scale), FUNCTION(scale_from_amax), FUNCTION(pack),      FUNCTION(unpack)};
+    FUNCTION(unscale),         FUNCTION(grad_stats),    FUNCTION(amax),
+    FUNCTION(quantize),        FUNCTION(dequantize),    FUNCTION(update),
+    FUNCTION(inv_scale),       FUNCTION(clip_coef),     FUNCTION(update_scale),
+    FUNCTION(scale_from_amax), FUNCTION(pack),          FUNCTION(unpack),
+    FUNCTION(norm_quantize),   FUNCTION(norm_backward), FUNCTION(act_quantize),
+    FUNCTION(act_backward)};
 
 }  // namespace
 

@@ -44,6 +44,13 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         x = normal((rows, cols), torch.bfloat16) * torch.logspace(-9, 9, cols, base=2).bfloat16()
         given = None if scale is None else torch.tensor(scale)
         yield "quantize", [x, e4m3, given, transpose, granularity, True]
+    x, g = (normal((131, 144), torch.bfloat16, seed=seed) for seed in range(2))
+    weight, rows = torch.ones(144), torch.ones(131)
+    for cast in ((None, True, "tensor"), (None, True, "row"), (None, False, "block1x128")):
+        yield "norm_quantize", [x, g, weight, weight, 1e-5, True, e4m3, *cast, True]
+        yield "act_backward", [g[:, :70], x[:, :70], x[:, :70], "silu", e4m3, *cast, True]
+    yield "act_quantize", [x[:7], None, "gelu", torch.float32, None, False, "tensor", True]
+    yield "norm_backward", [g, x, weight, rows, rows, g, True]
     for max_norm in (1e3, 30.0):
         yield "clip_coef", [torch.full((ODD,), 4.0).double(), max_norm]
     for n in (ODD, ODD - 1, ODD - 4, ODD - 7):

@@ -1,0 +1,71 @@
+// act_quantize and act_backward on CUDA tensors.
+#include "cuda/fused/act_quantize.cuh"
+#include "cuda/fused/arguments.h"
+
+namespace mixprec::cuda {
+
+namespace {
+
+Activation kind_of(const std::string& name, const char* op) {
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "relu2") return Activation::relu2;
+  STD_TORCH_CHECK(false, op, ": kind must be silu, gelu, gelu_tanh or relu2, got ", name);
+}
+
+MaybeTensor checked_up(const MaybeTensor& up, const Tensor& x, const std::string& op) {
+  STD_TORCH_CHECK(!up.has_value() || up->scalar_type() == x.scalar_type(), op,
+                  ": up must be of x's dtype");
+  return checked(up, x, false, op + ": up");
+}
+
+Quantized act_quantize_op(Tensor x, MaybeTensor up, std::string kind, ScalarType type,
+                          MaybeTensor scale, bool transpose, std::string granularity,
+                          bool power_of_two_scale) {
+  STD_TORCH_CHECK(x.is_cuda(), "act_quantize: x must be on a CUDA device");
+  Activation activation = kind_of(kind, "act_quantize");
+  OnDevice device(x);
+  x = checked(x, x, false, "act_quantize: x");
+  up = checked_up(up, x, "act_quantize");
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
+  return quantized("act_quantize", x, cast, device.sms, [&](const Quantize& args) {
+    return act_quantize(floats(x), floats(up), activation, args, device.sms, device.stream);
+  });
+}
+
+// The results for an `up` that is not given.
+Quantized nothing(const Tensor& x, ScalarType type) {
+  auto none = [&] { return empty_on(x, {0}, ScalarType::Float); };
+  return {empty_on(x, {0}, type), empty_on(x, {0, 0}, type), none(), none(), none()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+act_backward_op(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType type,
+                MaybeTensor scale, bool transpose, std::string granularity,
+                bool power_of_two_scale) {
+  STD_TORCH_CHECK(x.is_cuda(), "act_backward: x must be on a CUDA device");
+  Activation activation = kind_of(kind, "act_backward");
+  OnDevice device(x);
+  x = checked(x, x, false, "act_backward: x");
+  g = checked(g, x, false, "act_backward: g");
+  up = checked_up(up, x, "act_backward");
+  auto gradient = [&](const MaybeTensor& given, bool of_up) {
+    Cast cast = {type, given, transpose, granularity, power_of_two_scale};
+    return quantized("act_backward", x, cast, device.sms, [&](const Quantize& args) {
+      return act_backward(floats(g), floats(x), floats(up), activation, of_up, args, device.sms,
+                          device.stream);
+    });
+  };
+  Quantized dx = gradient(scale, false);
+  return std::tuple_cat(dx, up.has_value() ? gradient(std::nullopt, true) : nothing(x, type));
+}
+
+}  // namespace
+
+}  // namespace mixprec::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
+  m.impl("act_quantize", TORCH_BOX(&mixprec::cuda::act_quantize_op));
+  m.impl("act_backward", TORCH_BOX(&mixprec::cuda::act_backward_op));
+}

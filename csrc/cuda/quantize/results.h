@@ -1,0 +1,97 @@
+// What quantize and the fused ops allocate and return.
+#pragma once
+
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "cuda/common/on_device.h"
+#include "cuda/quantize/quantize.cuh"
+
+namespace mixprec::cuda {
+
+// data, data_t, scale_inv, scale_inv_t, amax
+using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// How the caller wants the result.
+struct Cast {
+  ScalarType type;
+  MaybeTensor scale;
+  bool transpose;
+  std::string granularity;
+  bool power_of_two_scale;
+};
+
+inline float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+inline Tensor words_on(const Tensor& x, int64_t count) {
+  return empty_on(x, {count}, ScalarType::Int);
+}
+inline uint32_t* words_of(const Tensor& t) { return static_cast<uint32_t*>(t.mutable_data_ptr()); }
+
+inline Granularity granularity_of(const std::string& name, const char* op) {
+  if (name == "tensor") return Granularity::tensor;
+  if (name == "row") return Granularity::row;
+  if (name == "block1x128") return Granularity::block1x128;
+  if (name == "block128x128") return Granularity::block128x128;
+  STD_TORCH_CHECK(false, op, ": granularity must be tensor, row, block1x128 or block128x128, got ",
+                  name);
+}
+
+// (M, K): leading dimensions flattened.
+inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
+}
+
+inline int64_t tiles_of(int64_t size) { return (size + kTile - 1) / kTile; }
+
+inline Tensor scales_on(const Tensor& x, Granularity granularity, int64_t rows, int64_t cols) {
+  bool by_row = granularity != Granularity::block128x128;
+  int64_t across = granularity == Granularity::row ? 1 : tiles_of(cols);
+  return empty_on(x, {by_row ? rows : tiles_of(rows), across}, ScalarType::Float);
+}
+
+// Allocates the results, which are of x's shape, on x's device, and calls run(args), which returns
+// the error of its launches. May be called before x has its values.
+template <class Run>
+Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, const Run& run) {
+  Dtype to = dtype_of(cast.type, op);
+  Granularity granularity = granularity_of(cast.granularity, op);
+  bool by_tensor = granularity == Granularity::tensor, transpose = cast.transpose;
+  STD_TORCH_CHECK(to != Dtype::f64 && (to != Dtype::f32 || !(transpose || cast.scale.has_value())),
+                  op, ": dtype must be fp8, fp16 or bf16, or fp32 without scale and transpose");
+  STD_TORCH_CHECK(!transpose || x.dim() >= 2, op, ": transpose needs x of 2 or more dimensions");
+  STD_TORCH_CHECK(by_tensor || (is_fp8(to) && !cast.scale.has_value()), op,
+                  ": scales by rows or blocks are for fp8 and come from x");
+  const float* given = scalar_on(cast.scale, x, op);
+
+  auto [rows, cols] = as_matrix(x);
+  Tensor data = empty_on(x, x.sizes(), cast.type);
+  Tensor data_t = empty_on(x, {transpose ? cols : 0, transpose ? rows : 0}, cast.type);
+  Tensor scale_inv =
+      by_tensor ? empty_on(x, {}, ScalarType::Float) : scales_on(x, granularity, rows, cols);
+  Tensor scale_inv_t = transpose && !by_tensor ? scales_on(x, granularity, cols, rows)
+                                               : empty_on(x, {0}, ScalarType::Float);
+  Tensor largest = empty_on(x, {}, ScalarType::Float);
+  Quantize args = {to,
+                   granularity,
+                   data.mutable_data_ptr(),
+                   data_t.mutable_data_ptr(),
+                   rows,
+                   cols,
+                   transpose,
+                   cast.power_of_two_scale,
+                   given,
+                   fp32_of(scale_inv),
+                   fp32_of(scale_inv_t),
+                   fp32_of(largest),
+                   nullptr};
+  Tensor scratch = words_on(x, scratch_words(args, sms));
+  args.scratch = words_of(scratch);
+  check_launch(run(args), op);
+  return {data, data_t, scale_inv, scale_inv_t, largest};
+}
+
+}  // namespace mixprec::cuda
