@@ -70,7 +70,7 @@ def _workload(arch: str, dtype: torch.dtype) -> Workload:
 
 for _arch in ARCHITECTURES:
     # One of 16 bits and one of 8, where it has them: the others take as long.
-    for _dtype in {t.itemsize: t for t in formats(_arch)}.values():
+    for _dtype in {t.itemsize: t for t in reversed(formats(_arch))}.values():
         case(
             f"simulate/{_arch}/{NAMES[_dtype]}",
             f"{SIZE} cubed, {NAMES[_dtype]} as {_arch} computes it, of the speed in FP32",
