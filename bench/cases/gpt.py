@@ -80,6 +80,9 @@ def torchs(size: str, *, autocast: bool, compiled: bool) -> Step:
 def ours(size: str, recipe: str, *, fuse: bool, compiled: bool) -> Step:
     model, batch = _model(size)
     mixprec.convert(model, recipe, fuse=fuse)
+    for module in model.modules() if fuse else ():
+        if isinstance(module, _examples().Attention):
+            module.rotate = mixprec.functional.rotary
     run = torch.compile(model) if compiled else model
     scaler = mixprec.GradScaler("cpu") if recipe == "fp16" else None
     optimizer = mixprec.optim.AdamW(model.parameters(), max_grad_norm=1.0)
