@@ -62,8 +62,11 @@ class Fused(torch.autograd.Function):
         ctx.simulated = simulated
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
-        need_x, need_w, _ = ctx.needs = _needs(ctx.needs_input_grad)
+        need_x, need_w, need_bias = ctx.needs = _needs(ctx.needs_input_grad)
         first = products[:-1] if act else products
+        need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
+        # The weights that a gradient passes through: to x, and to what is before the activation.
+        passes = [need_x if i < len(first) else need_h for i in range(len(products))]
 
         qx, total, mean, rstd = _operand_of_x(
             x, residual, norm_weight, norm_bias, norm, recipe, first,
@@ -71,8 +74,10 @@ class Fused(torch.autograd.Function):
         )  # fmt: skip
         qw = [
             p.quantized_weight
-            or operands.cast(w, "w", recipe, p.delayed, use_t=grad_enabled, record=grad_enabled)
-            for p, w in zip(products, weights, strict=True)
+            or operands.cast(
+                w, "w", recipe, p.delayed, use_t=grad_enabled and t, record=grad_enabled
+            )
+            for p, w, t in zip(products, weights, passes, strict=True)
         ]
         dtype = low if act else out_dtype
         outputs = [
@@ -91,15 +96,13 @@ class Fused(torch.autograd.Function):
                 _products.forward(recipe, last.name, qa, qw[-1], biases[-1], out_dtype, simulated)
             ]
 
-        need_h = need_x or any(need_w[: len(first)])
         saved_x = (qx.data_t, qx.scale_inv_t) if any(need_w[: len(first)]) else (None, None)
         saved_a = (qa.data_t, qa.scale_inv_t) if qa and need_w[-1] else (None, None)
         saved_w = [
             t
-            for i, w in enumerate(qw)
-            for t in ((w.data_t, w.scale_inv_t) if need_x or (act and i == len(first) and need_h)
-                      else (None, None))
-        ]  # fmt: skip
+            for w, passed in zip(qw, passes, strict=True)
+            for t in ((w.data_t, w.scale_inv_t) if passed else (None, None))
+        ]
         keep_as_is(saved_x[1], saved_a[1], mean, rstd, *saved_w)
         of_norm = (total, norm_weight, mean, rstd) if norm and need_x else (None,) * 4
         ctx.has_bias, ctx.hidden = norm_bias is not None, len(hidden)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mixprec
 from mixprec import functional
 from mixprec.formats import E4M3, E5M2
-from mixprec.functional import _linear, _observed, matmul, observed, operands
+from mixprec.functional import _observed, _products, matmul, observed, operands
 from mixprec.functional.operands import Delayed
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
@@ -168,7 +168,7 @@ def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
 
 def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
-    gemm, seen = _linear.gemm, []
+    gemm, seen = _products.gemm, []
 
     def spy(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
         seen.append((a, b))
@@ -182,7 +182,7 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
 
     strided = run()
     monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
-    monkeypatch.setattr(_linear, "gemm", spy)
+    monkeypatch.setattr(_products, "gemm", spy)
     copied = run()
     assert len(seen) == 3
     for a, b in seen:
