@@ -202,6 +202,9 @@ def _operand_of_x(
 ) -> tuple[Operand, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The operand that the first products share, x + residual, and the norm's statistics."""
     states = [p.delayed for p in first]
+    if x.dim() == 1:
+        x = x.unsqueeze(0)
+        residual = None if residual is None else residual.unsqueeze(0)
     if norm is None:
         qx = operands.cast(x, "x", recipe, states[0], use_t=use_t, record=record)
         total, mean, rstd = x, None, None

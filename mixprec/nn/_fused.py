@@ -16,7 +16,7 @@ from ..functional._linear import check_input
 from ..functional._products import Product
 from . import _region
 from ._layer import Layer
-from ._norms import Swapped, as_input, norm_of
+from ._norms import as_input, norm_of
 from .conv1d import Conv1D
 from .linear import Linear
 
@@ -42,47 +42,52 @@ def act_of(module: nn.Module) -> str | None:
     return _ACTS.get(type(module).__name__)
 
 
-def why_separate(layers: Sequence[Layer], norm: nn.Module | None) -> str | None:
+def why_separate(
+    layers: Sequence[nn.Module], norm: nn.Module | None = None, act: nn.Module | None = None
+) -> str | None:
     """Why these modules have to be called one by one; None if they can run as one function."""
-    recipe = layers[0].recipe
-    for module in (*layers, *(() if norm is None else (norm,))):
-        if any(hook is not as_input for name in _HOOKS for hook in getattr(module, name).values()):
-            return "hooks on a layer or norm"
-        if any(is_sharded(p) for p in module.parameters(recurse=False)):
-            return "sharded parameters"
     for layer in layers:
         if not isinstance(layer, (Linear, Conv1D)):
             return f"a layer of another kind ({type(layer).__name__})"
-        if layer.recipe != recipe:
-            return f"different recipes ({recipe.name}, {layer.recipe.name})"
-    return "clip_activations" if recipe.clip_activations else None
+    if norm is not None and norm_of(norm) is None:
+        return f"the norm {type(norm).__name__}"
+    if act is not None and act_of(act) is None:
+        return f"the activation {type(act).__name__}"
+    for module in (*layers, *(m for m in (norm, act) if m is not None)):
+        if any(hook is not as_input for name in _HOOKS for hook in getattr(module, name).values()):
+            return "hooks on a layer, norm or activation"
+        if "forward" in vars(module):
+            return "a module with a forward pass of its own"
+        if any(is_sharded(p) for p in module.parameters(recurse=False)):
+            return "sharded parameters"
+    recipes: list[Any] = [layer.recipe for layer in layers]
+    if any(recipe != recipes[0] for recipe in recipes):
+        return f"different recipes ({', '.join(dict.fromkeys(r.name for r in recipes))})"
+    return "clip_activations" if recipes[0].clip_activations else None
 
 
 class Part:
-    """norm(x), if there is a norm, then the outputs of `first`, or last(act(h) [* up]) of them.
-
-    absorbed: the norm is an `Absorbed` one, which has left its work to this part.
-    """
+    """norm(x), if there is a norm, then the outputs of `first`, or last(act(h) [* up]) of them."""
 
     def __init__(
         self,
-        first: Sequence[Layer],
+        first: Sequence[Any],
         *,
         norm: nn.Module | None = None,
         act: nn.Module | None = None,
-        last: Layer | None = None,
+        last: Any = None,
     ) -> None:
         self.first, self.norm, self.act, self.last = [*first], norm, act, last
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[Any]:
         return self.first if self.last is None else [*self.first, self.last]
 
     def together(self) -> bool:
         """Whether it runs as one function now; otherwise its modules are called one by one."""
-        if _region.recipe_here(self.first[0].recipe) is None or is_twice_differentiable():
+        if why_separate(self.layers, self.norm, self.act) is not None:
             return False
-        return why_separate(self.layers, self.norm) is None
+        return not (_region.recipe_here(self.first[0].recipe) is None or is_twice_differentiable())
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -105,7 +110,7 @@ class Part:
         if self.norm is not None:
             parts = norm_of(self.norm)
             assert parts is not None, "only norms that norm_of knows are fused"
-            eps = torch.finfo(x.dtype).eps if parts.eps is None else parts.eps
+            eps = torch.finfo(torch.float32).eps if parts.eps is None else parts.eps
             settings["norm"] = Norm(eps, parts.subtract_mean)
             settings |= {"norm_weight": parts.weight, "norm_bias": parts.bias}
         act = None if self.act is None else act_of(self.act)
@@ -118,12 +123,8 @@ class Part:
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         total = x if residual is None else x + residual
-        # An absorbed norm has seen that the part does not run together, and has done its work.
-        apart = self.norm is None or isinstance(self.norm, Swapped)
-        z = total if apart else self.norm(total)  # type: ignore[misc]
-        outputs = tuple(
-            layer.alone(z) if isinstance(layer, Swapped) else layer(z) for layer in self.first
-        )
+        z = total if self.norm is None else self.norm(total)
+        outputs = tuple(layer(z) for layer in self.first)
         if self.last is not None:
             assert self.act is not None
             a = self.act(outputs[0])

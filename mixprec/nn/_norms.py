@@ -1,8 +1,10 @@
-"""The norms that can run as a part of the layers behind them, and classes derived for that."""
+"""What the forward pass of a module computes, where it is one of a few known forms."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -10,30 +12,16 @@ from torch import nn
 
 from .._local_gradients import LOW_PRECISION
 
-__all__ = ["NormParts", "Swapped", "as_input", "names_in_forward", "norm_of"]
+__all__ = ["NormParts", "Swapped", "as_input", "forward_of", "norm_of"]
 
-# What a norm's own forward may name if all it does is torch's layer_norm or rms_norm.
-_OF_A_NORM = frozenset(
-    ("F", "torch", "nn", "functional", "layer_norm", "rms_norm", "normalized_shape", "weight")
-) | {"bias", "eps", "to", "dtype", "float", "type_as"}
-# The forward of the RMSNorm of transformers' Llama, Mistral, Qwen2 and Qwen3.
-_OF_LLAMA = (
-    "dtype",
-    "to",
-    "torch",
-    "float32",
-    "pow",
-    "mean",
-    "rsqrt",
-    "variance_epsilon",
-    "weight",
+# A norm whose weight may be FP32 beside inputs of 16 bits.
+_WITH_CAST = (
+    "return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)"
 )
 
 
 class Swapped(nn.Module):
     """A module whose class `convert(fuse=True)` has replaced by one derived from it."""
-
-    part: Any
 
     def alone(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's own class."""
@@ -41,35 +29,55 @@ class Swapped(nn.Module):
 
 
 class NormParts(NamedTuple):
-    eps: float | None  # None: that of the input's dtype
+    eps: float | None  # None: that of FP32
     subtract_mean: bool
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
 
-def names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """The names in the forward pass of the module's own class, in the order of their first use."""
-    kind = type(module)
+_read: dict[type, str] = {}
+
+
+def forward_of(kind: Any) -> str:
+    """The statements of the forward pass of a class, with x for its argument; "" without source,
+    or with further arguments. What is assigned only to be returned is returned."""
     kind = kind.__bases__[1] if issubclass(kind, Swapped) else kind
-    return inspect.unwrap(kind.forward).__code__.co_names
+    if kind not in _read and not torch.compiler.is_compiling():  # which cannot trace the reading
+        _read[kind] = _statements(kind)
+    return _read.get(kind, "")
+
+
+def _statements(kind: Any) -> str:
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
+        (function,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
+        return ""
+    given = function.args.args[1].arg
+    body = function.body[ast.get_docstring(function) is not None :]
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if isinstance(node, ast.Name) and node.id == given:
+            node.id = "x"
+    lines = [ast.unparse(statement) for statement in body]
+    if len(lines) > 1 and lines[-1].startswith("return "):
+        name, _, value = lines[-2].partition(" = ")
+        if lines[-1] == f"return {name}":
+            lines[-2:] = [f"return {value}"]
+    return "\n".join(lines)
 
 
 def norm_of(module: nn.Module) -> NormParts | None:
     """The settings of a LayerNorm or RMSNorm over the last dimension; None for anything else."""
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        names, torchs = names_in_forward(module), ("layer_norm", "rms_norm")
-        one = set(torchs) & set(names)
-        if len(module.normalized_shape) != 1 or not one or not _OF_A_NORM.issuperset(names):
-            return None
-        return NormParts(
-            module.eps,
-            isinstance(module, nn.LayerNorm),
-            module.weight,
-            getattr(module, "bias", None),
-        )
-    if names_in_forward(module) == _OF_LLAMA:
-        return NormParts(module.variance_epsilon, False, module.weight, None)  # type: ignore[arg-type]
-    return None
+    kind: Any = type(module)
+    known = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+    if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or len(module.normalized_shape) != 1:
+        return None
+    if not known and forward_of(kind) != _WITH_CAST:
+        return None
+    bias = getattr(module, "bias", None)
+    return NormParts(module.eps, isinstance(module, nn.LayerNorm), module.weight, bias)
 
 
 def as_input(module: nn.Module, inputs: tuple[object, ...], output: object) -> object:

@@ -50,15 +50,25 @@ def _subclass(layer: type, original: type) -> Any:
     return _known[pair]
 
 
-def _new(layer: type, original: type) -> Any:
-    kind = _subclass(layer, original)
+def _new(spec: Any) -> Any:
+    kind = _class_of(spec)
     return kind.__new__(kind)
 
 
+def _spec(kind: type) -> Any:
+    """A class of `_subclass` as the pair that it combines, whose second may be such a class too."""
+    bases: Any = kind.__bases__
+    return (bases[0], _spec(bases[1])) if _known.get(bases) is kind else kind
+
+
+def _class_of(spec: Any) -> Any:
+    return _subclass(spec[0], _class_of(spec[1])) if isinstance(spec, tuple) else spec
+
+
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """For pickle and copy: the class is made again from the two that it combines."""
+    """For pickle and copy: the class is made again from those that it combines."""
     reduced: Any = object.__reduce_ex__(self, max(2, int(protocol)))
-    return (_new, type(self).__bases__, *reduced[2:])
+    return (_new, (_spec(type(self)),), *reduced[2:])
 
 
 def swap(kind: type, module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -167,7 +167,10 @@ def test_what_is_not_fused_is_listed_with_the_reason(caplog: pytest.LogCaptureFi
     model[0].register_forward_hook(lambda *_: None)
     with caplog.at_level(logging.INFO, logger="mixprec"):
         mixprec.convert(model, "bf16", fuse=True)
-    assert "fused nothing; not fused: 0, because of hooks on a layer or norm" in caplog.text
+    assert (
+        "fused nothing; not fused: 0, because of hooks on a layer, norm or activation"
+        in caplog.text
+    )
 
 
 def test_hooks_and_regions_run_the_modules_one_by_one() -> None:
@@ -264,3 +267,50 @@ def test_sqnr_and_simulate_see_fused_layers() -> None:
         y = model(x)
     assert not torch.equal(y, model(x))
     torch.testing.assert_close(y, model(x), rtol=0.1, atol=0.1)
+
+
+class PlusOne(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+def chain(norm: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(WIDTH) if norm is None else norm
+    return nn.Sequential(norm, nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+
+def test_modules_that_are_replaced_or_patched_after_fusing_are_used() -> None:
+    x = torch.randn(3, WIDTH)
+    changes: dict[str, Callable[[nn.Sequential], object]] = {
+        "another layer": lambda m: m.__setitem__(1, nn.Linear(WIDTH, 64)),
+        "a layer less": lambda m: m.__delitem__(0),
+        "a layer more": lambda m: m.insert(0, nn.Tanh()),
+        "8-bit weights": mixprec.freeze,
+        "a forward of its own": lambda m: setattr(m[2], "forward", torch.tanh),
+        "a hook": lambda m: m[2].register_forward_hook(lambda module, inputs, y: 2 * y),
+    }
+    for what, change in changes.items():
+        plain = mixprec.convert(chain(), "bf16")
+        fused = mixprec.convert(copy.deepcopy(plain), "bf16", fuse=True)
+        for model in (plain, fused):
+            torch.manual_seed(1)
+            change(model)
+        assert torch.equal(fused(x), plain(x)), what
+    assert torch.equal(fused[:2](x), plain[:2](x)), "a slice"
+
+
+def test_norms_that_compute_something_else_are_left() -> None:
+    x = 0.05 * torch.randn(9, WIDTH)
+    for norm, dtype in ((PlusOne(WIDTH), torch.float32), (nn.RMSNorm(WIDTH), torch.bfloat16)):
+        model = chain(norm).to(dtype)
+        with torch.no_grad():
+            exact = copy.deepcopy(model).float()(x.to(dtype).float())
+        y = mixprec.convert(model, "bf16", fuse=True)(x.to(dtype))
+        assert float(sqnr(exact, y)) > 35, type(norm).__name__  # RMSNorm: its eps is that of FP32
+        assert y[0].shape == model(x[0].to(dtype)).shape, "one row"
+
+
+def test_flop_share_counts_fused_layers() -> None:
+    model = mixprec.convert(chain(), "bf16", fuse=True)
+    assert mixprec.stats.flop_share(model, torch.randn(3, WIDTH)) == 1.0
