@@ -149,11 +149,11 @@ def test_list_bad_arguments_and_a_wrong_case(
     assert "WRONG" in text
     assert text.splitlines()[-1] == "0 of 1 targets met, 1 wrong or failed"
     assert cli.main(["list", "gemm/fp16"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 2
     monkeypatch.setattr(device, "DRY_RUN", False)
     monkeypatch.setattr(device, "name", lambda: None)
     for arguments, message in (
-        (["run", "nothing", "--out", out], "op must be one of attention, gemm, cuda,"),
+        (["run", "nothing", "--out", out], "op must be one of attention, quantize, cuda,"),
         (["gpu", "--out", out], "no GPU that torch can use"),
         (["run", "--samples", "3"], "must be 9 or more"),
         (["gpu", "--stages", "memory,none"], "must be among memory, step, gemm, layer, overhead"),

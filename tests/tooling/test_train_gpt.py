@@ -126,7 +126,7 @@ def test_failures_are_reported_and_the_other_precisions_run(
                 model.blocks[0].register_forward_hook(out_of_memory)
             return model
 
-        skip = {"module_filter_fn": lambda module, fqn: fqn != "blocks.0.up"}
+        skip = {"module_filter_fn": lambda module, fqn: fqn != "blocks.0.mlp.1"}
         return compare(made, batches, recipe, **more, **skip)
 
     monkeypatch.setattr(mixprec, "compare", faulty)
@@ -143,7 +143,7 @@ def test_failures_are_reported_and_the_other_precisions_run(
     problems = json.loads(out.read_text())["environment"]["problems"]
     assert problems[0] == f"bf16 {failed}"
     for kind, problem in zip(("forward", "grad_input", "grad_weight"), problems[1:4], strict=True):
-        assert problem.startswith(f"fp8: {kind} of blocks.0.up should have run as")
+        assert problem.startswith(f"fp8: {kind} of blocks.0.mlp.1 should have run as")
     printed = capsys.readouterr().err.splitlines()
     assert [f"failed: {p}" for p in problems] == [p for p in printed if p.startswith("failed")]
 
@@ -249,7 +249,7 @@ def test_the_model_is_causal(demo: ModuleType) -> None:
     model = GPT(GPTConfig(layers=2, width=64, heads=2, context=16))
     for block in model.blocks:  # zero at the start: then no position would see another
         torch.nn.init.normal_(block.attention.proj.weight, std=0.1)
-        torch.nn.init.normal_(block.down.weight, std=0.1)
+        torch.nn.init.normal_(block.mlp[-1].weight, std=0.1)
     logits: list[torch.Tensor] = []
     model.head.register_forward_hook(lambda module, inputs, out: logits.append(out))
     tokens = torch.randint(0, 256, (1, 16))
