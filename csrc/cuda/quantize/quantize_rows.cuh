@@ -9,7 +9,7 @@ namespace mixprec::cuda {
 
 // source, q [rows, cols], scale_inv [rows], partials [gridDim.x]; lanes: threads per row.
 template <class Source, class Q, int lanes>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     quantize_rows_kernel(const Source source, Q* __restrict__ q, int64_t rows, int64_t cols,
                          float* scale_inv, float fmt_max, bool power_of_two, uint32_t* partials) {
   using Element = typename Source::Element;

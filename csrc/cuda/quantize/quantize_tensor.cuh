@@ -35,7 +35,7 @@ __device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& ama
 }
 
 template <class Source, class Q>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     quantize_kernel(const Source source, Q* __restrict__ q, int64_t count,
                     const TensorScale scale) {
   constexpr int n = kVector<Q>;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // source, q [rows, cols], q_t [cols, rows]
 template <class Source, class Q>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     quantize_transpose_kernel(const Source source, Q* __restrict__ q, Q* __restrict__ q_t,
                               int64_t rows, int64_t cols, const TensorScale scale) {
   using Tile = QuantizeTile<Q>;
