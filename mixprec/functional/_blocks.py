@@ -115,7 +115,8 @@ def mlp(
     "gelu", "gelu_tanh" or "relu2" (relu(h)^2). norm: as in `norm_linear`; None: z = x.
 
     The norm and the activation write the operands of the GEMMs, and the backward pass of the
-    activation those of its GEMMs. Backward keeps x, the two operands and the hidden products.
+    activation those of its GEMMs. Backward keeps the two operands, the hidden products and, with a
+    norm, x.
 
     Differs from the separate functions in these roundings: the hidden products and the gradients of
     the hidden values are in the recipe's 16-bit dtype (bf16 in FP8), the activation is not rounded

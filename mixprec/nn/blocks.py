@@ -29,10 +29,12 @@ class _ReLUSquared(nn.Module):
         return y * y
 
 
-def _norm(kind: str, width: int, eps: float, device: torch.device | str | None) -> nn.Module:
+def _norm(
+    of: str, kind: str, width: int, eps: float, device: torch.device | str | None
+) -> nn.Module:
     """FP32 parameters, as cast_parameters leaves them."""
     if kind not in ("rms", "layer"):
-        raise ValueError(f'norm must be "rms" or "layer", got {kind!r}')
+        raise ValueError(f'{of}: norm must be "rms" or "layer", got {kind!r}')
     make = nn.RMSNorm if kind == "rms" else nn.LayerNorm
     return make(width, eps=eps, device=device)
 
@@ -61,7 +63,7 @@ class NormLinear(nn.Module):
     ) -> None:
         super().__init__()
         sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        self.norm = _norm(norm, in_features, eps, device)
+        self.norm = _norm("NormLinear", norm, in_features, eps, device)
         self.linears = nn.ModuleList(
             Linear(in_features, n, bias, device, dtype, recipe=recipe) for n in sizes
         )
@@ -96,8 +98,10 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         if act not in _ACTS:
-            raise ValueError(f"MLP: act must be one of {', '.join(_ACTS)}, got {act!r}")
-        self.norm = None if norm is None else _norm(norm, width, eps, device)
+            raise ValueError(
+                f"{type(self).__name__}: act must be one of {', '.join(_ACTS)}, got {act!r}"
+            )
+        self.norm = None if norm is None else _norm(type(self).__name__, norm, width, eps, device)
         self.up = Linear(width, hidden, bias, device, dtype, recipe=recipe)
         self.act = _ACTS[act]()
         self.down = Linear(hidden, width, bias, device, dtype, recipe=recipe)

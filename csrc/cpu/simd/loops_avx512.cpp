@@ -52,7 +52,7 @@ constexpr int kPair = 1, kRows = 12, kVecs = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
-// And these step_loops.h.
+// These use step_loops.h.
 #include "activation_loops.h"
 #include "norm_loops.h"
 
