@@ -39,7 +39,8 @@ def bench_summary(root: Path) -> str:
     groups: dict[tuple[str, str], list[float]] = {}
     for row in content["rows"]:
         best = best_baseline(row["median"]) if row["status"] == "ok" else None
-        if best is not None and row["target"]["unit"].startswith("x"):
+        target = row["target"]
+        if best is not None and (target is None or target["unit"].startswith("x")):
             speedup = row["median"][best] / row["median"]["ours"]
             groups.setdefault((row["op"], best), []).append(speedup)
     body = []
