@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from . import accumulator, footprint, plot, report, results, table, tune, underflow
+from . import accumulator, accuracy, footprint, plot, report, results, table, tune, underflow
 from .cases import select
 from .environment import environment
 from .gpu import device, stages
@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--docs", type=Path, default=Path("docs"), help="default: %(default)s")
     add = command(_footprint, "footprint", "the bytes that a step holds in each precision")
     add("--out", type=Path, default=report.CPU / "footprint.json", help="%(default)s")
+    root(command(_formats, "formats", "draw what formats do to a run, for docs/"))
     add = command(_underflow, "underflow", "fp16 with and without loss scaling, for docs/")
     root(add)
     add("--out", type=Path, help="the picture (default: docs/underflow.png)")
@@ -190,6 +191,13 @@ def _gpu_stage(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     for path in report.write(args.root):
         print(f"{path}: brought up to date")
+    return 0
+
+
+def _formats(args: argparse.Namespace) -> int:
+    out = args.root / "docs" / "formats.png"
+    plot.formats(accuracy.load(args.root / report.CPU, "gpt-formats"), out)
+    print(f"written: {out}")
     return 0
 
 

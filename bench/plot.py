@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from mixprec._atomic import replace_file
@@ -12,6 +13,7 @@ from .cases.registry import quantity
 from .results import ResultError
 from .table import summary, target
 
+PRODUCTS = {"y": "o", "grad_input": "s", "grad_weight": "^"}  # with their markers
 LONGEST = 4.0  # a bar far beyond its target would squeeze the others; its label has the figure
 
 
@@ -104,4 +106,53 @@ def underflow(runs: list[dict[str, Any]], styles: list[dict[str, Any]], path: Pa
     above.legend()
     for axes in (above, below):
         axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def formats(content: dict[str, Any], path: Path) -> None:
+    """Training losses less those of FP32 on the left, SQNRs over the layers on the right."""
+    by_recipe: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in content["runs"]:
+        by_recipe.setdefault(run["recipe"], {})[run["seed"]] = run
+    base = by_recipe.pop("fp32")
+    figure = _figure(11, 4.6)
+    left, right = figure.subplots(1, 2)
+    points = len(next(iter(base.values()))["curve"])
+    parts = [100 * (i + 1) / points for i in range(points)]
+    if len(base) > 1:  # what another seed changes
+        mean = [fmean(run["curve"][i] for run in base.values()) for i in range(points)]
+        far = [max(abs(r["curve"][i] - m) for r in base.values()) for i, m in enumerate(mean)]
+        left.fill_between(
+            parts, [-x for x in far], far, color="#dddddd", label="fp32, another seed"
+        )
+    for row, (recipe, runs) in enumerate(by_recipe.items()):
+        color = f"C{row}"
+        gaps = [
+            fmean(run["curve"][i] - base[seed]["curve"][i] for seed, run in runs.items())
+            for i in range(points)
+        ]
+        left.plot(parts, gaps, color=color, label=recipe)
+        for offset, (product, marker) in enumerate(PRODUCTS.items()):
+            found = [
+                layer[product]
+                for run in runs.values()
+                for layer in run["sqnr"].values()
+                if layer.get(product) is not None
+            ]
+            place = row + 0.22 * (offset - 1)
+            right.plot([min(found), max(found)], [place, place], color=color, linewidth=1)
+            label = product if row == 0 else None
+            right.plot(
+                median(found), place, marker, color=color, markersize=5, linestyle="", label=label
+            )
+    left.axhline(0.0, color="#333333", linewidth=0.8)
+    left.set(xlabel="% of the training run", ylabel=f"{content['metric']} more than fp32")
+    left.set_title("Training loss, mean over the seeds", fontsize=10)
+    left.legend(fontsize=7)
+    right.set_yticks(range(len(by_recipe)), list(by_recipe))
+    right.invert_yaxis()
+    right.set(xlabel="dB")
+    right.set_title("SQNR of the products: median and range over the layers", fontsize=10)
+    right.legend(fontsize=7)
+    right.grid(axis="x", alpha=0.3)
     _save(figure, path)
