@@ -110,7 +110,8 @@ help:
 	@echo 'make test-slow    run the tests that start programs, several ranks or inductor'
 	@echo 'make test-kernels run the GPU kernels on the CPU: emulated, and in the interpreter of Triton'
 	@echo 'make test-all     run all of these, and the casts of every input'
-	@echo 'make cuda    compile the CUDA kernels for every GPU generation, look at the machine code, load'
+	@echo 'make cuda    compile the CUDA kernels for every GPU generation (TORCH_CUDA_ARCH_LIST="8.0;9.0a":'
+	@echo '             for these), look at the machine code, load'
 	@echo '             them, and run the tests of a GPU on a fake one, on the CPU; needs nvcc 13'
 	@echo '             and no GPU; a CUDA build of torch comes into build/cuda'
 	@echo 'make gpu-test  on a machine with an NVIDIA GPU: every op on it, in graphs, under sanitizers;'
@@ -184,11 +185,13 @@ CUDA_FILES := setup.py $(wildcard tests/emulated/build_check/*.py) $(shell find 
 FAKE_DEVICE_FILES := $(wildcard tests/*.py tests/gpu/*.py tests/emulated/*.py tests/emulated/values/*.py) $(shell find tests/emulated/shim tests/emulated/hopper tests/emulated/device -name '*.py' -o -name '*.h' -o -name '*.cpp')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
+# One stamp for all generations, one for fewer.
+CUDA_CHECKED := build/cuda/.checked$(if $(TORCH_CUDA_ARCH_LIST),-$(shell printf '%s' '$(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1))
 NVCC := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 
-cuda: build/cuda/.checked build/cuda/.ran
-	@"$(CUDA_PY)" -c 'import json; r = json.load(open("build/cuda/report.json")); \
-	  print(len(r["kernels"]), "kernels for every GPU generation:", r["wrong"] or "all is well")'
+cuda: $(CUDA_CHECKED) build/cuda/.ran
+	@"$(CUDA_PY)" -c 'import json; r = json.load(open("build/cuda/report.json")); k = r["kernels"]; \
+	  print(len(k), "kernels for", *sorted({x["gpu"] for x in k}), r["wrong"] or "all is well")'
 	@cat build/cuda/.ran
 
 build/cuda/.installed:
@@ -197,7 +200,7 @@ build/cuda/.installed:
 	"$(CUDA_PY)" -m pip install -q --disable-pip-version-check "$(CUDA_TORCH)" $(BUILD_TOOLS) "numpy<2.4" pytest hypothesis rich
 	@touch $@
 
-build/cuda/.checked: build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
+$(CUDA_CHECKED): build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 	@[ ! -d build/cuda/base ] || find build/cuda/base -name '*.py' -delete
 	@printf '[build]\nbuild_base = build/cuda/base\n' >build/cuda/build.cfg
 	DIST_EXTRA_CONFIG=build/cuda/build.cfg MIXPREC_BUILD=cuda MIXPREC_WERROR=1 PATH="$(CURDIR)/build/cuda/venv/bin:$(dir $(NVCC)):$$PATH" "$(CUDA_PY)" \
@@ -211,7 +214,7 @@ build/cuda/.checked: build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 # tests/gpu on the fake device (tests/emulated/device): all but the hardware, Triton and speed. Most
 # of test_values is left out: make test runs the same kernels on many more values.
 FAKE_DEVICE_TESTS := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
-build/cuda/.ran: build/cuda/.checked $(FAKE_DEVICE_FILES)
+build/cuda/.ran: $(CUDA_CHECKED) $(FAKE_DEVICE_FILES)
 	@cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" PATH="$(dir $(NVCC)):$$PATH" \
 	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/device/run.py ../../tests/gpu/stages.py \
 	  --out ../cuda/fake-device --stages env,self,cuda --timeout-factor 4 --limit 1200 --only "$(FAKE_DEVICE_TESTS)" >../cuda/fake-device.log 2>&1 || \

@@ -78,20 +78,4 @@ int64_t amax_grid(int64_t count, int sms) {
   return grid_for(count / (2 * Source::kRun) / kThreads, sms);
 }
 
-// Also for count = 0: amax 0. partials: scratch of partials_for(sms).
-inline cudaError_t amax(Dtype dtype, const void* x, int64_t count, uint32_t* partials, float* amax,
-                        int sms, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  int64_t grid = 0;
-  with_float(dtype, [&](auto t) {
-    using X = typename decltype(t)::type;
-    Plain<X> source = {static_cast<const X*>(x)};
-    grid = amax_grid<Plain<X>>(count, sms);
-    error = launch(amax_kernel<Plain<X>>, grid, kThreads, 0, stream, source, count, nullptr,
-                   partials, nullptr);
-  });
-  if (error != cudaSuccess) return error;
-  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, partials, grid, amax);
-}
-
 }  // namespace mixprec::cuda

@@ -138,15 +138,4 @@ cudaError_t quantize_from(const Source& source, const Quantize& a, int sms, cuda
   return error;
 }
 
-// x [rows, cols], row-major
-inline cudaError_t quantize(Dtype x_dtype, const void* x, const Quantize& a, int sms,
-                            cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  with_float(x_dtype, [&](auto tx) {
-    using X = typename decltype(tx)::type;
-    error = quantize_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
-  });
-  return error;
-}
-
 }  // namespace mixprec::cuda

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -45,7 +46,8 @@ def gpus() -> list[str]:
     """The list that setup.py builds for, without +PTX."""
     found = re.search(r'^GPUS = "([^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
     assert found is not None, "setup.py must say GPUS"
-    return [gpu.removesuffix("+PTX") for gpu in found[1].split(";")]
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", found[1])
+    return [gpu.removesuffix("+PTX") for gpu in asked.split(";")]
 
 
 class Kernel(NamedTuple):

@@ -11,8 +11,8 @@
 #include "cuda/optim/muon_direction.cuh"
 #include "cuda/optim/sgd.cuh"
 #include "cuda/pack/pack.cuh"
+#include "cuda/quantize/arrays.cuh"
 #include "cuda/quantize/dequantize.cuh"
-#include "cuda/quantize/quantize.cuh"
 #include "cuda/scale/scale.cuh"
 
 using namespace mixprec;

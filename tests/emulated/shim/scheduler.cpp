@@ -32,8 +32,14 @@ constexpr size_t kMaxParameters = 32764;
 
 enum class State { ready, block_barrier, warp_barrier, parked, done };
 
+// Where a switch goes on: __builtin_setjmp's. swapcontext would do, with a system call each time,
+// and sanitizers follow setjmp.
+using Place = void* [5];
+
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // of its first entry
+  bool entered = false;
+  Place place;
   void* stack = nullptr;
   void* tsan = nullptr;
   Position position;
@@ -65,7 +71,7 @@ Block blocks[kMaxBlocks];
 int threads_per_block = 0, blocks_alive = 0;
 size_t shared_size = 0;
 int stride = 0;  // fibers from one block to the next: whole warps
-ucontext_t scheduler_context;
+Place scheduler_place;
 void* scheduler_tsan = nullptr;
 Fiber* running = nullptr;
 std::vector<Fiber*> ready;
@@ -90,16 +96,22 @@ void release(char& token) {
   if (__tsan_release) __tsan_release(&token);
 }
 
-void to_scheduler() {
-  Fiber* self = running;
+// Not in the function that calls __builtin_setjmp.
+[[noreturn, gnu::noinline]] void jump(Place& place) { __builtin_longjmp(place, 1); }
+
+[[gnu::noinline]] void to_scheduler() {
   if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_tsan, kNoSync);
-  swapcontext(&self->context, &scheduler_context);
+  if (__builtin_setjmp(running->place) == 0) jump(scheduler_place);
 }
 
-void to_fiber(Fiber* fiber) {
+[[gnu::noinline]] void to_fiber(Fiber* fiber) {
   running = fiber;
   if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber->tsan, kNoSync);
-  swapcontext(&scheduler_context, &fiber->context);
+  if (__builtin_setjmp(scheduler_place) == 0) {
+    if (fiber->entered) jump(fiber->place);
+    fiber->entered = true;
+    setcontext(&fiber->context);
+  }
   running = nullptr;
 }
 
@@ -146,6 +158,7 @@ void start(Fiber* fiber) {
   fiber->context.uc_stack.ss_size = kStack;
   fiber->context.uc_link = nullptr;
   makecontext(&fiber->context, entry, 0);
+  fiber->entered = false;
   fiber->exchanges = 0;
   make_ready(fiber);
 }
