@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..functional._attention import attention
+from ..functional._attention import run_attention
+from ..functional._unbind import unbind
 from . import _region
 from ._fused import Part, act_of, why_separate
 from ._layer import Layer
@@ -32,6 +33,7 @@ _MLPS = {
         ("c_fc",), "act", "c_proj", "dropout"
     ),
 }  # fmt: skip
+_UNBIND = {torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__}  # q, k, v = qkv
 _SDPA = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 
 
@@ -87,9 +89,12 @@ class _Attention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attention(func, *args, **kwargs)
+        if func is nn.functional.scaled_dot_product_attention:
+            return self._attention(func, *args, **kwargs)
+        if func in _UNBIND and not torch.compiler.is_compiling():
+            outputs = unbind(*args, **kwargs)
+            return outputs if func is not torch.Tensor.__iter__ else iter(outputs)
+        return func(*args, **kwargs)
 
     def _attention(
         self,
@@ -108,8 +113,8 @@ class _Attention(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, is_causal,
                 scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
-        q, k, v = (t.to(self.low) for t in (query, key, value))
-        return attention(q, k, v, causal=is_causal, scale=scale).to(query.dtype)
+        with _region.without_modes():
+            return run_attention(query, key, value, is_causal, scale, self.low)
 
 
 class Found(NamedTuple):
