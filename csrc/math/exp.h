@@ -17,12 +17,15 @@ struct ExpTerms {
   static constexpr float q1 = 0x1.5554dcp-3f, q0 = 0.5f;
 };
 
+// Numbers (F) are float, or several vectors side by side: see csrc/cpu/simd/side_by_side.h, which
+// has functions of the same names as those with bits here.
+
 // e^r, r = x - n ln 2.
-MIXPREC_HD float exp_of_rest(float x, float n) {
+template <class F>
+MIXPREC_HD F exp_of_rest(F x, F n) {
   using E = ExpTerms;
-  float r = (x - n * E::ln2_high) - n * E::ln2_low;
-  float q = E::q4;
-  q = q * r + E::q3;
+  F r = (x - n * E::ln2_high) - n * E::ln2_low;
+  F q = r * E::q4 + E::q3;
   q = q * r + E::q2;
   q = q * r + E::q1;
   q = q * r + E::q0;
@@ -45,13 +48,19 @@ MIXPREC_HD float exp_fp32(float x) {
   return x != x ? x : y;
 }
 
+// y * 2^n, both normal, of the integer n that is in the low bits of `shifted`: what is above it is
+// shifted out.
+MIXPREC_HD float times_power(float y, float shifted) {
+  return bits_float(float_bits(y) + (float_bits(shifted) << 23));
+}
+
 // The same bits where |x| <= 87 and the result is normal: for loops that know their range, in two
 // thirds of the operations.
-MIXPREC_HD float exp_fp32_near(float x) {
+template <class F>
+MIXPREC_HD F exp_fp32_near(F x) {
   using E = ExpTerms;
-  float n = x * E::log2_e + E::to_integer;
-  uint32_t power = float_bits(n) << 23;  // what is above the integer in n is shifted out
-  return bits_float(float_bits(exp_of_rest(x, n - E::to_integer)) + power);
+  F n = x * E::log2_e + E::to_integer;
+  return times_power(exp_of_rest(x, n - E::to_integer), n);
 }
 
 }  // namespace mixprec

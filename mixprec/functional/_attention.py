@@ -20,23 +20,37 @@ _NO_SECOND = (
 
 
 class _Attention(torch.autograd.Function):
+    """low: the dtype of the operands and of what is saved; the result has that of q."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        scale: float,
+        low: torch.dtype,
     ) -> torch.Tensor:
+        ctx.causal, ctx.scale, ctx.dtypes = causal, scale, (q.dtype, k.dtype, v.dtype)
+        q, k, v = q.to(low), k.to(low), v.to(low)
         out, logsumexp = run(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.causal, ctx.scale = causal, scale
-        return out
+        return out.to(ctx.dtypes[0])
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        grads = attention_backward(_dense(g), q, k, v, out, logsumexp, ctx.causal, ctx.scale)
-        needed = (x if need else None for x, need in zip(grads, ctx.needs_input_grad, strict=False))
-        return *needed, None, None
+        g = _dense(g.to(out.dtype))
+        grads = attention_backward(g, q, k, v, out, logsumexp, ctx.causal, ctx.scale)
+        needs = ctx.needs_input_grad[:3]
+        needed = (
+            x.to(dtype) if need else None
+            for x, dtype, need in zip(grads, ctx.dtypes, needs, strict=True)
+        )
+        return *needed, None, None, None
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -51,8 +65,8 @@ def _is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return (
-        all(x.dim() == 4 and x.dtype == q.dtype and x.device == q.device for x in (q, k, v))
-        and q.dtype in checks.FLOATS
+        all(x.dim() == 4 and x.device == q.device for x in (q, k, v))
+        and all(x.dtype in checks.FLOATS for x in (q, k, v))
         and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
         and q.shape[3] > 0
         and k.shape == v.shape
@@ -93,13 +107,33 @@ def attention(
         checks.is_tensor("attention", name, x)
     if autocast.is_on(q.device.type):
         q, k, v = (autocast.cast_operand(x, q.device.type) for x in (q, k, v))
+    if q.dtype == k.dtype == v.dtype:
+        return run_attention(q, k, v, causal, scale, q.dtype)
+    return _torchs(q, k, v, causal, scale)
+
+
+def _torchs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    groups = q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=groups)
+
+
+def run_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    low: torch.dtype,
+) -> torch.Tensor:
+    """`attention` of q, k and v rounded to `low`; the result has the dtype of q."""
     if not _is_ours(q, k, v):
-        groups = q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=groups
-        )
+        dtype = q.dtype
+        q, k, v = (x.to(low) for x in (q, k, v))
+        return _torchs(q, k, v, causal, scale).to(dtype)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    args = _dense(q), _dense(k), _dense(v), bool(causal), scale
+    args = _dense(q), _dense(k), _dense(v), bool(causal), scale, low
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = _Attention.apply(*args)
         return compiled

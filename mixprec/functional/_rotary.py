@@ -22,8 +22,9 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        # By the function, so that it can be differentiated again.
-        return _Rotary.apply(g, cos, -sin, ctx.interleaved), None, None, None
+        # By the function where it is to be differentiated again.
+        turn = _Rotary.apply if torch.is_grad_enabled() else run
+        return turn(g, cos, -sin, ctx.interleaved), None, None, None
 
 
 def _of_pairs(name: str, x: torch.Tensor, d: int, interleaved: bool) -> torch.Tensor:

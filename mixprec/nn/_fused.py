@@ -58,7 +58,7 @@ def why_separate(
             return "hooks on a layer, norm or activation"
         if "forward" in vars(module):
             return "a module with a forward pass of its own"
-        if any(is_sharded(p) for p in module.parameters(recurse=False)):
+        if any(p is not None and is_sharded(p) for p in module._parameters.values()):
             return "sharded parameters"
     recipes: list[Any] = [layer.recipe for layer in layers]
     if any(recipe != recipes[0] for recipe in recipes):
@@ -95,6 +95,10 @@ class Part:
         """The outputs; with a residual those of x + residual, and then this sum."""
         if not self.together():
             return self._one_by_one(x, residual)
+        with _region.without_modes():
+            return self._together(x, residual)
+
+    def _together(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         recipe = _region.recipe_here(self.first[0].recipe)
         assert recipe is not None
         products: list[Product] = []

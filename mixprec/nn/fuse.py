@@ -12,9 +12,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._local_gradients import is_sharded
-from ..functional._attention import attention
+from ..functional._attention import run_attention
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._norm import norm
+from ..functional._unbind import unbind
 from ..ops._dispatch import checks
 from ..recipes import RECIPES
 from . import _region
@@ -37,6 +38,7 @@ _MLPS = {
         ("c_fc",), "act", "c_proj", "dropout"
     ),
 }  # fmt: skip
+_UNBIND = {torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__}  # q, k, v = qkv
 _SDPA = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
 
 
@@ -81,7 +83,8 @@ class FusedNorm(Swapped):
         dtype = x.dtype
         if promotes and weight is not None:
             dtype = torch.promote_types(dtype, weight.dtype)
-        return norm(x, weight, bias, eps, subtract_mean, dtype)
+        with _region.without_modes():
+            return norm(x, weight, bias, eps, subtract_mean, dtype)
 
 
 class FusedAttention(Swapped):
@@ -106,9 +109,12 @@ class _Attention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        return self._attention(func, *args, **kwargs)
+        if func is nn.functional.scaled_dot_product_attention:
+            return self._attention(func, *args, **kwargs)
+        if func in _UNBIND and not torch.compiler.is_compiling():
+            outputs = unbind(*args, **kwargs)
+            return outputs if func is not torch.Tensor.__iter__ else iter(outputs)
+        return func(*args, **kwargs)
 
     def _attention(
         self,
@@ -127,8 +133,8 @@ class _Attention(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, is_causal,
                 scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
-        q, k, v = (t.to(self.low) for t in (query, key, value))
-        return attention(q, k, v, causal=is_causal, scale=scale).to(query.dtype)
+        with _region.without_modes():
+            return run_attention(query, key, value, is_causal, scale, self.low)
 
 
 class Found(NamedTuple):

@@ -64,20 +64,21 @@ class Linear(Layer, torch.nn.Linear):
         if recipe is None:
             return super().forward(x)
         weight = self.weight
-        check_input(x, weight)
-        out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
-        return run_linear(
-            x,
-            weight,
-            self.bias,
-            main_grad_of("linear", weight),
-            recipe,
-            out_dtype,
-            self._path,
-            delayed,
-            quantized_weight,
-            clipped,
-        )
+        with _region.without_modes():
+            check_input(x, weight)
+            out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
+            return run_linear(
+                x,
+                weight,
+                self.bias,
+                main_grad_of("linear", weight),
+                recipe,
+                out_dtype,
+                self._path,
+                delayed,
+                quantized_weight,
+                clipped,
+            )
 
     def _cast_weight(self) -> Operand:
         return operands.cast(self.weight, "w", self.recipe, self._delayed(), use_t=True)

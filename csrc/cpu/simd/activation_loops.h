@@ -1,5 +1,6 @@
-// Loops of act_quantize and act_backward. Included once per instruction set, after step_loops.h. As
-// there, a piece is processed in blocks: what is narrower than fp32 is widened first.
+// Loops of act_quantize and act_backward. Included once per instruction set, after step_loops.h and
+// side_by_side.h. As there, a piece is processed in blocks: what is narrower than fp32 is widened
+// first.
 
 // n elements of x in fp32: x itself, or in the buffer.
 inline const float* in_fp32(Dtype dtype, const void* x, int64_t i, int64_t n, float* buffer) {
@@ -32,32 +33,55 @@ inline void with_kind(Activation kind, F&& f) {
   }
 }
 
-template <Activation kind, bool near>
-__attribute__((noinline)) void activate(const float* __restrict x, float* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = activation<kind, near>(x[i]).value;
-}
-
-template <Activation kind, bool near>
-__attribute__((noinline)) void activate_up(const float* __restrict x, const float* __restrict up,
-                                           float* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = activation<kind, near>(x[i]).value * up[i];
-}
-
-template <Activation kind, bool near>
-__attribute__((noinline)) void derive(const float* __restrict g, const float* __restrict x,
-                                      float* __restrict dx, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) dx[i] = g[i] * activation<kind, near>(x[i]).slope;
-}
-
-template <Activation kind, bool near>
-__attribute__((noinline)) void derive_up(const float* __restrict g, const float* __restrict x,
-                                         const float* __restrict up, float* __restrict dx,
-                                         float* __restrict dup, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    ValueAndSlope a = activation<kind, near>(x[i]);
-    dx[i] = (g[i] * up[i]) * a.slope;
-    dup[i] = g[i] * a.value;
+// f(numbers at i) for all i < n, several vectors at a time where the activation is near: gelu
+// takes 26 cycles for 8 numbers instead of 31.
+template <Activation kind, bool near, class F>
+inline void for_numbers(int64_t n, const F& f) {
+  int64_t i = 0;
+  if constexpr (near && kind != Activation::relu2) {
+    for (; i + Several::count <= n; i += Several::count) {
+      f([i](const float* x) { return load_several(x + i); },
+        [i](float* y, const Several& a) { store_several(y + i, a); });
+    }
   }
+  for (; i < n; ++i) {
+    f([i](const float* x) { return x[i]; }, [i](float* y, float a) { y[i] = a; });
+  }
+}
+
+template <Activation kind, bool near>
+__attribute__((noinline, flatten)) void activate(const float* __restrict x, float* __restrict y,
+                                                 int64_t n) {
+  for_numbers<kind, near>(n,
+                          [&](auto at, auto set) { set(y, activation<kind, near>(at(x)).value); });
+}
+
+template <Activation kind, bool near>
+__attribute__((noinline, flatten)) void activate_up(const float* __restrict x,
+                                                    const float* __restrict up, float* __restrict y,
+                                                    int64_t n) {
+  for_numbers<kind, near>(
+      n, [&](auto at, auto set) { set(y, activation<kind, near>(at(x)).value * at(up)); });
+}
+
+template <Activation kind, bool near>
+__attribute__((noinline, flatten)) void derive(const float* __restrict g, const float* __restrict x,
+                                               float* __restrict dx, int64_t n) {
+  for_numbers<kind, near>(
+      n, [&](auto at, auto set) { set(dx, at(g) * activation<kind, near>(at(x)).slope); });
+}
+
+template <Activation kind, bool near>
+__attribute__((noinline, flatten)) void derive_up(const float* __restrict g,
+                                                  const float* __restrict x,
+                                                  const float* __restrict up, float* __restrict dx,
+                                                  float* __restrict dup, int64_t n) {
+  for_numbers<kind, near>(n, [&](auto at, auto set) {
+    auto a = activation<kind, near>(at(x));
+    auto of_y = at(g);
+    set(dx, (of_y * at(up)) * a.slope);
+    set(dup, of_y * a.value);
+  });
 }
 
 // Whether all |x| <= limit.

@@ -11,6 +11,12 @@ uint32_t word(T low, T high) {  // a pair of bf16; exact for bf16, E4M3 and E5M2
   return (float_bits(decode(low)) >> 16) | (float_bits(decode(high)) & 0xFFFF0000u);
 }
 
+// 8 words of fp32; decode_f16c.h has it for the other formats.
+template <class T>
+inline void decode_8(const T* __restrict x, uint32_t* __restrict out) {
+  for (int i = 0; i < 8; ++i) out[i] = word(x[i]);
+}
+
 // Whether the bf16 dot product would read x as zero because it is subnormal. (fp8 values are normal
 // in bf16.)
 template <int pair, class T>
@@ -25,7 +31,17 @@ uint32_t is_lost(T x) {
 template <int pair, int width, class T>
 uint32_t pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
   uint32_t lost = 0;
-  for (int64_t w = 0; w < words; ++w, out += width) {
+  int64_t w = 0;
+  if constexpr (pair == 1 && width > 4) {
+    // Words beyond the panel come from this row or the next one, which overwrites them.
+    constexpr int whole = (width + 7) / 8 * 8;
+    static_assert(whole <= 2 * width);
+    for (; w + 1 < words && stride_k + width >= whole; ++w, out += width) {
+#pragma GCC unroll 4
+      for (int i = 0; i < whole; i += 8) decode_8(src + w * stride_k + i, out + i);
+    }
+  }
+  for (; w < words; ++w, out += width) {
     const T* __restrict row = src + w * pair * stride_k;
     if constexpr (pair == 1) {
       for (int i = 0; i < width; ++i) out[i] = word(row[i]);
@@ -45,7 +61,7 @@ template <int pair, class T>
 inline uint32_t decode_words(const T* __restrict row, uint32_t* __restrict words) {
   uint32_t lost = 0;
   if constexpr (pair == 1) {
-    for (int j = 0; j < 16; ++j) words[j] = word(row[j]);
+    for (int j = 0; j < 16; j += 8) decode_8(row + j, words + j);
   } else {
     uint16_t halves[32];
     for (int j = 0; j < 32; ++j) {

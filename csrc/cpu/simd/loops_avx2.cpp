@@ -32,6 +32,7 @@ inline Lanes product(Lanes a, uint32_t b) {
 }
 constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {2, 6, 3, 7};
 
+#include "decode_f16c.h"
 #include "gemm_loops.h"
 #include "grad_loops.h"
 #include "philox_loops.h"
@@ -51,6 +52,7 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
 // These use step_loops.h.
+#include "side_by_side.h"
 #include "activation_loops.h"
 #include "norm_loops.h"
 

@@ -34,6 +34,7 @@ inline Lanes product(Lanes a, uint32_t b) {
 constexpr Lanes kIota = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5, 13, 6, 14, 7, 15};
 
+#include "decode_f16c.h"
 #include "gemm_loops.h"
 #include "grad_loops.h"
 #include "philox_loops.h"
@@ -53,6 +54,7 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
 // These use step_loops.h.
+#include "side_by_side.h"
 #include "activation_loops.h"
 #include "norm_loops.h"
 

@@ -9,7 +9,7 @@ namespace mixprec::cuda {
 
 template <Activation kind>
 struct Kind {
-  static __device__ __forceinline__ ValueAndSlope at(float x) { return activation<kind>(x); }
+  static __device__ __forceinline__ ValueAndSlope<float> at(float x) { return activation<kind>(x); }
 };
 
 // f(Kind<kind>{}) for a kind known at run time.
@@ -76,7 +76,7 @@ struct ActivatedGradient : Computed {
     up.load_or(1.0f, i, factor, count, together);
     with_kind(kind, [&](auto f) {
       for_each_of(y, [&](float x) {
-        ValueAndSlope at = f.at(x);
+        ValueAndSlope<float> at = f.at(x);
         return of_up ? at.value : at.slope;
       });
     });
