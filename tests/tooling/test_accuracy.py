@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mixprec.bench import accuracy as page
-from mixprec.bench import footprint, results
+from mixprec.bench import footprint, plot, results
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("scipy", reason="the intervals need scipy, which scikit-learn brings")
@@ -108,3 +108,25 @@ def test_footprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert sizes[recipe]["saved"] <= 0.55 * sizes["bf16"]["saved"]
     held = {r: s["parameters"] + s["gradients"] + s["optimizer"] for r, s in sizes.items()}
     assert held["bf16"] == pytest.approx(held["fp32"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_formats(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run as a GPU computes it, what is kept of it, and the picture made of such runs."""
+    monkeypatch.setattr(program, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
+    monkeypatch.setattr("gpt_runs.VALIDATION_BYTES", 512)
+    arguments = ["--task", "gpt", "--set", "formats", "--steps", "2", "--out", str(tmp_path)]
+    assert program.main([*arguments, "--seeds", "1"]) == 0
+    first = page.load(tmp_path, "gpt-formats")["runs"]
+    assert program.main([*arguments, "--seeds", "2", "--resume"]) == 0
+    measured = page.load(tmp_path, "gpt-formats")
+    assert measured["runs"][:2] == first
+    assert [r["seed"] for r in measured["runs"]] == [0, 0, 1, 1]
+    run = measured["runs"][1]
+    assert len(run["curve"]) == 2
+    assert all(8 < bits < 12 for bits in run["curve"])
+    assert {"y", "grad_weight"} <= run["sqnr"]["blocks.0.mlp.1"].keys()
+    plot.formats(measured, tmp_path / "formats.png")
+    assert (tmp_path / "formats.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        program.main(["--task", "vit", "--set", "formats"])
