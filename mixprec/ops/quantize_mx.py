@@ -71,7 +71,7 @@ def _by_blocks(
         seed, stream = random
         first = torch.zeros((), dtype=torch.int64, device=rows.device)
         bits = rounding.random_bits(values.shape, seed, first, 0, stream)
-    data = block_codes.encode(values, block.element, bits).reshape(m, -1)[:, :k]
+    data = block_codes.encode(values, block.element, bits).reshape(m, across * block.block)[:, :k]
     if block.element.bits == 4:
         data = block_codes.join(data)
     packed = data.new_empty(data.shape).copy_(data)  # also of an empty one the strides are known
@@ -152,6 +152,7 @@ quantize_mx_op = Op(
     fake=_fake,
     check=_check,
     examples=example_inputs.quantize_mx,
+    triton="quantize_mx",
 )
 library.LIBRARY.impl("quantize_mx", quantize_mx_reference, "CPU")
 
