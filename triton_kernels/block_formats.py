@@ -85,7 +85,8 @@ def nvfp4_scale(amax, scale, SOFT_CAST: tl.constexpr):
 
 @triton.jit
 def encode_element(y, random, ELEMENT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr,
-                   LEAST: tl.constexpr, MAX_BITS: tl.constexpr, SOFT_CAST: tl.constexpr):  # fmt: skip
+                   LEAST: tl.constexpr, MAX_BITS: tl.constexpr,
+                   SOFT_CAST: tl.constexpr):  # fmt: skip
     """The codes of y, which is not NaN, in uint8, saturated: to nearest, ties to even, or, with 16
     random bits each, up if these carry with the part of a step that is cut off."""
     if BITS == 8 and random is None:
