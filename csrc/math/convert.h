@@ -59,8 +59,8 @@ template <>
 struct Convert<E4m3> {
   template <bool known_finite = false>
   static MIXPREC_HD E4m3 encode(float x, float scale) {
-    return {encode_fp8<known_finite, 3, 7, 0x43E00000u, 0x7F, 0x7F>(float_bits(x),
-                                                                    float_bits(x * scale))};
+    return E4m3{encode_fp8<known_finite, 3, 7, 0x43E00000u, 0x7F, 0x7F>(float_bits(x),
+                                                                        float_bits(x * scale))};
   }
   static MIXPREC_HD float decode(E4m3 q) {
     uint32_t magnitude = q.bits & 0x7Fu, sign = static_cast<uint32_t>(q.bits & 0x80u) << 24;
@@ -98,8 +98,8 @@ template <>
 struct Convert<E5m2> {
   template <bool known_finite = false>
   static MIXPREC_HD E5m2 encode(float x, float scale) {
-    return {encode_fp8<known_finite, 2, 15, 0x47600000u, 0x7C, 0x7F>(float_bits(x),
-                                                                     float_bits(x * scale))};
+    return E5m2{encode_fp8<known_finite, 2, 15, 0x47600000u, 0x7C, 0x7F>(float_bits(x),
+                                                                         float_bits(x * scale))};
   }
   // E5M2 is the high byte of fp16.
   static MIXPREC_HD float decode(E5m2 q) {

@@ -81,6 +81,7 @@ dequantize_mx_op = Op(
     fake=_fake,
     check=_check,
     examples=example_inputs.dequantize_mx,
+    triton="dequantize_mx",
 )
 
 

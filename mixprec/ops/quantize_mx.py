@@ -155,6 +155,7 @@ quantize_mx_op = Op(
     fake=_fake,
     check=_check,
     examples=example_inputs.quantize_mx,
+    triton="quantize_mx",
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mixprec  # noqa: F401 (defines the ops)
+import mixprec.ops.dequantize_mx
+import mixprec.ops.quantize_mx  # noqa: F401 (defines the ops)
 from mixprec.ops._dispatch.op import OPS
 
 TRITON = [name for name, op in OPS.items() if op.triton is not None]

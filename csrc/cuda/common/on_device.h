@@ -68,12 +68,26 @@ inline Tensor empty_on(const Tensor& other, torch::headeronly::IntHeaderOnlyArra
   return allocated(make, no_memory);
 }
 
+inline float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+inline Tensor words_on(const Tensor& x, int64_t count) {
+  return empty_on(x, {count}, ScalarType::Int);
+}
+inline uint32_t* words_of(const Tensor& t) { return static_cast<uint32_t*>(t.mutable_data_ptr()); }
+
 inline Tensor to_contiguous(const Tensor& t) {
   return allocated([&] { return torch::stable::contiguous(t); }, no_memory);
 }
 
 inline Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
 inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : to_contiguous(t); }
+
+// (M, K): leading dimensions flattened.
+inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
+}
 
 // Copies what a kernel wrote to `copy`, which may be the tensor itself.
 inline void write_back(const Tensor& original, const Tensor& copy) {

@@ -1,4 +1,5 @@
 // amax, quantize and dequantize on CUDA tensors.
+#include "cuda/quantize/amax_array.cuh"
 #include "cuda/quantize/arrays.cuh"
 #include "cuda/quantize/dequantize.cuh"
 #include "cuda/quantize/results.h"

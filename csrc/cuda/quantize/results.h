@@ -22,13 +22,6 @@ struct Cast {
   bool power_of_two_scale;
 };
 
-inline float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
-
-inline Tensor words_on(const Tensor& x, int64_t count) {
-  return empty_on(x, {count}, ScalarType::Int);
-}
-inline uint32_t* words_of(const Tensor& t) { return static_cast<uint32_t*>(t.mutable_data_ptr()); }
-
 inline Granularity granularity_of(const std::string& name, const char* op) {
   if (name == "tensor") return Granularity::tensor;
   if (name == "row") return Granularity::row;
@@ -36,13 +29,6 @@ inline Granularity granularity_of(const std::string& name, const char* op) {
   if (name == "block128x128") return Granularity::block128x128;
   STD_TORCH_CHECK(false, op, ": granularity must be tensor, row, block1x128 or block128x128, got ",
                   name);
-}
-
-// (M, K): leading dimensions flattened.
-inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
 }
 
 inline int64_t tiles_of(int64_t size) { return (size + kTile - 1) / kTile; }

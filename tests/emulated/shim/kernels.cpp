@@ -11,8 +11,11 @@
 #include "cuda/optim/muon_direction.cuh"
 #include "cuda/optim/sgd.cuh"
 #include "cuda/pack/pack.cuh"
+#include "cuda/quantize/amax_array.cuh"
 #include "cuda/quantize/arrays.cuh"
 #include "cuda/quantize/dequantize.cuh"
+#include "cuda/quantize_mx/dequantize_mx.cuh"
+#include "cuda/quantize_mx/quantize_mx.cuh"
 #include "cuda/scale/scale.cuh"
 
 using namespace mixprec;
@@ -188,6 +191,35 @@ int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* ou
   ScaleGrid grid = {scale_inv, cols, rows_each, cols_each, row_stride, col_stride};
   return mixprec::cuda::dequantize(static_cast<Dtype>(data_dtype), static_cast<Dtype>(out_dtype),
                                    data, out, count, grid, sms, nullptr);
+}
+
+// results: data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
+int quantize_mx(int64_t x_dtype, const void* x, int64_t rows, int64_t cols, int64_t format,
+                int64_t mode, int64_t transpose, const int64_t* random_seed, void** results,
+                int64_t sms) {
+  auto bytes = [&](int which) { return static_cast<uint8_t*>(results[which]); };
+  auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
+  std::vector<uint32_t> scratch(partials_for(sms), kDirty);
+  BlockFormat f = static_cast<BlockFormat>(format);
+  QuantizeMx args = {f,
+                     scale_rule(f, static_cast<ScaleMode>(mode), 0.0f),
+                     {bytes(0), bytes(2), rows, cols, kParamStream},
+                     {bytes(1), bytes(3), cols, rows, kFirstStateStream},
+                     transpose != 0,
+                     random_seed,
+                     numbers(5),
+                     numbers(4),
+                     scratch.data()};
+  return mixprec::cuda::quantize_mx(static_cast<Dtype>(x_dtype), x, args, sms, nullptr);
+}
+
+int dequantize_mx(int64_t out_dtype, int64_t format, const uint8_t* data, const uint8_t* scale_inv,
+                  const float* tensor_scale_inv, int64_t rows, int64_t cols, void* out,
+                  int64_t sms) {
+  return mixprec::cuda::dequantize_mx(
+      static_cast<Dtype>(out_dtype),
+      {static_cast<BlockFormat>(format), data, scale_inv, tensor_scale_inv, rows, cols}, out, sms,
+      nullptr);
 }
 
 int pack(int64_t dtype, int64_t bits, const void* x, uint8_t* codes, Bf16* ranges, int64_t count,

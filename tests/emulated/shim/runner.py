@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mixprec.ops._dispatch import op, scale_layout
+from mixprec.ops._dispatch import block_formats, op, scale_layout
 from mixprec.ops.act_quantize import KINDS
 from mixprec.ops.pack import packed_sizes
 
@@ -248,6 +248,41 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) 
     return out
 
 
+def quantize_mx(
+    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: MaybeTensor
+) -> tuple[torch.Tensor, ...]:
+    rows, cols = scale_layout.as_matrix(x.shape)
+    block = block_formats.BLOCK_FORMATS[fmt]
+    scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
+    (size, across), (size_t, across_t) = (block_formats.sizes(fmt, n) for n in (cols, rows))
+    results = (
+        _result((*x.shape[:-1], size) if x.dim() else (), block.element.dtype),
+        _result((cols, size_t) if transpose else (0, 0), block.element.dtype),
+        _result((rows, across), scales),
+        _result((cols, across_t) if transpose else (0,), scales),
+        _result(() if block.nvfp4 else (0,), torch.float32),
+        _result((), torch.float32),
+    )
+    how = (
+        list(block_formats.BLOCK_FORMATS).index(fmt),
+        block_formats.SCALE_MODES.index(scale_mode),
+    )
+    call("quantize_mx", x.dtype, x, rows, cols, *how, transpose, seed, results, _sms())
+    return results
+
+
+def dequantize_mx(
+    data: torch.Tensor, scale_inv: torch.Tensor, tensor_scale_inv: MaybeTensor, fmt: str,
+    columns: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    rows = scale_layout.as_matrix(data.shape)[0]
+    out = _result((*data.shape[:-1], columns) if data.dim() else (), dtype)
+    number = list(block_formats.BLOCK_FORMATS).index(fmt)
+    call("dequantize_mx", dtype, number, data, scale_inv, tensor_scale_inv, rows, columns, out,
+         _sms())  # fmt: skip
+    return out
+
+
 def pack(x: torch.Tensor, bits: int, seed: int, counter: int) -> tuple[torch.Tensor, torch.Tensor]:
     size, groups = packed_sizes(x.numel(), bits)
     codes, ranges = _result((size,), torch.uint8), _result((groups, 2), torch.bfloat16)
@@ -315,6 +350,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "norm_quantize": norm_quantize, "norm_backward": norm_backward,
     "act_quantize": act_quantize, "act_backward": act_backward,
     "dequantize": dequantize, "pack": pack, "unpack": unpack,
+    "quantize_mx": quantize_mx, "dequantize_mx": dequantize_mx,
     "scale_from_amax_": scale_from_amax_, "inv_scale": inv_scale,
     "clip_coef": clip_coef, "update_scale_": partial(call, "update_scale"),
     **{name: partial(update, name) for name in UPDATES},

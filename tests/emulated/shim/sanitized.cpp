@@ -73,7 +73,7 @@ const std::map<std::string, std::function<int(Recording&)>> functions = {
     FUNCTION(inv_scale),       FUNCTION(clip_coef),     FUNCTION(update_scale),
     FUNCTION(scale_from_amax), FUNCTION(pack),          FUNCTION(unpack),
     FUNCTION(norm_quantize),   FUNCTION(norm_backward), FUNCTION(act_quantize),
-    FUNCTION(act_backward)};
+    FUNCTION(act_backward),    FUNCTION(quantize_mx),   FUNCTION(dequantize_mx)};
 
 }  // namespace
 

@@ -44,6 +44,15 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         x = normal((rows, cols), torch.bfloat16) * torch.logspace(-9, 9, cols, base=2).bfloat16()
         given = None if scale is None else torch.tensor(scale)
         yield "quantize", [x, e4m3, given, transpose, granularity, True]
+    wide = normal((131, 656), torch.float32)  # more tiles than blocks
+    for fmt, shape, seed in (
+        ("mxfp8_e4m3", (131, 656), None), ("mxfp6_e3m2", (7, 75), torch.tensor([5])),
+        ("mxfp4", (33, 75), None), ("nvfp4", (131, 656), torch.tensor([5])),
+    ):  # fmt: skip
+        part = wide[: shape[0], : shape[1]].clone()
+        yield "quantize_mx", [part, fmt, "rceil", True, seed]
+        data, _, scale, *_ = reference("quantize_mx")(part, fmt, "rceil", False, seed)
+        yield "dequantize_mx", [data, scale, None, fmt, shape[1], torch.bfloat16]
     x, g = (normal((131, 144), torch.bfloat16, seed=seed) for seed in range(2))
     weight, rows = torch.ones(144), torch.ones(131)
     for cast in ((None, True, "tensor"), (None, True, "row"), (None, False, "block1x128")):

@@ -1,0 +1,72 @@
+// dequantize_mx on the GPU: a run of 16 elements a thread, which are in one block. The format is
+// known at run time.
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "cuda/quantize/source.cuh"
+#include "cuda/quantize/transpose.cuh"
+#include "dispatch.h"
+#include "math/mx.h"
+
+namespace mixprec::cuda {
+
+struct DequantizeMx {
+  BlockFormat format;
+  const uint8_t *data, *scale_inv;
+  const float* tensor_scale_inv;  // null: 1
+  int64_t rows, cols;
+};
+
+template <class O>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_mx_kernel(const DequantizeMx a, O* __restrict__ out) {
+  constexpr int n = 16;
+  bool fp4 = is_fp4(a.format), nvfp4 = a.format == BlockFormat::nvfp4;
+  int64_t bytes = block_bytes(a.format, a.cols), across = blocks_of(a.format, a.cols);
+  bool loads = is_aligned(a.data) && bytes % (fp4 ? n / 2 : n) == 0;
+  bool stores = is_aligned(out) && a.cols % kVector<O> == 0;
+  int64_t runs = (a.cols + n - 1) / n, count = a.rows * runs;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    // 64-bit divisions are slow, and few tensors need them
+    int64_t row =
+        count >> 32 == 0 ? static_cast<uint32_t>(i) / static_cast<uint32_t>(runs) : i / runs;
+    int64_t start = (i - row * runs) * n, left = a.cols - start;
+    int kept = left >= n ? n : static_cast<int>(left);
+    uint8_t code[n];
+    if (fp4) {
+      uint8_t pairs[n / 2];
+      load_run(a.data + row * bytes + start / 2, pairs, (kept + 1) / 2, loads);
+#pragma unroll
+      for (int j = 0; j < n; ++j) code[j] = static_cast<uint8_t>(pairs[j / 2] >> (j % 2 * 4));
+    } else {
+      load_run(a.data + row * bytes + start, code, kept, loads);
+    }
+    uint8_t stored = a.scale_inv[row * across + start / block_size(a.format)];
+    float scale = nvfp4 ? decode(E4m3{stored}) : e8m0_value(stored);
+    if (a.tensor_scale_inv != nullptr) scale *= *a.tensor_scale_inv;
+    O values[n];
+    with_element(a.format, [&](auto e) {
+      using E = decltype(e);
+#pragma unroll
+      for (int j = 0; j < n; ++j) {
+        values[j] = Convert<O>::encode(decode_element(E{code[j]}) * scale);
+      }
+    });
+    store_run(out + row * a.cols + start, values, left, stores);
+  }
+}
+
+inline cudaError_t dequantize_mx(Dtype out_dtype, const DequantizeMx& a, void* out, int sms,
+                                 cudaStream_t stream) {
+  if (a.rows * a.cols == 0) return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  with_float(out_dtype, [&](auto to) {
+    using O = typename decltype(to)::type;
+    int64_t blocks = grid_for(a.rows * ((a.cols + 15) / 16) / kThreads, sms);
+    error = launch(dequantize_mx_kernel<O>, blocks, kThreads, 0, stream, a, static_cast<O*>(out));
+  });
+  return error;
+}
+
+}  // namespace mixprec::cuda

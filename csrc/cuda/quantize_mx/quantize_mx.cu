@@ -1,0 +1,93 @@
+// quantize_mx and dequantize_mx on CUDA tensors.
+#include "block_formats.h"
+#include "cuda/common/on_device.h"
+#include "cuda/quantize_mx/dequantize_mx.cuh"
+#include "cuda/quantize_mx/quantize_mx.cuh"
+
+namespace mixprec::cuda {
+
+namespace {
+
+// data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
+using QuantizedMx = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
+
+// x's shape, or data's, with another last dimension; that of one element stays.
+std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  if (!shape.empty()) shape.back() = last;
+  return shape;
+}
+
+QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool transpose,
+                           MaybeTensor seed) {
+  Dtype dtype = dtype_of(x, "quantize_mx: x");
+  STD_TORCH_CHECK(is_float(dtype) && x.is_cuda(),
+                  "quantize_mx: x must be fp32, bf16 or fp16 on a CUDA device");
+  STD_TORCH_CHECK(!transpose || x.dim() >= 2,
+                  "quantize_mx: transpose needs x of 2 or more dimensions");
+  BlockFormat format = block_format(fmt, "quantize_mx");
+  ScaleMode how = scale_mode(mode, format);
+  check_seed(seed, x);
+  OnDevice device(x);
+  x = row_major(x);
+  auto [m, k] = as_matrix(x);
+  ScalarType codes = element_type(format), scales = block_scale_type(format);
+  bool nvfp4 = format == BlockFormat::nvfp4;
+  std::vector<int64_t> shape_t = {0, 0}, scales_t = {0}, scalar;
+  if (transpose) shape_t = {k, block_bytes(format, m)}, scales_t = {k, blocks_of(format, m)};
+  Tensor data = empty_on(x, with_last(x, block_bytes(format, k)), codes);
+  Tensor data_t = empty_on(x, shape_t, codes);
+  Tensor scale_inv = empty_on(x, {m, blocks_of(format, k)}, scales);
+  Tensor scale_inv_t = empty_on(x, scales_t, scales);
+  Tensor tensor_scale_inv =
+      empty_on(x, nvfp4 ? scalar : std::vector<int64_t>{0}, ScalarType::Float);
+  Tensor largest = empty_on(x, {}, ScalarType::Float);
+  Tensor scratch = words_on(x, partials_for(device.sms));
+  QuantizeMx args = {
+      format,
+      nvfp4 ? ScaleRule{} : scale_rule(format, how, 0.0f),
+      {bytes_of(data), bytes_of(scale_inv), m, k, kParamStream},
+      {bytes_of(data_t), bytes_of(scale_inv_t), k, m, kFirstStateStream},
+      transpose,
+      seed.has_value() ? static_cast<const int64_t*>(seed->const_data_ptr()) : nullptr,
+      fp32_of(largest),
+      fp32_of(tensor_scale_inv),
+      words_of(scratch)};
+  check_launch(quantize_mx(dtype, x.const_data_ptr(), args, device.sms, device.stream),
+               "quantize_mx");
+  return {data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, largest};
+}
+
+Tensor dequantize_mx_op(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv,
+                        std::string fmt, int64_t columns, ScalarType type) {
+  Dtype dtype = dtype_of(type, "dequantize_mx: dtype");
+  STD_TORCH_CHECK(is_float(dtype), "dequantize_mx: dtype must be fp32, bf16 or fp16");
+  STD_TORCH_CHECK(data.is_cuda() && on_device_of(scale_inv, data),
+                  "dequantize_mx: data and scale_inv must be on one CUDA device");
+  BlockFormat format = block_format(fmt, "dequantize_mx");
+  auto [rows, cols] = check_blocks(data, scale_inv, tensor_scale_inv, format, columns);
+  OnDevice device(data);
+  data = row_major(data);
+  scale_inv = row_major(scale_inv);
+  Tensor out = empty_on(data, with_last(data, cols), type);
+  DequantizeMx args = {format,
+                       static_cast<const uint8_t*>(data.const_data_ptr()),
+                       static_cast<const uint8_t*>(scale_inv.const_data_ptr()),
+                       scalar_on(tensor_scale_inv, data, "dequantize_mx: tensor_scale_inv"),
+                       rows,
+                       cols};
+  check_launch(dequantize_mx(dtype, args, out.mutable_data_ptr(), device.sms, device.stream),
+               "dequantize_mx");
+  return out;
+}
+
+}  // namespace
+
+}  // namespace mixprec::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CUDA, m) {
+  m.impl("quantize_mx", TORCH_BOX(&mixprec::cuda::quantize_mx_op));
+  m.impl("dequantize_mx", TORCH_BOX(&mixprec::cuda::dequantize_mx_op));
+}

@@ -1,0 +1,172 @@
+// quantize_mx on the GPU. A block of threads has a tile of x in shared memory, which it reads along
+// the rows and, for the transpose, along the columns: both alike, a run of 16 elements a thread, so
+// that an NVFP4 block is of one thread and an MX block of two. The format is known at run time.
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "cuda/quantize/amax_array.cuh"
+#include "cuda/quantize/transpose.cuh"
+#include "math/mx.h"
+#include "math/philox.h"
+
+namespace mixprec::cuda {
+
+constexpr int kMxRun = 16, kMxSide = 64;
+
+// x or x^T in blocks along its lines: where the results go.
+struct MxLines {
+  uint8_t *data, *scale_inv;
+  int64_t lines, length;
+  Stream stream;  // of random bits
+};
+
+struct QuantizeMx {
+  BlockFormat format;
+  ScaleRule rule;  // MX only: that of NVFP4 follows from amax
+  MxLines rows, columns;
+  bool transpose;
+  const int64_t* seed;  // null: to nearest
+  float* amax;
+  float* tensor_scale_inv;  // NVFP4 only
+  uint32_t* scratch;        // [partials_for(sms)]
+};
+
+// The codes of y, one a byte.
+template <class E>
+__device__ __forceinline__ void encode_mx(const float (&y)[kMxRun], float factor,
+                                          const int64_t* seed, const RandomStream& stream,
+                                          int64_t eighth, uint8_t (&code)[kMxRun]) {
+  if (seed == nullptr) {
+    if constexpr (Element<E>::bits == 8) {
+      E q[kMxRun];
+      encode_run(y, q, [&](int) { return factor; });
+#pragma unroll
+      for (int j = 0; j < kMxRun; ++j) code[j] = q[j].bits;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kMxRun; ++j) code[j] = encode_element<E>(y[j] * factor);
+    }
+    return;
+  }
+#pragma unroll
+  for (int half = 0; half < kMxRun / 8; ++half) {
+    PhiloxWords random = random_words(stream, eighth + half);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      int at = 8 * half + j;
+      code[at] = encode_element<E>(y[at] * factor, random16(random, j));
+    }
+  }
+}
+
+// Elements [start, start + kMxRun) of a line, zeros beyond its end; all of a warp must call it, the
+// thread with the other half of an MX block in lane ^ 16. Returns the bits of the block's amax.
+__device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLines& to,
+                                                 const ScaleRule& rule, float (&y)[kMxRun],
+                                                 int64_t line, int64_t start) {
+  uint32_t amax = largest_of(y, 0u);
+  if (!rule.nvfp4) amax = Max::apply(amax, __shfl_xor_sync(kFullWarp, amax, kMxRun));
+  int64_t left = line < to.lines ? to.length - start : 0;
+  if (left <= 0) return amax;
+  BlockScale scale = block_scale(amax, rule);
+  int64_t across = blocks_of(a.format, to.length);
+  int size = block_size(a.format);
+  if (start % size == 0) to.scale_inv[line * across + start / size] = scale.code;
+
+  bool bad = is_nonfinite_bits(amax);
+#pragma unroll
+  for (float& value : y) value = bad ? 0.0f : value;
+  RandomStream stream = {a.seed != nullptr ? static_cast<uint64_t>(*a.seed) : 0u, 0u,
+                         static_cast<uint32_t>(to.stream) << 30};
+  uint8_t code[kMxRun];
+  with_element(a.format, [&](auto e) {
+    encode_mx<decltype(e)>(y, scale.factor, a.seed, stream, (line * across * size + start) / 8,
+                           code);
+  });
+  int64_t bytes = block_bytes(a.format, to.length);
+  if (is_fp4(a.format)) {
+    constexpr int n = kMxRun / 2;
+    uint8_t pairs[n];
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      pairs[j] = static_cast<uint8_t>(code[2 * j] | code[2 * j + 1] << 4);
+    }
+    store_run(to.data + line * bytes + start / 2, pairs, (left + 1) / 2,
+              is_aligned(to.data) && bytes % n == 0);
+  } else {
+    store_run(to.data + line * bytes + start, code, left,
+              is_aligned(to.data) && bytes % kMxRun == 0);
+  }
+  return amax;
+}
+
+// One tile of shared memory for all: a row is a word longer than it needs to be, so that 16 lines
+// of two runs each, which a warp reads, are in 32 different banks in both directions.
+template <class X>
+__global__ void __launch_bounds__(kThreads)
+    quantize_mx_kernel(const X* __restrict__ x, const QuantizeMx a) {
+  constexpr int n = kVector<X>, pitch = kMxSide + 1;
+  __shared__ float tile[kMxSide * pitch];
+  ScaleRule rule = a.rule;
+  if (a.format == BlockFormat::nvfp4) {
+    rule = nvfp4_rule(*a.amax);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *a.tensor_scale_inv = rule.tensor_inv;
+  }
+  int64_t rows = a.rows.lines, cols = a.rows.length, across = (cols + kMxSide - 1) / kMxSide;
+  int64_t tiles = (rows + kMxSide - 1) / kMxSide * across;
+  bool vectors = is_aligned(x) && cols % n == 0;
+  int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int line = warp % 4 * kMxRun + lane % kMxRun, first = (warp / 4 * 2 + lane / kMxRun) * kMxRun;
+  uint32_t of_all = 0;
+  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
+    int64_t row0 = t / across * kMxSide, col0 = t % across * kMxSide;
+    for (int i = threadIdx.x; i < kMxSide * kMxSide / n; i += kThreads) {
+      int r = i / (kMxSide / n), c = i % (kMxSide / n) * n;
+      int64_t row = row0 + r, col = col0 + c, left = row < rows ? cols - col : 0;
+      X in[n];
+      load_run(x + row * cols + col, in,
+               left >= n  ? n
+               : left > 0 ? static_cast<int>(left)
+                          : 0,
+               vectors);
+#pragma unroll
+      for (int j = 0; j < n; ++j) tile[r * pitch + c + j] = to_float(in[j]);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int turned = 0; turned < 1 + a.transpose; ++turned) {
+      const MxLines to = turned ? a.columns : a.rows;
+      const float* from = tile + (turned ? first * pitch + line : line * pitch + first);
+      float y[kMxRun];
+#pragma unroll
+      for (int j = 0; j < kMxRun; ++j) y[j] = from[turned ? j * pitch : j];
+      uint32_t amax = quantize_run(a, to, rule, y, (turned ? col0 : row0) + line,
+                                   (turned ? row0 : col0) + first);
+      of_all = Max::apply(of_all, amax);
+    }
+    __syncthreads();
+  }
+  if (a.format == BlockFormat::nvfp4) return;
+  of_all = block_reduce<kThreads, Max>(of_all);
+  if (threadIdx.x == 0) a.scratch[blockIdx.x] = of_all;
+}
+
+// MX: two launches. NVFP4: three, because its scales need the amax of x. Also for empty x.
+inline cudaError_t quantize_mx(Dtype dtype, const void* x, const QuantizeMx& a, int sms,
+                               cudaStream_t stream) {
+  bool nvfp4 = a.format == BlockFormat::nvfp4;
+  int64_t rows = a.rows.lines, cols = a.rows.length;
+  cudaError_t error = cudaSuccess;
+  if (nvfp4) error = amax(dtype, x, rows * cols, a.scratch, a.amax, sms, stream);
+  if (error != cudaSuccess) return error;
+  auto tiles = [](int64_t size) { return (size + kMxSide - 1) / kMxSide; };
+  int64_t blocks = grid_for(tiles(rows) * tiles(cols), sms);
+  with_float(dtype, [&](auto t) {
+    using X = typename decltype(t)::type;
+    error = launch(quantize_mx_kernel<X>, blocks, kThreads, 0, stream, static_cast<const X*>(x), a);
+  });
+  if (error != cudaSuccess || nvfp4) return error;
+  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch, blocks, a.amax);
+}
+
+}  // namespace mixprec::cuda
