@@ -1,7 +1,7 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
-Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, demo,
-footprint, lean, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
+Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary,
+training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
 """
 
 from __future__ import annotations
@@ -33,13 +33,39 @@ def bench(root: Path) -> str:
     return f"{shown}\n\n{remarks and remarks + chr(10)}{table.summary(rows)}. {where}"
 
 
+def training_steps(root: Path) -> str:
+    """The time of a training step of the GPT, and how many times as fast as torch's best it is."""
+    content = results.load(root / CPU / "bench.json")
+    ways: dict[str, dict[str, str]] = {}
+    rivals: set[str] = set()
+    for row in content["rows"]:
+        if row["status"] == "ok" and row["name"].startswith("training/gpt/"):
+            size, way = row["name"].split("/")[2:]
+            best = best_baseline(row["median"])
+            assert best is not None
+            rivals.add(best)
+            ours, torchs = row["median"]["ours"], row["median"][best]
+            ways.setdefault(way, {})[size] = (
+                f"{quantity(1e3 * ours, 'ms')} ({quantity(torchs / ours, 'x')})"
+            )
+    sizes = sorted({size for cells in ways.values() for size in cells}, reverse=True)
+    body = [(way, *(cells.get(size, "") for size in sizes)) for way, cells in ways.items()]
+    shown = table.markdown(("step", *(f"GPT {size}" for size in sizes)), body)
+    where = pages.machine(content["environment"])
+    return f"{shown}\n\nCompared with {', '.join(sorted(rivals))}. {where}"
+
+
 def bench_summary(root: Path) -> str:
     """How many times as fast as torch the ops are, over the cases of each op and baseline."""
     content = results.load(root / CPU / "bench.json")
     groups: dict[tuple[str, str], list[float]] = {}
     for row in content["rows"]:
+        if row["name"].startswith("training/gpt/"):
+            continue
         best = best_baseline(row["median"]) if row["status"] == "ok" else None
-        if best is not None and row["target"]["unit"].startswith("x"):
+        target = row["target"]
+        # Other units compare two ways of ours.
+        if best is not None and target is not None and target["unit"] == "x":
             speedup = row["median"][best] / row["median"]["ours"]
             groups.setdefault((row["op"], best), []).append(speedup)
     body = []
@@ -125,6 +151,7 @@ def build(root: Path, source: str) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "bench": bench,
     "bench summary": bench_summary,
+    "training steps": training_steps,
     "demo": demo,
     "gpu": gpu,
     "gpu state": gpu_state,

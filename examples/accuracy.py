@@ -26,25 +26,36 @@ import train_gpt
 
 import mixprec
 from mixprec.bench.environment import environment
+from mixprec.diagnostics.report import Row
 
 SETS = {
     "precisions": ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"),
     "fused": ("fp32", *(f"fused-{r}" for r in ("bf16", "fp16", "fp8", "fp8-delayed", "fp8-block"))),
+    "formats": (
+        *("fp32", "bf16", "fp8", "fp8@ada", "fp8@ada-fast", "fp8@hopper", "fp8@hopper-fast"),
+    ),
     "lean": ("fp32", "lean-high", "lean-balanced", "lean-small"),  # of mixprec.lean
 }
+DETAILED = "formats"  # the set whose runs have losses and SQNRs, for the GPT only
 CONFIDENCE = 0.95
 # metric, whether more is better, unit of differences, largest loss accepted for FP8
 GPT = ("bits/byte", False, "%", 0.5)
 IMAGE = ("accuracy (%)", True, "points", 0.6)
 
 
-def gpt_runs(recipes: Sequence[str], seed: int, steps: int | None) -> Iterator[dict[str, Any]]:
-    """The GPT of the demo, on its text, with as many steps."""
+CURVE = 16  # points of a run's training loss
+
+
+def gpt_runs(
+    recipes: Sequence[str], seed: int, steps: int | None, *, detailed: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The GPT of the demo, on its text, with as many steps. detailed: with its training loss and
+    the signal to quantization noise ratios of its layers."""
     for recipe in recipes:
         arguments = ["--recipes", recipe, "--seed", str(seed)]
         options = train_gpt.parse_arguments(arguments + (["--steps", str(steps)] if steps else []))
         text = gpt_data.load(None, options.context)
-        run = train_gpt.compare(options, text).rows[0]
+        run = train_gpt.compare(options, text, sqnr=detailed and recipe != "fp32").rows[0]
         loss = math.nan if run.validation_loss is None else run.validation_loss
         yield {
             "recipe": recipe,
@@ -54,7 +65,19 @@ def gpt_runs(recipes: Sequence[str], seed: int, steps: int | None) -> Iterator[d
             "seconds": sum(run.seconds),
             "skipped": run.skipped_steps,
             "status": run.status,
+            **(details(run) if detailed else {}),
         }
+
+
+def details(run: Row) -> dict[str, Any]:
+    """The training loss in bits per byte, as means over equal parts of the run, and the SQNRs in
+    dB by layer and by what was measured."""
+    span = max(1, len(run.losses) // CURVE)
+    means = [
+        statistics.fmean(run.losses[i : i + span]) * train_gpt.BITS
+        for i in range(0, len(run.losses) - span + 1, span)
+    ]
+    return {"curve": [round(mean, 5) for mean in means], "sqnr": run.sqnr}
 
 
 def image_runs(
@@ -115,13 +138,20 @@ def summary(runs: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
     return lines
 
 
-def measure(task: str, which: str, seeds: int, steps: int | None, out: Path) -> None:
+def measure(
+    task: str, which: str, seeds: int, steps: int | None, out: Path, *, resume: bool
+) -> None:
     (metric, more_is_better, unit, limit), runs_of = TASKS[task]
-    where, runs = environment(quick=steps is not None), []
+    if which == DETAILED:
+        runs_of = partial(gpt_runs, detailed=True)
+    where = environment(quick=steps is not None)
     out.mkdir(parents=True, exist_ok=True)
+    path = out / f"accuracy-{task}{'' if which == 'precisions' else f'-{which}'}.json"
+    runs = json.loads(path.read_text())["runs"] if resume and path.exists() else []
     for seed in range(seeds):
-        for run in runs_of(SETS[which], seed, steps):
-            runs.append({"seed": seed, **run})
+        there = {run["recipe"] for run in runs if run["seed"] == seed}
+        for run in runs_of([r for r in SETS[which] if r not in there], seed, steps):
+            runs.append({"seed": seed, **run, "commit": where["commit"]})
             print(
                 f"{task} seed {seed} {run['recipe']:13} {metric} {run['value']:.4f} "
                 f"({run['seconds']:.0f} s, {run['skipped']} skipped, {run['status']})",
@@ -141,7 +171,6 @@ def measure(task: str, which: str, seeds: int, steps: int | None, out: Path) -> 
                 "summary": summary(runs, unit),
                 "runs": runs,
             }
-            path = out / f"accuracy-{task}{'' if which == 'precisions' else f'-{which}'}.json"
             path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -152,11 +181,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--set", choices=SETS, default="precisions", help="what is compared (%(default)s)")
     add("--seeds", type=int, default=3, help="runs per recipe (%(default)s)")
     add("--steps", type=int, help="training steps of each run, to try it out")
+    add("--resume", action="store_true", help="keep the runs that the result file has")
     add("--out", type=Path, default=Path("bench/results/cpu"), help="folder of the results")
     options = parser.parse_args(argv)
     tasks = options.task.split(",")
     if unknown := [task for task in tasks if task not in TASKS]:
         parser.error(f"--task must be among {', '.join(TASKS)}, got {', '.join(unknown)}")
+    if options.set == DETAILED and tasks != ["gpt"]:
+        parser.error(f"--set {DETAILED} needs --task gpt")
     if options.seeds < 1:
         parser.error(f"--seeds must be 1 or more, got {options.seeds}")
     print(
@@ -164,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
     for task in tasks:
-        measure(task, options.set, options.seeds, options.steps, options.out)
+        measure(task, options.set, options.seeds, options.steps, options.out, resume=options.resume)
     return 0
 
 

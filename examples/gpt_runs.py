@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import math
 import traceback
@@ -18,10 +19,13 @@ from torch import nn
 import mixprec
 from mixprec.diagnostics.report import Row
 from mixprec.lean import FIDELITIES
+from mixprec.recipes import Recipe
 
 BITS = 1 / math.log(2)  # a loss in nats times this is in bits
 LEAN = "lean-"  # bf16 as mixprec.lean(fidelity=...) prepares it
 FUSED = "fused-"  # the recipe behind it with convert(fuse=True)
+AT = "@"  # the recipe before it as the GPU behind it computes it: "fp8@hopper"
+FAST = "-fast"  # behind the GPU: sums stay in its short accumulator
 TF32 = "tf32"  # fp32, with torch's matrix products in TF32; GPUs only
 VALIDATION_BYTES = 32768
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -53,11 +57,13 @@ def compare(
     text: gpt_data.Text,
     progress: Callable[[str, int, int | None, float], None] | None = None,
     finished: Callable[[mixprec.Report], None] | None = None,
+    sqnr: bool = False,
 ) -> mixprec.Report:
     """Train one GPT per precision of options.recipes, all from options.seed, on the same data.
 
-    finished(report) is called after each. A precision that fails on the device gets its error as
-    status, and the others still run. Ctrl-C returns the report as it is.
+    finished(report) is called after each; sqnr: as of `mixprec.compare`. A precision that fails on
+    the device gets its error as status, and the others still run. Ctrl-C returns the report as it
+    is.
     """
     report = mixprec.Report("tokens", "bits/byte", BITS)
     report.rows = [Row(name) for name in options.recipes]
@@ -68,7 +74,7 @@ def compare(
             try:
                 with float32_matmul_precision("high" if name == TF32 else "highest"):
                     tf32[name] = torch.backends.cuda.matmul.allow_tf32
-                    run = train(options, text, name, progress)
+                    run = train(options, text, name, progress, sqnr)
             except RuntimeError as error:  # out of memory, or a kernel that failed
                 traceback.print_exc()
                 first_line = next(iter(str(error).splitlines()), "no message")
@@ -91,14 +97,19 @@ def train(
     text: gpt_data.Text,
     name: str,
     progress: Callable[[str, int, int | None, float], None] | None,
+    sqnr: bool,
 ) -> mixprec.Report:
     """Train in one precision; a report with one row."""
     config = gpt_config(options)
     evaluations = max(1, VALIDATION_BYTES // (options.batch * options.context))
     shape = options.batch, options.context
 
+    shown, (name, _, gpu) = name, name.partition(AT)
     lean = FIDELITIES.get(name.removeprefix(LEAN)) if name.startswith(LEAN) else None
+    recipe: str | Recipe
     recipe = "fp32" if name == TF32 else "bf16" if lean else name.removeprefix(FUSED)
+    if gpu.endswith(FAST):
+        recipe = dataclasses.replace(Recipe.parse(recipe), fast_accum=True)
     settings: dict[str, Any] = dict(ADAMW)
     if lean:  # as mixprec.lean does
         settings |= {"master_weights": "remainder16", "state_dtype": lean.state_dtype}
@@ -106,9 +117,9 @@ def train(
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return mixprec.optim.AdamW(list(model.parameters()), options.lr, **settings)
 
-    def step(recipe: str, *where: Any) -> None:
+    def step(_: str, *where: Any) -> None:
         if progress is not None:
-            progress(name, *where)
+            progress(shown, *where)
 
     with mixprec.compress_saved(lean.saved, seed=options.seed) if lean else nullcontext():
         return mixprec.compare(
@@ -126,4 +137,6 @@ def train(
             loss_name="bits/byte",
             loss_factor=BITS,
             progress=step,
+            sqnr=sqnr,
+            simulate=gpu.removesuffix(FAST) or None,
         )

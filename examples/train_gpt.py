@@ -31,7 +31,9 @@ from gpt_model import GPT
 from gpt_progress import Progress
 from gpt_runs import (
     ADAMW,
+    AT,
     BITS,
+    FAST,
     FUSED,
     LEAN,
     TF32,
@@ -78,8 +80,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--text", "train on this file (default: Python's standard library)", metavar="FILE")
     add("--full", f"{FULL_STEPS} steps instead of {STEPS}", action="store_true")
     add("--steps", "training steps per precision (default: as --full says)", type=int)
-    recipes = f"precisions, separated by commas, also {FUSED}fp8 and so on (default: {RECIPES}; "
-    recipes += f"on a GPU {GPU_RECIPES})"
+    recipes = f"precisions, separated by commas, also {FUSED}fp8, fp8{AT}hopper and so on "
+    recipes += f"(default: {RECIPES}; on a GPU {GPU_RECIPES})"
     add("--recipes", recipes, metavar="A,B")
     lean = f"train {LEAN_RECIPES} and show the memory of a step (DIR/memory.png)"
     add("--lean", lean, action="store_true")
@@ -107,7 +109,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--recipes: {TF32} needs --device cuda")
         if name not in ("fp32", TF32, *LEAN_RECIPES.split(",")):
             try:
-                mixprec.recipes.Recipe.parse(name.removeprefix(FUSED))
+                mixprec.recipes.Recipe.parse(name.removeprefix(FUSED).partition(AT)[0])
+                if AT in name:
+                    mixprec.simulate(name.partition(AT)[2].removesuffix(FAST))
             except ValueError as error:
                 parser.error(f"--recipes: {error}; fp32 is a choice here too")
     return options

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "Format", "parse"]
+__all__ = ["BF16", "BLOCK", "E2M1", "E2M3", "E3M2", "E4M3", "E5M2"]
+__all__ += ["FORMATS", "FP16", "Format", "parse"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Format:
 
     `max` is the largest finite value, `smallest_normal` and `smallest_subnormal` the smallest
     positive ones, `eps` the spacing of the values just above 1. Sources: IEEE 754-2019 (FP16);
-    OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2).
+    OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling Formats (MX)
+    Specification 1.0 (E2M1, E3M2, E2M3, which have neither Inf nor NaN).
     """
 
     name: str
@@ -29,8 +31,9 @@ class Format:
 
     @property
     def saturates(self) -> bool:
-        """Whether a cast of a finite value that is too large gives `max` (FP8) or Inf (16 bits)."""
-        return self.bits == 8
+        """Whether a cast of a finite value that is too large gives `max` (8 bits and fewer) or Inf
+        (16 bits)."""
+        return self.bits <= 8
 
     def __str__(self) -> str:
         return self.name
@@ -42,9 +45,15 @@ FP16 = Format("fp16", torch.float16, 16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, 
 BF16 = Format(
     "bf16", torch.bfloat16, 16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7, True
 )
+E2M1 = Format("e2m1", torch.uint8, 4, 6.0, 1.0, 0.5, 0.5, False)
+E3M2 = Format("e3m2", torch.uint8, 6, 28.0, 0.25, 0.0625, 0.25, False)
+E2M3 = Format("e2m3", torch.uint8, 6, 7.5, 1.0, 0.125, 0.125, False)
 
 FORMATS: tuple[Format, ...] = (E4M3, E5M2, FP16, BF16)
+# Elements of block formats only. Their codes are uint8, two in a byte for E2M1.
+BLOCK: tuple[Format, ...] = (E2M1, E3M2, E2M3)
 _BY_NAME: dict[object, Format] = {name: f for f in FORMATS for name in (f, f.name, f.dtype)}
+_BY_NAME |= {name: f for f in BLOCK for name in (f, f.name)}
 _BY_NAME |= {
     "float8_e4m3fn": E4M3,
     "float8_e5m2": E5M2,

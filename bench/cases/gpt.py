@@ -14,7 +14,15 @@ import torch
 import mixprec
 
 from .. import verify
-from .registry import NotMeasured, Target, Workload, case, times_faster, times_faster_than
+from .registry import (
+    NotMeasured,
+    Target,
+    Workload,
+    case,
+    times_faster,
+    times_faster_than,
+    times_the_time,
+)
 
 BATCH = 4
 SIZES = {"4x512": (4, 512, 256), "3x256": (3, 256, 128)}  # layers, width, context
@@ -113,6 +121,18 @@ def _workload(size: str, recipe: str, fuse: bool, compiled: bool) -> Workload:
     )
 
 
+def _simulated(size: str) -> Workload:
+    """fp8 as Hopper's tensor cores compute it, against torch in FP32."""
+    step = ours(size, "fp8", fuse=False, compiled=False)
+
+    def on_hopper() -> float:
+        with mixprec.simulate("hopper"):
+            return step()
+
+    baselines = {FP32: torchs(size, autocast=False, compiled=False)}
+    return Workload(on_hopper, baselines, partial(_check, size, "fp8", False))
+
+
 def _register(size: str, name: str, recipe: str, target: Target | None, **how: bool) -> None:
     layers, width, context = SIZES[size]
     words = [word for word in ("fuse", "compiled") if how[word]]
@@ -139,3 +159,10 @@ for _size, _eager, _compiled in (("4x512", 1.2, 1.25), ("3x256", 1.3, 1.35)):
         fuse=True,
         compiled=False,
     )
+
+case(
+    "simulate/training/hopper/fp8",
+    "training step of the GPT of 3 blocks of width 256, fp8 as hopper computes it",
+    times_the_time(12.0),
+    partial(_simulated, "3x256"),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -152,6 +153,8 @@ def _import() -> tuple[float, str | None]:
         capture_output=True,
         text=True,
         cwd=tempfile.gettempdir(),  # -c looks for modules in the current folder first
+        # The first run keeps the byte code, as installing a package does.
+        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
         check=False,
     )
     if run.returncode != 0:

@@ -110,8 +110,7 @@ class Part:
         if self.norm is not None:
             parts = norm_of(self.norm)
             assert parts is not None, "only norms that norm_of knows are fused"
-            eps = torch.finfo(torch.float32).eps if parts.eps is None else parts.eps
-            settings["norm"] = Norm(eps, parts.subtract_mean)
+            settings["norm"] = Norm(parts.eps, parts.subtract_mean)
             settings |= {"norm_weight": parts.weight, "norm_bias": parts.bias}
         act = None if self.act is None else act_of(self.act)
         op = "norm_linear" if act is None else "mlp"

@@ -18,6 +18,13 @@ __all__ = ["NormParts", "Swapped", "as_input", "forward_of", "norm_of"]
 _WITH_CAST = (
     "return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)"
 )
+# The RMSNorm of Llama, Mistral, Qwen and others in transformers.
+_IN_STEPS = """\
+input_dtype = x.dtype
+x = x.to(torch.float32)
+variance = x.pow(2).mean(-1, keepdim=True)
+x = x * torch.rsqrt(variance + self.variance_epsilon)
+return self.weight * x.to(input_dtype)"""
 
 
 class Swapped(nn.Module):
@@ -29,10 +36,11 @@ class Swapped(nn.Module):
 
 
 class NormParts(NamedTuple):
-    eps: float | None  # None: that of FP32
+    eps: float
     subtract_mean: bool
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    promotes: bool  # an input of 16 bits to the dtype of the weight
 
 
 _read: dict[type, str] = {}
@@ -70,14 +78,17 @@ def _statements(kind: Any) -> str:
 
 def norm_of(module: nn.Module) -> NormParts | None:
     """The settings of a LayerNorm or RMSNorm over the last dimension; None for anything else."""
-    kind: Any = type(module)
+    kind: Any = type(module).__bases__[1] if isinstance(module, Swapped) else type(module)
+    if forward_of(kind) == _IN_STEPS:
+        return NormParts(module.variance_epsilon, False, module.weight, None, True)  # type: ignore[arg-type]
     known = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
     if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or len(module.normalized_shape) != 1:
         return None
     if not known and forward_of(kind) != _WITH_CAST:
         return None
     bias = getattr(module, "bias", None)
-    return NormParts(module.eps, isinstance(module, nn.LayerNorm), module.weight, bias)
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    return NormParts(eps, isinstance(module, nn.LayerNorm), module.weight, bias, False)
 
 
 def as_input(module: nn.Module, inputs: tuple[object, ...], output: object) -> object:

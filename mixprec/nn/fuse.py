@@ -11,14 +11,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .._local_gradients import is_sharded
 from ..functional._attention import attention
+from ..functional._derivatives import is_twice_differentiable
+from ..functional._norm import norm
+from ..ops._dispatch import checks
+from ..recipes import RECIPES
 from . import _region
 from ._fused import Part, act_of, why_separate
 from ._layer import Layer
 from ._norms import Swapped, forward_of, norm_of
 from ._subclass import swap
 
-__all__ = ["Found", "FusedAttention", "FusedMLP", "FusedSequential", "fuse", "unfuse"]
+__all__ = ["Found", "FusedAttention", "FusedMLP", "FusedNorm", "FusedSequential", "fuse", "unfuse"]
 
 # Forward passes as `forward_of` writes them, and the children that take part: those before the
 # activation, the activation, the last one, and what follows.
@@ -63,6 +68,20 @@ class FusedMLP(Swapped):
         part, after = _mlp(self)
         (y,) = part(x)
         return y if after is None else self._modules[after](y)  # type: ignore[misc]
+
+
+class FusedNorm(Swapped):
+    """An RMSNorm in one pass. Where its output goes is not known, so that it is cast apart."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = norm_of(self)
+        if parts is None or not _one_pass(x) or any(map(is_sharded, self.parameters())):
+            return self.alone(x)
+        eps, subtract_mean, weight, bias, promotes = parts
+        dtype = x.dtype
+        if promotes and weight is not None:
+            dtype = torch.promote_types(dtype, weight.dtype)
+        return norm(x, weight, bias, eps, subtract_mean, dtype)
 
 
 class FusedAttention(Swapped):
@@ -131,13 +150,19 @@ class Found(NamedTuple):
 def fuse(model: nn.Module) -> Found:
     """Fuse what is known in `model`, whose layers have been converted, in place."""
     found = Found({}, {})
+    taken: set[nn.Module] = set()  # by a Sequential
     for fqn, module in list(model.named_modules()):
         if "forward" in vars(module) or isinstance(module, Swapped):
             continue
         if type(module).forward is nn.Sequential.forward:
             _fuse_sequential(module, fqn, found)
+            parts = getattr(module, "parts", {}) if isinstance(module, FusedSequential) else {}
+            taken |= {child for part in parts.values() for child in part}
         elif forward_of(type(module)) in _MLPS:
             _fuse_mlp(module, fqn, found)
+        elif module not in taken and (of_norm := norm_of(module)) and not of_norm.subtract_mean:
+            swap(FusedNorm, module)
+            found.fused[fqn] = "norm"
         if _SDPA & {*inspect.unwrap(type(module).forward).__code__.co_names}:
             if any(isinstance(m, Layer) for m in module.modules()):
                 swap(FusedAttention, module)
@@ -153,6 +178,12 @@ def unfuse(model: nn.Module) -> None:
         if isinstance(module, Swapped):
             vars(module).pop("parts", None)
             module.__class__ = type(module).__bases__[1]
+
+
+def _one_pass(x: torch.Tensor) -> bool:
+    """Whether a norm of x is to run as one function here."""
+    on = _region.recipe_here(RECIPES["bf16"]) is not None and not is_twice_differentiable()
+    return on and x.dim() > 0 and x.dtype in checks.FLOATS
 
 
 def _same(a: object, b: object) -> bool:

@@ -314,3 +314,35 @@ def test_norms_that_compute_something_else_are_left() -> None:
 def test_flop_share_counts_fused_layers() -> None:
     model = mixprec.convert(chain(), "bf16", fuse=True)
     assert mixprec.stats.flop_share(model, torch.randn(3, WIDTH)) == 1.0
+
+
+def test_a_norm_alone_runs_in_one_pass() -> None:
+    torch.manual_seed(0)
+    norm = nn.RMSNorm(WIDTH)
+    nn.init.normal_(norm.weight)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(3, 5, WIDTH).to(dtype)
+        exact, fused, alone = (copy.deepcopy(norm) for _ in range(3))
+        exact.double().eps = torch.finfo(torch.float32).eps
+        model = nn.ModuleList([nn.Linear(2, 2), fused])
+        mixprec.convert(model, "bf16", fuse=True)
+        inputs = [x.double(), x.clone(), x.clone()]
+        outputs = []
+        for module, given in zip((exact, fused, alone), inputs, strict=True):
+            outputs.append(module(given.requires_grad_()))
+            outputs[-1].square().sum().backward()
+        assert outputs[1].dtype == outputs[2].dtype
+        for want, got, plain in (
+            outputs,
+            [given.grad for given in inputs],
+            [module.weight.grad for module in (exact, fused, alone)],
+        ):
+            assert float(sqnr(want, got)) > float(sqnr(want, plain)) - 6.0
+        with functional.twice_differentiable():
+            y = fused(x.float().requires_grad_())
+            torch.autograd.grad(y.sum(), fused.weight, create_graph=True)
+        y = fused(x.float().requires_grad_())
+        with pytest.raises(RuntimeError, match="twice_differentiable"):
+            torch.autograd.grad(y.sum(), fused.weight, create_graph=True)
+        mixprec.unconvert(model)
+        assert type(fused) is nn.RMSNorm

@@ -42,8 +42,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEAVES = ("testing", "env", "diagnostics.env", "freeze", "lean", "availability")
 # Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
-    ("ops.quantize", "ops.amax", "amax_reference"),
-    ("ops.quantize", "ops.scale", "scale_from_amax"),
+    *((f"ops.{op}", "ops.amax", "amax_reference") for op in ("quantize", "quantize_mx")),
+    *((f"ops.{op}", "ops.scale", "scale_from_amax") for op in ("quantize", "quantize_mx")),
     ("ops.delayed_scales", "ops.scale", "scale_from_amax"),
     *(
         (f"ops.{op}", "ops.quantize", "quantize_reference")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import state8
+from . import block_formats, state8
 
 Arguments = list[Any]
 SHAPE = (37, 29)  # odd: no multiple of any vector length
@@ -243,6 +243,40 @@ def unpack(device: str) -> Iterator[Arguments]:
         codes = torch.arange((1153 * bits + 7) // 8, device=device).to(torch.uint8)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield [codes, ranges, bits, [1153], dtype]
+
+
+def _in_blocks(device: str) -> torch.Tensor:
+    """Blocks of different magnitudes, of zeros, with Inf and NaN, and odd lengths."""
+    x = _random(device, 1, (70, 101)) * 2.0 ** torch.arange(-50, 51, device=device)
+    x[3], x[9, 40], x[69, 100], x[17, 0], x[5] = 0.0, math.nan, math.inf, -1e38, 1e-40
+    return x
+
+
+def quantize_mx(device: str) -> Iterator[Arguments]:
+    x = _in_blocks(device)
+    seed = _tensor(device, [2**40 + 7], torch.int64)
+    for i, fmt in enumerate(block_formats.BLOCK_FORMATS):
+        nvfp4 = block_formats.BLOCK_FORMATS[fmt].nvfp4
+        for j, mode in enumerate(("rceil",) if nvfp4 else block_formats.SCALE_MODES):
+            dtype = (torch.float32, torch.bfloat16, torch.float16)[(i + j) % 3]
+            yield [x.to(dtype), fmt, mode, j % 2 == 0, seed if j == 3 else None]
+        yield [_random(device, 2, (2, 33)), fmt, "rceil", True, seed]
+
+
+def dequantize_mx(device: str) -> Iterator[Arguments]:
+    codes = torch.arange(7 * 101, device=device).to(torch.uint8).view(7, 101)
+    one = _tensor(device, 0.37)
+    for i, (fmt, block) in enumerate(block_formats.BLOCK_FORMATS.items()):
+        columns = 101 * block_formats.per_byte(fmt) - i % 2
+        columns = columns if block.element.bits == 4 else 101
+        across = block_formats.sizes(fmt, columns)[1]
+        scales = (torch.arange(7 * across, device=device) * 37 + 120).to(torch.uint8)
+        scales = scales.view(7, across)
+        data = codes.view(block.element.dtype)
+        if block.nvfp4:
+            scales = scales.view(torch.float8_e4m3fn)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield [data, scales, one if block.nvfp4 else None, fmt, columns, dtype]
 
 
 def attention(device: str) -> Iterator[Arguments]:

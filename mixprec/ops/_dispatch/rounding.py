@@ -25,7 +25,7 @@ def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def philox(
-    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], seed: int
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], seed: int | torch.Tensor
 ) -> torch.Tensor:
     """Philox4x32-10 of counters in 32-bit words, as int64 [..., 4].
 
@@ -43,7 +43,7 @@ def philox(
 
 
 def random_bits(
-    shape: torch.Size, seed: int, step: torch.Tensor, index: int, stream: int
+    shape: torch.Size, seed: int | torch.Tensor, step: torch.Tensor, index: int, stream: int
 ) -> torch.Tensor:
     """16 random bits per element as int64, for one array of param `index` at `step`.
 

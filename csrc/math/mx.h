@@ -1,0 +1,149 @@
+// Block formats, MX and NVFP4: numbers in blocks of 32 or 16 that share a scale of one byte. The
+// rules are in docs/numerics.md, the sources in mixprec/ops/_dispatch/block_formats.py.
+#pragma once
+
+#include "convert.h"
+#include "scale.h"
+
+namespace mixprec {
+
+struct E2m1 {  // in the low 4 bits
+  uint8_t bits;
+};
+struct E3m2 {  // in the low 6 bits
+  uint8_t bits;
+};
+struct E2m3 {
+  uint8_t bits;
+};
+
+// bits: the width of a code. max_bits: the largest number, as bits of fp32.
+template <int width, int mantissa_bits, int exponent_bias, uint32_t largest>
+struct ElementFormat {
+  static constexpr int bits = width, mantissa = mantissa_bits, bias = exponent_bias;
+  static constexpr uint32_t max_bits = largest;
+};
+template <class E>
+struct Element;
+template <>
+struct Element<E4m3> : ElementFormat<8, 3, 7, 0x43E00000u> {};
+template <>
+struct Element<E5m2> : ElementFormat<8, 2, 15, 0x47600000u> {};
+template <>
+struct Element<E3m2> : ElementFormat<6, 2, 3, 0x41E00000u> {};
+template <>
+struct Element<E2m3> : ElementFormat<6, 3, 1, 0x40F00000u> {};
+template <>
+struct Element<E2m1> : ElementFormat<4, 1, 1, 0x40C00000u> {};
+
+template <class E>
+MIXPREC_HD uint8_t with_sign(uint32_t magnitude, float y) {
+  return static_cast<uint8_t>(magnitude | (float_bits(y) >> 31) << (Element<E>::bits - 1));
+}
+
+// The code of y, which is not NaN: to nearest, ties to even, saturated.
+template <class E>
+MIXPREC_HD uint8_t encode_element(float y) {
+  using F = Element<E>;
+  uint32_t u = float_bits(y) & 0x7FFFFFFFu;
+  return with_sign<E>(round_magnitude<F::mantissa, F::bias, F::max_bits>(u), y);
+}
+
+// The same, rounded up if the part of a step that is cut off, in units of 2^-16, and 16 random bits
+// carry.
+template <class E>
+MIXPREC_HD uint8_t encode_element(float y, uint32_t random) {
+  using F = Element<E>;
+  constexpr uint32_t min_normal = static_cast<uint32_t>(128 - F::bias) << 23;
+  uint32_t u = float_bits(y) & 0x7FFFFFFFu;
+  u = u < F::max_bits ? u : F::max_bits;
+  uint32_t exponent = u & 0x7F800000u;
+  exponent = exponent > min_normal ? exponent : min_normal;
+  float unit = bits_float((static_cast<uint32_t>(270 + F::mantissa) << 23) - exponent);
+  uint32_t steps = static_cast<uint32_t>(static_cast<int32_t>(bits_float(u) * unit));
+  uint32_t code = ((steps + random) >> 16) + ((exponent - min_normal) >> (23 - F::mantissa));
+  return with_sign<E>(code, y);
+}
+
+// Of fewer than 8 bits; what is above them is ignored.
+template <class E>
+MIXPREC_HD float decode_element(E q) {
+  using F = Element<E>;
+  constexpr uint32_t sign_bit = 1u << (F::bits - 1);
+  uint32_t magnitude = q.bits & (sign_bit - 1);
+  uint32_t sign = (q.bits & sign_bit) << (32 - F::bits);
+  uint32_t normal =
+      (magnitude << (23 - F::mantissa)) + (static_cast<uint32_t>(127 - F::bias) << 23);
+  constexpr float least = 1.0f / static_cast<float>(1 << (F::bias - 1 + F::mantissa));
+  float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * least;
+  uint32_t u = magnitude < (1u << F::mantissa) ? float_bits(subnormal) : normal;
+  return bits_float(u | sign);
+}
+MIXPREC_HD float decode_element(E4m3 q) { return decode(q); }
+MIXPREC_HD float decode_element(E5m2 q) { return decode(q); }
+
+// E8M0: 2^(code - 127), 255 is NaN.
+MIXPREC_HD float e8m0_value(uint8_t code) {
+  uint32_t u = static_cast<uint32_t>(code) << 23;
+  u = code == 0 ? 0x00400000u : u;  // subnormal
+  return bits_float(code == 255 ? 0x7FC00000u : u);
+}
+
+enum class ScaleMode : int32_t { floor, ceil, even, rceil };
+
+// How the scale of a block follows from its amax, the same for all blocks of a tensor.
+struct ScaleRule {
+  bool nvfp4;
+  // MX: the exponent of `amax`'s bits plus `add`, which carries into it, less that of the largest
+  // element.
+  uint32_t add;
+  int32_t largest;
+  // NVFP4: S / 6 and 1 / S of the scale S of the tensor.
+  float sixth, tensor_inv;
+};
+
+template <class E>
+MIXPREC_HD ScaleRule mx_rule(ScaleMode mode) {
+  constexpr uint32_t fraction = 0x7FFFFFu, max_bits = Element<E>::max_bits;
+  uint32_t add = mode == ScaleMode::floor  ? 0u
+                 : mode == ScaleMode::ceil ? fraction
+                 : mode == ScaleMode::even ? 1u << (22 - Element<E>::mantissa)
+                                           : fraction - (max_bits & fraction);
+  return {false, add, static_cast<int32_t>(max_bits >> 23) - 127, 0.0f, 0.0f};
+}
+
+constexpr float kNvfp4Max = 2688.0f;  // 6 * 448, the largest element times the largest scale
+
+MIXPREC_HD ScaleRule nvfp4_rule(float tensor_amax) {
+  float scale = scale_from_amax(tensor_amax, kNvfp4Max, 1.0f, false, 1.0f);
+  return {true, 0u, 0, scale / 6.0f, 1.0f / scale};
+}
+
+struct BlockScale {
+  uint8_t code;
+  float factor;  // what elements are multiplied with
+};
+
+// amax: the bits of the largest magnitude of a block. If it is Inf or NaN the code is NaN, and all
+// codes of elements are 0, whatever the factor.
+MIXPREC_HD BlockScale mx_scale(uint32_t amax, const ScaleRule& rule) {
+  int32_t code = static_cast<int32_t>((amax + rule.add) >> 23) - rule.largest;
+  code = code > 0 ? code : 0;
+  code = is_nonfinite_bits(amax) ? 255 : code;
+  // 2^(127 - code), a normal number: codes of finite blocks are at most 253.
+  uint32_t factor = code == 255 ? 0u : static_cast<uint32_t>(254 - code) << 23;
+  return {static_cast<uint8_t>(code), bits_float(factor)};
+}
+
+MIXPREC_HD BlockScale nvfp4_scale(uint32_t amax, const ScaleRule& rule) {
+  E4m3 code = Convert<E4m3>::encode<true>(bits_float(amax), rule.sixth);
+  float factor = 1.0f / (decode(code) * rule.tensor_inv);
+  factor = factor < 0x1.FFFFFEp127f ? factor : 0x1.FFFFFEp127f;
+  return {is_nonfinite_bits(amax) ? uint8_t{0x7F} : code.bits, factor};
+}
+
+MIXPREC_HD BlockScale block_scale(uint32_t amax, const ScaleRule& rule) {
+  return rule.nvfp4 ? nvfp4_scale(amax, rule) : mx_scale(amax, rule);
+}
+
+}  // namespace mixprec

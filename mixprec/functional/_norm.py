@@ -1,0 +1,57 @@
+"""RMSNorm and LayerNorm in one pass, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops.norm_quantize import backward, run
+from ._derivatives import NO_SECOND, apply
+
+__all__ = ["norm"]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        subtract_mean: bool,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        y, *_, mean, rstd = run(
+            x, None, weight, bias, eps, subtract_mean, dtype, None, False, "tensor", True
+        )
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(NO_SECOND)
+        with_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+        dx, dw, db = backward(g, x, weight, mean, rstd, None, with_bias)
+        return (
+            dx if ctx.needs_input_grad[0] else None,
+            dw.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            db.to(ctx.bias_dtype) if with_bias else None,
+            *[None] * 3,
+        )
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    subtract_mean: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The norm of the last dimension of x as `norm_linear` describes it, rounded once, to dtype."""
+    return apply("norm", _Norm, x, weight, bias, eps, subtract_mean, dtype)

@@ -1,0 +1,183 @@
+"""quantize_mx: a tensor in a block format, MX or NVFP4, and, if asked, its transpose."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import E4M3
+from ._dispatch import (
+    block_codes,
+    block_formats,
+    checks,
+    example_inputs,
+    library,
+    rounding,
+    scale_layout,
+)
+from ._dispatch.op import Op
+from .amax import amax_reference
+from .scale import scale_from_amax
+
+__all__ = ["quantize_mx_op", "quantize_mx_reference", "run"]
+
+# data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
+BlockCast = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
+_LARGEST = torch.finfo(torch.float32).max
+_NVFP4_MAX = 2688.0  # 6 * 448, the largest element times the largest scale
+
+
+def _mx_scale(
+    amax: torch.Tensor, block: block_formats.BlockFormat, scale_mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of the scales, and what elements are multiplied with: 2^-X, always normal."""
+    code = block_codes.e8m0(amax, block.element, scale_mode)
+    return code.to(torch.uint8), (254 - code << 23).view(torch.float32)
+
+
+def _nvfp4_scale(amax: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for E4M3 scales beside that of the tensor."""
+    code = block_codes.encode(amax * (scale / 6.0), E4M3, None)
+    stored = code.view(torch.float8_e4m3fn)
+    inverse = 1.0 / (stored.float() * (1.0 / scale))
+    return code, inverse.clamp(max=_LARGEST)
+
+
+def _by_blocks(
+    rows: torch.Tensor,
+    block: block_formats.BlockFormat,
+    scale_mode: str,
+    scale: torch.Tensor,
+    random: tuple[torch.Tensor, int] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """data and scale_inv of rows [M, K] in FP32. random: the seed and the stream."""
+    m, k = rows.shape
+    across = -(-k // block.block)
+    padded = torch.nn.functional.pad(rows, (0, across * block.block - k))
+    blocks = padded.reshape(m, across, block.block)
+    amax = blocks.abs().amax(-1) if blocks.numel() else blocks.new_zeros((m, across))
+    finite = amax.isfinite()
+    known = torch.where(finite, amax, 0.0)
+    if block.nvfp4:
+        codes, inverse = _nvfp4_scale(known, scale)
+        codes = torch.where(finite, codes, 0x7F).to(torch.uint8).view(torch.float8_e4m3fn)
+    else:
+        codes, inverse = _mx_scale(known, block, scale_mode)
+        codes = torch.where(finite, codes, 0xFF).to(torch.uint8)
+    values = torch.where(finite[..., None], blocks, 0.0) * inverse[..., None]
+    bits = None
+    if random is not None:
+        seed, stream = random
+        first = torch.zeros((), dtype=torch.int64, device=rows.device)
+        bits = rounding.random_bits(values.shape, seed, first, 0, stream)
+    data = block_codes.encode(values, block.element, bits).reshape(m, -1)[:, :k]
+    if block.element.bits == 4:
+        data = block_codes.join(data)
+    packed = data.new_empty(data.shape).copy_(data)  # also of an empty one the strides are known
+    return packed.view(block.element.dtype), codes
+
+
+def quantize_mx_reference(
+    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
+) -> BlockCast:
+    block = block_formats.parse("quantize_mx", fmt)
+    amax = amax_reference(x)
+    m, k = scale_layout.as_matrix(x.shape)
+    rows = x.float().reshape(m, k)
+    one = torch.ones_like(amax)
+    scale = scale_from_amax(amax, _NVFP4_MAX, 0, False, one) if block.nvfp4 else one
+    streams = [None if seed is None else (seed, stream) for stream in range(2)]
+    data, scale_inv = _by_blocks(rows, block, scale_mode, scale, streams[0])
+    if transpose:
+        data_t, scale_inv_t = _by_blocks(rows.t(), block, scale_mode, scale, streams[1])
+    else:
+        data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
+    tensor_scale_inv = 1.0 / scale if block.nvfp4 else amax.new_empty((0,))
+    data = data.reshape(_data_shape(x.shape, fmt))
+    return data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
+
+
+def _data_shape(shape: torch.Size, fmt: str) -> tuple[int, ...]:
+    if len(shape) == 0:
+        return ()
+    return (*shape[:-1], block_formats.sizes(fmt, shape[-1])[0])
+
+
+def _check(
+    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
+) -> None:
+    op = "quantize_mx"
+    checks.is_tensor(op, "x", x)
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    block = block_formats.parse(op, fmt)
+    if scale_mode not in block_formats.SCALE_MODES:
+        names = ", ".join(f'"{name}"' for name in block_formats.SCALE_MODES)
+        raise ValueError(f"{op}: scale_mode must be one of {names}, got {scale_mode!r}")
+    default = block_formats.DEFAULT_SCALE_MODE
+    if block.nvfp4 and scale_mode != default:
+        raise ValueError(
+            f'{op}: scale_mode must be "{default}", the default, for nvfp4, whose scales are no '
+            f"powers of two, got {scale_mode!r}"
+        )
+    if transpose and x.dim() < 2:
+        raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
+    if seed is not None:
+        checks.is_tensor(op, "seed", seed)
+        checks.has_dtype(op, "seed", seed, (torch.int64,))
+        checks.has_shape(op, "seed", seed, (1,), "one number")
+        checks.on_device(op, "seed", seed, x.device, "x")
+
+
+def _fake(x: torch.Tensor, fmt: str, transpose: bool) -> BlockCast:
+    block = block_formats.parse("quantize_mx", fmt)
+    m, k = scale_layout.as_matrix(x.shape)
+    across, (size_t, across_t) = block_formats.sizes(fmt, k)[1], block_formats.sizes(fmt, m)
+    codes, scales = block.element.dtype, torch.float8_e4m3fn if block.nvfp4 else torch.uint8
+    return (
+        x.new_empty(_data_shape(x.shape, fmt), dtype=codes),
+        x.new_empty((k, size_t) if transpose else (0, 0), dtype=codes),
+        x.new_empty((m, across), dtype=scales),
+        x.new_empty((k, across_t) if transpose else (0,), dtype=scales),
+        x.new_empty(() if block.nvfp4 else (0,), dtype=torch.float32),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+quantize_mx_op = Op(
+    "quantize_mx",
+    "(Tensor x, str fmt, str scale_mode, bool transpose, Tensor? seed) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=quantize_mx_reference,
+    fake=_fake,
+    check=_check,
+    examples=example_inputs.quantize_mx,
+)
+library.LIBRARY.impl("quantize_mx", quantize_mx_reference, "CPU")
+
+
+def run(
+    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
+) -> BlockCast:
+    """Return (data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax): x in a block format.
+
+    x: fp32, bf16 or fp16, any shape and strides, seen as [M, K] with leading dimensions flattened.
+    fmt: a name of `block_formats.BLOCK_FORMATS`; blocks are along K. The formulas are in
+    docs/numerics.md, 13.
+
+    data: the codes of the elements, x's shape with a last dimension of K, float8 for E4M3 and E5M2
+    and uint8 for E3M2 and E2M3; for E2M1 ceil(K / 2) bytes, the first of two codes in the low half,
+    0 beside the last of an odd K. scale_inv: of MX uint8 [M, ceil(K / 32)], code c for 2^(c - 127)
+    and 255 for NaN; of "nvfp4" float8_e4m3fn [M, ceil(K / 16)], and tensor_scale_inv fp32 [], else
+    [0]. transpose: also data_t [K, M or ceil(M / 2)] and scale_inv_t [K, blocks of M], x^T in
+    blocks along M, from x itself; otherwise [0, 0] and [0]. amax: fp32 [], max |x|.
+
+    scale_mode: how MX scales follow from the amax of a block: "floor", "ceil", "even" or "rceil"
+    ("rceil" for nvfp4, which does not use it). seed: None, which rounds to nearest, ties to even,
+    or int64 [1] on x's device: elements are rounded stochastically, with the random bits of the
+    seed. Finite values saturate; a block with Inf or NaN has the scale NaN and elements 0.
+
+    Without a check for autograd: for autograd functions. ValueError or TypeError names an invalid
+    argument.
+    """
+    return quantize_mx_op(x, fmt, scale_mode, transpose, seed)

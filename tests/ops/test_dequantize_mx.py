@@ -1,0 +1,1 @@
+"""dequantize_mx: the values of all codes and scales."""
