@@ -165,6 +165,8 @@ class Recipe:
             )
         if blocks:
             self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
+            if all(getattr(self, f"{role}_granularity") == "nvfp4" for role in ROLES):
+                self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
         else:
             self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")
 

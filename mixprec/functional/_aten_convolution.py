@@ -94,7 +94,10 @@ class Layout(NamedTuple):
             return cast.data
         b, c, h, w = self.shape
         if self.block_format is not None:
-            wide = dequantize_mx(*cast, self.block_format, c * h * w, torch.bfloat16)
+            columns, low = c * h * w, torch.bfloat16
+            wide = dequantize_mx(
+                cast.data, cast.scale_inv, cast.tensor_scale_inv, self.block_format, columns, low
+            )
         else:
             wide = dequantize(cast.data, cast.scale_inv, torch.bfloat16)
         if self.in_memory_order:

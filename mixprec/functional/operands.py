@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops._dispatch.block_formats import DEFAULT_SCALE_MODE
 from ..ops.quantize import run as quantize
 from ..ops.quantize_mx import run as quantize_mx
 from ..recipes import DELAYED_ROLES, Recipe
@@ -157,8 +158,9 @@ class Cast(NamedTuple):
 def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Operand:
     """x [..., C] in the block format of `role`. The transpose of x and g is for grad_weight, which
     a recipe with hadamard rotates."""
-    fmt, mode = recipe.block_format(role), recipe.scale_mode
+    fmt = recipe.block_format(role)
     assert fmt is not None, "is_block"
+    mode = recipe.scale_mode if fmt != "nvfp4" else DEFAULT_SCALE_MODE
     x = x.flatten(0, -2)
     rotate = use_t and recipe.hadamard and role in ("x", "g")
     seed = None

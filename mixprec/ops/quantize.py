@@ -225,7 +225,9 @@ def _in_blocks(
             f'quantize: fmt must be one of e4m3, e5m2, e3m2, e2m3 and e2m1 with granularity "mx", '
             f'and e2m1 with "nvfp4", got {fmt} with {granularity!r}'
         )
-    if isinstance(seed, int) and not isinstance(seed, bool):
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"quantize: seed must be an int or an int64 tensor, got {seed!r}")
         seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
     data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx(
         x, name, scale_mode, transpose, seed

@@ -226,6 +226,7 @@ def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]
         ("mxfp8", {"fast_accum": True}, r"fast_accum must be \(\): block formats have their own"),
         ("mxfp8", {"power_of_two_scale": False}, "power_of_two_scale must be True: block formats"),
         ("mxfp8", {"scale_mode": "up"}, "scale_mode must be one of 'floor', "),
+        ("nvfp4", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
         ("mxfp4", {"stochastic_rounding": "g"}, "stochastic_rounding must be some of"),
         ("mxfp4", {"stochastic_rounding": ("y",)}, "stochastic_rounding must be some of"),
         ("mxfp4", {"hadamard": 1}, "hadamard must be True or False, got 1"),
