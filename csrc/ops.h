@@ -52,6 +52,18 @@ act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType dt
 // data: any shape; scale_inv: fp32, of any granularity -> data's shape
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType dtype);
 
+// x [..., K], seed: int64 [1] -> data [..., bytes of K], data_t [K, bytes of M] (or [0, 0]),
+// scale_inv [M, blocks of K], scale_inv_t [K, blocks of M] (or [0]), tensor_scale_inv [] (or [0]),
+// amax []
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x, std::string fmt,
+                                                                       std::string scale_mode,
+                                                                       bool transpose,
+                                                                       MaybeTensor seed);
+
+// as above -> [..., columns]
+Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, std::string fmt,
+                     int64_t columns, ScalarType dtype);
+
 // x: any shape, fp32/bf16/fp16 -> codes uint8 [ceil(n * bits / 8)], ranges bf16 [ceil(n / 128), 2]
 std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter);
 

@@ -89,6 +89,33 @@ MIXPREC_HD float e8m0_value(uint8_t code) {
   return bits_float(code == 255 ? 0x7FC00000u : u);
 }
 
+enum class BlockFormat : int32_t { mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4 };
+
+// Elements that share a scale; scales and bytes of codes in a row of k elements.
+MIXPREC_HD int block_size(BlockFormat f) { return f == BlockFormat::nvfp4 ? 16 : 32; }
+MIXPREC_HD int64_t blocks_of(BlockFormat f, int64_t k) {
+  return (k + block_size(f) - 1) / block_size(f);
+}
+MIXPREC_HD bool is_fp4(BlockFormat f) { return f >= BlockFormat::mxfp4; }
+MIXPREC_HD int64_t block_bytes(BlockFormat f, int64_t k) { return is_fp4(f) ? (k + 1) / 2 : k; }
+
+// f(Element{}) for the type of the elements.
+template <class F>
+MIXPREC_HD void with_element(BlockFormat format, F&& f) {
+  switch (format) {
+    case BlockFormat::mxfp8_e4m3:
+      return f(E4m3{});
+    case BlockFormat::mxfp8_e5m2:
+      return f(E5m2{});
+    case BlockFormat::mxfp6_e3m2:
+      return f(E3m2{});
+    case BlockFormat::mxfp6_e2m3:
+      return f(E2m3{});
+    default:
+      return f(E2m1{});
+  }
+}
+
 enum class ScaleMode : int32_t { floor, ceil, even, rceil };
 
 // How the scale of a block follows from its amax, the same for all blocks of a tensor.
@@ -117,6 +144,13 @@ constexpr float kNvfp4Max = 2688.0f;  // 6 * 448, the largest element times the 
 MIXPREC_HD ScaleRule nvfp4_rule(float tensor_amax) {
   float scale = scale_from_amax(tensor_amax, kNvfp4Max, 1.0f, false, 1.0f);
   return {true, 0u, 0, scale / 6.0f, 1.0f / scale};
+}
+
+MIXPREC_HD ScaleRule scale_rule(BlockFormat format, ScaleMode mode, float tensor_amax) {
+  if (format == BlockFormat::nvfp4) return nvfp4_rule(tensor_amax);
+  ScaleRule rule = {};
+  with_element(format, [&](auto e) { rule = mx_rule<decltype(e)>(mode); });
+  return rule;
 }
 
 struct BlockScale {

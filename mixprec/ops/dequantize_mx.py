@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import block_codes, block_formats, checks, example_inputs, library, scale_layout
+from ._dispatch import block_codes, block_formats, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 
 __all__ = ["dequantize_mx_op", "dequantize_mx_reference", "run"]
@@ -29,7 +29,7 @@ def dequantize_mx_reference(
     if tensor_scale_inv is not None:
         scale = scale * tensor_scale_inv.reshape(())
     scale = scale.repeat_interleave(block.block, 1)[:, :columns]
-    return (wide * scale).to(dtype).reshape(_shape(data, columns)).contiguous()
+    return (wide * scale).to(dtype).reshape(_shape(data, columns))
 
 
 def _shape(data: torch.Tensor, columns: int) -> tuple[int, ...]:
@@ -82,7 +82,6 @@ dequantize_mx_op = Op(
     check=_check,
     examples=example_inputs.dequantize_mx,
 )
-library.LIBRARY.impl("dequantize_mx", dequantize_mx_reference, "CPU")
 
 
 def run(

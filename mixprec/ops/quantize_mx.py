@@ -10,7 +10,6 @@ from ._dispatch import (
     block_formats,
     checks,
     example_inputs,
-    library,
     rounding,
     scale_layout,
 )
@@ -71,11 +70,15 @@ def _by_blocks(
         seed, stream = random
         first = torch.zeros((), dtype=torch.int64, device=rows.device)
         bits = rounding.random_bits(values.shape, seed, first, 0, stream)
-    data = block_codes.encode(values, block.element, bits).reshape(m, -1)[:, :k]
+    data = block_codes.encode(values, block.element, bits).reshape(padded.shape)[:, :k]
     if block.element.bits == 4:
         data = block_codes.join(data)
-    packed = data.new_empty(data.shape).copy_(data)  # also of an empty one the strides are known
-    return packed.view(block.element.dtype), codes
+    return _packed(data).view(block.element.dtype), _packed(codes)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy; `contiguous()` and `clone()` keep the strides of an empty tensor."""
+    return x.new_empty(x.shape).copy_(x)
 
 
 def quantize_mx_reference(
@@ -153,7 +156,6 @@ quantize_mx_op = Op(
     check=_check,
     examples=example_inputs.quantize_mx,
 )
-library.LIBRARY.impl("quantize_mx", quantize_mx_reference, "CPU")
 
 
 def run(

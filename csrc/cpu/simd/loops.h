@@ -10,6 +10,7 @@
 #include "math/adamw.h"
 #include "math/lion.h"
 #include "math/muon_direction.h"
+#include "math/mx.h"
 #include "math/sgd.h"
 #include "math/tensor_core.h"
 
@@ -99,6 +100,16 @@ struct MuonConstants {
   MuonScalars<double> wide;
 };
 
+// A cast to a block format.
+struct BlockCastRule {
+  Dtype x_dtype;
+  BlockFormat format;
+  ScaleRule scale;
+  bool stochastic;
+  uint64_t seed;
+  uint32_t stream;  // 0 for x, 1 for its transpose
+};
+
 struct RowStatistics {
   float mean, rstd;
 };
@@ -151,6 +162,18 @@ struct Loops {
   // Elements [begin, end); begin is a multiple of 128, end too or the number of elements.
   void (*pack)(const PackArrays&, int64_t begin, int64_t end);
   void (*unpack)(const PackArrays&, int64_t begin, int64_t end);
+  // The codes and the scales of n elements of a row, from the start of a block on; element: the
+  // index of the first one in whole blocks, for its random bits. Returns the amax as above.
+  uint32_t (*quantize_mx)(const BlockCastRule&, const void* x, int64_t n, int64_t element,
+                          uint8_t* q, uint8_t* scale_inv);
+  // The same of the transpose of at most 256 rows (from the start of a block on) and 32 columns of
+  // x (row stride ld); in rows of the transpose with these strides, also of their elements.
+  void (*quantize_mx_columns)(const BlockCastRule&, const void* x, int64_t ld, int64_t rows,
+                              int64_t cols, int64_t element, int64_t ld_element, uint8_t* q_t,
+                              int64_t ld_q, uint8_t* scale_inv_t, int64_t ld_scale);
+  // n elements of a row from the start of a block on. tensor_scale_inv: null, or one number.
+  void (*dequantize_mx)(BlockFormat, Dtype out_dtype, const uint8_t* q, const uint8_t* scale_inv,
+                        const float* tensor_scale_inv, void* out, int64_t n);
   // g <- g * inv_scale; true if a value is not finite before or after. counts: null, or how many
   // are of each of the four GradKinds.
   bool (*unscale)(Dtype, void* g, float inv_scale, int64_t n, uint32_t* counts);

@@ -3,6 +3,7 @@
 #include "loops.h"
 #include "math/exp.h"
 #include "math/norm.h"
+#include "math/mx.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
@@ -44,6 +45,10 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// These use pack_loops.h.
+#include "dequantize_mx_loops.h"
+#include "quantize_mx_loops.h"
 
 namespace attention_f32 {
 constexpr int kPair = 1, kRows = MR, kVecs = 2;

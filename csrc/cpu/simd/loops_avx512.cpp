@@ -3,6 +3,7 @@
 #include "loops.h"
 #include "math/exp.h"
 #include "math/norm.h"
+#include "math/mx.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
@@ -46,6 +47,10 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// These use pack_loops.h.
+#include "dequantize_mx_loops.h"
+#include "quantize_mx_loops.h"
 
 namespace attention_f32 {
 constexpr int kPair = 1, kRows = 12, kVecs = 2;

@@ -2,6 +2,7 @@
 #include "loops.h"
 #include "math/exp.h"
 #include "math/norm.h"
+#include "math/mx.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
@@ -51,6 +52,10 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "pack_loops.h"
 #include "step_loops.h"
 #include "unpack_loops.h"
+
+// These use pack_loops.h.
+#include "dequantize_mx_loops.h"
+#include "quantize_mx_loops.h"
 
 namespace attention_f32 {
 constexpr int kPair = 1, kRows = MR, kVecs = 2;

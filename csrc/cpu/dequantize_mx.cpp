@@ -1,0 +1,47 @@
+// dequantize_mx: iterates over pieces of rows; the loops are in dequantize_mx_loops.h.
+#include "block_formats.h"
+#include "cpu/quantize_blocks.h"
+#include "cpu/simd/loops.h"
+#include "ops.h"
+
+namespace mixprec::cpu {
+
+Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, std::string fmt,
+                     int64_t columns, ScalarType type) {
+  BlockFormat f = block_format(fmt, "dequantize_mx");
+  Dtype to = dtype_of(type, "dequantize_mx: dtype");
+  STD_TORCH_CHECK(is_float(to), "dequantize_mx: dtype must be fp32, bf16 or fp16");
+  STD_TORCH_CHECK(on_cpu(data) && on_cpu(scale_inv),
+                  "dequantize_mx: data and scale_inv must be on the CPU");
+  int64_t rows = check_blocks(data, scale_inv, tensor_scale_inv, f, columns).first;
+
+  data = row_major(data);
+  scale_inv = row_major(scale_inv);
+  std::vector<int64_t> shape(data.sizes().begin(), data.sizes().end());
+  if (!shape.empty()) shape.back() = columns;
+  Tensor out = empty(shape, type);
+  const uint8_t* q = static_cast<const uint8_t*>(data.const_data_ptr());
+  const uint8_t* scales = static_cast<const uint8_t*>(scale_inv.const_data_ptr());
+  const float* of_tensor = nullptr;
+  if (tensor_scale_inv.has_value()) {
+    of_tensor = static_cast<const float*>(tensor_scale_inv->const_data_ptr());
+  }
+  void* result = out.mutable_data_ptr();
+  int64_t across = ceil_div(columns, kPiece), length = std::min(columns, kPiece);
+  int64_t grain = std::max<int64_t>(1, kPiece / std::max<int64_t>(1, length));
+  torch::stable::parallel_for(0, rows * across, grain, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      int64_t row = i / across, col = i % across * kPiece;
+      loops().dequantize_mx(f, to, q + row * block_bytes(f, columns) + block_bytes(f, col),
+                            scales + row * blocks_of(f, columns) + blocks_of(f, col), of_tensor,
+                            at(result, to, row * columns + col), std::min(kPiece, columns - col));
+    }
+  });
+  return out;
+}
+
+}  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("dequantize_mx", TORCH_BOX(&mixprec::cpu::dequantize_mx));
+}
