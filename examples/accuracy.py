@@ -34,6 +34,7 @@ SETS = {
     "formats": (
         *("fp32", "bf16", "fp8", "fp8@ada", "fp8@ada-fast", "fp8@hopper", "fp8@hopper-fast"),
     ),
+    "blocks": ("fp32", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"),
     "lean": ("fp32", "lean-high", "lean-balanced", "lean-small"),  # of mixprec.lean
 }
 DETAILED = "formats"  # the set whose runs have losses and SQNRs, for the GPT only

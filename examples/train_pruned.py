@@ -116,10 +116,10 @@ class Pruner:
             forms = {"param": layer.weight, **self.optimizer.state[layer.weight]}
             forms = {k: forms[k].detach() for k in ("param", "master") if k in forms}
             recipe = getattr(layer, "recipe", None)
-            if recipe is not None and recipe.is_fp8:
+            if recipe is not None and recipe.is_scaled:
                 scaled = {"granularity": recipe.w_granularity}
                 cast = mixprec.quantize(forms["param"].flatten(1), recipe.w, **scaled)
-                forms["FP8"] = cast.data.float().view_as(mask)
+                forms["FP8"] = mixprec.dequantize(cast).view_as(mask)
             exact = "master" if "master" in forms else "param"
             for form, values in forms.items():
                 zero = values == 0

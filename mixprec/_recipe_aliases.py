@@ -22,6 +22,8 @@ _ALIASES = {
     "float8currentscaling": "fp8",
     "delayedscaling": "fp8-delayed",
     "float8blockscaling": "fp8-block",
+    "mxfp8blockscaling": "mxfp8",
+    "nvfp4blockscaling": "nvfp4",
     "hybrid": "fp8",  # its Format: E4M3 forward, E5M2 backward
     # Megatron-LM: --fp8-recipe
     "delayed": "fp8-delayed",
@@ -41,19 +43,20 @@ _WEIGHTS = (
     'convert(model, "bf16") or "fp16" sets what layers compute in, and '
     "mixprec.cast_parameters(model, torch.bfloat16) casts the weights"
 )
-_NO_4_BITS = "there is no 4-bit format"
-_NO_MX = 'there are no 1 x 32 blocks yet; "fp8-block" is the nearest'
+_NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4" and "mxfp4"'
+_WHICH_FP4 = 'it names no scales: "nvfp4" (blocks of 16) or "mxfp4" (blocks of 32)'
 _REFUSED = {
     **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),
     **dict.fromkeys(("fp64", "float64", "double", "64-true"), _PLAIN),
     **dict.fromkeys(("e4m3", "e5m2", "e4m3fn", "float8_e4m3fn", "float8_e5m2"), _FORMAT),
+    **dict.fromkeys(("e2m1", "e3m2", "e2m3"), _FORMAT),
     **dict.fromkeys(("amp", "mixed", "mixed_precision", "autocast", "auto"), _WHICH),
     **dict.fromkeys(("o2", "o3", "16-true", "bf16-true"), _WEIGHTS),
     "o1": '"fp16" with a mixprec.GradScaler computes in the same precision',
     "tf32": 'it is for FP32 layers: torch.set_float32_matmul_precision("high"), without convert',
     "int8": 'it is not for training; mixprec.freeze(model, "int8") is for inference',
-    **dict.fromkeys(("int4", "fp4", "nvfp4", "mxfp4", "nvfp4blockscaling"), _NO_4_BITS),
-    **dict.fromkeys(("mxfp8", "mxfp8blockscaling"), _NO_MX),
+    "int4": _NO_INT4,
+    "fp4": _WHICH_FP4,
     "rowwise_with_gw_hp": (
         "here no GEMM of an FP8 recipe runs in 16 bits, because what is saved for grad_weight is "
         'FP8; "fp8-rowwise" is the nearest'

@@ -23,8 +23,14 @@ _GENERATIONS = (
 _STILL_RUNS = "the recipe runs, memory is saved as with the format, speed is not gained"
 
 
+_BLOCKS = (
+    "operands in block formats are decoded to bf16 exactly and multiplied there, also on GPUs with "
+    f"instructions for them (Blackwell); {_STILL_RUNS}"
+)
+
+
 def _family(recipe: Recipe) -> str:
-    return "fp8" if recipe.x.bits == 8 else recipe.x.name
+    return "fp8" if recipe.is_scaled else recipe.x.name
 
 
 def _generation(capability: tuple[int, int]) -> str:
@@ -34,6 +40,8 @@ def _generation(capability: tuple[int, int]) -> str:
 
 def why_not_cuda(recipe: Recipe, capability: tuple[int, int], name: str) -> str | None:
     """why_not for an NVIDIA GPU with that compute capability and name."""
+    if recipe.is_block:
+        return _BLOCKS
     family = _family(recipe)
     needed, generation = _NEEDED[family]
     if capability >= needed:
@@ -55,6 +63,8 @@ def _why_not_hip(recipe: Recipe) -> str | None:
 
 
 def _why_not_cpu(recipe: Recipe) -> str | None:
+    if recipe.is_block:
+        return _BLOCKS
     family = _family(recipe)
     if family == "fp8":
         return (
@@ -81,10 +91,11 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
     """The reason why `device` does not compute in the formats of `recipe`, or None if it does.
 
     device: a torch.device, its name or a CUDA index; None is the current CUDA device if there is
-    one, otherwise the CPU. "Computes" means that the device has instructions for the format. Every
-    recipe also runs on CPU and CUDA devices without such instructions, with the same values; the
-    reason then says what it costs. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why they
-    are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.
+    one, otherwise the CPU. "Computes" means that the device has instructions for the format and
+    that this library uses them, which it does for no block format ("mxfp8", "mxfp4", "nvfp4").
+    Every recipe also runs on CPU and CUDA devices without such instructions, with the same values;
+    the reason then says what it costs. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why
+    they are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.
     """
     recipe = Recipe.parse(recipe)
     if device is None:
@@ -105,5 +116,5 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
 
 
 def is_available(recipe: Recipe | str, device: torch.device | str | int | None = None) -> bool:
-    """Whether `device` has instructions for the formats of `recipe`: `why_not` is None."""
+    """Whether `device` computes in the formats of `recipe`: `why_not` is None."""
     return why_not(recipe, device) is None

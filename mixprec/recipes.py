@@ -7,16 +7,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import _recipe_aliases, formats
-from .formats import BF16, E4M3, E5M2, FP16, Format
+from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
+from .ops._dispatch import block_formats
 
-__all__ = ["AMAX_OF", "GEMMS", "GRANULARITIES", "RECIPES", "ROLES", "SCALINGS", "Recipe"]
+__all__ = [
+    *("AMAX_OF", "BLOCKS", "GEMMS", "GRANULARITIES", "RECIPES", "ROLES", "SCALINGS"),
+    "Recipe",
+]
 
 GEMMS = ("forward", "grad_input", "grad_weight")
-GRANULARITIES = ("tensor", "row", "block1x128", "block128x128")
+BLOCKS = ("mx", "nvfp4")  # the granularities of block formats
+GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
 ROLES = ("x", "w", "g")
 DELAYED_ROLES = ("x", "g")  # a weight is scaled by its current amax
+_OF_BLOCKS = ("scale_mode", "stochastic_rounding", "hadamard")
+_NOT_OF_BLOCKS = ("power_of_two_scale", "scaling", "fast_accum")
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,9 @@ class Recipe:
         grad_input   grad of x   = g @ w        operands g, w
         grad_weight  grad of w   = g^T @ x      operands g, x
 
-    x, w, g: a Format, its name or its torch dtype; all FP8 (in any mix), all fp16 or all bf16.
-    16-bit operands are cast as IEEE 754 says, without a scale. The other settings are for FP8:
+    x, w, g: a Format, its name or its torch dtype; all FP8 (in any mix), all fp16 or all bf16, or
+    all block formats. 16-bit operands are cast as IEEE 754 says, without a scale. The other
+    settings are for FP8:
 
     x_granularity, w_granularity, g_granularity: which elements share a scale: "tensor", all; "row",
     a row; "block1x128", 128 elements of a row; "block128x128". Rows and blocks run along the
@@ -42,6 +50,18 @@ class Recipe:
     shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
     recipe.
 
+    Block formats have a granularity of their own for all three operands: "mx", 32 elements of a row
+    share a power of two (E4M3, E5M2, E3M2, E2M3 or E2M1); "nvfp4", 16 elements share an E4M3 scale
+    and the tensor an FP32 one (E2M1). They are multiplied as `gemm` multiplies them, decoded to
+    bf16 exactly; history to fast_accum above are not for them, but these are:
+
+    scale_mode: how an "mx" scale is rounded, "floor", "ceil", "even" or "rceil" (`quantize`).
+    stochastic_rounding: the roles whose elements are rounded up or down at random, with the exact
+    value as the mean. Each cast draws its seed from torch's default generator of the device.
+    hadamard: x and g are multiplied, in FP32 and for the grad_weight GEMM only, by an orthogonal
+    16 x 16 matrix (Hadamard's, with fixed random signs) along each 16 of the M that it sums over.
+    The product is the same, but outliers are spread. Not for convolutions larger than 1 x 1.
+
     clip_activations, for fp16 only: finite values of an fp16 output y that would overflow to Inf
     become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0. By default
     they become Inf.
@@ -51,7 +71,10 @@ class Recipe:
     Sources: Mixed Precision Training (Micikevicius et al., 2018) for "fp16"; FP8 Formats for Deep
     Learning (Micikevicius et al., 2022) for E4M3 values with E5M2 gradients, "fp8" and
     "fp8-delayed"; E4M3 for all where scales are finer, "fp8-rowwise", as in torchao, and
-    "fp8-block", as in the DeepSeek-V3 report (2024).
+    "fp8-block", as in the DeepSeek-V3 report (2024); OCP Microscaling Formats (MX) 1.0 (2023) for
+    "mx"; Recipes for Pre-training LLMs with MXFP8 (Mishra et al., 2025) for "mxfp8"; Training LLMs
+    with MXFP4 (Tseng et al., 2025) for stochastic_rounding in "mxfp4"; Pretraining Large Language
+    Models with NVFP4 (NVIDIA, 2025) for "nvfp4", but there weights have 16 x 16 blocks.
     """
 
     name: str
@@ -68,6 +91,9 @@ class Recipe:
     margin: int = 0
     fast_accum: tuple[str, ...] = ()
     clip_activations: bool = False
+    scale_mode: str = "rceil"
+    stochastic_rounding: tuple[str, ...] = ()
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -87,7 +113,15 @@ class Recipe:
         self._is("fast_accum", valid, f"True, False or some of {GEMMS}")
         self._set("fast_accum", tuple(kind for kind in GEMMS if kind in gemms))
         self._is("clip_activations", isinstance(self.clip_activations, bool), "True or False")
+        self._one_of("scale_mode", block_formats.SCALE_MODES)
+        roles = self.stochastic_rounding
+        listed = not isinstance(roles, str) and isinstance(roles, Iterable)
+        valid = listed and set(roles) <= set(ROLES)
+        self._is("stochastic_rounding", valid, f"some of {ROLES}")
+        self._set("stochastic_rounding", tuple(role for role in ROLES if role in roles))
+        self._is("hadamard", isinstance(self.hadamard, bool), "True or False")
         self._check_formats()
+        self._check_blocks()
         self._check_delayed()
 
     def _set(self, field: str, value: object) -> None:
@@ -102,24 +136,45 @@ class Recipe:
         self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
 
     def _check_formats(self) -> None:
-        if not self.is_fp8 and not self.x == self.w == self.g:
+        if not self.is_scaled and not self.x == self.w == self.g:
             raise ValueError(
-                f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, "
+                f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, or all block formats, "
                 f"got x {self.x}, w {self.w}, g {self.g}"
             )
         no_clip = f"False: it is for outputs of fp16 operands, and x is {self.x}"
         self._is("clip_activations", self.x == FP16 or not self.clip_activations, no_clip)
-        if self.is_fp8:
+        if self.is_scaled:
             return
-        for field in fields(self)[4:]:
-            if field.name == "clip_activations":
-                continue
-            given = getattr(self, field.name)
+        others = [field.name for field in fields(self)[4:] if field.name != "clip_activations"]
+        self._are_default(others, f"{self.x} operands have no scale (FP8 formats: e4m3, e5m2)")
+
+    def _check_blocks(self) -> None:
+        """Settings of block formats, all three or none."""
+        if not self.is_scaled:
+            return
+        blocks = any(getattr(self, f"{role}_granularity") in BLOCKS for role in ROLES)
+        more = ", because all three operands have block formats or none" if blocks else ""
+        for role in ROLES:
+            fmt = getattr(self, role)
+            allowed = [name for name in BLOCKS if block_formats.name_of(fmt, name)]
+            if not blocks and fmt in (E4M3, E5M2):
+                allowed = [*GRANULARITIES]
+            meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{more}"
             self._is(
-                field.name,
-                given == field.default,
-                f"{field.default!r}: {self.x} operands have no scale (FP8 formats: e4m3, e5m2)",
+                f"{role}_granularity", getattr(self, f"{role}_granularity") in allowed, meaning
             )
+        if blocks:
+            self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
+            if all(getattr(self, f"{role}_granularity") == "nvfp4" for role in ROLES):
+                self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
+        else:
+            self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")
+
+    def _are_default(self, names: Iterable[str], reason: str) -> None:
+        for field in fields(self):
+            if field.name in names:
+                given = getattr(self, field.name)
+                self._is(field.name, given == field.default, f"{field.default!r}: {reason}")
 
     def _check_delayed(self) -> None:
         """Settings of delayed scaling only."""
@@ -144,9 +199,23 @@ class Recipe:
         self._is("margin", whole and -64 <= self.margin <= 64, "an int between -64 and 64")
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the operands have scales: FP8 and the block formats, not 16 bits."""
+        return all(f.bits <= 8 for f in (self.x, self.w, self.g))
+
+    @property
     def is_fp8(self) -> bool:
-        """Whether the operands are FP8, and so have scales."""
+        """Whether the operands have 8 bits: FP8, in blocks or not, but not fewer bits."""
         return all(f.bits == 8 for f in (self.x, self.w, self.g))
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the operands have block formats: granularity "mx" or "nvfp4"."""
+        return self.x_granularity in BLOCKS
+
+    def block_format(self, role: str) -> str | None:
+        """The block format of "x", "w" or "g", as the ops name it; None if it has another."""
+        return block_formats.name_of(getattr(self, role), getattr(self, f"{role}_granularity"))
 
     @property
     def is_delayed(self) -> bool:
@@ -175,7 +244,7 @@ class Recipe:
         return self.g == FP16
 
     def __str__(self) -> str:
-        if not self.is_fp8:
+        if not self.is_scaled:
             parts = [self.name if self.name == self.x.name else f"{self.name}: {self.x}"]
             return ", ".join([*parts, *(["clip_activations"] if self.clip_activations else [])])
         roles = (f"{r} {getattr(self, r)}/{getattr(self, f'{r}_granularity')}" for r in ROLES)
@@ -185,13 +254,18 @@ class Recipe:
         parts += [f"margin {self.margin}"] if self.margin else []
         parts += [] if self.power_of_two_scale else ["any scale"]
         parts += [f"fast_accum({','.join(self.fast_accum)})"] if self.fast_accum else []
+        parts += [] if self.scale_mode == "rceil" else [f"scale_mode {self.scale_mode}"]
+        stochastic = ",".join(self.stochastic_rounding)
+        parts += [f"stochastic_rounding({stochastic})"] if stochastic else []
+        parts += ["hadamard"] if self.hadamard else []
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, as strings, numbers and lists: for JSON and for checkpoints."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {role: values[role].name for role in ROLES}
-        return {**values, "fast_accum": list(self.fast_accum), "version": 1}
+        values |= {name: list(values[name]) for name in ("fast_accum", "stochastic_rounding")}
+        return {**values, "version": 1}
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
@@ -228,6 +302,10 @@ class Recipe:
         raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")
 
 
+def _all(granularity: str) -> Any:
+    return {f"{role}_granularity": granularity for role in ROLES}
+
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -235,17 +313,20 @@ RECIPES: dict[str, Recipe] = {
         Recipe("fp16", FP16, FP16, FP16),
         Recipe("fp8", E4M3, E4M3, E5M2),
         Recipe("fp8-delayed", E4M3, E4M3, E5M2, scaling="delayed"),
-        Recipe(
-            *("fp8-rowwise", E4M3, E4M3, E4M3),
-            x_granularity="row",
-            w_granularity="row",
-            g_granularity="row",
-        ),
+        Recipe("fp8-rowwise", E4M3, E4M3, E4M3, **_all("row")),
         Recipe(
             *("fp8-block", E4M3, E4M3, E4M3),
             x_granularity="block1x128",
             w_granularity="block128x128",
             g_granularity="block1x128",
+        ),
+        Recipe("mxfp8", E4M3, E4M3, E4M3, **_all("mx")),
+        Recipe("mxfp4", E2M1, E2M1, E2M1, **_all("mx"), stochastic_rounding=("g",)),
+        Recipe(
+            *("nvfp4", E2M1, E2M1, E2M1),
+            **_all("nvfp4"),
+            stochastic_rounding=("g",),
+            hadamard=True,
         ),
     )
 }

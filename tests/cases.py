@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from mixprec.recipes import Recipe
 
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -185,3 +188,8 @@ def pairwise(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]
         for i, x in enumerate(first)
         for j, y in enumerate(second)
     ]
+
+
+def nearest(recipe: Any) -> Any:
+    """`recipe` (a name or a Recipe) without stochastic rounding: two runs give the same bits."""
+    return dataclasses.replace(Recipe.parse(recipe), stochastic_rounding=())

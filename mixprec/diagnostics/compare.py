@@ -16,6 +16,7 @@ from .. import _unrounded, ops
 from ..amp.grad_scaler import GradScaler
 from ..nn.convert import cast_parameters, convert
 from ..ops._dispatch import simulation
+from ..ops.block_operands import check_not_simulated
 from ..optim import AdamW
 from ..recipes import Recipe
 from .report import KINDS, Report, Row
@@ -110,6 +111,8 @@ def compare(
     if simulate is not None:
         block = ops.simulate(simulate)
         for one in filter(None, chosen):
+            if one.is_block:
+                check_not_simulated(simulate)
             simulation.check(simulate, one.x.dtype)  # those of w and g are of its kind
     report = Report(unit, loss_name, loss_factor)
     report.rows = [Row("fp32" if r is None else r.name) for r in chosen]

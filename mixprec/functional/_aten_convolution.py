@@ -8,11 +8,12 @@ import torch
 
 from ..memory.running import keep_as_is
 from ..ops.dequantize import run as dequantize
+from ..ops.dequantize_mx import run as dequantize_mx
 from ..recipes import Recipe
 from . import operands
 from ._derivatives import differentiable, inputs_to_keep
 from ._observed import observe
-from .operands import Delayed, Operand
+from .operands import NOTHING, Delayed, Matrix, Operand
 
 _aten = torch.ops.aten
 
@@ -79,18 +80,26 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     channels_last: bool
     in_memory_order: bool
+    block_format: str | None
 
     @staticmethod
     def of(t: torch.Tensor, role: str, recipe: Recipe) -> Layout:
         granularity = getattr(recipe, f"{role}_granularity")
-        return Layout(tuple(t.shape), is_channels_last(t), _in_memory_order(t, granularity))
+        in_order = _in_memory_order(t, granularity)
+        return Layout(tuple(t.shape), is_channels_last(t), in_order, recipe.block_format(role))
 
-    def decode(self, data: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
-        """16-bit values unchanged; FP8 as bf16, exact for scales that are powers of two."""
-        if scale_inv is None:
-            return data
-        wide = dequantize(data, scale_inv, torch.bfloat16)
+    def decode(self, cast: Matrix) -> torch.Tensor:
+        """16-bit values unchanged; others as bf16, exact for scales that are powers of two."""
+        if cast.scale_inv is None:
+            return cast.data
         b, c, h, w = self.shape
+        if self.block_format is not None:
+            columns, low = c * h * w, torch.bfloat16
+            wide = dequantize_mx(
+                cast.data, cast.scale_inv, cast.tensor_scale_inv, self.block_format, columns, low
+            )
+        else:
+            wide = dequantize(cast.data, cast.scale_inv, torch.bfloat16)
         if self.in_memory_order:
             return wide.view(b, h, w, c).permute(0, 3, 1, 2)
         wide = wide.view(b, c, h, w)
@@ -113,7 +122,7 @@ def _second(
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of g, x and weight, where u, v and s are those of the gradients of x, weight
     and bias: by torch's second derivative of a convolution, in the recipe's 16-bit dtype."""
-    dtype = torch.bfloat16 if ctx.recipe.is_fp8 else ctx.recipe.x.dtype
+    dtype = torch.bfloat16 if ctx.recipe.is_scaled else ctx.recipe.x.dtype
     if _in_fp32(x.new_empty(0, dtype=dtype)):
         dtype = torch.float32
     u, v, s, *operands_ = (None if t is None else t.to(dtype) for t in (u, v, s, g, weight, x))
@@ -154,14 +163,13 @@ class Convolution(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = encode(x, "x", recipe, delayed, record=grad_enabled)
         qw = quantized_weight or encode(weight, "w", recipe, delayed, record=grad_enabled)
-        saved_x = (qx.data, qx.scale_inv) if need_w else (None, None)
-        saved_w = (qw.data, qw.scale_inv) if need_x else (None, None)
+        saved_x = qx.matrix if need_w else NOTHING
+        saved_w = qw.matrix if need_x else NOTHING
         kept = inputs_to_keep(x, weight)
         ctx.twice = bool(kept)
-        keep_as_is(saved_x[1], *saved_w)
+        keep_as_is(*saved_x[1:], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *kept)
-        a = ctx.x_layout.decode(qx.data, qx.scale_inv)
-        b = ctx.w_layout.decode(qw.data, qw.scale_inv)
+        a, b = ctx.x_layout.decode(qx.matrix), ctx.w_layout.decode(qw.matrix)
         if recipe.clip_activations or _in_fp32(a):
             a, b = a.float(), b.float()
         observe("forward", recipe, name)
@@ -173,16 +181,16 @@ class Convolution(torch.autograd.Function):
     def backward(
         ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        x_data, x_scale_inv, w_data, w_scale_inv = saved[:4]
+        x_saved, w_saved = Matrix(*saved[:3]), Matrix(*saved[3:6])
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
             g_layout = Layout.of(g, "g", ctx.recipe)
             qg = encode(g, "g", ctx.recipe, ctx.delayed)
-            wide = g_layout.decode(qg.data, qg.scale_inv)
+            wide = g_layout.decode(qg.matrix)
             x_layout, w_layout = ctx.x_layout, ctx.w_layout
-            x = x_layout.decode(x_data, x_scale_inv) if need_w else x_layout.nothing(wide)
-            w = w_layout.decode(w_data, w_scale_inv) if need_x else w_layout.nothing(wide)
+            x = x_layout.decode(x_saved) if need_w else x_layout.nothing(wide)
+            w = w_layout.decode(w_saved) if need_x else w_layout.nothing(wide)
             if _in_fp32(wide):
                 wide, x, w = wide.float(), x.float(), w.float()
             if need_x:

@@ -93,7 +93,7 @@ def cast_conv_weight(
     weight: torch.Tensor, padding: object, groups: int, recipe: Recipe, delayed: Delayed | None
 ) -> Operand:
     """The argument quantized_weight of `conv2d` for this weight, padding and groups."""
-    if recipe.is_fp8 and is_pointwise(weight.shape[2:], padding, groups):
+    if recipe.is_scaled and is_pointwise(weight.shape[2:], padding, groups):
         return operands.cast(weight.flatten(1), "w", recipe, delayed, use_t=True)
     return encode(weight, "w", recipe, delayed)
 
@@ -153,7 +153,7 @@ def conv2d(
     single = x.dim() == 3
     if single:
         x = x.unsqueeze(0)
-    if recipe.is_fp8 and is_pointwise(weight.shape[2:], pad, groups):
+    if recipe.is_scaled and is_pointwise(weight.shape[2:], pad, groups):
         y = _pointwise(
             x,
             weight,

@@ -11,15 +11,13 @@ from ..memory.running import keep_as_is
 from ..ops._dispatch import simulation
 from ..ops.act_quantize import backward as act_backward
 from ..ops.act_quantize import run as act_quantize
-from ..ops.gemm import accumulate
 from ..ops.norm_quantize import backward as norm_backward
 from ..ops.norm_quantize import run as norm_quantize
 from ..recipes import Recipe
 from . import _products, operands
 from ._derivatives import NO_SECOND, apply
-from ._observed import observe
 from ._products import Product
-from .operands import Cast, Operand
+from .operands import NOTHING, Cast, Matrix, Operand
 
 __all__ = ["Norm", "run_fused"]
 
@@ -81,7 +79,7 @@ class Fused(torch.autograd.Function):
         ]
         dtype = low if act else out_dtype
         outputs = [
-            _products.forward(recipe, p.name, qx, w, bias, dtype, simulated)
+            _products.forward(recipe, p.name, qx.matrix, w.matrix, bias, dtype, simulated)
             for p, w, bias in zip(first, qw, biases, strict=False)
         ]
         qa, hidden = None, []
@@ -93,17 +91,20 @@ class Fused(torch.autograd.Function):
             results = act_quantize(hidden[0], up, act, *how.arguments)
             qa = how.operand(results, last.delayed if grad_enabled else None)
             outputs = [
-                _products.forward(recipe, last.name, qa, qw[-1], biases[-1], out_dtype, simulated)
+                _products.forward(
+                    *(recipe, last.name, qa.matrix, qw[-1].matrix, biases[-1]),
+                    *(out_dtype, simulated),
+                )
             ]
 
-        saved_x = (qx.data_t, qx.scale_inv_t) if any(need_w[: len(first)]) else (None, None)
-        saved_a = (qa.data_t, qa.scale_inv_t) if qa and need_w[-1] else (None, None)
+        saved_x = qx.saved_t if any(need_w[: len(first)]) else NOTHING
+        saved_a = qa.saved_t if qa and need_w[-1] else NOTHING
         saved_w = [
             t
             for w, passed in zip(qw, passes, strict=True)
-            for t in ((w.data_t, w.scale_inv_t) if passed else (None, None))
+            for t in (w.saved_t if passed else NOTHING)
         ]
-        keep_as_is(saved_x[1], saved_a[1], mean, rstd, *saved_w)
+        keep_as_is(*saved_x[1:], *saved_a[1:], mean, rstd, *saved_w)
         of_norm = (total, norm_weight, mean, rstd) if norm and need_x else (None,) * 4
         ctx.has_bias, ctx.hidden = norm_bias is not None, len(hidden)
         ctx.norm_dtypes = [None if t is None else t.dtype for t in (norm_weight, norm_bias)]
@@ -123,9 +124,10 @@ class Fused(torch.autograd.Function):
         recipe, products, low, act = ctx.recipe, ctx.products, ctx.low, ctx.act
         simulated = ctx.simulated
         need_x, need_w, need_bias = ctx.needs
-        total, norm_weight, mean, rstd, x_t, x_inv_t, a_t, a_inv_t = saved[:8]
-        weights = saved[8 : 8 + 2 * len(products)]
-        hidden = saved[8 + 2 * len(products) :]
+        total, norm_weight, mean, rstd = saved[:4]
+        n = 10 + 3 * len(products)
+        x_t, a_t, *weights = (Matrix(*saved[i : i + 3]) for i in range(4, n, 3))
+        hidden = saved[n:]
         first = products[:-1] if act else products
         g_total = grads[-1] if len(grads) > (1 if act else len(products)) else None
         grad_wb: list[torch.Tensor | None] = [None] * (2 * len(products))
@@ -142,9 +144,8 @@ class Fused(torch.autograd.Function):
                     grad_wb[-2] = _products.grad_weight(
                         recipe,
                         last.name,
-                        qg,
+                        qg.matrix_t,
                         a_t,
-                        a_inv_t,
                         ctx.dtypes[-2],
                         last.main_grad,
                         simulated,
@@ -152,8 +153,9 @@ class Fused(torch.autograd.Function):
                 if need_bias[-1]:
                     grad_wb[-1] = _products.grad_bias(g, ctx.dtypes[-1])
                 if need_h:
-                    w_t, w_inv_t = weights[-2:]
-                    g_a = _products.grad_input(recipe, last.name, qg, w_t, w_inv_t, low, simulated)
+                    g_a = _products.grad_input(
+                        recipe, last.name, qg.matrix, weights[-1], low, simulated
+                    )
                     qgs, plain = _through_activation(ctx, g_a, hidden, first)
                     for i, of_bias in enumerate(plain):
                         if need_bias[i]:
@@ -170,13 +172,14 @@ class Fused(torch.autograd.Function):
         for i, (p, of_h) in enumerate(zip(first, qgs, strict=False)):
             if of_h is not None and need_w[i]:
                 grad_wb[2 * i] = _products.grad_weight(
-                    recipe, p.name, of_h, x_t, x_inv_t, ctx.dtypes[2 * i], p.main_grad, simulated
+                    *(recipe, p.name, of_h.matrix_t, x_t),
+                    *(ctx.dtypes[2 * i], p.main_grad, simulated),
                 )
         dx = dw = db = None
         if need_x:
             sources = [
-                (p, of_h, weights[2 * i : 2 * i + 2])
-                for i, (p, of_h) in enumerate(zip(first, qgs, strict=False))
+                (p, of_h.matrix, w_t)
+                for p, of_h, w_t in zip(first, qgs, weights, strict=False)
                 if of_h is not None
             ]
             dx, dw, db = _grad_of_x(ctx, sources, total, norm_weight, mean, rstd, g_total)
@@ -229,7 +232,7 @@ def _through_activation(
     recipe, use_t = ctx.recipe, any(ctx.needs[1][: len(first)])
     up = hidden[1] if len(hidden) == 2 else None
     # The sum for a bias takes the values before the cast; a second delayed scale has no argument.
-    apart = recipe.is_fp8 and (
+    apart = recipe.is_scaled and (
         any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed)
     )
     how = Cast.of("g", recipe, first[0].delayed, g.device, use_t)
@@ -244,12 +247,12 @@ def _through_activation(
         ], plain
     return [
         how.operand(piece, p.delayed) for p, piece in zip(first, pieces, strict=True)
-    ], [] if recipe.is_fp8 else [piece[0] for piece in pieces]
+    ], [] if recipe.is_scaled else [piece[0] for piece in pieces]
 
 
 def _grad_of_x(
     ctx: Any,
-    sources: Sequence[tuple[Product, Operand, Any]],
+    sources: Sequence[tuple[Product, Matrix, Matrix]],
     total: torch.Tensor,
     norm_weight: torch.Tensor | None,
     mean: torch.Tensor,
@@ -260,12 +263,11 @@ def _grad_of_x(
     if not sources:
         return g_total, None, None
     one = ctx.low if ctx.norm else ctx.x_dtype
-    product, qg, (w_t, w_inv_t) = sources[0]
+    product, of_h, w_t = sources[0]
     dtype = one if len(sources) == 1 else torch.float32
-    g = _products.grad_input(ctx.recipe, product.name, qg, w_t, w_inv_t, dtype, ctx.simulated)
-    for product, qg, (w_t, w_inv_t) in sources[1:]:
-        observe("grad_input", ctx.recipe, product.name)
-        accumulate(g, qg.data, w_t.t(), qg.scale_inv, _products.t(w_inv_t), ctx.simulated)
+    g = _products.grad_input(ctx.recipe, product.name, of_h, w_t, dtype, ctx.simulated)
+    for product, of_h, w_t in sources[1:]:
+        _products.add_grad_input(g, ctx.recipe, product.name, of_h, w_t, ctx.simulated)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
     dx, dw, db = norm_backward(
@@ -293,7 +295,7 @@ def run_fused(
     act: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`Fused`, for arguments that have been checked."""
-    low = torch.bfloat16 if recipe.is_fp8 else recipe.x.dtype
+    low = torch.bfloat16 if recipe.is_scaled else recipe.x.dtype
     results: Any = apply(
         op,
         Fused,

@@ -13,7 +13,7 @@ from . import _products, operands
 from ._arguments import check_output, check_state, main_grad_of
 from ._derivatives import apply, differentiable, inputs_to_keep
 from ._saturate import clips, saturate
-from .operands import Delayed, Operand
+from .operands import NOTHING, Delayed, Matrix, Operand
 
 
 def _second(
@@ -54,7 +54,7 @@ def _second(
 
 def _wide(recipe: Recipe) -> Recipe:
     """The 16-bit recipe for higher derivatives."""
-    return Recipe.parse("bf16") if recipe.is_fp8 else recipe
+    return Recipe.parse("bf16") if recipe.is_scaled else recipe
 
 
 class _Linear(torch.autograd.Function):
@@ -89,13 +89,13 @@ class _Linear(torch.autograd.Function):
         qw = quantized_weight or operands.cast(
             weight, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled
         )
-        saved_x = (qx.data_t, qx.scale_inv_t) if need_w else (None, None)
-        saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
+        saved_x = qx.saved_t if need_w else NOTHING
+        saved_w = qw.saved_t if need_x else NOTHING
         kept = inputs_to_keep(x, weight)
         ctx.twice = bool(kept)
-        keep_as_is(saved_x[1], *saved_w)
+        keep_as_is(*saved_x[1:], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *kept)
-        y = _products.forward(recipe, name, qx, qw, bias, out_dtype, simulated)
+        y = _products.forward(recipe, name, qx.matrix, qw.matrix, bias, out_dtype, simulated)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -104,18 +104,18 @@ class _Linear(torch.autograd.Function):
     def backward(
         ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        x_t, x_inv_t, w_t, w_inv_t = saved[:4]  # x_t [K, M], w_t [K, N]
+        x_t, w_t = Matrix(*saved[:3]), Matrix(*saved[3:6])  # [K, M], [K, N]
         recipe, name, simulated = ctx.recipe, ctx.name, ctx.simulated
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
             qg = operands.cast(g, "g", recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            grad_x = _products.grad_input(recipe, name, qg, w_t, w_inv_t, ctx.x_dtype, simulated)
+            grad_x = _products.grad_input(recipe, name, qg.matrix, w_t, ctx.x_dtype, simulated)
             grad_x = grad_x.view(ctx.x_shape)
         if need_w:
             grad_w = _products.grad_weight(
-                recipe, name, qg, x_t, x_inv_t, ctx.w_dtype, ctx.main_grad, simulated
+                recipe, name, qg.matrix_t, x_t, ctx.w_dtype, ctx.main_grad, simulated
             )
         if need_bias:
             grad_bias = _products.grad_bias(g, ctx.bias_dtype)
@@ -195,11 +195,11 @@ def linear(
         grad of bias   = sum of g over rows  in bias's dtype
 
     Sums are FP32 and each result is rounded once. What is saved for backward is q(x) and
-    q(weight): one byte per element in FP8, and the tensors themselves if they have the recipe's
-    16-bit dtype. Gradients that are not required are not computed, and nothing is saved for them.
-    Inf and NaN in x, weight or g propagate as Inf or NaN, never as a large finite value. Second
-    derivatives need `twice_differentiable`. The transforms of torch.func raise RuntimeError.
-    TypeError or ValueError names an invalid argument.
+    q(weight): one byte per element in FP8, the codes and scales of block formats, and the tensors
+    themselves if they have the recipe's 16-bit dtype. Gradients that are not required are not
+    computed, and nothing is saved for them. Inf and NaN in x, weight or g propagate as Inf or NaN,
+    never as a large finite value. Second derivatives need `twice_differentiable`. The transforms of
+    torch.func raise RuntimeError. TypeError or ValueError names an invalid argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.

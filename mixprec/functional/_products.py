@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops.block_operands import check_not_simulated, decode, unpacked
 from ..ops.gemm import accumulate
 from ..ops.gemm import run as gemm
 from ..recipes import Recipe
 from ._observed import observe
-from .operands import Delayed, Operand
+from .operands import Delayed, Matrix, Operand
 
-__all__ = ["Product", "forward", "grad_bias", "grad_input", "grad_weight", "t"]
+__all__ = ["Product", "add_grad_input", "forward", "grad_bias", "grad_input", "grad_weight"]
 
 
 class Product(NamedTuple):
@@ -24,58 +25,96 @@ class Product(NamedTuple):
     name: str = ""
 
 
-def t(x: torch.Tensor | None) -> torch.Tensor | None:
+_ROLES = {"forward": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
+
+
+def _t(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.t()
+
+
+def _operands(
+    kind: str, recipe: Recipe, a: Matrix, b: Matrix, simulated: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What `gemm` takes for a @ b^T: a, b^T and their scales."""
+    if not recipe.is_block:
+        return a.data, b.data.t(), a.scale_inv, _t(b.scale_inv)
+    formats = [recipe.block_format(role) or "" for role in _ROLES[kind]]
+    check_not_simulated(simulated)
+    # Rows of an odd length end with half a byte of zeros, in both operands or in one.
+    columns = min(unpacked(m.data, fmt) for m, fmt in zip((a, b), formats, strict=True))
+    (a_data, a_inv), (b_data, b_inv) = (
+        decode(m.data, m.scale_inv, m.tensor_scale_inv, fmt, columns)
+        for m, fmt in zip((a, b), formats, strict=True)
+    )
+    return a_data, b_data.t(), a_inv, b_inv
 
 
 def forward(
     recipe: Recipe,
     name: str,
-    qx: Operand,
-    qw: Operand,
+    x: Matrix,
+    w: Matrix,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     simulated: str | None,
 ) -> torch.Tensor:
+    """x [M, K] @ w^T + bias."""
     observe("forward", recipe, name)
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
     fast = "forward" in recipe.fast_accum
-    return gemm(qx.data, qw.data.t(), qx.scale_inv, t(qw.scale_inv), bias, dtype, fast, simulated)
+    return gemm(*_operands("forward", recipe, x, w, simulated), bias, dtype, fast, simulated)
 
 
 def grad_input(
     recipe: Recipe,
     name: str,
-    qg: Operand,
-    w_t: torch.Tensor,
-    w_inv_t: torch.Tensor | None,
+    g: Matrix,
+    w_t: Matrix,
     dtype: torch.dtype,
     simulated: str | None,
 ) -> torch.Tensor:
+    """g [M, N] @ w, from w_t [K, N]."""
+    return _grad("grad_input", recipe, name, g, w_t, dtype, simulated)
+
+
+def add_grad_input(
+    total: torch.Tensor, recipe: Recipe, name: str, g: Matrix, w_t: Matrix, simulated: str | None
+) -> None:
+    """total [M, K] += g @ w."""
     observe("grad_input", recipe, name)
-    fast = "grad_input" in recipe.fast_accum
-    return gemm(qg.data, w_t.t(), qg.scale_inv, t(w_inv_t), None, dtype, fast, simulated)
+    accumulate(total, *_operands("grad_input", recipe, g, w_t, simulated), simulated)
 
 
 def grad_weight(
     recipe: Recipe,
     name: str,
-    qg: Operand,
-    x_t: torch.Tensor,
-    x_inv_t: torch.Tensor | None,
+    g_t: Matrix,
+    x_t: Matrix,
     dtype: torch.dtype,
     main_grad: torch.Tensor | None,
     simulated: str | None,
 ) -> torch.Tensor | None:
+    """g^T @ x, from g_t [N, M] and x_t [K, M]; or None where it is added to main_grad."""
+    if main_grad is None:
+        return _grad("grad_weight", recipe, name, g_t, x_t, dtype, simulated)
     observe("grad_weight", recipe, name)
-    a, inv = qg.data_t, qg.scale_inv_t
-    assert a is not None, "use_t"
-    if main_grad is not None:
-        accumulate(main_grad, a, x_t.t(), inv, t(x_inv_t), simulated)
-        return None
-    fast = "grad_weight" in recipe.fast_accum
-    return gemm(a, x_t.t(), inv, t(x_inv_t), None, dtype, fast, simulated)
+    accumulate(main_grad, *_operands("grad_weight", recipe, g_t, x_t, simulated), simulated)
+    return None
+
+
+def _grad(
+    kind: str,
+    recipe: Recipe,
+    name: str,
+    a: Matrix,
+    b: Matrix,
+    dtype: torch.dtype,
+    simulated: str | None,
+) -> torch.Tensor:
+    observe(kind, recipe, name)
+    operands = _operands(kind, recipe, a, b, simulated)
+    return gemm(*operands, None, dtype, kind in recipe.fast_accum, simulated)
 
 
 def grad_bias(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,23 +7,60 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops._dispatch.block_formats import DEFAULT_SCALE_MODE
 from ..ops.quantize import run as quantize
+from ..ops.quantize_mx import run as quantize_mx
 from ..recipes import DELAYED_ROLES, Recipe
+from ._hadamard import hadamard
 
-__all__ = ["Cast", "Delayed", "Operand", "cast"]
+__all__ = ["Cast", "Delayed", "Matrix", "Operand", "cast"]
+
+_UNCAST = (torch.float32, None, False, "tensor", True)  # arguments of `quantize`: no cast
+
+
+class Matrix(NamedTuple):
+    """A cast matrix: what a GEMM reads, and what a layer saves for backward.
+
+    data: codes [R, C], with E2M1 [R, ceil(C / 2)]. scale_inv: see `Operand`. tensor_scale_inv: fp32
+    [], of "nvfp4" only.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor | None
+    tensor_scale_inv: torch.Tensor | None
+
+
+NOTHING = (None, None, None)  # saved in place of a Matrix
 
 
 class Operand(NamedTuple):
     """A tensor cast as a matrix, and its transpose, cast with its own scales.
 
-    data [R, C]; scale_inv: fp32, of a shape that gemm takes for an a [M, K]; None in 16 bits.
-    data_t [C, R] and scale_inv_t are the same for the transpose, or None where no GEMM reads it.
+    data [R, C]; scale_inv: fp32, of a shape that gemm takes for an a [M, K]; None in 16 bits. Those
+    of block formats, with tensor_scale_inv, are as `quantize_mx` returns them. data_t [C, R] and
+    the rest of *_t are the same for the transpose, or None where no GEMM reads it.
     """
 
     data: torch.Tensor
     data_t: torch.Tensor | None
     scale_inv: torch.Tensor | None
     scale_inv_t: torch.Tensor | None
+    tensor_scale_inv: torch.Tensor | None = None
+    tensor_scale_inv_t: torch.Tensor | None = None
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.data, self.scale_inv, self.tensor_scale_inv)
+
+    @property
+    def matrix_t(self) -> Matrix:
+        assert self.data_t is not None, "use_t"
+        return Matrix(self.data_t, self.scale_inv_t, self.tensor_scale_inv_t)
+
+    @property
+    def saved_t(self) -> tuple[torch.Tensor | None, ...]:
+        """The fields of matrix_t, also where no GEMM reads it."""
+        return self.data_t, self.scale_inv_t, self.tensor_scale_inv_t
 
 
 class Delayed(NamedTuple):
@@ -57,6 +94,8 @@ def cast(
     if fmt.bits == 16:
         data = x.to(fmt.dtype).flatten(0, -2)  # no copy if x has this dtype
         return Operand(data, data.t(), None, None)
+    if recipe.is_block:
+        return _in_blocks(x, role, recipe, use_t)
     how = Cast.of(role, recipe, delayed, x.device, use_t)
     return how.operand(quantize(x, *how.arguments), delayed if record else None)
 
@@ -64,10 +103,12 @@ def cast(
 class Cast(NamedTuple):
     """How `quantize`, or an op that computes x and casts it in one pass, is to cast an operand.
 
-    arguments: quantize's, from dtype on.
+    arguments: quantize's, from dtype on. For block formats they leave x in FP32, which `operand`
+    then casts.
     """
 
     role: str
+    recipe: Recipe
     use_t: bool
     arguments: tuple[torch.dtype, torch.Tensor | None, bool, str, bool]
 
@@ -77,17 +118,20 @@ class Cast(NamedTuple):
     ) -> Cast:
         fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
         if fmt.bits == 16:
-            return Cast(role, use_t, (fmt.dtype, None, False, "tensor", True))
+            return Cast(role, recipe, use_t, (fmt.dtype, None, False, "tensor", True))
+        if recipe.is_block:
+            return Cast(role, recipe, use_t, _UNCAST)
         scaled = delayed is not None and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
         apart = granularity in ("row", "block1x128")  # the transpose has other scales
         transpose = use_t and (apart or _wants_k_major(device.type))
-        return Cast(
-            role, use_t, (fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
-        )
+        arguments = fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale
+        return Cast(role, recipe, use_t, arguments)
 
     def operand(self, results: Sequence[torch.Tensor], *record: Delayed | None) -> Operand:
         """The operand of quantize's results; its amax is recorded in the given states."""
+        if self.recipe.is_block:
+            return _in_blocks(results[0], self.role, self.recipe, self.use_t)
         data, data_t, scale_inv, scale_inv_t, amax = results[:5]
         dtype, _, transpose, granularity, _ = self.arguments
         data = data.flatten(0, -2)
@@ -109,6 +153,33 @@ class Cast(NamedTuple):
         if not (apart or (transpose and granularity == "block128x128")):
             scale_inv_t = scale_inv.t()
         return Operand(data, data_t if transpose else data.t(), scale_inv, scale_inv_t)
+
+
+def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Operand:
+    """x [..., C] in the block format of `role`. The transpose of x and g is for grad_weight, which
+    a recipe with hadamard rotates."""
+    fmt = recipe.block_format(role)
+    assert fmt is not None, "is_block"
+    mode = recipe.scale_mode if fmt != "nvfp4" else DEFAULT_SCALE_MODE
+    x = x.flatten(0, -2)
+    rotate = use_t and recipe.hadamard and role in ("x", "g")
+    seed = None
+    if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx(
+        x, fmt, mode, use_t and not rotate, seed
+    )
+    whole = tensor_inv if tensor_inv.dim() == 0 else None
+    if not use_t:
+        return Operand(data, None, scale_inv, None, whole)
+    whole_t = whole
+    if rotate:
+        # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
+        another = None if seed is None else seed + 1
+        rotated = quantize_mx(hadamard(x.t()), fmt, mode, False, another)
+        data_t, scale_inv_t = rotated[0], rotated[2]
+        whole_t = None if whole is None else rotated[4]
+    return Operand(data, data_t, scale_inv, scale_inv_t, whole, whole_t)
 
 
 def _wants_k_major(device_type: str) -> bool:

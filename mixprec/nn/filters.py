@@ -20,8 +20,10 @@ def _too_small(n: int, k: int, recipe: Recipe) -> str | None:
     These are the thresholds of torchao's automatic filter, measured by its authors on an H100 with
     M between 1k and 16k; they have not been measured for the kernels of this library.
     """
-    if not recipe.is_fp8:
+    if not recipe.is_scaled:
         return None
+    if recipe.is_block:
+        return "products of block formats are computed in bf16: they save memory, not time"
     if recipe.w_granularity == recipe.x_granularity == recipe.g_granularity == "tensor":
         return "in <= 4096 and out <= 1024" if k <= 4096 and n <= 1024 else None
     if n <= 2048:
@@ -44,6 +46,7 @@ def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> boo
 
     A convolution with a 1 x 1 kernel, without padding and groups, is a GEMM: the same limits apply
     to its channels. Other convolutions compute in 16 bits and save memory, not time: False for FP8
+    recipes. So do all products of block formats ("mxfp8", "mxfp4", "nvfp4"): False for their
     recipes. True for 16-bit recipes, whose casts cost nothing where parameters are 16 bits wide.
     The filter considers neither memory, which FP8 also saves in small layers, nor accuracy: to
     exclude the first and the last layer, combine it with a condition on fqn.
@@ -55,7 +58,7 @@ def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> boo
     elif isinstance(module, nn.Conv2d):
         n, k = module.out_channels, module.in_channels
         reason = _too_small(n, k, recipe)
-        if recipe.is_fp8 and not is_pointwise(module.kernel_size, module.padding, module.groups):
+        if recipe.is_scaled and not is_pointwise(module.kernel_size, module.padding, module.groups):
             reason = "a convolution that is not 1x1 saves memory, not time"
     else:
         return True

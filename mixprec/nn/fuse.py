@@ -96,7 +96,7 @@ class FusedAttention(Swapped):
         recipe = None if layer is None else _region.recipe_here(layer.recipe)
         if recipe is None:
             return self.alone(*args, **kwargs)
-        with _Attention(torch.bfloat16 if recipe.is_fp8 else recipe.x.dtype):
+        with _Attention(torch.bfloat16 if recipe.is_scaled else recipe.x.dtype):
             return self.alone(*args, **kwargs)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import checks, example_inputs, scale_layout
+from ._dispatch import block_formats, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
+from .dequantize_mx import run as dequantize_mx
 
 __all__ = ["LOW", "dequantize", "dequantize_op", "dequantize_reference", "run"]
 
@@ -61,11 +62,13 @@ def run(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return q.data * q.scale_inv as `dtype` (fp32, bf16 or fp16), contiguous, in q.data's shape.
+    """Return q.data * q.scale_inv as `dtype` (fp32, bf16 or fp16), contiguous, in q's shape.
 
     Each element is multiplied by the scale of its row or block, for every granularity of `quantize`
     and for `q.t()`, whose scales are per column. Decoding is exact and the product is FP32; the
-    only rounding is the one to `dtype`. ValueError or TypeError names an invalid argument.
+    only rounding is the one to `dtype`. In the block formats elements are multiplied by the scale
+    of their block ("nvfp4": by its FP32 product with that of the tensor), and a block whose scale
+    is NaN is NaN. ValueError or TypeError names an invalid argument.
     """
     op = "dequantize"
     if not isinstance(q, Quantized):
@@ -74,6 +77,12 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     checks.is_tensor(op, "q.data", q.data)
     checks.is_tensor(op, "q.scale_inv", q.scale_inv)
     checks.needs_no_grad(op, "detach q", q.data, q.scale_inv)
+    name = block_formats.name_of(q.fmt, q.granularity)
+    if name is not None:
+        rows = q.t() if q.is_t else q
+        columns = rows.shape[-1] if rows.shape else 1
+        wide = dequantize_mx(rows.data, rows.scale_inv, q.tensor_scale_inv, name, columns, dtype)
+        return wide.t().contiguous() if q.is_t else wide
     if _along_columns(q):
         return run(q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
     return run(q.data, q.scale_inv, dtype)

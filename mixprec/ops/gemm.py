@@ -16,6 +16,7 @@ from ._dispatch import (
     tensor_core,
 )
 from ._dispatch.op import Choice, Op
+from .block_operands import check_not_simulated, decode_quantized, is_block
 
 __all__ = [
     "accumulate",
@@ -262,13 +263,39 @@ def accumulate(
 def _unpack(
     op: str, name: str, x: Operand, scale_inv: float | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The data of an operand and the fp32 tensor that undoes its scale."""
+    """The data of an operand, block formats as bf16, and the fp32 tensor that undoes its scale."""
     if isinstance(x, Quantized):
         if scale_inv is not None:
             raise ValueError(f"{op}: {name} is Quantized and brings its own {name}_scale_inv")
-        return x.data, x.scale_inv
-    checks.is_tensor(op, name, x)
-    return x, gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
+        if is_block(x):
+            check_not_simulated(simulation.current())
+            return decode_quantized(x)
+        data = x.data
+        inv: torch.Tensor | None = x.scale_inv
+    else:
+        checks.is_tensor(op, name, x)
+        data = x
+        inv = gemm_scales.positive(op, f"{name}_scale_inv", scale_inv, x.device)
+    device = data.device.type
+    return (autocast.cast_operand(data, device) if autocast.is_on(device) else data), inv
+
+
+def _unpack_both(
+    op: str,
+    a: Operand,
+    b: Operand,
+    a_scale_inv: float | torch.Tensor | None,
+    b_scale_inv: float | torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
+    b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
+    for name, x, data, other in (("a", a, a_data, b), ("b", b, b_data, a)):
+        if is_block(other) and not is_block(x) and data.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{op}: {name} must be bfloat16 or in a block format, as the other operand is, "
+                f"got {data.dtype}"
+            )
+    return a_data, b_data, a_inv, b_inv
 
 
 def gemm(
@@ -284,7 +311,10 @@ def gemm(
     """Return (a @ b) * a_scale_inv * b_scale_inv + bias, [M, N] contiguous.
 
     a: [M, K], b: [K, N], any strides: both fp16, both bf16, or FP8 (E4M3 and E5M2 in any mix); a
-    Quantized, or its t(), includes its scale_inv. a_scale_inv: fp32, any strides:
+    Quantized, or its t(), includes its scale_inv. Block formats ("mx", "nvfp4") in any mix, or
+    beside bf16: they are decoded to bf16, which is exact for magnitudes from 2^-133 to bf16's
+    maximum, and the FP32 scale of an "nvfp4" tensor multiplies the sum. a_scale_inv: fp32, any
+    strides:
 
         one element (a number is accepted)   for all of a
         [M, 1]                               per row
@@ -301,13 +331,9 @@ def gemm(
     the autocast dtype; FP8, scales and bias are not cast. Raises ValueError naming the invalid
     argument.
     """
-    a_data, a_inv = _unpack("gemm", "a", a, a_scale_inv)
-    b_data, b_inv = _unpack("gemm", "b", b, b_scale_inv)
+    a_data, b_data, a_inv, b_inv = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
     hint = "use mixprec.functional.matmul or linear"
     checks.needs_no_grad("gemm", hint, a_data, b_data, bias)
-    device = a_data.device.type
-    if autocast.is_on(device):
-        a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a_data.dtype in checks.FP8 else a_data.dtype
     return run(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum, simulation.current())
@@ -328,10 +354,6 @@ def gemm_accumulate_(
     operand or its scales.
     """
     op = "gemm_accumulate_"
-    a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
-    b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
+    a_data, b_data, a_inv, b_inv = _unpack_both(op, a, b, a_scale_inv, b_scale_inv)
     checks.needs_no_grad(op, "use mixprec.functional.linear", acc, a_data, b_data)
-    device = a_data.device.type
-    if autocast.is_on(device):
-        a_data, b_data = (autocast.cast_operand(x, device) for x in (a_data, b_data))
     accumulate(acc, a_data, b_data, a_inv, b_inv, simulation.current())

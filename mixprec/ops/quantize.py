@@ -8,9 +8,10 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from ._dispatch import casts, checks, example_inputs, scale_layout
+from ._dispatch import block_formats, casts, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 from .amax import amax_reference
+from .quantize_mx import run as quantize_mx
 from .scale import scale_from_amax
 
 __all__ = ["cast_reference", "quantize", "quantize_op", "quantize_reference", "run"]
@@ -137,6 +138,8 @@ def quantize(
     transpose: bool = False,
     granularity: str = "tensor",
     power_of_two_scale: bool = True,
+    scale_mode: str = "rceil",
+    seed: int | torch.Tensor | None = None,
 ) -> Quantized:
     """Cast x to `fmt`: data = saturate(x * scale), so that x ~ data * scale_inv.
 
@@ -149,6 +152,13 @@ def quantize(
         "block1x128"    128 elements along K of a row  [M, ceil(K / 128)]
         "block128x128"  a square of 128 x 128          [ceil(M / 128), ceil(K / 128)]
 
+    and two of block formats, whose scales are codes:
+
+        "mx"            32 along K: E8M0, a power of two, uint8          [M, ceil(K / 32)]
+        "nvfp4"         16 along K: E4M3; an FP32 scale for the tensor   [M, ceil(K / 16)]
+
+    "mx" takes E4M3, E5M2, E3M2, E2M3 and E2M1, "nvfp4" takes E2M1 (Formats or names).
+
     scale: the multiplier before the cast, fp32 with one element (a number is accepted), for
     "tensor" only, in [2^-126, 2^126]: ValueError for another value, or, on a GPU and inside
     torch.compile, where it is not read, NaN results. None, or a tensor that holds 0 (not
@@ -157,19 +167,79 @@ def quantize(
     only, compute the scale of each block from its own amax in the same way. The amax returned is
     that of all of x.
 
+    scale_mode, for "mx": how 2^X, by which each block is divided, comes from its amax: "floor",
+    the exponents of amax and fmt.max apart (OCP); "ceil" and "even", with that of amax rounded up,
+    or to nearest; "rceil", the smallest X for which nothing saturates. docs/numerics.md has the
+    formulas, and those of "nvfp4".
+
+    seed, for the block formats: an int, or an int64 tensor [1] on x's device. Elements are then
+    rounded up or down at random, with the exact value as the mean, reproducibly for a seed.
+
     transpose also returns data_t [K, M], x^T quantized with the same granularity: for "tensor" and
     "block128x128" the transpose of data; for the others its rows, and blocks along M, have scales
     of their own, scale_inv_t ([K, 1], [K, ceil(M / 128)]), from x itself.
 
-    Rounding is to nearest, ties to even. In FP8 finite values saturate, and NaN and Inf are kept
-    (Inf is NaN in E4M3); FP16 and BF16 overflow to Inf as IEEE 754 says.
+    Rounding is to nearest, ties to even, without a seed. In FP8 and block formats finite values
+    saturate. NaN and Inf are kept in FP8 (Inf is NaN in E4M3); a block that holds one has a scale
+    of NaN; FP16 and BF16 overflow to Inf as IEEE 754 says. ValueError names an invalid argument.
     Sources: FP8 Formats for Deep Learning (Micikevicius et al., 2022); DeepSeek-V3 Technical Report
-    (2024) for the blocks.
+    (2024) for the blocks of 128; OCP Microscaling Formats (MX) 1.0 (2023); Pretraining Large
+    Language Models with NVFP4 (NVIDIA, 2025).
     """
     op = "quantize"
     parsed = formats.parse(fmt, who=op)
     checks.is_tensor(op, "x", x)
     checks.needs_no_grad(op, "use mixprec.functional.linear or matmul, or x.detach()", x)
+    if granularity in ("mx", "nvfp4"):
+        if scale is not None or power_of_two_scale is not True:
+            name, got = ("scale", scale) if scale is not None else ("power_of_two_scale", False)
+            raise ValueError(
+                f"{op}: {name} must be left out with granularity {granularity!r}, whose scales "
+                f"come from x, got {got!r}"
+            )
+        return _in_blocks(x, parsed, transpose, granularity, scale_mode, seed)
+    for name, given, default in (("scale_mode", scale_mode, "rceil"), ("seed", seed, None)):
+        if given is not default and given != default:
+            raise ValueError(
+                f'{op}: {name} is for the granularities "mx" and "nvfp4", got {given!r} with '
+                f"granularity {granularity!r}"
+            )
+    if parsed not in formats.FORMATS:
+        raise ValueError(f'{op}: granularity must be "mx" for {parsed}, got {granularity!r}')
     scale = casts.given_scale(op, scale, x)
     results = quantize_op(x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
     return casts.quantized(results, parsed, transpose, granularity)
+
+
+def _in_blocks(
+    x: torch.Tensor,
+    fmt: formats.Format,
+    transpose: bool,
+    granularity: str,
+    scale_mode: str,
+    seed: int | torch.Tensor | None,
+) -> Quantized:
+    name = block_formats.name_of(fmt, granularity)
+    if name is None:
+        raise ValueError(
+            f'quantize: fmt must be one of e4m3, e5m2, e3m2, e2m3 and e2m1 with granularity "mx", '
+            f'and e2m1 with "nvfp4", got {fmt} with {granularity!r}'
+        )
+    if seed is not None and not isinstance(seed, torch.Tensor):
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"quantize: seed must be an int or an int64 tensor, got {seed!r}")
+        seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
+    data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx(
+        x, name, scale_mode, transpose, seed
+    )
+    return Quantized(
+        data,
+        scale_inv,
+        amax,
+        data_t if transpose else None,
+        scale_inv_t if transpose else None,
+        fmt,
+        granularity,
+        of_tensor if of_tensor.dim() == 0 else None,
+        scale_layout.as_matrix(x.shape)[1],
+    )

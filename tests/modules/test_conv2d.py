@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import WIDE, every_second, for_each, name, normal, permuted
+from cases import WIDE, every_second, for_each, name, nearest, normal, permuted
 
 import mixprec
 from mixprec import functional
@@ -20,8 +20,8 @@ from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close
 
 NAMES = tuple(RECIPES)
-LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_fp8)
-FP8 = tuple(name for name, recipe in RECIPES.items() if recipe.is_fp8)
+LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_scaled)
+SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.is_scaled)
 MIXES = (
     Recipe("e5m2", E5M2, E5M2, E5M2),
     Recipe("rows of w", E4M3, E4M3, E5M2, w_granularity="row"),
@@ -81,11 +81,11 @@ def operands_of(
 
 
 def value(t: torch.Tensor, role: str, recipe: Recipe) -> torch.Tensor:
-    """What a tensor stands for once it is cast as a matrix [first dimension, the rest]; FP64."""
+    """What a tensor stands for once it is cast as a matrix [first dimension, the rest], in bf16."""
     fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
     rows = t.detach().reshape(t.shape[0], math.prod(t.shape[1:]))
     q = mixprec.quantize(rows, fmt, granularity=granularity)
-    return mixprec.dequantize(q).double().reshape(t.shape)
+    return mixprec.dequantize(q, torch.bfloat16).double().reshape(t.shape)
 
 
 gradients = torch.autograd.grad
@@ -104,9 +104,9 @@ def bound(exact: torch.Tensor, magnitude: torch.Tensor, count: int, out: torch.d
     return rounding * exact.abs() + 4 * count * 2.0**-24 * magnitude + torch.finfo(out).tiny
 
 
-@pytest.mark.parametrize("recipe", [*(RECIPES[n] for n in FP8), *MIXES], ids=name)
+@pytest.mark.parametrize("recipe", [*(nearest(n) for n in SCALED), *MIXES], ids=name)
 @for_each("layout", [torch.Tensor.contiguous, channels_last])
-def test_fp8_against_fp64(layout: Callable[..., torch.Tensor], recipe: Recipe) -> None:
+def test_against_fp64(layout: Callable[..., torch.Tensor], recipe: Recipe) -> None:
     """A convolution of the dequantized operands, forward and backward, within its roundings."""
     for i, (x_shape, w_shape, options) in enumerate(SHAPES):
         dtype = WIDE[i % 3]
@@ -147,10 +147,10 @@ def test_fp8_against_fp64(layout: Callable[..., torch.Tensor], recipe: Recipe) -
         assert_close(got[3], of_bias, limit)
 
 
-@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("recipe", [nearest(n) for n in SCALED], ids=name)
 @for_each("layout", [torch.Tensor.contiguous, channels_last])
 def test_a_1x1_kernel_is_linear_over_the_pixels(
-    layout: Callable[..., torch.Tensor], recipe: str
+    layout: Callable[..., torch.Tensor], recipe: Recipe
 ) -> None:
     for i, (x_shape, w_shape, options) in enumerate(POINTWISE):
         dtype = WIDE[i % 3]
@@ -203,9 +203,9 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
             assert_close(got[2], of_bias.float(), limit)
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", [nearest(n) for n in NAMES], ids=name)
 @for_each("layout", [channels_last, permuted, every_second])
-def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: str) -> None:
+def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: Recipe) -> None:
     """Other values than small integers too, blocks included: up to the order of FP32 sums."""
     for x_shape, w_shape, options in (SHAPES[1], SHAPES[5], SHAPES[12], POINTWISE[3]):
         results = []

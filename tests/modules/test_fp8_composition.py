@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import for_each, normal, pairwise
+from cases import for_each, nearest, normal, pairwise
 from independent import assert_same_lists as assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,12 +22,11 @@ from mixprec.functional import operands
 from mixprec.nn import Conv2d, Linear
 from mixprec.nn.convert import cast_parameters, convert
 from mixprec.nn.reuse_weights import reuse_weights
-from mixprec.recipes import RECIPES
+from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import plain_state_dict, update_scales
 from mixprec.testing import sqnr
 
 NAMES = tuple(RECIPES)
-FP8 = tuple(name for name, recipe in RECIPES.items() if recipe.is_fp8)
 WIDTH = 160  # more than one block of 128
 pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
 
@@ -69,7 +68,7 @@ def plain_model(kind: str) -> nn.Sequential:
     return nn.Sequential(Block(), Block()) if kind == "mlp" else nn.Sequential(Net())
 
 
-def make(recipe: str, kind: str = "mlp") -> nn.Sequential:
+def make(recipe: str | Recipe, kind: str = "mlp") -> nn.Sequential:
     torch.manual_seed(0)
     return convert(plain_model(kind), recipe)
 
@@ -85,7 +84,9 @@ def train(
     micro_batches: int = 1,
     around: Callable[[nn.Module], object] = lambda model: contextlib.nullcontext(),
 ) -> list[torch.Tensor]:
-    """All that training leaves behind: each loss, then every parameter and buffer."""
+    """All that training leaves behind: each loss, then every parameter and buffer. Two runs take
+    the same random numbers."""
+    torch.manual_seed(0)
     forward = forward or model
     optimizer = mixprec.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     kind = "cnn" if isinstance(model[0], Net) else "mlp"
@@ -206,7 +207,7 @@ def test_reused_weights_change_no_bit(
     assert_same(train(models[1], micro_batches=3, around=reuse_weights), want)
     if kind == "mlp":
         assert len(seen) == 3 * 4, "steps times layers"
-    elif RECIPES[recipe].is_fp8:
+    elif RECIPES[recipe].is_scaled:
         assert len(seen) == 3 * 5
         assert models[1][0].wide._quantized_weight is None
 
@@ -275,7 +276,7 @@ def test_another_weight_that_stands_in_is_cast_itself() -> None:
 def test_main_grad_takes_the_weight_gradients(
     recipe: str, compiled: bool, fresh_compiler: None
 ) -> None:
-    layers = [cast_parameters(make(recipe)[0].up, torch.bfloat16) for _ in range(2)]
+    layers = [cast_parameters(make(nearest(recipe))[0].up, torch.bfloat16) for _ in range(2)]
     plain, main = layers
     main.weight.main_grad = torch.zeros_like(main.weight, dtype=torch.float32)
     forward = torch.compile(main, backend="aot_eager", fullgraph=True) if compiled else main
@@ -288,7 +289,8 @@ def test_main_grad_takes_the_weight_gradients(
         forward(x).backward(torch.ones_like(y))
     assert main.weight.grad is None
     assert main.bias.grad is not None
-    assert not torch.equal(main.weight.main_grad, main.weight.main_grad.bfloat16().float())
+    if RECIPES[recipe].x.bits > 4:  # sums of so few bits may be exact in bf16
+        assert not torch.equal(main.weight.main_grad, main.weight.main_grad.bfloat16().float())
     assert sqnr(exact, main.weight.main_grad) > 45  # bf16's rounding of the three
     optimizer = mixprec.optim.AdamW(main.parameters())
     before = main.weight.detach().clone()
@@ -463,7 +465,9 @@ def outliers(*shape: int) -> torch.Tensor:
 @for_each("kind, draw", pairwise(list(LAYERS), [torch.randn, torch.rand, outliers]))
 @pytest.mark.parametrize("recipe", NAMES)
 def test_signal_to_noise(recipe: str, kind: str, draw: Callable[..., torch.Tensor]) -> None:
-    """Against FP32: 18 dB for y and the gradient of x, 17 dB for that of the weight."""
+    """Against FP32: 18 dB for y and the gradient of x, 17 dB for that of the weight; in 4 bits a
+    decibel less, for outliers, than tests/modules/test_block_recipes.py derives."""
+    bars = (18, 18, 17) if RECIPES[recipe].x.bits > 4 else (12, 10.3, 10.3)
     make, shape = LAYERS[kind]
     layer, x = make(bias=False, recipe=recipe), draw(*shape).requires_grad_()
     with torch.no_grad():
@@ -476,5 +480,5 @@ def test_signal_to_noise(recipe: str, kind: str, draw: Callable[..., torch.Tenso
         with mixprec.autocast(enabled=False):
             y = layer(x)
         want = y, *torch.autograd.grad(y, (x, layer.weight), g)
-        for a, b, least in zip(want, got, (18, 18, 17), strict=True):
+        for a, b, least in zip(want, got, bars, strict=True):
             assert sqnr(a, b) >= least

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import LAYOUTS, WIDE, Layout, for_each, name, normal, pairwise, small_integers
+from cases import LAYOUTS, WIDE, Layout, for_each, name, nearest, normal, pairwise, small_integers
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import _observed, _products, matmul, observed, operands
+from mixprec.functional._hadamard import hadamard
 from mixprec.functional.operands import Delayed
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
@@ -46,13 +47,20 @@ X_SHAPES = (
 
 
 def linear(*args: object, recipe: str | Recipe = "fp8", **options: object) -> torch.Tensor:
-    """functional.linear, with scales that have not been used yet where the recipe wants some."""
+    """functional.linear, with scales that have not been used yet where the recipe wants some.
+
+    The next backward pass rounds stochastically with the same seeds each time.
+    """
+    if not torch.compiler.is_compiling():
+        torch.manual_seed(0)
     if Recipe.parse(recipe).is_delayed:
         options["delayed"] = Delayed(torch.zeros(3), torch.full((2,), UNUSED), torch.tensor(UNUSED))
     return functional.linear(*args, recipe=recipe, **options)
 
 
 def conv2d(*args: object, recipe: str = "fp8", **options: object) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        torch.manual_seed(0)
     if Recipe.parse(recipe).is_delayed:
         options["delayed"] = Delayed(torch.zeros(2), torch.tensor(UNUSED), torch.tensor(UNUSED))
     return functional.conv2d(*args, recipe=recipe, **options)
@@ -76,6 +84,10 @@ def value(t: torch.Tensor, role: str, recipe: Recipe, *, transposed: bool = Fals
     if fmt.bits == 16:
         return rows.to(fmt.dtype).double()
     rows = rows.t() if transposed else rows
+    if recipe.is_block:
+        rows = hadamard(rows) if transposed and recipe.hadamard and role != "w" else rows
+        result = mixprec.dequantize(mixprec.quantize(rows, fmt, granularity=granularity)).double()
+        return result.t() if transposed else result
     power_of_two = recipe.power_of_two_scale
     q = mixprec.quantize(rows, fmt, granularity=granularity, power_of_two_scale=power_of_two)
     scale_inv = q.scale_inv.double()
@@ -103,7 +115,7 @@ def check_against_fp64(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe
 ) -> None:
     """y and all gradients lie within the derived tolerance of FP64 sums of the cast operands."""
-    x, w = leaf(x), leaf(w)
+    x, w, recipe = leaf(x), leaf(w), nearest(recipe)
     bias = None if bias is None else leaf(bias)
     y = linear(x, w, bias, recipe=recipe)
     assert (y.shape, y.dtype) == ((*x.shape[:-1], w.shape[0]), x.dtype)
@@ -193,10 +205,10 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
 
 
 def test_weight_gradient_of_an_fp32_weight_is_not_rounded_to_16_bits() -> None:
-    x, w = leaf(normal((64, 32), torch.bfloat16)), leaf(normal((16, 32), torch.float32, seed=1))
+    x, w = leaf(normal((999, 32), torch.bfloat16)), leaf(normal((16, 32), torch.float32, seed=1))
     for recipe in NAMES:
         w.grad = None
-        linear(x, w, recipe=recipe).backward(normal((64, 16), torch.bfloat16, seed=2))
+        linear(x, w, recipe=recipe).backward(normal((999, 16), torch.bfloat16, seed=2))
         assert not torch.equal(w.grad, w.grad.bfloat16().float())
         assert not torch.equal(w.grad, w.grad.half().float())
 
@@ -215,6 +227,7 @@ def test_out_dtype(out_dtype: torch.dtype, kind: str) -> None:
 
 @for_each("recipe", CURRENT)
 def test_matmul_is_linear_without_the_transpose(recipe: str) -> None:
+    recipe = nearest(recipe)
     a, b = leaf(normal((2, 3, 16), torch.float32)), leaf(normal((16, 5), torch.float32, seed=1))
     x, w = leaf(a), leaf(b.t().contiguous())
     g = normal((2, 3, 5), torch.float32, seed=2)
@@ -320,6 +333,8 @@ def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kind: str) -> Non
         assert seen[1:] == want
         assert (x.grad is None, w.grad is None) == (not x_grad, not w_grad)
         assert (bias.grad is None) == (not bias_grad)
+        if parsed.is_block:
+            continue  # tests/modules/test_block_recipes.py counts what they save
         saved = [(d, n) for d, n, _ in saved_by(x, w, recipe, op) if d != torch.float32]
         assert sum(n for _, n in saved) == w.numel() * x_grad + x.numel() * w_grad
         assert all(d.itemsize == parsed.x.bits // 8 for d, _ in saved)
@@ -382,7 +397,7 @@ def test_higher_derivatives(recipe: str, kind: str) -> None:
         got = derivatives(run, tensors)
     once = torch.autograd.grad(run(*tensors).sin().sum(), tensors)
     assert all(map(torch.equal, got[:3], once))
-    least = 10 if Recipe.parse(recipe).is_fp8 else 35
+    least = {4: 3, 8: 10, 16: 35}[Recipe.parse(recipe).x.bits]
     for ours, exact in zip(got, derivatives(torchs, tensors), strict=True):
         assert sqnr(exact, ours) > least
 
@@ -464,6 +479,7 @@ def test_compiles_without_graph_breaks(recipe: str, kind: str, fresh_compiler: N
         tensors = [leaf(t) for t in (normal(shape, torch.float32), w, bias)]
         results = []
         for run in (step, compiled):
+            torch.manual_seed(0)
             y = run(*tensors)
             results.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

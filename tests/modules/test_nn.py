@@ -242,7 +242,7 @@ def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
 @pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
 @pytest.mark.parametrize("recipe", NAMES)
 def test_trains_like_fp32(recipe: str) -> None:
-    """As low as in FP32, within 3 % of the loss at the start (FP8 noise: 1.5 %)."""
+    """As low as in FP32, within 3 % of the loss at the start (FP8 noise: 1.5 %); 10 % in 4 bits."""
     x = normal((256, 16), torch.float32)
     target = torch.sin(x @ normal((16, 4), torch.float32, seed=1) / 4)
     losses = []
@@ -259,7 +259,8 @@ def test_trains_like_fp32(recipe: str) -> None:
         losses.append(loss.item())
     start, (want, got) = target.square().mean().item(), losses
     assert want < 0.05 * start
-    assert got < want + 0.03 * start, (got, want, start)
+    noise = 0.03 if RECIPES[recipe].x.bits > 4 else 0.1
+    assert got < want + noise * start, (got, want, start)
 
 
 @for_each("kind", KINDS)

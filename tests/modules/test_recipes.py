@@ -9,19 +9,26 @@ import pytest
 import torch
 from cases import for_each
 
-from mixprec.formats import BF16, E4M3, E5M2, FP16, Format
+from mixprec.formats import BF16, E2M1, E4M3, E5M2, FP16, Format
 from mixprec.recipes import GEMMS, RECIPES, Recipe
 
 
 def test_the_named_recipes() -> None:
-    assert list(RECIPES) == ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"]
+    assert list(RECIPES) == [
+        *("bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"),
+        *("mxfp8", "mxfp4", "nvfp4"),
+    ]
     fp8 = Recipe.parse("FP8")
     assert fp8 == Recipe("fp8", E4M3, E4M3, E5M2, power_of_two_scale=True)
     assert fp8.forward == (E4M3, E4M3)
     assert fp8.grad_input == fp8.grad_weight == (E5M2, E4M3)
     assert Recipe.parse("bf16").forward == (BF16, BF16)
     assert [name for name, r in RECIPES.items() if r.needs_loss_scaling] == ["fp16"]
-    assert [name for name, r in RECIPES.items() if not r.is_fp8] == ["bf16", "fp16"]
+    assert [name for name, r in RECIPES.items() if not r.is_scaled] == ["bf16", "fp16"]
+    assert [name for name, r in RECIPES.items() if r.is_block] == ["mxfp8", "mxfp4", "nvfp4"]
+    assert [name for name, r in RECIPES.items() if r.is_scaled and not r.is_fp8] == [
+        *("mxfp4", "nvfp4"),
+    ]
     assert [name for name, r in RECIPES.items() if r.is_delayed] == ["fp8-delayed"]
     delayed = Recipe.parse("fp8-delayed")
     assert (delayed.history, delayed.amax_of, delayed.margin) == (16, "max", 0)
@@ -31,6 +38,13 @@ def test_the_named_recipes() -> None:
     granularities = (block.x_granularity, block.w_granularity, block.g_granularity)
     assert granularities == ("block1x128", "block128x128", "block1x128")
     assert {f for r in (rows, block) for f in (r.x, r.w, r.g)} == {E4M3}
+    mxfp8, mxfp4, nvfp4 = (RECIPES[name] for name in ("mxfp8", "mxfp4", "nvfp4"))
+    assert [r.block_format("g") for r in (mxfp8, mxfp4, nvfp4)] == ["mxfp8_e4m3", "mxfp4", "nvfp4"]
+    assert block.block_format("x") is None
+    assert mxfp4.grad_weight == nvfp4.forward == (E2M1, E2M1)
+    stochastic = {r.name: r.stochastic_rounding for r in RECIPES.values() if r.stochastic_rounding}
+    assert stochastic == {"mxfp4": ("g",), "nvfp4": ("g",)}
+    assert [name for name, r in RECIPES.items() if r.hadamard] == ["nvfp4"]
 
 
 def test_recipes_are_values() -> None:
@@ -68,6 +82,14 @@ def test_a_recipe_prints_all_of_itself() -> None:
             Recipe.parse("fp8-block"),
             "fp8-block: x e4m3/block1x128, w e4m3/block128x128, g e4m3/block1x128",
         ),
+        (
+            replace(RECIPES["mxfp4"], x="e3m2", scale_mode="even", stochastic_rounding=["g", "x"]),
+            "mxfp4: x e3m2/mx, w e2m1/mx, g e2m1/mx, scale_mode even, stochastic_rounding(x,g)",
+        ),
+        (
+            Recipe.parse("nvfp4"),
+            "nvfp4: x e2m1/nvfp4, w e2m1/nvfp4, g e2m1/nvfp4, stochastic_rounding(g), hadamard",
+        ),
     ):
         assert str(recipe) == words
     assert len({str(recipe) for recipe in RECIPES.values()}) == len(RECIPES)
@@ -75,7 +97,8 @@ def test_a_recipe_prints_all_of_itself() -> None:
 
 @for_each("name", RECIPES)
 def test_there_and_back_through_json(name: str) -> None:
-    options = {"fast_accum": RECIPES[name].is_fp8, "clip_activations": name == "fp16"}
+    fast = RECIPES[name].is_scaled and not RECIPES[name].is_block
+    options = {"fast_accum": fast, "clip_activations": name == "fp16"}
     recipe = replace(RECIPES[name], **options)
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
@@ -112,6 +135,9 @@ def test_damaged_dicts_are_refused() -> None:
         ("fp8_delayed", "fp8-delayed"),
         ("HYBRID", "fp8"),
         ("blockwise", "fp8-block"),
+        ("MXFP8BlockScaling", "mxfp8"),
+        ("NVFP4BlockScaling", "nvfp4"),
+        ("MXFP4", "mxfp4"),
         (str(torch.bfloat16), "bf16"),
     ],
 )
@@ -125,13 +151,14 @@ def test_names_in_other_libraries(word: str, name: str) -> None:
         ("fp32", r'recipe "fp32" is not supported: .* leave the model as it is'),
         ("params=f32,compute=f32,output=f32", "leave the model as it is"),
         ("rowwise_with_gw_hp", "saved for grad_weight is FP8"),
-        ("MXFP8BlockScaling", "no 1 x 32 blocks yet"),
         ("int8", r'"int8" is not supported: .* mixprec.freeze\(model, "int8"\)'),
         ("E4M3", r"has three: .* mixprec.Recipe\(name, x, w, g\)"),
         (str(torch.float8_e5m2), "it is a format"),
         ("amp", '"bf16" where the processor has it'),
         ("O2", r"mixprec.cast_parameters\(model, torch.bfloat16\) casts the weights"),
-        ("nvfp4", "no 4-bit format"),
+        ("fp4", 'names no scales: "nvfp4"'),
+        ("int4", 'the 4-bit recipes are "nvfp4" and "mxfp4"'),
+        ("e2m1", "it is a format"),
         ("tf32", "set_float32_matmul_precision"),
         ("params=bfloat16,compute=bfloat16", "mixprec.cast_parameters casts them"),
         ("compute=bfloat16,output=bfloat16", "an output has its input's dtype"),
@@ -190,6 +217,22 @@ def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]
         ("bf16", {"clip_activations": True}, "clip_activations must be False: .* and x is bf16"),
         ("fp16", {"clip_activations": 1}, "clip_activations must be True or False, got 1"),
         ("fp16", {"fast_accum": True}, r"fast_accum must be \(\): fp16 operands"),
+        ("fp16", {"g_granularity": "mx"}, "g_granularity must be 'tensor': fp16 operands"),
+        ("fp8", {"x": "e2m1"}, "x_granularity must be 'mx' or 'nvfp4' for e2m1, got 'tensor'"),
+        ("fp8", {"w_granularity": "nvfp4"}, "x_granularity must be 'mx' for e4m3, because all th"),
+        ("nvfp4", {"g": "e4m3"}, "g_granularity must be 'mx' for e4m3, .* got 'nvfp4'"),
+        ("mxfp8", {"w_granularity": "block128x128"}, "w_granularity must be 'mx' for e4m3"),
+        ("mxfp8", {"scaling": "delayed"}, "scaling must be 'current': block formats have their"),
+        ("mxfp8", {"fast_accum": True}, r"fast_accum must be \(\): block formats have their own"),
+        ("mxfp8", {"power_of_two_scale": False}, "power_of_two_scale must be True: block formats"),
+        ("mxfp8", {"scale_mode": "up"}, "scale_mode must be one of 'floor', "),
+        ("nvfp4", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
+        ("mxfp4", {"stochastic_rounding": "g"}, "stochastic_rounding must be some of"),
+        ("mxfp4", {"stochastic_rounding": ("y",)}, "stochastic_rounding must be some of"),
+        ("mxfp4", {"hadamard": 1}, "hadamard must be True or False, got 1"),
+        ("fp8", {"hadamard": True}, "hadamard must be False: it is for the block formats"),
+        ("fp8", {"scale_mode": "ceil"}, "scale_mode must be 'rceil': it is for the block formats"),
+        ("bf16", {"stochastic_rounding": ("g",)}, r"stochastic_rounding must be \(\): bf16 oper"),
     ],
 )
 def test_contradictions_are_refused(name: str, settings: dict[str, object], match: str) -> None:

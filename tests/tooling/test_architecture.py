@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("_recipe_aliases", "_local_gradients", "_unrounded"),
     ("recipes",),
+    ("functional._hadamard",),
     ("functional.operands", "scaling", "grad_report", "distributed", "memory"),
     ("functional",),
     ("nn", "optim", "amp"),
@@ -39,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 # Leaves use anything and are used by nothing but __init__.
 LEAVES = ("testing", "env", "diagnostics.env", "freeze", "lean", "availability")
-# Between ops, only these: helpers of the reference, and one list of dtypes.
+# Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
     *((f"ops.{op}", "ops.amax", "amax_reference") for op in ("quantize", "quantize_mx")),
     *((f"ops.{op}", "ops.scale", "scale_from_amax") for op in ("quantize", "quantize_mx")),
@@ -47,6 +48,13 @@ SIDEWAYS = {
     *(
         (f"ops.{op}", "ops.quantize", "quantize_reference")
         for op in ("norm_quantize", "act_quantize")
+    ),
+    ("ops.quantize", "ops.quantize_mx", "run"),
+    ("ops.dequantize", "ops.dequantize_mx", "run"),
+    ("ops.block_operands", "ops.dequantize_mx", "run"),
+    *(
+        ("ops.gemm", "ops.block_operands", name)
+        for name in ("check_not_simulated", "decode_quantized", "is_block")
     ),
     *(("ops.grad_stats", "ops.unscale", name) for name in ("COUNTS", "count_reference")),
 }

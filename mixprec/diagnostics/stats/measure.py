@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -10,6 +11,8 @@ from ...formats import Format
 from ...functional import operands
 from ...functional.operands import Delayed
 from ...ops._dispatch import scale_layout
+from ...ops._dispatch.block_formats import BLOCK_FORMATS
+from ...ops.dequantize_mx import run as dequantize_mx
 from ...recipes import Recipe
 
 __all__ = ["FIELDS", "cast_sums", "decibels", "largest_kept", "output_sums", "squares"]
@@ -77,23 +80,27 @@ def cast_sums(
 ) -> torch.Tensor:
     """FIELDS of the cast that `recipe` makes of x [..., C] as `role`: "x", "w" or "g".
 
-    The cast is repeated by the same op with the same scale; delayed state is not modified.
+    The cast is repeated by the same op with the same scale; delayed state is not modified, and
+    rounding is to nearest also where the recipe's is stochastic, to leave torch's generator alone.
     overflow: finite elements that come out as Inf, or, in FP8, that saturate: |x * scale| is more
     than half a step above the format's maximum. underflow: nonzero elements that become 0. signal,
     noise: see `squares`, of x and q(x) / scale; NaN unless sqnr.
     """
     x = x.detach()
     fmt: Format = getattr(recipe, role)
+    if recipe.stochastic_rounding:
+        recipe = dataclasses.replace(recipe, stochastic_rounding=())
     operand = operands.cast(x, role, recipe, delayed, use_t=False, record=False)
-    wide, data = x.float().reshape(operand.data.shape), operand.data.float()
+    wide = x.float().reshape(scale_layout.as_matrix(x.shape))
     finite = torch.isfinite(wide)
     if operand.scale_inv is None:
-        overflow = finite & ~torch.isfinite(data)
-        low = high = scale_inv = torch.ones((), dtype=torch.float32, device=x.device)
+        kept = operand.data.float()
+        overflow = finite & ~torch.isfinite(kept)
+        low = high = torch.ones((), dtype=torch.float32, device=x.device)
     else:
-        scale_inv = scale_layout.expand(operand.scale_inv, *wide.shape)
-        overflow = finite & (wide.abs() > largest_kept(fmt) * scale_inv)
-        scales = 1.0 / operand.scale_inv
+        kept, scale_inv, each = _decoded(operand, wide, recipe.block_format(role))
+        overflow = finite & (wide.abs() > largest_kept(fmt) * each)
+        scales = 1.0 / scale_inv
         none = scales.new_ones(())
         low, high = (scales.amin(), scales.amax()) if scales.numel() else (none, none)
     sums: dict[str, torch.Tensor | float] = {
@@ -102,13 +109,33 @@ def cast_sums(
         "scale_min": low,
         "scale_max": high,
         "overflow": overflow.sum(),
-        "underflow": ((wide != 0) & (data == 0)).sum(),
+        "underflow": ((wide != 0) & (kept == 0)).sum(),
         "inf": torch.isinf(wide).sum(),
         "nan": torch.isnan(wide).sum(),
     }
     if sqnr:
-        sums["signal"], sums["noise"] = squares(wide, data * scale_inv)
+        sums["signal"], sums["noise"] = squares(wide, kept)
     return _stacked(sums)
+
+
+def _decoded(
+    operand: operands.Operand, x: torch.Tensor, block_format: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The values of a cast of x [M, K], its scale_inv, and the one of each element, all FP32."""
+    m, k = x.shape
+    scale_inv, tensor = operand.scale_inv, operand.tensor_scale_inv
+    assert scale_inv is not None
+    if block_format is None:
+        each = scale_layout.expand(scale_inv, m, k)
+        return operand.data.float() * each, scale_inv, each
+    kept = dequantize_mx(operand.data, scale_inv, tensor, block_format, k, torch.float32)
+    if tensor is None:
+        wide = torch.exp2(scale_inv.double() - 127).float()
+        wide = wide.masked_fill(scale_inv == 0xFF, math.nan)
+    else:
+        wide = scale_inv.float() * tensor
+    size = BLOCK_FORMATS[block_format].block
+    return kept, wide, wide.repeat_interleave(size, dim=-1)[:, :k]
 
 
 @torch.no_grad()

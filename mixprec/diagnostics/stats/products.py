@@ -124,7 +124,7 @@ def _judged(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> dict[str, Any
     found: dict[str, Any] = {"recipe": own.name, **product_sqnr(layer, x, g), "remedy": None}
     if below_bar(found):
         others = [Recipe.parse(name) for name in REMEDIES]
-        for other in others if own.is_fp8 else others[1:]:
+        for other in others if own.is_scaled else others[1:]:
             if other != own:
                 found["remedy"] = {"recipe": other.name, **product_sqnr(layer, x, g, other)}
                 if not below_bar(found["remedy"]):

@@ -1,0 +1,159 @@
+"""Block formats in quantize, dequantize, gemm and gemm_accumulate_; tests/ops/test_quantize_mx.py
+and test_dequantize_mx.py have the values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import LAYOUTS, Layout, for_each, normal, pairwise
+from independent import assert_same_bits
+
+import mixprec
+from mixprec.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from mixprec.testing import assert_close, tolerance
+
+FORMATS = (*((fmt, "mx") for fmt in (E4M3, E5M2, E3M2, E2M3, E2M1)), (E2M1, "nvfp4"))
+M, K, N = 9, 37, 21  # an odd number of half bytes; one block of 32 or two of 16, and a rest
+
+
+def cast(
+    shape: tuple[int, ...], fmt: Format | str, granularity: str, seed: int = 0, **options: object
+) -> mixprec.Quantized:
+    x = normal(shape, torch.float32, seed=seed)
+    return mixprec.quantize(x, fmt, granularity=granularity, **options)
+
+
+@for_each("fmt, granularity", FORMATS)
+def test_shapes_and_views(fmt: Format, granularity: str) -> None:
+    q = cast((3, 5, K), fmt, granularity, transpose=True)
+    size = 16 if granularity == "nvfp4" else 32
+    assert q.data.shape == (3, 5, (K + 1) // 2 if fmt == E2M1 else K)
+    assert (q.shape, q.columns) == ((3, 5, K), K)
+    assert q.scale_inv.shape == (15, -(-K // size))
+    assert (q.tensor_scale_inv is None) == (granularity == "mx")
+    wide = mixprec.dequantize(q)
+    assert wide.shape == (3, 5, K)
+    transposed = q.transposed()
+    assert transposed.shape == (K, 15)
+    x_t = normal((3, 5, K), torch.float32).flatten(0, 1).t()
+    want = mixprec.quantize(x_t, fmt, granularity=granularity)
+    assert_same_bits(mixprec.dequantize(transposed), mixprec.dequantize(want))
+    rows = cast((15, K), fmt, granularity)
+    turned = rows.t()
+    assert turned.shape == (K, 15)
+    assert turned.data.data_ptr() == rows.data.data_ptr(), "a view"
+    assert_same_bits(mixprec.dequantize(turned), mixprec.dequantize(rows).t().contiguous())
+    assert turned.t().shape == (15, K)
+    assert_same_bits(mixprec.dequantize(turned.t()), mixprec.dequantize(rows))
+    with pytest.raises(ValueError, match=r"data_t must be there: quantize\(transpose=True\)"):
+        turned.transposed()
+
+
+@for_each("a_fmt, b_fmt", pairwise(FORMATS, FORMATS))
+def test_products_of_two_block_formats(
+    a_fmt: tuple[Format, str], b_fmt: tuple[Format, str]
+) -> None:
+    a, b = cast((M, K), *a_fmt), cast((N, K), *b_fmt, seed=1)
+    bias = normal((N,), torch.float32, seed=2)
+    wide, wide_t = mixprec.dequantize(a).double(), mixprec.dequantize(b).double().t()
+    exact = wide @ wide_t
+    y = mixprec.gemm(a, b.t(), bias=bias, out_dtype=torch.float32)
+    bound = tolerance(exact, wide, wide_t, torch.float32)
+    assert_close(y, exact + bias, bound + 2.0**-22 * bias.abs())
+    assert mixprec.gemm(a, b.t()).dtype == torch.bfloat16
+    acc = torch.full((M, N), 2.0)
+    mixprec.gemm_accumulate_(acc, a, b.t())
+    assert_close(acc, exact + 2, bound + 2.0**-21)
+    # In any position, along any dimension.
+    assert_close(mixprec.gemm(b, a.t(), out_dtype=torch.float32), exact.t(), bound.t())
+    c = cast((K, N), *b_fmt, seed=3)
+    assert_close(
+        mixprec.gemm(a, c, out_dtype=torch.float32),
+        wide @ mixprec.dequantize(c).double(),
+        2 * bound.max(),
+    )
+
+
+@for_each("fmt", FORMATS)
+def test_products_with_plain_bf16(fmt: tuple[Format, str]) -> None:
+    a, b = normal((M, K), torch.bfloat16), cast((N, K), *fmt)
+    wide = mixprec.dequantize(b).double().t()
+    bound = tolerance(a.double() @ wide, a.double(), wide, torch.float32)
+    y = mixprec.gemm(a, b.t(), out_dtype=torch.float32, a_scale_inv=2.0)
+    assert_close(y, 2 * (a.double() @ wide), 2 * bound)
+    with torch.autocast("cpu", torch.bfloat16):  # casts the plain operand, not the other one
+        assert_same_bits(mixprec.gemm(a.float(), b.t(), out_dtype=torch.float32) * 2, y)
+
+
+@for_each("layout", LAYOUTS)
+def test_strides_of_x_do_not_matter(layout: Layout) -> None:
+    x = layout(normal((6, 33), torch.float32))
+    for fmt, granularity in FORMATS:
+        got, want = (
+            mixprec.quantize(t, fmt, granularity=granularity) for t in (x, x.clone().contiguous())
+        )
+        assert_same_bits(mixprec.dequantize(got), mixprec.dequantize(want))
+
+
+def test_seeds() -> None:
+    x = torch.full((64, 64), 0.3)
+    x[:, ::16] = 6.0
+    for granularity in ("mx", "nvfp4"):
+        one, same, other = (
+            mixprec.dequantize(mixprec.quantize(x, "e2m1", granularity=granularity, seed=seed))
+            for seed in (7, torch.tensor([7]), 8)
+        )
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+        assert abs(float(one[:, 1:16].mean()) - 0.3) < 0.05
+
+
+def test_a_block_with_a_number_that_is_none_is_lost_alone() -> None:
+    for fmt, granularity in FORMATS:
+        for number in (math.inf, math.nan):
+            x = normal((4, 64), torch.float32)
+            x[1, 40] = number
+            wide = mixprec.dequantize(mixprec.quantize(x, fmt, granularity=granularity))
+            assert wide[1, 32:48].isnan().all()
+            assert wide[[0, 2, 3]].isfinite().all()
+            assert wide[1, :32].isfinite().all()
+
+
+@for_each(
+    "arguments, error, match",
+    [
+        (("e2m1",), ValueError, "quantize: granularity must be \"mx\" for e2m1, got 'tensor'"),
+        (("e3m2", None, False, "nvfp4"), ValueError, "e2m1 with \"nvfp4\", got e3m2 with 'nvfp4'"),
+        (("bf16", None, False, "mx"), ValueError, "quantize: fmt must be one of e4m3, e5m2, .* bf"),
+        (("e4m3", 2.0, False, "mx"), ValueError, "quantize: scale must be left out with granul"),
+        (("e4m3", None, False, "mx", False), ValueError, "power_of_two_scale must be left out"),
+        (("e4m3", None, False, "mx", True, "up"), ValueError, "scale_mode must be one of"),
+        (("e2m1", None, False, "nvfp4", True, "ceil"), ValueError, 'scale_mode must be "rceil"'),
+        (("e4m3", None, False, "mx", True, "rceil", 1.5), TypeError, "quantize: seed must be an"),
+        (("e4m3", None, False, "tensor", True, "ceil"), ValueError, "scale_mode is for the gran"),
+        (("e4m3", None, False, "row", True, "rceil", 3), ValueError, "seed is for the granulari"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    arguments: tuple[object, ...], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        mixprec.quantize(torch.ones(4, 8), *arguments)
+
+
+def test_operands_that_do_not_fit() -> None:
+    q, other = cast((M, K), E2M1, "mx"), cast((N, K + 1), E2M1, "mx")
+    with pytest.raises(ValueError, match=r"a .* and b .* must agree in K"):
+        mixprec.gemm(q, other.t())
+    fp8 = mixprec.quantize(torch.ones(K, N), "e4m3")
+    with pytest.raises(ValueError, match="b must be bfloat16 or in a block format, as the other"):
+        mixprec.gemm(q, fp8)
+    with pytest.raises(ValueError, match="a is Quantized and brings its own a_scale_inv"):
+        mixprec.gemm(q, q.t(), a_scale_inv=1.0)
+    with (
+        mixprec.simulate("blackwell"),
+        pytest.raises(ValueError, match="simulate: tensor cores apply the scales of block formats"),
+    ):
+        mixprec.gemm(q, q.t())
