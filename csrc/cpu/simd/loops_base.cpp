@@ -1,8 +1,8 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
 #include "math/exp.h"
-#include "math/norm.h"
 #include "math/mx.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
@@ -63,9 +63,9 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
 // These use step_loops.h.
-#include "side_by_side.h"
 #include "activation_loops.h"
 #include "norm_loops.h"
+#include "side_by_side.h"
 
 // All of them.
 #include "table_of_loops.h"
