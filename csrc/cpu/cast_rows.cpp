@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
 #include "math/scale.h"
 #include "ops.h"
@@ -18,7 +19,7 @@ constexpr int64_t kKept = 4 << 20;
 
 struct Output {
   Tensor data, data_t, scale_inv;
-  Tensor values;  // in fp32, if they are kept
+  Tensor values;  // those that are a result, or are cast as a whole
   float* kept = nullptr;
   float scale = 1.0f;
   std::atomic<uint32_t> largest{0};
@@ -131,7 +132,10 @@ std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments
         empty({arguments.transpose ? cols : 0, arguments.transpose ? rows : 0}, arguments.dtype);
     if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols);
     if (to == Dtype::f32) keep(*out, out->data);
-    if (search && x.numel() <= kKept) keep(*out, empty(x.sizes(), ScalarType::Float));
+    if (search && x.numel() <= kKept) {
+      static thread_local Scratch scratch[2];
+      out->kept = static_cast<float*>(scratch[&out - &job.outputs[0]].get(x.numel() * 4));
+    }
   }
   if (search) {
     for_produced(job, produce, false, [&](Output& out, float* values, int64_t, int64_t height) {
