@@ -154,13 +154,12 @@ inline void transpose_4(const float* in, float* out, int64_t ld_out) {
 template <class X>
 void turn(const X* x, int64_t ld, int64_t rows, int64_t cols, float* out) {
   alignas(64) float four[4 * kMxCols] = {};
-  int64_t n = cols;
   for (int64_t r = 0; r < (rows + 31) / 32 * 32; r += 4) {
     for (int64_t i = 0; i < 4; ++i) {
       float* __restrict row = four + i * kMxCols;
       if (r + i < rows) {
         const X* __restrict in = x + (r + i) * ld;
-        for (int64_t c = 0; c < n; ++c) row[c] = decode(in[c]);
+        for (int64_t c = 0; c < cols; ++c) row[c] = decode(in[c]);
       } else {
         for (int64_t c = 0; c < kMxCols; ++c) row[c] = 0.0f;
       }
