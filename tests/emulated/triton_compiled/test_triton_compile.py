@@ -50,6 +50,17 @@ CASTS = [
     ("dequantize", some(E4M3), some(F32, 1, 2), BF16),
     ("dequantize", some(E5M2), some(F32, ROWS, 1), F32),
 ]  # fmt: skip
+BLOCK_SCALES = {32: some(U8, ROWS, COLUMNS // 32), 16: some(E4M3, ROWS, COLUMNS // 16)}
+MX = [
+    *(("quantize_mx", some(x), fmt, mode, turned, seed) for x, fmt, mode, turned, seed in (
+        (F32, "mxfp8_e4m3", "rceil", True, None), (BF16, "mxfp8_e5m2", "floor", False, None),
+        (BF16, "mxfp6_e2m3", "even", True, None), (BF16, "mxfp4", "ceil", True, None),
+        (BF16, "nvfp4", "rceil", True, None),
+        (BF16, "nvfp4", "rceil", True, torch.zeros(1, dtype=torch.int64)))),
+    ("dequantize_mx", some(E4M3), BLOCK_SCALES[32], None, "mxfp8_e4m3", COLUMNS, BF16),
+    ("dequantize_mx", some(U8), BLOCK_SCALES[32], None, "mxfp6_e3m2", COLUMNS, F32),
+    ("dequantize_mx", some(U8, ROWS, COLUMNS // 2), BLOCK_SCALES[16], ONE, "nvfp4", COLUMNS, BF16),
+]  # fmt: skip
 ROW = some(F32, ROWS)
 FUSED = [
     *(("norm_quantize", some(x), r, w, b, 1e-5, mean, BF16, None, False, "tensor", True)
@@ -100,7 +111,7 @@ OTHERS = [
 BUILDS = [
     pytest.param(call, capability, id=f"{capability}-{i}-{call[0]}")
     for capability in (80, 89, 90, 100, 120)
-    for i, call in enumerate([*CASTS, *(OTHERS if capability in (80, 90, 100) else [])])
+    for i, call in enumerate([*CASTS, *MX, *(OTHERS if capability in (80, 90, 100) else [])])
 ]
 # What each kernel reads and writes in blocks of so many elements, and how often the code is there:
 # for full blocks and for the last one. The rest of the kernels only see a few scalars.
@@ -172,10 +183,13 @@ def test_every_kernel(
         assert not approximate, f"not IEEE: {approximate}"
         assert one.compiled.metadata.shared <= 48 * 1024, "more than every GPU has without asking"
         check_accesses(one)
-        if "quantize" in one.name and one.stem not in OF_FP32:
+        if "quantize" in one.name and one.stem not in (*OF_FP32, "quantize_mx", "dequantize_mx"):
             check_conversions(one, capability)
         if one.stem.split("_")[0] in UPDATES or one.stem in OF_FP32:
             check_rounding(one)
+        if one.stem.endswith("_mx"):
+            assert not re.search(r"\bfma\.", ptx)
+            check_offsets(one.compiled.asm["ttir"])
         if one.stem.split("_")[0] in UPDATES:
             check_random_bits(one)
         if one.stem in ACCESSES or one.stem in OF_FP32:
@@ -190,6 +204,8 @@ def test_every_kernel(
 def check_accesses(one: Launch) -> None:
     if "pack" in one.stem:
         return check_packed(one)
+    if one.stem.endswith("_mx"):
+        return check_blocks(one)
     if one.stem.startswith("norm"):
         return check_rows(one)
     for operation, want in zip(("ld", "st"), expected(one), strict=True):
@@ -213,6 +229,16 @@ def check_packed(one: Launch) -> None:
     counts = counted(one.compiled.asm["ptx"], operation)
     wide = sum(counts.get(w, 0) for w in ("v4.b32", "v2.b64"))
     assert wide >= size // (16 * 128), counts
+
+
+def check_blocks(one: Launch) -> None:
+    """The wide side of the cast in 16-byte accesses."""
+    name, operation = ("out_ptr", "st") if one.stem == "dequantize_mx" else ("x_ptr", "ld")
+    threads = 32 * one.values.get("num_warps", 4)
+    elements = one.values["TILE_M"] * one.values["TILE_K"]
+    counts = counted(one.compiled.asm["ptx"], operation)
+    wide = sum(counts.get(w, 0) for w in ("v4.b32", "v2.b64"))
+    assert wide >= elements * one.values[name].element_size() // (16 * threads), counts
 
 
 def check_rows(one: Launch) -> None:

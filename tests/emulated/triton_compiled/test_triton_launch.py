@@ -137,6 +137,19 @@ def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
     assert kernels(launched) == ["quantize_rows", "tile_maxima", tiles, tiles, tiles, tiles, tiles]
 
 
+def test_launches_of_block_formats(launched: list[Launch]) -> None:
+    """One, but for NVFP4, whose scales need the amax of x; none for empty tensors."""
+    x = normal((64, 32), torch.bfloat16)
+    for fmt in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
+        for y, transpose in ((x, True), (x[:, 1:8], False), (x[:0], True)):
+            results = launcher("quantize_mx")(y, fmt, "rceil", transpose, None)
+            for size in (y.shape[1], 0):
+                data = results[0] if size else results[0][:0]
+                launcher("dequantize_mx")(data, results[2], None, fmt, size, BF16)
+    one, two = ["quantize_mx", "dequantize_mx"], ["amax", "quantize_mx", "dequantize_mx"]
+    assert kernels(launched) == 4 * one + 2 * two
+
+
 @every_rule
 def test_launches_of_an_update(launched: list[Launch], rule: str) -> None:
     """The constants of all params, then one launch a param; nothing for empty ones."""

@@ -36,7 +36,7 @@ def round_trip(agree: Agreement, x: torch.Tensor, fmt: str, i: int, out: torch.d
 
 @every_format
 @every_dtype
-def test_shapes(agree: Agreement, dtype: torch.dtype, fmt: str) -> None:
+def test_mx_shapes(agree: Agreement, dtype: torch.dtype, fmt: str) -> None:
     first = list(BLOCK_FORMATS).index(fmt) + WIDE.index(dtype)
     for i, shape in enumerate(agree.affordable((*SHAPES, *LARGE)), start=first):
         x = normal(shape, dtype, seed=i)
@@ -47,7 +47,7 @@ def test_shapes(agree: Agreement, dtype: torch.dtype, fmt: str) -> None:
 
 @every_format
 @every_dtype
-def test_every_kind_of_number(agree: Agreement, dtype: torch.dtype, fmt: str) -> None:
+def test_mx_of_every_kind_of_number(agree: Agreement, dtype: torch.dtype, fmt: str) -> None:
     """Any bits, mostly blocks with NaN; blocks of one binade; the largest and the least; zeros."""
     bad = random_bits(96 * 80, dtype).view(96, 80)
     finite = torch.where(bad.isfinite(), bad, 0)
@@ -62,7 +62,7 @@ def test_every_kind_of_number(agree: Agreement, dtype: torch.dtype, fmt: str) ->
 
 
 @every_format
-def test_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
+def test_mx_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
     """Of every element, in blocks whose scale is 1 or, of nvfp4, 448; and so are amaxes around
     every boundary of the scales."""
     element = BLOCK_FORMATS[fmt].element
@@ -77,9 +77,8 @@ def test_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
     near = torch.cat([ties, up, torch.nextafter(ties, torch.tensor(0.0)), values])
     rows = torch.cat([near, -near])
     block = BLOCK_FORMATS[fmt].block
-    x = torch.zeros(-(-rows.numel() // (block - 1)), block)  # of each the first is the largest
-    padded = torch.nn.functional.pad(rows, (0, x.shape[0] * (block - 1) - rows.numel()))
-    x[:, 0], x[:, 1:] = element.max, padded.view(-1, block - 1)
+    padded = torch.nn.functional.pad(rows, (0, -rows.numel() % (block - 1))).view(-1, block - 1)
+    x = torch.nn.functional.pad(padded, (1, 0), value=element.max)
     agree("quantize_mx", [x, fmt, "rceil", False, None])
     amaxes = torch.cat([near, near * 2.0**-130, near * 2.0**110])
     scales = torch.nn.functional.pad(amaxes, (0, -amaxes.numel() % 4)).view(-1, 4)
@@ -89,7 +88,7 @@ def test_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-def test_layouts(agree: Agreement, layout: Layout) -> None:
+def test_mx_layouts(agree: Agreement, layout: Layout) -> None:
     for fmt in agree.some(tuple(BLOCK_FORMATS), LAYOUTS.index(layout)):
         x = layout(normal((37, 70), torch.bfloat16))
         agree("quantize_mx", [x, fmt, "rceil", True, None])
@@ -99,7 +98,7 @@ def test_layouts(agree: Agreement, layout: Layout) -> None:
 
 
 @every_format
-def test_every_code_and_scale(agree: Agreement, fmt: str) -> None:
+def test_mx_of_every_code_and_scale(agree: Agreement, fmt: str) -> None:
     """256 rows with every scale, each with all codes; sizes that are no multiple of a run."""
     block, columns = BLOCK_FORMATS[fmt], 512 if BLOCK_FORMATS[fmt].element.bits == 4 else 256
     for i, k in enumerate((columns, columns - 1)):
