@@ -46,7 +46,7 @@ class Spec:
 
     @property
     def code_type(self) -> type[np.unsignedinteger]:
-        return np.uint8 if self.bits == 8 else np.uint16
+        return np.uint8 if self.bits <= 8 else np.uint16
 
     @property
     def max(self) -> float:
@@ -58,6 +58,11 @@ E5M2 = Spec("e5m2", torch.float8_e5m2, 5, 2, 15, 0x7B, 0x7C)
 FP16 = Spec("fp16", torch.float16, 5, 10, 15, 0x7BFF, 0x7C00)
 BF16 = Spec("bf16", torch.bfloat16, 8, 7, 127, 0x7F7F, 0x7F80)
 SPECS = (E4M3, E5M2, FP16, BF16)
+# Elements of block formats only; every code is a number.
+E2M1 = Spec("e2m1", torch.uint8, 2, 1, 1, 0x7, None)
+E3M2 = Spec("e3m2", torch.uint8, 3, 2, 3, 0x1F, None)
+E2M3 = Spec("e2m3", torch.uint8, 2, 3, 1, 0x1F, None)
+SMALL_SPECS = (E2M1, E3M2, E2M3)
 BY_DTYPE = {spec.dtype: spec for spec in SPECS}
 
 
@@ -93,12 +98,12 @@ def midpoints(spec: Spec) -> np.ndarray:
 
 
 def encode(values: np.ndarray, spec: Spec, *, saturate: bool | None = None) -> np.ndarray:
-    """FP64 values to codes: nearest, ties to the even code; saturating by default in FP8 only.
+    """FP64 values to codes: nearest, ties to the even code; saturating by default up to 8 bits.
 
     Non-finite values keep their class; Inf is NaN where the format has no Inf.
     """
     values = np.asarray(values, dtype=np.float64)
-    saturate = spec.bits == 8 if saturate is None else saturate
+    saturate = spec.bits <= 8 if saturate is None else saturate
     ties = midpoints(spec)
     magnitude = np.abs(values)
     code = np.searchsorted(ties, magnitude, side="left")

@@ -165,7 +165,7 @@ def run(
 
     x: fp32, bf16 or fp16, any shape and strides, seen as [M, K] with leading dimensions flattened.
     fmt: a name of `block_formats.BLOCK_FORMATS`; blocks are along K. The formulas are in
-    docs/numerics.md, 13.
+    docs/numerics.md, section 12.
 
     data: the codes of the elements, x's shape with a last dimension of K, float8 for E4M3 and E5M2
     and uint8 for E3M2 and E2M3; for E2M1 ceil(K / 2) bytes, the first of two codes in the low half,

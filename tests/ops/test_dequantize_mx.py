@@ -1,1 +1,126 @@
-"""dequantize_mx: the values of all codes and scales."""
+"""dequantize_mx: every code with every scale, against the value tables."""
+
+from __future__ import annotations
+
+import itertools
+
+import independent as ind
+import independent_mx as mx
+import numpy as np
+import pytest
+import torch
+from cases import WIDE, every_second, for_each, normal, transposed
+
+from mixprec.ops._dispatch.block_formats import BLOCK_FORMATS, sizes
+from mixprec.ops.dequantize_mx import run as dequantize_mx
+from mixprec.ops.quantize_mx import run as quantize_mx
+
+
+def stored(fmt: str, codes: np.ndarray, scales: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """data and scale_inv from codes."""
+    kind = torch.float8_e4m3fn if fmt == "nvfp4" else torch.uint8
+    data = torch.from_numpy(codes.astype(np.uint8)).view(BLOCK_FORMATS[fmt].element.dtype)
+    return data, torch.from_numpy(scales.astype(np.uint8)).view(kind)
+
+
+def check(
+    fmt: str, codes: np.ndarray, scales: np.ndarray, columns: int, of_tensor: float | None = None
+) -> None:
+    data, scale_inv = stored(fmt, codes, scales)
+    given = None if of_tensor is None else torch.tensor(of_tensor)
+    want = mx.dequantize(codes, scales, of_tensor, fmt, columns)
+    for dtype in WIDE:
+        got = dequantize_mx(data, scale_inv, given, fmt, columns, dtype)
+        assert got.is_contiguous()
+        ind.assert_bits(got, ind.narrow(want, dtype), f"{fmt} {columns} {dtype}")
+
+
+@for_each("fmt", BLOCK_FORMATS)
+def test_every_code_with_every_scale(backend: str, poisoned: None, fmt: str) -> None:
+    columns = 512  # all bytes of codes
+    codes = np.arange(sizes(fmt, columns)[0]) % 256
+    scales = np.arange(256)[:, None].repeat(sizes(fmt, columns)[1], 1)
+    codes = codes[None].repeat(256, 0)
+    check(fmt, codes, scales, columns)
+    if fmt == "nvfp4":
+        for of_tensor in (1.0, 0.37, 3e-38, 2.0**-126, 1e36):
+            check(fmt, codes, scales, columns, of_tensor)
+
+
+@for_each("fmt", BLOCK_FORMATS)
+def test_shapes(backend: str, poisoned: None, two_threads: None, fmt: str) -> None:
+    rng = np.random.default_rng(0)
+    for rows, columns in itertools.product((0, 1, 70), (0, 1, 15, 16, 33, 1057)):
+        size, across = sizes(fmt, columns)
+        codes, scales = (rng.integers(0, 256, (rows, n)) for n in (size, across))
+        check(fmt, codes, scales, columns)
+    size, across = sizes(fmt, 20_001)  # in pieces
+    check(fmt, rng.integers(0, 256, (2, size)), rng.integers(0, 256, (2, across)), 20_001)
+
+
+@for_each("fmt", BLOCK_FORMATS)
+def test_dimensions_and_strides(backend: str, fmt: str) -> None:
+    for shape in ((), (7,), (2, 3, 35), (4, 0, 3)):
+        x = normal(shape, torch.float32)
+        data, _, scale, _, of_tensor, _ = quantize_mx(x, fmt, "rceil", False, None)
+        columns = shape[-1] if shape else 1
+        scale_of = of_tensor if fmt == "nvfp4" else None
+        got = dequantize_mx(data, scale, scale_of, fmt, columns, torch.float32)
+        assert got.shape == x.shape
+        assert x.numel() == 0 or (got - x).norm() <= x.norm() / 4
+        if data.dim() > 1:
+            strided = [every_second(t.view(torch.uint8)).view(t.dtype) for t in (data, scale)]
+            turned = [transposed(t.view(torch.uint8)).view(t.dtype) for t in (data, scale)]
+            for parts in (strided, turned):
+                again = dequantize_mx(*parts, scale_of, fmt, columns, torch.float32)
+                assert torch.equal(again, got)
+
+
+@for_each("fmt", BLOCK_FORMATS)
+def test_what_is_exact(fmt: str) -> None:
+    """Numbers that the format holds come back, and bf16 holds them."""
+    spec, size = mx.BLOCKS[fmt]
+    table = ind.decode_table(spec)[: spec.max_code + 1]
+    values = np.resize(np.concatenate([table, -table]), (9, size * 7))
+    values[:, ::size] = spec.max
+    x = torch.from_numpy(values * 2.0 ** np.arange(-40, 50, 10)[:, None]).float()
+    if fmt == "nvfp4":  # a tensor scale of 1
+        x = torch.from_numpy(values).float() * 448
+    data, data_t, scale, scale_t, of_tensor, _ = quantize_mx(x, fmt, "rceil", True, None)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(
+            dequantize_mx(data, scale, None, fmt, size * 7, dtype).double(), x.double()
+        )
+    assert fmt != "nvfp4" or of_tensor == 1
+    assert dequantize_mx(data_t, scale_t, None, fmt, 9, torch.float32).shape == (size * 7, 9)
+
+
+D, S = stored("mxfp4", np.zeros((2, 20)), np.zeros((2, 2)))
+ND, NS = stored("nvfp4", np.zeros((2, 20)), np.zeros((2, 3)))
+F32 = torch.float32
+
+
+@for_each(
+    "data, scale, of_tensor, fmt, columns, dtype, message",
+    [
+        (D.int(), S, None, "mxfp4", 40, F32, "data must have dtype uint8, got torch.int32"),
+        (D, S, None, "mxfp8_e4m3", 20, F32, "data must have dtype float8_e4m3fn, got .*uint8"),
+        (D, S.int(), None, "mxfp4", 40, F32, "scale_inv must have dtype uint8"),
+        (ND, S, None, "nvfp4", 40, F32, "scale_inv must have dtype float8_e4m3fn"),
+        (D, S, None, "fp4", 40, F32, "fmt must be one of mxfp8_e4m3, .*got 'fp4'"),
+        (D, S, None, "mxfp4", 38, F32, r"columns must fit data \(2, 20\) in mxfp4.*/ 2.*got 38"),
+        (D, S, None, "mxfp4", -40, F32, "columns must fit"),
+        (D, S[:, :1], None, "mxfp4", 40, F32, r"scale_inv .* \(2, 2\), got \(2, 1\)"),
+        (D, S, torch.tensor(1.0), "mxfp4", 40, F32, "tensor_scale_inv must be None for mxfp4"),
+        (ND, NS, torch.ones(2), "nvfp4", 40, F32, "tensor_scale_inv must hold one float32"),
+        (ND, NS, torch.ones(1).double(), "nvfp4", 40, F32, "tensor_scale_inv .*float64"),
+        (D, S.to("meta"), None, "mxfp4", 40, F32, "scale_inv must be on data's device"),
+        (D, S, None, "mxfp4", 40, torch.float64, "dtype must be float32, .*float64"),
+    ],
+)  # fmt: skip
+def test_bad_input(
+    backend: str, data: torch.Tensor, scale: torch.Tensor, of_tensor: torch.Tensor | None,
+    fmt: str, columns: int, dtype: torch.dtype, message: str,
+) -> None:  # fmt: skip
+    with pytest.raises(ValueError, match=f"^dequantize_mx: {message}"):
+        dequantize_mx(data, scale, of_tensor, fmt, columns, dtype)

@@ -12,7 +12,7 @@ import mixprec
 from mixprec import formats
 
 
-@for_each("spec", ind.SPECS)
+@for_each("spec", ind.SPECS + ind.SMALL_SPECS)
 def test_properties_follow_from_the_definition(spec: ind.Spec) -> None:
     fmt = formats.parse(spec.name)
     table = ind.decode_table(spec)
@@ -24,7 +24,7 @@ def test_properties_follow_from_the_definition(spec: ind.Spec) -> None:
     assert fmt.smallest_normal == finite[1 << spec.mantissa_bits]
     assert fmt.eps == finite[one + 1] - 1.0
     assert fmt.has_inf is (spec.inf_code is not None)
-    assert fmt.saturates is (spec.bits == 8)
+    assert fmt.saturates is (spec.bits <= 8)
     assert str(fmt) == spec.name
 
 
@@ -52,13 +52,15 @@ def test_table_matches_the_written_figures() -> None:
         ("bfloat16", mixprec.BF16),
         (torch.bfloat16, mixprec.BF16),
         (mixprec.BF16, mixprec.BF16),
+        ("e2m1", formats.E2M1),
+        (formats.E3M2, formats.E3M2),
     ],
 )
 def test_words(word: object, fmt: formats.Format) -> None:
     assert formats.parse(word) is fmt
 
 
-@for_each("word", ["fp4", "", None, 8, torch.float32, torch.int8, ["e4m3"]])
+@for_each("word", ["fp4", torch.uint8, "", None, 8, torch.float32, torch.int8, ["e4m3"]])
 def test_unknown_word_lists_the_valid_ones(word: object) -> None:
     with pytest.raises(ValueError, match=r"quantize: fmt must be one of e4m3 .*bf16.*got"):
         mixprec.quantize(torch.ones(2), word)  # type: ignore[arg-type]

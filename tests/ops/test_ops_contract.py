@@ -20,6 +20,7 @@ LOW = (torch.float16, torch.bfloat16, *FP8)
 UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")
 SCALARS = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
 FUSED = ("norm_quantize", "norm_backward", "act_quantize", "act_backward")
+BLOCKS = ("quantize_mx", "dequantize_mx")
 ARRANGEMENTS = ("contiguous", "permuted", "empty")
 
 
@@ -34,7 +35,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str) -> torc
 def cases() -> list[tuple[str, str, torch.dtype, str]]:
     fp64 = (*WIDE, torch.float64)
     dtypes = {
-        **dict.fromkeys(("amax", "quantize", "pack", "unpack", *FUSED), WIDE),
+        **dict.fromkeys(("amax", "quantize", "pack", "unpack", *FUSED, *BLOCKS), WIDE),
         **dict.fromkeys(("attention", "attention_backward", "rotary"), WIDE),
         **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_", "gemm_simulated"), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
@@ -74,6 +75,12 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         }[op]
     if op == "dequantize":
         return x, one, torch.bfloat16
+    if op == "quantize_mx":
+        return x, "nvfp4", "rceil", True, torch.ones(1, dtype=torch.int64)
+    if op == "dequantize_mx":
+        data = tensor((4, 3), torch.uint8, arrangement)
+        scales = tensor((4, 1), torch.uint8, arrangement)
+        return data, scales, None, "mxfp4", 6, dtype
     if op == "pack":
         return x, 4, 2**40, 3
     if op == "unpack":

@@ -2,6 +2,7 @@
 
 template <int block, class E, class O>
 void decode_block(const uint8_t* __restrict codes, float scale, O* __restrict out) {
+#pragma GCC unroll 1  // 16 elements would be unrolled before they could be vectorised
   for (int i = 0; i < block; ++i) {
     out[i] = Convert<O>::encode(decode_element(E{codes[i]}) * scale);
   }

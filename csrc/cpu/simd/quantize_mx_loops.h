@@ -15,8 +15,10 @@ struct MxBuffers {
   uint8_t scale[kMxChunk / 16];
 };
 
+// Without the pragmas GCC unrolls loops over 16 elements before it could vectorise them.
 template <class E, int block>
 void encode_block(const float* __restrict x, float factor, uint8_t* __restrict codes) {
+#pragma GCC unroll 1
   for (int i = 0; i < block; ++i) codes[i] = encode_element<E>(x[i] * factor);
 }
 
@@ -25,6 +27,7 @@ void encode_block(const float* __restrict x, float factor, const uint64_t* words
                   uint8_t* __restrict codes) {
   typedef uint16_t Half __attribute__((may_alias));
   const Half* __restrict random = reinterpret_cast<const Half*>(words);
+#pragma GCC unroll 1
   for (int i = 0; i < block; ++i) codes[i] = encode_element<E>(x[i] * factor, random[i]);
 }
 
@@ -33,6 +36,7 @@ uint32_t largest_of(const float* __restrict x, int64_t blocks, uint32_t* __restr
   uint32_t most = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     uint32_t seen = 0;
+#pragma GCC unroll 1
     for (int i = 0; i < block; ++i) {
       uint32_t u = float_bits(x[b * block + i]) & 0x7FFFFFFFu;
       seen = u > seen ? u : seen;
