@@ -465,9 +465,9 @@ def outliers(*shape: int) -> torch.Tensor:
 @for_each("kind, draw", pairwise(list(LAYERS), [torch.randn, torch.rand, outliers]))
 @pytest.mark.parametrize("recipe", NAMES)
 def test_signal_to_noise(recipe: str, kind: str, draw: Callable[..., torch.Tensor]) -> None:
-    """Against FP32: 18 dB for y and the gradient of x, 17 dB for that of the weight; in 4 bits a
-    decibel less, for outliers, than tests/modules/test_block_recipes.py derives."""
-    bars = (18, 18, 17) if RECIPES[recipe].x.bits > 4 else (12, 10.3, 10.3)
+    """Against FP32: 18 dB for y and the gradient of x, 17 dB for that of the weight; in 4 bits
+    2.5 dB less, for outliers, than tests/modules/test_block_recipes.py derives."""
+    bars = (18, 18, 17) if RECIPES[recipe].x.bits > 4 else (12, 9.5, 9.5)
     make, shape = LAYERS[kind]
     layer, x = make(bias=False, recipe=recipe), draw(*shape).requires_grad_()
     with torch.no_grad():

@@ -1,5 +1,5 @@
-// quantize of an array as it is. Apart from quantize.cuh, because it instantiates the casting kernels
-// for all three formats in every file that includes it.
+// quantize of an array as it is. Apart from quantize.cuh, because it instantiates the casting
+// kernels for all three formats in every file that includes it.
 #pragma once
 
 #include "cuda/quantize/quantize.cuh"
