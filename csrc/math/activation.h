@@ -101,10 +101,15 @@ MIXPREC_HD ValueAndSlope<float> relu2(float x) {
 // What of the two is not used costs nothing.
 template <Activation kind, bool near = false, class F>
 MIXPREC_HD ValueAndSlope<F> activation(F x) {
-  if constexpr (kind == Activation::silu) return gated<near>(x, x, 1.0f);
-  if constexpr (kind == Activation::gelu) return gelu<near>(x);
-  if constexpr (kind == Activation::gelu_tanh) return gelu_tanh<near>(x);
-  if constexpr (kind == Activation::relu2) return relu2(x);
+  if constexpr (kind == Activation::silu) {
+    return gated<near>(x, x, 1.0f);
+  } else if constexpr (kind == Activation::gelu) {
+    return gelu<near>(x);
+  } else if constexpr (kind == Activation::gelu_tanh) {
+    return gelu_tanh<near>(x);
+  } else {
+    return relu2(x);
+  }
 }
 
 // act_quantize: activation<kind>(x).value [* up].
