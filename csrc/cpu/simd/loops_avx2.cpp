@@ -2,8 +2,8 @@
 // of the standard library compiled for AVX2 for the rest of the program.
 #include "loops.h"
 #include "math/exp.h"
-#include "math/norm.h"
 #include "math/mx.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"

@@ -2,8 +2,8 @@
 // in loops_avx2.cpp, std is not used.
 #include "loops.h"
 #include "math/exp.h"
-#include "math/norm.h"
 #include "math/mx.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"

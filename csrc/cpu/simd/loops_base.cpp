@@ -1,8 +1,8 @@
 // The loops for any processor, in portable C++.
 #include "loops.h"
 #include "math/exp.h"
-#include "math/norm.h"
 #include "math/mx.h"
+#include "math/norm.h"
 #include "math/pack.h"
 #include "math/philox.h"
 #include "math/rotary.h"
