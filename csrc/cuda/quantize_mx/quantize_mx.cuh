@@ -6,6 +6,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/quantize/amax_array.cuh"
 #include "cuda/quantize/transpose.cuh"
+#include "cuda/quantize_mx/dequantize_mx.cuh"
 #include "math/mx.h"
 #include "math/philox.h"
 
@@ -69,9 +70,9 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
   int64_t left = line < to.lines ? to.length - start : 0;
   if (left <= 0) return amax;
   BlockScale scale = block_scale(amax, rule);
-  int64_t across = blocks_of(a.format, to.length);
-  int size = block_size(a.format);
-  if (start % size == 0) to.scale_inv[line * across + start / size] = scale.code;
+  int log = log_block(a.format), size = 1 << log;
+  int64_t across = (to.length + size - 1) >> log;
+  if ((start & (size - 1)) == 0) to.scale_inv[line * across + (start >> log)] = scale.code;
 
   bool bad = is_nonfinite_bits(amax);
 #pragma unroll
@@ -80,7 +81,7 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
                          static_cast<uint32_t>(to.stream) << 30};
   uint8_t code[kMxRun];
   with_element(a.format, [&](auto e) {
-    encode_mx<decltype(e)>(y, scale.factor, a.seed, stream, (line * across * size + start) / 8,
+    encode_mx<decltype(e)>(y, scale.factor, a.seed, stream, ((line * across << log) + start) >> 3,
                            code);
   });
   int64_t bytes = block_bytes(a.format, to.length);
