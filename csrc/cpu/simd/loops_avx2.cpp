@@ -56,10 +56,11 @@ constexpr int kPair = 1, kRows = MR, kVecs = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
 }  // namespace attention_f32
-// These use step_loops.h.
+#include "side_by_side.h"
+
+// These use step_loops.h and side_by_side.h.
 #include "activation_loops.h"
 #include "norm_loops.h"
-#include "side_by_side.h"
 
 // All of them.
 #include "table_of_loops.h"
