@@ -140,7 +140,7 @@ Tensor allocated(const F& make, const Why& why) {
 
 inline const char* no_cpu_memory() { return "DefaultCPUAllocator: can't allocate memory"; }
 
-// torch::stable::empty finds its op by name at every call, which takes 2 us.
+// torch::stable::empty finds its op by name at every call.
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
   auto make = [&] {
     std::vector<int64_t> strides(sizes.size(), 1);

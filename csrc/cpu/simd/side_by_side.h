@@ -3,7 +3,7 @@
 // Included once per instruction set. Callers are `flatten`: the formula lies between them and these
 // operators, which it cannot inline itself, being compiled for any processor.
 
-constexpr int kTogether = 3;  // two or four are slower: few registers for constants, or spills
+constexpr int kTogether = 3;  // more leave too few of AVX2's registers for constants
 typedef int32_t Bits __attribute__((vector_size(sizeof(Vec))));
 
 struct Several {
