@@ -10,7 +10,18 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from . import accumulator, accuracy, footprint, plot, report, results, table, tune, underflow
+from . import (
+    accumulator,
+    accuracy,
+    footprint,
+    plot,
+    profile,
+    report,
+    results,
+    table,
+    tune,
+    underflow,
+)
 from .cases import select
 from .environment import environment
 from .gpu import device, stages
@@ -103,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--docs", type=Path, default=Path("docs"), help="default: %(default)s")
     add = command(_footprint, "footprint", "the bytes that a step holds in each precision")
     add("--out", type=Path, default=report.CPU / "footprint.json", help="%(default)s")
+    add = command(_profile, "profile", "where the time of a training step goes, for docs/")
+    add("--out", type=Path, default=report.CPU / "profile.json", help="%(default)s")
     root(command(_formats, "formats", "draw what formats do to a run, for docs/"))
     add = command(_underflow, "underflow", "fp16 with and without loss scaling, for docs/")
     root(add)
@@ -191,6 +204,11 @@ def _gpu_stage(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     for path in report.write(args.root):
         print(f"{path}: brought up to date")
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    print(profile.block(profile.write(args.out)))
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
 
-from . import accuracy, footprint, pages, results, table, underflow
+from . import accuracy, footprint, pages, profile, results, table, underflow
 from .cases.registry import best_baseline, quantity
 from .gpu import device
 
@@ -159,6 +159,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "footprint": lambda root: footprint.block(
         json.loads((root / CPU / "footprint.json").read_text())
     ),
+    "profile": lambda root: profile.block(json.loads((root / CPU / "profile.json").read_text())),
     "underflow": lambda root: underflow.block(json.loads((root / underflow.RESULT).read_text())),
 }
 # Their second word says of what.

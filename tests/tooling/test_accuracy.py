@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mixprec.bench import accuracy as page
-from mixprec.bench import footprint, plot, results
+from mixprec.bench import footprint, plot, profile, results
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("scipy", reason="the intervals need scipy, which scikit-learn brings")
@@ -130,3 +130,14 @@ def test_formats(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "formats.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         program.main(["--task", "vit", "--set", "formats"])
+
+
+def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a step are those of the model, and the page can be made of them."""
+    monkeypatch.setattr("mixprec.bench.cases.gpt.SIZES", {"1x64": (1, 64, 32)})
+    monkeypatch.setattr(profile, "STEPS", 2)
+    content = profile.write(tmp_path / "profile.json")
+    times = content["sizes"]["1x64"]
+    assert all(time > 0 for time in times.values())
+    assert json.loads((tmp_path / "profile.json").read_text()) == content
+    assert "| attention |" in profile.block(content)
