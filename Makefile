@@ -250,7 +250,7 @@ clean:
 needs-build:
 	$(call NEEDS)
 needs-test:
-	$(call NEEDS,pytest pytest_xdist hypothesis numpy rich matplotlib)
+	$(call NEEDS,pytest pytest_xdist hypothesis numpy rich matplotlib gfloat ml_dtypes)
 needs-integrations:
 	$(call NEEDS,pytest hypothesis numpy transformers accelerate lightning peft)
 needs-gpu-test:

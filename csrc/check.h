@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <exception>
@@ -148,7 +149,7 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType t
       strides[i - 2] = strides[i - 1] * std::max<int64_t>(1, sizes[i - 1]);
     }
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
         static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
         torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
         aoti_torch_device_type_cpu(), 0, &handle));
