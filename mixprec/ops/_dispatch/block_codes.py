@@ -42,10 +42,10 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """The values of codes of fewer than 8 bits, uint8, one a byte, in FP32."""
     mantissa, least = _binade(fmt)
     half = 1 << fmt.bits - 1
-    code = torch.arange(half, device=codes.device)
+    code = torch.arange(half, device=codes.device, dtype=torch.int32)
     exponent = (code >> mantissa).clamp(min=1)
     steps = code - (exponent - 1 << mantissa)
-    positive = torch.ldexp(steps.float(), exponent - 1 + (least - 127 - mantissa))
+    positive = steps.float() * (exponent - 1 + (least - mantissa) << 23).view(torch.float32)
     return torch.cat([positive, -positive])[codes.long() & 2 * half - 1]
 
 
