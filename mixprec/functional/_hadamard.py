@@ -23,8 +23,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """
     rows, columns = x.shape
     x = pad(x.float(), (0, -columns % BLOCK))
-    i = torch.arange(BLOCK, device=x.device)
-    signs = (1 - 2 * (_SIGNS >> i & 1)).float()
+    ones = torch.ones(BLOCK, dtype=torch.int64, device=x.device)
+    signs = (1 - 2 * (ones * _SIGNS >> ones.cumsum(0) - 1 & 1)).float()
     y = x.reshape(rows, x.shape[1] // BLOCK, BLOCK) * signs
     for _ in range(4):  # elements 8 apart become neighbours, in 4 rounds all have met
         low, high = y[..., : BLOCK // 2], y[..., BLOCK // 2 :]
