@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..ops._dispatch.block_formats import DEFAULT_SCALE_MODE
+from ..ops._dispatch.hadamard import hadamard
 from ..ops.quantize import run as quantize
 from ..ops.quantize_mx import run as quantize_mx
 from ..recipes import DELAYED_ROLES, Recipe
-from ._hadamard import hadamard
 
 __all__ = ["Cast", "Delayed", "Matrix", "Operand", "cast"]
 

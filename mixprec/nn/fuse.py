@@ -162,8 +162,8 @@ def fuse(model: nn.Module) -> Found:
             continue
         if type(module).forward is nn.Sequential.forward:
             _fuse_sequential(module, fqn, found)
-            parts = getattr(module, "parts", {}) if isinstance(module, FusedSequential) else {}
-            taken |= {child for part in parts.values() for child in part}
+            if isinstance(module, FusedSequential):
+                taken |= {child for part in module.parts.values() for child in part}
         elif forward_of(type(module)) in _MLPS:
             _fuse_mlp(module, fqn, found)
         elif module not in taken and (of_norm := norm_of(module)) and not of_norm.subtract_mean:
@@ -187,7 +187,8 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _one_pass(x: torch.Tensor) -> bool:
-    """Whether a norm of x is to run as one function here."""
+    """Whether a norm of x is to run as one function here. It has no recipe of its own: with any,
+    the region tells whether layers cast."""
     on = _region.recipe_here(RECIPES["bf16"]) is not None and not is_twice_differentiable()
     return on and x.dim() > 0 and x.dtype in checks.FLOATS
 

@@ -1,6 +1,5 @@
 """The ops: each with one definition, one reference, and variants that must agree with it."""
 
-from . import dequantize_mx, quantize_mx  # noqa: F401  (ops of quantize and dequantize)
 from ._dispatch.backends import use_backend
 from ._dispatch.rounding import export_master, join_master
 from ._dispatch.simulation import simulate

@@ -28,7 +28,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("_recipe_aliases", "_local_gradients", "_unrounded"),
     ("recipes",),
-    ("functional._hadamard",),
     ("functional.operands", "scaling", "grad_report", "distributed", "memory"),
     ("functional",),
     ("nn", "optim", "amp"),

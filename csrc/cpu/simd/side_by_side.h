@@ -1,5 +1,5 @@
 // Several vectors as one number, for formulas that are long chains of operations: each operation
-// of the formula is done for all of them before the next, so that none waits for the one before.
+// of the formula is done for all of them before the next.
 // Included once per instruction set. Callers are `flatten`: the formula lies between them and these
 // operators, which it cannot inline itself, being compiled for any processor.
 

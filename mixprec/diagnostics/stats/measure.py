@@ -10,7 +10,7 @@ import torch
 from ...formats import Format
 from ...functional import operands
 from ...functional.operands import Delayed
-from ...ops._dispatch import scale_layout
+from ...ops._dispatch import block_codes, scale_layout
 from ...ops._dispatch.block_formats import BLOCK_FORMATS
 from ...ops.dequantize_mx import run as dequantize_mx
 from ...recipes import Recipe
@@ -129,11 +129,7 @@ def _decoded(
         each = scale_layout.expand(scale_inv, m, k)
         return operand.data.float() * each, scale_inv, each
     kept = dequantize_mx(operand.data, scale_inv, tensor, block_format, k, torch.float32)
-    if tensor is None:
-        wide = torch.exp2(scale_inv.double() - 127).float()
-        wide = wide.masked_fill(scale_inv == 0xFF, math.nan)
-    else:
-        wide = scale_inv.float() * tensor
+    wide = block_codes.e8m0_value(scale_inv) if tensor is None else scale_inv.float() * tensor
     size = BLOCK_FORMATS[block_format].block
     return kept, wide, wide.repeat_interleave(size, dim=-1)[:, :k]
 

@@ -11,8 +11,6 @@ import torch
 
 from ...formats import Format
 
-_FIELD = 0x7F800000  # the exponent in the bits of FP32
-
 
 def _binade(fmt: Format) -> tuple[int, int]:
     """Bits of mantissa, and the exponent of the smallest normal number as the field of FP32."""
