@@ -73,9 +73,11 @@ def _why_not_cpu(recipe: Recipe) -> str | None:
         )
     if family == "fp16":
         return f"this CPU path multiplies fp16 operands in fp32; {_STILL_RUNS}"
-    if library.C is not None and "avx512_bf16" in library.C.isa_available():
+    if library.C is not None and library.C.isa() == "avx512_bf16":
         return None
-    return f"this CPU has no instructions for bf16 products (avx512_bf16); {_STILL_RUNS}"
+    has = library.C is not None and "avx512_bf16" in library.C.isa_available()
+    why = "fp32 products are faster than" if has else "this CPU has none of"
+    return f"{why} the instructions for bf16 products (avx512_bf16); {_STILL_RUNS}"
 
 
 _OTHERS = {

@@ -20,21 +20,30 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
 };
 
 constexpr int64_t kPackedBytes = 32 << 20;  // of each operand at a time; bounds the scratch memory
-constexpr int64_t kWordsPerPass = 256;      // of K between two updates of the fp32 tile
-constexpr int64_t kTileRows = 112, kTileCols = 256;  // of the fp32 tile: 112 KB
+constexpr int64_t kWordsPerPass = 1024;     // of K between two updates of the fp32 tile
+constexpr int64_t kTogether = 64;           // of K, where neighbouring panels are packed together
+constexpr int64_t kTileRows = 56, kTileCols = 256;  // of the fp32 tile: 56 KB
 
-// Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
-// lost.
-inline bool pack_panels(decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x,
-                        int64_t first, int64_t count, int64_t k, int64_t words, uint32_t* out) {
+// Packs rows [first, first + count) of x into panels of the kernel's `width`. Returns whether an
+// element was lost.
+template <class Kernel>
+bool pack_panels(const Kernel& kernel, decltype(GemmKernel::pack_a) pack, int64_t width,
+                 const Matrix& x, int64_t first, int64_t count, int64_t k, uint32_t* out) {
   int64_t grain = std::max<int64_t>(1, kPiece / (width * std::max<int64_t>(1, k)));
+  int64_t words = kernel.words(k);
+  // Where a panel is narrow pieces of many rows of memory, its neighbours are packed while these
+  // rows are in the cache.
+  int64_t together = x.stride_i == 1 ? kTogether : std::max<int64_t>(1, k);
   std::atomic<bool> lost{false};
   torch::stable::parallel_for(0, ceil_div(count, width), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      int64_t row = p * width;
-      if (pack(x.dtype, at(x.data, x.dtype, (first + row) * x.stride_i), x.stride_i, x.stride_k,
-               std::min(width, count - row), k, out + row * words)) {
-        lost = true;
+    for (int64_t done = 0; done < k; done += together) {
+      for (int64_t p = begin; p < end; ++p) {
+        int64_t row = p * width, element = (first + row) * x.stride_i + done * x.stride_k;
+        if (pack(x.dtype, at(x.data, x.dtype, element), x.stride_i, x.stride_k,
+                 std::min(width, count - row), std::min(together, k - done),
+                 out + row * words + kernel.words(done) * width)) {
+          lost = true;
+        }
       }
     }
   });
@@ -149,22 +158,27 @@ void multiply_part(const Kernel& kernel, const uint32_t* a, const uint32_t* b, P
 }
 
 // One operand packed for one kernel, a block of rows at a time.
+template <class Kernel>
 class Packed {
  public:
-  Packed(const Matrix& x, int64_t k, int64_t width, Scratch& scratch)
-      : x_(x), k_(k), width_(width), scratch_(scratch) {}
+  Packed(const Kernel& kernel, decltype(GemmKernel::pack_a) pack, int64_t width, const Matrix& x,
+         int64_t k, Scratch& scratch)
+      : kernel_(kernel), pack_(pack), width_(width), x_(x), k_(k), scratch_(scratch) {}
 
   uint32_t* data() const { return data_; }
 
-  bool pack(decltype(GemmKernel::pack_a) pack, int64_t first, int64_t count, int64_t words) {
-    int64_t bytes = ceil_div(count, width_) * width_ * words * 4;
+  bool pack(int64_t first, int64_t count) {
+    int64_t bytes = ceil_div(count, width_) * width_ * kernel_.words(k_) * 4;
     data_ = static_cast<uint32_t*>(scratch_.get(std::max<int64_t>(bytes, 64)));
-    return pack_panels(pack, width_, x_, first, count, k_, words, data_);
+    return pack_panels(kernel_, pack_, width_, x_, first, count, k_, data_);
   }
 
  private:
+  const Kernel& kernel_;
+  decltype(GemmKernel::pack_a) pack_;
+  int64_t width_;
   const Matrix& x_;
-  int64_t k_, width_;
+  int64_t k_;
   Scratch& scratch_;
   uint32_t* data_ = nullptr;
 };
@@ -176,7 +190,8 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
               const BothScales& scales, const Store& store) {
   static thread_local Scratch scratch[4];
   const GemmKernel& exact = loops().gemm_f32;
-  Packed packed_a(a, k, kernel.mr, scratch[0]), packed_b(b, k, kernel.nr, scratch[1]);
+  Packed packed_a(kernel, kernel.pack_a, kernel.mr, a, k, scratch[0]);
+  Packed packed_b(kernel, kernel.pack_b, kernel.nr, b, k, scratch[1]);
   int64_t words = kernel.words(k);
   int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, words);
   int64_t block_m = std::max<int64_t>(1, fit / kernel.mr) * kernel.mr;
@@ -184,17 +199,18 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
   bool lost_a = false;
   for (int64_t n0 = 0; n0 < b.rows; n0 += block_n) {
     int64_t n = std::min(block_n, b.rows - n0);
-    bool lost_b = packed_b.pack(kernel.pack_b, n0, n, words);
+    bool lost_b = packed_b.pack(n0, n);
     for (int64_t m0 = 0; m0 < a.rows; m0 += block_m) {
       int64_t m = std::min(block_m, a.rows - m0);
-      if (n0 == 0 || block_m < a.rows) lost_a = packed_a.pack(kernel.pack_a, m0, m, words);
+      if (n0 == 0 || block_m < a.rows) lost_a = packed_a.pack(m0, m);
       Part part{m0, n0, m, n};
       if (lost_a || lost_b) {
         // There are subnormal bf16 numbers, which the bf16 dot product reads as zero: use fp32 for
         // this block.
-        Packed wide_a(a, k, exact.mr, scratch[2]), wide_b(b, k, exact.nr, scratch[3]);
-        wide_a.pack(exact.pack_a, m0, m, k);
-        wide_b.pack(exact.pack_b, n0, n, k);
+        Packed wide_a(exact, exact.pack_a, exact.mr, a, k, scratch[2]);
+        Packed wide_b(exact, exact.pack_b, exact.nr, b, k, scratch[3]);
+        wide_a.pack(m0, m);
+        wide_b.pack(n0, n);
         multiply_part(exact, wide_a.data(), wide_b.data(), part, k, scales, store);
       } else {
         multiply_part(kernel, packed_a.data(), packed_b.data(), part, words, scales, store);

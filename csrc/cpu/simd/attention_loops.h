@@ -106,9 +106,9 @@ void pack_by_rows(Dtype dtype, const void* src, int64_t stride, int64_t rows, in
 }
 
 void transpose(const uint32_t* in, int64_t ld, int64_t words, uint32_t* out) {
-  for (int64_t w = 0; w < words; w += 4) {  // `in` is padded to a multiple of 16 words
-    for (int64_t r = 0; r < kTileSide; r += 4) {
-      transpose_4x4(in + r * ld + w, ld, out + w * kTileLd + r, kTileLd);
+  for (int64_t w = 0; w < words; w += kWords) {  // `in` is padded to a multiple of 16 words
+    for (int64_t r = 0; r < kTileSide; r += kWords) {
+      transpose_block<kWords>(in + r * ld + w, ld, out + w * kTileLd + r, kTileLd);
     }
   }
 }

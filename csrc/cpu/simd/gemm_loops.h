@@ -73,44 +73,53 @@ inline uint32_t decode_words(const T* __restrict row, uint32_t* __restrict words
   return lost;
 }
 
-typedef uint32_t Words4 __attribute__((vector_size(16)));
+constexpr int kWords = sizeof(Vec) / sizeof(uint32_t);
+typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 
-// out[j * ld_out + i] = in[i * ld_in + j] for 4 x 4 words.
-inline void transpose_4x4(const uint32_t* in, int64_t ld_in, uint32_t* out, int64_t ld_out) {
-  Words4 a[4], b[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) __builtin_memcpy(&a[i], in + i * ld_in, 16);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
-    b[2 * i] = __builtin_shuffle(a[i], a[i + 2], Words4{0, 4, 1, 5});
-    b[2 * i + 1] = __builtin_shuffle(a[i], a[i + 2], Words4{2, 6, 3, 7});
+// The steps of a transposition: in each block of 2 * side rows and columns, the upper right quarter
+// and the lower left one trade places.
+template <int side, int... lane>
+inline void exchange(Words (&x)[kWords], Indices<lane...>) {
+  constexpr Words upper = {(lane & side ? lane - side + kWords : lane)...};
+  constexpr Words lower = {(lane & side ? lane + kWords : lane + side)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < kWords; ++i) {
+    if ((i & side) != 0) continue;
+    Words a = x[i], b = x[i + side];
+    x[i] = __builtin_shuffle(a, b, upper);
+    x[i + side] = __builtin_shuffle(a, b, lower);
   }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
-    a[2 * i] = __builtin_shuffle(b[i], b[i + 2], Words4{0, 4, 1, 5});
-    a[2 * i + 1] = __builtin_shuffle(b[i], b[i + 2], Words4{2, 6, 3, 7});
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) __builtin_memcpy(out + i * ld_out, &a[i], 16);
+  if constexpr (side > 1) exchange<side / 2>(x, LaneIndices{});
+}
+
+// out[j * ld_out + i] = in[i * ld_in + j] for `rows` rows of a vector of words. Each row of out is
+// stored as a whole vector, whose surplus the next row overwrites; the last one is not.
+template <int rows>
+inline void transpose_block(const uint32_t* in, int64_t ld_in, uint32_t* out, int64_t ld_out) {
+  Words x[kWords] = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < rows; ++i) __builtin_memcpy(&x[i], in + i * ld_in, sizeof x[i]);
+  exchange<kWords / 2>(x, LaneIndices{});
+#pragma GCC unroll 16
+  for (int j = 0; j < kWords - 1; ++j) __builtin_memcpy(out + j * ld_out, &x[j], sizeof x[j]);
+  __builtin_memcpy(out + (kWords - 1) * ld_out, &x[kWords - 1], rows * sizeof(uint32_t));
 }
 
 // A panel that is contiguous along K (stride_k = 1): decode 16 words of each row, then transpose
 // the block, which fits in the L1 cache.
 template <int pair, int width, class T>
 uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
-  constexpr int block = 16, quads = width / 4 * 4;
+  constexpr int block = 16, side = width < kWords ? width : kWords;
+  static_assert(width % side == 0 && block % kWords == 0);
   uint32_t tile[width][block], lost = 0;
   for (int64_t w = 0; w < words; w += block, out += block * width) {
     for (int i = 0; i < width; ++i) {
       lost |= decode_words<pair>(src + i * stride_i + w * pair, tile[i]);
     }
-    for (int j = 0; j < block; j += 4) {
-      for (int i = 0; i < quads; i += 4) {
-        transpose_4x4(&tile[i][j], block, out + j * width + i, width);
+    for (int j = 0; j < block; j += kWords) {
+      for (int i = 0; i < width; i += side) {
+        transpose_block<side>(&tile[i][j], block, out + j * width + i, width);
       }
-    }
-    for (int j = 0; j < block; ++j) {
-      for (int i = quads; i < width; ++i) out[j * width + i] = tile[i][j];
     }
   }
   return lost;
@@ -165,6 +174,16 @@ bool pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int6
   return lost != 0;
 }
 
+constexpr int kWordsAhead = 32;  // words of K, the time in which data comes from the L3 cache
+
+template <int mr, int nv>
+inline void prefetch(const uint32_t* a, const uint32_t* b) {
+  constexpr int per_line = 16, width = nv * sizeof(Vec) / sizeof(uint32_t);
+  __builtin_prefetch(a + kWordsAhead * mr);
+#pragma GCC unroll 4
+  for (int i = 0; i < width; i += per_line) __builtin_prefetch(b + kWordsAhead * width + i);
+}
+
 template <int mr, int nv>
 void micro_f32(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
                bool accumulate) {
@@ -177,15 +196,14 @@ void micro_f32(int64_t words, const uint32_t* a, const uint32_t* b, float* c, in
       acc[i][j] = accumulate ? load(c + i * ldc + j * lanes) : Vec{};
     }
   }
-  const float* fa = reinterpret_cast<const float*>(a);
-  const float* fb = reinterpret_cast<const float*>(b);
-  for (int64_t w = 0; w < words; ++w, fa += mr, fb += nv * lanes) {
+  for (int64_t w = 0; w < words; ++w, a += mr, b += nv * lanes) {
+    prefetch<mr, nv>(a, b);
     Vec row[nv];
 #pragma GCC unroll 4
-    for (int j = 0; j < nv; ++j) row[j] = load(fb + j * lanes);
+    for (int j = 0; j < nv; ++j) row[j] = load(reinterpret_cast<const float*>(b) + j * lanes);
 #pragma GCC unroll 16
     for (int i = 0; i < mr; ++i) {
-      Vec x = broadcast(fa[i]);
+      Vec x = broadcast(bits_float(a[i]));
 #pragma GCC unroll 4
       for (int j = 0; j < nv; ++j) acc[i][j] = fma(x, row[j], acc[i][j]);
     }

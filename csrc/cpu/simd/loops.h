@@ -16,6 +16,9 @@
 
 namespace mixprec::cpu {
 
+template <int...>
+struct Indices {};
+
 // A GEMM micro-kernel and its packed layout. Operands are packed into panels of 4-byte words: one
 // fp32 or a pair of bf16 (k, k + 1). A panel of `width` rows (of a) or columns (of b) is
 // [words of k][width].

@@ -26,6 +26,8 @@ inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 constexpr int MR = 6, NV = 2, NR = 16;
 
+typedef Indices<0, 1, 2, 3, 4, 5, 6, 7> LaneIndices;
+
 // Philox: counters side by side, the low halves' product, and how two vectors are interleaved.
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 inline Lanes product(Lanes a, uint32_t b) {

@@ -26,6 +26,8 @@ inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 constexpr int MR = 14, NV = 2, NR = 32;
 
+typedef Indices<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> LaneIndices;
+
 // Philox: counters side by side, the low halves' product, and how two vectors are interleaved.
 typedef uint64_t Lanes __attribute__((vector_size(64)));
 inline Lanes product(Lanes a, uint32_t b) {
@@ -83,6 +85,7 @@ void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, i
     }
   }
   for (int64_t w = 0; w < words; ++w, a += mr, b += nv * 16) {
+    prefetch<mr, nv>(a, b);
     __m512bh row[nv];
 #pragma GCC unroll 4
     for (int j = 0; j < nv; ++j) row[j] = (__m512bh)_mm512_loadu_si512(b + j * 16);

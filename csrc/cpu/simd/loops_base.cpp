@@ -29,6 +29,8 @@ inline Vec broadcast(float x) { return Vec{x, x, x, x}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 constexpr int MR = 4, NV = 2, NR = 8;
 
+typedef Indices<0, 1, 2, 3> LaneIndices;
+
 // Philox: counters side by side, the low halves' product, and how two vectors are interleaved.
 typedef uint64_t Lanes __attribute__((vector_size(16)));
 inline Lanes product(Lanes a, uint32_t b) {
