@@ -74,7 +74,7 @@ struct Forward {
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, double scale) {
   Sizes size = check(q, k, v, causal, scale, "attention");
   q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
-  Tensor out = empty_like_rows(q);
+  Tensor out = empty_like_rows(q, q.scalar_type());
   Tensor logsumexp = empty({size.batch, size.heads, size.queries}, ScalarType::Float);
   float* all_logsumexp = static_cast<float*>(logsumexp.mutable_data_ptr());
   Heads of_q(q), of_k(k), of_v(v), to(out);

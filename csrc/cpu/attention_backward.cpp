@@ -86,8 +86,8 @@ struct Backward {
     };
     pack(of_q, q, q_rows);
     pack(of_g, g, g_rows);
-    kernel.row_dots(out.dtype, of_g.at(b, h, 0), of_g.row, out.at(b, h, 0), out.row, size.queries,
-                    size.d, shared);
+    kernel.row_dots(of_g.dtype, of_g.at(b, h, 0), of_g.row, out.dtype, out.at(b, h, 0), out.row,
+                    size.queries, size.d, shared);
     std::fill(dq, dq + queries * ld.by_rows, 0.0f);
   }
 
@@ -160,10 +160,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
                                                       Tensor out, Tensor logsumexp, bool causal,
                                                       double scale) {
   Sizes size = check(q, k, v, causal, scale, "attention_backward");
-  for (const Tensor* t : {&g, &out}) {
-    STD_TORCH_CHECK(same_shape(*t, q) && on_cpu(*t) && t->scalar_type() == q.scalar_type(),
-                    "attention_backward: g and out must be as q");
-  }
+  STD_TORCH_CHECK(same_shape(g, q) && on_cpu(g) && is_float(dtype_of(g, "attention_backward")),
+                  "attention_backward: g must have q's shape, fp32, bf16 or fp16");
+  STD_TORCH_CHECK(same_shape(out, q) && on_cpu(out) && out.scalar_type() == q.scalar_type(),
+                  "attention_backward: out must be as q");
   STD_TORCH_CHECK(logsumexp.dim() == 3 && logsumexp.size(0) == size.batch &&
                       logsumexp.size(1) == size.heads && logsumexp.size(2) == size.queries &&
                       logsumexp.scalar_type() == ScalarType::Float && on_cpu(logsumexp),
@@ -172,7 +172,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
   out = dense_rows(out);
   if (!logsumexp.is_contiguous()) logsumexp = to_contiguous(logsumexp);
   const float* all_logsumexp = static_cast<const float*>(logsumexp.const_data_ptr());
-  Tensor dq = empty_like_rows(q), dk = empty_like_rows(k), dv = empty_like_rows(v);
+  ScalarType of_grads = g.scalar_type();
+  Tensor dq = empty_like_rows(q, of_grads), dk = empty_like_rows(k, of_grads),
+         dv = empty_like_rows(v, of_grads);
   Heads of_g(g), of_q(q), of_k(k), of_v(v), of_out(out), to_q(dq), to_k(dk), to_v(dv);
   const AttentionKernel& kernel = kernel_for(of_q.dtype);
   for (const std::vector<Part>& parts : parts_of(size)) {

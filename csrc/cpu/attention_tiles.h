@@ -129,9 +129,9 @@ inline Tensor dense_rows(const Tensor& t) {
   return t.size(3) < 2 || t.strides()[3] == 1 ? t : to_contiguous(t);
 }
 
-inline Tensor empty_like_rows(const Tensor& x) {  // [B, H, T, D] in memory as [B, T, H, D]
-  return torch::stable::transpose(
-      empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.scalar_type()), 1, 2);
+// [B, H, T, D] in memory as [B, T, H, D]
+inline Tensor empty_like_rows(const Tensor& x, ScalarType dtype) {
+  return torch::stable::transpose(empty({x.size(0), x.size(2), x.size(1), x.size(3)}, dtype), 1, 2);
 }
 
 inline const AttentionKernel& kernel_for(Dtype dtype) {

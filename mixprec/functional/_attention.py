@@ -43,8 +43,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(_NO_SECOND)
-        g = _dense(g.to(out.dtype))
-        grads = attention_backward(g, q, k, v, out, logsumexp, ctx.causal, ctx.scale)
+        grads = attention_backward(_dense(g), q, k, v, out, logsumexp, ctx.causal, ctx.scale)
         needs = ctx.needs_input_grad[:3]
         needed = (
             x.to(dtype) if need else None

@@ -62,7 +62,7 @@ def attention_backward_reference(
     dq = of_scores @ _by_query_head(k, q)
     dk = (of_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
     dv = (weights.transpose(-1, -2) @ wide_g).unflatten(1, heads).sum(2)
-    return _rows_first(dq, q.dtype), _rows_first(dk, k.dtype), _rows_first(dv, v.dtype)
+    return _rows_first(dq, g.dtype), _rows_first(dk, g.dtype), _rows_first(dv, g.dtype)
 
 
 def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -99,9 +99,9 @@ def _check_backward(
 ) -> None:
     op = "attention_backward"
     _check_operands(op, q, k, v)
-    for name, x in (("g", g), ("out", out)):
+    for name, x, dtypes in (("g", g, checks.FLOATS), ("out", out, (q.dtype,))):
         checks.is_tensor(op, name, x)
-        checks.has_dtype(op, name, x, (q.dtype,))
+        checks.has_dtype(op, name, x, dtypes)
         checks.has_shape(op, name, x, q.shape, "q's shape")
         checks.on_device(op, name, x, q.device, "q")
     checks.is_tensor(op, "logsumexp", logsumexp)
@@ -110,16 +110,18 @@ def _check_backward(
     checks.on_device(op, "logsumexp", logsumexp, q.device, "q")
 
 
-def _empty_rows_first(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+def _empty_rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+    return x.new_empty(shape, dtype=dtype).transpose(1, 2)
 
 
 def _fake(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_rows_first(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _empty_rows_first(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
-    return _empty_rows_first(q), _empty_rows_first(k), _empty_rows_first(v)
+def _fake_backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
+    dq, dk, dv = (_empty_rows_first(x, g.dtype) for x in (q, k, v))
+    return dq, dk, dv
 
 
 attention_op = Op(
@@ -172,9 +174,11 @@ def attention_backward(
     causal: bool,
     scale: float,
 ) -> Three:
-    """Return (dq, dk, dv), the gradients of q, k and v where g, of q's shape and dtype, is that of
-    out. The other arguments: as `attention` took and returned them. The results lie in memory as
-    [B, T, H, D]. TypeError or ValueError names an invalid argument.
+    """Return (dq, dk, dv), the gradients of q, k and v where g is that of out.
+
+    g: q's shape; fp32, bf16 or fp16, which is the dtype of the results. The other arguments: as
+    `attention` took and returned them. The results lie in memory as [B, T, H, D]. TypeError or
+    ValueError names an invalid argument.
     """
     checks.is_tensor("attention_backward", "g", g)
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)

@@ -88,7 +88,7 @@ class Expected:
         self.of_logsumexp = worst[..., 0] + (2 * s + 8) * u * (1 + self.logsumexp.abs())
         self.results = [y.detach() for y in (out, dq, dk, dv)]
         bounds = ((dq, of_dq), (dk, of_dk), (dv, of_dv))
-        self.bounds = [of_out.detach(), *((b + rounding(y, dtype)).detach() for y, b in bounds)]
+        self.bounds = [of_out.detach(), *((b + rounding(y, x.g.dtype)).detach() for y, b in bounds)]
 
 
 def run(x: Inputs, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
@@ -99,8 +99,9 @@ def run(x: Inputs, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
 
 def check(x: Inputs, causal: bool, scale: float) -> None:
     got, want = run(x, causal, scale), Expected(x, causal, scale)
-    for y, exact, bound in zip(got, want.results, want.bounds, strict=False):
-        assert y.dtype == x.q.dtype
+    dtypes = x.q.dtype, *[x.g.dtype] * 3
+    for y, exact, bound, dtype in zip(got, want.results, want.bounds, dtypes, strict=False):
+        assert y.dtype == dtype
         assert y.transpose(1, 2).is_contiguous()
         assert_close(y, exact, bound)
     assert_close(got[4], want.logsumexp, want.of_logsumexp)
@@ -116,6 +117,12 @@ def test_values(
     scale: float | None,
 ) -> None:
     check(inputs(shape, dtype), causal, shape[-1] ** -0.5 if scale is None else scale)
+
+
+@for_each("causal", [False, True])
+def test_gradients_have_the_dtype_of_g(backend: str, poisoned: None, causal: bool) -> None:
+    x = inputs((1, 4, 2, 100, 130, 24), torch.bfloat16)
+    check(x._replace(g=x.g.float()), causal, 0.2)
 
 
 @for_each("causal", [False, True])

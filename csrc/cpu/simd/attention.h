@@ -71,8 +71,8 @@ struct AttentionKernel {
                            const float* logsumexp, const float* shared, float scale,
                            uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t);
   // out[row] = sum of x * y
-  void (*row_dots)(Dtype, const void* x, int64_t stride_x, const void* y, int64_t stride_y,
-                   int64_t rows, int64_t d, float* out);
+  void (*row_dots)(Dtype of_x, const void* x, int64_t stride_x, Dtype of_y, const void* y,
+                   int64_t stride_y, int64_t rows, int64_t d, float* out);
   // out[row] <- x[row][ld] * factor[row]; null: 1
   void (*store_rows)(Dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
                      int64_t d, void* out, int64_t stride);

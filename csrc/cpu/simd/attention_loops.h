@@ -248,13 +248,14 @@ void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
   }
 }
 
-void row_dots(Dtype dtype, const void* x, int64_t stride_x, const void* y, int64_t stride_y,
-              int64_t rows, int64_t d, float* out) {
-  with_float(dtype, [&](auto t) {
+void row_dots(Dtype of_x, const void* x, int64_t stride_x, Dtype of_y, const void* y,
+              int64_t stride_y, int64_t rows, int64_t d, float* out) {
+  auto dots = [&](auto t, auto u) {
     using T = typename decltype(t)::type;
+    using U = typename decltype(u)::type;
     for (int64_t r = 0; r < rows; ++r) {
       const T* __restrict a = static_cast<const T*>(x) + r * stride_x;
-      const T* __restrict b = static_cast<const T*>(y) + r * stride_y;
+      const U* __restrict b = static_cast<const U*>(y) + r * stride_y;
       float sums[16] = {};
       int64_t whole = d / 16 * 16;
       for (int64_t i = 0; i < whole; i += 16) {
@@ -264,7 +265,8 @@ void row_dots(Dtype dtype, const void* x, int64_t stride_x, const void* y, int64
       for (int l = 1; l < 16; ++l) sums[0] += sums[l];
       out[r] = sums[0];
     }
-  });
+  };
+  with_float(of_x, [&](auto t) { with_float(of_y, [&](auto u) { dots(t, u); }); });
 }
 
 void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,

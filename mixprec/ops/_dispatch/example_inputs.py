@@ -297,7 +297,7 @@ def attention_backward(device: str) -> Iterator[Arguments]:
         drawn = torch.randint(-1, 2, (2, *q.shape), generator=generator, device="cpu")
         logsumexp = torch.zeros(q.shape[:3], dtype=torch.float32, device=device)
         g, out = drawn.to(device, q.dtype)
-        yield [g, q, k, v, out, logsumexp, causal, scale]
+        yield [g.float() if causal else g, q, k, v, out, logsumexp, causal, scale]
 
 
 def rotary(device: str) -> Iterator[Arguments]:
