@@ -4,6 +4,22 @@
 
 constexpr int kLanes = sizeof(Vec) / sizeof(float);
 
+// c = acc * alpha, or c * factor[row] + acc * alpha.
+template <bool adds, int vecs>
+inline void finish(const Vec (&acc)[kRows][vecs], float alpha, const float* factor, float* c,
+                   int64_t ldc) {
+  const Vec by = broadcast(alpha);
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i, c += ldc) {
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; ++j) {
+      Vec sum = acc[i][j] * by;
+      if constexpr (adds) sum = load(c + j * kLanes) * broadcast(factor[i]) + sum;
+      store(c + j * kLanes, sum);
+    }
+  }
+}
+
 template <bool transposed, int vecs>
 void micro(const TileProduct& p, int64_t row, int64_t col, int64_t first, int64_t last) {
   Vec acc[kRows][vecs] = {};
@@ -22,15 +38,10 @@ void micro(const TileProduct& p, int64_t row, int64_t col, int64_t first, int64_
     }
   }
   float* c = p.c + row * p.ldc + col;
-  const Vec alpha = broadcast(p.alpha);
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i, c += p.ldc) {
-#pragma GCC unroll 4
-    for (int j = 0; j < vecs; ++j) {
-      Vec sum = acc[i][j] * alpha;
-      if (p.factor != nullptr) sum = load(c + j * kLanes) * broadcast(p.factor[row + i]) + sum;
-      store(c + j * kLanes, sum);
-    }
+  if (p.factor == nullptr) {
+    finish<false>(acc, p.alpha, nullptr, c, p.ldc);
+  } else {
+    finish<true>(acc, p.alpha, p.factor + row, c, p.ldc);
   }
 }
 
@@ -63,6 +74,14 @@ inline uint32_t word_of(T low, T high) {
   return bf16_bits(decode(low)) | bf16_bits(decode(high)) << 16;
 }
 
+// Rows of a head lie apart in memory, too short for the processor to foresee the next one.
+template <int is_write, class T>
+inline void prefetch_row(const T* row, int64_t d) {
+  for (int64_t i = 0; i < d; i += 64 / sizeof(T)) __builtin_prefetch(row + i, is_write);
+}
+
+constexpr int64_t kHeadRowsAhead = 4;
+
 void zero_words(uint32_t* out, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) out[i] = 0;
 }
@@ -74,6 +93,7 @@ void pack(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
     using T = typename decltype(t)::type;
     for (int64_t r = 0; r < rows; ++r) {
       const T* __restrict x = static_cast<const T*>(src) + r * stride;
+      prefetch_row<0>(x + kHeadRowsAhead * stride, d);
       uint32_t* __restrict words = out + r * ld;
       for (int64_t i = 0; i < whole; ++i)
         words[i] = word_of(x[i * kPair], x[i * kPair + kPair - 1]);
@@ -91,6 +111,7 @@ void pack_by_rows(Dtype dtype, const void* src, int64_t stride, int64_t rows, in
     using T = typename decltype(t)::type;
     for (int64_t w = 0; w < (rows + kPair - 1) / kPair; ++w) {
       const T* __restrict x = static_cast<const T*>(src) + w * kPair * stride;
+      prefetch_row<0>(x + kHeadRowsAhead * stride, d);
       uint32_t* __restrict words = out + w * ld;
       if (w < whole) {
         for (int64_t i = 0; i < d; ++i) words[i] = word_of(x[i], x[i + (kPair - 1) * stride]);
@@ -256,6 +277,7 @@ void row_dots(Dtype of_x, const void* x, int64_t stride_x, Dtype of_y, const voi
     for (int64_t r = 0; r < rows; ++r) {
       const T* __restrict a = static_cast<const T*>(x) + r * stride_x;
       const U* __restrict b = static_cast<const U*>(y) + r * stride_y;
+      prefetch_row<0>(b + kHeadRowsAhead * stride_y, d);
       float sums[16] = {};
       int64_t whole = d / 16 * 16;
       for (int64_t i = 0; i < whole; i += 16) {
@@ -276,6 +298,7 @@ void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, in
     for (int64_t r = 0; r < rows; ++r) {
       const float* __restrict from = x + r * ld;
       T* __restrict to = static_cast<T*>(out) + r * stride;
+      prefetch_row<1>(to + kHeadRowsAhead * stride, d);
       const float by = factor == nullptr ? 1.0f : factor[r];
       for (int64_t i = 0; i < d; ++i) to[i] = Convert<T>::encode(from[i] * by);
     }
