@@ -76,8 +76,8 @@ def _why_not_cpu(recipe: Recipe) -> str | None:
     if library.C is not None and library.C.isa() == "avx512_bf16":
         return None
     has = library.C is not None and "avx512_bf16" in library.C.isa_available()
-    why = "fp32 products are faster than its" if has else "it has no"
-    return f"this CPU multiplies bf16 in fp32: {why} instructions for bf16 (avx512_bf16); {_STILL_RUNS}"
+    why = "they are faster than its" if has else "it has no"
+    return f"this CPU path multiplies in fp32: {why} instructions for bf16; {_STILL_RUNS}"
 
 
 _OTHERS = {

@@ -91,8 +91,8 @@ def attention(
 
     Nothing of size T x S is stored: the softmax is computed tile by tile as keys are read, and
     again in backward, from q, k, v, the result and the logsumexp of each row, which are saved.
-    Sums, maxima and exponentials are FP32. Products are FP32; of bf16 operands on a processor with
-    AVX512-BF16 (AMD), the weights and the gradients of scores are rounded to bf16 first. Inf and NaN
+    Sums, maxima and exponentials are FP32. Products are FP32; of bf16 operands on an AMD processor
+    with AVX512-BF16, the weights and the gradients of scores are rounded to bf16 first. Inf and NaN
     reach the results of the rows that see them (and may reach others of the same block). Results do
     not depend on the number of threads.
 
