@@ -76,7 +76,7 @@ def test_every_pattern_with_nan_and_inf(arch: str) -> None:
 
 @for_each("pair, arch", [(pair, arch) for arch, pair in CASES if pair[0].itemsize == 1])
 def test_every_fp8_product_at_every_place(pair: Pair, arch: str) -> None:
-    """All pairs of patterns, each beside a product of +-2^place: how much is cut, of either sign."""
+    """All pairs of patterns, each beside a product of +-2^place: how much is cut, of each sign."""
     codes = torch.arange(256, dtype=torch.uint8)
     for place in range(-18, 17):
         a, b = torch.zeros(256, 3).to(pair[0]), torch.zeros(3, 256).to(pair[1])

@@ -7,6 +7,7 @@
 // steps are computed one by one, by the scalar formula.
 
 constexpr int32_t kLowest = -75, kHighest = 127;  // of top
+constexpr int32_t kTwoBiases = 2 * Codes<uint16_t>::bias;
 
 inline Ints to_ints(Vec x) { return __builtin_convertvector(x, Ints); }   // toward zero
 inline Vec to_floats(Ints x) { return __builtin_convertvector(x, Vec); }  // as TowardZero says
@@ -16,7 +17,7 @@ template <int width>
 bool pack_simulated(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
                     int64_t k, uint32_t* out) {
   pack_blocks<uint16_t, 1, 2, width>(dtype, src, stride_i, stride_k, rows, k, out,
-                                     [](uint32_t x, uint32_t* to) { *to = x; });
+                                     [](uint32_t x, int, int64_t) { return x; });
   return false;
 }
 
@@ -57,9 +58,8 @@ struct SimulatedTile {
     Ints none[kRows][NV];
     for (int i = 0; i < kRows; ++i) {
       for (int j = 0; j < NV; ++j) {
-        none[i][j] = (Ints)code[i][j] < static_cast<int32_t>(Codes<uint16_t>::lowest);
-        Ints largest = max_of((Ints)code[i][j] - static_cast<int32_t>(2 * Codes<uint16_t>::bias),
-                              (((Ints)sum[i][j] >> 23) & 255) - 127);
+        none[i][j] = (Ints)code[i][j] < kTwoBiases - 252;
+        Ints largest = max_of((Ints)code[i][j] - kTwoBiases, (((Ints)sum[i][j] >> 23) & 255) - 127);
         special[i][j] |= (Words)((largest > kHighest) | ((largest < kLowest) & ~none[i][j]));
         top[i][j] = max_of(largest, all(kLowest));
         factor[i][j] = two_to(core.fraction_bits - top[i][j]);

@@ -30,55 +30,54 @@ class TowardZero {
 #endif
 };
 
-// The code of an exponent: 0 of the number 0, else exponent + bias, special of 2^31 and more. A sum
-// of two codes is largest where both numbers are not 0, or one is special. Of 8 bits, for FP8, it
-// is 248 at most.
+// The code of an exponent: 0 of the number 0, special of 2^31 and more (and of Inf and NaN), else
+// the exponent + bias. Any sum of two codes is below 2 * bias + (the smallest exponent of a
+// product) where a number is 0 and none special, and above 2 * bias + (the largest) where one is
+// special. Codes of 8 bits are for FP8; their sums fit too.
 template <class Code>
 struct Codes {
   static constexpr int bits = 8 * sizeof(Code), in_word = 32 / bits;
-  static constexpr uint32_t bias = bits == 8 ? 44 : 2000, special = bits == 8 ? 124 : 10000;
-  // The sum where both numbers are not 0 is between these if none is special.
-  static constexpr uint32_t lowest = 2 * bias - (bits == 8 ? 28 : 252);
-  static constexpr uint32_t highest = 2 * bias + (bits == 8 ? 30 : 60);
+  static constexpr int32_t bias = bits == 8 ? 44 : 2000, special = bits == 8 ? 124 : 10000;
   typedef Code Vector __attribute__((vector_size(sizeof(Vec))));
 
   static uint32_t of(uint32_t magnitude, int32_t least) {
     int32_t e = static_cast<int32_t>(magnitude >> 23) - 127;
-    uint32_t code = static_cast<uint32_t>(e > least ? e : least) + bias;
-    code = e > 30 ? special : code;
-    return magnitude == 0 ? 0 : code;
+    int32_t code = e > 30 ? special : (e > least ? e : least) + bias;
+    return magnitude == 0 ? 0 : static_cast<uint32_t>(code);
   }
 };
 
 constexpr int64_t kPanelBlock = 32;  // of K, a multiple of the steps of all tensor cores
 
-// Packs into blocks of kPanelBlock of K: [k][values][width], then [k / in_word][codes][width]. A
-// block has `words` for each of K, not all of them used. write(x, to) stores the values of one
-// element, `width` apart.
-template <class Code, int values, int words, int width, class Write>
+// Packs into blocks of kPanelBlock of K: [values][k][width], then [k / in_word][codes][width]. A
+// block has `words` for each of K, not all of them used. value(x, v, block): the v-th value of x.
+template <class Code, int values, int words, int width, class Value>
 void pack_blocks(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                 int64_t k, uint32_t* out, const Write& write) {
-  // To the end of the panel first: a row is read before its place is written.
-  const uint32_t* from = out + (words - 1) * k * width;
-  pack<1, width>(dtype, src, stride_i, stride_k, rows, k, out + (words - 1) * k * width);
+                 int64_t k, uint32_t* out, const Value& value) {
+  // To the end of the panel first. Only the codes of the last block may get to its own place there.
+  uint32_t* decoded = out + (words - 1) * k * width;
+  pack<1, width>(dtype, src, stride_i, stride_k, rows, k, decoded);
   int32_t least = min_exponent(dtype);
+  constexpr int in_word = Codes<Code>::in_word;
   for (int64_t at = 0; at < k; at += kPanelBlock) {
-    int64_t block = k - at < kPanelBlock ? k - at : kPanelBlock;
-    uint32_t *to = out + words * at * width, *codes = to + values * block * width;
-    uint32_t code[width] = {};
-    for (int64_t j = 0; j < block; ++j, from += width, to += values * width) {
-      uint32_t row[width];
-      __builtin_memcpy(row, from, sizeof row);
-      int place = static_cast<int>(j) % Codes<Code>::in_word;
+    int64_t block = k - at < kPanelBlock ? k - at : kPanelBlock, n = block * width;
+    const uint32_t* from = decoded + at * width;
+    uint32_t code[(kPanelBlock + in_word) * width];
+    for (int64_t i = 0; i < n; ++i) code[i] = Codes<Code>::of(from[i] & 0x7FFFFFFFu, least);
+    for (int64_t i = n; i < n + in_word * width; ++i) code[i] = 0;
+    uint32_t* to = out + words * at * width;
+    for (int v = 0; v < values; ++v, to += n) {
+      const uint32_t* __restrict x = from;
+      uint32_t* __restrict y = to;
+      for (int64_t i = 0; i < n; ++i) y[i] = value(x[i], v, block);
+    }
+    for (int64_t w = 0; w * in_word < block; ++w, to += width) {
       for (int i = 0; i < width; ++i) {
-        uint32_t before = place == 0 ? 0 : code[i];
-        code[i] = before | Codes<Code>::of(row[i] & 0x7FFFFFFFu, least)
-                               << place * Codes<Code>::bits;
-        write(row[i], to + i);
-      }
-      if (place == Codes<Code>::in_word - 1 || j == block - 1) {
-        __builtin_memcpy(codes, code, sizeof code);
-        codes += width;
+        uint32_t word = 0;
+        for (int j = 0; j < in_word; ++j) {
+          word |= code[(w * in_word + j) * width + i] << j * Codes<Code>::bits;
+        }
+        to[i] = word;
       }
     }
   }
