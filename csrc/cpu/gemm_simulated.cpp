@@ -24,10 +24,10 @@ struct Simulated {
   decltype(GemmKernel::pack_a) pack_a = kernel.pack_a;
   decltype(GemmKernel::pack_b) pack_b = kernel.pack_b;
 
-  static int64_t words(int64_t k) { return 2 * k; }
+  int64_t words(int64_t k) const { return kernel.words_of_k * k; }
   void micro(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
              bool accumulate) const {
-    kernel.micro(core, least_a, least_b, words / 2, a, b, c, ldc, accumulate);
+    kernel.micro(core, least_a, least_b, words / kernel.words_of_k, a, b, c, ldc, accumulate);
   }
 };
 
@@ -42,7 +42,9 @@ Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b
   STD_TORCH_CHECK(core.terms > 0, op, ": ", arch, " has no tensor core instruction for a's dtype");
   Scaling scaling(a, b, a_scale_inv, b_scale_inv, op);
   scaling.both.promoted = core.promoted && !fast_accum;
-  Simulated kernel{loops().simulated, core, min_exponent(of_a), min_exponent(of_b)};
+  const SimulatedKernel& loop =
+      core.significant_bits == 14 ? loops().simulated_short : loops().simulated;
+  Simulated kernel{loop, core, min_exponent(of_a), min_exponent(of_b)};
   return gemm_with(kernel, a, b, scaling.both, bias, out_type, op);
 }
 

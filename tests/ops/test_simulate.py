@@ -69,7 +69,35 @@ def test_every_pattern_with_nan_and_inf(arch: str) -> None:
                 x.copy_(torch.zeros(()))
             a[2], b[:, 5] = torch.tensor(1e-30).to(pair[0]), torch.tensor(1e-12).to(pair[1])
             a[3], b[:, 30] = torch.tensor(3e38).to(pair[0]), 2.0
-            both_ways(a, b, None, None, None, torch.float32, False, arch)
+            a[5], b[:, 31] = (torch.finfo(dtype).max for dtype in pair)
+            for fast in (False, True):  # True: in passes, where Inf and NaN reach the next one
+                got = both_ways(a, b, None, None, None, torch.float32, fast, arch)
+                assert set(got[got.isnan()].view(torch.int32).tolist()) == {0x7FFFFFFF}
+
+
+@for_each("pair, arch", [(pair, arch) for arch, pair in CASES if pair[0].itemsize == 1])
+def test_every_fp8_product_at_every_place(pair: Pair, arch: str) -> None:
+    """All pairs of patterns, each beside a product of +-2^place: how much is cut, of each sign."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    for place in range(-18, 17):
+        a, b = torch.zeros(256, 3).to(pair[0]), torch.zeros(3, 256).to(pair[1])
+        a[:, 2], b[2] = codes.view(pair[0]), codes.view(pair[1])
+        a[:, 0], b[0] = 2.0 ** (place // 2), 2.0 ** (place - place // 2) * (-1) ** (place // 3)
+        both_ways(a, b, None, None, None, torch.float32, True, arch)
+
+
+def test_the_rounding_mode_is_restored() -> None:
+    a, b, tiny = normal((3, 64), F16), normal((64, 3), F16, 1), torch.full((8,), 1e-40)
+    for dtype, flush in itertools.product((F16, E4M3), (True, False)):
+        torch.set_flush_denormal(flush)
+        try:
+            torch.ops.mixprec.gemm_simulated(
+                a.to(dtype), b.to(dtype), None, None, None, torch.float32, False, "hopper"
+            )
+            assert torch.equal((tiny * 0.5 == 0), torch.full((8,), flush))
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(1 + torch.full((8,), 1.5 * 2.0**-24), torch.full((8,), 1 + 2.0**-23))
 
 
 def test_promotion() -> None:

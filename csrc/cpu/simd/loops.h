@@ -38,10 +38,10 @@ struct GemmKernel {
                 bool accumulate);
 };
 
-// The same for products as a tensor core computes them. A panel of `width` rows or columns is
-// [k][fp32 values, their exponents][width].
+// The same for products as a tensor core computes them, with panels of `words_of_k` words for each
+// of K (tensor_core_panels.h).
 struct SimulatedKernel {
-  int64_t mr, nr;
+  int64_t mr, nr, words_of_k;
   decltype(GemmKernel::pack_a) pack_a;
   decltype(GemmKernel::pack_b) pack_b;
   // c = or += chained steps over `k`. least: the smallest exponents of the operands' formats.
@@ -199,7 +199,8 @@ struct Loops {
   // y <- the row x of d features rotated by the angles of its position, d / 2 of them
   void (*rotary)(Dtype, bool interleaved, const void* x, const float* cos, const float* sin,
                  void* y, int64_t d);
-  SimulatedKernel simulated;
+  SimulatedKernel simulated;        // sums of 24 bits
+  SimulatedKernel simulated_short;  // of 14 bits
 };
 
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.

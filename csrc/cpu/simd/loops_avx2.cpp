@@ -42,7 +42,11 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 #include "quantize_loops.h"
 #include "rotary_loops.h"
 #include "state8_loops.h"
+#include "tensor_core_panels.h"
+
+// These use tensor_core_panels.h.
 #include "tensor_core_loops.h"
+#include "tensor_core_short_loops.h"
 
 // These use the ones above.
 #include "pack_loops.h"

@@ -44,7 +44,11 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #include "quantize_loops.h"
 #include "rotary_loops.h"
 #include "state8_loops.h"
+#include "tensor_core_panels.h"
+
+// These use tensor_core_panels.h.
 #include "tensor_core_loops.h"
+#include "tensor_core_short_loops.h"
 
 // These use the ones above.
 #include "pack_loops.h"

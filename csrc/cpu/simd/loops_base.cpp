@@ -13,6 +13,8 @@
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
+#else
+#include <cfenv>
 #endif
 
 namespace mixprec::cpu::base {
@@ -48,7 +50,11 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 #include "quantize_loops.h"
 #include "rotary_loops.h"
 #include "state8_loops.h"
+#include "tensor_core_panels.h"
+
+// These use tensor_core_panels.h.
 #include "tensor_core_loops.h"
+#include "tensor_core_short_loops.h"
 
 // These use the ones above.
 #include "pack_loops.h"

@@ -37,7 +37,7 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, AttentionKernel att
       .attention_f32 = attention_f32::attention_kernel,
       .attention_bf16 = attention,
       .rotary = rotary,
-      .simulated = {kRows, NV * kFloats, pack_simulated<kRows>, pack_simulated<NV * kFloats>,
-                    simulate},
+      .simulated = simulated,
+      .simulated_short = simulated_short,
   };
 }
