@@ -92,17 +92,19 @@ inline void exchange(Words (&x)[kWords], Indices<lane...>) {
   if constexpr (side > 1) exchange<side / 2>(x, LaneIndices{});
 }
 
-// out[j * ld_out + i] = in[i * ld_in + j] for `rows` rows of a vector of words. Each row of out is
-// stored as a whole vector, whose surplus the next row overwrites; the last one is not.
+// out[j * ld_out + i] = in[i * ld_in + j] for `rows` rows of a vector of words. A row of out is
+// stored as a whole vector, whose surplus the next rows overwrite, but for the last rows.
 template <int rows>
 inline void transpose_block(const uint32_t* in, int64_t ld_in, uint32_t* out, int64_t ld_out) {
+  constexpr int whole = kWords - (kWords - 1) / rows;  // the others reach beyond the block
   Words x[kWords] = {};
 #pragma GCC unroll 16
   for (int i = 0; i < rows; ++i) __builtin_memcpy(&x[i], in + i * ld_in, sizeof x[i]);
   exchange<kWords / 2>(x, LaneIndices{});
 #pragma GCC unroll 16
-  for (int j = 0; j < kWords - 1; ++j) __builtin_memcpy(out + j * ld_out, &x[j], sizeof x[j]);
-  __builtin_memcpy(out + (kWords - 1) * ld_out, &x[kWords - 1], rows * sizeof(uint32_t));
+  for (int j = 0; j < kWords; ++j) {
+    __builtin_memcpy(out + j * ld_out, &x[j], j < whole ? sizeof x[j] : rows * sizeof(uint32_t));
+  }
 }
 
 // A panel that is contiguous along K (stride_k = 1): decode 16 words of each row, then transpose

@@ -2,7 +2,6 @@
 // once per instruction set, after gemm_loops.h.
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
-typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 
 constexpr int kFloats = sizeof(Vec) / sizeof(float), kRows = 4, kWidth = NV * kFloats;
 
