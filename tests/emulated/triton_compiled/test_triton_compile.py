@@ -107,8 +107,8 @@ OTHERS = [
     ("update_scale_", ONE, *[some(torch.int32, 1)] * 2, some(torch.int64, 3), ONE, ONE,
      2.0, 0.5, 2000, 0.5, 65536.0, 2, 0.5),
 ]  # fmt: skip
-# All for 9.0. 8.9 casts as 9.0 does, 12.0 as 10.0: there every third cast. Kernels without casts are
-# compiled for one of 8.0 and 10.0 beside it.
+# All for 9.0. 8.9 casts as 9.0 does, 12.0 as 10.0: there every third cast. Kernels without casts
+# are compiled for one of 8.0 and 10.0 beside it.
 PARTS = {80: (1, slice(0, None, 2)), 89: (3, slice(0)), 90: (1, slice(None)),
          100: (1, slice(1, None, 2)), 120: (3, slice(0))}  # fmt: skip
 BUILDS = [
