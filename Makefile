@@ -151,8 +151,9 @@ QUICKLY = $(PARALLEL) -m "not slow and not exhaustive"
 test: needs-test $(READY)
 	$(call TIMED,$(PYTEST) $(CHOSEN))
 
+SLOWLY = slow and not exhaustive
 test-slow: needs-test $(READY)
-	$(call TIMED,$(PYTEST) $(PARALLEL) -m "slow and not exhaustive" $(ARGS) $(QUICK))
+	$(call TIMED,$(PYTEST) $(PARALLEL) -m "$(SLOWLY)" $(ARGS) $(QUICK))
 
 # Twice, because triton reads TRITON_INTERPRET when it is imported: modules of the other kind are
 # skipped and say so. (5: all of them, where triton is not installed.)
@@ -167,8 +168,7 @@ integrations-table: needs-integrations $(READY)
 	  $(PYTEST) $(ARGS) ../../tests/integrations
 
 test-all:
-	$(call TIMED,$(MAKE) test TESTS= && $(MAKE) test-slow && $(MAKE) test-kernels && \
-	  $(MAKE) test TESTS=tests ARGS="$(PARALLEL) -m exhaustive $(ARGS)")
+	$(call TIMED,$(MAKE) test TESTS= && $(MAKE) test-slow SLOWLY="slow or exhaustive" && $(MAKE) test-kernels)
 
 lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 	@$(WITH) "$(PY)" -m ruff check .

@@ -21,7 +21,7 @@ from cases import name
 import mixprec
 from mixprec.ops._dispatch import library
 
-CHUNK = 1 << 24
+CHUNK = 1 << 20
 INF_PATTERN = 0x7F800000
 
 

@@ -48,8 +48,7 @@ def assert_close(x: torch.Tensor, y: torch.Tensor, ranges: torch.Tensor, bits: i
     assert ((y.double() - exact).abs() <= step + slack).all()
 
 
-@for_each("layout", LAYOUTS)
-@for_each("bits, dtype", [*itertools.product(BITS, WIDE)])
+@for_each("layout, bits, dtype", pairwise(LAYOUTS, BITS, WIDE))
 def test_shapes_and_layouts(poisoned: None, bits: int, dtype: torch.dtype, layout: Layout) -> None:
     for i, shape in enumerate(SHAPES):
         x = layout(normal(shape, dtype, seed=i))

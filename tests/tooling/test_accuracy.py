@@ -81,11 +81,16 @@ def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool, 
     assert "3 seeds, 10 held-out" in block
 
 
-def test_the_program_runs(program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_runs(
+    program, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps a run: the file has a run per recipe, and the page can be made of it."""
-    assert (
-        program.main(["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]) == 0
-    )
+    import image_data
+
+    images = image_data.glyph_images(train=300, held_out=120)
+    monkeypatch.setattr(image_data, "load", lambda _: images)
+    arguments = ["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
+    assert program.main(arguments) == 0
     measured = page.load(tmp_path, "vit")
     assert [run["recipe"] for run in measured["runs"]] == list(program.SETS["precisions"])
     assert all(0 <= run["value"] <= 100 for run in measured["runs"])
@@ -115,6 +120,8 @@ def test_formats(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A run as a GPU computes it, what is kept of it, and the picture made of such runs."""
     monkeypatch.setattr(program, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
     monkeypatch.setattr("gpt_runs.VALIDATION_BYTES", 512)
+    parse, small = program.train_gpt.parse_arguments, ["--layers=1", "--width=64"]
+    monkeypatch.setattr(program.train_gpt, "parse_arguments", lambda words: parse(words + small))
     arguments = ["--task", "gpt", "--set", "formats", "--steps", "2", "--out", str(tmp_path)]
     assert program.main([*arguments, "--seeds", "1"]) == 0
     first = page.load(tmp_path, "gpt-formats")["runs"]

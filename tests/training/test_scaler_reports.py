@@ -118,7 +118,6 @@ def test_names(make: Make) -> None:
     gone = nn.Linear(1, 1)
     scaler, alive = GradScaler(model=gone), weakref.ref(gone)
     del gone
-    gc.collect()
     assert alive() is None
     assert names(scaler, make(groups)) == [places[0], places[2], places[1]]
 

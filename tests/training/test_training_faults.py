@@ -1,4 +1,4 @@
-"""A training run that overflows hundreds of times in a row recovers as if it never had."""
+"""A training run that overflows a hundred times in a row recovers as if it never had."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Run:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name)
-def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind: str) -> None:
+def test_120_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind: str) -> None:
     """And one in the first step of all: compared with a run without any."""
     calls: list[Any] = []
-    watch = {"max_consecutive_skips": 100, "on_max_skips": calls.append}
+    watch = {"max_consecutive_skips": 40, "on_max_skips": calls.append}
     run, calm = (Run(dtype, kind, **watch) for _ in range(2))
     run.step(0, (0, 0, math.nan))
     assert all(torch.equal(p, q) for p, q in zip(run.params, calm.params, strict=True))
@@ -70,17 +70,17 @@ def test_300_overflows_reach_the_minimum_scale_and_pass(dtype: torch.dtype, kind
         run.step(step)
         calm.step(step)
     before = copies(run.optimizer, run.params)
-    for step in range(300):
+    for step in range(120):
         run.step(step, (step % 4, -1, math.inf if step % 2 else math.nan))
         assert run.scaler.get_scale() >= MIN_SCALE
         assert run.scaler.last_step_skipped
     assert_same(tensors(run.optimizer, run.params), before)
     assert run.scaler.get_scale() == MIN_SCALE
-    assert run.scaler.skipped.item() == run.optimizer.skipped.item() == 301
+    assert run.scaler.skipped.item() == run.optimizer.skipped.item() == 121
     assert [[(each.inf, each.nan) for each in report] for report in calls] == [[(1, 0)]] * 3
     losses = [(run.step(step), calm.step(step)) for step in range(3, 71)]
     assert run.scaler.get_scale() == 2.0**10
-    assert run.scaler.skipped.item() == 301
+    assert run.scaler.skipped.item() == 121
     assert all(t.isfinite().all() for t in tensors(run.optimizer, run.params))
     if dtype == torch.float16:  # gradients vanish at such a scale, until it has grown again
         stormy, calmed = (sum(column[-20:]) for column in zip(*losses, strict=True))

@@ -27,13 +27,9 @@ ODD = 1003  # elements
 
 def calls() -> Iterable[tuple[str, list[Any]]]:
     """Every kernel that has a barrier, with several tiles, rows or chunks for a block (which has
-    more than one gradient and, with counts, two reductions in turn); odd sizes and alignments."""
+    more than one gradient and, with counts, two reductions in turn); odd sizes and alignments.
+    What takes longest comes last: a run without a barrier ends at the first call that needs it."""
     one, e4m3 = torch.tensor(1.0), torch.float8_e4m3fn
-    grads = [small_integers((n,), torch.float32, 4, n) for n in (0, 98309, *[33] * 40)]
-    for counts in (None, torch.full((len(grads), 4), -1)):
-        sums = torch.zeros(len(grads)).double()
-        yield "grad_stats_", [[g.bfloat16() for g in grads], None, one - 1, sums, counts]
-        yield "unscale_", [[g[:ODD] for g in grads], one / 2, one - 1, counts]
     for rows, cols, granularity, transpose, scale in (
         (128, 270, "tensor", True, 2.0), (131, 656, "tensor", True, 0.0),
         (131, 144, "tensor", False, None), (75, 150, "row", False, None),
@@ -77,6 +73,11 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
             kinds = [kind for kind in KINDS if (kind[1] is not None) is masters]
             mixed = [mix for kind in kinds for mix in mixes(*kind)[::5]]
             yield RULES[rule][0], arguments(rule, mixed, [(n,)], stochastic_rounding=True)
+    grads = [small_integers((n,), torch.float32, 4, n) for n in (0, 98309, *[33] * 40)]
+    for counts in (None, torch.full((len(grads), 4), -1)):
+        sums = torch.zeros(len(grads)).double()
+        yield "grad_stats_", [[g.bfloat16() for g in grads], None, one - 1, sums, counts]
+        yield "unscale_", [[g[:ODD] for g in grads], one / 2, one - 1, counts]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import subprocess
+import tempfile
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels: runs without TRITON_INTERPRET", allow_module_level=True)
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -41,6 +45,18 @@ def compile_for(
     fixed = {(i,): constants[n] for i, n in enumerate(names) if n not in types}
     source = ASTSource(kernel, signature, fixed, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def local_bytes(kernel: Any) -> int:
+    """Of a thread: registers that are spilled, and arrays."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", said)
+    assert len(found) == 1, said
+    return sum(map(int, found[0]))
 
 
 def pointers_of(types: dict[str, str]) -> tuple[str, ...]:

@@ -6,9 +6,11 @@ process of their own: `make test-kernels` has one pytest run for them and one fo
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 from emulated.ops import OPS, TRITON, launcher
+from triton.runtime import interpreter
 
 from mixprec.ops._dispatch import backends
 from mixprec.triton_kernels import configs, gemm
@@ -37,6 +40,20 @@ SETTINGS = {
     "wide": (configs.Config(16, 256, 32, 4, 2, group=3, tma=True), 1, 1, False),
     "tma": (configs.Config(32, 32, 64, 4, 2, group=2, tma=True), 3, 5, True),
 }
+
+
+# The interpreter puts its functions into triton.language at each call of a jitted function, also by
+# a kernel, which takes longer than to run them: here once for each function.
+_replace = interpreter._patch_lang
+
+
+@functools.cache
+def _replace_once(function: Callable[..., Any]) -> interpreter._LangPatchScope:
+    _replace(function)
+    return interpreter._LangPatchScope()  # that restores nothing
+
+
+interpreter._patch_lang = _replace_once
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
