@@ -1,0 +1,67 @@
+// The packing loops of every level that this processor has write nothing beyond their panel.
+// Prints what differs. Compiled and run by test_pack_panels.py.
+#include <cstdio>
+#include <vector>
+
+#include "cpu/simd/loops.h"
+
+namespace mixprec::cpu {
+namespace base {
+extern const Loops table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Loops table;
+}
+namespace avx512 {
+extern const Loops table, table_bf16;
+}
+#endif
+}  // namespace mixprec::cpu
+
+using namespace mixprec;
+using namespace mixprec::cpu;
+
+constexpr int kBeyond = 64;
+constexpr uint32_t kUntouched = 0xDEADBEEF;
+
+void check(const char* isa, const char* what, decltype(GemmKernel::pack_a) pack, int64_t width,
+           int64_t words_of_two) {
+  std::vector<unsigned char> source(1 << 18, 0x38);
+  for (Dtype dtype : {Dtype::f16, Dtype::bf16, Dtype::e4m3, Dtype::e5m2}) {
+    for (int64_t k = 1; k < 80; ++k) {
+      for (int64_t rows : {width, width - 1}) {
+        for (bool adjacent : {false, true}) {
+          int64_t words = (k * words_of_two + 1) / 2 * width;
+          std::vector<uint32_t> out(words + kBeyond, kUntouched);
+          pack(dtype, source.data(), adjacent ? 1 : 333, adjacent ? 97 : 1, rows, k, out.data());
+          int beyond = 0;
+          for (int i = 0; i < kBeyond; ++i) beyond += out[words + i] != kUntouched;
+          if (beyond > 0) std::printf("%s %s: k %ld, %d words beyond\n", isa, what, k, beyond);
+        }
+      }
+    }
+  }
+}
+
+void check(const Loops& l) {
+  for (const GemmKernel* kernel : {&l.gemm_f32, &l.gemm_bf16}) {
+    check(l.isa, "a", kernel->pack_a, kernel->mr, 2 / kernel->k_per_word);
+    check(l.isa, "b", kernel->pack_b, kernel->nr, 2 / kernel->k_per_word);
+  }
+  for (const SimulatedKernel* kernel : {&l.simulated, &l.simulated_short}) {
+    check(l.isa, "simulated a", kernel->pack_a, kernel->mr, 2 * kernel->words_of_k);
+    check(l.isa, "simulated b", kernel->pack_b, kernel->nr, 2 * kernel->words_of_k);
+  }
+}
+
+int main() {
+  check(base::table);
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) check(avx2::table);
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
+    check(avx512::table);
+    check(avx512::table_bf16);
+  }
+#endif
+}
