@@ -17,7 +17,7 @@ from mixprec.ops._dispatch.tensor_core import ARCHITECTURES, formats, tensor_cor
 from .. import verify
 from .registry import Medians, Target, Workload, case, times_faster_than
 
-SIZE = 128  # mmasim takes 0.2 s and more for such a product
+SIZE = 256  # of a larger product mmasim takes many seconds
 FLOPS = 2.0 * SIZE**3
 FP32 = "torch a.float() @ b.float()"
 NAMES = {
