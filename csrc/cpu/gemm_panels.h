@@ -21,7 +21,7 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
 
 constexpr int64_t kPackedBytes = 32 << 20;  // of b at a time; bounds the scratch memory
 constexpr int64_t kWordsPerPass = 1024;     // of K between two updates of the fp32 tile
-constexpr int64_t kTogether = 64;           // of K, where neighbouring panels are packed together
+constexpr int64_t kPackedTogether = 64;     // of K, where neighbouring panels are packed together
 constexpr int64_t kTileRows = 56, kTileCols = 256;  // of the fp32 tile: 56 KB
 
 // Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
@@ -31,7 +31,7 @@ bool pack_rows(const Kernel& kernel, decltype(GemmKernel::pack_a) pack, int64_t 
                const Matrix& x, int64_t first, int64_t count, int64_t k, uint32_t* out) {
   // Where panels are narrow pieces of the same rows of memory, they are packed while these are in
   // the cache.
-  int64_t together = x.stride_i == 1 ? kTogether : std::max<int64_t>(1, k);
+  int64_t together = x.stride_i == 1 ? kPackedTogether : std::max<int64_t>(1, k);
   bool lost = false;
   for (int64_t done = 0; done < k; done += together) {
     for (int64_t row = 0; row < count; row += width) {

@@ -41,8 +41,9 @@ Levels levels() {
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  // Intel's cores begin a bf16 dot product every second cycle and two FP32 FMAs every cycle
-  // (Emerald Rapids: 86 and 175 GFLOP/s a core); on AMD's the dot product has twice the FLOP/s.
+  // Intel's cores begin a bf16 dot product every second cycle and two FP32 FMAs every cycle: half
+  // the FLOP/s. By name, not by a measurement: the two round differently, and runs are to be
+  // repeated.
   return {{{&base::table, true},
            {&avx2::table, avx2},
            {&avx512::table, avx512},
