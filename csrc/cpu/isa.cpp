@@ -8,18 +8,6 @@
 
 namespace mixprec::cpu {
 
-namespace base {
-extern const Loops table;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Loops table;
-}
-namespace avx512 {
-extern const Loops table, table_bf16;
-}
-#endif
-
 namespace {
 
 struct Level {

@@ -5,20 +5,6 @@
 
 #include "cpu/simd/loops.h"
 
-namespace mixprec::cpu {
-namespace base {
-extern const Loops table;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Loops table;
-}
-namespace avx512 {
-extern const Loops table, table_bf16;
-}
-#endif
-}  // namespace mixprec::cpu
-
 using namespace mixprec;
 using namespace mixprec::cpu;
 

@@ -203,6 +203,19 @@ struct Loops {
   SimulatedKernel simulated_short;  // of 14 bits
 };
 
+// The table of each level.
+namespace base {
+extern const Loops table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Loops table;
+}
+namespace avx512 {
+extern const Loops table, table_bf16;
+}
+#endif
+
 // The table for this processor, or for MIXPREC_ISA=base|avx2|avx512|avx512_bf16 when that is set.
 const Loops& loops();
 // The levels this processor can run, lowest first, separated by spaces.
