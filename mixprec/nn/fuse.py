@@ -22,6 +22,7 @@ from . import _region
 from ._fused import Part, act_of, why_separate
 from ._layer import Layer
 from ._norms import Swapped, forward_of, norm_of
+from ._shared_input import SharedInput, children_that_share
 from ._subclass import swap
 
 __all__ = ["Found", "FusedAttention", "FusedMLP", "FusedNorm", "FusedSequential", "fuse", "unfuse"]
@@ -87,7 +88,7 @@ class FusedNorm(Swapped):
             return norm(x, weight, bias, eps, subtract_mean, dtype)
 
 
-class FusedAttention(Swapped):
+class FusedAttention(SharedInput):
     """A module in whose forward pass scaled_dot_product_attention is `functional.attention`, where
     there is neither a mask nor dropout; its operands have the 16-bit dtype of the recipe."""
 
@@ -97,7 +98,7 @@ class FusedAttention(Swapped):
         if recipe is None:
             return self.alone(*args, **kwargs)
         with _Attention(torch.bfloat16 if recipe.is_scaled else recipe.x.dtype):
-            return self.alone(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
 
 class _Attention(TorchFunctionMode):
@@ -169,12 +170,8 @@ def fuse(model: nn.Module) -> Found:
         elif module not in taken and (of_norm := norm_of(module)) and not of_norm.subtract_mean:
             swap(FusedNorm, module)
             found.fused[fqn] = "norm"
-        if _SDPA & {*inspect.unwrap(type(module).forward).__code__.co_names}:
-            if any(isinstance(m, Layer) for m in module.modules()):
-                swap(FusedAttention, module)
-                found.fused[fqn] = "attention"
-            else:
-                found.left[fqn] = "layers without a recipe around the attention"
+        if not isinstance(module, Swapped):
+            _fuse_calls(module, fqn, found)
     return found
 
 
@@ -182,7 +179,7 @@ def unfuse(model: nn.Module) -> None:
     """Give all modules the class that `fuse` found them with."""
     for module in model.modules():
         if isinstance(module, Swapped):
-            vars(module).pop("parts", None)
+            vars(module).pop("parts", None), vars(module).pop("shared", None)
             module.__class__ = type(module).__bases__[1]
 
 
@@ -220,6 +217,32 @@ def _fuse_mlp(module: nn.Module, fqn: str, found: Found) -> None:
     swap(FusedMLP, module)
     gated = "activation * linear" if len(part.first) == 2 else "activation"
     found.fused[fqn] = f"linear, {gated}, linear"
+
+
+def _fuse_calls(module: nn.Module, fqn: str, found: Found) -> None:
+    """Attention, and layers that take one tensor."""
+    forward = inspect.unwrap(type(module).forward)
+    layers = {name for name, child in module._modules.items() if isinstance(child, Layer)}
+    does, shared = [], []
+    if _SDPA & {*forward.__code__.co_names}:
+        if any(isinstance(m, Layer) for m in module.modules()):
+            does.append("attention")
+        else:
+            found.left[fqn] = "layers without a recipe around the attention"
+    for called in children_that_share(forward) if len(layers) > 1 else ():
+        names = tuple(name for name in called if name in layers)
+        if len(names) < 2:
+            continue
+        if why := why_separate([module.get_submodule(name) for name in names]):
+            found.left[f"{fqn}.{names[0]}".lstrip(".")] = why
+        else:
+            shared.append(names)
+            does.append(f"one cast for {', '.join(names)}")
+    if does:
+        swap(FusedAttention if does[0] == "attention" else SharedInput, module)
+        found.fused[fqn] = " + ".join(does)
+    if shared:
+        module.shared = tuple(shared)  # type: ignore[assignment]
 
 
 def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> None:

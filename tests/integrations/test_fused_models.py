@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 LLAMA_PARTS = (
-    "attention (2)",
+    "attention + one cast for q_proj, k_proj, v_proj (2)",
     "norm (5)",
     "linear, activation * linear, linear (2)",
 )
