@@ -106,10 +106,10 @@ def convert(
     `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
     save. fuse: run norm -> linear, linear -> activation -> linear and attention as one function
     each, where they are known: in nn.Sequential, in the MLPs of transformers' Llama, Mistral, Qwen
-    and GPT-2, and wherever torch's scaled_dot_product_attention is called without a mask; each other
-    RMSNorm; and one cast of the input of layers that a module calls with one variable, such as
-    those of query, key and value. One INFO line lists what was fused, and what not and why. Names,
-    parameters and state dicts stay the same; the roundings that change are those of
+    and GPT-2, and wherever torch's scaled_dot_product_attention is called without a mask; each
+    other RMSNorm; and the cast of the input of layers that a module calls with one variable, such
+    as those of query, key and value. One INFO line lists what was fused, and what not and why.
+    Names, parameters and state dicts stay the same; the roundings that change are those of
     `mixprec.functional.norm_linear`, `mlp` and `attention`. Hooks on a fused layer, or
     `autocast(enabled=False)`, make it run unfused.
 
