@@ -25,6 +25,7 @@ LAYERS = {
     "bert-b-proj": (512, 768, 768),
     "llama-1b-key": (128, 2048, 512),
     "llama-1b-down": (256, 8192, 2048),
+    "gpt2-head": (512, 768, 50257),
 }
 E4M3 = torch.float8_e4m3fn
 

@@ -1,7 +1,8 @@
 // The loops of a matrix product over panels of packed operands, for any kernel that multiplies two
-// panels: pack, multiply into an fp32 tile that stays in the L2 cache, store each element once.
-// Scales that vary along K multiply the sums of each 128 elements of K in a second tile before
-// these are added.
+// panels. Columns of b are packed together; each thread packs a block of a, some rows by one pass
+// of K, that stays in its L2 cache while it meets them. Each element of the result is stored once,
+// from fp32 sums. Scales that vary along K multiply the sums of each 128 elements of K, in a tile
+// of their own, before these are added.
 #pragma once
 
 #include <atomic>
@@ -19,10 +20,13 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
   int64_t rows, stride_i, stride_k;
 };
 
-constexpr int64_t kPackedBytes = 32 << 20;  // of b at a time; bounds the scratch memory
-constexpr int64_t kWordsPerPass = 1024;     // of K between two updates of the fp32 tile
-constexpr int64_t kPackedTogether = 64;     // of K, where neighbouring panels are packed together
-constexpr int64_t kTileRows = 56, kTileCols = 256;  // of the fp32 tile: 56 KB
+constexpr int64_t kWordsPerPass = 1024;    // of K
+constexpr int64_t kPassesTogether = 2;     // of K, whose panels of b are packed at a time
+constexpr int64_t kPackedBytes = 8 << 20;  // of b at a time
+constexpr int64_t kPanelsPerBlock = 8;     // of a: 448 KB with AVX-512, 192 KB with AVX2
+constexpr int64_t kRowsOfSums = 8192;      // at a time, where not all of K is packed at once
+constexpr int64_t kPackedTogether = 64;    // of K, where neighbouring panels are packed together
+constexpr int64_t kTileRows = 56, kTileCols = 256;  // of sums that are scaled or stored together
 
 // Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
 // lost.
@@ -84,8 +88,6 @@ struct BothScales {
   }
 };
 
-constexpr int64_t kTile = kTileRows * kTileCols;
-
 // One for each column of the tile.
 inline const float* ones() {
   static const std::vector<float> all(kTileCols, 1.0f);
@@ -97,31 +99,71 @@ struct Part {
   int64_t row, col, m, n;
 };
 
-// The product of a tile's panels. store(row, first column, n, fp32 sums) is called for each row.
-// tile: memory for 2 * kTile sums.
-template <class Kernel, class Store>
-void multiply_tile(const Kernel& kernel, const uint32_t* a, const uint32_t* b, Part part,
-                   int64_t words, const BothScales& scales, const Store& store, float* tile) {
-  bool by_chunk = scales.by_chunk();
-  int64_t words_per_pass = by_chunk ? kernel.words(kChunk) : kWordsPerPass;
-  float* sums = by_chunk ? tile + kTile : tile;  // of one pass, or of all so far
-  if (by_chunk) std::fill(tile, tile + part.m * kTileCols, 0.0f);
-  // At least one pass, so that K = 0 gives zeros.
-  for (int64_t w = 0; w == 0 || w < words; w += words_per_pass) {
-    int64_t pass = std::min(words_per_pass, words - w);
+// fp32 sums, row-major.
+struct Sums {
+  float* data;
+  int64_t ld;
+
+  float* at(int64_t row, int64_t col) const { return data + row * ld + col; }
+};
+
+// Packed panels: those of a hold one pass, those of b `words` of K, from the first word of the
+// pass.
+struct Panels {
+  const uint32_t *a, *b;
+  int64_t words;
+};
+
+// sums [m, n] = or += the products over the elements [first_k, first_k + k) of K.
+template <class Kernel>
+void multiply_pass(const Kernel& kernel, const Panels& panels, Part part, int64_t first_k,
+                   int64_t k, const BothScales& scales, Sums sums) {
+  int64_t words = kernel.words(k);
+  if (!scales.by_chunk()) {
     for (int64_t j = 0; j < part.n; j += kernel.nr) {
       for (int64_t i = 0; i < part.m; i += kernel.mr) {
-        kernel.micro(pass, a + i * words + w * kernel.mr, b + j * words + w * kernel.nr,
-                     sums + i * kTileCols + j, kTileCols, w > 0 && !by_chunk);
+        kernel.micro(words, panels.a + i * words, panels.b + j * panels.words, sums.at(i, j),
+                     sums.ld, first_k > 0);
       }
     }
-    for (int64_t r = 0; by_chunk && r < part.m; ++r) {
-      Epilogue scale = scales.of_chunk(part.row + r, part.col, w / words_per_pass, ones());
-      loops().accumulate_row(sums + r * kTileCols, scale, tile + r * kTileCols, 1, part.n);
+    return;
+  }
+  alignas(64) static thread_local float tile[kTileRows * kTileCols];
+  int64_t step_m = kTileRows / kernel.mr * kernel.mr, step_n = kTileCols / kernel.nr * kernel.nr;
+  int64_t step_w = kernel.words(kChunk);
+  for (int64_t r = 0; first_k == 0 && r < part.m; ++r) {
+    std::fill(sums.at(r, 0), sums.at(r, part.n), 0.0f);
+  }
+  for (int64_t col = 0; col < part.n; col += step_n) {
+    int64_t n = std::min(step_n, part.n - col);
+    for (int64_t row = 0; row < part.m; row += step_m) {
+      int64_t m = std::min(step_m, part.m - row);
+      for (int64_t w = 0; w < words; w += step_w) {
+        for (int64_t j = 0; j < n; j += kernel.nr) {
+          for (int64_t i = 0; i < m; i += kernel.mr) {
+            kernel.micro(std::min(step_w, words - w), panels.a + (row + i) * words + w * kernel.mr,
+                         panels.b + (col + j) * panels.words + w * kernel.nr,
+                         tile + i * kTileCols + j, kTileCols, false);
+          }
+        }
+        int64_t chunk = first_k / kChunk + w / step_w;
+        for (int64_t r = 0; r < m; ++r) {
+          Epilogue scale = scales.of_chunk(part.row + row + r, part.col + col, chunk, ones());
+          loops().accumulate_row(tile + r * kTileCols, scale, sums.at(row + r, col), 1, n);
+        }
+      }
     }
   }
-  for (int64_t r = 0; r < part.m; ++r) {
-    store(part.row + r, part.col, part.n, tile + r * kTileCols);
+}
+
+// store(row, first column, n, sums) for pieces of rows.
+template <class Store>
+void store_sums(Part part, Sums sums, const Store& store) {
+  for (int64_t col = 0; col < part.n; col += kTileCols) {
+    for (int64_t r = 0; r < part.m; ++r) {
+      int64_t n = std::min(kTileCols, part.n - col);
+      store(part.row + r, part.col + col, n, sums.at(r, col));
+    }
   }
 }
 
@@ -130,52 +172,82 @@ inline uint32_t* panels(Scratch& scratch, int64_t rows, int64_t width, int64_t w
   return static_cast<uint32_t*>(scratch.get(std::max<int64_t>(bytes, 64)));
 }
 
-// A tile with subnormal bf16 numbers, which the bf16 dot product reads as zero: in FP32.
-template <class Store>
-void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, Part part,
-                      const BothScales& scales, const Store& store, float* tile) {
+// Memory for rows x cols sums, in whole panels. Rows are not a power of two apart, where they would
+// share a few sets of a cache.
+inline Sums sums_of(Scratch& scratch, int64_t rows, int64_t cols, int64_t nr) {
+  int64_t ld = ceil_div(cols, nr) * nr + 16;
+  return {static_cast<float*>(scratch.get(rows * ld * 4)), ld};
+}
+
+// From element `first` of K on.
+inline Matrix along_k(const Matrix& x, int64_t first) {
+  return {x.dtype, at(x.data, x.dtype, first * x.stride_k), x.rows, x.stride_i, x.stride_k};
+}
+
+// With subnormal bf16 numbers, which the bf16 dot product reads as zero: in FP32.
+inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, Part part,
+                             const BothScales& scales, Sums sums) {
   static thread_local Scratch scratch[2];
   const GemmKernel& exact = loops().gemm_f32;
   uint32_t* packed_a = panels(scratch[0], part.m, exact.mr, k);
-  uint32_t* packed_b = panels(scratch[1], part.n, exact.nr, k);
+  uint32_t* packed_b = panels(scratch[1], kTileCols, exact.nr, k);
   pack_rows(exact, exact.pack_a, exact.mr, a, part.row, part.m, k, packed_a);
-  pack_rows(exact, exact.pack_b, exact.nr, b, part.col, part.n, k, packed_b);
-  multiply_tile(exact, packed_a, packed_b, part, k, scales, store, tile);
+  for (int64_t col = 0; col < part.n; col += kTileCols) {
+    Part tile = {part.row, part.col + col, part.m, std::min(kTileCols, part.n - col)};
+    pack_rows(exact, exact.pack_b, exact.nr, b, tile.col, tile.n, k, packed_b);
+    multiply_pass(exact, {packed_a, packed_b, k}, tile, 0, k, scales, {sums.at(0, col), sums.ld});
+  }
 }
 
-// All of a times columns [first, first + n) of b, which are packed. Each thread packs the rows of a
-// tile, which stay in its L2 cache while they meet all columns.
+// The elements of K that one pass over blocks of a takes.
+template <class Kernel>
+int64_t k_per_pass(const Kernel& kernel) {
+  return kWordsPerPass / kernel.words(kChunk) * kChunk;
+}
+
+// The rows of a part times its columns, over the elements [first_k, first_k + count) of K; `packed`
+// are these columns of b. all: the sums of the part, or none where this is all of K. lost: by
+// panels of a, what came before; with the last elements of K, results are stored.
 template <class Kernel, class Store>
-void multiply_columns(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
-                      int64_t first, int64_t n, const uint32_t* packed_b, bool lost_b,
-                      const BothScales& scales, const Store& store) {
-  int64_t words = kernel.words(k), step_n = kTileCols / kernel.nr * kernel.nr;
-  int64_t panels_m = ceil_div(a.rows, kernel.mr), panels_n = ceil_div(n, kernel.nr);
-  int64_t step_m = kTileRows / kernel.mr * kernel.mr;
+void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k, Part part,
+                   int64_t first_k, int64_t count, const uint32_t* packed, Sums all,
+                   std::vector<char>& lost, const BothScales& scales, const Store& store) {
+  int64_t words = kernel.words(count), step_k = k_per_pass(kernel);
+  int64_t panels_m = ceil_div(part.m, kernel.mr), panels_n = ceil_div(part.n, kernel.nr);
+  int64_t step_m = kPanelsPerBlock * kernel.mr, tile = kTileCols / kernel.nr * kernel.nr;
   double flops =
-      2.0 * static_cast<double>(a.rows) * static_cast<double>(n) * static_cast<double>(words);
+      2.0 * static_cast<double>(part.m) * static_cast<double>(part.n) * static_cast<double>(words);
   int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
   Split split = split_threads(panels_m, panels_n, threads, kernel);
   torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch for_a, for_tile;
-    float* tile = static_cast<float*>(for_tile.get(2 * kTile * 4));
+    static thread_local Scratch for_a, for_sums;
+    uint32_t* packed_a = panels(for_a, step_m, kernel.mr, kernel.words(std::min(count, step_k)));
     for (int64_t share = begin; share < end; ++share) {
       int64_t sm = share / split.n, sn = share % split.n;
-      int64_t m_end = std::min(a.rows, panels_m * (sm + 1) / split.m * kernel.mr);
+      int64_t m_end = std::min(part.m, panels_m * (sm + 1) / split.m * kernel.mr);
       int64_t n_begin = panels_n * sn / split.n * kernel.nr;
-      int64_t n_end = std::min(n, panels_n * (sn + 1) / split.n * kernel.nr);
+      int64_t n_end = std::min(part.n, panels_n * (sn + 1) / split.n * kernel.nr);
+      int64_t step_n = k <= step_k ? tile : n_end - n_begin;  // several passes add to all sums
       for (int64_t row = panels_m * sm / split.m * kernel.mr; row < m_end; row += step_m) {
         int64_t m = std::min(step_m, m_end - row);
-        uint32_t* packed_a = panels(for_a, m, kernel.mr, words);
-        bool lost = pack_rows(kernel, kernel.pack_a, kernel.mr, a, row, m, k, packed_a) || lost_b;
+        char& lost_here = lost[row / kernel.mr];
         for (int64_t col = n_begin; col < n_end; col += step_n) {
-          Part part{row, first + col, m, std::min(step_n, n_end - col)};
-          if (lost) {
-            multiply_exactly(a, b, k, part, scales, store, tile);
-          } else {
-            multiply_tile(kernel, packed_a, packed_b + col * words, part, words, scales, store,
-                          tile);
+          Part here = {part.row + row, part.col + col, m, std::min(step_n, n_end - col)};
+          Sums sums = {all.at(row, col), all.ld};
+          if (all.data == nullptr) sums = sums_of(for_sums, step_m, here.n, kernel.nr);
+          for (int64_t at_k = 0; !lost_here && (at_k == 0 || at_k < count); at_k += step_k) {
+            int64_t pass = std::min(step_k, count - at_k);
+            if (col == n_begin) {
+              lost_here = pack_rows(kernel, kernel.pack_a, kernel.mr, along_k(a, first_k + at_k),
+                                    here.row, m, pass, packed_a);
+            }
+            const uint32_t* from = packed + col * words + kernel.words(at_k) * kernel.nr;
+            multiply_pass(kernel, {packed_a, from, words}, here, first_k + at_k, pass, scales,
+                          sums);
           }
+          if (first_k + count < k) continue;
+          if (lost_here) multiply_exactly(a, b, k, here, scales, sums);
+          store_sums(here, sums, store);
         }
       }
     }
@@ -187,22 +259,35 @@ void multiply_columns(const Kernel& kernel, const Matrix& a, const Matrix& b, in
 template <class Kernel, class Store>
 void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
               const BothScales& scales, const Store& store) {
-  static thread_local Scratch scratch;
-  int64_t words = kernel.words(k), nr = kernel.nr;
-  int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, words) / nr;
-  int64_t step = std::max<int64_t>(1, fit) * nr;
-  for (int64_t first = 0; first < b.rows; first += step) {
-    int64_t n = std::min(step, b.rows - first);
-    uint32_t* packed = panels(scratch, n, nr, words);
-    int64_t grain = std::max<int64_t>(1, kPiece / (nr * std::max<int64_t>(1, k)));
-    std::atomic<bool> lost{false};
-    torch::stable::parallel_for(0, ceil_div(n, nr), grain, [&](int64_t begin, int64_t end) {
-      int64_t row = begin * nr, count = std::min(n, end * nr) - row;
-      if (pack_rows(kernel, kernel.pack_b, nr, b, first + row, count, k, packed + row * words)) {
-        lost = true;
+  static thread_local Scratch for_b, for_sums;
+  int64_t nr = kernel.nr, step_k = kPassesTogether * k_per_pass(kernel);
+  bool at_once = k <= step_k;
+  int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, kernel.words(std::min(k, step_k))) / nr;
+  int64_t step_n = std::max<int64_t>(1, fit) * nr;
+  int64_t step_m = std::max<int64_t>(1, at_once ? a.rows : kRowsOfSums);
+  for (int64_t row = 0; row < a.rows; row += step_m) {
+    for (int64_t col = 0; col < b.rows; col += step_n) {
+      Part part = {row, col, std::min(step_m, a.rows - row), std::min(step_n, b.rows - col)};
+      Sums all = {nullptr, 0};
+      if (!at_once) all = sums_of(for_sums, ceil_div(part.m, kernel.mr) * kernel.mr, part.n, nr);
+      std::vector<char> lost(ceil_div(part.m, kernel.mr));
+      for (int64_t first_k = 0; first_k == 0 || first_k < k; first_k += step_k) {
+        int64_t count = std::min(step_k, k - first_k), words = kernel.words(count);
+        uint32_t* packed = panels(for_b, part.n, nr, words);
+        int64_t grain = std::max<int64_t>(1, kPiece / (nr * std::max<int64_t>(1, count)));
+        std::atomic<bool> lost_b{false};
+        torch::stable::parallel_for(
+            0, ceil_div(part.n, nr), grain, [&](int64_t begin, int64_t end) {
+              int64_t first = begin * nr, columns = std::min(part.n, end * nr) - first;
+              if (pack_rows(kernel, kernel.pack_b, nr, along_k(b, first_k), col + first, columns,
+                            count, packed + first * words)) {
+                lost_b = true;
+              }
+            });
+        if (lost_b) std::fill(lost.begin(), lost.end(), 1);
+        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, store);
       }
-    });
-    multiply_columns(kernel, a, b, k, first, n, packed, lost, scales, store);
+    }
   }
 }
 

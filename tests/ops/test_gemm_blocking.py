@@ -1,0 +1,67 @@
+"""gemm on the CPU: sizes at which a pass over K, the columns packed at a time or a tile ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import name, small_integers, transposed
+
+import mixprec
+
+CPU_SIZES = (
+    # M, N, K: one pass and tiles of columns; several passes; several times as many as are packed
+    (700, 300, 512),
+    (230, 1100, 513),
+    (13, 4200, 1100),
+    (225, 1030, 2049),
+    (500, 33, 5000),
+    (8200, 40, 2100),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=name)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_are_exact(dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for i, (m, n, k) in enumerate(CPU_SIZES):
+            a, b = small_integers((m, k), dtype, seed=i), small_integers((k, n), dtype, seed=-i)
+            want = a.float() @ b.float()
+            for x, y in ((a, b), (transposed(a), transposed(b))):
+                got = mixprec.gemm(x, y, out_dtype=torch.float32)
+                assert torch.equal(got, want), (m, n, k)
+            acc = torch.ones(m, n)
+            mixprec.gemm_accumulate_(acc, a, b)
+            assert torch.equal(acc, want + 1), (m, n, k)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scales_by_blocks_of_k() -> None:
+    """Powers of two, so that every sum is exact."""
+    for m, n, k in CPU_SIZES[1:]:
+        a, b = (small_integers(s, torch.float8_e4m3fn, seed=k) for s in ((m, k), (k, n)))
+        blocks = -(-k // 128)
+        of_a = torch.ones(m, blocks)
+        of_a[::2, 1::3], of_a[1::3, -1] = 2.0, 0.5
+        of_b = torch.ones(blocks, -(-n // 128))
+        of_b[1::2] = 4.0
+        wide_a = a.float() * of_a.repeat_interleave(128, 1)[:, :k]
+        wide_b = b.float() * of_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:k, :n]
+        got = mixprec.gemm(a, b, a_scale_inv=of_a, b_scale_inv=of_b, out_dtype=torch.float32)
+        assert torch.equal(got, wide_a @ wide_b), (m, n, k)
+
+
+@pytest.mark.parametrize("at", [0, 511, 3000, 4999])
+def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int) -> None:
+    m, n, k = 500, 33, 5000
+    for of_a in (True, False):
+        a, b = torch.zeros(m, k).bfloat16(), torch.zeros(k, n).bfloat16()
+        a[:, at], b[at] = 2.0**60, 2.0**60
+        if of_a:
+            a[300, at] = 2.0**-130
+        else:
+            b[at, 20] = 2.0**-130
+        got = mixprec.gemm(a, b, out_dtype=torch.float32)
+        assert torch.equal(got.double(), a.double() @ b.double())
