@@ -1,7 +1,7 @@
 // The arguments of gemm on the CPU: checked, and in the form that the loops over panels take.
 #pragma once
 
-#include "cpu/gemm_panels.h"
+#include "cpu/gemm_multiply.h"
 #include "ops.h"
 
 namespace mixprec::cpu {

@@ -1,13 +1,7 @@
-// The loops of a matrix product over panels of packed operands, for any kernel that multiplies two
-// panels. Columns of b are packed together; each thread packs a block of a, some rows by one pass
-// of K, that stays in its L2 cache while it meets them. Each element of the result is stored once,
-// from fp32 sums. Scales that vary along K multiply the sums of each 128 elements of K, in a tile
-// of their own, before these are added.
+// Operands of a matrix product as panels: pieces of `width` rows, with the elements of one k side
+// by side, in the words that a kernel multiplies.
 #pragma once
 
-#include <atomic>
-
-#include "cpu/gemm_scales.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
@@ -20,13 +14,7 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
   int64_t rows, stride_i, stride_k;
 };
 
-constexpr int64_t kWordsPerPass = 1024;    // of K
-constexpr int64_t kPassesTogether = 2;     // of K, whose panels of b are packed at a time
-constexpr int64_t kPackedBytes = 8 << 20;  // of b at a time
-constexpr int64_t kPanelsPerBlock = 8;     // of a: 448 KB with AVX-512, 192 KB with AVX2
-constexpr int64_t kRowsOfSums = 8192;      // at a time, where not all of K is packed at once
-constexpr int64_t kPackedTogether = 64;    // of K, where neighbouring panels are packed together
-constexpr int64_t kTileRows = 56, kTileCols = 256;  // of sums that are scaled or stored together
+constexpr int64_t kPackedTogether = 64;  // of K, where neighbouring panels are packed together
 
 // Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
 // lost.
@@ -48,247 +36,14 @@ bool pack_rows(const Kernel& kernel, decltype(GemmKernel::pack_a) pack, int64_t 
   return lost;
 }
 
-// The number of threads along M and along N that takes the least time.
-struct Split {
-  int64_t m = 1, n = 1;
-};
-
-template <class Kernel>
-Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const Kernel& kernel) {
-  Split best;
-  double best_cost = 1e300;
-  for (int64_t m = 1; m <= std::min(threads, panels_m); ++m) {
-    int64_t n = std::min(threads / m, panels_n);
-    double rows = static_cast<double>(ceil_div(panels_m, m) * kernel.mr);
-    double cols = static_cast<double>(ceil_div(panels_n, n) * kernel.nr);
-    // Arithmetic; each thread packs its rows of a, and reads its columns of b.
-    double cost = rows * cols + 32.0 * rows + 8.0 * cols;
-    if (cost < best_cost) best_cost = cost, best = {m, n};
-  }
-  return best;
-}
-
-// The scales of both operands. Those of b come from `columns_of`, [chunks][n] or [n]; `b` points at
-// the first column of the part.
-struct BothScales {
-  Scales a;
-  const float* b;
-  int64_t n;  // columns of all of b
-  bool b_by_chunk;
-  bool promoted = false;  // the sums of chunks are apart, whether or not they have scales
-
-  bool by_chunk() const { return promoted || a.by_chunk || b_by_chunk; }
-  // The factors of the sum of one chunk of a row from column `col` on; `ones` holds n ones.
-  Epilogue of_chunk(int64_t row, int64_t col, int64_t chunk, const float* ones) const {
-    return {a.by_chunk ? a.at(row, chunk) : 1.0f, b_by_chunk ? b + chunk * n + col : ones, nullptr};
-  }
-  // The factors of the sum over all chunks.
-  Epilogue at_the_end(int64_t row, int64_t col, const float* bias, const float* ones) const {
-    return {a.by_chunk ? 1.0f : a.at(row, 0), b_by_chunk ? ones : b + col, bias};
-  }
-};
-
-// One for each column of the tile.
-inline const float* ones() {
-  static const std::vector<float> all(kTileCols, 1.0f);
-  return all.data();
-}
-
-// A part of the result: rows [row, row + m) by columns [col, col + n).
-struct Part {
-  int64_t row, col, m, n;
-};
-
-// fp32 sums, row-major.
-struct Sums {
-  float* data;
-  int64_t ld;
-
-  float* at(int64_t row, int64_t col) const { return data + row * ld + col; }
-};
-
-// Packed panels: those of a hold one pass, those of b `words` of K, from the first word of the
-// pass.
-struct Panels {
-  const uint32_t *a, *b;
-  int64_t words;
-};
-
-// sums [m, n] = or += the products over the elements [first_k, first_k + k) of K.
-template <class Kernel>
-void multiply_pass(const Kernel& kernel, const Panels& panels, Part part, int64_t first_k,
-                   int64_t k, const BothScales& scales, Sums sums) {
-  int64_t words = kernel.words(k);
-  if (!scales.by_chunk()) {
-    for (int64_t j = 0; j < part.n; j += kernel.nr) {
-      for (int64_t i = 0; i < part.m; i += kernel.mr) {
-        kernel.micro(words, panels.a + i * words, panels.b + j * panels.words, sums.at(i, j),
-                     sums.ld, first_k > 0);
-      }
-    }
-    return;
-  }
-  alignas(64) static thread_local float tile[kTileRows * kTileCols];
-  int64_t step_m = kTileRows / kernel.mr * kernel.mr, step_n = kTileCols / kernel.nr * kernel.nr;
-  int64_t step_w = kernel.words(kChunk);
-  for (int64_t r = 0; first_k == 0 && r < part.m; ++r) {
-    std::fill(sums.at(r, 0), sums.at(r, part.n), 0.0f);
-  }
-  for (int64_t col = 0; col < part.n; col += step_n) {
-    int64_t n = std::min(step_n, part.n - col);
-    for (int64_t row = 0; row < part.m; row += step_m) {
-      int64_t m = std::min(step_m, part.m - row);
-      for (int64_t w = 0; w < words; w += step_w) {
-        for (int64_t j = 0; j < n; j += kernel.nr) {
-          for (int64_t i = 0; i < m; i += kernel.mr) {
-            kernel.micro(std::min(step_w, words - w), panels.a + (row + i) * words + w * kernel.mr,
-                         panels.b + (col + j) * panels.words + w * kernel.nr,
-                         tile + i * kTileCols + j, kTileCols, false);
-          }
-        }
-        int64_t chunk = first_k / kChunk + w / step_w;
-        for (int64_t r = 0; r < m; ++r) {
-          Epilogue scale = scales.of_chunk(part.row + row + r, part.col + col, chunk, ones());
-          loops().accumulate_row(tile + r * kTileCols, scale, sums.at(row + r, col), 1, n);
-        }
-      }
-    }
-  }
-}
-
-// store(row, first column, n, sums) for pieces of rows.
-template <class Store>
-void store_sums(Part part, Sums sums, const Store& store) {
-  for (int64_t col = 0; col < part.n; col += kTileCols) {
-    for (int64_t r = 0; r < part.m; ++r) {
-      int64_t n = std::min(kTileCols, part.n - col);
-      store(part.row + r, part.col + col, n, sums.at(r, col));
-    }
-  }
-}
-
 inline uint32_t* panels(Scratch& scratch, int64_t rows, int64_t width, int64_t words) {
   int64_t bytes = ceil_div(rows, width) * width * words * 4;
   return static_cast<uint32_t*>(scratch.get(std::max<int64_t>(bytes, 64)));
 }
 
-// Memory for rows x cols sums, in whole panels. Rows are not a power of two apart, where they would
-// share a few sets of a cache.
-inline Sums sums_of(Scratch& scratch, int64_t rows, int64_t cols, int64_t nr) {
-  int64_t ld = ceil_div(cols, nr) * nr + 16;
-  return {static_cast<float*>(scratch.get(rows * ld * 4)), ld};
-}
-
 // From element `first` of K on.
 inline Matrix along_k(const Matrix& x, int64_t first) {
   return {x.dtype, at(x.data, x.dtype, first * x.stride_k), x.rows, x.stride_i, x.stride_k};
-}
-
-// With subnormal bf16 numbers, which the bf16 dot product reads as zero: in FP32.
-inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, Part part,
-                             const BothScales& scales, Sums sums) {
-  static thread_local Scratch scratch[2];
-  const GemmKernel& exact = loops().gemm_f32;
-  uint32_t* packed_a = panels(scratch[0], part.m, exact.mr, k);
-  uint32_t* packed_b = panels(scratch[1], kTileCols, exact.nr, k);
-  pack_rows(exact, exact.pack_a, exact.mr, a, part.row, part.m, k, packed_a);
-  for (int64_t col = 0; col < part.n; col += kTileCols) {
-    Part tile = {part.row, part.col + col, part.m, std::min(kTileCols, part.n - col)};
-    pack_rows(exact, exact.pack_b, exact.nr, b, tile.col, tile.n, k, packed_b);
-    multiply_pass(exact, {packed_a, packed_b, k}, tile, 0, k, scales, {sums.at(0, col), sums.ld});
-  }
-}
-
-// The elements of K that one pass over blocks of a takes.
-template <class Kernel>
-int64_t k_per_pass(const Kernel& kernel) {
-  return kWordsPerPass / kernel.words(kChunk) * kChunk;
-}
-
-// The rows of a part times its columns, over the elements [first_k, first_k + count) of K; `packed`
-// are these columns of b. all: the sums of the part, or none where this is all of K. lost: by
-// panels of a, what came before; with the last elements of K, results are stored.
-template <class Kernel, class Store>
-void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k, Part part,
-                   int64_t first_k, int64_t count, const uint32_t* packed, Sums all,
-                   std::vector<char>& lost, const BothScales& scales, const Store& store) {
-  int64_t words = kernel.words(count), step_k = k_per_pass(kernel);
-  int64_t panels_m = ceil_div(part.m, kernel.mr), panels_n = ceil_div(part.n, kernel.nr);
-  int64_t step_m = kPanelsPerBlock * kernel.mr, tile = kTileCols / kernel.nr * kernel.nr;
-  double flops =
-      2.0 * static_cast<double>(part.m) * static_cast<double>(part.n) * static_cast<double>(words);
-  int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
-  Split split = split_threads(panels_m, panels_n, threads, kernel);
-  torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch for_a, for_sums;
-    uint32_t* packed_a = panels(for_a, step_m, kernel.mr, kernel.words(std::min(count, step_k)));
-    for (int64_t share = begin; share < end; ++share) {
-      int64_t sm = share / split.n, sn = share % split.n;
-      int64_t m_end = std::min(part.m, panels_m * (sm + 1) / split.m * kernel.mr);
-      int64_t n_begin = panels_n * sn / split.n * kernel.nr;
-      int64_t n_end = std::min(part.n, panels_n * (sn + 1) / split.n * kernel.nr);
-      int64_t step_n = k <= step_k ? tile : n_end - n_begin;  // several passes add to all sums
-      for (int64_t row = panels_m * sm / split.m * kernel.mr; row < m_end; row += step_m) {
-        int64_t m = std::min(step_m, m_end - row);
-        char& lost_here = lost[row / kernel.mr];
-        for (int64_t col = n_begin; col < n_end; col += step_n) {
-          Part here = {part.row + row, part.col + col, m, std::min(step_n, n_end - col)};
-          Sums sums = {all.at(row, col), all.ld};
-          if (all.data == nullptr) sums = sums_of(for_sums, step_m, here.n, kernel.nr);
-          for (int64_t at_k = 0; !lost_here && (at_k == 0 || at_k < count); at_k += step_k) {
-            int64_t pass = std::min(step_k, count - at_k);
-            if (col == n_begin) {
-              lost_here = pack_rows(kernel, kernel.pack_a, kernel.mr, along_k(a, first_k + at_k),
-                                    here.row, m, pass, packed_a);
-            }
-            const uint32_t* from = packed + col * words + kernel.words(at_k) * kernel.nr;
-            multiply_pass(kernel, {packed_a, from, words}, here, first_k + at_k, pass, scales,
-                          sums);
-          }
-          if (first_k + count < k) continue;
-          if (lost_here) multiply_exactly(a, b, k, here, scales, sums);
-          store_sums(here, sums, store);
-        }
-      }
-    }
-  });
-}
-
-// All of a [M, K] times b [K, N]; b is given with its columns as rows. Applies the scales that vary
-// along K; `store` applies the others: it is called for each piece of a row of the result.
-template <class Kernel, class Store>
-void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
-              const BothScales& scales, const Store& store) {
-  static thread_local Scratch for_b, for_sums;
-  int64_t nr = kernel.nr, step_k = kPassesTogether * k_per_pass(kernel);
-  bool at_once = k <= step_k;
-  int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, kernel.words(std::min(k, step_k))) / nr;
-  int64_t step_n = std::max<int64_t>(1, fit) * nr;
-  int64_t step_m = std::max<int64_t>(1, at_once ? a.rows : kRowsOfSums);
-  for (int64_t row = 0; row < a.rows; row += step_m) {
-    for (int64_t col = 0; col < b.rows; col += step_n) {
-      Part part = {row, col, std::min(step_m, a.rows - row), std::min(step_n, b.rows - col)};
-      Sums all = {nullptr, 0};
-      if (!at_once) all = sums_of(for_sums, ceil_div(part.m, kernel.mr) * kernel.mr, part.n, nr);
-      std::vector<char> lost(ceil_div(part.m, kernel.mr));
-      for (int64_t first_k = 0; first_k == 0 || first_k < k; first_k += step_k) {
-        int64_t count = std::min(step_k, k - first_k), words = kernel.words(count);
-        uint32_t* packed = panels(for_b, part.n, nr, words);
-        int64_t grain = std::max<int64_t>(1, kPiece / (nr * std::max<int64_t>(1, count)));
-        std::atomic<bool> lost_b{false};
-        torch::stable::parallel_for(
-            0, ceil_div(part.n, nr), grain, [&](int64_t begin, int64_t end) {
-              int64_t first = begin * nr, columns = std::min(part.n, end * nr) - first;
-              if (pack_rows(kernel, kernel.pack_b, nr, along_k(b, first_k), col + first, columns,
-                            count, packed + first * words)) {
-                lost_b = true;
-              }
-            });
-        if (lost_b) std::fill(lost.begin(), lost.end(), 1);
-        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, store);
-      }
-    }
-  }
 }
 
 }  // namespace mixprec::cpu
