@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import math
 import random
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +16,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.diagnostics.report import Report, Row
+from mixprec.diagnostics.report import Report
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ["--layers=1", "--width=64", "--context=32", "--batch=8", "--lr=1e-2"]
@@ -103,25 +98,15 @@ def test_lean_training(demo: ModuleType, text: str, tmp_path: Path) -> None:
 def test_failures_are_reported_and_the_other_precisions_run(
     demo: ModuleType, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """bf16 is out of memory; fp8 leaves a layer out. Results are written after each precision, and
-    no model is left in memory, where it would count in the peak of the next."""
-    compare, out = mixprec.compare, tmp_path / "results.json"
-    written: list[list[str]] = []
-    models: list[weakref.ref[torch.nn.Module]] = []
-
-    def statuses() -> list[str]:
-        return [row["status"] for row in json.loads(out.read_text())["rows"]]
+    """bf16 is out of memory; fp8 leaves a layer out."""
+    compare = mixprec.compare
 
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore of it")
 
     def faulty(make: Any, batches: Any, recipe: str, **more: Any) -> Report:
-        assert [model for model in models if model() is not None] == []
-        written.append(statuses() if out.exists() else [])
-
         def made() -> torch.nn.Module:
             model = make()
-            models.append(weakref.ref(model))
             if recipe == "bf16":
                 model.blocks[0].register_forward_hook(out_of_memory)
             return model
@@ -130,41 +115,16 @@ def test_failures_are_reported_and_the_other_precisions_run(
         return compare(made, batches, recipe, **more, **skip)
 
     monkeypatch.setattr(mixprec, "compare", faulty)
-    gc.disable()  # so that no model is collected by chance
-    try:
-        options = ["--steps=2", f"--text={text}", f"--out={tmp_path}", "--recipes=fp32,bf16,fp8"]
-        assert demo.main([*TINY, *options]) == 1
-    finally:
-        gc.enable()
+    options = ["--steps=2", f"--text={text}", f"--out={tmp_path}", "--recipes=fp32,bf16,fp8"]
+    assert demo.main([*TINY, *options]) == 1
     failed = "failed: OutOfMemoryError: CUDA out of memory."
-    started = ["complete", "not started", "not started"]
-    assert written == [[], started, ["complete", failed, "not started"]]
-    assert statuses() == ["complete", failed, "complete"]
-    problems = json.loads(out.read_text())["environment"]["problems"]
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [row["status"] for row in written["rows"]] == ["complete", failed, "complete"]
+    problems = written["environment"]["problems"]
     assert problems[0] == f"bf16 {failed}"
-    for kind, problem in zip(("forward", "grad_input", "grad_weight"), problems[1:4], strict=True):
-        assert problem.startswith(f"fp8: {kind} of blocks.0.mlp.1 should have run as")
+    assert problems[1].startswith("fp8: forward of blocks.0.mlp.1 should have run as")
     printed = capsys.readouterr().err.splitlines()
     assert [f"failed: {p}" for p in problems] == [p for p in printed if p.startswith("failed")]
-
-
-def test_every_condition_of_success(demo: ModuleType) -> None:
-    unigram = "fp8 reached 3.010 bits per byte, which is not 25% below the 4.000 of single bytes"
-    for fp32, fp8, status, problems in (
-        (2.9, 2.95, "complete", []),
-        (2.9, 2.97, "complete", ["fp8 is +2.41% from fp32, more than 2%"]),
-        (2.9, 2.83, "complete", ["fp8 is -2.41% from fp32, more than 2%"]),
-        (2.99, 3.01, "complete", [unigram]),
-        (2.9, math.nan, "complete", ["fp8 has no finite validation loss"]),
-        (2.9, 2.9, "diverged", ["fp8 diverged"]),
-    ):
-        rows = [Row("fp32", "complete", fp32 * math.log(2)), Row("fp8", status, fp8 * math.log(2))]
-        assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == problems
-
-    rows = [Row("fp32", data=[1, 2, 3]), Row("fp8", data=[1, 7, 3])]
-    for row in rows:
-        row.status, row.seconds = "complete", [0.1] * 3
-    assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 was trained on other data"]
 
 
 def test_what_a_user_may_get_wrong(
@@ -199,36 +159,6 @@ def test_what_a_user_may_get_wrong(
     assert demo.main([*TINY, "--steps=1", f"--text={text}", f"--out={tmp_path}"]) == 1
     error = capsys.readouterr().err
     assert error == f"error: cannot write {tmp_path}/results.json: No space left on device\n"
-
-
-def test_ctrl_c_keeps_the_results_so_far(tmp_path: Path) -> None:
-    """As a program of its own, on the default text."""
-    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *TINY, "--steps=100000"]
-    # In the background of a script Ctrl-C is ignored, and child processes inherit that.
-    process = subprocess.Popen(
-        [*command, f"--out={tmp_path}", "--recipes=bf16,fp8"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
-    try:
-        lines = [process.stdout.readline() for _ in range(3)]
-        process.send_signal(signal.SIGINT)
-        printed, error = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert "(standard library, " in lines[0]
-    assert lines[2].startswith(" bf16  step     1/100000"), lines
-    assert process.returncode == 130, error
-    assert "Traceback" not in error
-    assert "interrupted: the table and the files hold the results so far" in printed
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["interrupted"] is True
-    assert results["rows"][0]["steps"] >= 1
-    assert results["rows"][1]["status"] == "not started"
-    assert (tmp_path / "loss.png").exists()
 
 
 def test_the_text_and_its_batches(demo: ModuleType) -> None:

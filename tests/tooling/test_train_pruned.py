@@ -11,7 +11,6 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LAYER = "blocks.0.up"
 
 
 @pytest.fixture(scope="module")
@@ -60,29 +59,6 @@ def test_pruned_weights_stay_zero_and_the_others_move(
         moments = [pruner.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
         assert all(m[mask == 0].count_nonzero() == 0 for m in moments)
         assert all(m[mask == 1].count_nonzero() > 0 for m in moments)
-
-
-def test_an_overflow_in_a_pruned_place_is_still_seen(example: ModuleType) -> None:
-    """It skips a step; and a pruned weight that comes back is an error with its name."""
-    pruner = example.Pruner(0.5, last_dense_step=0)
-    skipped = []
-
-    def after_step(step: int, model: Any, optimizer: Any) -> None:
-        pruner(step, model, optimizer)
-        if step == 1:
-            weight, mask = model.get_submodule(LAYER).weight, pruner.masks[LAYER]
-            weight.grad = torch.where(mask == 0, torch.inf, 0.0).to(weight)
-            optimizer.step()
-            skipped.append(int(optimizer.skipped))
-
-    example.train("vit", "bf16", 0, 3, "glyphs", "cpu", after_step)
-    assert skipped == [1]
-    assert 0.499 < pruner.shares()["master"] < 0.501
-    weight = pruner.model.get_submodule(LAYER).weight
-    weight.data[pruner.masks[LAYER] == 0] = 0.5
-    message = f"{LAYER}: a pruned weight is not zero in the param"
-    with pytest.raises(example.PruningError, match=message):
-        pruner.shares()
 
 
 def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
