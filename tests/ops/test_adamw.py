@@ -352,30 +352,6 @@ def test_found_inf_skips_everything(backend: str) -> None:
         check(with_masters, found_inf=flag)
 
 
-def test_agrees_with_torch(backend: str) -> None:
-    for dtype, maximize, kind in (
-        (torch.float32, False, torch.optim.AdamW),
-        (torch.float32, True, torch.optim.Adam),
-        (torch.float64, False, torch.optim.Adam),
-        (torch.float64, True, torch.optim.AdamW),
-    ):
-        ours, theirs = normal((500,), dtype), normal((500,), dtype).requires_grad_()
-        m, v, step = torch.zeros_like(ours), torch.zeros_like(ours), torch.zeros(1)
-        hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1, "maximize": maximize}
-        reference = kind([theirs], betas=(0.9, 0.99), foreach=False, **hyper)
-        decoupled = kind is torch.optim.AdamW
-        for i in range(20):
-            theirs.grad = normal((500,), dtype, seed=i + 1)
-            reference.step()
-            adamw_([ours], [theirs.grad], [m], [v], [], step, beta1=0.9, beta2=0.99,
-                   decoupled_weight_decay=decoupled, **hyper)  # fmt: skip
-        unit = torch.finfo(dtype).eps
-        state = reference.state[theirs]
-        for got, want in ((ours, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
-            torch.testing.assert_close(got, want, rtol=32 * unit, atol=8 * unit)
-        assert step.item() == 20
-
-
 def one(**changes: object) -> dict[str, object]:
     """The arguments for one FP32 param of shape [3], some of them replaced."""
     t = torch.ones(3)

@@ -1,4 +1,4 @@
-"""lion_ and muon_direction_: operation by operation, bit for bit, against NumPy."""
+"""sgd_, lion_ and muon_direction_: operation by operation, bit for bit, against NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import independent as ind
 import numpy as np
 import pytest
 import torch
-from cases import LARGE, WIDE, for_each, normal, random_bits
+from cases import LARGE, WIDE, for_each, random_bits
 from test_adamw import (
     KINDS,
     RANDOM,
@@ -24,7 +24,7 @@ from test_adamw import (
     real_of,
 )
 
-from mixprec.ops import lion_, muon_direction_
+from mixprec.ops import lion_, muon_direction_, sgd_
 
 
 class Rule(NamedTuple):
@@ -44,43 +44,61 @@ LION = Rule(
     [{}, {"weight_decay": 0.0, **FROM_GRAD},
      {"beta1": 0.0, "beta2": 0.5, "lr": torch.tensor([0.3], dtype=torch.float64)}],
 )  # fmt: skip
+SGD = Rule(
+    sgd_, "momentum_buffers", ind.sgd,
+    {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 1e-2, "nesterov": False},
+    [{}, {"momentum": 0.0}, {"dampening": 0.3}, {"nesterov": True, "weight_decay": 0.0},
+     {"momentum": 0.0, "weight_decay": 0.0, "lr": torch.tensor([0.3], dtype=torch.float64)},
+     {"nesterov": True, **FROM_GRAD}],
+)  # fmt: skip
 MUON = Rule(
     muon_direction_, "momentum_buffers", ind.muon_direction,
     {"lr": 0.0, "momentum": 0.95, "nesterov": True},
     [{}, {"nesterov": False, **FROM_GRAD}, {"momentum": 0.3}],
 )  # fmt: skip
-both = pytest.mark.parametrize("rule", [LION, MUON], ids=str)
+each = pytest.mark.parametrize("rule", [SGD, LION, MUON], ids=str)
+
+
+def keeps(rule: Rule, hyper: dict[str, Any]) -> bool:
+    return rule is not SGD or hyper["momentum"] != 0
 
 
 def call(rule: Rule, lists: Lists, settings: dict[str, Any]) -> None:
     hyper = as_tensors(rule.numbers | settings)
-    rule.op(lists.params, lists.grads, lists.exp_avgs, lists.masters, lists.steps, **hyper)
+    states = lists.exp_avgs if keeps(rule, hyper) else []
+    rule.op(lists.params, lists.grads, states, lists.masters, lists.steps, **hyper)
 
 
 def check(rule: Rule, lists: Lists, settings: dict[str, Any]) -> None:
     """One call, and every bit of params, states, masters and steps against NumPy."""
     hyper, want = rule.numbers | settings, []
     for i, param in enumerate(lists.params):
-        arrays = (master_of(lists, i), lists.grads[i], lists.exp_avgs[i])
+        old = ind.values(lists.exp_avgs[i]) if keeps(rule, hyper) else None
+        arrays = (ind.values(master_of(lists, i)), ind.values(lists.grads[i]), old)
         step, real = int(lists.steps[i].item()) + 1, real_of(param)
-        want.append(rule.formula(*map(ind.values, arrays), step, real=real, **for_numpy(hyper)))
-    before = lists.steps.clone()
+        want.append(rule.formula(*arrays, step, real=real, **for_numpy(hyper)))
+    before, untouched = lists.steps.clone(), [ind.bits(b).copy() for b in lists.exp_avgs]
     call(rule, lists, settings)
     assert torch.equal(lists.steps, before + 1)
     for i, (p, m) in enumerate(want):
-        check_results(lists, i, p, [(lists.exp_avgs[i], m)], hyper)
+        state = lists.exp_avgs[i]
+        check_results(lists, i, p, [] if m is None else [(state, m)], hyper)
+        if m is None:
+            assert np.array_equal(ind.bits(state), untouched[i]), "there was no momentum"
 
 
-@both
-def test_every_dtype_mix(backend: str, rule: Rule) -> None:
-    """One of the settings for each mix, twice."""
-    for k, (param, grad, master) in enumerate(KINDS):
-        lists = all_shapes(param, (grad,), master=master)
-        for _ in range(2):
-            check(rule, lists, rule.settings[k % len(rule.settings)])
+@each
+@pytest.mark.parametrize("part", range(3))
+def test_every_dtype_mix(backend: str, rule: Rule, part: int) -> None:
+    """One or two of the settings for each mix, twice."""
+    for k, (param, grad, master) in enumerate(KINDS[part::3]):
+        for settings in rule.settings[(k + part) % 3 :: 3]:
+            lists = all_shapes(param, (grad,), master=master)
+            for _ in range(2):
+                check(rule, lists, settings)
 
 
-@both
+@each
 @pytest.mark.parametrize(("param", "master", "moments", "stochastic"), RANDOM, ids=str)
 def test_layouts_and_random_rounding(
     backend: str, rule: Rule, param: torch.dtype, master: Any, moments: torch.dtype,
@@ -89,9 +107,11 @@ def test_layouts_and_random_rounding(
     lists = all_shapes(param, (param,), master=master, moments=moments)
     random = {"indices": list(range(len(lists.params))), "stochastic_rounding": stochastic}
     check(rule, lists, {"seed": 2**40 + 1, **random})
+    if rule is SGD:
+        check(rule, lists, {"momentum": 0.0, **random})
 
 
-@both
+@each
 def test_large(two_threads: None, rule: Rule) -> None:
     lists = Lists()
     for i, shape in enumerate(LARGE):
@@ -99,7 +119,7 @@ def test_large(two_threads: None, rule: Rule) -> None:
     check(rule, lists, {})
 
 
-@both
+@each
 def test_extreme_values(backend: str, rule: Rule) -> None:
     for dtype in (*WIDE, torch.float64):
         real = torch.float64 if dtype == torch.float64 else torch.float32
@@ -111,8 +131,18 @@ def test_extreme_values(backend: str, rule: Rule) -> None:
         check(rule, lists, {"max_value": 1.0})
 
 
+@for_each("rule", [SGD, LION])
+def test_no_decay_leaves_an_infinite_param_alone(backend: str, rule: Rule) -> None:
+    lists = Lists()
+    lists.add((3,))
+    lists.params[0].copy_(torch.tensor([1.0, -math.inf, -0.0]))
+    lists.grads[0].copy_(torch.tensor([1.0, 0.0, 0.0]))
+    check(rule, lists, {"weight_decay": 0.0})
+    assert lists.params[0][1] == -math.inf
+
+
 def test_sign(backend: str) -> None:
-    """Of 0 it is 0, of -0 too, of NaN NaN; without decay an infinite param stays."""
+    """Of 0 it is 0, of -0 too, of NaN NaN."""
     lists = Lists()
     lists.add((5,))
     lists.params[0].copy_(torch.tensor([1.0, -0.0, 2.0, -math.inf, 3.0]))
@@ -125,8 +155,8 @@ def test_sign(backend: str) -> None:
     assert got[1].signbit()
 
 
-@both
-@for_each("flag", [1.0, math.nan])
+@each
+@for_each("flag", [1.0, 2.0, math.nan])
 def test_found_inf_skips_everything(backend: str, rule: Rule, flag: float) -> None:
     lists = Lists()
     for i, master in enumerate([True, "remainder"]):
@@ -137,32 +167,28 @@ def test_found_inf_skips_everything(backend: str, rule: Rule, flag: float) -> No
         assert np.array_equal(patterns(got), want), "a skipped step wrote"
 
 
-@for_each("nesterov", [False, True])
-def test_muon_direction_is_that_of_torch(backend: str, nesterov: bool) -> None:
-    buffer, theirs, steps = torch.zeros(500), torch.zeros(500), torch.zeros(1)
-    for i in range(5):
-        grad, out = normal((500,), torch.float32, seed=i), torch.empty(500)
-        muon_direction_([out], [grad], [buffer], [], steps, momentum=0.95, nesterov=nesterov)
-        theirs.lerp_(grad, 1 - 0.95)
-        want = grad.lerp(theirs, 0.95) if nesterov else theirs
-        torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-7)
-    assert steps.item() == 5
-
-
 T, META = torch.ones(3), torch.ones(3, device="meta")
 
 
-@both
+@each
 @for_each(
     "changes, error, message",
     [
         ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
         ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
         ({"grads": [T[:2]]}, ValueError, r"grads\[0\] must have shape"),
-        ({"state": []}, ValueError, "(exp_avgs|momentum_buffers) must have one tensor per param"),
+        (
+            {"state": [T, T]},
+            ValueError,
+            "(exp_avgs|momentum_buffers) must have one tensor per param",
+        ),
         ({"state": [T.half()]}, ValueError, r"\[0\] must have dtype"),
         ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype"),
+        ({"state": [T.bfloat16()]}, ValueError, "(exp_avgs|momentum_buffers).*with indices"),
+        ({"steps": torch.zeros(2)}, ValueError, "steps must have shape"),
         ({"clip": META[:1]}, ValueError, "clip must be on"),
+        ({"max_value": -1.0}, ValueError, "max_value must be positive"),
+        ({"found_inf": True}, TypeError, "found_inf must be a torch.Tensor, got bool"),
     ],
 )
 def test_bad_input(rule: Rule, changes: dict, error: type[Exception], message: str) -> None:
@@ -171,3 +197,4 @@ def test_bad_input(rule: Rule, changes: dict, error: type[Exception], message: s
     given[rule.state] = given.pop("state")
     with pytest.raises(error, match=f"^{rule.op.__name__}: .*{message}"):
         rule.op(**given)
+    assert torch.equal(T, torch.ones(3))
