@@ -226,13 +226,6 @@ def test_full_disk_leaves_the_old_file_and_nothing_else(
     assert path.read_text() == "the old one"
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_a_device_is_written_not_replaced(report: mixprec.Report) -> None:
-    with pytest.raises(OSError, match="No space left"):
-        report.save("/dev/full")
-    assert not os.path.isfile("/dev/full")
-
-
 def test_plot_without_matplotlib(
     report: mixprec.Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,7 +268,6 @@ def test_a_step_under_a_scaler_runs_hooks_and_schedulers(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("options", "bf16", "fp16", "own"),
     [
-        ({}, " with FP32 masters", " with FP32 masters", []),
         (
             {"master_weights": "remainder16", "max_grad_norm": 1.0},
             *(" with 16-bit remainders", " with FP32 masters", ["max_grad_norm: 1.0"]),
@@ -277,10 +276,6 @@ def test_a_step_under_a_scaler_runs_hooks_and_schedulers(kind: Kind) -> None:
             {"stochastic_rounding": True, "state_dtype": torch.bfloat16, "max_grad_value": 0.5},
             *(" with stochastic rounding", " with FP32 masters"),
             ["state_dtype: bfloat16", "max_grad_value: 0.5"],
-        ),
-        (
-            {"master_weights": None, "grad_dtype": torch.float32},
-            *(" without masters", " without masters", ["grad_dtype: float32"]),
         ),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from mixprec.diagnostics.report import Report, Row
-from mixprec.diagnostics.report_table import readable
 
 
 def report(**validation: float) -> Report:
@@ -31,12 +30,6 @@ def test_with_validation_no_training_loss_stands_in_for_a_missing_one() -> None:
     assert [fp32[1], fp16[1], fp16[2]] == ["1.5000", "-", "-"]
 
 
-@pytest.mark.parametrize(("scale", "text"), [(65536.0, "2^16"), (0.25, "2^-2"), (3.0, "3")])
-def test_a_power_of_two_is_written_as_one(scale: float, text: str) -> None:
-    (note,) = Report(rows=[Row("fp16", "complete", loss_scale=scale)]).notes()
-    assert note == f"fp16: 0 of 0 steps skipped, loss scale {text} at the end"
-
-
 def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
     sizes = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), 29_900_000_000)
     done = {"losses": [0.1], "seconds": [1e-5], "units": [10], "saved_bytes": 31_620_000, **sizes}
@@ -48,12 +41,3 @@ def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
         "fp8-delayed", "1.2500", "-", "1,000,000", *["29.9", "GB"] * 3, "31.6", "MB",
     ]  # fmt: skip
     assert lines[5:] == ["fp16: KeyboardInterrupt, 0 of 1 steps"]
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(None, "-"), (999, "999 B"), (1500, "1.50 kB"), (9_999_999, "10.0 MB"), (160e6, "160 MB"),
-     (999_700_000, "1.00 GB")],
-)  # fmt: skip
-def test_three_digits_of_a_size(n: int | None, text: str) -> None:
-    assert readable(n) == text

@@ -147,28 +147,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_table_is_legible_and_worst_first() -> None:
-    torch.manual_seed(0)
-    name = "encoder_of_the_first_modality_with_a_long_name"
-    model = nn.Sequential()
-    model.add_module(name, nn.Linear(16, 16))
-    model.add_module("bad", nn.Linear(16, 16))
-    mixprec.convert(model, "fp8")
-    with torch.no_grad():
-        model.bad.weight[0, 0] = 1e6  # beside which the others become 0
-    monitor = measured(model, torch.randn(4, 16), sqnr=True)
-    lines = monitor.table().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "step 0"
-    assert lines[3].split()[:3] == ["bad", "w", "e4m3"]
-    assert len(lines) == 3 + 2 * 4
-    assert sum("..." in line and "long_name" in line for line in lines) == 4
-    assert "SQNR" in lines[1]
-    plain = measured(model, torch.randn(4, 16)).table().splitlines()
-    assert "SQNR" not in plain[1], "a column of nan"
-    assert len(monitor.table(limit=2).splitlines()) == 3 + 2 + 1
-
-
 def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     model, path, writer = one_linear(), tmp_path / "r.jsonl", Mock()
     path.write_text('{"cut sho')
@@ -187,23 +165,6 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     added = [call.args for call in writer.add_scalar.call_args_list]
     assert [s for tag, _, s in added if tag == "amax/x/0"] == [0, 1, 2, 3]
     assert ("scale_max/x/0", 256.0, 0) in added
-
-
-def test_the_picture_names_three_layers_of_many() -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from mixprec.diagnostics import plotting
-
-    torch.manual_seed(0)
-    model = mixprec.convert(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))), "fp8")
-    monitor = measured(model, torch.randn(4, 16), 10.0 * torch.randn(4, 16))
-    above, middle, below = (plotting.plot_records(monitor.records).axes[i] for i in (0, 3, 6))
-    assert len(above.lines) == len(middle.lines) == 12
-    assert len(above.get_legend().get_texts()) == 3
-    assert above.get_legend().get_title().get_text() == "and 9 others in grey"
-    by_layer = {tuple(line.get_ydata()) for line in above.lines}
-    rows = [of(monitor, "0", "x", sample)["amax"] for sample in (0, 1)]
-    assert tuple(rows) in by_layer
-    assert [len(line.get_xdata()) for line in below.lines] == [2] * 4
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
