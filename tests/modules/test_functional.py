@@ -466,7 +466,7 @@ def test_autocast_outside_does_not_change_the_arithmetic(
     ("recipe", "kind"),
     [
         *((n, "linear") for n in NAMES if n not in ("mxfp8", "mxfp4")),  # nvfp4 has all they have
-        *pairwise(["fp8", "fp8-block"], ["1x1", "3x3"]),
+        *(("fp8", "1x1"), ("fp8-block", "3x3")),
     ],
 )
 def test_compiles_without_graph_breaks(recipe: str, kind: str, fresh_compiler: None) -> None:
