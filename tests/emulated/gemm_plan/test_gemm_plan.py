@@ -257,29 +257,6 @@ def test_what_no_row_can_do_is_refused_with_the_reason() -> None:
         check_refused(asked, "a and b are not both fp16, both bf16 or both FP8")
 
 
-@given(problems)
-def test_every_row_that_was_not_chosen_has_its_reason(how: dict[str, Any]) -> None:
-    asked = problem(**how)
-    config, lines = plan.plan_gemm(asked, H200), plan.explain(asked, H200)
-    for i, (row, line) in enumerate(zip(ROWS, lines, strict=True)):
-        assert "\n" not in line
-        if i == config.tile_config:
-            assert line == f"chosen: {config!r}"
-        elif row.fp8 != (how["kind"] == "fp8"):
-            assert line == ("for FP8 operands" if row.fp8 else "for 16-bit operands")
-        elif row.accumulate == ROWS[config.tile_config].accumulate and not row.base:
-            assert line == "only if forced"
-        elif row.accumulate == ROWS[config.tile_config].accumulate:
-            too_big = "at least half of each tile would lie outside of C"
-            assert line == too_big or f"clocks, tile config {config.tile_config} " in line
-        else:
-            assert line in {
-                "keeps the tensor core's short accumulator",
-                "not for these scales or fast_accum",
-                "for scales of blocks along K",
-            }
-
-
 def test_bolder_rows_are_only_taken_if_asked_for() -> None:
     bold = row_of((128, 256), cluster=2)
     assert not ROWS[bold].base
@@ -290,17 +267,3 @@ def test_bolder_rows_are_only_taken_if_asked_for() -> None:
     one_sm = plan.DeviceProperties(9, 0, 1, 232448)
     assert plan.plan_gemm(asked, one_sm, wish) is None
     assert plan.explain(asked, one_sm, wish)[bold] == "the GPU is smaller than a cluster"
-
-
-def test_the_structs_print_themselves() -> None:
-    asked = problem(3, 5, 7, "fp8", D.f32, accumulate=True, b_scale=Granularity.block128x128)
-    assert repr(asked) == (
-        "3x5x7: a e4m3 K-major scaled by tensor, b e5m2 K-major scaled by block128x128, "
-        "added into fp32"
-    )
-    assert repr(H200) == "compute capability 9.0, 132 SMs, 232448 bytes of shared memory"
-    assert repr(ROWS[0]) == "16-bit direct 64x128, 1 consumer"
-    config = plan.plan_gemm(asked, H200)
-    assert repr(config).startswith(
-        "tile config 8 (fp8 scaled 64x128, 1 consumer), 8 stages, 1x1 tiles"
-    )

@@ -304,22 +304,3 @@ def check_declarations(one: Launch) -> None:
     for parameter in one.kernel.params:
         declared = "fp64" if parameter.name in DOUBLE else "i64" if parameter.name in LONG else ""
         assert parameter.is_constexpr or parameter.annotation_type == declared, parameter.name
-
-
-@pytest.mark.parametrize("call", [("amax", some(BF16)), WITH_MASTER], ids=["amax", "adamw"])
-def test_the_checks_see_narrow_accesses(
-    monkeypatch: pytest.MonkeyPatch, call: tuple[Any, ...]
-) -> None:
-    """With a size of more than 32 bits the accesses are as wide. Without alignment the same kernels
-    load element by element, and the count shows it."""
-    launches = record_launches(monkeypatch)
-    launcher(call[0])(*call[1:])
-    one = launches[-1]
-    one.kernel[(1,)](**one.values | {"n": 2**40})
-    check_accesses(launches[-1])
-    arrays = {n: x.flatten()[1:] for n, x in one.values.items()
-              if isinstance(x, torch.Tensor) and x.numel() > 16}  # fmt: skip
-    one.kernel[(1,)](**one.values | arrays | {"n": 33})
-    assert "b16" in counted(launches[-1].compiled.asm["ptx"], "ld")
-    with pytest.raises(AssertionError, match="ld: "):
-        check_accesses(launches[-1])
