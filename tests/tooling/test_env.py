@@ -41,8 +41,13 @@ def test_json_and_a_forced_level_in_a_process_of_its_own(tmp_path: Path) -> None
         assert report["self_test"]["cpu"][name] == {"ok": True, "worst": 0.0, "reason": None}
 
 
-def test_text_names_every_op_and_the_level() -> None:
-    text = env.describe(env.report())
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return env.report()
+
+
+def test_text_names_every_op_and_the_level(report: dict[str, Any]) -> None:
+    text = env.describe(report)
     for name in OPS:
         assert any(line.split()[:3] == [name, "cpp", "ok,"] for line in text.splitlines()), name
     assert f"level in use {library.C.isa()}" in text
@@ -127,14 +132,15 @@ def test_difference() -> None:
 ENTRY = gemm_table.Entry("9.0", "16-bit", "thin", "cuda", None, "NVIDIA H200", "2026-01-02", 1.25)
 
 
-def as_on_a_gpu() -> dict:
-    """The report of this machine as if its CPU were a GPU."""
-    facts, ops = env.report(), env.variants("cuda")
-    tests = {name: facts["self_test"]["cpu"][name] for name in ops}
-    return {**facts, "ops": {"cuda": ops}, "self_test": {"cuda": tests}}
+def test_how_gemm_is_chosen_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    def as_on_a_gpu() -> dict[str, Any]:
+        """The report of this machine as if its CPU were a GPU."""
+        ops, tests = env.variants("cuda"), report["self_test"]["cpu"]
+        tested = {"cuda": {name: tests[name] for name in ops}}
+        return {**report, "ops": {"cuda": ops}, "gemm": env.gemm_choice(), "self_test": tested}
 
-
-def test_how_gemm_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "entries.json"
     monkeypatch.setenv("MIXPREC_TUNED", str(path))
     monkeypatch.setattr(library, "capability", lambda index: (9, 0))
