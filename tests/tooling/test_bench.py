@@ -151,6 +151,21 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert message in "".join(capsys.readouterr())
 
 
+def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, head = tmp_path / "bad.json", '{"schema": "mixprec.bench/1", "environment": {}'
+    for content, message in (
+        (None, "there is no such file"),
+        (f'{head}, "rows": [', "is damaged, not JSON"),
+        ("[1, 2]", "is no result of mixprec.bench"),
+        ('{"schema": "other"}', "is no result of mixprec.bench"),
+        (head + ', "rows": [{}]}', "is damaged (KeyError"),
+    ):
+        if content is not None:
+            bad.write_text(content)
+        assert cli.main(["plot", str(bad)]) == 2
+        assert f"{bad}: {message}" in capsys.readouterr().err
+
+
 def test_a_failed_write_leaves_the_old_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ sys.path.append(str(GPU))
 import pool  # noqa: E402
 import sanitize  # noqa: E402
 import stages  # noqa: E402
+import summary  # noqa: E402
 
 
 def run(folder: Path, tests: str, **options: Any) -> dict[str, Any]:
@@ -99,6 +100,15 @@ done
 echo "========= ERROR SUMMARY: 2 errors" >"$log"
 exit 9
 """
+
+
+def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
+    result = run(tmp_path, "import nothing_of_this_name")
+    assert (result["status"], result["tests"]) == (2, {})
+    assert "nothing_of_this_name" in result["tails"][0]
+    text = summary.summary([summary.line("x", 1.0, result)] * 9, ["a failure"] * 99)
+    assert len(text.splitlines()) <= summary.LINES
+    assert "FAILED (2)" in text.splitlines()[-1]
 
 
 def test_under_a_tool(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mixprec
-from mixprec.diagnostics.report import Report
+from mixprec.diagnostics.report import Report, Row
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ["--layers=1", "--width=64", "--context=32", "--batch=8", "--lr=1e-2"]
@@ -125,6 +125,25 @@ def test_failures_are_reported_and_the_other_precisions_run(
     assert problems[1].startswith("fp8: forward of blocks.0.mlp.1 should have run as")
     printed = capsys.readouterr().err.splitlines()
     assert [f"failed: {p}" for p in problems] == [p for p in printed if p.startswith("failed")]
+
+
+def test_every_condition_of_success(demo: ModuleType) -> None:
+    unigram = "fp8 reached 3.010 bits per byte, which is not 25% below the 4.000 of single bytes"
+    for fp32, fp8, status, problems in (
+        (2.9, 2.95, "complete", []),
+        (2.9, 2.97, "complete", ["fp8 is +2.41% from fp32, more than 2%"]),
+        (2.9, 2.83, "complete", ["fp8 is -2.41% from fp32, more than 2%"]),
+        (2.99, 3.01, "complete", [unigram]),
+        (2.9, math.nan, "complete", ["fp8 has no finite validation loss"]),
+        (2.9, 2.9, "diverged", ["fp8 diverged"]),
+    ):
+        rows = [Row("fp32", "complete", fp32 * math.log(2)), Row("fp8", status, fp8 * math.log(2))]
+        assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == problems
+
+    rows = [Row("fp32", data=[1, 2, 3]), Row("fp8", data=[1, 7, 3])]
+    for row in rows:
+        row.status, row.seconds = "complete", [0.1] * 3
+    assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 was trained on other data"]
 
 
 def test_what_a_user_may_get_wrong(

@@ -83,6 +83,33 @@ def test_the_program(
     assert again["losses"] == written["results"][1]["losses"], "the same run, bit for bit"
 
 
+def test_large_models_need_torchvision_or_timm(
+    example: ModuleType, few_glyphs: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    for package in ("timm", "torchvision"):
+        monkeypatch.setitem(sys.modules, package, None)
+    words = ["--model=resnet50", "--steps=2", "--batch=4", f"--out={tmp_path}", "--recipes=fp8"]
+    assert example.main(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --model resnet50 needs torchvision or timm (")
+    assert error.endswith(": pip install torchvision\n")
+
+
+def test_a_loss_that_is_not_finite_is_a_failure(
+    example: ModuleType, few_glyphs: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    make_model = example.make_model
+
+    def faulty(*args: Any) -> Any:
+        model, scaler = make_model(*args)
+        model.head.weight.data[0, 0] = math.nan
+        return model, scaler
+
+    monkeypatch.setattr(example, "make_model", faulty)
+    assert example.main(["--steps=1", f"--out={tmp_path}", "--recipes=bf16"]) == 1
+    assert capsys.readouterr().err == "failed: bf16 has no finite loss on the held-out images\n"
+
+
 def test_bad_options(example: ModuleType, capsys: Any) -> None:
     for argument, message in (
         ("--recipes=fp32,fp9", 'recipe must be "bf16", "fp16", "fp8"'),

@@ -59,6 +59,9 @@ def test_pruned_weights_stay_zero_and_the_others_move(
         moments = [pruner.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
         assert all(m[mask == 0].count_nonzero() == 0 for m in moments)
         assert all(m[mask == 1].count_nonzero() > 0 for m in moments)
+    weight.data[mask == 0] = 0.5
+    with pytest.raises(example.PruningError, match=f"{name}: a pruned weight is not zero in the"):
+        pruner.shares()
 
 
 def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
