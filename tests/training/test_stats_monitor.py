@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -165,6 +166,20 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     added = [call.args for call in writer.add_scalar.call_args_list]
     assert [s for tag, _, s in added if tag == "amax/x/0"] == [0, 1, 2, 3]
     assert ("scale_max/x/0", 256.0, 0) in added
+
+
+def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    layers = {f"encoder_of_the_first_modality_with_a_long_name_{i}": nn.Linear(16, 16)
+              for i in range(5)}  # fmt: skip
+    model = mixprec.convert(nn.Sequential(OrderedDict(layers)), "fp8")
+    monitor = measured(model, torch.randn(4, 16), sqnr=True)
+    lines = monitor.table(limit=2).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0][:3] for line in lines[3:]] == ["..."] * 3
+    assert lines[-1] == "... and 18 more"
+    monitor.plot(tmp_path / "layers.png")
+    assert (tmp_path / "layers.png").stat().st_size > 10_000
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
