@@ -173,8 +173,12 @@ def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> Non
     layers = {f"encoder_of_the_first_modality_with_a_long_name_{i}": nn.Linear(16, 16)
               for i in range(5)}  # fmt: skip
     model = mixprec.convert(nn.Sequential(OrderedDict(layers)), "fp8")
+    with torch.no_grad():
+        model[3].weight[0, 0] = 1e6  # beside which the others become 0
     monitor = measured(model, torch.randn(4, 16), sqnr=True)
     lines = monitor.table(limit=2).splitlines()
+    assert "name_3  w e4m3" in lines[3]
+    assert "99.61%" in lines[3]
     assert max(map(len, lines)) <= 80
     assert [line.split()[0][:3] for line in lines[3:]] == ["..."] * 3
     assert lines[-1] == "... and 18 more"
