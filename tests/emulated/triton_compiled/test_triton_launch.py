@@ -39,8 +39,11 @@ def kernels(launches: list[Launch]) -> list[str]:
 
 @pytest.mark.parametrize("op", TRITON)
 def test_every_launcher(launched: list[Launch], op: str) -> None:
-    for example in OPS[op].examples("cpu"):
-        launcher(op)(*example)
+    """Of many examples every third, along the diagonal (triton_interpreter runs all of them)."""
+    examples = list(OPS[op].examples("cpu"))
+    for i, example in enumerate(examples):
+        if len(examples) <= 6 or (i + i // 3) % 3 == 0:
+            launcher(op)(*example)
     assert launched
     assert not any(one.keywords.get("SOFT_CAST") for one in launched)
 
@@ -77,12 +80,11 @@ def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype)
             grads, flag = [x.clone(), x.clone()], torch.zeros(())
             run("unscale_")(grads, one, flag, counts)
             run("grad_stats_")(grads, None, flag, torch.zeros(2).double(), counts)
-    for shape in ((1, 1), (1, 7), (7, 1)):
+    for i, shape in enumerate(((1, 1), (1, 7), (7, 1))):
         run("quantize")(normal(shape, dtype), torch.float8_e5m2, one, True, "tensor", True)
-        for granularity in ("row", "block1x128", "block128x128"):
-            for transpose in (False, True):
-                args = (normal(shape, dtype), torch.float8_e5m2, None, transpose, granularity)
-                run("quantize")(*args, True)
+        for j, granularity in enumerate(("row", "block1x128", "block128x128")):
+            args = (normal(shape, dtype), torch.float8_e5m2, None, (i + j) % 2 == 0, granularity)
+            run("quantize")(*args, True)
     for rule in ("decoupled", "momentum"):
         options = {"seed": 1, "stochastic_rounding": True}
         run(RULES[rule][0])(*arguments(rule, [Mix(dtype, dtype)], [(1,)], **options))
