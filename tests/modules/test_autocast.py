@@ -26,11 +26,11 @@ def model(recipe: str = "fp8") -> nn.Sequential:
     return mixprec.convert(plain, recipe)  # type: ignore[return-value]
 
 
-def formats(run: Callable[[torch.Tensor], object], x: torch.Tensor) -> set[str]:
-    """The formats of the operands of the GEMMs that a pass runs."""
+def formats(run: Callable[..., object], *args: object) -> set[str]:
+    """The formats of the operands of the GEMMs that a call runs."""
     seen: set[str] = set()
     with observed(lambda kind, name, a, b: seen.update((a, b))):
-        run(x)
+        run(*args)
     return seen
 
 

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
+from test_autocast import formats
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec.functional import observed
-
-
-def formats(run: Any, *args: Any) -> set[str]:
-    """The formats of the operands of all products of a call."""
-    seen: set[str] = set()
-    with observed(lambda kind, name, a, b: seen.update((a, b))):
-        run(*args)
-    return seen
 
 
 def test_threads_do_not_see_each_other_and_leave_nothing_behind() -> None:

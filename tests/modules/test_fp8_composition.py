@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from cases import for_each, nearest, normal, pairwise
 from independent import assert_same_lists as assert_same
+from test_convert import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,17 +30,6 @@ from mixprec.testing import sqnr
 NAMES = tuple(RECIPES)
 WIDTH = 160  # more than one block of 128
 pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -65,7 +55,7 @@ EVERY = pairwise(NAMES, KINDS)
 
 
 def plain_model(kind: str) -> nn.Sequential:
-    return nn.Sequential(Block(), Block()) if kind == "mlp" else nn.Sequential(Net())
+    return nn.Sequential(Block(WIDTH), Block(WIDTH)) if kind == "mlp" else nn.Sequential(Net())
 
 
 def make(recipe: str | Recipe, kind: str = "mlp") -> nn.Sequential:
