@@ -64,6 +64,21 @@ def test_pruned_weights_stay_zero_and_the_others_move(
         pruner.shares()
 
 
+def test_an_overflow_in_a_pruned_place_still_skips_the_step(example: ModuleType) -> None:
+    pruner, layer, skipped = example.Pruner(0.5, last_dense_step=0), "blocks.0.up", []
+
+    def after_step(step: int, model: Any, optimizer: Any) -> None:
+        pruner(step, model, optimizer)
+        if step == 1:
+            weight = model.get_submodule(layer).weight
+            weight.grad = torch.where(pruner.masks[layer] == 0, torch.inf, 0.0).to(weight)
+            optimizer.step()
+            skipped.append(int(optimizer.skipped))
+
+    example.train("vit", "bf16", 0, 3, "glyphs", "cpu", after_step)
+    assert skipped == [1]
+
+
 def test_the_program(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--model=cnn", "--recipe=fp8", "--steps=4", "--sparsity=0.6"]) == 0
     printed = capsys.readouterr().out.splitlines()
