@@ -24,8 +24,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
                                                             std::string granularity,
                                                             bool power_of_two_scale);
 
-// x [..., K]; residual of x's shape and dtype; weight, bias [K] -> the results of quantize; total
-// (x's shape, or [0] without residual), mean [M] (or [0]) and rstd [M], fp32
+// x [..., K]; residual of x's shape and dtype; weight, bias [K] -> the results of a cast: those of
+// quantize, or of quantize_mx without tensor_scale_inv; total (x's shape, or [0] without residual),
+// mean [M] (or [0]) and rstd [M], fp32
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize(
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
     bool subtract_mean, ScalarType dtype, MaybeTensor scale, bool transpose,
@@ -37,14 +38,14 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor g, Tensor x, MaybeTensor
                                                  Tensor mean, Tensor rstd, MaybeTensor g_total,
                                                  bool with_bias);
 
-// x, up: any shape, of one dtype -> the results of quantize
+// x, up: any shape, of one dtype -> the results of a cast
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> act_quantize(Tensor x, MaybeTensor up,
                                                                 std::string kind, ScalarType dtype,
                                                                 MaybeTensor scale, bool transpose,
                                                                 std::string granularity,
                                                                 bool power_of_two_scale);
 
-// g, x, up: any shape -> the results of quantize of dx, then of dup (empty without up)
+// g, x, up: any shape -> the results of a cast of dx, then of dup (empty without up)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType dtype,
              MaybeTensor scale, bool transpose, std::string granularity, bool power_of_two_scale);

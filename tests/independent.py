@@ -157,6 +157,8 @@ def canonical(pattern: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Bit patterns of `dtype` with every NaN made the same."""
     if dtype in BY_DTYPE:
         return same_nan(pattern, BY_DTYPE[dtype])
+    if not dtype.is_floating_point:
+        return pattern
     real = pattern.view(np.float64 if dtype == torch.float64 else F32)
     return np.where(np.isnan(real), np.full_like(real, np.nan), real).view(pattern.dtype)
 

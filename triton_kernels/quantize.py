@@ -11,9 +11,11 @@ import triton.language as tl
 from .amax import amax, amax_into
 from .launch import FORMATS, MAX, codes, on, soft_cast
 from .quantize_blocks import quantize_blocks
+from .quantize_mx import quantize_mx
 from .tiles import decode, encode, load, magnitude_bits, scale_from_amax, store
 
 BLOCK = 4096
+MX = {torch.float8_e4m3fn: "mxfp8_e4m3", torch.float8_e5m2: "mxfp8_e5m2"}
 TILE_M, TILE_K = 64, 64  # 16-byte fp8 stores in both orders: four threads per row of either
 
 
@@ -166,7 +168,10 @@ def cast(
     granularity: str,
     power_of_two_scale: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """quantize of the fp32 values of a fused op, which may also stay as they are."""
+    """quantize of the fp32 values of a fused op, which may also stay as they are or become MX."""
+    if granularity == "mx":
+        results = quantize_mx(y, MX[dtype], "rceil", transpose, None)
+        return *results[:4], results[5]
     if dtype != torch.float32:
         return quantize(y, dtype, scale, transpose, granularity, power_of_two_scale)
     return y, y.new_empty((0, 0)), y.new_ones(()), y.new_empty((0,)), amax(y)

@@ -11,14 +11,16 @@ namespace mixprec::cpu {
 
 namespace {
 
-constexpr int64_t kLine = 64;    // rows: full cache lines of each row of an fp8 transpose
-constexpr int64_t kBand = 4096;  // elements: 16 KB of values stay in the L1 cache
+constexpr Blocks kMxBlock = {1, 32};
+constexpr int64_t kLine = 64;       // rows: full cache lines of each row of an fp8 transpose
+constexpr int64_t kMxColumns = 32;  // of quantize_mx_columns at once
+constexpr int64_t kBand = 4096;     // elements: 16 KB of values stay in the L1 cache
 // Elements of a tensor whose values are kept while its amax is searched for. Those of a larger one,
 // which no cache holds, are computed once more.
 constexpr int64_t kKept = 4 << 20;
 
 struct Output {
-  Tensor data, data_t, scale_inv;
+  Tensor data, data_t, scale_inv, scale_inv_t;
   Tensor values;  // those that are a result, or are cast as a whole
   float* kept = nullptr;
   float scale = 1.0f;
@@ -31,6 +33,8 @@ struct Job {
   const CastArguments& arguments;
   int64_t rows, cols;
   std::vector<std::unique_ptr<Output>> outputs;
+
+  bool is_mx() const { return blocks.cols == kMxBlock.cols; }
 };
 
 // Memory of this thread, kept for its next band.
@@ -68,10 +72,35 @@ void for_produced(const Job& job, const Produce& produce, bool again, const F& f
 
 uint32_t amax_of(const float* values, int64_t n) { return loops().amax(Dtype::f32, values, n); }
 
+// A band in blocks of MX; returns the amax. A band of a transpose starts at the start of a block.
+uint32_t cast_mx(const Job& job, Output& out, const float* values, int64_t first, int64_t rows) {
+  BlockFormat format = job.to == Dtype::e4m3 ? BlockFormat::mxfp8_e4m3 : BlockFormat::mxfp8_e5m2;
+  BlockCastRule rule = {Dtype::f32, format, scale_rule(format, ScaleMode::rceil, 0.0f),
+                        false,      0,      0};
+  auto bytes = [](const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); };
+  int64_t cols = job.cols, across = blocks_of(format, cols);
+  uint32_t largest = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    uint32_t seen = loops().quantize_mx(rule, values + row * cols, cols, 0,
+                                        bytes(out.data) + (first + row) * cols,
+                                        bytes(out.scale_inv) + (first + row) * across);
+    largest = std::max(largest, seen);
+  }
+  if (!job.arguments.transpose) return largest;
+  int64_t down = blocks_of(format, job.rows);
+  for (int64_t col = 0; col < cols; col += kMxColumns) {
+    loops().quantize_mx_columns(rule, values + col, cols, rows, std::min(kMxColumns, cols - col), 0,
+                                0, bytes(out.data_t) + col * job.rows + first, job.rows,
+                                bytes(out.scale_inv_t) + col * down + first / kMxBlock.cols, down);
+  }
+  return largest;
+}
+
 // One band of one output; returns the amax.
 uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t first, int64_t rows) {
   int64_t n = rows * job.cols;
   if (job.to == Dtype::f32) return amax_of(values, n);
+  if (job.is_mx()) return cast_mx(job, out, values, first, rows);
   void* data = at(out.data.mutable_data_ptr(), job.to, first * job.cols);
   if (job.blocks.rows != 0) {
     int64_t across = job.blocks.cols ? (job.cols + kBlock - 1) / kBlock : 1;
@@ -111,7 +140,8 @@ std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments
   STD_TORCH_CHECK(!arguments.transpose || (x.dim() >= 2 && to != Dtype::f32), op,
                   ": transpose needs x of 2 or more dimensions, and fp8, fp16 or bf16");
   auto [rows, cols] = as_matrix(x);
-  Job job = {to, blocks_of(arguments.granularity), arguments, rows, cols, {}};
+  bool is_mx = arguments.granularity == "mx";
+  Job job = {to, is_mx ? kMxBlock : blocks_of(arguments.granularity), arguments, rows, cols, {}};
   bool search = false;  // for the amax that is to be the scale
   for (const auto& scale : scales) {
     STD_TORCH_CHECK(job.blocks.rows == 0 || (is_fp8(to) && !scale.has_value()), op,
@@ -122,15 +152,18 @@ std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments
     job.outputs.back()->scale = given == 0.0f ? 0.0f : checked_scale(given);
     search |= is_fp8(to) && job.blocks.rows == 0 && given == 0.0f;
   }
-  if (job.blocks.rows == kBlock || (job.blocks.rows != 0 && arguments.transpose)) {
+  if (job.blocks.rows == kBlock || (job.blocks.rows != 0 && !is_mx && arguments.transpose)) {
     return cast_whole(x, arguments, job, produce);
   }
 
+  ScalarType scale_type = is_mx ? ScalarType::Byte : ScalarType::Float;
   for (auto& out : job.outputs) {
     out->data = empty(x.sizes(), arguments.dtype);
     out->data_t =
         empty({arguments.transpose ? cols : 0, arguments.transpose ? rows : 0}, arguments.dtype);
-    if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols);
+    if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols, scale_type);
+    out->scale_inv_t = is_mx && arguments.transpose ? scales_of(job.blocks, cols, rows, scale_type)
+                                                    : empty({0}, scale_type);
     if (to == Dtype::f32) keep(*out, out->data);
     if (search && x.numel() <= kKept) {
       static thread_local Scratch scratch[2];
@@ -155,7 +188,7 @@ std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments
   std::vector<Cast> casts;
   for (auto& out : job.outputs) {
     if (job.blocks.rows == 0) out->scale_inv = empty_scalar(1.0f / out->scale);
-    casts.emplace_back(out->data, out->data_t, out->scale_inv, empty({0}, ScalarType::Float),
+    casts.emplace_back(out->data, out->data_t, out->scale_inv, out->scale_inv_t,
                        empty_scalar(bits_float(out->largest)));
   }
   return casts;

@@ -1,5 +1,5 @@
-// quantize with another source: rows that a function computes in fp32, a band of them at a time,
-// cast while they are in the cache.
+// quantize, and quantize_mx to FP8, with another source: rows that a function computes in fp32, a
+// band of them at a time, cast while they are in the cache.
 #pragma once
 
 #include <functional>
@@ -16,7 +16,8 @@ struct CastArguments {
   bool power_of_two_scale;
 };
 
-// data, data_t, scale_inv, scale_inv_t, amax: as those of quantize.
+// data, data_t, scale_inv, scale_inv_t, amax: as those of quantize, or, with granularity "mx", of
+// quantize_mx.
 using Cast = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // out[i] = the values of rows [first, first + rows) of the i-th tensor. `again`: they have been

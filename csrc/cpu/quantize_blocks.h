@@ -32,9 +32,10 @@ inline Blocks blocks_of(const std::string& granularity) {
   STD_TORCH_CHECK(false, "quantize: granularity must be tensor, row, block1x128 or block128x128");
 }
 
-inline Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols) {
+inline Tensor scales_of(const Blocks& b, int64_t rows, int64_t cols,
+                        ScalarType dtype = ScalarType::Float) {
   int64_t down = (rows + b.rows - 1) / b.rows, across = b.cols ? (cols + b.cols - 1) / b.cols : 1;
-  return empty({down, across}, ScalarType::Float);
+  return empty({down, across}, dtype);
 }
 
 struct BlockCast {

@@ -15,7 +15,9 @@ from ..recipes import DELAYED_ROLES, Recipe
 
 __all__ = ["Cast", "Delayed", "Matrix", "Operand", "cast"]
 
-_UNCAST = (torch.float32, None, False, "tensor", True)  # arguments of `quantize`: no cast
+# Arguments of an op that computes values and casts them: no cast.
+_UNCAST = (torch.float32, None, False, "tensor", True)
+_APART = ("row", "block1x128", "mx")  # the transpose has other scales
 
 
 class Matrix(NamedTuple):
@@ -103,7 +105,8 @@ def cast(
 class Cast(NamedTuple):
     """How `quantize`, or an op that computes x and casts it in one pass, is to cast an operand.
 
-    arguments: quantize's, from dtype on. For block formats they leave x in FP32, which `operand`
+    arguments: quantize's, from dtype on. Of the block formats, ops that compute x have granularity
+    "mx" for FP8 with the default settings; for the others they leave x in FP32, which `operand`
     then casts.
     """
 
@@ -120,17 +123,24 @@ class Cast(NamedTuple):
         if fmt.bits == 16:
             return Cast(role, recipe, use_t, (fmt.dtype, None, False, "tensor", True))
         if recipe.is_block:
-            return Cast(role, recipe, use_t, _UNCAST)
+            fused = (
+                granularity == "mx"
+                and fmt.bits == 8
+                and recipe.scale_mode == DEFAULT_SCALE_MODE
+                and role not in recipe.stochastic_rounding
+                and not _rotates(role, recipe, use_t)
+            )
+            mx = fmt.dtype, None, use_t, "mx", True
+            return Cast(role, recipe, use_t, mx if fused else _UNCAST)
         scaled = delayed is not None and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
-        apart = granularity in ("row", "block1x128")  # the transpose has other scales
-        transpose = use_t and (apart or _wants_k_major(device.type))
+        transpose = use_t and (granularity in _APART or _wants_k_major(device.type))
         arguments = fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale
         return Cast(role, recipe, use_t, arguments)
 
     def operand(self, results: Sequence[torch.Tensor], *record: Delayed | None) -> Operand:
         """The operand of quantize's results; its amax is recorded in the given states."""
-        if self.recipe.is_block:
+        if self.arguments[0] == torch.float32:  # _UNCAST
             return _in_blocks(results[0], self.role, self.recipe, self.use_t)
         data, data_t, scale_inv, scale_inv_t, amax = results[:5]
         dtype, _, transpose, granularity, _ = self.arguments
@@ -149,20 +159,18 @@ class Cast(NamedTuple):
             largest.copy_(torch.maximum(largest, seen))
         if not self.use_t:
             return Operand(data, None, scale_inv, None)
-        apart = granularity in ("row", "block1x128")
-        if not (apart or (transpose and granularity == "block128x128")):
+        if not (granularity in _APART or (transpose and granularity == "block128x128")):
             scale_inv_t = scale_inv.t()
         return Operand(data, data_t if transpose else data.t(), scale_inv, scale_inv_t)
 
 
 def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Operand:
-    """x [..., C] in the block format of `role`. The transpose of x and g is for grad_weight, which
-    a recipe with hadamard rotates."""
+    """x [..., C] in the block format of `role`."""
     fmt = recipe.block_format(role)
     assert fmt is not None, "is_block"
     mode = recipe.scale_mode if fmt != "nvfp4" else DEFAULT_SCALE_MODE
     x = x.flatten(0, -2)
-    rotate = use_t and recipe.hadamard and role in ("x", "g")
+    rotate = _rotates(role, recipe, use_t)
     seed = None
     if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
@@ -180,6 +188,11 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
         data_t, scale_inv_t = rotated[0], rotated[2]
         whole_t = None if whole is None else rotated[4]
     return Operand(data, data_t, scale_inv, scale_inv_t, whole, whole_t)
+
+
+def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:
+    """The transpose of x and g is for grad_weight, which a recipe with hadamard rotates."""
+    return use_t and recipe.hadamard and role in ("x", "g")
 
 
 def _wants_k_major(device_type: str) -> bool:

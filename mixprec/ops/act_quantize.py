@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import Format, parse
+from ..formats import Format
 from ..quantized import Quantized
 from ._dispatch import casts, checks, example_inputs
 from ._dispatch.exp import exp_fp32
@@ -209,7 +209,8 @@ def run(
 ) -> casts.Cast:
     """data, data_t, scale_inv, scale_inv_t and amax, as of `act_quantize`, without the autograd
     check: for autograd functions. dtype may also be float32: y as it is, without scale and
-    transpose. Results not requested are empty."""
+    transpose. With granularity "mx" scale_inv and scale_inv_t are uint8 codes. Results not
+    requested are empty."""
     return act_quantize_op(x, up, kind, dtype, scale, transpose, granularity, power_of_two_scale)
 
 
@@ -260,13 +261,14 @@ def act_quantize(
     computed in FP32, in an order of operations that gives the same bits on every backend ("gelu" is
     within 7 units in the last place where it is above 1e-15, "silu" within 3), and then cast as
     `quantize` casts an FP32 tensor; the other arguments and the result are those of `quantize`.
-    amax is that of y. TypeError or ValueError names an invalid argument.
+    amax is that of y. Of the block formats there is "mx" of E4M3 and E5M2, with the default
+    scale_mode. TypeError or ValueError names an invalid argument.
 
     Sources: GELU and SiLU (Hendrycks, Gimpel, 2016); GLU variants (Shazeer, 2020); Primer for the
     squared ReLU (So et al., 2021).
     """
     op = "act_quantize"
-    parsed = parse(fmt, who=op)
+    parsed = casts.parse_fused(op, fmt, granularity, power_of_two_scale)
     checks.is_tensor(op, "x", x)
     checks.needs_no_grad(op, "detach x and up, or call it under torch.no_grad()", x, up)
     given = casts.given_scale(op, scale, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import Format, parse
+from ..formats import Format
 from ..quantized import Quantized
 from ._dispatch import casts, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
@@ -242,7 +242,8 @@ def run(
     """data, data_t, scale_inv, scale_inv_t and amax, as of `norm_quantize`, then total (empty
     without residual), mean [M] (empty without subtract_mean) and rstd [M], without the autograd
     check: for autograd functions. dtype may also be float32: y as it is, without scale and
-    transpose. Results not requested are empty."""
+    transpose. With granularity "mx" scale_inv and scale_inv_t are uint8 codes. Results not
+    requested are empty."""
     results: Result = norm_quantize_op(
         x, residual, weight, bias, eps, subtract_mean,
         dtype, scale, transpose, granularity, power_of_two_scale,
@@ -300,12 +301,13 @@ def norm_quantize(
     fp32, bf16 or fp16, or None. All of it is FP32 arithmetic, in an order of operations and sums
     that gives the same bits on every backend. y stays in FP32 and is then cast as `quantize` casts
     an FP32 tensor; the other arguments and the result are those of `quantize`. amax is that of y.
-    TypeError or ValueError names an invalid argument.
+    Of the block formats there is "mx" of E4M3 and E5M2, with the default scale_mode. TypeError or
+    ValueError names an invalid argument.
 
     Sources: LayerNorm (Ba et al., 2016); RMSNorm (Zhang, Sennrich, 2019).
     """
     op = "norm_quantize"
-    parsed = parse(fmt, who=op)
+    parsed = casts.parse_fused(op, fmt, granularity, power_of_two_scale)
     checks.is_tensor(op, "x", x)
     tensors = (x, residual, weight, bias)
     checks.needs_no_grad(op, "detach its inputs, or call it under torch.no_grad()", *tensors)

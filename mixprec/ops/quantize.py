@@ -11,6 +11,7 @@ from ..quantized import Quantized
 from ._dispatch import block_formats, casts, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 from .amax import amax_reference
+from .quantize_mx import quantize_mx_reference
 from .quantize_mx import run as quantize_mx
 from .scale import scale_from_amax
 
@@ -76,6 +77,13 @@ def quantize_reference(
     granularity: str,
     power_of_two_scale: bool,
 ) -> casts.Cast:
+    """Also with granularity "mx", for the fused ops."""
+    if granularity == "mx":
+        fmt = block_formats.name_of(formats.parse(dtype), "mx")
+        assert fmt is not None, "FP8"
+        mode = block_formats.DEFAULT_SCALE_MODE
+        results = quantize_mx_reference(x, fmt, mode, transpose, None)
+        return *results[:4], results[5]
     amax = amax_reference(x)
     rows = x.reshape(scale_layout.as_matrix(x.shape))
     if granularity == "tensor":

@@ -6,7 +6,9 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 
 import mixprec
 from mixprec import functional
+from mixprec.functional import operands
 from mixprec.nn import MLP, GatedMLP, NormLinear
 from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
@@ -23,6 +26,16 @@ from mixprec.testing import sqnr
 ALL = tuple(RECIPES)
 WITHOUT_STATE = tuple(r for r, recipe in RECIPES.items() if not recipe.is_delayed)
 WIDTH, HIDDEN, ROWS = 48, 160, 70
+MXFP8, FP32 = RECIPES["mxfp8"], torch.float32
+# recipes of block formats, and the dtypes of what the fused ops return
+MX = {
+    "mxfp8": (MXFP8, {torch.float8_e4m3fn}),
+    "e5m2 gradients": (replace(MXFP8, g="e5m2"), {torch.float8_e4m3fn, torch.float8_e5m2}),
+    "stochastic": (replace(MXFP8, stochastic_rounding=("g",)), {torch.float8_e4m3fn, FP32}),
+    "hadamard": (replace(MXFP8, hadamard=True), {FP32}),
+    "scale_mode": (replace(MXFP8, scale_mode="even"), {FP32}),
+    "mxfp4": (RECIPES["mxfp4"], {FP32}),
+}
 
 
 class Attention(nn.Module):
@@ -85,7 +98,7 @@ def test_a_fused_model_is_as_accurate_as_the_unfused_one(recipe: str) -> None:
         assert of_fused > of_plain - 3.0, (key, of_plain, of_fused)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-block"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-block", "mxfp8"])
 def test_the_roundings_are_those_that_the_docstrings_name(recipe: str) -> None:
     """norm, cast, product in 16 bits, activation, cast, product, from single ops, bit for bit."""
     torch.manual_seed(0)
@@ -190,7 +203,35 @@ def test_hooks_and_regions_run_the_modules_one_by_one() -> None:
     assert torch.equal(exact, fused[0].mlp(x))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed"])
+@pytest.mark.parametrize("recipe", list(MX))
+def test_mx_of_the_fused_ops_is_that_of_quantize(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as with FP32 values that are cast by an op of their own; which recipes do."""
+    given, casts_to = MX[recipe]
+    seen = set()
+    of = operands.Cast.of
+
+    def recorded(*arguments: Any) -> operands.Cast:
+        seen.add(of(*arguments).arguments[0])
+        return of(*arguments)
+
+    def plain(*arguments: Any) -> operands.Cast:
+        return of(*arguments)._replace(arguments=operands._UNCAST)
+
+    model, x = model_and_batch()
+    mixprec.convert(model, given, fuse=True)
+    results = []
+    for how in (recorded, plain):
+        monkeypatch.setattr(operands.Cast, "of", staticmethod(how))
+        torch.manual_seed(1)
+        results.append(gradients(model, x))
+    assert seen == casts_to
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8"])
 def test_compiled_as_eager(recipe: str) -> None:
     model, x = model_and_batch()
     mixprec.convert(model, recipe, fuse=True)

@@ -37,7 +37,7 @@ CASTS = [
         (fp8, None, transpose, granularity, True)
         for fp8, (transpose, granularity) in zip(
             itertools.cycle((torch.float8_e4m3fn, torch.float8_e5m2)),
-            itertools.product((False, True), ("row", "block1x128", "block128x128")),
+            itertools.product((False, True), ("row", "block1x128", "block128x128", "mx", "mx")),
         )
     ),
 ]
@@ -132,7 +132,7 @@ def test_casts_shapes_and_layouts(
 @for_each("cast", CASTS)
 def test_large(poisoned: None, two_threads: None, cast: tuple) -> None:
     x, up, g = (normal((193, 1031), torch.bfloat16, seed=i) for i in range(3))
-    x[100, 7], up[192, 1030] = 60.0, math.nan if cast[3] == "row" else -50.0
+    x[100, 7], up[192, 1030] = 60.0, math.nan if cast[3] in ("row", "mx") else -50.0
     same(run(x, up, "silu", *cast), act_quantize_reference(x, up, "silu", *cast))
     dx, dup = backward(g, x, up, "silu", *cast)
     assert dup is not None
@@ -151,7 +151,7 @@ def test_values_that_are_computed_twice(two_threads: None) -> None:
 
 def test_public_function(backend: str) -> None:
     x, up = normal((7, 130), torch.bfloat16), normal((7, 130), torch.bfloat16, seed=1)
-    for granularity in scale_layout.GRANULARITIES:
+    for granularity in scale_layout.FUSED:
         q = act_quantize(x, "e4m3", up, kind="gelu", transpose=True, granularity=granularity)
         y = run(x, up, "gelu", *PLAIN)[0]
         want = mixprec.quantize(y, "e4m3", transpose=True, granularity=granularity)
@@ -174,6 +174,14 @@ Call = Callable[[], object]
         (lambda: act_quantize([1.0], "e4m3"), TypeError, "quantize: x must be a torch.Tensor"),
         (lambda: act_quantize(ONES.int(), "e4m3"), ValueError, "quantize: x must have dtype"),
         (lambda: act_quantize(ONES, "int8"), ValueError, "act_quantize: .*int8"),
+        (lambda: act_quantize(ONES, "e2m1", granularity="mx"), ValueError, "e4m3, e5m2.*got e2m1"),
+        (lambda: act_quantize(ONES, "e4m3", granularity="nvfp4"), ValueError, '"mx", got \'nvfp4'),
+        (lambda: act_quantize(ONES, "bf16", granularity="mx"), ValueError, 'be "tensor" for'),
+        (
+            lambda: act_quantize(ONES, "e4m3", granularity="mx", power_of_two_scale=False),
+            ValueError,
+            "power_of_two_scale must be left out",
+        ),
         (lambda: act_quantize(ONES, "e4m3", kind="tanh"), ValueError, 'one of "silu", .*tanh'),
         (lambda: act_quantize(ONES, "e4m3", HALF), ValueError, "up must have dtype float32, got"),
         (lambda: act_quantize(ONES, "e4m3", ONES[0]), ValueError, r"up must have shape.*\(3, 4\)"),

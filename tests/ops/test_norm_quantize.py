@@ -176,7 +176,7 @@ def test_special_values(backend: str, subtract_mean: bool) -> None:
 def test_public_function(backend: str) -> None:
     x, res = normal((7, 130), torch.bfloat16), normal((7, 130), torch.bfloat16, seed=1)
     weight, bias = normal((130,), torch.float32, seed=2), normal((130,), torch.float32, seed=3)
-    for granularity in scale_layout.GRANULARITIES:
+    for granularity in scale_layout.FUSED:
         q, total = norm_quantize(
             x, "e5m2", weight, bias, eps=1e-3, residual=res, transpose=True, granularity=granularity
         )
@@ -206,6 +206,7 @@ Call = Callable[[], object]
         (lambda: norm_quantize(X.int(), "e4m3"), ValueError, "quantize: x must have dtype"),
         (lambda: norm_quantize(X[0, 0], "e4m3"), ValueError, "1 or more dimensions"),
         (lambda: norm_quantize(X, "int8"), ValueError, "norm_quantize: .*int8"),
+        (lambda: norm_quantize(X, "e2m1"), ValueError, "fmt must be .*e5m2, fp16.*got e2m1"),
         (lambda: norm_quantize(X, "e4m3", K[:3]), ValueError, r"weight .*= \(4,\), got \(3,\)"),
         (lambda: norm_quantize(X, "e4m3", K.int()), ValueError, "weight must have dtype"),
         (lambda: norm_quantize(X, "e4m3", bias=X), ValueError, "bias must have shape"),

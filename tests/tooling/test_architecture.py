@@ -48,7 +48,7 @@ SIDEWAYS = {
         (f"ops.{op}", "ops.quantize", "quantize_reference")
         for op in ("norm_quantize", "act_quantize")
     ),
-    ("ops.quantize", "ops.quantize_mx", "run"),
+    *(("ops.quantize", "ops.quantize_mx", name) for name in ("run", "quantize_mx_reference")),
     ("ops.dequantize", "ops.dequantize_mx", "run"),
     ("ops.block_operands", "ops.dequantize_mx", "run"),
     *(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from ...formats import Format, parse
+from ...formats import FORMATS, Format, parse
 from ...quantized import Quantized
 from . import checks, scale_layout
 
@@ -19,9 +21,10 @@ def check(
     scale: torch.Tensor | None,
     transpose: bool,
     granularity: str,
+    allowed: Iterable[str] = scale_layout.GRANULARITIES,
 ) -> None:
     """The arguments of a cast of values of x's shape."""
-    scale_layout.parse(op, granularity)
+    scale_layout.check(op, granularity, allowed)
     if granularity != "tensor" and dtype not in checks.FP8:
         raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
     if scale is not None:
@@ -44,12 +47,28 @@ def check_fused(
     transpose: bool,
     granularity: str,
 ) -> None:
-    """As `check`, for an op that may also leave its values in FP32."""
+    """As `check`, for an op that may also leave its values in FP32, or cast them to MX."""
     if dtype != torch.float32:
         parse(dtype, who=op)
     elif scale is not None or transpose:
         raise ValueError(f"{op}: scale must be None and transpose False for float32")
-    check(op, x, dtype, scale, transpose, granularity)
+    check(op, x, dtype, scale, transpose, granularity, scale_layout.FUSED)
+
+
+def parse_fused(
+    op: str, fmt: Format | str | torch.dtype, granularity: str, power_of_two_scale: bool
+) -> Format:
+    """The format that a fused op casts to; ValueError for one that only `quantize` has."""
+    parsed = parse(fmt, who=op)
+    if parsed not in FORMATS:
+        names = ", ".join(map(str, FORMATS))
+        raise ValueError(f"{op}: fmt must be one of {names}, got {parsed}")
+    if granularity == "mx" and power_of_two_scale is not True:
+        raise ValueError(
+            f'{op}: power_of_two_scale must be left out with granularity "mx", whose scales are '
+            f"powers of two, got {power_of_two_scale!r}"
+        )
+    return parsed
 
 
 def fake(x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str) -> Cast:
@@ -58,15 +77,13 @@ def fake(x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str)
     if not transpose or granularity == "tensor":
         shape_t = (0,)
 
-    def fp32(shape: tuple[int, ...]) -> torch.Tensor:
-        return x.new_empty(shape, dtype=torch.float32)
-
+    scales = torch.uint8 if granularity == "mx" else torch.float32
     return (
         x.new_empty(x.shape, dtype=dtype),
         x.new_empty((k, m) if transpose else (0, 0), dtype=dtype),
-        fp32(scale_layout.scale_shape(granularity, m, k)),
-        fp32(shape_t),
-        fp32(()),
+        x.new_empty(scale_layout.scale_shape(granularity, m, k), dtype=scales),
+        x.new_empty(shape_t, dtype=scales),
+        x.new_empty((), dtype=torch.float32),
     )
 
 
@@ -102,6 +119,7 @@ def quantized(
         scale_inv_t if own_scales else None,
         fmt,
         granularity,
+        columns=scale_layout.as_matrix(data.shape)[1] if granularity == "mx" else None,
     )
 
 

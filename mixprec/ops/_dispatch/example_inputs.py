@@ -317,6 +317,8 @@ def _casts(device: str) -> Iterator[Arguments]:
     yield [torch.float8_e4m3fn, None, True, "row", False]
     yield [torch.float8_e4m3fn, None, True, "block1x128", True]
     yield [torch.float8_e5m2, None, False, "block128x128", True]
+    yield [torch.float8_e4m3fn, None, True, "mx", True]
+    yield [torch.float8_e5m2, None, False, "mx", True]
 
 
 def norm_quantize(device: str) -> Iterator[Arguments]:

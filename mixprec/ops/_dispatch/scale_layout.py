@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 BLOCK = 128
@@ -12,15 +14,15 @@ GRANULARITIES = {
     "block1x128": (1, BLOCK),
     "block128x128": (BLOCK, BLOCK),
 }
+# Those of the ops that compute values and cast them; the scales of "mx" are codes, uint8.
+FUSED = {**GRANULARITIES, "mx": (1, 32)}
 
 
-def parse(op: str, granularity: str) -> tuple[int, int]:
-    """The block of a granularity; ValueError listing the names for an unknown one."""
-    block = GRANULARITIES.get(granularity) if isinstance(granularity, str) else None
-    if block is None:
-        names = ", ".join(f'"{name}"' for name in GRANULARITIES)
+def check(op: str, granularity: str, allowed: Iterable[str]) -> None:
+    """ValueError listing the allowed names for another one."""
+    if not isinstance(granularity, str) or granularity not in allowed:
+        names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(f"{op}: granularity must be one of {names}, got {granularity!r}")
-    return block
 
 
 def as_matrix(shape: torch.Size) -> tuple[int, int]:
@@ -35,7 +37,7 @@ def as_matrix(shape: torch.Size) -> tuple[int, int]:
 
 def scale_shape(granularity: str, m: int, k: int) -> tuple[int, ...]:
     """The shape of the scales of an [m, k] tensor."""
-    rows, cols = GRANULARITIES[granularity]
+    rows, cols = FUSED[granularity]
     if rows == 0:
         return ()
     return (-(-m // rows), -(-k // cols) if cols else 1)
