@@ -1,8 +1,8 @@
 // Activations and their gradients as sources of the casting kernels.
 #pragma once
 
+#include "cuda/fused/cast_from.cuh"
 #include "cuda/fused/computed.cuh"
-#include "cuda/quantize/quantize.cuh"
 #include "math/activation.h"
 
 namespace mixprec::cuda {
@@ -88,7 +88,7 @@ struct ActivatedGradient : Computed {
 inline cudaError_t act_quantize(const Floats& x, const Floats& up, Activation kind,
                                 const Quantize& args, int sms, cudaStream_t stream) {
   Activated source = {{all_aligned({x.data, up.data})}, x, up, kind};
-  return quantize_from(source, args, sms, stream);
+  return cast_from(source, args, sms, stream);
 }
 
 // args: of the casts of the gradient of x, or of up.
@@ -97,7 +97,7 @@ inline cudaError_t act_backward(const Floats& g, const Floats& x, const Floats& 
   bool wide = all_aligned({g.data, x.data, up.data});
   Floats factor = of_up ? Floats{nullptr, x.dtype} : up;
   ActivatedGradient source = {{wide}, g, x, factor, kind, of_up};
-  return quantize_from(source, args, sms, stream);
+  return cast_from(source, args, sms, stream);
 }
 
 }  // namespace mixprec::cuda

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/common/launch.h"
+#include "cuda/fused/cast_from.cuh"
 #include "cuda/fused/computed.cuh"
-#include "cuda/quantize/quantize.cuh"
 #include "math/norm.h"
 
 namespace mixprec::cuda {
@@ -146,7 +146,7 @@ inline cudaError_t norm_quantize(const Floats& x, const Floats& residual, const 
   if (error != cudaSuccess) return error;
   bool wide = args.cols % 16 == 0 && all_aligned({normalized, weight.data, bias.data});
   Norm source = {{wide}, {normalized, x.dtype}, weight, bias, mean, rstd, args.cols};
-  return quantize_from(source, args, sms, stream);
+  return cast_from(source, args, sms, stream);
 }
 
 }  // namespace mixprec::cuda

@@ -32,6 +32,7 @@ Quantized quantize_op(Tensor x, ScalarType type, MaybeTensor scale, bool transpo
   Dtype from = check_input(x, "quantize: x");
   STD_TORCH_CHECK(type != ScalarType::Float && type != ScalarType::Double,
                   "quantize: dtype must be fp8, fp16 or bf16");
+  STD_TORCH_CHECK(granularity != "mx", "quantize: granularity mx is that of quantize_mx");
   OnDevice device(x);
   x = row_major(x);
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale};

@@ -7,7 +7,8 @@
 
 namespace mixprec::cuda {
 
-enum class Granularity : int32_t { tensor, row, block1x128, block128x128 };
+// mx: of the fused ops only.
+enum class Granularity : int32_t { tensor, row, block1x128, block128x128, mx };
 
 struct Quantize {
   Dtype q_dtype;
@@ -16,8 +17,8 @@ struct Quantize {
   void* q_t;  // [cols, rows], if `transpose`
   int64_t rows, cols;
   bool transpose, power_of_two_scale;
-  const float* scale;  // null or pointing at 0: not given; "tensor" only
-  float *scale_inv, *scale_inv_t;
+  const float* scale;              // null or pointing at 0: not given; "tensor" only
+  float *scale_inv, *scale_inv_t;  // mx: codes, a byte each
   float* amax;
   uint32_t* scratch;  // [scratch_words]
 

@@ -7,6 +7,7 @@
 
 #include "cuda/common/on_device.h"
 #include "cuda/quantize/quantize.cuh"
+#include "math/mx.h"
 
 namespace mixprec::cuda {
 
@@ -27,13 +28,17 @@ inline Granularity granularity_of(const std::string& name, const char* op) {
   if (name == "row") return Granularity::row;
   if (name == "block1x128") return Granularity::block1x128;
   if (name == "block128x128") return Granularity::block128x128;
-  STD_TORCH_CHECK(false, op, ": granularity must be tensor, row, block1x128 or block128x128, got ",
-                  name);
+  if (name == "mx") return Granularity::mx;
+  STD_TORCH_CHECK(false, op,
+                  ": granularity must be tensor, row, block1x128, block128x128 or mx, got ", name);
 }
 
 inline int64_t tiles_of(int64_t size) { return (size + kTile - 1) / kTile; }
 
 inline Tensor scales_on(const Tensor& x, Granularity granularity, int64_t rows, int64_t cols) {
+  if (granularity == Granularity::mx) {
+    return empty_on(x, {rows, blocks_of(BlockFormat::mxfp8_e4m3, cols)}, ScalarType::Byte);
+  }
   bool by_row = granularity != Granularity::block128x128;
   int64_t across = granularity == Granularity::row ? 1 : tiles_of(cols);
   return empty_on(x, {by_row ? rows : tiles_of(rows), across}, ScalarType::Float);
@@ -59,7 +64,7 @@ Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, 
   Tensor scale_inv =
       by_tensor ? empty_on(x, {}, ScalarType::Float) : scales_on(x, granularity, rows, cols);
   Tensor scale_inv_t = transpose && !by_tensor ? scales_on(x, granularity, cols, rows)
-                                               : empty_on(x, {0}, ScalarType::Float);
+                                               : empty_on(x, {0}, scale_inv.scalar_type());
   Tensor largest = empty_on(x, {}, ScalarType::Float);
   Quantize args = {to,
                    granularity,

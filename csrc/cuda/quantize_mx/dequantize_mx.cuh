@@ -5,13 +5,11 @@
 #include "cuda/common/launch.h"
 #include "cuda/quantize/source.cuh"
 #include "cuda/quantize/transpose.cuh"
+#include "cuda/quantize_mx/quantize_mx.cuh"
 #include "dispatch.h"
 #include "math/mx.h"
 
 namespace mixprec::cuda {
-
-// Of the size of a block: 64-bit divisions by a number that is known at run time are slow.
-__device__ __forceinline__ int log_block(BlockFormat f) { return f == BlockFormat::nvfp4 ? 4 : 5; }
 
 struct DequantizeMx {
   BlockFormat format;

@@ -2,7 +2,7 @@
 #include "block_formats.h"
 #include "cuda/common/on_device.h"
 #include "cuda/quantize_mx/dequantize_mx.cuh"
-#include "cuda/quantize_mx/quantize_mx.cuh"
+#include "cuda/quantize_mx/quantize_mx_array.cuh"
 
 namespace mixprec::cuda {
 

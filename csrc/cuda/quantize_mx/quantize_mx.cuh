@@ -4,15 +4,19 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "cuda/quantize/amax_array.cuh"
+#include "cuda/quantize/amax.cuh"
+#include "cuda/quantize/source.cuh"
 #include "cuda/quantize/transpose.cuh"
-#include "cuda/quantize_mx/dequantize_mx.cuh"
+#include "dispatch.h"
 #include "math/mx.h"
 #include "math/philox.h"
 
 namespace mixprec::cuda {
 
 constexpr int kMxRun = 16, kMxSide = 64;
+
+// Of the size of a block: 64-bit divisions by a number that is known at run time are slow.
+__device__ __forceinline__ int log_block(BlockFormat f) { return f == BlockFormat::nvfp4 ? 4 : 5; }
 
 // x or x^T in blocks along its lines: where the results go.
 struct MxLines {
@@ -103,10 +107,13 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
 
 // One tile of shared memory for all: a row is a word longer than it needs to be, so that 16 lines
 // of two runs each, which a warp reads, are in 32 different banks in both directions.
-template <class X>
-__global__ void __launch_bounds__(kThreads)
-    quantize_mx_kernel(const X* __restrict__ x, const QuantizeMx a) {
-  constexpr int n = kVector<X>, pitch = kMxSide + 1;
+template <class Source>
+__global__ void __launch_bounds__(kThreads) quantize_mx_kernel(const Source source, QuantizeMx a) {
+  constexpr int n = Source::kRun, pitch = kMxSide + 1;
+  if constexpr (Source::kFused) {  // for which no code of other formats is compiled
+    a.format = a.format == BlockFormat::mxfp8_e4m3 ? a.format : BlockFormat::mxfp8_e5m2;
+    a.seed = nullptr;
+  }
   __shared__ float tile[kMxSide * pitch];
   ScaleRule rule = a.rule;
   if (a.format == BlockFormat::nvfp4) {
@@ -115,21 +122,16 @@ __global__ void __launch_bounds__(kThreads)
   }
   int64_t rows = a.rows.lines, cols = a.rows.length, across = (cols + kMxSide - 1) / kMxSide;
   int64_t tiles = (rows + kMxSide - 1) / kMxSide * across;
-  bool vectors = is_aligned(x) && cols % n == 0;
+  bool vectors = source.aligned(n) && cols % n == 0;
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int line = warp % 4 * kMxRun + lane % kMxRun, first = (warp / 4 * 2 + lane / kMxRun) * kMxRun;
   uint32_t of_all = 0;
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    int64_t row0 = t / across * kMxSide, col0 = t % across * kMxSide;
+    TileAt at = {rows, cols, t / across * kMxSide, t % across * kMxSide};
     for (int i = threadIdx.x; i < kMxSide * kMxSide / n; i += kThreads) {
       int r = i / (kMxSide / n), c = i % (kMxSide / n) * n;
-      int64_t row = row0 + r, col = col0 + c, left = row < rows ? cols - col : 0;
-      X in[n];
-      load_run(x + row * cols + col, in,
-               left >= n  ? n
-               : left > 0 ? static_cast<int>(left)
-                          : 0,
-               vectors);
+      typename Source::Element in[n];
+      at.load(source, r, c, in, vectors);
 #pragma unroll
       for (int j = 0; j < n; ++j) tile[r * pitch + c + j] = to_float(in[j]);
     }
@@ -141,8 +143,8 @@ __global__ void __launch_bounds__(kThreads)
       float y[kMxRun];
 #pragma unroll
       for (int j = 0; j < kMxRun; ++j) y[j] = from[turned ? j * pitch : j];
-      uint32_t amax = quantize_run(a, to, rule, y, (turned ? col0 : row0) + line,
-                                   (turned ? row0 : col0) + first);
+      uint32_t amax = quantize_run(a, to, rule, y, (turned ? at.col0 : at.row0) + line,
+                                   (turned ? at.row0 : at.col0) + first);
       of_all = Max::apply(of_all, amax);
     }
     __syncthreads();
@@ -152,21 +154,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) a.scratch[blockIdx.x] = of_all;
 }
 
-// MX: two launches. NVFP4: three, because its scales need the amax of x. Also for empty x.
-inline cudaError_t quantize_mx(Dtype dtype, const void* x, const QuantizeMx& a, int sms,
-                               cudaStream_t stream) {
-  bool nvfp4 = a.format == BlockFormat::nvfp4;
-  int64_t rows = a.rows.lines, cols = a.rows.length;
-  cudaError_t error = cudaSuccess;
-  if (nvfp4) error = amax(dtype, x, rows * cols, a.scratch, a.amax, sms, stream);
-  if (error != cudaSuccess) return error;
+// Two launches; one for NVFP4, whose amax is known. Also for empty x.
+template <class Source>
+cudaError_t quantize_mx_from(const Source& source, const QuantizeMx& a, int sms,
+                             cudaStream_t stream) {
   auto tiles = [](int64_t size) { return (size + kMxSide - 1) / kMxSide; };
-  int64_t blocks = grid_for(tiles(rows) * tiles(cols), sms);
-  with_float(dtype, [&](auto t) {
-    using X = typename decltype(t)::type;
-    error = launch(quantize_mx_kernel<X>, blocks, kThreads, 0, stream, static_cast<const X*>(x), a);
-  });
-  if (error != cudaSuccess || nvfp4) return error;
+  int64_t blocks = grid_for(tiles(a.rows.lines) * tiles(a.rows.length), sms);
+  cudaError_t error = launch(quantize_mx_kernel<Source>, blocks, kThreads, 0, stream, source, a);
+  if (error != cudaSuccess || a.format == BlockFormat::nvfp4) return error;
   return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch, blocks, a.amax);
 }
 

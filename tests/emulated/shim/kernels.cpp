@@ -15,7 +15,7 @@
 #include "cuda/quantize/arrays.cuh"
 #include "cuda/quantize/dequantize.cuh"
 #include "cuda/quantize_mx/dequantize_mx.cuh"
-#include "cuda/quantize_mx/quantize_mx.cuh"
+#include "cuda/quantize_mx/quantize_mx_array.cuh"
 #include "cuda/scale/scale.cuh"
 
 using namespace mixprec;

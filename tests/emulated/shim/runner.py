@@ -166,9 +166,11 @@ def _cast(
     if transpose and granularity != "tensor":
         shape_t = scale_layout.scale_shape(granularity, cols, rows)
     shapes = (scale_layout.scale_shape(granularity, rows, cols), shape_t, ())
-    number = list(scale_layout.GRANULARITIES).index(granularity)
+    number = list(scale_layout.FUSED).index(granularity)
+    scales = torch.uint8 if granularity == "mx" else torch.float32
     how = (DTYPES.index(dtype), number, rows, cols, transpose, power_of_two)
-    return _numbers(how), (q, q_t, *(_result(shape, torch.float32) for shape in shapes))
+    dtypes = (scales, scales, torch.float32)
+    return _numbers(how), (q, q_t, *map(_result, shapes, dtypes))
 
 
 def quantize(

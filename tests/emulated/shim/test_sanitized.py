@@ -51,7 +51,9 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         yield "dequantize_mx", [data, scale, None, fmt, shape[1], torch.bfloat16]
     x, g = (normal((131, 144), torch.bfloat16, seed=seed) for seed in range(2))
     weight, rows = torch.ones(144), torch.ones(131)
-    for cast in ((None, True, "tensor"), (None, True, "row"), (None, False, "block1x128")):
+    for granularity, transpose in (("tensor", True), ("row", True), ("block1x128", False),
+                                   ("mx", True)):  # fmt: skip
+        cast = None, transpose, granularity
         yield "norm_quantize", [x, g, weight, weight, 1e-5, True, e4m3, *cast, True]
         yield "act_backward", [g[:, :70], x[:, :70], x[:, :70], "silu", e4m3, *cast, True]
     yield "act_quantize", [x[:7], None, "gelu", torch.float32, None, False, "tensor", True]

@@ -22,7 +22,8 @@ CASTS: tuple[tuple[Any, ...], ...] = (
     (E5M2, ZERO, False, "tensor", True), (F16, SCALE, False, "tensor", True),
     (E4M3, None, False, "row", True), (E5M2, None, True, "row", False),
     (E4M3, None, True, "block1x128", True), (E4M3, None, False, "block1x128", False),
-    (E5M2, None, True, "block128x128", True),
+    (E5M2, None, True, "block128x128", True), (E4M3, None, True, "mx", True),
+    (E5M2, None, False, "mx", True),
 )  # fmt: skip
 # Rows of one warp: of one run, several rounds, a part; whole packs and odd ones; tiles and bands.
 SHAPES = ((2, 0, 3), (3, 0), (7,), (1, 257), (70, 144), (2, 67, 40), (131, 256), (5, 1040))
@@ -86,8 +87,9 @@ def test_any_bits(agree: Agreement, dtype: torch.dtype) -> None:
         ones = torch.ones(16)
         agree("norm_backward", [g, x, None, ones, ones, None, True])
         for kind in KINDS:
-            agree("act_quantize", [x, None, kind, *plain])
-            agree("act_backward", [g, x, x, kind, *plain])
+            for cast in (plain, (E5M2, None, True, "mx", True)):
+                agree("act_quantize", [x, None, kind, *cast])
+                agree("act_backward", [g, x, x, kind, *cast])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)

@@ -1,0 +1,29 @@
+// The casts of the values that a fused op computes: those of quantize, and MX.
+#pragma once
+
+#include "cuda/quantize/quantize.cuh"
+#include "cuda/quantize_mx/quantize_mx.cuh"
+
+namespace mixprec::cuda {
+
+template <class Source>
+cudaError_t cast_from(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
+  if (a.granularity != Granularity::mx) return quantize_from(source, a, sms, stream);
+  BlockFormat format = a.q_dtype == Dtype::e4m3 ? BlockFormat::mxfp8_e4m3 : BlockFormat::mxfp8_e5m2;
+  auto lines = [](void* q, float* scale_inv, int64_t lines, int64_t length, Stream stream) {
+    return MxLines{static_cast<uint8_t*>(q), reinterpret_cast<uint8_t*>(scale_inv), lines, length,
+                   stream};
+  };
+  QuantizeMx args = {format,
+                     scale_rule(format, ScaleMode::rceil, 0.0f),
+                     lines(a.q, a.scale_inv, a.rows, a.cols, kParamStream),
+                     lines(a.q_t, a.scale_inv_t, a.cols, a.rows, kFirstStateStream),
+                     a.transpose,
+                     nullptr,
+                     a.amax,
+                     nullptr,
+                     a.scratch};
+  return quantize_mx_from(source, args, sms, stream);
+}
+
+}  // namespace mixprec::cuda
