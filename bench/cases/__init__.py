@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     overhead,
     pack,
     quantize,
+    quantize_mx,
     simulate,
     step,
     training,

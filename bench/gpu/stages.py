@@ -27,7 +27,8 @@ from . import device, supervisor
 STAGES: dict[str, tuple[tuple[str, ...], float]] = {
     "memory": (
         (
-            *("copy", "quantize", "amax", "dequantize", "pack", "unpack", "unscale_"),
+            *("copy", "quantize", "amax", "dequantize", "quantize_mx", "dequantize_mx"),
+            *("pack", "unpack", "unscale_"),
             *(
                 "grad_stats_",
                 "inv_scale",

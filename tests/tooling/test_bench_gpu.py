@@ -77,7 +77,12 @@ KINDS = (
     *("sgd_", "gemm/bf16/nt/2047x", "gemm/fp16/tn/4096x", "gemm/fp8/tensor/2047x"),
     *("gemm/fp8/row", "gemm/fp8/block", "gemm_accumulate_", "layer/bf16/eager"),
     *("layer/fp8/compiled", "layer/fp8/torchao", "overhead/quantize", "overhead/gemm"),
-    "overhead/grad_stats_",
+    *(
+        "overhead/grad_stats_",
+        "quantize_mx/mxfp8",
+        "quantize_mx/nvfp4/bf16/t",
+        "dequantize_mx/nvfp4",
+    ),
 )
 
 
