@@ -107,8 +107,10 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
 
 // One tile of shared memory for all: a row is a word longer than it needs to be, so that 16 lines
 // of two runs each, which a warp reads, are in 32 different banks in both directions.
+// Without the 1 ptxas holds the fused kernels to 64 registers and spills for some GPUs.
 template <class Source>
-__global__ void __launch_bounds__(kThreads) quantize_mx_kernel(const Source source, QuantizeMx a) {
+__global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
+    quantize_mx_kernel(const Source source, QuantizeMx a) {
   constexpr int n = Source::kRun, pitch = kMxSide + 1;
   if constexpr (Source::kFused) {  // for which no code of other formats is compiled
     a.format = a.format == BlockFormat::mxfp8_e4m3 ? a.format : BlockFormat::mxfp8_e5m2;
