@@ -166,18 +166,22 @@ int64_t k_per_pass(const Kernel& kernel) {
   return kWordsPerPass / kernel.words(kChunk) * kChunk;
 }
 
+// Whether an element was lost, by the first panel of a block of a; only ever set.
+using Lost = std::vector<std::atomic<bool>>;
+
 // The rows of a part times its columns, over the elements [first_k, first_k + count) of K; `packed`
-// are these columns of b. all: the sums of the part, or none where this is all of K. lost: by
-// panels of a, what came before; with the last elements of K, results are stored.
+// are these columns of b. all: the sums of the part, or none where this is all of K. With the last
+// elements of K, results are stored.
 template <class Kernel, class Store>
 void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k, Part part,
-                   int64_t first_k, int64_t count, const uint32_t* packed, Sums all,
-                   std::vector<char>& lost, const BothScales& scales, const Store& store) {
+                   int64_t first_k, int64_t count, const uint32_t* packed, Sums all, Lost& lost,
+                   const BothScales& scales, const Store& store) {
   int64_t words = kernel.words(count), step_k = k_per_pass(kernel);
   int64_t panels_m = ceil_div(part.m, kernel.mr), panels_n = ceil_div(part.n, kernel.nr);
   int64_t step_m = kPanelsPerBlock * kernel.mr, tile = kTileCols / kernel.nr * kernel.nr;
-  double flops =
-      2.0 * static_cast<double>(part.m) * static_cast<double>(part.n) * static_cast<double>(words);
+  // Of all of K, so that the blocks of a are the same each time.
+  double flops = 2.0 * static_cast<double>(part.m) * static_cast<double>(part.n) *
+                 static_cast<double>(kernel.words(k));
   int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
   Split split = split_threads(panels_m, panels_n, threads, kernel);
   torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t begin, int64_t end) {
@@ -191,7 +195,7 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
       int64_t step_n = k <= step_k ? tile : n_end - n_begin;  // several passes add to all sums
       for (int64_t row = panels_m * sm / split.m * kernel.mr; row < m_end; row += step_m) {
         int64_t m = std::min(step_m, m_end - row);
-        char& lost_here = lost[row / kernel.mr];
+        bool lost_here = lost[row / kernel.mr];
         for (int64_t col = n_begin; col < n_end; col += step_n) {
           Part here = {part.row + row, part.col + col, m, std::min(step_n, n_end - col)};
           Sums sums = all.data == nullptr ? sums_of(for_sums, step_m, here.n, kernel.nr)
@@ -206,6 +210,7 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
             multiply_pass(kernel, {packed_a, from, words}, here, first_k + at_k, pass, scales,
                           sums);
           }
+          if (lost_here) lost[row / kernel.mr] = true;
           if (first_k + count < k) continue;
           if (lost_here) multiply_exactly(a, b, k, here, scales, sums);
           store_sums(here, sums, store);
@@ -231,7 +236,7 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
       Part part = {row, col, std::min(step_m, a.rows - row), std::min(step_n, b.rows - col)};
       Sums all = {nullptr, 0};
       if (!at_once) all = sums_of(for_sums, ceil_div(part.m, kernel.mr) * kernel.mr, part.n, nr);
-      std::vector<char> lost(ceil_div(part.m, kernel.mr));
+      Lost lost(ceil_div(part.m, kernel.mr));
       for (int64_t first_k = 0; first_k == 0 || first_k < k; first_k += step_k) {
         int64_t count = std::min(step_k, k - first_k), words = kernel.words(count);
         uint32_t* packed = panels(for_b, part.n, nr, words);
@@ -245,7 +250,7 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
                 lost_b = true;
               }
             });
-        if (lost_b) std::fill(lost.begin(), lost.end(), 1);
+        if (lost_b) std::fill(lost.begin(), lost.end(), true);
         multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, store);
       }
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from cases import name, small_integers, transposed
@@ -19,23 +21,25 @@ CPU_SIZES = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=name)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_sums_are_exact(dtype: torch.dtype, threads: int) -> None:
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for i, (m, n, k) in enumerate(CPU_SIZES):
-            a, b = small_integers((m, k), dtype, seed=i), small_integers((k, n), dtype, seed=-i)
-            want = a.float() @ b.float()
-            for x, y in ((a, b), (transposed(a), transposed(b))):
-                got = mixprec.gemm(x, y, out_dtype=torch.float32)
-                assert torch.equal(got, want), (m, n, k)
-            acc = torch.ones(m, n)
-            mixprec.gemm_accumulate_(acc, a, b)
-            assert torch.equal(acc, want + 1), (m, n, k)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=name)
+def test_sums_are_exact(dtype: torch.dtype, threads: int) -> None:
+    for i, (m, n, k) in enumerate(CPU_SIZES):
+        a, b = small_integers((m, k), dtype, seed=i), small_integers((k, n), dtype, seed=-i)
+        want = a.float() @ b.float()
+        for x, y in ((a, b), (transposed(a), transposed(b))):
+            got = mixprec.gemm(x, y, out_dtype=torch.float32)
+            assert torch.equal(got, want), (m, n, k)
+        acc = torch.ones(m, n)
+        mixprec.gemm_accumulate_(acc, a, b)
+        assert torch.equal(acc, want + 1), (m, n, k)
 
 
 def test_scales_by_blocks_of_k() -> None:
@@ -53,14 +57,16 @@ def test_scales_by_blocks_of_k() -> None:
         assert torch.equal(got, wide_a @ wide_b), (m, n, k)
 
 
-@pytest.mark.parametrize("at", [0, 511, 3000, 4999])
-def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int) -> None:
-    m, n, k = 500, 33, 5000
+@pytest.mark.parametrize("at", [0, 511, 3000, 4099])
+@pytest.mark.parametrize(("m", "n"), [(500, 33), (20, 1100)])
+def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int, m: int, n: int, threads: int) -> None:
+    """K ends with a few elements of their own."""
+    k = 4100
     for of_a in (True, False):
         a, b = torch.zeros(m, k).bfloat16(), torch.zeros(k, n).bfloat16()
         a[:, at], b[at] = 2.0**60, 2.0**60
         if of_a:
-            a[300, at] = 2.0**-130
+            a[m // 2 :, at] = 2.0**-130
         else:
             b[at, 20] = 2.0**-130
         got = mixprec.gemm(a, b, out_dtype=torch.float32)
