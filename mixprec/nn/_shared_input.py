@@ -50,12 +50,14 @@ def children_that_share(forward: Callable[..., Any]) -> list[list[str]]:
 
 
 class _Calls(ast.NodeVisitor):
-    """by_value: the children called, by variable and by how often it had been assigned."""
+    """by_value: the children called, by variable, by how often it had been assigned, and by how
+    many statements may have ended the forward pass before."""
 
     def __init__(self, own: str) -> None:
         self.own = own  # usually "self"
         self.assigned: dict[str, int] = {}
-        self.by_value: dict[tuple[str, int], list[str]] = {}
+        self.exits = 0
+        self.by_value: dict[tuple[str, int, int], list[str]] = {}
         self.in_every_case = True
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -67,6 +69,12 @@ class _Calls(ast.NodeVisitor):
         if not isinstance(node.ctx, ast.Load):
             self.assigned[node.id] = self.assigned.get(node.id, 0) + 1
 
+    def _exit(self, node: ast.AST) -> None:
+        self.generic_visit(node)
+        self.exits += 1
+
+    visit_Return = visit_Raise = _exit
+
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         match node:
@@ -75,7 +83,7 @@ class _Calls(ast.NodeVisitor):
                 args=[ast.Name(id=variable)],
                 keywords=[],
             ) if self.in_every_case:
-                value = variable, self.assigned.get(variable, 0)
+                value = variable, self.assigned.get(variable, 0), self.exits
                 self.by_value.setdefault(value, []).append(child)
 
     def _branch(self, node: ast.AST) -> None:

@@ -179,7 +179,8 @@ def unfuse(model: nn.Module) -> None:
     """Give all modules the class that `fuse` found them with."""
     for module in model.modules():
         if isinstance(module, Swapped):
-            vars(module).pop("parts", None), vars(module).pop("shared", None)
+            for name in ("parts", "shared"):
+                vars(module).pop(name, None)
             module.__class__ = type(module).__bases__[1]
 
 

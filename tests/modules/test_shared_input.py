@@ -49,7 +49,9 @@ class Reassigned(Three):
         q = self.q(x)
         x = self.k(x)
         y, z = self.v(x), self.w(x)
-        return [self.o(i) for i in (x, y, z)] + [q]
+        if self.done:
+            return y
+        return [self.o(i) for i in (x, y, z)] + [q, self.u(x)]
 
 
 def both(recipe: str) -> tuple[Any, Any, torch.Tensor]:

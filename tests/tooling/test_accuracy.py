@@ -1,4 +1,4 @@
-"""What is said of accuracy and memory: the statistics, and what the runs leave."""
+"""What is said of accuracy and memory: the statistics, the verdicts, and what the runs leave."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ def program(monkeypatch: pytest.MonkeyPatch):
     return accuracy
 
 
+def content(runs: list[dict[str, object]], program, *, image: bool = False) -> dict[str, object]:
+    metric, more, unit, limit = program.IMAGE if image else program.GPT
+    return {
+        "task": "cnn" if image else "gpt",
+        "metric": metric,
+        "more_is_better": more,
+        "unit": unit,
+        "limit": limit,
+        "command": "a command",
+        "environment": {"processor": "P", "threads": 2, "torch": "T", "commit": None},
+        "summary": program.summary(runs, unit),
+        "runs": [{"samples": 10, "seconds": 1.0, "skipped": 0, **run} for run in runs],
+    }
+
+
 def of(recipe: str, *values: float) -> list[dict[str, object]]:
     return [{"recipe": recipe, "seed": seed, "value": value} for seed, value in enumerate(values)]
 
@@ -44,6 +59,26 @@ def test_differences_are_between_partners(program) -> None:
     assert line["difference"] == pytest.approx(1.0)
     assert line["difference_interval"] == pytest.approx(0.0, abs=1e-9)
     assert line["interval"] > 1
+
+
+@pytest.mark.parametrize(
+    ("image", "fp8", "verdict", "met"),
+    [
+        (False, (2.001, 2.0, 1.999), "no difference seen", True),
+        (False, (2.02, 2.0201, 2.0199), "worse", False),
+        (False, (1.98, 1.9801, 1.9799), "better", True),
+        (True, (1.5, 1.5001, 1.4999), "worse", True),
+        (True, (1.3, 1.3001, 1.2999), "worse", False),
+    ],
+)
+def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool, program) -> None:
+    given = content(of("fp32", 2.0, 2.0, 2.0) + of("fp8", *fp8), program, image=image)
+    line = given["summary"][1]
+    assert page.verdict(given, line) == verdict
+    assert page.allowed(given, line)[1] is met
+    block = page.task_block(given)
+    assert verdict in block
+    assert "3 seeds, 10 held-out" in block
 
 
 def test_the_program_runs(

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from clock import SimulatedClock
 
+import mixprec
 from mixprec.bench import report, results, table
-from mixprec.bench.cases import registry, select
+from mixprec.bench.cases import CASES, registry, select
+from mixprec.bench.cases.registry import Case, Workload
 from mixprec.bench.gpu import device, stages, supervisor
 from mixprec.bench.timing import run, timer
 from mixprec.bench.timing.timer import Candidate
@@ -107,6 +112,60 @@ def test_a_case_runs(kind: str, dry_run: None) -> None:
 # One case, judged
 
 
+def made_workload(**changes: Any) -> Workload:
+    x = torch.ones(1000)
+    baselines, check = {"torch": lambda x: x.abs().amax()}, lambda: None
+    work = Workload(mixprec.amax, baselines, check, lambda i: x, ops=("amax",), bytes=4000.0)
+    return replace(work, **changes)
+
+
+def measured(work: Workload, **more: Any) -> dict[str, Any]:
+    target = registry.times_faster(1.0)
+    case = Case("cuda/made/up", "of this test", target, lambda: work, "cuda", **more)
+    return run.measure(case, samples=9, seconds=0.0)
+
+
+def test_a_wrong_variant_is_not_timed_and_the_other_is(dry_run: None) -> None:
+    from mixprec.ops._dispatch import backends
+
+    differ = lambda: "values differ" if backends.forced() == "reference" else None  # noqa: E731
+    result = measured(made_workload(check=differ))
+    wrong = result["variants"]["reference"]
+    assert (wrong["status"], wrong["reason"]) == ("wrong", "values differ")
+    assert "reference" not in result["samples"]
+    assert (result["status"], result["default"]) == ("ok", "cpp")
+    assert table.bad([result]) == 1
+    assert table.lines(result)[1][table.HEADER.index("result")] == "WRONG"
+
+
+def test_a_refusal_shows_its_reason(dry_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "BACKENDS", ("cpp", "triton", "reference"))
+
+    def absent(_: torch.Tensor) -> None:
+        raise RuntimeError("no such kernel\nmore")
+
+    result = measured(made_workload(baselines={"torch": torch.sum, "absent": absent}))
+    assert result["variants"]["triton"]["status"] == "refused"
+    remarks = " ".join(table.remarks([result]))
+    assert "triton refused: the Triton kernels run on cuda tensors" in remarks
+    assert "absent did not run: RuntimeError: no such kernel" in remarks
+    for kind, error in (
+        ("refused", ValueError("gemm: a must be [M, K]")),
+        ("refused", RuntimeError("gemm: no backend can run on cuda. vendor: K must be")),
+        ("wrong", RuntimeError("amax: the cuda kernel does not agree with its reference on this")),
+        ("failed", RuntimeError("CUDA error: misaligned address")),
+    ):
+        assert run.kind_of(error) == kind, error
+
+
+def test_both_the_ratio_and_the_share_of_a_copy_are_needed(dry_run: None) -> None:
+    slow = made_workload(baselines={"torch": lambda x: [x.abs().amax() for _ in range(50)]})
+    assert measured(slow)["met"]
+    result = measured(slow, share=1e9)
+    assert result["figure"] > 1
+    assert not result["met"]
+
+
 # Stages and their processes
 
 
@@ -145,7 +204,97 @@ def test_a_dry_run_from_start_to_file_and_never_into_the_pages(tmp_path: Path) -
         report.gpu_results(tmp_path)
 
 
+def test_a_variant_that_kills_the_process_is_left_out(
+    dry_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In its case; after a second death in every case of its op. The others are measured, and the
+    one in which the GPU was lost is named."""
+    starts: list[bool] = []
+    made = made_workload(baselines={})
+
+    def loses() -> Workload:
+        raise run.DeviceLost("an illegal memory access")
+
+    cases = select(["cuda/amax"])
+    cases += [Case("cuda/amax/third", "of this test", None, lambda: made, "cuda")]
+    cases += [Case("cuda/made/up", "of this test", None, loses, "cuda")]
+    monkeypatch.setattr(stages, "cases_of", lambda stage, full: cases)
+    right = run.on
+
+    def kills(backend: str, ops: tuple[str, ...]) -> Any:
+        if backend == "reference":
+            raise KeyboardInterrupt  # for the end of the process
+        return right(backend, ops)
+
+    def child(command: list[str], **_: Any) -> int:
+        starts.append("--resume" in command)
+        try:
+            path, resume = tmp_path / "bench-overhead.json", starts[-1]
+            options = {"seconds": 0.0, "samples": 9, "full": False}
+            return stages.run_stage("overhead", path, resume=resume, **options)
+        except KeyboardInterrupt:
+            return -9
+
+    monkeypatch.setattr(run, "on", kills)
+    monkeypatch.setattr(supervisor, "run", child)
+    found = stages.run_all(["overhead"], tmp_path, budget=60, samples=9, full=False)
+    content = found["overhead"]
+    assert starts == [False, True, True, True]
+    *rows, lost = content["rows"]
+    assert [r["name"] for r in (*rows, lost)] == [c.name for c in cases]
+    assert (lost["status"], lost["reason"]) == ("failed", "an illegal memory access")
+    for row in rows:
+        assert row["variants"]["cpp"]["status"] == "ok"
+        assert row["variants"]["reference"]["status"] == "failed"
+        assert stages.RUNNING in row["variants"]["reference"]["reason"]
+    assert len(content["broken"]) == 2
+    assert stages.show(found) == 1
+
+
 # The pages
+
+
+def test_the_page_follows_from_the_results(tmp_path: Path) -> None:
+    """Of a GPU: made-up times, a little above what the hardware needs at least."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
+    assert report.write(tmp_path) == []
+    rows = []
+    for name, torchs, size, flops in (
+        ("quantize/bf16/given/8192x8192", 1.1, 3 * 2.0**26, 0.0),
+        ("gemm/bf16/nn/2048x2048x2048", 1.0, 6 * 2.0**22, 2.0**34),
+        ("gemm/bf16/nn/8192x8192x8192", 4.0, 6 * 2.0**26, 2.0**40),
+    ):
+        case = CASES[f"cuda/{name}"]
+        least = max(size / 4.8e12, flops / 989e12)
+        median = {"ours": 1.15 * least, "torch": torchs * least, registry.COPY: least}
+        variants = {
+            backend: {**run.judge(case, median | {"ours": factor * least}), "status": "ok",
+                      "reason": "", "seconds": factor * least, "call": 9e-6}
+            for backend, factor in (("cuda", 1.15), ("triton", 2.0))
+        }  # fmt: skip
+        median = {n: s for n, s in median.items() if n != registry.COPY or not flops}
+        result = {"variants": variants, "default": "cuda", "median": median, "host": False,
+                  "flops": flops, "bytes": size, **run.judge(case, median)}  # fmt: skip
+        rows.append(run.heading(case) | result)
+    where = {"gpu_name": "NVIDIA H200", "dry_run": False, "torch": "2.11.0", "commit": "abc"}
+    path = tmp_path / "bench" / "results" / "nvidia-h200" / "bench-memory.json"
+    results.save(path, where, rows)
+    changed = report.write(tmp_path)
+    assert tmp_path / "docs" / "gpu.md" in changed
+    page = (tmp_path / "docs" / "gpu.md").read_text()
+    line = next(x for x in page.splitlines() if "| cuda/quantize/bf16/given/8192x8192 | cuda*" in x)
+    cells = [c.strip() for c in line.strip("|").split("|")]
+    assert cells[2:6] == ["48.2 us", "4,174 GB/s", "87%", "87% (>= 90%)"]
+    assert "| cuda/gemm/bf16/nn | cuda | torch | 2 | 1.74x | 0.87x | 3.48x |" in page
+    assert report.NOTHING not in page
+    assert report.write(tmp_path) == []
+
+    where["gpu_name"] = device.FAKE_NAME
+    results.save(path, where, rows)
+    with pytest.raises(results.ResultError, match="is a dry run"):
+        report.write(tmp_path)
 
 
 def test_kernels_of_the_compiler_s_report() -> None:

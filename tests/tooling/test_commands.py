@@ -169,6 +169,14 @@ def test_a_second_run_only_runs_and_a_changed_source_rebuilds(clone: Path) -> No
     assert '-e ".[test,examples]"' in make("-n", "test", folder=clone).stdout
 
 
+def test_lint_compiles_with_warnings_as_errors_in_its_own_folder(clone: Path) -> None:
+    built(clone, "test")
+    shown = make("-n", "lint", folder=clone).stdout
+    for step in ("ruff check .", "ruff format --check .", "-m mypy", "--dry-run -Werror csrc/"):
+        assert step in shown, step
+    assert re.search(r"MIXPREC_WERROR=1 .* build_ext \\\n +--build-temp build/werror/", shown)
+
+
 # PYTHON=...: an environment that is not written to
 
 
@@ -182,6 +190,27 @@ def test_python_mode_writes_only_below_build(sources: Path) -> None:
     assert "PYTHONDONTWRITEBYTECODE=1" in shown
     assert f'PYTHONPATH="{sources}/build/ext' in shown
     assert "cd build/run && " in shown, "started in the source folder, it would import the source"
+
+
+def test_each_python_gets_a_folder_by_its_path(sources: Path, tmp_path: Path) -> None:
+    """Two interpreter paths are two environments, even if they run the same program; a relative
+    path or a name on PATH is the program that it leads to."""
+    other = tmp_path / "python3"
+    hide = f"import sys; sys.executable = '{other}'"
+    other.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec "{sys.executable}" -c "{hide}\n$2"\n')
+    other.chmod(0o755)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    relative = os.path.relpath(sys.executable, sources)
+    folders = []
+    for python in (str(other), sys.executable, relative, Path(sys.executable).name):
+        shown = make("-n", "test", f"PYTHON={python}", folder=sources, PATH=path).stdout
+        (program,) = re.findall(r'"(/[^"]*)" -m pytest', shown)
+        folders += set(re.findall(r"--target (build/ext/[0-9a-f]{12})/site", shown))
+        assert Path(program).samefile(other if python == str(other) else sys.executable)
+    assert folders[0] != folders[1]
+    done = make("test", "PYTHON=/nowhere/python", folder=sources)
+    assert done.returncode != 0
+    assert "PYTHON=/nowhere/python is not a program" in done.stderr
 
 
 def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path: Path) -> None:

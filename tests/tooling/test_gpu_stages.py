@@ -102,6 +102,22 @@ exit 9
 """
 
 
+def test_the_third_death_of_a_kind_leaves_out_the_rest(tmp_path: Path) -> None:
+    tests = "import os, pytest\n@pytest.mark.parametrize('i', range(5))\n"
+    result = run(tmp_path, tests + "def test_abort(i): os.abort()\ndef test_other(): pass")
+    outcomes = [outcome.split(":")[0] for outcome in result["tests"].values()]
+    assert outcomes == ["failure"] * 3 + ["not run"] * 2 + ["passed"]
+    assert (result["processes"], result["status"]) == (4, 1)
+
+
+def test_a_pool_that_is_out_of_time(tmp_path: Path) -> None:
+    tests = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass"
+    result = run(tmp_path, tests, limit=8)
+    a, b, c = result["tests"].values()
+    assert (a, c, result["status"]) == ("passed", "not run", 124)
+    assert b.startswith("not finished after")
+
+
 def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     result = run(tmp_path, "import nothing_of_this_name")
     assert (result["status"], result["tests"]) == (2, {})
@@ -120,6 +136,19 @@ def test_under_a_tool(tmp_path: Path) -> None:
     result = run(tmp_path, "def test_a(): pass", prefix=prefix)
     assert (result["tests"], result["processes"]) == ({"test_a": "passed"}, 1)
     assert sanitize.findings(log) == {"errors": 2, "log": "========= ERROR SUMMARY: 2 errors\n"}
+
+
+def test_only_options_that_the_tool_knows(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    words = sanitize.command("x", "racecheck", log, "--kernel-regex-exclude --print-limit")
+    always = ["x", "--tool", "racecheck", "--log-file", f"{log}.%p", "--error-exitcode", "9"]
+    assert words == [*always, "--print-limit", "50", "--kernel-regex-exclude", sanitize.TORCHS]
+    assert sanitize.findings(log) == {"errors": None, "log": ""}
+    hazards = "===== RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n"
+    (tmp_path / "log.7").write_text("a" * 50_000 + hazards)
+    found = sanitize.findings(log)
+    assert found["errors"] == 3
+    assert len(found["log"]) < 2 * sanitize.KEPT + 100
 
 
 def test_a_stage_from_the_command_line(

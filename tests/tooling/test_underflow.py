@@ -25,6 +25,23 @@ def test_the_page_shows_the_committed_result() -> None:
     assert (ROOT / underflow.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_the_page_says_of_it() -> None:
+    runs = committed()
+    assert list(runs) == [run.name for run in underflow.RUNS]
+    loss = {name: underflow.last(run["losses"]) for name, run in runs.items()}
+    assert loss["fp16"] > 2 * loss["fp32"]
+    for name in ("bf16", "fp16, GradScaler"):
+        assert loss[name] == pytest.approx(loss["fp32"], rel=0.02)
+        assert max(runs[name]["flushed"]) < 0.01
+        assert runs[name]["skipped"] == 0
+    fp16 = runs["fp16"]["flushed"]
+    assert fp16[0] < 0.8 < 0.99 < fp16[-1], "it starts, and stalls"
+    # From step 40 on it gets nowhere, while the others go on.
+    assert min(runs["fp16"]["losses"][40:]) > 0.9 * runs["fp16"]["losses"][40]
+    assert loss["fp32"] < 0.8 * runs["fp32"]["losses"][40]
+    assert runs["fp16, GradScaler"]["scale"] == 65536
+
+
 @pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
 @pytest.mark.parametrize("index", range(len(underflow.RUNS)))
 def test_a_few_steps_give_the_committed_start(index: int) -> None:

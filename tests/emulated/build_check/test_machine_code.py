@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from emulated.build_check import machine_code as hopper
+from emulated.shim.runner import ROOT
 
 NAME = "sm90::gemm_kernel<sm90::Tile<{}, {}, 0, {}, {}, {}, {}, {}, {}> >"
 PLAIN = hopper.Instance("Bf16", "Bf16", 0, 1, 128, 256, 2, 1, "direct")
@@ -25,6 +26,25 @@ FP8_CODE = (
     + "USETMAXREG.DEALLOC\n"
     + 2 * (chunk("QGMMA.64x128x32.F32.E4M3.E5M2") + "FADD R1, R1, R2 ;\n" * 64)
 )
+
+
+def test_names_say_which_instance_it_is() -> None:
+    assert hopper.instance(NAME.format("Bf16", "Bf16", 1, 128, 256, 2, 1, 0)) == PLAIN
+    assert hopper.instance(NAME.format("E4m3", "E5m2", 0, 256, 128, 2, 2, 1)) == FP8
+    assert hopper.instance("quantize_kernel<float, E4m3>") is None
+
+
+def test_the_table_stands_for_these_instances() -> None:
+    expected = hopper.expected(ROOT / "csrc" / "cuda" / "gemm" / "config" / "tile_configs.h")
+    assert {PLAIN, SMALL, FP8} <= expected
+    text = (ROOT / "csrc" / "cuda" / "gemm" / "config" / "tile_configs.h").read_text()
+    sixteen, eight = text.count("{false, Acc"), text.count("{true, Acc")
+    assert len(expected) == sixteen * 2 * 4 + eight * 4 > 50
+
+
+@pytest.mark.parametrize(("it", "code"), [(PLAIN, BF16_CODE), (SMALL, SMALL_CODE), (FP8, FP8_CODE)])
+def test_code_as_it_should_be(it: hopper.Instance, code: str) -> None:
+    assert hopper.wrong(it, code) == []
 
 
 @pytest.mark.parametrize(
