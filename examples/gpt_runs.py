@@ -13,7 +13,7 @@ from typing import Any
 
 import gpt_data
 import torch
-from gpt_model import GPT, GPTConfig
+from gpt_model import GPT, GPTConfig, Norm
 from torch import nn
 
 import mixprec
@@ -29,6 +29,12 @@ FAST = "-fast"  # behind the GPU: sums stay in its short accumulator
 TF32 = "tf32"  # fp32, with torch's matrix products in TF32; GPUs only
 VALIDATION_BYTES = 32768
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
+
+# convert(fuse=True) knows torch's classes; of this one of the model it has to be told.
+mixprec.nn.register_fusion(
+    Norm,
+    lambda m: mixprec.nn.NormSpec(m.normalized_shape[0], m.eps, m.weight, subtract_mean=True),
+)
 
 
 def gpt_config(options: argparse.Namespace) -> GPTConfig:

@@ -9,6 +9,7 @@ from . import (  # noqa: F401
     gpu_layer,
     gpu_memory,
     mlp,
+    models,
     overhead,
     pack,
     quantize,

@@ -57,7 +57,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the op takes these; what is wrong with others, torch says."""
     if q.device.type == "cuda" and backends.forced() is None:
         return False  # torch's kernels
@@ -127,7 +127,7 @@ def run_attention(
     low: torch.dtype,
 ) -> torch.Tensor:
     """`attention` of q, k and v rounded to `low`; the result has the dtype of q."""
-    if not _is_ours(q, k, v):
+    if not is_ours(q, k, v):
         dtype = q.dtype
         q, k, v = (x.to(low) for x in (q, k, v))
         return _torchs(q, k, v, causal, scale).to(dtype)

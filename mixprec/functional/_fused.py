@@ -15,6 +15,7 @@ from ..ops.norm_quantize import backward as norm_backward
 from ..ops.norm_quantize import run as norm_quantize
 from ..recipes import Recipe
 from . import _products, operands
+from ._cast_memo import cast_input
 from ._derivatives import NO_SECOND, apply
 from ._products import Product
 from .operands import NOTHING, Cast, Matrix, Operand
@@ -114,7 +115,9 @@ class Fused(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shape = x.shape[:-1]
         views = [torch.ops.aten._unsafe_view.default(y, (*shape, y.shape[-1])) for y in outputs]
-        return (*views, total) if residual is not None else tuple(views)
+        if residual is None:
+            return tuple(views)
+        return (*views, total.view(ctx.x_shape))  # x may have had one dimension
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -209,7 +212,7 @@ def _operand_of_x(
         x = x.unsqueeze(0)
         residual = None if residual is None else residual.unsqueeze(0)
     if norm is None:
-        qx = operands.cast(x, "x", recipe, states[0], use_t=use_t, record=record)
+        qx = cast_input(x, recipe, states[0], use_t=use_t, grad_enabled=record)
         total, mean, rstd = x, None, None
     else:
         how = Cast.of("x", recipe, states[0], x.device, use_t)
@@ -270,12 +273,13 @@ def _grad_of_x(
         _products.add_grad_input(g, ctx.recipe, product.name, of_h, w_t, ctx.simulated)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
+    g_total = None if g_total is None else g_total.view(total.shape)
     dx, dw, db = norm_backward(
-        g.view(ctx.x_shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias
+        g.view(total.shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias
     )
     of_weight, of_bias = ctx.norm_dtypes
     return (
-        dx,
+        dx.view(ctx.x_shape),
         None if of_weight is None else dw.to(of_weight),
         None if of_bias is None else db.to(of_bias),
     )

@@ -11,6 +11,7 @@ from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
 from . import _products, operands
 from ._arguments import check_output, check_state, main_grad_of
+from ._cast_memo import cast_input
 from ._derivatives import apply, differentiable, inputs_to_keep
 from ._saturate import clips, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
@@ -83,8 +84,8 @@ class _Linear(torch.autograd.Function):
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
-        qx = operands.cast(
-            x, "x", recipe, delayed, use_t=need_w and grad_enabled, record=grad_enabled
+        qx = cast_input(
+            x, recipe, delayed, use_t=need_w and grad_enabled, grad_enabled=grad_enabled
         )
         qw = quantized_weight or operands.cast(
             weight, "w", recipe, delayed, use_t=need_x and grad_enabled, record=grad_enabled

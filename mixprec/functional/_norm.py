@@ -28,7 +28,8 @@ class _Norm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        # Not a view: autograd forbids in-place ops on it.
+        return y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ from .blocks import MLP, GatedMLP, NormLinear
 from .conv import Conv2d
 from .conv1d import Conv1D
 from .intercepted import Experts, Intercepted
+from .known import MLPSpec, NormSpec, register_fusion
 from .linear import Linear
 
 __all__ = [
@@ -17,7 +18,10 @@ __all__ = [
     "Intercepted",
     "Layer",
     "Linear",
+    "MLPSpec",
     "MultiheadAttention",
     "NormLinear",
+    "NormSpec",
     "QuantizedWeight",
+    "register_fusion",
 ]

@@ -7,63 +7,81 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from .._local_gradients import is_sharded
 from ..functional._arguments import main_grad_of
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._fused import Norm, run_fused
 from ..functional._linear import check_input
 from ..functional._products import Product
+from ..ops._dispatch import checks
 from . import _region
 from ._layer import Layer
-from ._norms import as_input, norm_of
+from ._norms import as_input
+from ._subclass import class_before_fusing
 from .conv1d import Conv1D
+from .known import CALL, NormSpec, spec_of
 from .linear import Linear
 
-__all__ = ["Part", "act_of", "why_separate"]
+__all__ = ["Part", "activation_of", "fits_norm", "norm_of", "why_not_fused"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ACTS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "NewGELUActivation": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "ReLUSquaredActivation": "relu2",
-    "_ReLUSquared": "relu2",
-}
+_LINEAR = (Linear.forward, Conv1D.forward)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def act_of(module: nn.Module) -> str | None:
-    """The name of an activation in `act_quantize`; None for anything else."""
-    if type(module) is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return _ACTS.get(type(module).__name__)
+def norm_of(module: nn.Module) -> NormSpec | None:
+    """What a known norm computes; None for anything else."""
+    spec = spec_of(module, class_before_fusing(module))
+    return spec if isinstance(spec, NormSpec) else None
 
 
-def why_separate(
+def activation_of(module: nn.Module) -> str | None:
+    """The name of a known activation in `act_quantize`; None for anything else."""
+    spec = spec_of(module)
+    return spec if isinstance(spec, str) else None
+
+
+def why_not_fused(
     layers: Sequence[nn.Module], norm: nn.Module | None = None, act: nn.Module | None = None
 ) -> str | None:
     """Why these modules have to be called one by one; None if they can run as one function."""
     for layer in layers:
-        if not isinstance(layer, (Linear, Conv1D)):
-            return f"a layer of another kind ({type(layer).__name__})"
+        kind: Any = type(layer)
+        if kind.forward not in _LINEAR or kind.__call__ is not CALL:
+            return f"a layer of another kind ({kind.__name__})"
     if norm is not None and norm_of(norm) is None:
         return f"the norm {type(norm).__name__}"
-    if act is not None and act_of(act) is None:
+    if act is not None and activation_of(act) is None:
         return f"the activation {type(act).__name__}"
     for module in (*layers, *(m for m in (norm, act) if m is not None)):
         if any(hook is not as_input for name in _HOOKS for hook in getattr(module, name).values()):
             return "hooks on a layer, norm or activation"
-        if "forward" in vars(module):
+        if "forward" in vars(module) or module._compiled_call_impl is not None:
             return "a module with a forward pass of its own"
-        if any(p is not None and is_sharded(p) for p in module._parameters.values()):
-            return "sharded parameters"
+        if any(p is not None and type(p) not in _PLAIN for p in module._parameters.values()):
+            return "sharded or otherwise special parameters"
     recipes: list[Any] = [layer.recipe for layer in layers]
     if any(recipe != recipes[0] for recipe in recipes):
         return f"different recipes ({', '.join(dict.fromkeys(r.name for r in recipes))})"
     return "clip_activations" if recipes[0].clip_activations else None
+
+
+def fits_norm(x: Any, spec: NormSpec) -> bool:
+    """Whether x is what torch's norms take; for anything else they raise the error."""
+    weight, bias = spec.weight, spec.bias
+    dtypes = (torch.float32, x.dtype) if type(x) in _PLAIN else ()
+    return (
+        type(x) in _PLAIN
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.dtype in checks.FLOATS
+        and x.dim() > 0
+        and x.shape[-1] == spec.size
+        and all(t is None or (t.dtype in dtypes and t.device == x.device) for t in (weight, bias))
+        and all(t is None or t.shape == (spec.size,) for t in (weight, bias))
+        and (weight is None or bias is None or weight.dtype == bias.dtype)
+    )
 
 
 class Part:
@@ -83,40 +101,51 @@ class Part:
     def layers(self) -> list[Any]:
         return self.first if self.last is None else [*self.first, self.last]
 
-    def together(self) -> bool:
-        """Whether it runs as one function now; otherwise its modules are called one by one."""
-        if why_separate(self.layers, self.norm, self.act) is not None:
+    def is_fused(self, x: Any) -> bool:
+        """Whether it runs as one function here; else its modules are to be called one by one."""
+        if why_not_fused(self.layers, self.norm, self.act) is not None or _has_any_global_hook():
             return False
-        return not (_region.recipe_here(self.first[0].recipe) is None or is_twice_differentiable())
+        if type(x) not in _PLAIN or is_twice_differentiable():
+            return False
+        if self.norm is not None:
+            spec = norm_of(self.norm)
+            # In a region norms are FP32, and so is what the layers behind them return.
+            if spec is None or not fits_norm(x, spec) or _region.current_region() is not None:
+                return False
+        return _region.recipe_here(self.first[0].recipe) is not None
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         """The outputs; with a residual those of x + residual, and then this sum."""
-        if not self.together():
+        if not self.is_fused(x):
             return self._one_by_one(x, residual)
         with _region.without_modes():
-            return self._together(x, residual)
+            return self.run(x, residual)
 
-    def _together(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """The outputs, where `is_fused`."""
         recipe = _region.recipe_here(self.first[0].recipe)
-        assert recipe is not None
+        assert recipe is not None, "is_fused"
+        settings: dict[str, Any] = {}
+        dtype = x.dtype
+        if self.norm is not None:
+            spec = norm_of(self.norm)
+            assert spec is not None, "is_fused"
+            if spec.promote and spec.weight is not None and not self.norm._forward_hooks:
+                dtype = torch.promote_types(dtype, spec.weight.dtype)
+            settings["norm"] = Norm(spec.eps, spec.subtract_mean)
+            settings |= {"norm_weight": spec.weight, "norm_bias": spec.bias}
         products: list[Product] = []
         tensors: list[Any] = []
-        out_dtype = x.dtype
+        out_dtype = dtype
         for layer in self.layers:
-            product, weight, out_dtype = _product(layer, x, recipe)
+            product, weight, out_dtype = _product(layer, x, dtype, recipe)
             products.append(product)
             tensors += [weight, layer.bias]
             if layer is not self.last:
                 check_input(x, weight)
-        settings: dict[str, Any] = {}
-        if self.norm is not None:
-            parts = norm_of(self.norm)
-            assert parts is not None, "only norms that norm_of knows are fused"
-            settings["norm"] = Norm(parts.eps, parts.subtract_mean)
-            settings |= {"norm_weight": parts.weight, "norm_bias": parts.bias}
-        act = None if self.act is None else act_of(self.act)
+        act = None if self.act is None else activation_of(self.act)
         op = "norm_linear" if act is None else "mlp"
         return run_fused(
             op, x, products, tensors, recipe, out_dtype, **settings, residual=residual, act=act
@@ -136,10 +165,11 @@ class Part:
 
 
 def _product(
-    layer: Layer, x: torch.Tensor, recipe: Any
+    layer: Layer, x: torch.Tensor, dtype: torch.dtype, recipe: Any
 ) -> tuple[Product, torch.Tensor, torch.dtype]:
-    """What a linear layer brings, its weight as [N, K], and the dtype of its output."""
-    out_dtype, delayed, quantized_weight, _ = layer._state(x, recipe)
+    """What a linear layer brings for an input of `dtype`, its weight as [N, K], and the dtype of
+    its output."""
+    out_dtype, delayed, quantized_weight, _ = layer._state(x, recipe, dtype)
     main_grad, weight = main_grad_of("linear", layer.weight), layer.weight
     if isinstance(layer, Conv1D):
         weight = weight.t()

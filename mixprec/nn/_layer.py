@@ -143,9 +143,12 @@ class Layer(torch.nn.Module):
         converted.recipe = recipe
         return converted
 
-    def _state(self, x: torch.Tensor, recipe: Recipe) -> LayerState:
-        """The output dtype and state for a forward pass with `recipe`."""
-        device, out_dtype = x.device.type, x.dtype
+    def _state(
+        self, x: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None
+    ) -> LayerState:
+        """The output dtype and state for a forward pass with `recipe`; dtype: of the input, where
+        a norm that runs with the layer gives it another one than x has."""
+        device, out_dtype = x.device.type, x.dtype if dtype is None else dtype
         if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
             out_dtype = torch.get_autocast_dtype(device)
         if recipe is not self._recipe and recipe != self._recipe:

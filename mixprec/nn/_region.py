@@ -10,12 +10,26 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..recipes import Recipe
 
 OWN = object()
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class SeesRegions(TorchFunctionMode):
+    """A mode that has to know of regions that began after it, which torch hides from it."""
+
+    region: Region | None = None  # the innermost of these, while it passes a function on
+
+    def inside_of(self, region: Region, func: Any, *args: Any, **kwargs: Any) -> Any:
+        self.region = region
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.region = None
 
 
 class Region(TorchFunctionMode):
@@ -29,6 +43,10 @@ class Region(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            for mode in reversed(_get_current_function_mode_stack()):
+                if isinstance(mode, SeesRegions) and mode.region is None:
+                    return mode.inside_of(self, func, *args, **kwargs)
         if func not in _BACKWARD:
             return func(*args, **kwargs)
         # torch runs func outside of this mode; layers that it runs again are to see the region.
@@ -41,18 +59,25 @@ def is_for_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
-def recipe_here(own: Recipe) -> Recipe | None:
-    """The current recipe of a module with recipe `own`; None: compute as torch's module."""
+def current_region() -> Region | None:
+    """The innermost region of this thread."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, Region)), None)
+
+
+def recipe_here(own: Recipe, region: Region | None = None) -> Recipe | None:
+    """The recipe of a module with recipe `own` in `region`, or else the current one; None: compute
+    as torch's module."""
     if is_for_onnx():
         return None
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, Region):
-            return own if mode.inside is OWN else mode.inside  # type: ignore[return-value]
-    return own
+    region = current_region() if region is None else region
+    if region is None or region.inside is OWN:
+        return own
+    return region.inside  # type: ignore[return-value]
 
 
 def without_modes() -> AbstractContextManager[Any]:
     """For the code of a layer between the modules that it was called with: a torch function mode,
-    such as that of FusedAttention, sees each attribute of a tensor that is read.
+    such as that of `compress_saved`, sees each attribute of a tensor that is read.
     """
     return nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction()

@@ -17,8 +17,9 @@ from .._local_gradients import LOW_PRECISION, is_sharded
 from ..memory.compress_saved import Bits, check
 from ..recipes import Recipe
 from . import Layer, kinds
-from ._compressed import saved_of, set_saved
-from ._norms import Swapped, as_input
+from ._compressed import set_saved
+from ._norms import as_input
+from ._snapshot import unchanged_on_error
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
 
@@ -105,10 +106,12 @@ def convert(
     saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
     `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
     save. fuse: run norm -> linear, linear -> activation -> linear and attention as one function
-    each, where they are known: in nn.Sequential, in the MLPs of transformers' Llama, Mistral, Qwen
-    and GPT-2, and wherever torch's scaled_dot_product_attention is called without a mask; each
-    other RMSNorm; and the cast of the input of layers that a module calls with one variable, such
-    as those of query, key and value. One INFO line lists what was fused, and what not and why.
+    each where the modules' classes say that they are that: torch's norms and activations, in
+    nn.Sequential and wherever they stand, the norms and MLPs of Llama, Mistral, Qwen, Gemma, Phi
+    and GPT-2 of transformers, classes given to `mixprec.nn.register_fusion`, and torch's
+    scaled_dot_product_attention wherever it is called without a mask; and cast a tensor once that
+    several layers of one module take, such as those of query, key and value. All else runs as it
+    is. One INFO line lists what was fused, what not and why, and the classes that are not known.
     Names, parameters and state dicts stay the same; the roundings that change are those of
     `mixprec.functional.norm_linear`, `mlp` and `attention`. Hooks on a fused layer, or
     `autocast(enabled=False)`, make it run unfused.
@@ -137,24 +140,18 @@ def convert(
     kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
     module; ValueError for an unknown recipe, a pattern that matches no layer to convert (listing
     their names), a layer whose forward was replaced or one with an attribute of its own under a
-    name that the recipe needs, before anything is changed.
+    name that the recipe needs. After any exception the model is as it was.
     """
     _is_module("convert", model)
     if saved is not None:
         check(saved, model)
-    before, was_fused = saved_of(model), any(isinstance(m, Swapped) for m in model.modules())
-    set_saved(model, None)
-    unfuse(model)
-    try:
+    with unchanged_on_error(model):
+        set_saved(model, None)
+        unfuse(model)
         model = _convert(model, recipe, module_filter_fn, overrides)
-    except BaseException:
-        set_saved(model, before)
-        if was_fused:
-            fuse_parts(model)
-        raise
-    if fuse:
-        logger.info("convert: %s", fuse_parts(model))
-    set_saved(model, saved)
+        if fuse:
+            logger.info("convert: %s", fuse_parts(model))
+        set_saved(model, saved)
     return model
 
 

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from .._local_gradients import is_sharded
-from ..functional._attention import run_attention
+from ..functional._cast_memo import share_casts
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._norm import norm
-from ..functional._unbind import unbind
-from ..ops._dispatch import checks
-from ..recipes import RECIPES
+from ..ops._dispatch import autocast
 from . import _region
-from ._fused import Part, act_of, why_separate
+from ._fused import Part, activation_of, fits_norm, norm_of, why_not_fused
 from ._layer import Layer
-from ._norms import Swapped, forward_of, norm_of
-from ._shared_input import SharedInput, children_that_share
-from ._subclass import swap
+from ._sdpa import AttentionMode
+from ._subclass import Swapped, class_before_fusing, swap, undo_swap
+from .known import MLPSpec, NormSpec, load_tables, spec_of
 
-__all__ = ["Found", "FusedAttention", "FusedMLP", "FusedNorm", "FusedSequential", "fuse", "unfuse"]
+__all__ = ["Found", "FusedMLP", "FusedNorm", "FusedSequential", "Marked", "fuse", "unfuse"]
 
-# Forward passes as `forward_of` writes them, and the children that take part: those before the
-# activation, the activation, the last one, and what follows.
-_MLPS = {
-    # Llama, Mistral, Qwen and others
-    "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": (
-        ("gate_proj", "up_proj"), "act_fn", "down_proj", None
-    ),
-    # GPT-2
-    "x = self.c_fc(x)\nx = self.act(x)\nx = self.c_proj(x)\nreturn self.dropout(x)": (
-        ("c_fc",), "act", "c_proj", "dropout"
-    ),
-}  # fmt: skip
-_UNBIND = {torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__}  # q, k, v = qkv
-_SDPA = {"scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS"}
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward pass
 
 
 class FusedSequential(Swapped):
@@ -48,130 +31,129 @@ class FusedSequential(Swapped):
 
     parts: dict[int, tuple[nn.Module, ...]] = {}  # noqa: RUF012 - by position; replaced, not changed
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         modules = tuple(self._modules.values())
-        i = 0
+        i, x = 0, input
         while i < len(modules):
             part = self.parts.get(i, ())
-            together = modules[i : i + len(part)]
+            found = modules[i : i + len(part)]
             # Another module may have taken a place since.
-            if part and len(together) == len(part) and all(map(_same, together, part)):
-                (x,) = _part_of(part)(x)
-                i += len(part)
-            else:
-                x = modules[i](x)  # type: ignore[misc]
-                i += 1
+            if part and len(found) == len(part) and all(map(_same, found, part)):
+                fused = _part_of(part)
+                if fused.is_fused(x):
+                    with _region.without_modes():
+                        (x,) = fused.run(x)
+                    i += len(part)
+                    continue
+            x = modules[i](x)  # type: ignore[misc]
+            i += 1
         return x
 
 
 class FusedMLP(Swapped):
     """The MLP of a transformer, whose layers and activation run as one function."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part, after = _mlp(self)
-        (y,) = part(x)
-        return y if after is None else self._modules[after](y)  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.only_argument(args, kwargs)
+        spec = spec_of(self, class_before_fusing(self))
+        part = _mlp(spec) if isinstance(spec, MLPSpec) else None
+        if part is None or not part.is_fused(x):
+            return self.unfused(*args, **kwargs)
+        with _region.without_modes():
+            (y,) = part.run(x)
+        return y if spec.after is None else spec.after(y)  # type: ignore[union-attr]
 
 
 class FusedNorm(Swapped):
-    """An RMSNorm in one pass. Where its output goes is not known, so that it is cast apart."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = norm_of(self)
-        if parts is None or not _one_pass(x) or any(map(is_sharded, self.parameters())):
-            return self.alone(x)
-        eps, subtract_mean, weight, bias, promotes = parts
-        dtype = x.dtype
-        if promotes and weight is not None:
-            dtype = torch.promote_types(dtype, weight.dtype)
-        with _region.without_modes():
-            return norm(x, weight, bias, eps, subtract_mean, dtype)
-
-
-class FusedAttention(SharedInput):
-    """A module in whose forward pass scaled_dot_product_attention is `functional.attention`, where
-    there is neither a mask nor dropout; its operands have the 16-bit dtype of the recipe."""
+    """A norm in one pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layer = next((m for m in self.modules() if isinstance(m, Layer)), None)
-        recipe = None if layer is None else _region.recipe_here(layer.recipe)
-        if recipe is None:
-            return self.alone(*args, **kwargs)
-        with _Attention(torch.bfloat16 if recipe.is_scaled else recipe.x.dtype):
-            return super().forward(*args, **kwargs)
-
-
-class _Attention(TorchFunctionMode):
-    def __init__(self, low: torch.dtype) -> None:
-        super().__init__()
-        self.low = low
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            return self._attention(func, *args, **kwargs)
-        if func in _UNBIND and not torch.compiler.is_compiling():
-            outputs = unbind(*args, **kwargs)
-            return outputs if func is not torch.Tensor.__iter__ else iter(outputs)
-        return func(*args, **kwargs)
-
-    def _attention(
-        self,
-        func: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if attn_mask is not None or dropout_p or query.dim() != 4:
-            return func(
-                query, key, value, attn_mask, dropout_p, is_causal,
-                scale=scale, enable_gqa=enable_gqa,
-            )  # fmt: skip
+        x = self.only_argument(args, kwargs)
+        spec = norm_of(self)
+        if spec is None or not _is_one_pass(x, spec):
+            return self.unfused(*args, **kwargs)
+        dtype = x.dtype
+        if spec.promote and spec.weight is not None:
+            dtype = torch.promote_types(dtype, spec.weight.dtype)
         with _region.without_modes():
-            return run_attention(query, key, value, is_causal, scale, self.low)
+            return norm(x, spec.weight, spec.bias, spec.eps, spec.subtract_mean, dtype)
+
+
+class Marked(Swapped):
+    """A module around layers: attention in its forward pass is `functional.attention`, and layers
+    that are its children cast a tensor that several of them take once."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layers = [*_own_layers(self)]
+        layer = layers[0] if layers else next(_layers(self), None)
+        with ExitStack() as stack:
+            if layer is not None and not AttentionMode.serves(layer.recipe):
+                stack.enter_context(AttentionMode(layer.recipe))
+            if len(layers) > 1 and not torch.compiler.is_compiling():
+                stack.enter_context(share_casts())
+            return self.unfused(*args, **kwargs)
 
 
 class Found(NamedTuple):
-    """fused: what each fused module does, by path; left: why a candidate was not fused."""
+    """fused: what each fused module does, by path; left: why a candidate was not fused, by path;
+    by class, how many modules share casts, and how many have forward passes that are not known."""
 
     fused: dict[str, str]
     left: dict[str, str]
+    shares: Counter[str]
+    unknown: Counter[str]
 
     def __str__(self) -> str:
-        fused = "; ".join(f"{what} ({n})" for what, n in Counter(self.fused.values()).items())
+        lines = "; ".join(f"{what} ({n})" for what, n in Counter(self.fused.values()).items())
+        lines = f"fused {lines or 'nothing'}"
+        if self.shares:
+            lines += f"; layers with one input share its cast in {_counts(self.shares)}"
         left = "; ".join(
             f"{next(fqn for fqn, other in self.left.items() if other == why)}"
             f"{f' and {n - 1} more' if n > 1 else ''}, because of {why}"
             for why, n in Counter(self.left.values()).items()
         )
-        return f"fused {fused or 'nothing'}" + (f"; not fused: {left}" if left else "")
+        lines += f"; not fused: {left}" if left else ""
+        if self.unknown:
+            lines += (
+                f"; of other classes, whose forward passes are not known: {_counts(self.unknown)}"
+            )
+        return lines
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{kind} ({n})" for kind, n in counts.items())
 
 
 def fuse(model: nn.Module) -> Found:
     """Fuse what is known in `model`, whose layers have been converted, in place."""
-    found = Found({}, {})
-    taken: set[nn.Module] = set()  # by a Sequential
+    load_tables()
+    found = Found({}, {}, Counter(), Counter())
+    in_parts: set[nn.Module] = set()  # of a Sequential
     for fqn, module in list(model.named_modules()):
-        if "forward" in vars(module) or isinstance(module, Swapped):
+        if (
+            isinstance(module, (Layer, Swapped, torch.jit.ScriptModule))
+            or type(module) in _CONTAINERS
+        ):
             continue
-        if type(module).forward is nn.Sequential.forward:
-            _fuse_sequential(module, fqn, found)
-            if isinstance(module, FusedSequential):
-                taken |= {child for part in module.parts.values() for child in part}
-        elif forward_of(type(module)) in _MLPS:
-            _fuse_mlp(module, fqn, found)
-        elif module not in taken and (of_norm := norm_of(module)) and not of_norm.subtract_mean:
-            swap(FusedNorm, module)
-            found.fused[fqn] = "norm"
-        if not isinstance(module, Swapped):
-            _fuse_calls(module, fqn, found)
+        around_layers = next(_layers(module), None) is not None
+        if "forward" in vars(module):
+            if around_layers:
+                found.left[fqn] = "a module with a forward pass of its own"
+            continue
+        kind, spec = type(module).__name__, spec_of(module)
+        if type(module) is nn.Sequential:
+            in_parts |= _fuse_sequential(module, fqn, found)
+            continue
+        if isinstance(spec, MLPSpec) and _fuse_mlp(module, spec, fqn, found):
+            continue
+        if isinstance(spec, NormSpec) and module not in in_parts:
+            _swap(FusedNorm, module, fqn, "norm", found)
+        layers = len([*_own_layers(module)])
+        if around_layers and _swap(Marked, module, fqn, "", found) and layers > 1:
+            found.shares[kind] += 1
+        if spec is None and not _is_torchs(module) and (layers or not module._modules):
+            found.unknown[kind] += 1
     return found
 
 
@@ -179,16 +161,49 @@ def unfuse(model: nn.Module) -> None:
     """Give all modules the class that `fuse` found them with."""
     for module in model.modules():
         if isinstance(module, Swapped):
-            for name in ("parts", "shared"):
-                vars(module).pop(name, None)
-            module.__class__ = type(module).__bases__[1]
+            vars(module).pop("parts", None)
+            undo_swap(module)
 
 
-def _one_pass(x: torch.Tensor) -> bool:
-    """Whether a norm of x is to run as one function here. It has no recipe of its own: with any,
-    the region tells whether layers cast."""
-    on = _region.recipe_here(RECIPES["bf16"]) is not None and not is_twice_differentiable()
-    return on and x.dim() > 0 and x.dtype in checks.FLOATS
+def _swap(kind: type, module: nn.Module, fqn: str, what: str, found: Found) -> bool:
+    try:
+        swap(kind, module)
+    except TypeError as error:  # such as a class with __slots__
+        found.left[fqn] = str(error)
+        return False
+    if what:
+        found.fused[fqn or "the model"] = what
+    return True
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module) is getattr(nn, type(module).__name__, None)
+
+
+def _layers(module: nn.Module) -> Iterator[Layer]:
+    return (m for m in module.modules() if isinstance(m, Layer))
+
+
+def _own_layers(module: nn.Module) -> Iterator[Layer]:
+    """The layers that the forward pass of `module` itself calls, also those in its lists."""
+    for child in module._modules.values():
+        if isinstance(child, Layer):
+            yield child
+        elif child is not None and type(child) in _CONTAINERS:
+            yield from _own_layers(child)
+
+
+def _is_one_pass(x: Any, spec: NormSpec) -> bool:
+    """Whether a norm of x is to run as one function here; else as its own class does."""
+    return (
+        fits_norm(x, spec)
+        # In a region norms are FP32; in torch.autocast, on some devices.
+        and _region.current_region() is None
+        and not _region.is_for_onnx()
+        and not autocast.is_on(x.device.type)
+        and not is_twice_differentiable()
+        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+    )
 
 
 def _same(a: object, b: object) -> bool:
@@ -202,75 +217,45 @@ def _part_of(modules: tuple[Any, ...]) -> Part:
     return Part([rest[0]], norm=norm, act=act, last=last)
 
 
-def _mlp(module: nn.Module) -> tuple[Part, str | None]:
-    """The part that an MLP is, of the modules that it has now, and the name of what follows."""
-    first, act, last, after = _MLPS[forward_of(type(module))]
-    kids: dict[str, Any] = module._modules
-    return Part([kids[name] for name in first], act=kids[act], last=kids[last]), after
+def _mlp(spec: MLPSpec) -> Part:
+    return Part(spec.layers, act=spec.act, last=spec.last)
 
 
-def _fuse_mlp(module: nn.Module, fqn: str, found: Found) -> None:
-    part, _ = _mlp(module)
-    why = why_separate(part.layers, None, part.act)
-    if why is not None:
+def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, found: Found) -> bool:
+    part = _mlp(spec)
+    if (why := why_not_fused(part.layers, None, part.act)) is not None:
         found.left[fqn] = why
-        return
-    swap(FusedMLP, module)
+        return False
     gated = "activation * linear" if len(part.first) == 2 else "activation"
-    found.fused[fqn] = f"linear, {gated}, linear"
+    return _swap(FusedMLP, module, fqn, f"linear, {gated}, linear", found)
 
 
-def _fuse_calls(module: nn.Module, fqn: str, found: Found) -> None:
-    """Attention, and layers that take one tensor."""
-    forward = inspect.unwrap(type(module).forward)
-    layers = {name for name, child in module._modules.items() if isinstance(child, Layer)}
-    does, shared = [], []
-    if _SDPA & {*forward.__code__.co_names}:
-        if any(isinstance(m, Layer) for m in module.modules()):
-            does.append("attention")
-        else:
-            found.left[fqn] = "layers without a recipe around the attention"
-    for called in children_that_share(forward) if len(layers) > 1 else ():
-        names = tuple(name for name in called if name in layers)
-        if len(names) < 2:
-            continue
-        if why := why_separate([module.get_submodule(name) for name in names]):
-            found.left[f"{fqn}.{names[0]}".lstrip(".")] = why
-        else:
-            shared.append(names)
-            does.append(f"one cast for {', '.join(names)}")
-    if does:
-        swap(FusedAttention if does[0] == "attention" else SharedInput, module)
-        found.fused[fqn] = " + ".join(does)
-    if shared:
-        module.shared = tuple(shared)  # type: ignore[assignment]
-
-
-def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> None:
-    """norm, linear; norm, linear, activation, linear; linear, activation, linear."""
+def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module]:
+    """norm, linear; norm, linear, activation, linear; linear, activation, linear. The modules."""
     children: list[Any] = list(module._modules.values())
     parts: dict[int, tuple[nn.Module, ...]] = {}
-    told, i = [], 0
+    names, i = [], 0
     while i < len(children):
         start = i
         i += norm_of(children[i]) is not None
         if i == len(children) or not isinstance(children[i], Layer):
             i = start + 1
             continue
-        acts = i + 2 < len(children) and act_of(children[i + 1]) is not None
+        acts = i + 2 < len(children) and activation_of(children[i + 1]) is not None
         i += 3 if acts and isinstance(children[i + 2], Layer) else 1
         if i - start == 1:
-            continue  # a linear layer alone
+            continue  # a linear layer without neighbours
         modules = tuple(children[start:i])
         part = _part_of(modules)
-        why = why_separate(part.layers, part.norm, part.act)
+        why = why_not_fused(part.layers, part.norm, part.act)
         if why is not None:
             found.left[f"{fqn}.{start}".lstrip(".")] = why
             continue
         parts[start] = modules
-        of_norm = "" if part.norm is None else "norm, "
-        told.append(of_norm + "linear" + ("" if part.act is None else ", activation, linear"))
+        before = "" if part.norm is None else "norm, "
+        names.append(before + "linear" + ("" if part.act is None else ", activation, linear"))
     if parts:
-        swap(FusedSequential, module)
-        module.parts = parts  # type: ignore[assignment]
-        found.fused[fqn or "the model"] = " + ".join(told)
+        _swap(FusedSequential, module, fqn, " + ".join(names), found)
+        if isinstance(module, FusedSequential):
+            module.parts = parts
+    return {child for part in parts.values() for child in part}

@@ -11,7 +11,6 @@ from ..functional.operands import Operand
 from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
-from ._shared_outputs import output_of
 
 __all__ = ["Linear"]
 
@@ -66,8 +65,6 @@ class Linear(Layer, torch.nn.Linear):
             return super().forward(x)
         weight = self.weight
         with _region.without_modes():
-            if (shared := output_of(self, x)) is not None:
-                return shared
             check_input(x, weight)
             out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
             return run_linear(

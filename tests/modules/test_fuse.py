@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 import mixprec
 from mixprec import functional
 from mixprec.functional import operands
-from mixprec.nn import MLP, GatedMLP, NormLinear
+from mixprec.nn import MLP, GatedMLP, MLPSpec, NormLinear, NormSpec, register_fusion
 from mixprec.recipes import RECIPES
 from mixprec.testing import sqnr
 
@@ -162,7 +163,7 @@ def test_names_parameters_and_state_stay_and_unconvert_restores_the_classes(
     with caplog.at_level(logging.INFO, logger="mixprec"):
         mixprec.convert(model, "bf16", fuse=True)
     assert "norm, linear, activation, linear (2)" in caplog.text
-    assert "attention (2)" in caplog.text
+    assert "whose forward passes are not known: Attention (2)" in caplog.text
     assert list(model.state_dict()) == keys
     y = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -387,3 +388,172 @@ def test_a_norm_alone_runs_in_one_pass() -> None:
             torch.autograd.grad(y.sum(), fused.weight, create_graph=True)
         mixprec.unconvert(model)
         assert type(fused) is nn.RMSNorm
+
+
+class SiLUActivation(nn.Module):
+    """With the name of a class of transformers, and another formula."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * F.silu(x)
+
+
+class Scaled(nn.GELU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Sub(nn.SiLU):
+    """Without a forward pass of its own, but what calls it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+class LlamaMLP(nn.Module):
+    """With the text of the class of transformers, over layers that mean something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64)
+        self.down_proj, self.act_fn = nn.Linear(64, WIDTH), SiLUActivation()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Own(nn.Sequential):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_what_only_resembles_a_known_class_runs_as_it_is() -> None:
+    x = torch.randn(5, WIDTH)
+    models: list[nn.Module] = [
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 64), act(), nn.Linear(64, WIDTH))
+            for act in (SiLUActivation, Scaled, Sub)
+        ),
+        LlamaMLP(),
+        Own(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)),
+        nn.Sequential(PlusOne(WIDTH), nn.Linear(WIDTH, 64)),
+        nn.Sequential(nn.LayerNorm((5, WIDTH)), nn.Linear(WIDTH, 64)),
+    ]
+    for model in models:
+        plain = mixprec.convert(copy.deepcopy(model), "bf16")
+        fused = mixprec.convert(model, "bf16", fuse=True)
+        assert torch.equal(fused(x), plain(x)), model
+
+
+def test_a_registered_class_is_fused_and_only_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.g, self.eps = nn.Parameter(torch.rand(WIDTH)), 1e-3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.g
+
+    class Feed(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.act = norm, nn.GELU()
+            self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return self.b(self.act(self.a(given)))
+
+    class Child(Feed):
+        pass
+
+    register_fusion(Norm, lambda m: NormSpec(WIDTH, m.eps, m.g))
+    register_fusion(Feed, lambda m: MLPSpec((m.a,), m.act, m.b))
+    x = torch.randn(9, WIDTH)
+    for kind, expected in ((Feed, "FusedMLP"), (Child, "Marked")):
+        model = nn.Sequential(Norm(), kind(Norm()))
+        exact = copy.deepcopy(model)(x)
+        mixprec.convert(model, "bf16", fuse=True)
+        assert [type(m).__bases__[0].__name__ for m in model] == ["FusedNorm", expected]
+        assert float(sqnr(exact, model(x))) > 40
+        assert torch.equal(model[1](given=x), model[1](x))
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            model[1](x=x)
+        model[0].eps = 10.0  # read in each pass
+        assert model(x).norm() < 0.9 * exact.norm()
+    monkeypatch.setattr(Norm, "forward", lambda self, x: 3 * x)
+    assert torch.equal(model[0](x), 3 * x), "its forward pass was replaced"
+    with pytest.raises(TypeError, match="kind must be a subclass"):
+        register_fusion(F.gelu, lambda m: "gelu")
+    with pytest.raises(TypeError, match="describe must be callable"):
+        register_fusion(Norm, "gelu")
+
+
+def test_convert_finishes_or_leaves_the_model_as_it_was() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    model = nn.Sequential(*chain(), Bad())
+    x, names = torch.randn(3, WIDTH), [type(m) for m in model.modules()]
+    expected = model(x)
+    register_fusion(Bad, lambda m: 7)
+    with pytest.raises(TypeError, match="describe of Bad must return"):
+        mixprec.convert(model, "fp8-delayed", fuse=True)
+    assert [type(m) for m in model.modules()] == names
+    assert torch.equal(model(x), expected)
+    register_fusion(Bad, lambda m: None)
+    mixprec.convert(model, "fp8-delayed", fuse=True, saved="int8")
+    model(x).sum().backward()
+    state, y = copy.deepcopy(model.state_dict()), model(x)
+    register_fusion(Bad, lambda m: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mixprec.convert(model, "fp16", fuse=True)
+    assert torch.equal(model(x), y)
+    assert all(map(torch.equal, state.values(), model.state_dict().values()))
+    register_fusion(Bad, lambda m: None)
+
+
+def test_fused_norms_raise_and_return_what_torchs_do() -> None:
+    norms = (
+        lambda: nn.LayerNorm(WIDTH),
+        lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+        lambda: nn.LayerNorm(WIDTH, bias=False).bfloat16(),
+        lambda: nn.RMSNorm(WIDTH),
+        lambda: nn.RMSNorm(WIDTH, elementwise_affine=False),
+    )
+    inputs = [torch.randn(s) for s in ((3, WIDTH), (WIDTH,), (0, WIDTH), (3, 8), ())]
+    inputs += [inputs[0].to(d) for d in (torch.bfloat16, torch.float16, torch.float64)]
+    inputs += [torch.randint(9, (3, WIDTH))]
+    for norm in norms:
+        fused = nn.ModuleList([nn.Linear(2, 2), norm()])
+        plain = copy.deepcopy(fused[1])
+        mixprec.convert(fused, "bf16", fuse=True)
+        for x in inputs:
+            for region in (False, True):
+                ends = []
+                for module in (plain, fused[1]):
+                    try:
+                        with mixprec.autocast() if region else nullcontext():
+                            y = module(x)
+                        ends.append((y.dtype, y.shape))
+                    except (RuntimeError, IndexError, ValueError) as error:
+                        ends.append(str(error))
+                assert ends[0] == ends[1], (plain, x.dtype, x.shape)
+
+
+@pytest.mark.parametrize("around", ["inside", "outside"])
+def test_regions_hold_for_attention_wherever_they_begin(around: str) -> None:
+    class Core(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, enabled: bool) -> torch.Tensor:
+            q = x.view(1, 2, -1, 16)
+            with mixprec.autocast(enabled=enabled) if around == "inside" else nullcontext():
+                return F.scaled_dot_product_attention(q, q, q)
+
+    core, x = mixprec.convert(Core(), "bf16", fuse=True), torch.randn(8, 16)
+    plain = Core()(x, True)
+    for enabled in (True, False):
+        with mixprec.autocast(enabled=enabled) if around == "outside" else nullcontext():
+            assert torch.equal(core(x, enabled), plain) is not enabled

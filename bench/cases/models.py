@@ -1,0 +1,147 @@
+"""Training steps of other people's models, 4 x 512, 1,024 tokens, against torch's four ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .gpt import Model, workload
+from .registry import NotMeasured, case, times_faster
+
+LAYERS, WIDTH, HEADS, BATCH, CONTEXT, VOCABULARY = 4, 512, 8, 4, 256, 512
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise NotMeasured("transformers is not installed (pip install transformers)") from None
+    return transformers
+
+
+def _text(model: nn.Module) -> Model:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT))
+    return model, lambda run: run(input_ids=tokens, labels=tokens).loss
+
+
+def llama() -> Model:
+    t, size = _transformers(), {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    config = t.LlamaConfig(VOCABULARY, WIDTH, 1408, num_key_value_heads=HEADS, **size)
+    return _text(t.LlamaForCausalLM(config))
+
+
+def gpt2() -> Model:
+    t, dropout = _transformers(), dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return _text(t.GPT2LMHeadModel(t.GPT2Config(VOCABULARY, 1024, WIDTH, LAYERS, HEADS, **dropout)))
+
+
+def _encoder() -> dict[str, Any]:
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    size = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_size": WIDTH}
+    return {"intermediate_size": 4 * WIDTH, **size, **dropout}
+
+
+def bert() -> Model:
+    t = _transformers()
+    return _text(t.BertForMaskedLM(t.BertConfig(VOCABULARY, **_encoder())))
+
+
+def vit() -> Model:
+    """256 patches of 14 x 14, and the class token."""
+    t = _transformers()
+    config = t.ViTConfig(image_size=224, patch_size=14, num_labels=10, **_encoder())
+    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(0, 10, (BATCH,))
+    return t.ViTForImageClassification(config), lambda run: run(images, labels=labels).loss
+
+
+class _LayerNorm(nn.Module):
+    """With an optional bias, as small GPTs have written it since torch had none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view_as(x))
+
+
+class _MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gelu = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = _LayerNorm(), _Attention(), _LayerNorm(), _MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class _OwnGPT(nn.Module):
+    """A GPT whose classes are all its own, so that only its attention is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.h = nn.ModuleList(_Block() for _ in range(LAYERS))
+        self.ln_f, self.lm_head = _LayerNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), targets.flatten())
+
+
+def own_gpt() -> Model:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT))
+    return _OwnGPT(), lambda run: run(tokens, tokens)
+
+
+def _seeded(make: Callable[[], Model]) -> Model:
+    torch.manual_seed(0)
+    return make()
+
+
+# What was measured on an idle two-core Zen 5 before casts were shared, in bf16 and fp8.
+for _make, _bf16, _fp8 in (
+    (llama, 1.2, 1.12),
+    (gpt2, 1.18, 1.13),
+    (bert, 1.22, 1.06),
+    (vit, 1.29, 1.13),
+    (own_gpt, 1.3, 1.1),
+):
+    for _recipe, _times in (("bf16", _bf16), ("fp8", _fp8)):
+        case(
+            f"training/{_make.__name__}/{_recipe}",
+            f"training step of a {_make.__name__} of {LAYERS} blocks of width {WIDTH}, "
+            f"{BATCH * CONTEXT} tokens, {_recipe}, fuse",
+            times_faster(round(0.97 * _times, 2)),
+            partial(workload, partial(_seeded, _make), _recipe, fuse=True, compiled=False),
+        )

@@ -1,0 +1,105 @@
+"""scaled_dot_product_attention of any module, inside of what `convert(fuse=True)` marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import _get_current_function_mode_stack
+
+from ..functional._attention import is_ours, run_attention
+from ..functional._cast_memo import saved_tensors_hooks
+from ..functional._derivatives import is_twice_differentiable
+from ..ops._dispatch import autocast
+from ..recipes import Recipe
+from . import _region
+
+__all__ = ["AttentionMode"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class AttentionMode(_region.SeesRegions):
+    """Runs torch's scaled_dot_product_attention as `mixprec.functional.attention`, with operands
+    in the 16-bit dtype of the recipe, where there is neither a mask nor dropout.
+
+    Not where grad mode or hooks on saved tensors have changed since the mode began: a part of a
+    forward pass that torch.utils.checkpoint runs again would not find the mode then.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.around = _surroundings()
+
+    @staticmethod
+    def serves(recipe: Recipe) -> bool:
+        """Whether a mode that has begun is right for layers of `recipe` that run now."""
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, AttentionMode):
+                return mode.recipe == recipe and mode.around == _surroundings()
+        return False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = recipe = None
+        if func is scaled_dot_product_attention and self.around == _surroundings():
+            recipe = _region.recipe_here(self.recipe, self.region)
+            operands = None if recipe is None else _operands(*args, **kwargs)
+        if recipe is None or operands is None:
+            return func(*args, **kwargs)
+        query, key, value, is_causal, scale = operands
+        low = torch.bfloat16 if recipe.is_scaled else recipe.x.dtype
+        with _region.without_modes():
+            if autocast.is_on(query.device.type):
+                query, key, value = (
+                    autocast.cast_operand(x, query.device.type) for x in (query, key, value)
+                )
+            return run_attention(query, key, value, is_causal, scale, low)
+
+
+def _surroundings() -> tuple[bool, object]:
+    if torch.compiler.is_compiling():
+        return True, None  # the compiler's own are none of the program's
+    return torch.is_grad_enabled(), saved_tensors_hooks()
+
+
+def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+    """query, key, value, is_causal and scale of a call that `functional.attention` computes; None
+    for any other, which is torch's, with its errors."""
+    try:
+        query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
+    except TypeError:
+        return None
+    if mask is not None or dropout != 0.0 or is_twice_differentiable() or _is_for_torch():
+        return None
+    if any(type(x) not in _PLAIN or x.is_nested for x in (query, key, value)):
+        return None
+    if not (query.dtype == key.dtype == value.dtype) or not is_ours(query, key, value):
+        return None
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        return None
+    return query, key, value, is_causal, scale
+
+
+def _bind(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+def _is_for_torch() -> bool:
+    """Whether the program has chosen kernels of torch, as with torch.nn.attention.sdpa_kernel (in
+    compiled code that cannot be asked)."""
+    return not torch.compiler.is_compiling() and not torch.backends.cuda.flash_sdp_enabled()

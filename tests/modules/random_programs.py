@@ -1,0 +1,239 @@
+"""Random models around converted layers, for comparing ways to run them: what they return, the
+gradients, and the errors."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint as ckpt
+
+import mixprec
+
+WIDTH = 32  # two heads of 16
+Values = list[torch.Tensor]
+Statement = Callable[[Any, list[torch.Tensor]], None]
+
+
+class Own(nn.LayerNorm):
+    """A norm that computes something else than its base."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class SiLUActivation(nn.Module):
+    """With the name of a class of transformers, and another formula."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * F.silu(x)
+
+
+def _child(r: random.Random) -> nn.Module:
+    act = r.choice([nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, SiLUActivation, lambda: nn.GELU("tanh")])
+    norm = r.choice([nn.LayerNorm, nn.RMSNorm, Own])
+    linear = nn.Linear(WIDTH, WIDTH, bias=r.random() < 0.5)
+    deep = nn.Sequential(
+        norm(WIDTH), nn.Linear(WIDTH, WIDTH), act(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+    )
+    return r.choice([linear, linear, linear, linear, norm(WIDTH), act(), deep, deep[:2], deep[1:]])
+
+
+class Program(nn.Module):
+    """Runs a list of random statements over the values that it has so far."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        r = random.Random(seed)
+        torch.manual_seed(seed)
+        self.parts = nn.ModuleList(_child(r) for _ in range(r.randint(2, 6)))
+        self.nested = Program(seed + 10**6) if r.random() < 0.2 else nn.Identity()
+        self.kinds = set(getattr(self.nested, "kinds", ()))  # of the statements
+        self.statements = [self._statement(r) for _ in range(r.randint(3, 9))]
+
+    def _statement(self, r: random.Random) -> Statement:
+        kind = r.choice(["call"] * 6 + ["several"] * 4 + [*_STATEMENTS])
+        self.kinds.add(kind)
+        calls = [_call(r, len(self.parts)) for _ in range(r.randint(2, 4))]
+        if kind == "call":
+            return calls[0]
+        if kind == "several":
+            first = r.random() < 0.7
+            return lambda model, values: _several(model, values, calls, 0 if first else -1)
+        around, option = _STATEMENTS[kind], r.random()
+        return lambda model, values: around(model, values, _block(model, calls), option)
+
+    def forward(self, x: torch.Tensor, *, start: float = 1.0) -> torch.Tensor:
+        values = [x, x * start]
+        for statement in self.statements:
+            statement(self, values)
+        return sum(v.float().tanh() for v in values[1:])  # type: ignore[return-value]
+
+
+# Not methods: a copy of a model shares these.
+def _call(r: random.Random, parts: int) -> Any:
+    part, where, keyword = r.randrange(parts), r.random(), r.random() < 0.03
+
+    def call(model: Program, values: Values, x: torch.Tensor | None = None) -> None:
+        x = values[int(where * len(values))] if x is None else x
+        values.append(model.parts[part](input=x) if keyword else model.parts[part](x))
+
+    return call
+
+
+def _several(model: Program, values: Values, calls: list[Any], which: int) -> None:
+    x = values[which]
+    for call in calls:
+        call(model, values, x)
+
+
+def _block(model: Program, calls: list[Any]) -> Callable[[Values], None]:
+    def run(values: Values) -> None:
+        for call in calls:
+            call(model, values)
+
+    return run
+
+
+def _inside(contexts: list[Callable[[], AbstractContextManager[Any]]]) -> Any:
+    def run(model: Program, values: Values, block: Any, option: float) -> None:
+        with contexts[int(option * len(contexts))]():
+            block(values)
+        values[:] = [v.clone() if v.is_inference() else v for v in values]
+
+    return run
+
+
+def _write(model: Program, values: Values, block: Any, option: float) -> None:
+    block(values)
+    x = values[int(option * len(values))]
+    ways: list[Callable[[], object]] = [
+        lambda: x.mul_(2),
+        lambda: x[..., :3].zero_(),
+        lambda: x.detach().add_(1),
+        lambda: setattr(x, "data", x.data * 2),
+        lambda: x.view(-1)[::2].neg_(),
+    ]
+    with torch.no_grad() if option < 0.8 else nullcontext():
+        ways[int(option * 50) % len(ways)]()
+    block(values)
+
+
+def _attention(model: Program, values: Values, block: Any, option: float) -> None:
+    q, k, v = (values[i % len(values)].unflatten(-1, (2, 16)).transpose(-2, -3) for i in range(3))
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: F.scaled_dot_product_attention(q, k, v),
+        lambda: F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True),
+        lambda: F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=0.3),
+        lambda: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 5).tril().bool()),
+        lambda: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+        lambda: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
+        lambda: F.scaled_dot_product_attention(q.double(), k.double(), v.double()).to(q.dtype),
+        lambda: F.scaled_dot_product_attention(q, k[..., :8], v),
+    ]
+    values.append(calls[int(option * len(calls))]().transpose(-2, -3).flatten(-2))
+
+
+def _thread(model: Program, values: Values, block: Any, option: float) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            block(values)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _checkpoint(model: Program, values: Values, block: Any, option: float) -> None:
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        block(own := [*given])
+        return sum(own[len(given) :])  # type: ignore[return-value]
+
+    def selective() -> Any:
+        return ckpt.create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])
+
+    options = {"context_fn": selective} if option > 0.8 else {}
+    values.append(ckpt.checkpoint(function, *values, use_reentrant=option < 0.3, **options))
+
+
+def _hook(model: Program, values: Values, block: Any, option: float) -> None:
+    part: Any = model.parts[int(option * len(model.parts))]
+    hooks = [
+        lambda: part.register_forward_pre_hook(lambda m, args: (2 * args[0], *args[1:])),
+        lambda: part.register_forward_hook(lambda m, args, y: y + 1),
+        lambda: part.register_full_backward_pre_hook(lambda m, grads: (2 * grads[0],)),
+        lambda: torch.nn.modules.module.register_module_forward_hook(lambda m, args, y: None),
+    ]
+    handle: Any = hooks[int(option * 40) % len(hooks)]()
+    try:
+        block(values)
+    finally:
+        handle.remove()
+
+
+def _nested(model: Program, values: Values, block: Any, option: float) -> None:
+    x = values[int(option * len(values))]
+    values.append(model.nested(x) if option < 0.5 else model.nested(x).to(x.dtype))
+    block(values)
+
+
+def _branch(model: Program, values: Values, block: Any, option: float) -> None:
+    if values[0].sum() > 0:  # not a value whose rounding may change its sign
+        block(values)
+    values.append(values[-1] * option)
+
+
+def _cast(model: Program, values: Values, block: Any, option: float) -> None:
+    dtype = [torch.bfloat16, torch.float16, torch.float32][int(option * 3)]
+    values.append(values[-1].to(dtype))
+    block(values)
+
+
+_STATEMENTS: dict[str, Any] = {
+    "mode": _inside([torch.no_grad, torch.enable_grad, torch.inference_mode]),
+    "region": _inside(
+        [
+            *(lambda r=r: mixprec.autocast(r) for r in (None, "bf16", "fp8-rowwise")),
+            lambda: mixprec.autocast(enabled=False),
+            lambda: torch.autocast("cpu", torch.bfloat16),
+            lambda: mixprec.use_backend("reference"),
+            lambda: mixprec.functional.twice_differentiable(),
+        ]
+    ),
+    "write": _write,
+    "attention": _attention,
+    "thread": _thread,
+    "checkpoint": _checkpoint,
+    "hook": _hook,
+    "nested": _nested,
+    "branch": _branch,
+    "cast": _cast,
+}
+
+
+def result(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor] | str:
+    """The output and all gradients, or the error."""
+    x = x.clone().requires_grad_()
+    try:
+        y = model(x, start=1.5)
+        torch.manual_seed(3)
+        y.mean().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    finally:
+        mixprec.update_scales(model)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return {k: v for k, v in {"y": y.detach(), "x": x.grad, **found}.items() if v is not None}

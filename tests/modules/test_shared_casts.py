@@ -1,0 +1,176 @@
+"""convert(fuse=True): a tensor that several layers of a module take is cast once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import name
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.functional import operands
+from mixprec.recipes import RECIPES
+
+WIDTH = 48
+SHARED = [r for r, recipe in RECIPES.items() if not recipe.is_delayed]
+
+
+class Three(nn.Module):
+    """What attention does with its input, and something in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n, bias=n < WIDTH) for n in (WIDTH, 16, 16))
+        self.between: Callable[[torch.Tensor], object] = torch.numel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x)
+        self.between(x)
+        return torch.cat((q, self.k(x) * self.v(x)), dim=-1)
+
+
+def both(recipe: str) -> tuple[Any, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Three(), torch.randn(2, 35, WIDTH)
+    plain = mixprec.convert(copy.deepcopy(model), recipe)
+    return plain, mixprec.convert(model, recipe, fuse=True), x
+
+
+def step(model: nn.Module, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    """The output and the gradients, and how many bytes were saved for backward."""
+    saved: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    y.square().mean().backward()
+    found = {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+    model.zero_grad()
+    mixprec.update_scales(model)
+    return found, sum(saved.values())
+
+
+def casts_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many layers' inputs one call of the model casts."""
+    seen: list[str] = []
+
+    def counted(x: torch.Tensor, role: str, *args: Any, **kwargs: Any) -> operands.Operand:
+        seen.append(role)
+        return operands.cast(x, role, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mixprec.functional._cast_memo.cast", counted)
+        model(x)
+    return len(seen)
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES), ids=name)
+def test_the_same_bits_and_fewer_bytes(recipe: str) -> None:
+    plain, fused, x = both(recipe)
+    for _ in range(2):  # with delayed scales, once with the first ones and once with the next
+        torch.manual_seed(1)  # of stochastic rounding
+        expected, before = step(plain, x)
+        torch.manual_seed(1)
+        got, after = step(fused, x)
+        for key, value in expected.items():
+            assert torch.equal(got[key], value), key
+        # The copy of x is kept once, and not three times.
+        kept = 2 * x.numel() * RECIPES[recipe].x.bits // 8 if recipe in SHARED else 0
+        assert after <= before - kept
+    for a, b in zip(plain.buffers(), fused.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_the_log_says_and_unconvert(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mixprec"):
+        _, fused, x = both("bf16")
+    assert "layers with one input share its cast in Three (1)" in caplog.text
+    assert "whose forward passes are not known: Three (1)" in caplog.text
+    y = fused(x)
+    assert type(fused).__name__ == "Three"
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert torch.equal(other(x), y)
+    assert torch.equal(torch.compile(fused, backend="aot_eager", fullgraph=True)(x), y)
+    assert type(mixprec.unconvert(fused)) is Three
+
+
+def in_mode(mode: Any) -> Callable[[Any, torch.Tensor], object]:
+    def between(model: Any, x: torch.Tensor) -> None:
+        with mode():
+            model.k(x)
+
+    return between
+
+
+def in_thread(model: Any, x: torch.Tensor) -> None:
+    thread = threading.Thread(target=lambda: model.k(x))
+    thread.start()
+    thread.join()
+
+
+# What happens between the calls of q and of k and v, and how many of the calls cast x.
+BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], object], int]] = {
+    "nothing": (lambda model, x: None, 1),
+    "a layer again": (lambda model, x: model.k(x), 1),
+    "a write": (lambda model, x: x.mul_(2), 2),
+    "a write to a view": (lambda model, x: x[0].zero_(), 2),
+    "other data": (lambda model, x: setattr(x, "data", x.data * 2), 2),
+    "no_grad": (in_mode(torch.no_grad), 2),
+    "a region": (in_mode(lambda: mixprec.autocast("bf16")), 2),
+    "another recipe": (in_mode(lambda: mixprec.autocast("fp8")), 2),
+    "a backend": (in_mode(lambda: mixprec.use_backend("reference")), 2),
+    "hooks": (in_mode(lambda: torch.autograd.graph.saved_tensors_hooks(id, id)), 2),
+    "a checkpoint": (lambda model, x: checkpoint(model.k, x, use_reentrant=False), 2),
+    "a thread": (in_thread, 2),
+    "a view of x": (lambda model, x: model.k(x.view_as(x)), 2),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_each_layer_computes_from_what_it_is_given(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between, casts = BETWEEN[what]
+    plain, fused, x = both("bf16")
+    outputs = []
+    for model in (plain, fused):
+        given = x.clone()
+        model.between = lambda x, model=model: between(model, x)
+        outputs.append(model(given))
+    assert torch.equal(*outputs)
+    assert casts_of(fused, x.clone(), monkeypatch) == casts
+
+
+def test_nothing_is_shared_where_a_write_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fused, x = both("bf16")
+    with torch.inference_mode():
+        assert casts_of(fused, x.clone(), monkeypatch) == 3
+    with torch.utils._python_dispatch._disable_current_modes():
+        assert casts_of(fused, x, monkeypatch) == 1
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert casts_of(fused, x, monkeypatch) == 3
+    assert casts_of(mixprec.convert(fused, "bf16"), x, monkeypatch) == 3, "not fused any more"
+
+
+def test_nothing_is_left_after_an_exception() -> None:
+    plain, fused, x = both("bf16")
+    fused.between = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fused(x)
+    fused.between = torch.numel
+    assert torch.equal(fused(x), plain(x))
+    from mixprec.functional._cast_memo import _thread
+
+    assert _thread.casts == []
