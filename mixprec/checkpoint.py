@@ -205,7 +205,7 @@ def _through_masters(
         id(p): state["master"]
         for o in optimizers
         for p, state in getattr(o, "state", {}).items()
-        if "master" in state
+        if isinstance(p, torch.Tensor) and "master" in state
     }
     weights = copy.copy(saved)
     for name, param in model.state_dict(keep_vars=True).items():

@@ -203,8 +203,9 @@ def recorder(
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     by_key: dict[str, list[torch.Tensor]] = {}
-    for state in optimizer.state.values():
-        for key, value in state.items():
+    for param, state in optimizer.state.items():
+        entries = state if isinstance(param, torch.Tensor) else {param: state}
+        for key, value in entries.items():
             by_key.setdefault(str(key), []).extend(_tensors(value))
     return {key: size for key, tensors in by_key.items() if (size := _bytes(tensors))}
 

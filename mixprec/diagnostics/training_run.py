@@ -187,7 +187,7 @@ class TrainingRun:
 
     def finish(self) -> None:
         """Measure memory, skipped steps and loss scale when the run ends, also by an error."""
-        states = list(self.optimizer.state.values())
+        states = [s for p, s in self.optimizer.state.items() if isinstance(p, torch.Tensor)]
         if self.device.type == "cuda":
             self.row.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.row.parameter_bytes = tensor_bytes(self.model.parameters())

@@ -19,7 +19,7 @@ from ..ops import inv_scale
 from ..ops._dispatch.checks import REALS
 from . import _grad_norms, _repr, _settings, _state8
 from ._batches import Batch, Batches
-from ._state import Policy, hide_tensors, show_tensors
+from ._state import Policy, hide_states, show_states
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -384,19 +384,28 @@ class Optimizer(torch.optim.Optimizer):
         holds their values exactly: another number of ranks, whose blocks end elsewhere, can load
         them and rounds them once more.
         """
-        result = super().state_dict()
-        states = {key: _state8.portable(state) for key, state in result["state"].items()}
-        return {**result, "state": states}
+        return self._converted(_state8.portable)
 
     def fp32_state_dict(self) -> dict[str, Any]:
         """`state_dict()` with moments in 8 or 16 bits converted to FP32, without loss."""
+
+        def widened(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
+            state = _state8.decoded(state, moments, torch.float32)
+            narrow = (n for n in moments if n in state and state[n].dtype == torch.bfloat16)
+            return {**state, **{name: state[name].float() for name in narrow}}
+
+        return self._converted(widened)
+
+    def _converted(
+        self, convert: Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """torch's state dict with each param's state converted; other keys are the user's own."""
         result = super().state_dict()
-        states = {}
-        for key, state in result["state"].items():
-            state = _state8.decoded(state, torch.float32)
-            narrow = (name for name in self._moments_of(state) if name in state)
-            wide = {n: state[n].float() for n in narrow if state[n].dtype == torch.bfloat16}
-            states[key] = {**state, **wide}
+        params = {index for group in result["param_groups"] for index in group["params"]}
+        states = {
+            key: convert(state, self._moments_of(state)) if key in params else state
+            for key, state in result["state"].items()
+        }
         return {**result, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -405,10 +414,11 @@ class Optimizer(torch.optim.Optimizer):
         Tensors are copied and keep their dtypes (torch.optim casts them to the params'). The
         model's weights may be loaded before or after. Raises ValueError, changing nothing, for a
         state that does not fit: another number of params, another shape, dtype or optimizer, or
-        masters that these options do not use.
+        masters that these options do not use. State under keys of your own, which are no params
+        (`optimizer.state["x"] = 1`), is saved and loaded as it is.
         """
         _settings.check_state_dict(f"{type(self).__name__}.load_state_dict", state_dict)
-        hook = self.register_load_state_dict_pre_hook(hide_tensors)  # runs after all others
+        hook = self.register_load_state_dict_pre_hook(hide_states)  # runs after all others
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -428,7 +438,10 @@ class Optimizer(torch.optim.Optimizer):
         """The moments that a state to load may hold."""
         return self._moment_names
 
-    def _restore(self, who: str, p: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+    def _restore(
+        self, who: str, p: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The loaded state of a param of a loaded group, checked and copied."""
         moments = self._moments_of(saved)
         required = moments if self._moments_required else ()
         try:
@@ -445,14 +458,14 @@ class Optimizer(torch.optim.Optimizer):
         who = type(self).__name__ + (".load_state_dict" if loading else "")
         if not loading:
             self.defaults = state["defaults"]
-        restored: defaultdict[Any, Any] = defaultdict(dict)
+        restored: defaultdict[Any, Any] = defaultdict(dict, show_states(state["state"]))
         for group in state["param_groups"]:
             for name, value in self._optional.items():
                 group.setdefault(name, value)
             self._check_group(group, who)
             for p in group["params"] if loading else ():
-                if saved := show_tensors(state["state"].get(p, {})):
-                    restored[p] = self._restore(who, p, saved)
+                if saved := restored.pop(p, None):
+                    restored[p] = self._restore(who, p, saved, group)
         if loading:
             state = {**state, "state": restored}
         super().__setstate__(state)

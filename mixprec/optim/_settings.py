@@ -103,14 +103,16 @@ def check_state_dict(who: str, state_dict: Any) -> None:
     wrong = None
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         wrong = "be a dict with the keys state and param_groups"
-    elif not isinstance(state_dict["state"], dict) or not all(
-        isinstance(entry, dict) for entry in state_dict["state"].values()
-    ):
-        wrong = "hold a dict per param in state"
     elif not isinstance(state_dict["param_groups"], list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list)
         for group in state_dict["param_groups"]
     ):
         wrong = "hold a list of param groups, each with a list of params"
+    elif not isinstance(state_dict["state"], dict) or not all(
+        isinstance(state_dict["state"].get(index, {}), dict)
+        for group in state_dict["param_groups"]
+        for index in group["params"]
+    ):
+        wrong = "hold a dict per param in state"
     if wrong is not None:
         raise ValueError(f"{who}: state_dict must {wrong}: is it damaged?")

@@ -127,7 +127,7 @@ class Policy:
 
 def follow(master: torch.Tensor, param: torch.Tensor) -> None:
     """Update a master where it no longer rounds to the param."""
-    master, p = local(master), local(param)
+    master, p = local(master), local(param.detach())  # a constructor has grad mode on
     same = master.to(p.dtype) == p
     master.copy_(torch.where(same, master, p.to(master.dtype)))
 
@@ -157,25 +157,17 @@ def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Te
 
 
 class _Hidden:
-    """Hides a tensor from torch's Optimizer.load_state_dict, which would cast it."""
+    """Hides a state from torch's Optimizer.load_state_dict, which would cast its tensors."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-def hide_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A pre-hook of load_state_dict that hides the tensors of the state from it."""
-
-    def hide(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: hide(v) for k, v in value.items()}
-        return _Hidden(value) if isinstance(value, torch.Tensor) else value
-
-    return {**state_dict, "state": hide(state_dict["state"])}
+    def __init__(self, state: Any) -> None:
+        self.state = state
 
 
-def show_tensors(value: Any) -> Any:
-    """The inverse of hide_tensors."""
-    if isinstance(value, dict):
-        return {k: show_tensors(v) for k, v in value.items()}
-    return value.tensor if isinstance(value, _Hidden) else value
+def hide_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A pre-hook of load_state_dict that hides every state from it."""
+    return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
+
+
+def show_states(states: dict[Any, Any]) -> dict[Any, Any]:
+    """The inverse of hide_states."""
+    return {k: v.state if isinstance(v, _Hidden) else v for k, v in states.items()}

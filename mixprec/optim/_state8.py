@@ -51,22 +51,22 @@ def decode(moment: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
     return values
 
 
-def decoded(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def decoded(state: dict[str, Any], moments: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
     """The state of a param with moments in `dtype` instead of codes."""
     result = dict(state)
-    for name in _of_codes(state):
+    for name in _of_codes(state, moments):
         result[name] = decode(name, state[name], result.pop(name + SUFFIX)).to(dtype)
     return result
 
 
-def portable(state: dict[str, Any]) -> dict[str, Any]:
+def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
     """A state to save: the codes of a DTensor as BF16, since other ranks would cut other blocks."""
-    sharded = any(is_sharded(state[name]) for name in _of_codes(state))
-    return decoded(state, torch.bfloat16) if sharded else state
+    sharded = any(is_sharded(state[name]) for name in _of_codes(state, moments))
+    return decoded(state, moments, torch.bfloat16) if sharded else state
 
 
-def _of_codes(state: dict[str, Any]) -> list[str]:
-    return [name.removesuffix(SUFFIX) for name in state if name.endswith(SUFFIX)]
+def _of_codes(state: dict[str, Any], moments: tuple[str, ...]) -> list[str]:
+    return [name for name in moments if name + SUFFIX in state]
 
 
 def restored(

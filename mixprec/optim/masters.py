@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_map
 
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, gradient_of, is_sharded, local, placed_like
@@ -47,6 +50,7 @@ class Masters(Optimizer):
     """
 
     _optional: ClassVar[dict[str, Any]] = {}
+    _moment_names = ()  # of ours
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class Masters(Optimizer):
                 ]
                 self._wide.tensors[p].grad = self._gradient(p, factors)
         inner.step()
+        self.state.update(_not_of_params(inner.state))
         for group, its in zip(self.param_groups, inner.param_groups, strict=True):
             group.update(_settings_of(its))
         for p, tensor in zip(params, wide, strict=True):
@@ -141,19 +146,28 @@ class Masters(Optimizer):
             groups = [{**s, "params": ps} for s, ps in zip(settings, lists, strict=True)]
             inner = self._inner = self._kind(groups, **self._options)
             for p, tensor in tensors.items():
-                if self.state.get(p):
+                if self.state.get(p, {}).keys() - {"master"}:  # else it is for `kind` to create
                     inner.state[tensor] = self.state[p]
+        for key in _not_of_params(inner.state).keys() - self.state.keys():
+            del inner.state[key]
+        inner.state.update(_not_of_params(self.state))
         for its, current in zip(inner.param_groups, settings, strict=True):
             its.update(current)
         return inner
 
-    def _restore(self, who: str, p: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        state = {
-            name: value.detach().to(value.device if name == "step" else p.device, copy=True)
-            if isinstance(value, torch.Tensor)
-            else copy.deepcopy(value)
-            for name, value in saved.items()
-        }
+    def _restore(
+        self, who: str, p: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        # As in torch: a step that the host reads stays where it is.
+        is_on_host = not (group.get("fused") or group.get("capturable"))
+
+        def restored(name: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return copy.deepcopy(value)
+            stays = name == "step" and is_on_host
+            return value.detach().to(value.device if stays else p.device, copy=True)
+
+        state = {k: tree_map(partial(restored, k), v) for k, v in saved.items()}
         if "master" in saved:
             if p.dtype not in LOW_PRECISION:
                 raise ValueError(f"{who}: the state holds a master, and its param is in {p.dtype}")
@@ -182,12 +196,16 @@ class _Wide(Policy):
         if known is None:
             unrounded = None if is_sharded(param) else _unrounded.take(param)
             values = param.detach().to(torch.float32) if unrounded is None else unrounded
-            known = self.tensors[param] = state.get("master", values)
+            known = self.tensors[param] = state.setdefault("master", values)
         follow(known, param)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _not_of_params(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _check_kind(kind: Any) -> None:

@@ -19,6 +19,14 @@ KINDS: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
     torch.optim.NAdam: {"lr": 0.01},
     torch.optim.Adafactor: {"lr": 0.01},
     torch.optim.AdamW: {"lr": 0.01, "fused": True, "amsgrad": True},
+    torch.optim.Adam: {"lr": 0.01, "foreach": True},
+    torch.optim.RAdam: {"lr": 0.01},
+    torch.optim.Adagrad: {"lr": 0.1, "initial_accumulator_value": 0.1},
+    torch.optim.RMSprop: {"lr": 0.01, "centered": True, "momentum": 0.9},
+    torch.optim.Adamax: {"lr": 0.01},
+    torch.optim.Adadelta: {},
+    torch.optim.ASGD: {"lr": 0.1, "t0": 2},
+    torch.optim.Rprop: {},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
@@ -110,6 +118,81 @@ def test_resumes_bit_for_bit(kind: type, way: str) -> None:
             assert torch.equal(
                 torch.as_tensor(value), torch.as_tensor(optimizer_again.state[b][name])
             )
+
+
+@each_kind
+def test_parameters_that_were_cast_keep_their_bits_through_a_checkpoint(kind: type) -> None:
+    """Those of cast_parameters, from the first step on and before it; saved and loaded alike."""
+
+    def cast_model(seed: int) -> tuple[torch.nn.Module, Masters]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(6, 4, bias=kind is not torch.optim.Muon)
+        wide.append([p.detach().clone() for p in model.parameters()])
+        mixprec.cast_parameters(model, torch.bfloat16)
+        return model, Masters(kind, model.parameters(), **KINDS[kind])
+
+    wide: list[list[torch.Tensor]] = []
+    model, optimizer = cast_model(0)
+    for step in range(3):
+        other, resumed = cast_model(1)
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        saved, loaded = optimizer.state_dict(), resumed.state_dict()
+        assert saved["param_groups"] == loaded["param_groups"]
+        for a, b in zip(saved["state"].values(), loaded["state"].values(), strict=True):
+            assert a.keys() == b.keys() >= {"master"}
+            assert all(v.dtype == b[k].dtype and torch.equal(v, b[k]) for k, v in a.items())
+        if step == 0:
+            assert all(torch.equal(a, s["master"]) for a, s in zip(
+                wide[0], saved["state"].values(), strict=True))  # fmt: skip
+        for each, stepped in ((model, optimizer), (other, resumed)):
+            set_grads([*each.parameters()], step)
+            stepped.step()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(optimizer.state[p]["master"], resumed.state[q]["master"])
+            assert torch.equal(p, q)
+
+
+class Unusual(torch.optim.Optimizer):
+    """Keeps a list, a name and a state of no param, and needs a step in FP32 on the device."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "capturable": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if not (state := self.state[p]):
+                state |= {"parts": [torch.zeros_like(p)], "name": "sum", "step": torch.zeros(())}
+                state |= {"x": torch.ones(3, dtype=torch.uint8), "x_scale": 2.0}
+            state["step"] += 1
+            state["parts"][0] += p.grad / 3
+            p -= state["parts"][0] * self.state["calls"]
+
+
+def test_a_state_of_any_kind_is_saved_and_loaded_as_it_is() -> None:
+    params, other = params_of(torch.bfloat16), params_of(torch.bfloat16)
+    optimizer, resumed = Masters(Unusual, params), Masters(Unusual, other)
+    for step in range(4):
+        if step == 2:
+            saved = optimizer.fp32_state_dict()
+            resumed.load_state_dict(saved)
+            state = resumed.state[other[0]]
+            assert state["parts"][0].dtype == torch.float32
+            assert torch.equal(state["parts"][0], saved["state"][0]["parts"][0])
+            assert state["parts"][0] is not saved["state"][0]["parts"][0]
+            assert (state["name"], state["x_scale"], resumed.state["calls"]) == ("sum", 2.0, 2)
+            other[0].data.copy_(params[0])
+        for some, stepped in ((params, optimizer), (other, resumed))[: 1 + (step > 1)]:
+            set_grads(some, step)
+            stepped.step()
+    assert optimizer.state["calls"] == 4
+    assert torch.equal(optimizer.state[params[0]]["master"], resumed.state[other[0]]["master"])
+    there = Masters(Unusual, [torch.nn.Parameter(params[0].to("meta"))])
+    there.load_state_dict(optimizer.state_dict())
+    state = next(iter(s for p, s in there.state.items() if isinstance(p, torch.Tensor)))
+    assert {state["step"].device.type, state["parts"][0].device.type} == {"meta"}
 
 
 def test_a_state_of_the_other_optimizer_and_weights_written_since() -> None:

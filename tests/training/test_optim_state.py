@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,10 @@ from optimizers import (
     trained,
 )
 
-from mixprec.optim import SGD, Adam, AdamW, Lion
+from mixprec.diagnostics.memory_report import _state_bytes
+from mixprec.diagnostics.stats.monitor import _applied
+from mixprec.optim import SGD, Adam, AdamW, Lion, Masters, Muon, fp32_state_dict
+from mixprec.optim._base import Optimizer
 
 
 @kinds
@@ -144,6 +148,30 @@ def test_16_bit_moments_of_torch_widen_and_wide_ones_are_not_rounded(kind: Kind)
     narrow = kind(params, state_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=rf"load_state_dict: {key} must have dtype bfloat16, got"):
         narrow.load_state_dict(mine.state_dict())
+
+
+@kinds
+def test_a_state_that_is_no_params_is_saved_and_loaded_as_torch_does(kind: Kind) -> None:
+    own = {"x": 1, "loss_scale": {"a_scale": 2.0, "t": torch.ones(2, dtype=torch.float64)}}
+    loaded = []
+    for make in (kind, kind.torch, partial(Masters, kind.theirs), Muon):
+        optimizer, params = trained(make, torch.bfloat16, 1, [(4, 4), (3,)], lr=0.1)
+        optimizer.state.update(own)
+        states = [optimizer.state_dict()]
+        if isinstance(optimizer, Optimizer):
+            states.append(optimizer.fp32_state_dict())
+            model = torch.nn.ParameterList(params)
+            fp32_state_dict(model, optimizer)
+            _applied(optimizer)
+            assert sum(_state_bytes(optimizer).values()) > 16
+        for state in states:
+            other = make(clones(params), lr=0.1)
+            other.load_state_dict(state)
+            loaded.append({k: v for k, v in other.state.items() if k in own})
+            assert len(other.state) == 4
+        optimizer.zero_grad()
+        optimizer.step()
+    assert all(each == own for each in loaded)
 
 
 def test_load_hooks_see_the_tensors() -> None:

@@ -266,7 +266,8 @@ class Monitor:
 
 def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """How many steps the optimizer took: the largest `step` of its params, on their device."""
-    counts = [torch.as_tensor(s["step"]) for s in optimizer.state.values() if "step" in s]
+    states = (s for p, s in optimizer.state.items() if isinstance(p, torch.Tensor))
+    counts = [torch.as_tensor(s["step"]) for s in states if "step" in s]
     if not counts:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     home = counts[0].device
