@@ -32,7 +32,7 @@ def exp_fp32(x):
 @triton.jit
 def _gated(x, w, w_slope):
     """x / (1 + e^-w) and its derivative."""
-    below = exp_fp32(-w) + 1.0
+    below = exp_fp32(w * -1.0) + 1.0
     value = tl.div_rn(x, below)
     s = tl.div_rn(tl.zeros_like(x) + 1.0, below)
     return value, s + (value * (1.0 - s)) * w_slope

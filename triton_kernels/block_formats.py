@@ -119,4 +119,5 @@ def decode_element(code, ELEMENT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl
         field = tl.where(field > 0, field - 1, 0)
         steps = (magnitude - (field << MANTISSA)).to(tl.float32)
         value = steps * ((field + (LEAST - MANTISSA)) << 23).to(tl.float32, bitcast=True)
-        return tl.where((wide >> (BITS - 1)) & 1 != 0, -value, value)
+        sign = (wide >> (BITS - 1)) << 31  # by its bit: -value is 0 - value in Triton 3.6 and 3.7
+        return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -68,8 +68,7 @@ def _block(param_ptr, grad_ptr, exp_avg_ptr, scale_ptr, master_ptr, table_ptr, i
     p = tl.where(decay != 0.0, p - p * decay, p)  # where it is 0, an infinite p stays
     m = load_state(exp_avg_ptr, scale_ptr, start, n, FIRST_STATE, M, SOFT_CAST, FULL, BLOCK)
     c = m + (g - m) * tl.load(table_ptr + 1).to(p.dtype)
-    one = tl.full(c.shape, 1.0, c.dtype)
-    sign = tl.where(c > 0.0, one, tl.where(c < 0.0, -one, c))  # NaN stays
+    sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))  # NaN stays
     sign = tl.where(c == 0.0, 0.0, sign)  # not -0: a p of -0 stays
     m = m + (g - m) * tl.load(table_ptr + 2).to(p.dtype)
     p = p - sign * tl.load(table_ptr + 3).to(p.dtype)

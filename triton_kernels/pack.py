@@ -139,7 +139,7 @@ def _unpack_block(codes_ptr, ranges_ptr, y_ptr, start, n, largest, Y: tl.constex
     step = (ranges & 0xFFFF0000).to(tl.float32, bitcast=True)
     y = minimum[:, None] + code * step[:, None]
     y = tl.where(y > largest, largest, y)  # NaN stays NaN
-    y = tl.where(y < -largest, -largest, y)
+    y = tl.where(y < largest * -1.0, largest * -1.0, y)
     y = tl.reshape(y, (GROUPS * 128,))
     store(y_ptr, start + tl.arange(0, GROUPS * 128), encode(y, y, Y, SOFT_CAST), n, FULL)
 

@@ -72,9 +72,9 @@ def gradient(grad_ptr, inv_scale_ptr, clip_ptr, max_value, offsets, n, G: tl.con
         g = g * tl.load(clip_ptr).to(g.dtype)
     limit = tl.full(g.shape, max_value, g.dtype)
     g = tl.where(g > limit, limit, g)  # NaN stays NaN
-    g = tl.where(g < -limit, -limit, g)
+    g = tl.where(g < limit * -1.0, limit * -1.0, g)
     if MAXIMIZE:
-        g = g * -1.0  # in Triton 3.6 -g is 0 - g: another zero
+        g = g * -1.0  # -g is 0 - g in Triton 3.6 and 3.7: another zero
     return g
 
 

@@ -197,6 +197,7 @@ def test_every_kernel(
         if one.stem in ACCESSES or one.stem in OF_FP32:
             check_offsets(one.compiled.asm["ttir"])
         check_declarations(one)
+        check_zeros(one.compiled.asm["ttir"])
         assert local_bytes(one.compiled) == 0, "registers are spilled"
 
 
@@ -291,6 +292,13 @@ def check_offsets(ttir: str) -> None:
     """Every array of unbounded size is addressed by int64, as the IR before any optimisation
     shows it. (Steps and partial sums are counted by int32: 2^31 of either fill no machine.)"""
     assert set(re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", ttir)) == {"i64"}
+
+
+def check_zeros(ttir: str) -> None:
+    """No float is negated: Triton 3.6 and 3.7 compile -x as 0 - x, which loses -0. x * -1.0."""
+    assert "arith.negf" not in ttir
+    for zero in re.findall(r"(%\S+) = arith.constant (?:dense<)?0\.0+e\+00", ttir):
+        assert f"arith.subf {zero}," not in ttir
 
 
 DOUBLE = {"lr", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "max_value",
