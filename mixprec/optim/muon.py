@@ -42,6 +42,7 @@ class Muon(Optimizer):
     weight_decay; those not given are AdamW's defaults). A group of both kinds becomes two param
     groups, which have `use_muon` True and False. Settings that a group has itself hold for both.
 
+    state_dtype: torch.float32 or torch.bfloat16; moments saved in 8 bits load into either, exactly.
     The other options are as for `AdamW`, and so are skipping, scaling and errors: one overflow
     skips the step of all params, and one norm clips them. A sharded matrix (DTensor) is gathered,
     orthogonalized on each rank, and each rank updates its part. state[param]: `momentum_buffer`, or
@@ -73,7 +74,7 @@ class Muon(Optimizer):
         ns_dtype: str = "bf16",
         adamw: Mapping[str, Any] | None = None,
         master_weights: str | None = "auto",
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = False,
         seed: int = 0,
         grad_dtype: torch.dtype | None = None,
@@ -85,6 +86,12 @@ class Muon(Optimizer):
         if unknown := sorted((adamw or {}).keys() - _ADAMW.keys()):
             raise ValueError(
                 f"Muon: adamw may hold {', '.join(_ADAMW)}, got {', '.join(map(str, unknown))}"
+            )
+        if state_dtype == "int8":
+            raise ValueError(
+                'Muon: state_dtype must be torch.float32 or torch.bfloat16, got "int8", whose '
+                "rounding noise hides the small singular values of the momentum; torch.bfloat16 "
+                "also loads states that were saved in 8 bits"
             )
         self._adamw = {**_ADAMW, **(adamw or {})}
         defaults = {

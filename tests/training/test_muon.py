@@ -25,6 +25,7 @@ from ranks import on_ranks
 
 import mixprec
 from mixprec.functional import orthogonalize
+from mixprec.ops._dispatch.state8 import SIGNED, decode, encode
 from mixprec.optim import SGD, AdamW, Lion, Muon
 
 MATRICES = ((16, 24), (24, 16), (9, 9), (1, 7), (0, 3), (64, 5))
@@ -193,6 +194,27 @@ def test_a_resumed_run_is_the_same(options: dict) -> None:
     assert_same(*runs)
     again = copy.deepcopy(optimizer)
     assert again._adamw == optimizer._adamw
+
+
+def test_8_bits_are_refused_and_loaded() -> None:
+    with pytest.raises(ValueError, match=r'^Muon: state_dtype must .* got "int8", whose rounding'):
+        Muon(parameters(shapes=[(64, 64)]), state_dtype="int8")
+    for moment, kind in (("momentum_buffer", SIGNED), ("exp_avg", SIGNED)):
+        params = parameters(shapes=[(64, 64)])
+        optimizer = Muon([{"params": params, "use_muon": moment == "momentum_buffer"}])
+        train(optimizer, params, 1)
+        saved = optimizer.state_dict()
+        state = saved["state"][0]
+        state[moment], state[f"{moment}_scale"] = encode(state[moment], kind)
+        want = decode(state[moment], state[f"{moment}_scale"], kind)
+        for dtype in (torch.float32, torch.bfloat16):
+            if moment == "exp_avg":
+                state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+            other = Muon([{"params": params, "use_muon": moment != "exp_avg"}], state_dtype=dtype)
+            other.load_state_dict(saved)
+            assert other.state[params[0]][moment].dtype == dtype
+            assert torch.equal(other.state[params[0]][moment].float(), want)
+            train(other, params, 1)
 
 
 def test_interchange_with_torch() -> None:

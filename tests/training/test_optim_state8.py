@@ -11,7 +11,7 @@ import torch
 from cases import normal
 from optimizers import assert_same, clones, copies, tensors, through_a_file, train
 
-from mixprec.optim import SGD, AdamW, Lion, Muon
+from mixprec.optim import SGD, AdamW, Lion
 
 LARGE = (65, 70)  # no multiple of a block
 MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
@@ -19,7 +19,6 @@ KINDS = [
     pytest.param(AdamW, {}, id="AdamW"),
     pytest.param(SGD, {"momentum": 0.9}, id="SGD"),
     pytest.param(Lion, {}, id="Lion"),
-    pytest.param(Muon, {}, id="Muon"),
 ]
 MIXES: list[dict[str, Any]] = [
     {"master_weights": "remainder16"},
