@@ -464,7 +464,7 @@ class Optimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
             self._check_group(group, who)
             for p in group["params"] if loading else ():
-                if saved := restored.pop(p, None):
+                if saved := restored.get(p):  # an empty one stays
                     restored[p] = self._restore(who, p, saved, group)
         if loading:
             state = {**state, "state": restored}

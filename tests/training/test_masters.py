@@ -153,6 +153,17 @@ def test_parameters_that_were_cast_keep_their_bits_through_a_checkpoint(kind: ty
             assert torch.equal(p, q)
 
 
+def test_an_empty_state_stays_in_the_state_dict() -> None:
+    params = params_of(torch.float32, torch.bfloat16)
+    optimizer = Masters(torch.optim.SGD, params, lr=0.1)
+    set_grads(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert [state.keys() for state in saved["state"].values()] == [set(), {"master"}]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+
+
 class Unusual(torch.optim.Optimizer):
     """Keeps a list, a name and a state of no param, and needs a step in FP32 on the device."""
 
