@@ -57,12 +57,8 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the op takes these; what is wrong with others, torch says."""
-    if q.device.type == "cuda" and backends.forced() is None:
-        return False  # torch's kernels
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return False
+def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these are what `attention` describes; what is wrong with others, torch says."""
     return (
         all(x.dim() == 4 and x.device == q.device for x in (q, k, v))
         and all(x.dtype in checks.FLOATS for x in (q, k, v))
@@ -72,6 +68,15 @@ def is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and k.shape[1] > 0
         and q.shape[1] % k.shape[1] == 0
     )
+
+
+def _is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the op takes these, or torch's kernels do."""
+    if q.device.type == "cuda" and backends.forced() is None:
+        return False
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return False
+    return fits(q, k, v)
 
 
 def attention(
@@ -127,7 +132,7 @@ def run_attention(
     low: torch.dtype,
 ) -> torch.Tensor:
     """`attention` of q, k and v rounded to `low`; the result has the dtype of q."""
-    if not is_ours(q, k, v):
+    if not _is_ours(q, k, v):
         dtype = q.dtype
         q, k, v = (x.to(low) for x in (q, k, v))
         return _torchs(q, k, v, causal, scale).to(dtype)

@@ -23,11 +23,11 @@ from .conv1d import Conv1D
 from .known import CALL, NormSpec, spec_of
 from .linear import Linear
 
-__all__ = ["Part", "activation_of", "fits_norm", "norm_of", "why_not_fused"]
+__all__ = ["PLAIN", "Part", "activation_of", "fits_norm", "norm_of", "why_not_fused"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEAR = (Linear.forward, Conv1D.forward)
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def norm_of(module: nn.Module) -> NormSpec | None:
@@ -38,7 +38,7 @@ def norm_of(module: nn.Module) -> NormSpec | None:
 
 def activation_of(module: nn.Module) -> str | None:
     """The name of a known activation in `act_quantize`; None for anything else."""
-    spec = spec_of(module)
+    spec = spec_of(module, class_before_fusing(module))
     return spec if isinstance(spec, str) else None
 
 
@@ -59,7 +59,7 @@ def why_not_fused(
             return "hooks on a layer, norm or activation"
         if "forward" in vars(module) or module._compiled_call_impl is not None:
             return "a module with a forward pass of its own"
-        if any(p is not None and type(p) not in _PLAIN for p in module._parameters.values()):
+        if any(p is not None and type(p) not in PLAIN for p in module._parameters.values()):
             return "sharded or otherwise special parameters"
     recipes: list[Any] = [layer.recipe for layer in layers]
     if any(recipe != recipes[0] for recipe in recipes):
@@ -70,9 +70,9 @@ def why_not_fused(
 def fits_norm(x: Any, spec: NormSpec) -> bool:
     """Whether x is what torch's norms take; for anything else they raise the error."""
     weight, bias = spec.weight, spec.bias
-    dtypes = (torch.float32, x.dtype) if type(x) in _PLAIN else ()
+    dtypes = (torch.float32, x.dtype) if type(x) in PLAIN else ()
     return (
-        type(x) in _PLAIN
+        type(x) in PLAIN
         and x.layout is torch.strided
         and not x.is_nested
         and x.dtype in checks.FLOATS
@@ -105,7 +105,7 @@ class Part:
         """Whether it runs as one function here; else its modules are to be called one by one."""
         if why_not_fused(self.layers, self.norm, self.act) is not None or _has_any_global_hook():
             return False
-        if type(x) not in _PLAIN or is_twice_differentiable():
+        if type(x) not in PLAIN or is_twice_differentiable():
             return False
         if self.norm is not None:
             spec = norm_of(self.norm)

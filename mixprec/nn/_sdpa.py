@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import _get_current_function_mode_stack
 
-from ..functional._attention import is_ours, run_attention
+from ..functional._attention import fits, run_attention
 from ..functional._cast_memo import saved_tensors_hooks
 from ..functional._derivatives import is_twice_differentiable
 from ..ops._dispatch import autocast
@@ -78,7 +78,7 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         return None
     if any(type(x) not in _PLAIN or x.is_nested for x in (query, key, value)):
         return None
-    if not (query.dtype == key.dtype == value.dtype) or not is_ours(query, key, value):
+    if not (query.dtype == key.dtype == value.dtype) or not fits(query, key, value):
         return None
     if query.shape[1] != key.shape[1] and not enable_gqa:
         return None
@@ -100,6 +100,9 @@ def _bind(
 
 
 def _is_for_torch() -> bool:
-    """Whether the program has chosen kernels of torch, as with torch.nn.attention.sdpa_kernel (in
-    compiled code that cannot be asked)."""
-    return not torch.compiler.is_compiling() and not torch.backends.cuda.flash_sdp_enabled()
+    """Whether torch.func runs, or the program has chosen kernels of torch, as with
+    torch.nn.attention.sdpa_kernel (in compiled code that cannot be asked)."""
+    if torch.compiler.is_compiling():
+        return False
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    return not flash or torch._C._are_functorch_transforms_active()

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .known import load_tables
+
 _known: dict[tuple[type, type], Any] = {}
 
 
@@ -75,14 +77,18 @@ def _forward_like(layer: Any, original: Any) -> dict[str, Any]:
     forward = types.FunctionType(
         own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__
     )
-    signature = inspect.signature(original.forward)
-    forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = original.forward.__doc__
+    try:
+        signature = inspect.signature(original.forward)
+    except (TypeError, ValueError):  # of compiled code
+        return {"forward": forward}
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     names = [*signature.parameters][1:]
     return {"forward": forward, "_argument": names[0] if len(names) == 1 else ""}
 
 
 def _new(spec: Any) -> Any:
+    load_tables()  # in a process that has not called convert
     kind = _class_of(spec)
     return kind.__new__(kind)
 

@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from ..functional._cast_memo import share_casts
-from ..functional._derivatives import is_twice_differentiable
-from ..functional._norm import norm
-from ..ops._dispatch import autocast
 from . import _region
-from ._fused import Part, activation_of, fits_norm, norm_of, why_not_fused
+from ._fused import Part, activation_of, norm_of, why_not_fused
 from ._layer import Layer
+from ._one_pass import FusedNorm, one_pass_class
 from ._sdpa import AttentionMode
 from ._subclass import Swapped, class_before_fusing, swap, undo_swap
-from .known import MLPSpec, NormSpec, load_tables, spec_of
+from .known import MLPSpec, load_tables, spec_of
 
-__all__ = ["Found", "FusedMLP", "FusedNorm", "FusedSequential", "Marked", "fuse", "unfuse"]
+__all__ = ["Found", "FusedMLP", "FusedSequential", "Marked", "fuse", "unfuse"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward pass
 
@@ -62,21 +60,6 @@ class FusedMLP(Swapped):
         with _region.without_modes():
             (y,) = part.run(x)
         return y if spec.after is None else spec.after(y)  # type: ignore[union-attr]
-
-
-class FusedNorm(Swapped):
-    """A norm in one pass."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = self.only_argument(args, kwargs)
-        spec = norm_of(self)
-        if spec is None or not _is_one_pass(x, spec):
-            return self.unfused(*args, **kwargs)
-        dtype = x.dtype
-        if spec.promote and spec.weight is not None:
-            dtype = torch.promote_types(dtype, spec.weight.dtype)
-        with _region.without_modes():
-            return norm(x, spec.weight, spec.bias, spec.eps, spec.subtract_mean, dtype)
 
 
 class Marked(Swapped):
@@ -141,19 +124,21 @@ def fuse(model: nn.Module) -> Found:
             if around_layers:
                 found.left[fqn] = "a module with a forward pass of its own"
             continue
-        kind, spec = type(module).__name__, spec_of(module)
+        name, spec = type(module).__name__, spec_of(module)
         if type(module) is nn.Sequential:
             in_parts |= _fuse_sequential(module, fqn, found)
             continue
         if isinstance(spec, MLPSpec) and _fuse_mlp(module, spec, fqn, found):
             continue
-        if isinstance(spec, NormSpec) and module not in in_parts:
-            _swap(FusedNorm, module, fqn, "norm", found)
+        kind = one_pass_class(spec)
+        if kind is not None and module not in in_parts:
+            what = "norm" if kind is FusedNorm else "activation"
+            _swap(kind, module, fqn, what, found)
         layers = len([*_own_layers(module)])
         if around_layers and _swap(Marked, module, fqn, "", found) and layers > 1:
-            found.shares[kind] += 1
+            found.shares[name] += 1
         if spec is None and not _is_torchs(module) and (layers or not module._modules):
-            found.unknown[kind] += 1
+            found.unknown[name] += 1
     return found
 
 
@@ -191,19 +176,6 @@ def _own_layers(module: nn.Module) -> Iterator[Layer]:
             yield child
         elif child is not None and type(child) in _CONTAINERS:
             yield from _own_layers(child)
-
-
-def _is_one_pass(x: Any, spec: NormSpec) -> bool:
-    """Whether a norm of x is to run as one function here; else as its own class does."""
-    return (
-        fits_norm(x, spec)
-        # In a region norms are FP32; in torch.autocast, on some devices.
-        and _region.current_region() is None
-        and not _region.is_for_onnx()
-        and not autocast.is_on(x.device.type)
-        and not is_twice_differentiable()
-        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
-    )
 
 
 def _same(a: object, b: object) -> bool:

@@ -71,8 +71,9 @@ def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
     is right: compare outputs with and without fuse=True.
 
     Only modules of exactly this class are meant: a subclass, or a class or module whose `forward`
-    is replaced later, runs as it is. Registering a class again replaces its description. TypeError
-    if kind is not a class of modules, or describe not callable.
+    is replaced later, runs as it is. The description holds for the process: register before
+    unpickling a fused model, too. Registering a class again replaces its description. TypeError if
+    kind is not a class of modules, or describe not callable.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"register_fusion: kind must be a subclass of nn.Module, got {kind!r}")

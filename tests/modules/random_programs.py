@@ -36,7 +36,9 @@ class SiLUActivation(nn.Module):
 
 
 def _child(r: random.Random) -> nn.Module:
-    act = r.choice([nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, SiLUActivation, lambda: nn.GELU("tanh")])
+    act = r.choice(
+        [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, SiLUActivation, lambda: nn.GELU(approximate="tanh")]
+    )
     norm = r.choice([nn.LayerNorm, nn.RMSNorm, Own])
     linear = nn.Linear(WIDTH, WIDTH, bias=r.random() < 0.5)
     deep = nn.Sequential(

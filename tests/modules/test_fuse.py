@@ -557,3 +557,31 @@ def test_regions_hold_for_attention_wherever_they_begin(around: str) -> None:
     for enabled in (True, False):
         with mixprec.autocast(enabled=enabled) if around == "outside" else nullcontext():
             assert torch.equal(core(x, enabled), plain) is not enabled
+
+
+def test_gelu_tanh_runs_in_one_pass() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act = nn.Linear(WIDTH, 64), nn.GELU(approximate="tanh")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(self.up(x)).add_(1)
+
+    model = mixprec.convert(Both(), "bf16", fuse=True)
+    assert type(model.act).__bases__[0].__name__ == "FusedActivation"
+    for shape in ((3, 5, WIDTH), (WIDTH,), (0, WIDTH)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = 3 * torch.randn(shape)[..., :40].to(dtype)
+            ends = []
+            for act, to in ((model.act, dtype), (nn.GELU(approximate="tanh"), torch.float64)):
+                given = x.detach().to(to).requires_grad_()
+                y = act(input=given)
+                y.square().sum().backward()
+                assert y.dtype == to
+                ends += [y, given.grad]
+            for got, exact in zip(ends[:2], ends[2:], strict=True):
+                torch.testing.assert_close(got, exact.to(dtype), rtol=0.02, atol=1e-3)
+    gradients(model, torch.randn(3, WIDTH))
+    mixprec.unconvert(model)
+    assert type(model.act) is nn.GELU

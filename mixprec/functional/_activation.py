@@ -1,0 +1,37 @@
+"""An activation in one pass, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops.act_quantize import backward, run
+from ._derivatives import NO_SECOND, apply
+
+__all__ = ["activation"]
+
+_PLAIN = None, False, "tensor", True  # no scale, no transpose
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(x)
+        y = run(x, None, kind, x.dtype, *_PLAIN)[0]
+        # Not a view: autograd forbids in-place ops on it.
+        return y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(NO_SECOND)
+        dx = backward(g, x, None, ctx.kind, x.dtype, *_PLAIN)[0][0]
+        return dx.view(x.shape), None
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The activation `kind` of `mixprec.act_quantize` of x, computed in FP32, in the dtype of x."""
+    return apply("gelu", _Activation, x, kind)
