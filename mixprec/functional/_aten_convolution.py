@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..memory.running import keep_as_is
+from ..ops._dispatch import backends
 from ..ops.dequantize import run as dequantize
 from ..ops.dequantize_mx import run as dequantize_mx
 from ..recipes import Recipe
 from . import operands
-from ._derivatives import differentiable, inputs_to_keep
+from ._derivatives import differentiable, inputs_to_keep, on_backend_of_forward
 from ._observed import observe
 from .operands import NOTHING, Delayed, Matrix, Operand
 
@@ -155,6 +156,7 @@ class Convolution(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
+        ctx.backend = backends.forced()
         ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -177,6 +179,7 @@ class Convolution(torch.autograd.Function):
         return _aten.convolution.default(a, b, c, *geometry.for_aten()).to(out_dtype)
 
     @staticmethod
+    @on_backend_of_forward
     @differentiable(_second)
     def backward(
         ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor

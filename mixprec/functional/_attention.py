@@ -11,6 +11,7 @@ from ..memory.running import running
 from ..ops._dispatch import autocast, backends, checks
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
+from ._derivatives import on_backend_of_forward
 
 _NO_SECOND = (
     "attention: its gradients have no derivative (create_graph=True); for a second derivative use "
@@ -33,12 +34,14 @@ class _Attention(torch.autograd.Function):
         low: torch.dtype,
     ) -> torch.Tensor:
         ctx.causal, ctx.scale, ctx.dtypes = causal, scale, (q.dtype, k.dtype, v.dtype)
+        ctx.backend = backends.forced()
         q, k, v = q.to(low), k.to(low), v.to(low)
         out, logsumexp = run(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out.to(ctx.dtypes[0])
 
     @staticmethod
+    @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import function
 
 from ..memory.running import running
+from ..ops._dispatch import backends
 
 _Tensors = tuple[torch.Tensor | None, ...]
 
@@ -51,6 +52,21 @@ def inputs_to_keep(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor,
     return (x, weight) if is_twice_differentiable() else ()
 
 
+def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of backward(ctx, ...): its ops run on ctx.backend, which forward took from
+    `backends.forced()`, and not on that of the thread that it runs on."""
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        # Compiled code is traced inside the block of its forward pass.
+        if torch.compiler.is_compiling() or ctx.backend == backends.forced():
+            return backward(ctx, *grads)
+        with backends.restored(ctx.backend):
+            return backward(ctx, *grads)
+
+    return wrapper
+
+
 class _Gradients(torch.autograd.Function):
     """The gradients of x, weight and bias as a function of g, x and weight.
 
@@ -64,10 +80,11 @@ class _Gradients(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, weight)
-        ctx.second = second
+        ctx.second, ctx.backend = second, backends.forced()
         return first()
 
     @staticmethod
+    @on_backend_of_forward
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with twice_differentiable():  # where this runs for a third derivative
             return *ctx.second(*ctx.saved_tensors, *grads), None, None

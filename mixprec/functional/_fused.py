@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..memory.running import keep_as_is
-from ..ops._dispatch import simulation
+from ..ops._dispatch import backends, simulation
 from ..ops.act_quantize import backward as act_backward
 from ..ops.act_quantize import run as act_quantize
 from ..ops.norm_quantize import backward as norm_backward
@@ -16,7 +16,7 @@ from ..ops.norm_quantize import run as norm_quantize
 from ..recipes import Recipe
 from . import _products, operands
 from ._cast_memo import cast_input
-from ._derivatives import NO_SECOND, apply
+from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 from ._products import Product
 from .operands import NOTHING, Cast, Matrix, Operand
 
@@ -58,7 +58,7 @@ class Fused(torch.autograd.Function):
     ) -> Any:
         weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
         ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
-        ctx.simulated = simulated
+        ctx.simulated, ctx.backend = simulated, backends.forced()
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
         need_x, need_w, need_bias = ctx.needs = _needs(ctx.needs_input_grad)
@@ -120,6 +120,7 @@ class Fused(torch.autograd.Function):
         return (*views, total.view(ctx.x_shape))  # x may have had one dimension
 
     @staticmethod
+    @on_backend_of_forward
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         saved: Any = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from ..memory.running import keep_as_is
-from ..ops._dispatch import checks, simulation
+from ..ops._dispatch import backends, checks, simulation
 from ..recipes import Recipe
 from . import _products, operands
 from ._arguments import check_output, check_state, main_grad_of
 from ._cast_memo import cast_input
-from ._derivatives import apply, differentiable, inputs_to_keep
+from ._derivatives import apply, differentiable, inputs_to_keep, on_backend_of_forward
 from ._saturate import clips, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
 
@@ -77,6 +77,7 @@ class _Linear(torch.autograd.Function):
         simulated: str | None,
     ) -> torch.Tensor:
         ctx.recipe, ctx.name, ctx.simulated = recipe, name, simulated
+        ctx.backend = backends.forced()
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
@@ -101,6 +102,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
+    @on_backend_of_forward
     @differentiable(_second)
     def backward(
         ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..ops._dispatch import backends
 from ..ops.norm_quantize import backward, run
-from ._derivatives import NO_SECOND, apply
+from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
 __all__ = ["norm"]
 
@@ -28,10 +29,12 @@ class _Norm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.backend = backends.forced()
         # Not a view: autograd forbids in-place ops on it.
         return y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
 
     @staticmethod
+    @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..ops._dispatch import checks
+from ..ops._dispatch import backends, checks
 from ..ops.rotary import rotary as run
+from ._derivatives import on_backend_of_forward
 
 
 class _Rotary(torch.autograd.Function):
@@ -16,10 +17,11 @@ class _Rotary(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
+        ctx.interleaved, ctx.backend = interleaved, backends.forced()
         return run(x, cos, sin, interleaved)
 
     @staticmethod
+    @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         # By the function where it is to be differentiated again.

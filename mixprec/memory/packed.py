@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..ops._dispatch import backends
 from ..ops.pack import pack, unpack
 
 __all__ = ["Codes", "Kept", "Packer", "Saved"]
@@ -19,9 +20,11 @@ class Codes:
     def __init__(self, flat: torch.Tensor, bits: int, seed: int, counter: int) -> None:
         self.numel, self.dtype, self.bits = flat.numel(), flat.dtype, bits
         self.codes, self.ranges = pack(flat, bits, seed=seed, counter=counter)
+        self.backend = backends.forced()
 
     def unpack(self) -> torch.Tensor:
-        return unpack(self.codes, self.ranges, self.bits, (self.numel,), self.dtype)
+        with backends.restored(self.backend):
+            return unpack(self.codes, self.ranges, self.bits, (self.numel,), self.dtype)
 
     @property
     def nbytes(self) -> int:

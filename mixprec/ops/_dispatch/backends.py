@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -18,12 +19,19 @@ ORDER = {"cpu": ("cpp",), "cuda": ("cuda", "triton", "reference")}
 ANYWHERE = ("reference",)
 _OPTIONAL = ("cuda", "triton", "vendor")  # what MIXPREC_DISABLE can leave out
 
-_forced: str | None = None
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # An attribute of each thread, not of the class: torch.compile has a guard on this one only.
+        self.forced: str | None = None
+
+
+_thread = _Thread()
 
 
 def forced() -> str | None:
-    """The backend of the `use_backend` block that is running; None outside of one."""
-    return _forced
+    """The backend of this thread's innermost `use_backend` block; None outside of one."""
+    return _thread.forced
 
 
 @contextlib.contextmanager
@@ -32,16 +40,25 @@ def use_backend(backend: str) -> Iterator[None]:
     equivalent in torch) or "reference".
 
     An op that this backend cannot run raises RuntimeError with the reason. ValueError for an
-    unknown backend. The setting is global to the process and restored when the block ends.
+    unknown backend. The block holds for the thread that entered it; blocks nest, and leaving one,
+    also by an exception, restores the one before. A backward pass runs on the backend of its
+    forward pass, inside or outside of the block and on any thread; what torch.utils.checkpoint
+    computes again, on that of the block in which backward is called.
     """
-    global _forced
     if backend not in BACKENDS:
         raise ValueError(f"use_backend: backend must be one of {BACKENDS}, got {backend!r}")
-    before, _forced = _forced, backend
+    with restored(backend):
+        yield
+
+
+@contextlib.contextmanager
+def restored(backend: str | None) -> Iterator[None]:
+    """What `forced` returned elsewhere, such as in the forward pass of this backward pass."""
+    before, _thread.forced = _thread.forced, backend
     try:
         yield
     finally:
-        _forced = before
+        _thread.forced = before
 
 
 def why_not(backend: str, device: str) -> str | None:

@@ -297,7 +297,7 @@ class Op:
         try:
             owner = args[self._owner]
             device = (owner[0] if self._owner_is_list else owner).device
-            kind, run = self._chosen.get((backends._forced, device), _UNKNOWN)
+            kind, run = self._chosen.get((backends.forced(), device), _UNKNOWN)
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
