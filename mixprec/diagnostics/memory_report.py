@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +121,10 @@ def memory_report(
     first step, those of a copy of it, with a copy of the parameters, after one step. Of DTensors,
     the local part counts.
 
-    Model, optimizer, gradients, buffers and random generators are left as they were. ValueError if
-    the loss is not one number.
+    Optimizer, gradients and random generators are left as they were, and so is the model: buffers,
+    which a forward pass may change, replace, add or delete, and all other attributes of its
+    modules. Not undone is what its forward pass does to parameters, and to Python objects that an
+    attribute keeps (such as a list that it appends to). ValueError if the loss is not one number.
     """
     arguments = batch if isinstance(batch, (tuple, list, Mapping)) else (batch,)
     params = list(model.parameters())
@@ -224,12 +227,15 @@ def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and random generators at the end."""
+    """Restore gradients, buffers, attributes and random generators at the end."""
     random = _random_state.get()
     grads = [(p, p.grad) for p in model.parameters()]
     mains = [getattr(p, "main_grad", None) for p, _ in grads]
-    kept = [*model.buffers(), *(t for t in mains if t is not None)]
-    values = [(t, t.detach().clone()) for t in kept]
+    modules = [(module, _registries(module)) for module in model.modules()]
+    not_saved = [(module, {*module._non_persistent_buffers_set}) for module, _ in modules]
+    held = [v for _, dicts in modules for d in dicts for v in d.values() if _has_value(v)]
+    kept = {id(t): t for t in (*held, *(t for t in mains if t is not None))}.values()
+    values = [(t, t.data, t.detach().clone()) for t in kept]
     try:
         for p, _ in grads:
             p.grad = None
@@ -237,10 +243,46 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads:
             p.grad = grad
+        for module, before in modules:
+            for now, then in zip(_registries(module, copied=False), before, strict=True):
+                _restore(now, then)
+        for module, names in not_saved:
+            module._non_persistent_buffers_set.clear()
+            module._non_persistent_buffers_set.update(names)
         with torch.no_grad():
-            for t, value in values:
-                t.copy_(value)
+            for t, data, value in values:
+                data.copy_(value)  # which leaves the version that a backward pass compares
+                if type(t) is torch.Tensor and not t.is_set_to(data):
+                    t.data = data  # it had got other memory
         _random_state.put(random)
+
+
+def _registries(module: nn.Module, copied: bool = True) -> list[dict[str, Any]]:
+    """The buffers of a module, its children and its attributes. Of torch's parallel wrappers the
+    buffers only: the rest says what of a larger state has been built."""
+    found: list[dict[str, Any]] = [module._buffers]
+    if not isinstance(module, _wrappers()):
+        found += [module._modules, vars(module)]
+    return [{**registry} for registry in found] if copied else found
+
+
+def _wrappers() -> tuple[type[nn.Module], ...]:
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return (nn.parallel.DistributedDataParallel, *([fsdp] if fsdp is not None else []))
+
+
+def _has_value(value: object) -> bool:
+    """A tensor to copy: not a parameter under a second name."""
+    return isinstance(value, torch.Tensor) and not (
+        isinstance(value, nn.Parameter) or value.is_inference()
+    )
+
+
+def _restore(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """The same objects under the same names, in the same order."""
+    if now.keys() - then.keys() or any(now.get(name, then) is not then[name] for name in then):
+        now.clear()
+        now.update(then)
 
 
 @contextlib.contextmanager

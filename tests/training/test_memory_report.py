@@ -111,6 +111,59 @@ def test_nothing_is_changed(kind: str) -> None:
         assert torch.equal(t, before[name]), name
 
 
+class Restless(nn.Module):
+    """Changes itself in every way that a forward pass can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        for name in ("replaced", "added_to", "deleted", "resized"):
+            self.register_buffer(name, torch.zeros(4))
+        self.register_buffer("unsaved", torch.zeros(4), persistent=False)
+        self.plain, self.cache, self.steps = torch.zeros(4), None, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replaced = self.replaced + 1
+        self.added_to += 1
+        self.plain.add_(1)
+        self.resized.data = torch.ones(9)
+        self.cache, self.steps, self.unsaved = x.clone(), self.steps + 1, torch.ones(4)
+        self.register_buffer("new", torch.ones(2), persistent=False)
+        self.child = nn.ReLU()
+        if self.steps:
+            del self.deleted
+        return self.net(x + self.replaced + self.added_to + self.unsaved).sum()
+
+
+@for_each("fails", [False, True])
+def test_a_model_that_changes_itself_is_as_before(fails: bool) -> None:
+    net = nn.Sequential(Restless())
+    inner = net[0]
+    objects = {**vars(inner), **inner._buffers, **inner._modules}
+    order, shown = list(inner._buffers), str(net)
+    optimizer = torch.optim.SGD(net.parameters())
+    if fails:
+        with pytest.raises(ValueError, match="one number"):
+            mixprec.memory_report(net, optimizer, torch.ones(2, 4), lambda y: torch.ones(2) * y)
+    else:
+        mixprec.memory_report(net, optimizer, torch.ones(2, 4))
+    found = {**vars(inner), **inner._buffers, **inner._modules}
+    assert found.keys() == objects.keys()
+    assert all(found[name] is objects[name] for name in objects)
+    for t in (*inner.buffers(), inner.plain):
+        assert torch.equal(t, torch.zeros(4))
+    assert (list(inner._buffers), inner._non_persistent_buffers_set) == (order, {"unsaved"})
+    assert str(net) == shown
+
+
+def test_a_graph_from_before_that_saved_a_buffer_is_still_valid() -> None:
+    net = nn.Linear(4, 1)
+    net.register_buffer("factor", torch.ones(4))
+    earlier = (net.weight * net.factor).sum()
+    mixprec.memory_report(net, torch.optim.SGD(net.parameters()), torch.ones(4))
+    earlier.backward()
+
+
 def test_several_reports_side_by_side(tmp_path: Path) -> None:
     before = report(model(), label="plain")
     net = model(recipe="bf16", saved="int8")
