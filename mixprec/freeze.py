@@ -79,7 +79,8 @@ class FrozenLinear(nn.Module):
         """The weight [N, K] in FP32."""
         return self.decoded(torch.float32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
+        x = input
         wide = x.dtype == torch.float32 and not is_for_onnx()
         dtype = self.compute_dtype if wide else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)

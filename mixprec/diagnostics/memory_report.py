@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..memory.compress_saved import recorded
 from ..memory.packed import Codes, Saved
 from . import plotting
 from .report_table import aligned, readable
+from .unchanged import unchanged
 
 __all__ = ["MemoryReport", "memory_report", "recorder", "row_names"]
 
@@ -231,58 +231,15 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     random = _random_state.get()
     grads = [(p, p.grad) for p in model.parameters()]
     mains = [getattr(p, "main_grad", None) for p, _ in grads]
-    modules = [(module, _registries(module)) for module in model.modules()]
-    not_saved = [(module, {*module._non_persistent_buffers_set}) for module, _ in modules]
-    held = [v for _, dicts in modules for d in dicts for v in d.values() if _has_value(v)]
-    kept = {id(t): t for t in (*held, *(t for t in mains if t is not None))}.values()
-    values = [(t, t.data, t.detach().clone()) for t in kept]
     try:
         for p, _ in grads:
             p.grad = None
-        yield
+        with unchanged(model, [t for t in mains if t is not None]):
+            yield
     finally:
         for p, grad in grads:
             p.grad = grad
-        for module, before in modules:
-            for now, then in zip(_registries(module, copied=False), before, strict=True):
-                _restore(now, then)
-        for module, names in not_saved:
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(names)
-        with torch.no_grad():
-            for t, data, value in values:
-                data.copy_(value)  # which leaves the version that a backward pass compares
-                if type(t) is torch.Tensor and not t.is_set_to(data):
-                    t.data = data  # it had got other memory
         _random_state.put(random)
-
-
-def _registries(module: nn.Module, copied: bool = True) -> list[dict[str, Any]]:
-    """The buffers of a module, its children and its attributes. Of torch's parallel wrappers the
-    buffers only: the rest says what of a larger state has been built."""
-    found: list[dict[str, Any]] = [module._buffers]
-    if not isinstance(module, _wrappers()):
-        found += [module._modules, vars(module)]
-    return [{**registry} for registry in found] if copied else found
-
-
-def _wrappers() -> tuple[type[nn.Module], ...]:
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return (nn.parallel.DistributedDataParallel, *([fsdp] if fsdp is not None else []))
-
-
-def _has_value(value: object) -> bool:
-    """A tensor to copy: not a parameter under a second name."""
-    return isinstance(value, torch.Tensor) and not (
-        isinstance(value, nn.Parameter) or value.is_inference()
-    )
-
-
-def _restore(now: dict[str, Any], then: dict[str, Any]) -> None:
-    """The same objects under the same names, in the same order."""
-    if now.keys() - then.keys() or any(now.get(name, then) is not then[name] for name in then):
-        now.clear()
-        now.update(then)
 
 
 @contextlib.contextmanager

@@ -235,11 +235,12 @@ class TrainingRun:
         def ours(kind: str, name: str, a: str, b: str) -> None:
             gemms[name, kind, f"{a} x {b}"] += 1
 
-        def watch(name: str) -> Callable[[nn.Linear, Any, torch.Tensor], None]:
-            def after_forward(module: nn.Linear, inputs: Any, out: torch.Tensor) -> None:
+        def watch(name: str) -> Callable[..., None]:
+            def after_forward(module: nn.Linear, args: Any, kwargs: Any, out: torch.Tensor) -> None:
                 formats = torch_formats(out.dtype)
                 gemms[name, "forward", formats] += 1
-                operands = (("grad_input", inputs[0]), ("grad_weight", module.weight))
+                x = next(iter((*args, *kwargs.values())))
+                operands = (("grad_input", x), ("grad_weight", module.weight))
                 kinds = [kind for kind, t in operands if t.requires_grad]
 
                 def after_backward(grad: torch.Tensor) -> None:
@@ -254,7 +255,7 @@ class TrainingRun:
             stack.enter_context(observed(ours))
             for name, module in self.model.named_modules():
                 if isinstance(module, nn.Linear) and not isinstance(module, Layer):
-                    handle = module.register_forward_hook(watch(name))
+                    handle = module.register_forward_hook(watch(name), with_kwargs=True)
                     stack.callback(handle.remove)
             yield
 

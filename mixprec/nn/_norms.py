@@ -10,9 +10,11 @@ from .._local_gradients import LOW_PRECISION
 __all__ = ["as_input"]
 
 
-def as_input(module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
+def as_input(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+) -> object:
     """A forward hook: the output in the dtype of the input, where that has 16 bits."""
-    x = next((i for i in inputs if isinstance(i, torch.Tensor)), None)
+    x = next((i for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)), None)
     if x is None or x.dtype not in LOW_PRECISION or not isinstance(output, torch.Tensor):
         return output
     return output.to(x.dtype)

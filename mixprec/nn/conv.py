@@ -65,7 +65,8 @@ class Conv2d(Layer, torch.nn.Conv2d):
         """
         return cls._sharing(torch.nn.Conv2d, conv, recipe, name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
+        x = input
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
             return super().forward(x)

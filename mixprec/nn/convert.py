@@ -302,7 +302,7 @@ def cast_parameters(
             # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take.
             known = isinstance(module, NORMS) or as_input in module._forward_hooks.values()
             if dtype in LOW_PRECISION and not known:
-                module.register_forward_hook(as_input)
+                module.register_forward_hook(as_input, with_kwargs=True)
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
         if param.dtype == target or param.dtype not in _CASTABLE:

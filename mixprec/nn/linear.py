@@ -59,7 +59,8 @@ class Linear(Layer, torch.nn.Linear):
         """
         return cls._sharing(torch.nn.Linear, linear, recipe, name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
+        x = input
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
             return super().forward(x)

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from ...nn import _region
 from ...recipes import ROLES, Recipe
+from ..unchanged import unchanged
 from .layers import as_operand, measured_layers, product_fp32, state_here
 from .measure import FIELDS, cast_sums, decibels, squares
 
@@ -82,18 +83,18 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
 
     Returns {layer: {"recipe", the SQNRs, "remedy"}}. remedy: for a layer below BARS, the first of
     REMEDIES that reaches them, measured on the same x, w and g, or else the last one, as
-    {"recipe", the SQNRs}; None for other layers. Buffers and torch's random state are restored;
-    gradients are not cleared.
+    {"recipe", the SQNRs}; None for other layers. Buffers, attributes of modules and torch's random
+    state are restored; gradients are not cleared.
     """
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-        def after_forward(layer: nn.Module, inputs: Any, y: torch.Tensor) -> None:
+    def watch(name: str) -> Callable[..., None]:
+        def after_forward(layer: nn.Module, args: Any, kwargs: Any, y: torch.Tensor) -> None:
             state = state_here(layer)
             if state is None or state[0] != layer.recipe or not y.requires_grad:
                 return  # a region with another recipe, or no graph for backward
-            x = inputs[0]
+            x = next(iter((*args, *kwargs.values())))
             kept = x.detach().clone().requires_grad_(x.requires_grad)  # may be written to later
 
             def after_backward(g: torch.Tensor) -> None:
@@ -104,18 +105,17 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
         return after_forward
 
     layers = dict(measured_layers(model))
-    before = [(b, b.clone()) for b in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        handles = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
-        with torch.random.fork_rng(devices=devices):
+        handles = [
+            layer.register_forward_hook(watch(name), with_kwargs=True)
+            for name, layer in layers.items()
+        ]
+        with unchanged(model), torch.random.fork_rng(devices=devices):
             run()
     finally:
         for handle in handles:
             handle.remove()
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
     return {name: _judged(layers[name], *seen.pop(name)) for name in layers if name in seen}
 
 
