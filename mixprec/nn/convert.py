@@ -22,6 +22,7 @@ from ._norms import as_input
 from ._snapshot import unchanged_on_error
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
+from .known_norms import known_norms
 
 __all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
 
@@ -228,14 +229,14 @@ def convert_to_float8_training(
     return convert(model, config, module_filter_fn)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """One of NORMS, or a class of that name, such as LlamaRMSNorm, whose own parameters are
-    vectors."""
-    if isinstance(module, NORMS):
-        return True
-    own = [*module.parameters(recurse=False)]
-    named = "norm" in type(module).__name__.lower()
-    return named and bool(own) and all(p.dim() <= 1 for p in own)
+def _vectors_only(model: nn.Module, kept: Collection[nn.Parameter]) -> str:
+    """How many modules of which classes have parameters to cast, all of them vectors."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dtype in _CASTABLE]
+        if any(p not in kept for p in own) and all(p.dim() == 1 for p in own):
+            found[type(module).__name__] += 1
+    return ", ".join(f"{count} {kind}" for kind, count in found.most_common())
 
 
 def _matching(op: str, what: str, patterns: Collection[str], names: Collection[str]) -> set[str]:
@@ -263,12 +264,13 @@ def cast_parameters(
     """Cast the floating-point parameters of `model` to `dtype`, in place; return the model.
 
     dtype: bf16, fp16 or fp32. The parameters of normalization layers become or stay FP32: they are
-    few, and their updates are small next to their values. These are the layers of
-    `mixprec.convert.NORMS`, their subclasses, and modules whose class is called a norm and whose
-    parameters are vectors (LlamaRMSNorm), which get a hook that returns 16 bits for 16-bit input.
-    keep_fp32: patterns of the names of further parameters to keep in FP32, such as
-    ["*.router.weight"]. Parameters keep their identity: optimizers, ties and requires_grad are
-    unaffected; existing gradients are cast too.
+    few, and their updates are small next to their values. These are torch's (`NORMS`), those of
+    transformers (`known_norms`, such as LlamaRMSNorm), which get a hook that returns 16 bits for
+    16-bit input, and their subclasses. Norms of other libraries are not known: one INFO line on the
+    logger "mixprec" lists the modules with nothing but vectors that were cast. keep_fp32: patterns
+    of the names of further parameters to keep in FP32, such as ["*.router.weight", "*.my_norm.*"].
+    Parameters keep their identity: optimizers, ties and requires_grad are unaffected; existing
+    gradients are cast too.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are: running statistics and the frequencies of
@@ -296,13 +298,20 @@ def cast_parameters(
     floats = {n: b for n, b in model.named_buffers() if b.dtype in _CASTABLE}
     kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
     cast_too = _matching(op, "buffers", buffers, floats)
+    further = known_norms()
     for module in model.modules():
-        if _is_norm(module):
+        if isinstance(module, (*NORMS, *further)):
             kept.update(module.parameters(recurse=False))
             # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take.
             known = isinstance(module, NORMS) or as_input in module._forward_hooks.values()
             if dtype in LOW_PRECISION and not known:
                 module.register_forward_hook(as_input, with_kwargs=True)
+    if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept)):
+        logger.info(
+            "%s: modules with nothing but vectors are cast to %s: %s; norms that are not known "
+            "can stay in FP32 by keep_fp32=",
+            *(op, str(dtype).removeprefix("torch."), cast),
+        )
     for param in model.parameters():
         target = torch.float32 if param in kept else dtype
         if param.dtype == target or param.dtype not in _CASTABLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
         return Conv2d.from_conv
     if isinstance(module, nn.MultiheadAttention) and plain[0] is nn.MultiheadAttention.forward:
         return MultiheadAttention.from_attention
-    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+    if kind is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None):
         return Conv1D.from_conv1d
     layer = intercepted.layer_for(module)
     return None if layer is None else layer.from_module

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import mixprec
+from mixprec.nn import known_norms
 
 LOW = torch.bfloat16
 
 
 class LlamaRMSNorm(nn.Module):
-    """As in transformers: derives from nn.Module alone."""
+    """The user's own, which may be anything: only its name is that of a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -22,8 +28,12 @@ class LlamaRMSNorm(nn.Module):
         return self.weight * x
 
 
+class AbnormalHead(LlamaRMSNorm):
+    """Has the letters in its name."""
+
+
 class NormalizedLinear(nn.Linear):
-    """Has a norm in its name and a matrix for a weight."""
+    """Has a matrix for a weight."""
 
 
 class Block(nn.Module):
@@ -35,21 +45,64 @@ class Block(nn.Module):
         self.register_buffer("attn_mask", torch.ones(2))
 
 
-def test_norms_are_known_by_name_and_shape() -> None:
-    block = mixprec.cast_parameters(Block(), LOW)
-    assert block.norm.weight.dtype == torch.float32
+def test_torchs_norms_stay_and_those_that_only_have_the_name_are_cast_and_listed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    block = Block()
+    block.head, block.other = AbnormalHead(4), AbnormalHead(4)
+    with caplog.at_level(logging.INFO, "mixprec"):
+        mixprec.cast_parameters(block, LOW, keep_fp32=["other.*"])
     assert {p.dtype for p in block.batch_norm.parameters()} == {torch.float32}
-    assert {p.dtype for p in block.mixed.parameters()} == {LOW}
+    assert block.other.weight.dtype == torch.float32
+    for module in (block.mixed, block.norm, block.head):
+        assert {p.dtype for p in module.parameters()} == {LOW}
+        assert not module._forward_hooks
     assert {b.dtype for b in block.buffers() if b.is_floating_point()} == {torch.float32}
+    assert caplog.messages == [
+        "cast_parameters: modules with nothing but vectors are cast to bfloat16: 1 LlamaRMSNorm, "
+        "1 AbnormalHead; norms that are not known can stay in FP32 by keep_fp32="
+    ]
+    caplog.clear()
+    mixprec.cast_parameters(Block(), LOW, keep_fp32=["norm.*"])
+    mixprec.cast_parameters(Block(), torch.float32)
+    assert not caplog.messages
 
 
-def test_such_a_norm_returns_the_dtype_of_its_input() -> None:
-    norm = LlamaRMSNorm(4)
-    for dtype in (LOW, LOW, torch.float32):  # again, and back
-        mixprec.cast_parameters(norm, dtype)
-    assert len(norm._forward_hooks) == 1
-    for dtype in (LOW, torch.float16, torch.float32):
-        assert norm(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+def test_a_norm_of_transformers_stays_and_returns_the_dtype_of_its_input() -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+    class Derived(modeling.LlamaRMSNorm):
+        pass
+
+    for kind in (modeling.LlamaRMSNorm, Derived):
+        norm = kind(4)
+        for dtype in (LOW, LOW, torch.float32):  # again, and back
+            mixprec.cast_parameters(norm, dtype)
+        assert len(norm._forward_hooks) == 1
+        assert norm.weight.dtype == torch.float32
+        for dtype in (LOW, torch.float16, torch.float32):
+            assert norm(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.slow
+def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
+    pytest.importorskip("transformers")
+    entries = known_norms._TRANSFORMERS.split()
+    for entry in entries:
+        where = entry.split("/")[:-1]
+        importlib.import_module(f"transformers.models.{where[0]}.modeling_{where[-1]}")
+    kinds = known_norms.known_norms()
+    assert len(kinds) == len(set(kinds)) == len(entries)
+    config = SimpleNamespace(hidden_size=8, head_dim=8, num_key_value_heads=2, eps=1e-6)
+    norms = []
+    for kind in kinds:
+        parameters = list(inspect.signature(kind).parameters.values())
+        needed = [p.name for p in parameters if p.default is p.empty] or [parameters[0].name]
+        given = {"config": config, "feature_dims": (4,)}
+        norms.append(kind(*(given.get(name, 8) for name in needed)))
+        assert {p.dim() for p in norms[-1].parameters(recurse=False)} == {1}, kind
+    model = mixprec.cast_parameters(nn.ModuleList(norms), LOW)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_patterns_add_parameters_to_keep_and_buffers_to_cast() -> None:

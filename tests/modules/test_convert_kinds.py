@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import logging
 import pickle
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +16,13 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import mixprec
+from mixprec.nn import kinds
 from mixprec.nn.kinds import coverage
 from mixprec.recipes import RECIPES
 
 
 class Conv1D(nn.Module):
-    """That of transformers, which is known by its name: y = x @ weight + bias, weight [K, N]."""
-
-    __module__ = "transformers.pytorch_utils"
+    """In the place of that of transformers: y = x @ weight + bias, weight [K, N]."""
 
     def __init__(self, n: int, k: int) -> None:
         super().__init__()
@@ -29,6 +30,18 @@ class Conv1D(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+@pytest.fixture(autouse=True)
+def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(Conv1D=Conv1D)
+    monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", module)
+
+
+def test_a_class_with_the_name_of_one_of_transformers_is_not_that_class() -> None:
+    other = type("Conv1D", (Conv1D,), {"__module__": "transformers.pytorch_utils"})
+    assert kinds.converter(other(4, 4)) is None
+    assert kinds.converter(Conv1D(4, 4)) is not None
 
 
 class Named(nn.Linear):
