@@ -38,7 +38,7 @@ struct Forward {
 
   void pack(const Heads& of_k, const Heads& of_v, int64_t b, int64_t h) {
     int64_t count = size.seen_keys();
-    k.pack(kernel, of_k, b, h, count, size.d);
+    k.pack(kernel, of_k, b, h, 0, count, size.d);
     kernel.pack_by_rows(of_v.dtype, of_v.at(b, h, 0), of_v.row, count, size.d, v, ld.by_rows,
                         round_up(count, kTileSide));
   }

@@ -31,9 +31,10 @@ struct Backward {
   const Sizes& size;
   Strides ld;
   int64_t keys, queries;  // padded
-  Columns k, v;
+  Columns k, v, out_tile;
   uint32_t *k_rows, *q, *g, *q_rows, *g_rows, *weights_t, *grads, *grads_t;
   float *scores, *of_weights, *dq, *dk, *dv, *shared;
+  uint32_t* g_tile;
   int64_t packed_k = -1, packed_q = -1;  // the heads, of all batches
 
   Backward(Parts& parts, const AttentionKernel& kernel, const Sizes& size)
@@ -44,6 +45,7 @@ struct Backward {
         queries(round_up(size.queries, kTileSide)),
         k(parts, kernel, size.keys, size.d),
         v(parts, kernel, size.keys, size.d),
+        out_tile(parts, kernel, kTileSide, size.d),
         k_rows(parts.take<uint32_t>(keys / kernel.pair * ld.by_rows)),
         q(parts.take<uint32_t>(queries * ld.along)),
         g(parts.take<uint32_t>(queries * ld.along)),
@@ -57,7 +59,8 @@ struct Backward {
         dq(parts.take<float>(queries * ld.by_rows)),
         dk(parts.take<float>(keys * ld.by_rows)),
         dv(parts.take<float>(keys * ld.by_rows)),
-        shared(parts.take<float>(queries)) {
+        shared(parts.take<float>(queries)),
+        g_tile(parts.take<uint32_t>(out_tile.per_tile())) {
     if (kernel.pair == 1) {
       weights_t = reinterpret_cast<uint32_t*>(scores);
       grads = grads_t = reinterpret_cast<uint32_t*>(of_weights);
@@ -67,8 +70,8 @@ struct Backward {
   void pack_keys(const Heads& of_k, const Heads& of_v, int64_t b, int64_t h) {
     if (packed_k == b * size.kv_heads + h) return;
     packed_k = b * size.kv_heads + h;
-    k.pack(kernel, of_k, b, h, size.keys, size.d);
-    v.pack(kernel, of_v, b, h, size.keys, size.d);
+    k.pack(kernel, of_k, b, h, 0, size.keys, size.d);
+    v.pack(kernel, of_v, b, h, 0, size.keys, size.d);
     kernel.pack_by_rows(of_k.dtype, of_k.at(b, h, 0), of_k.row, size.keys, size.d, k_rows,
                         ld.by_rows, keys);
     std::fill(dk, dk + keys * ld.by_rows, 0.0f);
@@ -86,8 +89,11 @@ struct Backward {
     };
     pack(of_q, q, q_rows);
     pack(of_g, g, g_rows);
-    kernel.row_dots(of_g.dtype, of_g.at(b, h, 0), of_g.row, out.dtype, out.at(b, h, 0), out.row,
-                    size.queries, size.d, shared);
+    for (int64_t row = 0; row < size.queries; row += kTileSide) {
+      kernel.transpose(g + row * ld.along, ld.along, k.words, g_tile);
+      out_tile.pack(kernel, out, b, h, row, std::min(kTileSide, size.queries - row), size.d);
+      kernel.row_dots(g_tile, out_tile.data, k.words, shared + row);
+    }
     std::fill(dq, dq + queries * ld.by_rows, 0.0f);
   }
 
@@ -168,11 +174,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor
                       logsumexp.size(1) == size.heads && logsumexp.size(2) == size.queries &&
                       logsumexp.scalar_type() == ScalarType::Float && on_cpu(logsumexp),
                   "attention_backward: logsumexp must be fp32 [B, H, T]");
+  ScalarType of_grads = g.scalar_type();
+  g = torch::stable::to(g, q.scalar_type());  // once: dp and sum(g * out) are of the same numbers
   g = dense_rows(g), q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);
   out = dense_rows(out);
   if (!logsumexp.is_contiguous()) logsumexp = to_contiguous(logsumexp);
   const float* all_logsumexp = static_cast<const float*>(logsumexp.const_data_ptr());
-  ScalarType of_grads = g.scalar_type();
   Tensor dq = empty_like_rows(q, of_grads), dk = empty_like_rows(k, of_grads),
          dv = empty_like_rows(v, of_grads);
   Heads of_g(g), of_q(q), of_k(k), of_v(v), of_out(out), to_q(dq), to_k(dk), to_v(dv);

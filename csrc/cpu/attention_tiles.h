@@ -86,7 +86,7 @@ struct Strides {
       : along(odd_lines(ceil_div(d, kernel.pair))), by_rows(odd_lines(d)) {}
 };
 
-// k or v of a head as the right factor of a product over features: [d / pair][kTileSide] per tile.
+// Rows of a head as the right factor of a product over features: [d / pair][kTileSide] per tile.
 struct Columns {
   uint32_t *rows, *data;
   int64_t ld, words;
@@ -101,11 +101,12 @@ struct Columns {
   int64_t per_tile() const { return round_up(words, 16) * kTileLd; }
   const uint32_t* tile(int64_t key) const { return data + key / kTileSide * per_tile(); }
 
-  void pack(const AttentionKernel& kernel, const Heads& x, int64_t b, int64_t h, int64_t count,
-            int64_t d) {
+  // `count` rows of x from `row` on, a tile or more.
+  void pack(const AttentionKernel& kernel, const Heads& x, int64_t b, int64_t h, int64_t row,
+            int64_t count, int64_t d) {
     for (int64_t key = 0; key < count; key += kTileSide) {
-      kernel.pack(x.dtype, x.at(b, h, key), x.row, std::min(kTileSide, count - key), d, rows, ld,
-                  kTileSide);
+      kernel.pack(x.dtype, x.at(b, h, row + key), x.row, std::min(kTileSide, count - key), d, rows,
+                  ld, kTileSide);
       kernel.transpose(rows, ld, words, data + key / kTileSide * per_tile());
     }
   }

@@ -53,12 +53,16 @@ def attention_backward_reference(
     causal: bool,
     scale: float,
 ) -> Three:
-    wide_g, heads = g.float(), (k.shape[1], q.shape[1] // k.shape[1])
+    heads = k.shape[1], q.shape[1] // k.shape[1]
+    rounded = g.to(q.dtype)  # once: of_weights and shared are of the same numbers
+    wide_g = rounded.float()
     weights = (_scores(q, k, causal, scale) - logsumexp[..., None]).exp()
-    of_weights = wide_g @ _by_query_head(v, q).transpose(-1, -2)
+    # In FP64, where sums of 16-bit numbers do not depend on their order: the two are equal for a
+    # query that sees one key.
+    of_weights = rounded.double() @ _by_query_head(v, q).double().transpose(-1, -2)
     # The gradient of softmax: sum_j of_weights_j weights_j is that of g with the output.
-    shared = (wide_g * out.float()).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - shared) * scale
+    shared = (rounded.double() * out.double()).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - shared).float() * scale
     dq = of_scores @ _by_query_head(k, q)
     dk = (of_scores.transpose(-1, -2) @ q.float()).unflatten(1, heads).sum(2)
     dv = (weights.transpose(-1, -2) @ wide_g).unflatten(1, heads).sum(2)
@@ -176,9 +180,9 @@ def attention_backward(
 ) -> Three:
     """Return (dq, dk, dv), the gradients of q, k and v where g is that of out.
 
-    g: q's shape; fp32, bf16 or fp16, which is the dtype of the results. The other arguments: as
-    `attention` took and returned them. The results lie in memory as [B, T, H, D]. TypeError or
-    ValueError names an invalid argument.
+    g: q's shape; fp32, bf16 or fp16, which is the dtype of the results; it is first rounded to that
+    of q. The other arguments: as `attention` took and returned them. The results lie in memory as
+    [B, T, H, D]. TypeError or ValueError names an invalid argument.
     """
     checks.is_tensor("attention_backward", "g", g)
     checks.needs_no_grad("attention_backward", "call it under torch.no_grad()", g, q, k, v)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import attention
+from mixprec.functional._attention import run_attention
 from mixprec.memory.compress_saved import recorded
 from mixprec.memory.packed import Saved
 
@@ -76,6 +77,18 @@ def test_only_what_requires_a_gradient_gets_one(wanted: tuple[int, ...]) -> None
         assert (x.grad is not None) == (i in wanted)
         if x.grad is not None:
             ind.assert_same_bits(x.grad, every[i])
+
+
+@for_each("low", [torch.bfloat16, torch.float16])
+def test_one_key_gives_no_gradient_to_q_and_k_of_an_fp32_model(
+    backend: str, low: torch.dtype
+) -> None:
+    args = [x[:, :, :1].detach().requires_grad_() for x in operands(heads=4)]
+    y = run_attention(*args, False, None, low)
+    dq, dk, dv = torch.autograd.grad(y, args, normal(tuple(y.shape), torch.float32, 7))
+    assert not dq.any()
+    assert not dk.any()
+    assert dv.any()
 
 
 def test_second_derivative_is_refused() -> None:

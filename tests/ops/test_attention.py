@@ -62,7 +62,7 @@ class Expected:
             return y.unflatten(1, (-1, group)).sum(2)
 
         q, k, v = (y.detach().double().requires_grad_() for y in x[:3])
-        g = x.g.double()
+        g = x.g.to(dtype).double()
         scores = q @ each(k).mT * scale
         seen = torch.ones(t, s, dtype=torch.bool).tril() if causal else torch.ones(t, s).bool()
         scores = scores.masked_fill(~seen, -torch.inf)
@@ -82,6 +82,8 @@ class Expected:
         of_slope = (2 * d + 4) * u * (ag @ av.mT + (ag * out.abs()).sum(-1, keepdim=True))
         of_slope = (of_slope + (ag * of_out).sum(-1, keepdim=True)) * abs(scale)
         of_ds = of_p * slope + 4 * u * ds + p * of_slope
+        # Without rounding, the gradients of the scores of a query add up to 0.
+        self.of_sum = (of_ds.sum(-1) + 2 * s * u * ds.sum(-1)).detach()
         of_dq = of_ds @ ak + 2 * s * u * (ds @ ak)
         of_dk = by_group(of_ds.mT @ aq + 2 * t * group * u * (ds.mT @ aq))
         of_dv = by_group(of_p.mT @ ag + 2 * t * group * u * (p.mT @ ag))
@@ -121,8 +123,40 @@ def test_values(
 
 @for_each("causal", [False, True])
 def test_gradients_have_the_dtype_of_g(backend: str, poisoned: None, causal: bool) -> None:
-    x = inputs((1, 4, 2, 100, 130, 24), torch.bfloat16)
-    check(x._replace(g=x.g.float()), causal, 0.2)
+    shape = (1, 4, 2, 100, 130, 24)
+    for dtype in (torch.bfloat16, torch.float16):
+        check(inputs(shape, dtype)._replace(g=inputs(shape, torch.float32, 9).g), causal, 0.2)
+
+
+@for_each("t, s, dtype", pairwise((1, 3, 100), (1, 100), WIDE))
+def test_a_query_that_sees_one_key_has_scores_without_a_gradient(
+    backend: str, t: int, s: int, dtype: torch.dtype
+) -> None:
+    """Its weight is 1 whatever the score: dp - sum(g * out) is 0, also with g in FP32."""
+    if backend == "reference" and dtype == torch.float32:
+        return  # two FP32 products, summed in orders of their own
+    for d in (8, 33, 80):
+        x = inputs((2, 2, 1, t, s, d), dtype)._replace(g=normal((2, 2, t, d), torch.float32, 9))
+        _, dq, dk, _, _ = run(x, True, 0.3)
+        assert not dq[:, :, 0].any()
+        if s == 1:
+            assert not run(x, False, 0.3)[1].any()
+            assert not dk.any()
+
+
+@for_each("dtype, causal", pairwise(WIDE, (False, True)))
+def test_the_gradients_of_the_scores_of_a_query_add_up_to_0(
+    backend: str, dtype: torch.dtype, causal: bool
+) -> None:
+    """A feature of 1 in every key makes their sum an element of dq."""
+    for shape in SHAPES:
+        x = inputs(shape, dtype)._replace(g=inputs(shape, torch.float32, 9).g)
+        x.k[..., 0] = 1
+        assert_close(
+            run(x, causal, 0.3)[1][..., 0],
+            torch.zeros(x.q.shape[:3], dtype=torch.float64),
+            Expected(x, causal, 0.3).of_sum,
+        )
 
 
 @for_each("causal", [False, True])

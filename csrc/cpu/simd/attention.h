@@ -70,9 +70,9 @@ struct AttentionKernel {
   void (*softmax_backward)(const TileShape&, float* scores, float* of_weights,
                            const float* logsumexp, const float* shared, float scale,
                            uint32_t* weights_t, uint32_t* grads, uint32_t* grads_t);
-  // out[row] = sum of x * y
-  void (*row_dots)(Dtype of_x, const void* x, int64_t stride_x, Dtype of_y, const void* y,
-                   int64_t stride_y, int64_t rows, int64_t d, float* out);
+  // out[row] = sum of x * y of kTileSide rows, both as `transpose` left them: the bits of that
+  // element of a product of the two.
+  void (*row_dots)(const uint32_t* x, const uint32_t* y, int64_t words, float* out);
   // out[row] <- x[row][ld] * factor[row]; null: 1
   void (*store_rows)(Dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
                      int64_t d, void* out, int64_t stride);

@@ -269,26 +269,17 @@ void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
   }
 }
 
-void row_dots(Dtype of_x, const void* x, int64_t stride_x, Dtype of_y, const void* y,
-              int64_t stride_y, int64_t rows, int64_t d, float* out) {
-  auto dots = [&](auto t, auto u) {
-    using T = typename decltype(t)::type;
-    using U = typename decltype(u)::type;
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* __restrict a = static_cast<const T*>(x) + r * stride_x;
-      const U* __restrict b = static_cast<const U*>(y) + r * stride_y;
-      prefetch_row<0>(b + kHeadRowsAhead * stride_y, d);
-      float sums[16] = {};
-      int64_t whole = d / 16 * 16;
-      for (int64_t i = 0; i < whole; i += 16) {
-        for (int l = 0; l < 16; ++l) sums[l] += decode(a[i + l]) * decode(b[i + l]);
-      }
-      for (int64_t i = whole; i < d; ++i) sums[i - whole] += decode(a[i]) * decode(b[i]);
-      for (int l = 1; l < 16; ++l) sums[0] += sums[l];
-      out[r] = sums[0];
+// In the order of `product`, so that what is equal there is equal here.
+void row_dots(const uint32_t* x, const uint32_t* y, int64_t words, float* out) {
+  for (int64_t row = 0; row < kTileSide; row += kLanes) {
+    Vec acc = {};
+    for (int64_t w = 0; w < words; ++w) {
+      int64_t at = w * kTileLd + row;
+      acc = multiply_add(acc, load(reinterpret_cast<const float*>(x) + at),
+                         load(reinterpret_cast<const float*>(y) + at));
     }
-  };
-  with_float(of_x, [&](auto t) { with_float(of_y, [&](auto u) { dots(t, u); }); });
+    store(out + row, acc);
+  }
 }
 
 void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
