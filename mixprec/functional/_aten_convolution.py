@@ -54,6 +54,8 @@ class Geometry(NamedTuple):
 
 def is_channels_last(t: torch.Tensor) -> bool:
     """Whether t [B, C, H, W] is channels_last in memory and not also contiguous."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return False  # inside vmap torch does not say
     return not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -13,12 +13,11 @@ from torch.autograd import function
 
 from ..memory.running import running
 from ..ops._dispatch import backends
+from ._transforms import run_transformed
 
 _Tensors = tuple[torch.Tensor | None, ...]
 
 _kept: ContextVar[bool] = ContextVar("twice_differentiable", default=False)
-_TORCH = "run the forward pass inside mixprec.autocast(enabled=False), where layers compute as "
-_TORCH += "torch's"
 NO_SECOND = (
     "create_graph=True: layers with a recipe have second derivatives only where the forward "
 )
@@ -123,14 +122,12 @@ def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
 
 
 def apply(name: str, kind: type[function.Function], *args: Any) -> torch.Tensor:
-    """kind.apply(*args), or RuntimeError inside of the transforms of torch.func."""
+    """kind.apply(*args), also inside of the transforms of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        return run_transformed(name, kind, args)
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = kind.apply(*args)
         return compiled
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            f"{name}: torch.func.grad, vmap and so on do not support casts by a recipe: {_TORCH}"
-        )
     with running(name, *args):
         result: torch.Tensor = kind.apply(*args)
     return result

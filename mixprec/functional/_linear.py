@@ -201,8 +201,9 @@ def linear(
     q(weight): one byte per element in FP8, the codes and scales of block formats, and the tensors
     themselves if they have the recipe's 16-bit dtype. Gradients that are not required are not
     computed, and nothing is saved for them. Inf and NaN in x, weight or g propagate as Inf or NaN,
-    never as a large finite value. Second derivatives need `twice_differentiable`. The transforms of
-    torch.func raise RuntimeError. TypeError or ValueError names an invalid argument.
+    never as a large finite value. Second derivatives need `twice_differentiable`.
+    Inside torch.func.grad, vjp, jacrev and vmap each sample is a call of its own; jvp, hessian and
+    recipes with state raise RuntimeError. TypeError or ValueError names an invalid argument.
 
     A weight with an attribute main_grad (fp32, its shape) and no `grad` gets its gradient added
     there, unrounded; `grad` stays None, so autograd's hooks on it, like DDP's, do not run.

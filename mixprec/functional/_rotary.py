@@ -8,7 +8,7 @@ import torch
 
 from ..ops._dispatch import backends, checks
 from ..ops.rotary import rotary as run
-from ._derivatives import on_backend_of_forward
+from ._derivatives import apply, on_backend_of_forward
 
 
 class _Rotary(torch.autograd.Function):
@@ -60,5 +60,4 @@ def rotary(
     checks.is_tensor("rotary", "x", x)
     d = x.shape[-1] if x.dim() else 0
     factors = (_of_pairs(n, f, d, interleaved) for n, f in (("cos", cos), ("sin", sin)))
-    y: torch.Tensor = _Rotary.apply(x, *factors, bool(interleaved))
-    return y
+    return apply("rotary", _Rotary, x, *factors, bool(interleaved))

@@ -427,14 +427,6 @@ def test_a_gradient_penalty_of_a_model() -> None:
         assert sqnr(exact, ours) > 35
 
 
-@for_each("kind", OPS)
-def test_no_transforms_of_torch_func_but_outside_of_recipes(kind: str) -> None:
-    op, x_shape, w_shape = OPS[kind]
-    x, w = normal(x_shape, torch.float32), normal(w_shape, torch.float32)
-    with pytest.raises(RuntimeError, match=r"^(linear|conv2d): torch.func.grad, vmap and so on do"):
-        torch.func.grad(lambda w: op(x, w).sum())(w)
-
-
 def test_layers_without_a_recipe_have_all_derivatives() -> None:
     layer, x = mixprec.nn.Linear(8, 4), leaf(normal((3, 8), torch.float32))
     with mixprec.autocast(enabled=False):

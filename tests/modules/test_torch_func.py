@@ -1,0 +1,200 @@
+"""The transforms of torch.func over converted layers: bits of loops over the samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import independent as ind
+import pytest
+import torch
+from cases import for_each
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
+
+import mixprec
+from mixprec.functional import attention, linear, mlp, norm_linear, rotary
+from mixprec.functional._norm import norm
+from mixprec.recipes import RECIPES
+
+Tensors = tuple[torch.Tensor, ...]
+STATELESS = [name for name, recipe in RECIPES.items() if not recipe.is_delayed]
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(32, 16), (4, 32)),
+    "row": (lambda: nn.Linear(32, 16, bias=False), (32,)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding="same", groups=2), (2, 4, 6, 6)),
+    "pointwise": (lambda: nn.Conv2d(4, 6, 1), (2, 4, 6, 6)),
+    "block": (lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), (3, 32)),
+}
+
+
+def same(got: Any, want: Any) -> None:
+    for x, y in zip(got, want, strict=True):
+        ind.assert_same_bits(x.contiguous(), y.contiguous())
+
+
+class Task:
+    """A converted layer with its parameters, samples, and the gradients of each by a loop."""
+
+    def __init__(self, kind: str, recipe: str, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        make, shape = LAYERS[kind]
+        self.layer = mixprec.convert(make(), recipe).to(dtype)
+        self.params = {name: p.detach() for name, p in self.layer.named_parameters()}
+        self.xs = torch.randn(3, *shape).to(dtype)
+        self.random = {"randomness": "different"} if RECIPES[recipe].stochastic_rounding else {}
+
+    def loss(self, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return functional_call(self.layer, params, (x,)).float().square().sum()
+
+    def by_loop(self) -> list[Tensors]:
+        torch.manual_seed(1)
+        return [self.eager(x) for x in self.xs]
+
+    def eager(self, x: torch.Tensor) -> Tensors:
+        x = x.clone().requires_grad_()
+        wanted = [*self.layer.parameters(), x]
+        return torch.autograd.grad(self.layer(x).float().square().sum(), wanted)
+
+
+@for_each("recipe", STATELESS)
+def test_grad_and_gradients_of_each_sample(recipe: str) -> None:
+    for kind in LAYERS:
+        for dtype in (torch.float32, torch.bfloat16):
+            task = Task(kind, recipe, dtype)
+            of_each = grad(task.loss, argnums=(0, 1))
+            want = task.by_loop()
+            torch.manual_seed(1)
+            for x, expected in zip(task.xs, want, strict=True):
+                of_params, of_x = of_each(task.params, x)
+                same([*of_params.values(), of_x], expected)
+            same(
+                vmap(task.layer, **task.random)(task.xs),
+                torch.stack([task.layer(x) for x in task.xs]),
+            )
+            torch.manual_seed(1)
+            of_params, of_x = vmap(of_each, (None, 0), **task.random)(task.params, task.xs)
+            if kind != "block" or not task.random:  # two layers draw in another order
+                same([*of_params.values(), of_x], [torch.stack(t) for t in zip(*want, strict=True)])
+
+
+@for_each("recipe", ["bf16", "fp8", "mxfp8"])
+def test_other_transforms(recipe: str) -> None:
+    task = Task("linear", recipe)
+    layer, xs, x = task.layer, task.xs, task.xs[0]
+    y, pull = vjp(layer, x)
+    jacobian = jacrev(layer)(x)
+    rows = torch.eye(y.numel()).view(y.numel(), *y.shape)
+    same([jacobian.flatten(0, 1)], [torch.stack([pull(g)[0] for g in rows])])
+    # The gradient of a sum over vmap, and vmap in vmap.
+    total = grad(lambda p: vmap(task.loss, (None, 0))(p, xs).sum())(task.params)
+    layer.zero_grad()
+    torch.stack([layer(one).square().sum() for one in xs]).sum().backward()
+    same(total.values(), [p.grad for p in layer.parameters()])
+    grid = torch.randn(2, 3, 4, 32)
+    want = torch.stack([torch.stack([layer(one) for one in row]) for row in grid])
+    same(vmap(vmap(layer))(grid), want)
+    same(vmap(layer, 1, 2)(grid[0].movedim(0, 1)), want[0].movedim(0, 2))
+    assert vmap(layer)(torch.zeros(0, 4, 32)).shape == (0, 4, 16)
+    # Models in an ensemble, and the ordinary backward pass of a vmap.
+    models = [Task("linear", recipe).layer for _ in range(2)]
+    nn.init.ones_(models[1].weight)
+    params, buffers = stack_module_state(models)
+    many = vmap(lambda p, b: functional_call(layer, (p, b), (x,)))(params, buffers)
+    same(many, [model(x) for model in models])
+    many.square().sum().backward()
+    for n, model in enumerate(models):
+        model(x).square().sum().backward()
+        same([params[name].grad[n] for name in params], [p.grad for p in model.parameters()])
+
+
+CLIP = dataclasses.replace(RECIPES["fp16"], name="fp16-clip", clip_activations=True)
+
+
+@for_each("recipe", ["bf16", "fp8-block"])
+def test_fused_functions(recipe: str) -> None:
+    torch.manual_seed(0)
+    w, v, u, ones = torch.randn(16, 32), torch.randn(32, 16), torch.randn(16, 32), torch.ones(32)
+    heads, turn = (1, 2, 4, 4), (torch.ones(4, 2), torch.zeros(4, 2))
+    functions: dict[str, Callable[[torch.Tensor], Any]] = {
+        "norm_linear": lambda x: norm_linear(x, (w, u), norm_weight=ones, recipe=recipe),
+        "residual": lambda x: norm_linear(x, w, norm="layer", residual=x * 2, recipe=recipe),
+        "mlp": lambda x: (mlp(x, w, v, gate=u, act="silu", norm="rms", recipe=recipe),),
+        "norm": lambda x: (norm(x, ones, None, 1e-6, False, torch.bfloat16),),
+        "attention": lambda x: (attention(*(x.view(heads),) * 3, causal=True),),
+        "rotary": lambda x: (rotary(x.view(heads), *turn),),
+        "wide": lambda x: linear(x, w, recipe=recipe).square().unbind(),
+    }
+    xs = torch.randn(2, 1, 32)
+    for name, function in functions.items():
+
+        def loss(x: torch.Tensor, function: Any = function) -> torch.Tensor:
+            return sum(y.float().square().sum() for y in function(x))
+
+        leaves = [x.clone().requires_grad_() for x in xs]
+        want = torch.stack([torch.autograd.grad(loss(x), x)[0] for x in leaves])
+        got = vmap(grad(loss))(xs)
+        outputs = [torch.stack(y) for y in zip(*map(function, xs), strict=True)]
+        if name == "attention":  # torch's kernels there
+            torch.testing.assert_close((got, *vmap(function)(xs)), (want, *outputs))
+        else:
+            same((got, *vmap(function)(xs)), (want, *outputs))
+
+
+@for_each("kind", LAYERS)
+def test_second_derivatives_and_forward_mode_are_refused(kind: str) -> None:
+    """Also where the first gradient depends on an input through what was saved alone."""
+    task = Task(kind, "fp8")
+    x, message = task.xs[0], r"reverse mode only .*not jvp.*enabled=False"
+    linear_loss = lambda p, x: functional_call(task.layer, p, (x,)).sum()  # noqa: E731
+    first = lambda p: grad(linear_loss, argnums=1)(p, x).sum()  # noqa: E731
+    for call in (
+        lambda: jvp(task.layer, (x,), (x,)),
+        lambda: hessian(lambda x: task.layer(x).sum())(x),
+        lambda: grad(lambda x: grad(lambda x: task.layer(x).square().sum())(x).sum())(x),
+        lambda: grad(first)(task.params),
+        lambda: jacrev(first)(task.params),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    with mixprec.autocast(enabled=False):
+        assert hessian(lambda x: task.layer(x).sum())(x).shape == (*x.shape, *x.shape)
+
+
+def test_recipes_with_state_are_refused() -> None:
+    x = torch.randn(4, 32)
+    for recipe, what in (("fp8-delayed", "fp8-delayed, which keeps state"), (CLIP, "fp16-clip")):
+        for make, shape in LAYERS.values():
+            layer = mixprec.convert(make(), recipe)
+            with pytest.raises(RuntimeError, match=f"do not support recipe {what}.*enabled=False"):
+                grad(lambda x, layer=layer: layer(x).sum())(torch.randn(shape))
+    layer = mixprec.nn.Linear(32, 16)
+    layer.weight.main_grad = torch.zeros(16, 32)
+    with pytest.raises(RuntimeError, match=r"linear: .* do not support weights with main_grad"):
+        vmap(layer)(x)
+    nvfp4 = mixprec.nn.Linear(32, 16, recipe="nvfp4")
+    with pytest.raises(RuntimeError, match="pass randomness=\"different\", got 'error'"):
+        vmap(nvfp4)(x)
+
+
+def test_the_backend_is_that_of_the_forward_pass() -> None:
+    layer, x = mixprec.nn.Linear(32, 16), torch.randn(4, 32)
+    with mixprec.use_backend("reference"):
+        y, pull = vjp(layer, x)
+        want = pull(y)
+    same(pull(y), want)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_torch_compile_leaves_transforms_to_torch_func() -> None:
+    """Traced, they would give a gradient of 0."""
+    task = Task("linear", "fp8")
+
+    def of_each(xs: torch.Tensor) -> torch.Tensor:
+        return vmap(grad(lambda x: task.layer(x).square().sum()))(xs)
+
+    with pytest.raises(RuntimeError, match="run_transformed"):
+        torch.compile(of_each, backend="aot_eager", fullgraph=True)(task.xs)
+    torch._dynamo.reset()
+    same(torch.compile(of_each, backend="aot_eager")(task.xs), of_each(task.xs))
