@@ -133,8 +133,8 @@ class _Gradients:
         self.is_random = call.is_random
 
     @_without_dynamo
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The gradients that are needed. tensors: of outputs, the inputs, results of _Forward."""
+    def run(self, tensors: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The gradients that are needed. tensors: those of the outputs, then what was saved."""
         call, rest = self.call, iter(tensors)
         grads = [next(rest) if given else None for given in self.given]
         known = list(rest)
@@ -192,7 +192,9 @@ class _Forward(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[call.outputs :])
         ctx.set_materialize_grads(False)
         # The inputs too: a second derivative must not leave out what depends on them.
-        ctx.save_for_backward(*tensors, *output)
+        used = {None if n is None else n - len(tensors) for n in call.saved}
+        results = (t if j in used else None for j, t in enumerate(output))
+        ctx.save_for_backward(*tensors, *results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 
 import mixprec
+from mixprec.diagnostics.stats import Monitor
+from mixprec.diagnostics.stats.products import model_sqnr
 from mixprec.functional import attention, linear, mlp, norm_linear, rotary
 from mixprec.functional._norm import norm
 from mixprec.recipes import RECIPES
@@ -184,6 +186,21 @@ def test_the_backend_is_that_of_the_forward_pass() -> None:
         y, pull = vjp(layer, x)
         want = pull(y)
     same(pull(y), want)
+
+
+def test_stats_leave_out_what_torch_func_runs() -> None:
+    task = Task("linear", "fp8")
+
+    def run() -> None:
+        vmap(grad(lambda x: task.layer(x).sum()))(task.xs)
+
+    with Monitor(task.layer, every=1) as monitor:
+        run()
+        monitor.step()
+        task.layer(task.xs[0]).sum().backward()
+        monitor.step()
+    assert {r["step"]: len(r["tensors"]) for r in monitor.records} == {0: 0, 1: 4}
+    assert model_sqnr(task.layer, run) == {}
 
 
 @pytest.mark.usefixtures("fresh_compiler")

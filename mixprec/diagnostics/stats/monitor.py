@@ -167,6 +167,8 @@ class Monitor:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
             if torch.compiler.is_compiling() or not self._sampling:
                 return
+            if torch._C._are_functorch_transforms_active():
+                return  # their tensors have no values outside
             x = args[0] if args else next(iter(kwargs.values()))
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return  # a graph would write to the same place at every replay, unnoticed

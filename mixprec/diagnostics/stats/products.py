@@ -94,6 +94,8 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
             state = state_here(layer)
             if state is None or state[0] != layer.recipe or not y.requires_grad:
                 return  # a region with another recipe, or no graph for backward
+            if torch._C._are_functorch_transforms_active():
+                return  # their tensors have no values outside
             x = next(iter((*args, *kwargs.values())))
             kept = x.detach().clone().requires_grad_(x.requires_grad)  # may be written to later
 
