@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _random_state
 from ..memory.compress_saved import recorded
-from ..memory.packed import Codes, Saved
+from ..memory.packed import Parts, Saved
 from . import plotting
 from .report_table import aligned, readable
 from .unchanged import unchanged
@@ -185,14 +185,14 @@ def recorder(
     """The bytes saved by kind, each storage once and without those `owned`, and the function for
     `recorded` that adds to them."""
     storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in _tensors(t)}
-    codes: WeakSet[Codes] = WeakSet()  # without keeping them until after the backward pass
+    parts: WeakSet[Parts] = WeakSet()  # without keeping them until after the backward pass
     saved: dict[str, int] = {}
 
     def record(kind: str, kept: torch.Tensor | Saved) -> None:
         size = 0
         if isinstance(kept, Saved):
-            size = 0 if kept.codes in codes else kept.codes.nbytes
-            codes.add(kept.codes)
+            size = 0 if kept.parts in parts else kept.parts.nbytes
+            parts.add(kept.parts)
         else:
             for local in _tensors(kept):
                 storage = local.untyped_storage()

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..ops._dispatch import backends
 from ..ops.act_quantize import backward, run
-from ._derivatives import NO_SECOND, apply
+from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
 __all__ = ["activation"]
 
@@ -17,13 +18,14 @@ _PLAIN = None, False, "tensor", True  # no scale, no transpose
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
-        ctx.kind = kind
+        ctx.kind, ctx.backend = kind, backends.forced()
         ctx.save_for_backward(x)
         y = run(x, None, kind, x.dtype, *_PLAIN)[0]
         # Not a view: autograd forbids in-place ops on it.
         return y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
 
     @staticmethod
+    @on_backend_of_forward
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..memory.running import running
+from ..memory.running import running, saved_as
 from ..ops._dispatch import autocast, backends, checks
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
@@ -37,6 +37,8 @@ class _Attention(torch.autograd.Function):
         ctx.backend = backends.forced()
         q, k, v = q.to(low), k.to(low), v.to(low)
         out, logsumexp = run(q, k, v, causal, scale)
+        saved_as("scores", q, k, v)
+        saved_as("attended", out)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out.to(ctx.dtypes[0])
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..memory.running import keep_as_is
+from ..memory.running import keep_as_is, saved_as
 from ..ops._dispatch import backends, simulation
 from ..ops.act_quantize import backward as act_backward
 from ..ops.act_quantize import run as act_quantize
@@ -106,6 +106,8 @@ class Fused(torch.autograd.Function):
             for t in (w.saved_t if passed else NOTHING)
         ]
         keep_as_is(*saved_x[1:], *saved_a[1:], mean, rstd, *saved_w)
+        saved_as("normalized", total if norm else None)
+        saved_as("gate" if len(hidden) == 2 else "hidden", *hidden[:1])
         of_norm = (total, norm_weight, mean, rstd) if norm and need_x else (None,) * 4
         ctx.has_bias, ctx.hidden = norm_bias is not None, len(hidden)
         ctx.norm_dtypes = [None if t is None else t.dtype for t in (norm_weight, norm_bias)]

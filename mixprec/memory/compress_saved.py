@@ -9,12 +9,14 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kinds
 from .packed import Kept, Packer, Saved
-from .running import Watch, current, is_held_by_owner
+from .plan import form_of
+from .running import Op, Watch, current, is_held_by_owner
 
-__all__ = ["Bits", "check", "compress_saved", "recorded"]
+__all__ = ["Bits", "ModuleHook", "check", "compress_saved", "recorded"]
 
 Bits = int | str | Mapping[str, int | str | None]
 _MODES: dict[object, int] = {"int8": 8, "int4": 4, 8: 8, 4: 4}
@@ -51,25 +53,30 @@ def compress_saved(
             loss = model(batch)
         loss.backward()                     # inside or outside of the block
 
-    bits: "int8"; "int4", for 4 bits where they suffice (inputs of linear layers, convolutions, most
-    activations, norms and products of elements) and 8 elsewhere; or a dict of patterns of module
+    bits: "int8"; "int4", for 4 bits where they suffice (inputs of linear layers, convolutions, GELU
+    and SiLU, norms and products of elements) and 8 elsewhere; or a dict of patterns of module
     names, {"*.attention": 8, "*.mlp": 4, "head": None}, which needs `model`, the module they are
     names in. A pattern holds for all that a module runs, except where a module inside matches too;
-    of several that match one module the last applies; modules that none matches save as ever.
+    of several that match one module the last applies; modules that none matches save as ever. Of
+    modules that run as one function (`convert(fuse=True)`), those with parameters count, and the
+    most bits of theirs apply.
 
     Each group of 128 elements x becomes codes and a range: x ~ min + code * step, rounded
-    stochastically, so that what backward reads has the mean x. The forward pass is not changed.
+    stochastically, so that what backward reads has the mean x. Where a derivative is not linear,
+    what is packed is chosen so that the gradients have the right mean: a bit for ReLU, limited
+    values for GELU, normalized ones for norms; see docs/memory.md. The forward pass is not changed.
     A tensor is kept as it is if it is
 
       - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
       - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
       - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
-      - saved by an op that docs/memory.md does not list: its backward may divide by it, take its
-        exponential or compare it (amax);
-      - FP32 and saved by an op that torch's function modes do not see (another library's
-        autograd.Function): it may be a statistic.
+      - q, k or v of a fused attention, in 16 bits; in FP32, they get 16 bits;
+      - saved by an op that docs/memory.md does not list, or that torch's function modes do not see
+        (another library's autograd.Function): its backward may divide by it, take its exponential
+        or compare it (amax).
 
-    A tensor that several ops save is packed once.
+    A tensor that several ops save is packed once, where no gradient can pass through both. One that
+    is modified in place later raises RuntimeError in backward, as without the block.
 
     seed: of the random numbers, with a counter of the tensors packed in the block. None draws one
     from torch's CPU generator when the first tensor is packed, so that torch.manual_seed determines
@@ -78,8 +85,7 @@ def compress_saved(
 
     The block holds for the thread that entered it and nests, the innermost one applies; without
     grad mode and in code inside torch.compile it has no effect. Inside torch.utils.checkpoint
-    nothing is saved but its inputs; those in 16 bits are compressed, and its recomputation starts
-    from them. ValueError for bits that are not offered, for patterns without a model, and for a
+    nothing is saved but its inputs, as they are. ValueError for bits that are not offered, for patterns without a model, and for a
     pattern that matches no module.
 
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
@@ -126,15 +132,18 @@ def _by_module(
 def _hooks(
     mode: int | None, by_module: dict[nn.Module, int | None] | None, seed: int | None
 ) -> Iterator[None]:
-    modes, watch, packer = _Modes(mode), Watch(), Packer(seed)
+    modes, watch, packer = _Modes(mode), Watch(kinds.NAMES), Packer(seed)
+    by_param = _by_param(by_module or {})
 
     def pack(t: torch.Tensor) -> Kept | Saved:
-        op, number = current(), modes.stack[-1]
-        if number is not None and not _may_compress(t, watch):
-            number = None
-        if number is not None:
-            number = None if kinds.is_weight(t, op) else kinds.bits_for(t, op, number)
-        saved = Kept(t, t._version) if number is None else packer.pack(t, number)
+        op, form = current(t), None
+        number = _mode_of(op, modes, by_param)
+        if number is not None and _may_compress(t, watch) and not kinds.is_weight(t, op):
+            form = form_of(t, op, number)
+        if op is None or form is None:
+            saved: Kept | Saved = Kept(t)
+        else:
+            saved = packer.pack(t, form, op.sequence, kinds.newest_operand(op))
         if _thread.record is not None:
             _thread.record(kinds.kind_of(op), t if isinstance(saved, Kept) else saved)
         return saved
@@ -175,11 +184,24 @@ def _may_compress(t: torch.Tensor, watch: Watch) -> bool:
     )
 
 
+class ModuleHook:
+    """Of a module that a pattern matches. It changes no values: what runs modules as one function,
+    without their hooks, may ignore it."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def __call__(self, *_: object) -> None:
+        self.call()
+
+
 @contextmanager
 def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[None]:
     """`own` is the last of `modes` while `module` runs."""
-    before = module.register_forward_pre_hook(lambda *_: modes.stack.append(own), prepend=True)
-    after = module.register_forward_hook(lambda *_: _drop(modes), always_call=True)
+    enter = ModuleHook(lambda: modes.stack.append(own))
+    leave = ModuleHook(lambda: _drop(modes))
+    before = module.register_forward_pre_hook(enter, prepend=True)
+    after = module.register_forward_hook(leave, always_call=True)
     try:
         yield
     finally:
@@ -190,3 +212,25 @@ def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[
 def _drop(modes: _Modes) -> None:
     if len(modes.stack) > 1:  # in a thread that was in the module when the block began, it is not
         modes.stack.pop()
+
+
+_ByParam = WeakTensorKeyDictionary  # of parameters, the mode of their module
+
+
+def _by_param(by_module: dict[nn.Module, int | None]) -> _ByParam:
+    found = WeakTensorKeyDictionary()
+    for module, own in by_module.items():
+        for param in module.parameters(recurse=False):
+            found[param] = own
+    return found
+
+
+def _mode_of(op: Op | None, modes: _Modes, by_param: _ByParam) -> int | None:
+    """The mode of the module that runs; where several run as one function, that which keeps most
+    of those of their own."""
+    mode: int | None = modes.stack[-1]
+    if op is None or op.name not in kinds.OF_MODULES or not len(by_param):
+        return mode
+    bases = (t if t._base is None else t._base for t in op.tensors())
+    own = [by_param[base] for base in bases if base in by_param]
+    return mode if not own else None if None in own else max(own)

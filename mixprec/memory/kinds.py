@@ -1,12 +1,16 @@
-"""What a saved tensor is, by the op that saves it, and how few bits it bears."""
+"""What a saved tensor is, by the op that saves it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
+from torch.nn import functional
 
-from .running import Op, in_compiled_code
+from .running import Op
 
-__all__ = ["KINDS", "bits_for", "is_statistic", "is_weight", "kind_of"]
+__all__ = ["KINDS", "NAMES", "OF_MODULES", "is_result", "is_weight", "kind_of", "newest_operand"]
 
 KINDS: dict[str, tuple[str, ...]] = {
     "linear": (
@@ -15,16 +19,18 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     # Products of two activations are those of attention, where softmax amplifies errors.
     "attention": (
-        *("attention", "scaled_dot_product_attention", "multi_head_attention_forward", "softmax"),
+        *("attention", "scaled_dot_product_attention", "softmax"),
+        *("scores", "attended"),
         *("matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum"),
     ),
     "activation": (
         *("gelu", "relu", "silu", "mish", "elu", "celu", "selu", "leaky_relu", "prelu", "relu6"),
-        *("hardswish", "hardsigmoid", "hardtanh", "softplus", "sigmoid", "tanh", "logsigmoid"),
-        *("glu", "dropout", "mul", "rmul", "mlp"),
+        *("hardswish", "hardsigmoid", "hardtanh", "softplus", "sigmoid", "tanh", "threshold"),
+        *("glu", "dropout", "mul", "rmul", "mlp", "hidden", "gate"),
     ),
     "norm": (
-        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "norm_linear"),
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"),
+        *("norm", "norm_linear", "normalized"),
     ),
     "loss": (
         *("cross_entropy", "nll_loss", "log_softmax", "mse_loss", "l1_loss", "smooth_l1_loss"),
@@ -38,68 +44,54 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
     ),
 }
-# Backward compares what these save with a number: 4 bits would take small values for it.
-_COMPARED = frozenset(
-    ("relu", "leaky_relu", "prelu", "relu6", "hardswish", "hardsigmoid", "hardtanh")
-)
 _KIND = {name: kind for kind, names in KINDS.items() for name in names}
-# Of the modes "int8" and "int4". Measured with examples/train_gpt.py: with every tensor in 4 bits
-# the GPT does not train; with those of attention in 8 bits and losses as they are it does. What ops
-# without a kind save is kept: their backward may divide by it, take its exponential or inverse, or
-# compare it with a result, and groups with one step bound no relative error and keep no ties.
-_BITS = {
-    8: {"linear": 8, "attention": 8, "activation": 8, "norm": 8, "other": 8},
-    4: {"linear": 4, "attention": 8, "activation": 4, "norm": 4, "other": 8},
+# Names that only functions of mixprec give to what they save: torch.norm is another function.
+_OURS = {
+    "attention",
+    "scores",
+    "attended",
+    "mlp",
+    "hidden",
+    "gate",
+    "norm",
+    "norm_linear",
+    "normalized",
 }
+OF_MODULES = {"mlp", "norm_linear", "hidden", "gate", "normalized"}  # several as one function
+
+
+def _functions() -> Iterator[tuple[Callable[..., Any], str]]:
+    """Torch's functions and methods, also those in place, and the op that each is."""
+    for name in _KIND.keys() - _OURS:
+        for owner in (torch, torch.Tensor, functional, torch._C._nn, torch.special):
+            for alias in (name, f"{name}_", f"_{name}", f"__{name}__", f"__i{name}__"):
+                if callable(function := getattr(owner, alias, None)):
+                    yield function, name
+
+
+NAMES = dict(_functions())
 
 
 def kind_of(op: Op | None) -> str:
     return "other" if op is None else _KIND.get(op.name, "other")
 
 
-def bits_for(t: torch.Tensor, op: Op | None, mode: int) -> int | None:
-    """The bits for t, a floating tensor saved by `op`; None to keep it as it is."""
-    if op is None:  # statistics, which are FP32, cannot be told from activations
-        kept = t.dtype == torch.float32 or in_compiled_code()
-        return None if kept else _BITS[mode]["other"]
-    kind = _KIND.get(op.name)
-    if kind is None or is_statistic(t, op) or _is_mask(t, op) or _is_power_below_1(op):
-        return None
-    bits = _BITS[mode].get(kind)
-    return 8 if bits and op.name in _COMPARED else bits
-
-
-def _is_power_below_1(op: Op) -> bool:
-    """x.pow(2) saves x; a power below 1 divides by it."""
-    exponent = op.argument(1, "exponent")
-    return op.name == "pow" and not (isinstance(exponent, (int, float)) and exponent >= 1)
-
-
-def is_statistic(t: torch.Tensor, op: Op) -> bool:
-    """Whether t is far smaller than the op's inputs: logsumexp, mean, rstd, scales of rows."""
-    largest = max((a.numel() for a in op.tensors() if a.is_floating_point()), default=0)
-    return t.numel() * 8 <= largest
-
-
-def _is_mask(t: torch.Tensor, op: Op) -> bool:
-    """Whether t [..., T, S] may be attention's additive mask, where -inf is a value."""
-    if op.name == "scaled_dot_product_attention":
-        masks, keys = [op.argument(3, "attn_mask")], op.argument(1, "key").shape[-2]
-    elif op.name == "multi_head_attention_forward":
-        masks = [op.kwargs.get("attn_mask"), op.kwargs.get("key_padding_mask")]
-        keys = op.argument(1, "key").shape[0]
-    else:
-        return False
-    return any(mask is not None for mask in masks) and t.shape[-1] == keys
-
-
-_VIEWS_AND_CASTS = frozenset(
+_VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
-        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Expand"),
-        *("Select", "Slice", "Split", "Unsqueeze", "Squeeze", "Alias", "Clone", "Unbind"),
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Select"),
+        *("Slice", "Split", "Unsqueeze", "Squeeze", "Alias", "Unbind"),
     )
 )
+_VIEWS_AND_CASTS = _VIEWS | {"ToCopyBackward0", "CloneBackward0"}
+
+
+def _node(t: torch.Tensor, skipped: frozenset[str]) -> Any:
+    """The node of autograd's graph that computed t, or what t is a view of."""
+    node = t.grad_fn
+    while node is not None and type(node).__name__ in skipped:
+        node = node.next_functions[0][0]
+    return node
 
 
 def is_weight(t: torch.Tensor, op: Op | None) -> bool:
@@ -109,10 +101,7 @@ def is_weight(t: torch.Tensor, op: Op | None) -> bool:
         return True
     if base.is_leaf and base.requires_grad:
         return True
-    node = t.grad_fn
-    while node is not None and type(node).__name__ in _VIEWS_AND_CASTS:
-        node = node.next_functions[0][0]
-    if type(node).__name__ == "AccumulateGrad":
+    if _is_leaf(_node(t, _VIEWS_AND_CASTS)):
         return True
     # A frozen weight under torch.autocast: a copy without a history.
     if kind_of(op) != "linear" or op is None or t is op.args[0]:
@@ -120,3 +109,25 @@ def is_weight(t: torch.Tensor, op: Op | None) -> bool:
     weight = op.argument(1, "weight")
     frozen = isinstance(weight, torch.Tensor) and not weight.requires_grad
     return frozen and tuple(t.shape) in (tuple(weight.shape), tuple(weight.shape[::-1]))
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def is_result(t: torch.Tensor, op: Op) -> bool:
+    """Whether the op computed t."""
+    node = _node(t, frozenset())
+    return node is not None and not _is_leaf(node) and node._sequence_nr() >= op.sequence
+
+
+def newest_operand(op: Op) -> int:
+    """The sequence number of the operand that was computed last; -1 for leaves."""
+    operands, newest = list(op.tensors()), -1
+    if op.name in ("bilinear", "einsum") and len(operands) > 2:
+        return 2**63  # gradients are products of several of them, which may be the same tensor
+    for t in operands:
+        node = _node(t, _VIEWS_AND_CASTS) if t.requires_grad else None
+        if node is not None and not _is_leaf(node):
+            newest = max(newest, node._sequence_nr())
+    return newest

@@ -1,8 +1,11 @@
-"""A saved tensor as codes, shared by all ops that save the same elements."""
+"""A saved tensor as codes, shared by the ops that save the same elements."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import count
+from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -10,51 +13,133 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ops._dispatch import backends
 from ..ops.pack import pack, unpack
+from ..ops.saved_values import rounded_at_random
 
-__all__ = ["Codes", "Kept", "Packer", "Saved"]
+__all__ = ["Codes", "Form", "Kept", "Make", "Packer", "Parts", "Pieces", "Saved", "Version"]
 
 
 class Codes:
-    """The codes and ranges of `pack`, of the elements of one tensor in the order of memory."""
+    """The codes and ranges of `pack`, of a tensor's elements in row-major order."""
 
-    def __init__(self, flat: torch.Tensor, bits: int, seed: int, counter: int) -> None:
-        self.numel, self.dtype, self.bits = flat.numel(), flat.dtype, bits
-        self.codes, self.ranges = pack(flat, bits, seed=seed, counter=counter)
+    def __init__(
+        self, x: torch.Tensor, bits: int, seed: int, counter: int, dithered: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.bits = x.shape, x.dtype, bits
+        self.codes, self.ranges = pack(x, bits, seed=seed, counter=counter)
+        self.dither = seed + counter if dithered and x.dtype == torch.bfloat16 else None
         self.backend = backends.forced()
 
     def unpack(self) -> torch.Tensor:
+        dtype = self.dtype if self.dither is None else torch.float32
         with backends.restored(self.backend):
-            return unpack(self.codes, self.ranges, self.bits, (self.numel,), self.dtype)
+            t = unpack(self.codes, self.ranges, self.bits, self.shape, dtype)
+        return t if self.dither is None else rounded_at_random(t, self.dither)
+
+
+class Make(Protocol):
+    def __call__(self, x: torch.Tensor, bits: int, dithered: bool = False) -> Codes: ...
+
+
+Pieces = tuple[Codes | torch.Tensor, ...]
+
+
+class Form(ABC):
+    """How a tensor is kept. flat: `encode` takes its elements in the order of memory, [n], and
+    `decode` returns them; otherwise both see the tensor itself. Forms are frozen dataclasses."""
+
+    flat: ClassVar[bool] = True
+    decode: Callable[..., torch.Tensor]  # of the pieces, with codes unpacked
+
+    @abstractmethod
+    def encode(self, t: torch.Tensor, make: Make) -> Pieces: ...
+
+    @property
+    def served_by(self) -> tuple[Form, ...]:
+        """The forms that another op may have saved t in and that do as well."""
+        return (self,)
+
+
+class Parts:
+    """What a form keeps of a tensor. counter: of its first codes; sequence: of the op that saved
+    it first."""
+
+    def __init__(self, form: Form, pieces: Pieces, counter: int, sequence: int) -> None:
+        self.form, self.pieces, self.counter, self.sequence = form, pieces, counter, sequence
+
+    def unpack(self) -> torch.Tensor:
+        return self.form.decode(*(p.unpack() if isinstance(p, Codes) else p for p in self.pieces))
+
+    def same_codes(self, other: Parts) -> bool:
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        return all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for p in self.pieces:
+            found += (p.codes, p.ranges) if isinstance(p, Codes) else (p,)
+        return found
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.ranges.nbytes
+        return sum(t.nbytes for t in self._tensors())
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1).view(torch.uint8)  # NaN is equal to itself
+
+
+class Version:
+    """Of a tensor's elements, which writes in place count. It does not keep them alive."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.what, self.expected = _name(t), t._version
+        self.counter = t.detach()  # shares the counter, also without elements
+        self.counter.data = t.new_empty(0)
+
+    def check(self) -> None:
+        _check_version(self.counter, self.expected, self.what)
+
+
+def _name(t: torch.Tensor) -> str:
+    return f"{t.dtype} of shape {tuple(t.shape)}"
+
+
+def _check_version(t: torch.Tensor, expected: int, what: str) -> None:
+    if t._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {what} is at version {t._version}; expected version {expected}"
+        )
 
 
 class Saved(NamedTuple):
     """What autograd holds in place of a tensor."""
 
-    codes: Codes
+    parts: Parts
     shape: torch.Size
     stride: tuple[int, ...]
+    version: Version
 
     def unpack(self) -> torch.Tensor:
-        return self.codes.unpack().as_strided(self.shape, self.stride)
+        self.version.check()
+        t = self.parts.unpack()
+        if self.parts.form.flat:
+            return t.as_strided(self.shape, self.stride)
+        if t.stride() == self.stride:
+            return t
+        return _with_strides(t, self.stride)
 
 
-class Kept(NamedTuple):
+class Kept:
     """A tensor as it is. Without hooks torch itself compares the versions."""
 
-    tensor: torch.Tensor
-    version: int
+    def __init__(self, t: torch.Tensor) -> None:
+        # Without its history: that of an op's result holds the op, which holds this.
+        self.tensor = t.detach() if type(t) is torch.Tensor else t
+        self.version = t._version
 
     def unpack(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at "
-                f"version {self.tensor._version}; expected version {self.version}"
-            )
+        _check_version(self.tensor, self.version, _name(self.tensor))
         return self.tensor
 
 
@@ -68,34 +153,60 @@ def _is_dense(t: torch.Tensor) -> bool:
     return True
 
 
+def _with_strides(t: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
 class Packer:
-    """Packs each tensor once. The n-th that it packs has counter n in the random numbers."""
+    """Packs each tensor once where it can. The n-th codes have counter n in the random numbers."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed, self.counter = seed, 0
         # By the storage itself, not its address, which is used again when a storage is freed. A
         # weak reference keeps neither the values nor the codes alive.
-        self._known: WeakValueDictionary[tuple[object, ...], Codes] = WeakValueDictionary()
+        self._known: WeakValueDictionary[tuple[object, ...], Parts] = WeakValueDictionary()
 
     @torch.no_grad()
-    def pack(self, t: torch.Tensor, bits: int) -> Saved:
-        t = t.detach()
+    def pack(self, t: torch.Tensor, form: Form, sequence: int, newest: int) -> Saved:
+        """t in `form`. sequence: of the op that saves t; newest: of the op's operands.
+
+        Parts that another op saved before serve again, unless an operand was computed after that:
+        gradients may pass through both ops, and the product of an error with itself has no mean of
+        zero. On the CPU they are compared, to see a write through `.data`, which has no version.
+        """
+        version, t = Version(t), t.detach()
         where: tuple[object, ...] = t.storage_offset(), t.numel(), t.is_neg()
-        stride = t.stride()
-        if not _is_dense(t):  # such as v in the projection of q, k and v: without the gaps
-            where = (*where, t.shape, stride)
+        stride, dense = t.stride(), _is_dense(t)
+        if not dense:  # such as v in the projection of q, k and v: without the gaps
             stride = torch.empty_like(t, device="meta").stride()
+        if not (dense and form.flat):
+            where = (*where, t.shape, t.stride())
         key = (StorageWeakRef(t.untyped_storage()), t._version, t.dtype, *where)
-        own = (*key, bits)
-        for more in (8, 4):
-            codes = self._known.get((*key, more)) if more >= bits else None
-            if codes is not None:
-                return Saved(codes, t.shape, stride)
-        if not _is_dense(t):
-            t = torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
-        if self.seed is None:
-            self.seed = int(torch.randint(2**62, (), device="cpu"))
-        flat = t.as_strided((t.numel(),), (1,))
-        self._known[own] = codes = Codes(flat, bits, self.seed, self.counter)
-        self.counter += 1
-        return Saved(codes, t.shape, stride)
+
+        def encode(form: Form, counter: int) -> Parts:
+            return self._encode(t if dense else _with_strides(t, stride), form, counter, sequence)
+
+        for served in form.served_by:
+            parts = self._known.get((*key, served))
+            if parts is None or newest >= parts.sequence:
+                continue
+            seen = sequence == parts.sequence or t.device.type != "cpu"  # there, it would wait
+            if seen or parts.same_codes(encode(served, parts.counter)):
+                return Saved(parts, t.shape, stride, version)
+        parts = encode(form, self.counter)
+        self.counter += sum(isinstance(piece, Codes) for piece in parts.pieces)
+        known = (*key, form)
+        self._known[known] = parts
+        return Saved(parts, t.shape, stride, version)
+
+    def _encode(self, t: torch.Tensor, form: Form, counter: int, sequence: int) -> Parts:
+        """t: dense."""
+        counters = count(counter)
+
+        def make(x: torch.Tensor, bits: int, dithered: bool = False) -> Codes:
+            if self.seed is None:
+                self.seed = int(torch.randint(2**62, (), device="cpu"))
+            return Codes(x, bits, self.seed, next(counters), dithered)
+
+        pieces = form.encode(t.as_strided((t.numel(),), (1,)) if form.flat else t, make)
+        return Parts(form, pieces, counter, sequence)

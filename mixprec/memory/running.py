@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import _get_sequence_nr
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -17,13 +18,14 @@ __all__ = [
     "Op",
     "Watch",
     "current",
-    "in_compiled_code",
     "is_held_by_owner",
     "keep_as_is",
     "running",
+    "saved_as",
 ]
 
-_BACKWARD = ("backward", "grad")
+_BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_MHA = functional.multi_head_attention_forward
 
 
 class Op(NamedTuple):
@@ -32,10 +34,12 @@ class Op(NamedTuple):
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    sequence: int  # autograd's nodes that existed before have lower numbers
     as_is: list[torch.Tensor]  # what it saves and nobody is to compress
+    parts: list[tuple[torch.Tensor, Op]]  # what it saves as another op would
 
-    def argument(self, position: int, name: str) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for value in (*self.args, *self.kwargs.values()):
@@ -51,16 +55,21 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def current() -> Op | None:
-    """The op that runs now; None inside an autograd.Function of another library, compiled code,
-    and whatever a backward pass computes again."""
-    return _thread.op
+def current(t: torch.Tensor | None = None) -> Op | None:
+    """The op that runs now, or the part of it that saves t; None inside an autograd.Function of
+    another library, compiled code, and whatever a backward pass computes again."""
+    op = _thread.op
+    return op and next((part for saved, part in op.parts if saved is t), op)
+
+
+def _op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+    return Op(name, args, kwargs, _get_sequence_nr(), [], [])
 
 
 @contextmanager
 def running(name: str, *args: Any) -> Iterator[None]:
     """For an autograd.Function, which torch's function modes do not see."""
-    before, _thread.op = _thread.op, Op(name, args, {}, [])
+    before, _thread.op = _thread.op, _op(name, args, {})
     try:
         yield
     finally:
@@ -74,6 +83,14 @@ def keep_as_is(*tensors: torch.Tensor | None) -> None:
         op.as_is.extend(t for t in tensors if t is not None)
 
 
+def saved_as(name: str, *tensors: torch.Tensor | None) -> None:
+    """The current op will save these objects for what the op `name` does with them."""
+    op = None if torch.compiler.is_compiling() else _thread.op
+    if op is not None:
+        part = op._replace(name=name)
+        op.parts.extend((t, part) for t in tensors if t is not None)
+
+
 def is_held_by_owner(t: torch.Tensor, watch: Watch) -> bool:
     """Whether t, or what it is a view of, was there before the block: a buffer or an input. It has
     no history, is an argument of the op, and no result of a function that `watch` saw."""
@@ -85,24 +102,13 @@ def is_held_by_owner(t: torch.Tensor, watch: Watch) -> bool:
     return op is None or any(base is a or base is a._base for a in given)
 
 
-def in_compiled_code() -> bool:
-    """Whether torch.compile's code is what saves a tensor now: it calls its autograd.Function from
-    this package of torch, a few frames up."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(10):
-        if frame is None:
-            return False
-        if "/_functorch/_aot_autograd/" in frame.f_code.co_filename.replace("\\", "/"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class Watch(TorchFunctionMode):
-    """Makes each function of torch the current op while it runs."""
+    """Makes each function of torch that `names` knows the current op while it runs. The others are
+    ops without a name."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[Callable[..., Any], str]) -> None:
         super().__init__()
+        self.names = names
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -111,10 +117,13 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "").strip("_")
-        if name == "get":  # an attribute of a tensor
+        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor
             return func(*args, **kwargs)
-        before, _thread.op = _thread.op, None if name in _BACKWARD else Op(name, args, kwargs, [])
+        if func is _MHA:
+            with self:  # its parts save as they do outside of it
+                return _without_dispatch(func)(*args, **kwargs)
+        before = _thread.op
+        _thread.op = None if func in _BACKWARD else _op(self.names.get(func, ""), args, kwargs)
         try:
             result = func(*args, **kwargs)
         finally:
@@ -124,3 +133,11 @@ class Watch(TorchFunctionMode):
         if plain and not any(result is arg for arg in args):
             self.made[result] = None
         return result
+
+
+def _without_dispatch(func: Any) -> Any:
+    """A function of torch.nn.functional that does not ask the function modes about itself."""
+    names = {**func.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy

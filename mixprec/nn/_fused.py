@@ -14,6 +14,7 @@ from ..functional._derivatives import is_twice_differentiable
 from ..functional._fused import Norm, run_fused
 from ..functional._linear import check_input
 from ..functional._products import Product
+from ..memory.compress_saved import ModuleHook
 from ..ops._dispatch import checks
 from . import _region
 from ._layer import Layer
@@ -55,7 +56,8 @@ def why_not_fused(
     if act is not None and activation_of(act) is None:
         return f"the activation {type(act).__name__}"
     for module in (*layers, *(m for m in (norm, act) if m is not None)):
-        if any(hook is not as_input for name in _HOOKS for hook in getattr(module, name).values()):
+        hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+        if any(hook is not as_input and type(hook) is not ModuleHook for hook in hooks):
             return "hooks on a layer, norm or activation"
         if "forward" in vars(module) or module._compiled_call_impl is not None:
             return "a module with a forward pass of its own"
@@ -132,7 +134,8 @@ class Part:
         if self.norm is not None:
             spec = norm_of(self.norm)
             assert spec is not None, "is_fused"
-            if spec.promote and spec.weight is not None and not self.norm._forward_hooks:
+            keeps = as_input in self.norm._forward_hooks.values()
+            if spec.promote and spec.weight is not None and not keeps:
                 dtype = torch.promote_types(dtype, spec.weight.dtype)
             settings["norm"] = Norm(spec.eps, spec.subtract_mean)
             settings |= {"norm_weight": spec.weight, "norm_bias": spec.bias}

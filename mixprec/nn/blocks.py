@@ -9,6 +9,7 @@ from torch import nn
 
 from ..recipes import Recipe
 from ._fused import Part
+from .known import register_fusion
 from .linear import Linear
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
@@ -27,6 +28,9 @@ class _ReLUSquared(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.relu(x)
         return y * y
+
+
+register_fusion(_ReLUSquared, lambda module: "relu2")
 
 
 def _norm(

@@ -1,0 +1,81 @@
+"""What is packed of a tensor saved for backward, and what is made of it again, in torch's ops."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["above", "between", "limited", "negative", "normalized", "not_normalized"]
+__all__ += ["pack_mask", "plus", "rounded_at_random", "unpack_mask", "with_signs"]
+
+
+def limited(t: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
+    """clamp, by which an Inf becomes NaN."""
+    return t.clamp(low, high).add_(t, alpha=0)
+
+
+def above(t: torch.Tensor, low: float) -> torch.Tensor:
+    """max(t - low, 0)."""
+    return (t - low).relu_()
+
+
+def negative(t: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """-t where t is below 0, at most `limit`, and 0 elsewhere, which `pack` keeps exactly."""
+    return limited(-t, 0.0, limit)
+
+
+def with_signs(positive: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """1 where `positive`, elsewhere -t. Changes t."""
+    return t.neg_().masked_fill_(positive, 1.0)
+
+
+def plus(t: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """t + rest. Changes t."""
+    return t.add_(rest)
+
+
+def between(t: torch.Tensor, low: float, high: float | None, nan: bool) -> torch.Tensor:
+    """Whether low < t < high; nan: what that is of NaN."""
+    if nan:
+        inside = (t <= low).logical_not_()
+        return inside if high is None else inside.logical_and_((t >= high).logical_not_())
+    return t > low if high is None else (t > low).logical_and_(t < high)
+
+
+def pack_mask(mask: torch.Tensor) -> torch.Tensor:
+    """bool [n] as bytes [ceil(n / 8)], the first in the lowest bit."""
+    more = -mask.numel() % 8
+    eight = torch.cat([mask, mask.new_zeros(more)]) if more else mask
+    # The product moves the lowest bit of byte i to bit 56 + i.
+    words = eight.view(torch.uint8).view(torch.int64)
+    return (words * 0x0102040810204080 >> 56).to(torch.uint8)
+
+
+def unpack_mask(packed: torch.Tensor, n: int) -> torch.Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 1).view(-1)[:n].view(torch.bool)
+
+
+def normalized(t: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(t - mean) / std, mean and std in fp32; those of equal values are 0."""
+    x = t.float()
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    std = var.sqrt()
+    return (x - mean).div_(std.masked_fill(std == 0, 1.0)), mean, std
+
+
+def not_normalized(
+    t: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """t * std + mean. Changes t. A number does not become Inf."""
+    largest = torch.finfo(dtype).max
+    return t.mul_(std).add_(mean).clamp_(-largest, largest).to(dtype)
+
+
+def rounded_at_random(t: torch.Tensor, number: int) -> torch.Tensor:
+    """fp32 to bf16, up or down, so that the mean over `number` is t. Changes t."""
+    start = ((number * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**64 >> 32) - 2**31
+    noise = torch.arange(t.numel(), dtype=torch.int32, device=t.device).mul_(-0x61C88647)
+    noise = noise.add_(start).bitwise_right_shift_(16).bitwise_and_(0xFFFF).view_as(t)
+    largest = torch.finfo(torch.bfloat16).max
+    bits = t.clamp_(-largest, largest).view(torch.int32).add_(noise).bitwise_and_(-0x10000)
+    return bits.view(torch.float32).bfloat16()

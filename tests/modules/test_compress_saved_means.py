@@ -1,0 +1,151 @@
+"""compress_saved: gradients are right on average, for every kind of op, with outliers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import for_each
+from torch.nn import functional as F
+
+import mixprec
+from mixprec.functional import attention, mlp, norm_linear
+
+ROWS, WIDTH = 32, 256
+W = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)) / 16
+UP, DOWN = W[:128], W[:64, :128]
+
+
+def image(t: torch.Tensor) -> torch.Tensor:
+    return t.view(4, 16, 8, 16)
+
+
+def by_hand(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(2, 2, -1, 64)
+    scores = q @ (q * 3 / q.detach().square().sum(-1, keepdim=True)).transpose(-1, -2)
+    return scores.softmax(-1) @ q
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear": lambda x: F.linear(x, W),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mish": F.mish,
+    "relu": F.relu,
+    "relu_": lambda x: F.relu(x * 1, inplace=True),
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "prelu": lambda x: F.prelu(x, W[0, :1].abs()),
+    "elu": F.elu,
+    "celu": lambda x: F.celu(x, 0.3),
+    "selu": F.selu,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "hardtanh": F.hardtanh,
+    "threshold": lambda x: F.threshold(x, 0.25, 0.5),
+    "sigmoid": lambda x: torch.sigmoid(x - 4),
+    "tanh": lambda x: torch.tanh(x * 2),
+    "glu": F.glu,
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "mul": lambda x: x * x.flip(0),
+    "square": torch.square,
+    "addcmul": lambda x: torch.addcmul(x, x * 2, x.flip(1)),
+    "lerp": lambda x: torch.lerp(x * 1, x.flip(0), x * 0.1),
+    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "layer_norm, short rows": lambda x: F.layer_norm(x.view(-1, 32), (32,)),
+    "rms_norm": lambda x: F.rms_norm(x.view(-1, 32), (32,)),
+    "rms_norm by hand": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt(),
+    "group_norm": lambda x: F.group_norm(image(x), 4),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch_norm, image": lambda x: F.batch_norm(image(x), None, None, training=True),
+    "instance_norm": lambda x: F.instance_norm(image(x)),
+    "max_pool2d": lambda x: F.max_pool2d(image(x), 2),
+    "softmax": lambda x: F.softmax(x / x.detach().abs().amax() * 5, -1),
+    "attention by hand": by_hand,
+    "mlp": lambda x: mlp(x, UP, DOWN, recipe="bf16"),
+    "gated mlp": lambda x: mlp(x, UP, DOWN, gate=W[128:], act="silu", recipe="bf16"),
+    "relu2": lambda x: mlp(x, UP, DOWN, act="relu2", recipe="bf16"),
+    "norm_linear": lambda x: norm_linear(x, UP, recipe="bf16")[0],
+}
+
+
+def slope(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mode: str) -> float:
+    """Of the mean gradient over 30 seeds against the exact one."""
+    x.requires_grad_()
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(2)
+        return function(x * 1)
+
+    y = run()
+    g = torch.randn_like(y)
+    (exact,) = torch.autograd.grad(y, x, g)
+    total = torch.zeros_like(exact)
+    for seed in range(30):
+        with mixprec.compress_saved(mode, seed=seed):
+            y = run()
+        total += torch.autograd.grad(y, x, g)[0]
+    return float((total / 30 * exact).sum() / exact.square().sum())
+
+
+@for_each("mode", ["int8", "int4"])
+@for_each("name", list(KINDS))
+def test_gradients_have_the_right_mean(mode: str, name: str) -> None:
+    """A group of 128 is half a row. The outlier is in each group, or in one."""
+    random = torch.Generator().manual_seed(0)
+    for outlier, groups in ((1, 0), (100, slice(None)), (1000, slice(None)), (1000, 3)):
+        x = torch.randn(ROWS, WIDTH, generator=random)
+        if outlier > 1:
+            x.view(-1, 128)[groups, 7] = outlier
+        found = slope(KINDS[name], x, mode)
+        assert abs(found - 1) < 0.02, f"{name} {outlier} {groups}: {found}"
+
+
+def heads(largest: float, dtype: torch.dtype) -> torch.Tensor:
+    """q, k and v [B, T, 3, H, D], views of one tensor, with scores up to about `largest`."""
+    qkv = torch.randn(2, 128, 3, 2, 64, generator=torch.Generator().manual_seed(0))
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
+    qkv[:, :, :2] *= (largest / ((q @ k.transpose(-1, -2)).abs().max() / 8)) ** 0.5
+    return qkv.to(dtype)
+
+
+def mha(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    parts = (t.transpose(1, 2).reshape(-1, 128).view(2, 128, 128) for t in (q, k, v))
+    eye, zero = torch.eye(128, dtype=q.dtype).repeat(3, 1), torch.zeros(384, dtype=q.dtype)
+    y, _ = F.multi_head_attention_forward(
+        *(t.transpose(0, 1) for t in parts), 128, 2, eye, zero, None, None, False, 0.0,
+        eye[:128], zero[:128], need_weights=False,
+    )  # fmt: skip
+    return y
+
+
+@pytest.mark.parametrize(
+    "function", [F.scaled_dot_product_attention, attention, mha], ids=["torch", "mixprec", "mha"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention(function: Any, dtype: torch.dtype) -> None:
+    """A fused backward takes exp(q k^T - logsumexp): errors of q k^T are no longer weights."""
+    for largest, bound in ((400, 0.1), (1000, 0.25)):
+        qkv, seeds = heads(largest, dtype).requires_grad_(), 200
+
+        def run(qkv: torch.Tensor = qkv) -> torch.Tensor:
+            return function(*(qkv * 1).permute(2, 0, 3, 1, 4))
+
+        y = run()
+        g = torch.randn_like(y)
+        exact = torch.autograd.grad(y, qkv, g)[0][:, :, 0].double()
+        errors = []
+        for seed in range(seeds):
+            with mixprec.compress_saved("int8", seed=seed):
+                y = run()
+            errors.append(torch.autograd.grad(y, qkv, g)[0][:, :, 0].double() - exact)
+        error = torch.stack(errors)
+        assert error.square().sum((1, 2, 3, 4)).sqrt().mean() < bound * exact.norm()
+        # The mean of independent errors has their variance by their number; a bias adds to that.
+        assert error.mean(0).square().sum() < 1.5 / seeds * error.square().sum((1, 2, 3, 4)).mean()
+        along = (error * exact).sum((1, 2, 3, 4)) / exact.square().sum()
+        own = 0.0 if dtype == torch.float32 else 0.0007  # of BF16's products against FP32's
+        assert abs(float(along.mean())) < 3 * float(along.std()) / seeds**0.5 + own
