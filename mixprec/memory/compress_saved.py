@@ -85,8 +85,8 @@ def compress_saved(
 
     The block holds for the thread that entered it and nests, the innermost one applies; without
     grad mode and in code inside torch.compile it has no effect. Inside torch.utils.checkpoint
-    nothing is saved but its inputs, as they are. ValueError for bits that are not offered, for patterns without a model, and for a
-    pattern that matches no module.
+    nothing is saved but its inputs, as they are. ValueError for bits that are not offered, for
+    patterns without a model, and for a pattern that matches no module.
 
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
     """
