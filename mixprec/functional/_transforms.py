@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,9 +89,14 @@ class _Call:
         self.tensors = [self.rest[i] for i in self.places]
         for i in self.places:
             self.rest[i] = None
-        # Of each argument, its position among the tensors, if it is one itself.
-        positions = {id(t): n for n, t in reversed([*enumerate(self.tensors)])}
-        self.positions = [positions.get(id(a)) for a in args]
+        # Of each argument, its position among the tensors, if it is one itself. (Not by identity:
+        # one tensor may be several arguments.)
+        counts = [
+            len([x for x in pytree.tree_leaves(a) if isinstance(x, torch.Tensor)]) for a in args
+        ]
+        first = itertools.accumulate(counts, initial=0)
+        pairs = zip(args, first, strict=False)
+        self.positions = [n if isinstance(a, torch.Tensor) else None for a, n in pairs]
         self.needs = [n is not None and _requires_grad(self.tensors[n]) for n in self.positions]
         recipe = next((a for a in args if isinstance(a, Recipe)), None)
         self.is_random = recipe is not None and bool(recipe.stochastic_rounding)
@@ -108,13 +114,13 @@ class _Call:
         result: Any = self.kind.forward(ctx, *pytree.tree_unflatten(leaves, self.spec))
         outputs = list(result) if isinstance(result, tuple) else [result]
         known = [*tensors, *outputs]
-        memory = {t.untyped_storage().data_ptr() for t in known}
+        memory = {t.untyped_storage()._cdata for t in known}
         self.outputs, self.saved = len(outputs), []
         self.has_tuple = isinstance(result, tuple)
         for t in ctx.saved_tensors:
             if t is not None and all(t is not one for one in known):
                 # A view of an input may not be returned.
-                known.append(t.clone() if t.untyped_storage().data_ptr() in memory else t)
+                known.append(t.clone() if t.untyped_storage()._cdata in memory else t)
                 self.saved.append(len(known) - 1)
             else:
                 found = (n for n, one in enumerate(known) if one is t)

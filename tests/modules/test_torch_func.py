@@ -123,6 +123,8 @@ def test_fused_functions(recipe: str) -> None:
         "norm_linear": lambda x: norm_linear(x, (w, u), norm_weight=ones, recipe=recipe),
         "residual": lambda x: norm_linear(x, w, norm="layer", residual=x * 2, recipe=recipe),
         "mlp": lambda x: (mlp(x, w, v, gate=u, act="silu", norm="rms", recipe=recipe),),
+        "same": lambda x: (linear(x, x, recipe=recipe),),
+        "twice": lambda x: norm_linear(x, w, residual=x, recipe=recipe),
         "norm": lambda x: (norm(x, ones, None, 1e-6, False, torch.bfloat16),),
         "attention": lambda x: (attention(*(x.view(heads),) * 3, causal=True),),
         "rotary": lambda x: (rotary(x.view(heads), *turn),),
