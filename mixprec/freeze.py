@@ -16,6 +16,7 @@ from .formats import E4M3
 from .nn import Linear
 from .nn._region import is_for_onnx
 from .nn.convert import ModuleFilter
+from .nn.imported import adapted_layer, imported_class
 from .nn.kinds import ADAPTER, Coverage, adapters, coverage
 from .ops import dequantize, quantize
 from .ops.int8 import dequantize_int8, quantize_int8
@@ -222,10 +223,11 @@ def freeze(
         param for module in model.modules() for param in module.parameters(recurse=False)
     )
     added = adapters(model)
+    wrapper = imported_class("peft.utils.other", "ModulesToSaveWrapper")
     trained = {
         module
         for parent in model.modules()
-        if "modules_to_save" in parent._modules
+        if wrapper is not None and isinstance(parent, wrapper)
         for module in parent.get_submodule("modules_to_save").modules()
     }
     replacement: dict[nn.Module, nn.Module] = {}
@@ -253,11 +255,12 @@ def freeze(
     found = coverage(model, why_left, list(replacement), "only linear layers are frozen")
     if found.is_low:
         warnings.warn(f"freeze: {fmt} was asked for and reaches {found}", stacklevel=2)
+    adapted = adapted_layer()
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child in replacement:
                 setattr(parent, name, replacement[child])
-                if name == "base_layer" and hasattr(parent, "merge"):
+                if name == "base_layer" and adapted is not None and isinstance(parent, adapted):
                     vars(parent)["merge"] = partial(_merge, parent)
     model = replacement.get(model, model)
     return model, FrozenReport(fmt, layers, left, found, before, _size(model))

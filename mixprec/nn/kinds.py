@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from ._layer import Layer
 from .attention import MultiheadAttention
 from .conv import Conv2d
 from .conv1d import Conv1D
+from .imported import adapted_layer, imported_class
 from .linear import Linear
 
 __all__ = [
@@ -52,7 +52,7 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
         return Conv2d.from_conv
     if isinstance(module, nn.MultiheadAttention) and plain[0] is nn.MultiheadAttention.forward:
         return MultiheadAttention.from_attention
-    if kind is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None):
+    if kind is imported_class("transformers.pytorch_utils", "Conv1D"):
         return Conv1D.from_conv1d
     layer = intercepted.layer_for(module)
     return None if layer is None else layer.from_module
@@ -61,9 +61,10 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
 def adapters(model: nn.Module) -> set[nn.Module]:
     """The small layers that peft has added (LoRA and others) beside the layers that they adapt."""
     found: set[nn.Module] = set()
-    for module in model.modules():
-        if "base_layer" in module._modules:
-            for name in getattr(module, "adapter_layer_names", ()):
+    adapted = adapted_layer()
+    for module in model.modules() if adapted is not None else ():
+        if isinstance(module, adapted):
+            for name in module.adapter_layer_names:
                 added = getattr(module, name, None)
                 found.update(added.modules() if isinstance(added, nn.Module) else ())
     return found

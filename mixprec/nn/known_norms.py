@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch import nn
+
+from .imported import imported_class
 
 __all__ = ["known_norms"]
 
@@ -92,7 +92,6 @@ def known_norms() -> tuple[type[nn.Module], ...]:
     for entry in _TRANSFORMERS.split():
         *where, name = entry.split("/")
         path = f"transformers.models.{where[0]}.modeling_{where[-1]}"
-        kind = getattr(sys.modules.get(path), name, None)
-        if isinstance(kind, type) and issubclass(kind, nn.Module):
+        if (kind := imported_class(path, name)) is not None:
             found.append(kind)
     return tuple(found)

@@ -33,9 +33,11 @@ class Conv1D(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(Conv1D=Conv1D)
     monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", module)
+    module = SimpleNamespace(BaseTunerLayer=Adapted)
+    monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", module)
 
 
 def test_a_class_with_the_name_of_one_of_transformers_is_not_that_class() -> None:
@@ -335,7 +337,7 @@ def test_a_name_that_the_user_took() -> None:
 
 
 class Adapted(nn.Module):
-    """As peft wraps a layer: y = base_layer(x) + B(A(x))."""
+    """In the place of peft's: as it wraps a layer: y = base_layer(x) + B(A(x))."""
 
     adapter_layer_names = ("lora_A", "lora_B")
 
@@ -357,8 +359,10 @@ def test_adapters_of_peft_are_left_alone_and_named(caplog: pytest.LogCaptureFixt
     assert messages(caplog, model).endswith(
         "80% of the weights; left out: Linear 20.0% (an adapter of peft)"
     )
-    kinds = {name: isinstance(m, mixprec.nn.Layer) for name, m in model[0].named_modules()}
-    assert [name for name, converted in kinds.items() if converted] == ["base_layer"]
+    found = {name: isinstance(m, mixprec.nn.Layer) for name, m in model[0].named_modules()}
+    assert [name for name, converted in found.items() if converted] == ["base_layer"]
+    del sys.modules["peft.tuners.tuners_utils"]  # then it is a class that only looks like peft's
+    assert messages(caplog, nn.Sequential(Adapted())).endswith("100% of the weights")
 
 
 def test_a_warning_names_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:

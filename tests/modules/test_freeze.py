@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,7 +120,7 @@ def test_codes_never_pass_for_weights() -> None:
 
 
 class Adapted(nn.Module):
-    """As peft wraps a layer: y = base_layer(x) + lora_B(lora_A(x))."""
+    """In the place of peft's: y = base_layer(x) + lora_B(lora_A(x))."""
 
     adapter_layer_names = ("lora_A", "lora_B")
 
@@ -128,7 +130,12 @@ class Adapted(nn.Module):
         self.lora_B = nn.Linear(2, 16, bias=False)
 
 
-def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward() -> None:
+def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = SimpleNamespace(BaseTunerLayer=Adapted)
+    monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", module)
+
     class Own(nn.Linear):
         pass
 
