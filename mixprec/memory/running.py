@@ -87,7 +87,7 @@ def saved_as(name: str, *tensors: torch.Tensor | None) -> None:
     """The current op will save these objects for what the op `name` does with them."""
     op = None if torch.compiler.is_compiling() else _thread.op
     if op is not None:
-        part = op._replace(name=name)
+        part = op._replace(name=name, as_is=[], parts=[])  # not this list, which would hold itself
         op.parts.extend((t, part) for t in tensors if t is not None)
 
 

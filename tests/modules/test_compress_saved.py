@@ -515,7 +515,12 @@ def test_a_tensor_that_is_written_later_is_an_error(function: Any) -> None:
 
 def test_what_is_saved_ends_with_the_graph() -> None:
     """Without a cycle that Python's collector would have to find, and would not."""
-    for function in (torch.exp, torch.relu, lambda x: x / (x * x + 1)):
+    w = torch.randn(64, 64, requires_grad=True)
+    for function in (
+        *(torch.exp, torch.relu, lambda x: x / (x * x + 1)),
+        lambda x: mixprec.functional.mlp(x, w, w, recipe="bf16"),
+        lambda x: mixprec.functional.attention(*[x.view(1, 2, 64, 64)] * 3),
+    ):
         with mixprec.compress_saved("int8"):
             x = torch.randn(128, 64, requires_grad=True) * 1
             y = function(x)

@@ -149,3 +149,17 @@ def test_attention(function: Any, dtype: torch.dtype) -> None:
         along = (error * exact).sum((1, 2, 3, 4)) / exact.square().sum()
         own = 0.0 if dtype == torch.float32 else 0.0007  # of BF16's products against FP32's
         assert abs(float(along.mean())) < 3 * float(along.std()) / seeds**0.5 + own
+
+
+def test_chains_of_ops_have_the_right_mean() -> None:
+    """Ops that save each other's tensors, some of them twice."""
+    chains = (
+        lambda x: F.layer_norm(F.gelu(F.linear(x, W)), (WIDTH,)),
+        lambda x: x * torch.sigmoid(F.linear(x, W)),
+        lambda x: F.batch_norm(F.relu(x.t().contiguous().t()), None, None, training=True),
+        lambda x: torch.einsum("nd,nd,ed->ne", x, x, W) * 0.05,
+    )
+    for function in chains:
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+        x[:, 5] = 10
+        assert abs(slope(function, x, "int4") - 1) < 0.02
