@@ -73,4 +73,4 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.frozen(x)
         x = self.relu(self.twice(x))
-        return self.tied(self.twice(x=x))
+        return self.tied(self.twice(input=x))
