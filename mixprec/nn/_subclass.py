@@ -62,10 +62,13 @@ def _subclass(layer: type, original: type) -> Any:
     """The class with the forward pass of `layer`, and everything else of `original`."""
     pair = layer, original
     if pair not in _known:
-        name, content = layer.__name__, {"__module__": "mixprec.nn", "__reduce_ex__": _reduce}
-        if issubclass(layer, Swapped):  # what other libraries read of a model stays as it was
+        content: dict[str, Any] = {"__module__": "mixprec.nn", "__reduce_ex__": _reduce}
+        name = layer.__name__
+        if issubclass(layer, Swapped):
+            # Libraries look up what a model can do by the name of its class, module and all.
             name = original.__name__
-            content |= {"__qualname__": original.__qualname__, "__doc__": original.__doc__}
+            for attribute in ("__module__", "__qualname__", "__doc__"):
+                content[attribute] = getattr(original, attribute)
             content |= _forward_like(layer, original)
         _known[pair] = type(name, pair, content)
     return _known[pair]

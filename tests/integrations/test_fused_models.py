@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 import logging
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,3 +102,28 @@ def test_fused_models_are_copied_and_pickled() -> None:
         y = model(tokens).logits
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(other(tokens).logits, y)
+
+
+def test_what_transformers_asks_of_a_class_stays(tmp_path: Path) -> None:
+    tokens = torch.randint(0, 100, (2, 9))
+    for model, _ in models():
+        options = {"output_hidden_states": True, "labels": tokens}
+        kind, signature = type(model), inspect.signature(model.forward)
+        plain = len(model(tokens, **options).hidden_states)
+        mixprec.convert(model.eval(), "bf16", fuse=True)
+        assert str(type(model)) == str(kind)
+        assert inspect.signature(model.forward) == signature
+        assert len(model(tokens, **options).hidden_states) == plain
+        model.save_pretrained(tmp_path)
+        assert type(kind.from_pretrained(tmp_path)) is kind
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+            kind.__name__
+        ]
+        model.gradient_checkpointing_enable()
+        model.train()
+        model(tokens, labels=tokens).loss.backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.gradient_checkpointing_disable()
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
