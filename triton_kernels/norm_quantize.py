@@ -76,10 +76,9 @@ def norm_quantize_kernel(
             x = tl.load(normalized_ptr + (first + column), mask=column < K, other=0)
             x = decode(x, X, SOFT_CAST) - mean
             squares += tl.where(column < K, x * x, 0.0)
-    rstd = tl.sqrt_rn(
-        tl.div_rn(_row_sum(squares), k) + (tl.zeros((), tl.float64) + eps).to(tl.float32)
-    )
-    rstd = tl.div_rn(tl.zeros((), tl.float32) + 1.0, rstd)
+    variance = tl.div_rn(_row_sum(squares), k) + (tl.zeros((), tl.float64) + eps).to(tl.float32)
+    rstd = tl.div_rn(tl.zeros((), tl.float32) + 1.0, tl.sqrt_rn(variance))
+    rstd += 0.0 * variance  # an overflow is NaN, not 0
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, K, LANES):
         column = int64(start) + lanes

@@ -108,7 +108,7 @@ def ours(make: Make, recipe: str, *, fuse: bool, compiled: bool) -> Step:
 
 
 def _check(make: Make, recipe: str, fuse: bool) -> str | None:
-    """Four steps of ours, not compiled, and of torch's fp32 lead to the same loss within 3 %."""
+    """Four steps of ours, not compiled, and of torch's fp32 end within 3 % of the first loss."""
     both = (
         ours(make, recipe, fuse=fuse, compiled=False),
         torchs(make, autocast=False, compiled=False),
@@ -117,7 +117,7 @@ def _check(make: Make, recipe: str, fuse: bool) -> str | None:
     if not got[-1] < got[0]:
         return f"the loss does not fall: {got[0]:.4f}, then {got[-1]:.4f}"
     ends = torch.tensor(got[-1:]), torch.tensor(expected[-1:])
-    return verify.close("loss", [ends[0]], [ends[1]], rtol=0.03, atol=0.0)
+    return verify.close("loss", [ends[0]], [ends[1]], rtol=0.0, atol=0.03 * expected[0])
 
 
 def workload(make: Make, recipe: str, fuse: bool, compiled: bool) -> Workload:

@@ -30,14 +30,22 @@ def _text(model: nn.Module) -> Model:
 
 
 def llama() -> Model:
-    t, size = _transformers(), {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    config = t.LlamaConfig(VOCABULARY, WIDTH, 1408, num_key_value_heads=HEADS, **size)
+    t = _transformers()
+    config = t.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=1408,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+    )
     return _text(t.LlamaForCausalLM(config))
 
 
 def gpt2() -> Model:
     t, dropout = _transformers(), dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return _text(t.GPT2LMHeadModel(t.GPT2Config(VOCABULARY, 1024, WIDTH, LAYERS, HEADS, **dropout)))
+    size = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    return _text(t.GPT2LMHeadModel(t.GPT2Config(**size, **dropout)))
 
 
 def _encoder() -> dict[str, Any]:
@@ -48,14 +56,14 @@ def _encoder() -> dict[str, Any]:
 
 def bert() -> Model:
     t = _transformers()
-    return _text(t.BertForMaskedLM(t.BertConfig(VOCABULARY, **_encoder())))
+    return _text(t.BertForMaskedLM(t.BertConfig(vocab_size=VOCABULARY, **_encoder())))
 
 
 def vit() -> Model:
     """256 patches of 14 x 14, and the class token."""
     t = _transformers()
-    config = t.ViTConfig(image_size=224, patch_size=14, num_labels=10, **_encoder())
-    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(0, 10, (BATCH,))
+    config = t.ViTConfig(image_size=224, patch_size=14, num_labels=1000, **_encoder())
+    images, labels = torch.randn(BATCH, 3, 224, 224), torch.randint(0, 1000, (BATCH,))
     return t.ViTForImageClassification(config), lambda run: run(images, labels=labels).loss
 
 

@@ -18,8 +18,10 @@ MIXPREC_HD float norm_mean(float sum, float k) { return sum / k; }
 
 // squares: the sum of (x - mean)^2.
 MIXPREC_HD float norm_square(float x, float mean) { return (x - mean) * (x - mean); }
+// Where the sum has overflowed, NaN, and not 0, with which a row would be 0.
 MIXPREC_HD float norm_rstd(float squares, float k, float eps) {
-  return 1.0f / square_root(squares / k + eps);
+  float variance = squares / k + eps;
+  return 1.0f / square_root(variance) + 0.0f * variance;
 }
 
 MIXPREC_HD float norm_xhat(float x, float mean, float rstd) { return (x - mean) * rstd; }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 
 from ..ops._dispatch import backends, simulation
@@ -85,9 +86,19 @@ def _shareable(x: torch.Tensor, recipe: Recipe, delayed: Delayed | None) -> bool
 
 
 def _key(x: torch.Tensor, recipe: Recipe, use_t: bool, grad_enabled: bool) -> tuple[Any, ...]:
+    # The weak reference keeps the address of a storage that is gone from another one.
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     return (
-        *(x._version, x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, stream),
+        *(
+            StorageWeakRef(x.untyped_storage()),
+            x._version,
+            x.data_ptr(),
+            x.dtype,
+            x.shape,
+            x.stride(),
+            x.device,
+            stream,
+        ),
         *(recipe, use_t, simulation.current(), backends.forced()),
         # Nothing is shared across the beginning or end of these.
         *(grad_enabled, saved_tensors_hooks(), tuple(_get_current_function_mode_stack())),

@@ -17,9 +17,9 @@ from ..functional._products import Product
 from ..memory.compress_saved import ModuleHook
 from ..ops._dispatch import checks
 from . import _region
+from ._fused_forward import own_forward
 from ._layer import Layer
 from ._norms import as_input
-from ._subclass import class_before_fusing
 from .conv1d import Conv1D
 from .known import CALL, NormSpec, spec_of
 from .linear import Linear
@@ -33,13 +33,13 @@ PLAIN = (torch.Tensor, nn.Parameter)
 
 def norm_of(module: nn.Module) -> NormSpec | None:
     """What a known norm computes; None for anything else."""
-    spec = spec_of(module, class_before_fusing(module))
+    spec = spec_of(module)
     return spec if isinstance(spec, NormSpec) else None
 
 
 def activation_of(module: nn.Module) -> str | None:
     """The name of a known activation in `act_quantize`; None for anything else."""
-    spec = spec_of(module, class_before_fusing(module))
+    spec = spec_of(module)
     return spec if isinstance(spec, str) else None
 
 
@@ -59,7 +59,7 @@ def why_not_fused(
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
         if any(hook is not as_input and type(hook) is not ModuleHook for hook in hooks):
             return "hooks on a layer, norm or activation"
-        if "forward" in vars(module) or module._compiled_call_impl is not None:
+        if own_forward(module) or module._compiled_call_impl is not None:
             return "a module with a forward pass of its own"
         if any(p is not None and type(p) not in PLAIN for p in module._parameters.values()):
             return "sharded or otherwise special parameters"
@@ -107,7 +107,7 @@ class Part:
         """Whether it runs as one function here; else its modules are to be called one by one."""
         if why_not_fused(self.layers, self.norm, self.act) is not None or _has_any_global_hook():
             return False
-        if type(x) not in PLAIN or is_twice_differentiable():
+        if type(x) not in PLAIN or is_twice_differentiable() or _region.is_watched():
             return False
         if self.norm is not None:
             spec = norm_of(self.norm)

@@ -12,7 +12,7 @@ from ..functional._norm import norm
 from ..ops._dispatch import autocast, checks
 from . import _region
 from ._fused import PLAIN, activation_of, fits_norm, norm_of
-from ._subclass import Swapped
+from ._fused_forward import FusedForward
 from .known import NormSpec, Spec
 
 __all__ = ["FusedActivation", "FusedNorm", "one_pass_class"]
@@ -23,12 +23,12 @@ __all__ = ["FusedActivation", "FusedNorm", "one_pass_class"]
 _KINDS = ("gelu_tanh",)
 
 
-class FusedNorm(Swapped):
+class FusedNorm(FusedForward):
     """An RMSNorm in one pass."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
-        spec = norm_of(self)
+        spec = norm_of(self.module)
         if spec is None or not fits_norm(x, spec) or not _is_one_pass(x):
             return self.unfused(*args, **kwargs)
         dtype = x.dtype
@@ -38,19 +38,19 @@ class FusedNorm(Swapped):
             return norm(x, spec.weight, spec.bias, spec.eps, spec.subtract_mean, dtype)
 
 
-class FusedActivation(Swapped):
+class FusedActivation(FusedForward):
     """An activation in one pass."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
-        kind = activation_of(self)
+        kind = activation_of(self.module)
         if kind not in _KINDS or type(x) not in PLAIN or not _is_one_pass(x):
             return self.unfused(*args, **kwargs)
         with _region.without_modes():
             return activation(x, kind)
 
 
-def one_pass_class(spec: Spec | None) -> type[Swapped] | None:
+def one_pass_class(spec: Spec | None) -> type[FusedForward] | None:
     """The class for a module that computes `spec`; None if it is to stay as it is."""
     if isinstance(spec, NormSpec) and not spec.subtract_mean:
         return FusedNorm
@@ -69,5 +69,6 @@ def _is_one_pass(x: torch.Tensor) -> bool:
         and not _region.is_for_onnx()
         and not autocast.is_on(x.device.type)
         and not is_twice_differentiable()
+        and not _region.is_watched()
         and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
     )

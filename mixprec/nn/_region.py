@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
+from ..memory.running import Watch
+from ..ops._dispatch import simulation
 from ..recipes import Recipe
 
 OWN = object()
@@ -54,6 +57,10 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+# Those that see nothing of what a layer computes.
+_MODES = (Region, SeesRegions, Watch, simulation.simulate, DeviceContext)
+
+
 def is_for_onnx() -> bool:
     """Whether torch.onnx.export is running, whose format has none of our ops."""
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
@@ -74,6 +81,11 @@ def recipe_here(own: Recipe, region: Region | None = None) -> Recipe | None:
     if region is None or region.inside is OWN:
         return own
     return region.inside  # type: ignore[return-value]
+
+
+def is_watched() -> bool:
+    """Whether a torch function mode of the program is to see each of torch's functions."""
+    return any(not isinstance(mode, _MODES) for mode in _get_current_function_mode_stack())
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -58,6 +58,7 @@ class AttentionMode(_region.SeesRegions):
                 query, key, value = (
                     autocast.cast_operand(x, query.device.type) for x in (query, key, value)
                 )
+                low = query.dtype
             return run_attention(query, key, value, is_causal, scale, low)
 
 
@@ -74,7 +75,13 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
     except TypeError:
         return None
-    if mask is not None or dropout != 0.0 or is_twice_differentiable() or _is_for_torch():
+    if (
+        mask is not None
+        or dropout != 0.0
+        or is_twice_differentiable()
+        or _is_for_torch()
+        or _region.is_watched()
+    ):
         return None
     if any(type(x) not in _PLAIN or x.is_nested for x in (query, key, value)):
         return None
@@ -100,8 +107,10 @@ def _bind(
 
 
 def _is_for_torch() -> bool:
-    """Whether torch.func runs, or the program has chosen kernels of torch, as with
-    torch.nn.attention.sdpa_kernel (in compiled code that cannot be asked)."""
+    """Whether torch.func or a mode of the program is to see the call, or the program has chosen
+    kernels of torch, as with sdpa_kernel (in compiled code that cannot be asked)."""
+    if is_twice_differentiable() or _region.is_watched():
+        return True
     if torch.compiler.is_compiling():
         return False
     flash = torch.backends.cuda.flash_sdp_enabled()

@@ -13,25 +13,31 @@ from torch import nn
 from ..functional._cast_memo import share_casts
 from . import _region
 from ._fused import Part, activation_of, norm_of, why_not_fused
+from ._fused_forward import FusedForward, fused_forward_of
 from ._layer import Layer
 from ._one_pass import FusedNorm, one_pass_class
 from ._sdpa import AttentionMode
-from ._subclass import Swapped, class_before_fusing, swap, undo_swap
 from .known import MLPSpec, load_tables, spec_of
 
 __all__ = ["Found", "FusedMLP", "FusedSequential", "Marked", "fuse", "unfuse"]
 
+_SEQUENTIAL = nn.Sequential.forward
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward pass
 
 
-class FusedSequential(Swapped):
-    """nn.Sequential, with parts of its modules that run as one function."""
+class FusedSequential(FusedForward):
+    """nn.Sequential, with parts of its modules that run as one function, by position."""
 
-    parts: dict[int, tuple[nn.Module, ...]] = {}  # noqa: RUF012 - by position; replaced, not changed
+    def __init__(self, module: nn.Module, parts: dict[int, tuple[nn.Module, ...]]) -> None:
+        super().__init__(module)
+        self.parts = parts
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        modules = tuple(self._modules.values())
-        i, x = 0, input
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.only_argument(args, kwargs)
+        if nn.Sequential.forward is not _SEQUENTIAL or x is None:
+            return self.unfused(*args, **kwargs)
+        modules = tuple(self.module._modules.values())
+        i = 0
         while i < len(modules):
             part = self.parts.get(i, ())
             found = modules[i : i + len(part)]
@@ -48,12 +54,12 @@ class FusedSequential(Swapped):
         return x
 
 
-class FusedMLP(Swapped):
+class FusedMLP(FusedForward):
     """The MLP of a transformer, whose layers and activation run as one function."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
-        spec = spec_of(self, class_before_fusing(self))
+        spec = spec_of(self.module)
         part = _mlp(spec) if isinstance(spec, MLPSpec) else None
         if part is None or not part.is_fused(x):
             return self.unfused(*args, **kwargs)
@@ -62,13 +68,13 @@ class FusedMLP(Swapped):
         return y if spec.after is None else spec.after(y)  # type: ignore[union-attr]
 
 
-class Marked(Swapped):
+class Marked(FusedForward):
     """A module around layers: attention in its forward pass is `functional.attention`, and layers
     that are its children cast a tensor that several of them take once."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layers = [*_own_layers(self)]
-        layer = layers[0] if layers else next(_layers(self), None)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layers = [*_own_layers(self.module)]
+        layer = layers[0] if layers else next(_layers(self.module), None)
         with ExitStack() as stack:
             if layer is not None and not AttentionMode.serves(layer.recipe):
                 stack.enter_context(AttentionMode(layer.recipe))
@@ -89,8 +95,8 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         lines = "; ".join(f"{what} ({n})" for what, n in Counter(self.fused.values()).items())
         lines = f"fused {lines or 'nothing'}"
-        if self.shares:
-            lines += f"; layers with one input share its cast in {_counts(self.shares)}"
+        if +self.shares:
+            lines += f"; layers with one input share its cast in {_counts(+self.shares)}"
         left = "; ".join(
             f"{next(fqn for fqn, other in self.left.items() if other == why)}"
             f"{f' and {n - 1} more' if n > 1 else ''}, because of {why}"
@@ -114,17 +120,14 @@ def fuse(model: nn.Module) -> Found:
     found = Found({}, {}, Counter(), Counter())
     in_parts: set[nn.Module] = set()  # of a Sequential
     for fqn, module in list(model.named_modules()):
-        if (
-            isinstance(module, (Layer, Swapped, torch.jit.ScriptModule))
-            or type(module) in _CONTAINERS
-        ):
+        if isinstance(module, (Layer, torch.jit.ScriptModule)) or type(module) in _CONTAINERS:
             continue
         around_layers = next(_layers(module), None) is not None
         if "forward" in vars(module):
             if around_layers:
                 found.left[fqn] = "a module with a forward pass of its own"
             continue
-        name, spec = type(module).__name__, spec_of(module)
+        spec, layers = spec_of(module), len([*_own_layers(module)])
         if type(module) is nn.Sequential:
             in_parts |= _fuse_sequential(module, fqn, found)
             continue
@@ -132,33 +135,21 @@ def fuse(model: nn.Module) -> Found:
             continue
         kind = one_pass_class(spec)
         if kind is not None and module not in in_parts:
-            what = "norm" if kind is FusedNorm else "activation"
-            _swap(kind, module, fqn, what, found)
-        layers = len([*_own_layers(module)])
-        if around_layers and _swap(Marked, module, fqn, "", found) and layers > 1:
-            found.shares[name] += 1
+            module.forward = kind(module)
+            found.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
+        elif around_layers:
+            module.forward = Marked(module)
+            found.shares[type(module).__name__] += layers > 1
         if spec is None and not _is_torchs(module) and (layers or not module._modules):
-            found.unknown[name] += 1
+            found.unknown[type(module).__name__] += 1
     return found
 
 
 def unfuse(model: nn.Module) -> None:
-    """Give all modules the class that `fuse` found them with."""
+    """Give all modules the forward pass of their class."""
     for module in model.modules():
-        if isinstance(module, Swapped):
-            vars(module).pop("parts", None)
-            undo_swap(module)
-
-
-def _swap(kind: type, module: nn.Module, fqn: str, what: str, found: Found) -> bool:
-    try:
-        swap(kind, module)
-    except TypeError as error:  # such as a class with __slots__
-        found.left[fqn] = str(error)
-        return False
-    if what:
-        found.fused[fqn or "the model"] = what
-    return True
+        if fused_forward_of(module) is not None:
+            del module.forward
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -199,7 +190,9 @@ def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, found: Found) -> bool:
         found.left[fqn] = why
         return False
     gated = "activation * linear" if len(part.first) == 2 else "activation"
-    return _swap(FusedMLP, module, fqn, f"linear, {gated}, linear", found)
+    module.forward = FusedMLP(module)
+    found.fused[fqn or "the model"] = f"linear, {gated}, linear"
+    return True
 
 
 def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module]:
@@ -227,7 +220,6 @@ def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module
         before = "" if part.norm is None else "norm, "
         names.append(before + "linear" + ("" if part.act is None else ", activation, linear"))
     if parts:
-        _swap(FusedSequential, module, fqn, " + ".join(names), found)
-        if isinstance(module, FusedSequential):
-            module.parts = parts
+        module.forward = FusedSequential(module, parts)
+        found.fused[fqn or "the model"] = " + ".join(names)
     return {child for part in parts.values() for child in part}

@@ -47,7 +47,8 @@ Describe = Callable[[Any], Spec | None]
 
 
 class _Known(NamedTuple):
-    forward: Any  # as it was registered: a class whose forward was replaced is another one
+    # As they were when the class was registered: with another method it is another class.
+    methods: dict[str, Any]
     describe: Describe
 
 
@@ -79,7 +80,8 @@ def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
         raise TypeError(f"register_fusion: kind must be a subclass of nn.Module, got {kind!r}")
     if not callable(describe):
         raise TypeError(f"register_fusion: describe must be callable, got {describe!r}")
-    _known[kind] = _Known(kind.forward, describe)
+    methods = {name: m for name, m in vars(kind).items() if callable(m)}
+    _known[kind] = _Known({**methods, "forward": kind.forward}, describe)
 
 
 def load_tables() -> None:
@@ -89,15 +91,14 @@ def load_tables() -> None:
             importlib.import_module(table).register()
 
 
-def spec_of(module: nn.Module, kind: type[nn.Module] | None = None) -> Spec | None:
-    """What `module` computes, from its settings as they are now; None if that is not known.
-
-    kind: its class before `convert` gave it another one."""
-    kind = type(module) if kind is None else kind
+def spec_of(module: nn.Module) -> Spec | None:
+    """What the class of `module` computes, with its settings as they are now; None if that is not
+    known."""
+    kind = type(module)
     known = _known.get(kind)
-    if known is None or "forward" in vars(module):
+    if known is None or kind.__call__ is not CALL:
         return None
-    if kind.forward is not known.forward or kind.__call__ is not CALL:
+    if any(getattr(kind, name, None) is not method for name, method in known.methods.items()):
         return None
     spec = known.describe(module)
     if isinstance(spec, (NormSpec, MLPSpec)) or spec is None or spec in KINDS:

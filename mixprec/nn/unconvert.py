@@ -56,9 +56,9 @@ def unconvert(model: nn.Module) -> nn.Module:
                 "before fully_shard"
             )
         originals[module] = original
-    unfuse(model)
     for module in model.modules():
         set_saved(module, None)
+    unfuse(model)
     for module, original in originals.items():
         module._leave()
         module.__class__ = original  # type: ignore[assignment]

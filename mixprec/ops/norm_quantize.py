@@ -73,9 +73,9 @@ def norm_quantize_reference(
     if subtract_mean:
         mean = _divided(_row_sums(rows), k)
         rows = rows - mean
-    variance = _divided(_row_sums(rows * rows), k)
-    # torch's sqrt of FP32 tensors is not correctly rounded everywhere.
-    rstd = 1.0 / (variance + eps).double().sqrt().float()
+    variance = _divided(_row_sums(rows * rows), k) + eps
+    # torch's sqrt of FP32 tensors is not correctly rounded everywhere. An overflow is NaN, not 0.
+    rstd = 1.0 / variance.double().sqrt().float() + 0.0 * variance
     y = rows * rstd
     if weight is not None:
         y = y * weight.float()

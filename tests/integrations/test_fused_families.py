@@ -69,7 +69,7 @@ def test_the_description_is_what_the_class_computes(path: str, name: str) -> Non
         for true, separate, together in zip(*ends, strict=True):
             assert separate.dtype == together.dtype
             assert float(sqnr(true, together)) > float(sqnr(true, separate)) - 6, module
-        fused_any |= type(fused[1]) is not type(module) or type(fused) is not nn.Sequential
+        fused_any |= "forward" in vars(fused[1]) or "forward" in vars(fused)
     version = ".".join(transformers.__version__.split(".")[:2])
     assert fused_any == (version in fused_transformers.VERSIONS)
 

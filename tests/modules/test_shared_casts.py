@@ -114,6 +114,10 @@ def in_mode(mode: Any) -> Callable[[Any, torch.Tensor], object]:
     return between
 
 
+def double(x: torch.Tensor) -> None:
+    x.data = x.data * 2  # the memory of the data before is used again by the next one
+
+
 def in_thread(model: Any, x: torch.Tensor) -> None:
     thread = threading.Thread(target=lambda: model.k(x))
     thread.start()
@@ -127,6 +131,7 @@ BETWEEN: dict[str, tuple[Callable[[Any, torch.Tensor], object], int]] = {
     "a write": (lambda model, x: x.mul_(2), 2),
     "a write to a view": (lambda model, x: x[0].zero_(), 2),
     "other data": (lambda model, x: setattr(x, "data", x.data * 2), 2),
+    "data at the same address": (lambda model, x: (double(x), double(x)), 2),
     "no_grad": (in_mode(torch.no_grad), 2),
     "a region": (in_mode(lambda: mixprec.autocast("bf16")), 2),
     "another recipe": (in_mode(lambda: mixprec.autocast("fp8")), 2),

@@ -1,0 +1,56 @@
+"""A forward pass in place of a module's own, as `convert(fuse=True)` gives it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from .known import load_tables
+
+__all__ = ["FusedForward", "fused_forward_of", "own_forward"]
+
+
+class FusedForward:
+    """The `forward` of one module, as an attribute of it, like that of `convert(saved=)`.
+
+    Not a class derived from the module's, whose identity and name other code reads.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        names = [*inspect.signature(type(module).forward).parameters][1:]
+        self.argument = names[0] if len(names) == 1 else ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def unfused(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the module's class."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def only_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument of a call as forward(x) or forward(name=x); None for another call."""
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs[self.argument] if not args and [*kwargs] == [self.argument] else None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For trainers that look up the arguments of a model."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        load_tables()  # in a process that has not called convert
+        vars(self).update(state)
+
+
+def fused_forward_of(module: nn.Module) -> FusedForward | None:
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, FusedForward) else None
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether the module has a forward pass that is neither its class's nor a fused one."""
+    return "forward" in vars(module) and fused_forward_of(module) is None
