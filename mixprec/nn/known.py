@@ -48,6 +48,7 @@ Describe = Callable[[Any], Spec | None]
 
 class _Known(NamedTuple):
     # As they were when the class was registered: with another method it is another class.
+    forward: Any
     methods: dict[str, Any]
     describe: Describe
 
@@ -81,7 +82,7 @@ def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
     if not callable(describe):
         raise TypeError(f"register_fusion: describe must be callable, got {describe!r}")
     methods = {name: m for name, m in vars(kind).items() if callable(m)}
-    _known[kind] = _Known({**methods, "forward": kind.forward}, describe)
+    _known[kind] = _Known(kind.forward, methods, describe)
 
 
 def load_tables() -> None:
@@ -96,9 +97,10 @@ def spec_of(module: nn.Module) -> Spec | None:
     known."""
     kind = type(module)
     known = _known.get(kind)
-    if known is None or kind.__call__ is not CALL:
+    if known is None or kind.forward is not known.forward or kind.__call__ is not CALL:
         return None
-    if any(getattr(kind, name, None) is not method for name, method in known.methods.items()):
+    own = vars(kind)
+    if any(own.get(name) is not method for name, method in known.methods.items()):
         return None
     spec = known.describe(module)
     if isinstance(spec, (NormSpec, MLPSpec)) or spec is None or spec in KINDS:

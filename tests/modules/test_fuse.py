@@ -452,8 +452,12 @@ def test_a_registered_class_is_fused_and_only_that_one(monkeypatch: pytest.Monke
             super().__init__()
             self.g, self.eps = nn.Parameter(torch.rand(WIDTH)), 1e-3
 
+        @staticmethod
+        def mean_square(x: torch.Tensor) -> torch.Tensor:
+            return x.square().mean(-1, keepdim=True)
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.g
+            return x * (self.mean_square(x) + self.eps).rsqrt() * self.g
 
     class Feed(nn.Module):
         def __init__(self, norm: nn.Module) -> None:
@@ -481,6 +485,9 @@ def test_a_registered_class_is_fused_and_only_that_one(monkeypatch: pytest.Monke
             model[1](x=x)
         model[0].eps = 10.0  # read in each pass
         assert model(x).norm() < 0.9 * exact.norm()
+    with monkeypatch.context() as patch:
+        patch.setattr(Norm, "mean_square", staticmethod(torch.zeros_like))
+        torch.testing.assert_close(model[0](x), x * model[0].g / 10**0.5, msg="another method")
     monkeypatch.setattr(Norm, "forward", lambda self, x: 3 * x)
     assert torch.equal(model[0](x), 3 * x), "its forward pass was replaced"
     with pytest.raises(TypeError, match="kind must be a subclass"):
