@@ -38,17 +38,19 @@ class Linear(Form):
 
 @dataclass(frozen=True)
 class Limited(Form):
-    """Codes of values limited to where a derivative changes: their range is the smaller one."""
+    """Codes of values limited to where a derivative changes: their range is the smaller one.
+    below: what stands for all values up to `low`."""
 
     bits: int
     low: float | None
     high: float | None = None
+    below: float | None = None
 
     def encode(self, t: torch.Tensor, make: Make) -> Pieces:
         return (make(values.limited(t, self.low, self.high), self.bits),)
 
     def decode(self, t: torch.Tensor) -> torch.Tensor:
-        return t
+        return values.with_below(t, self.low, self.below)
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,14 @@ class Gate(Form):
     bits: int
     low: float
     high: float
+    below: float
 
     def encode(self, t: torch.Tensor, make: Make) -> Pieces:
         limited = make(values.limited(t, self.low, self.high), self.bits)
         return limited, make(values.above(t, self.high), 4)  # exactly 0 where t is below
 
     def decode(self, limited: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-        return values.plus(limited, above)
+        return values.plus(values.with_below(limited, self.low, self.below), above)
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,9 @@ class GLU(Form):
 
 @dataclass(frozen=True)
 class Wide(Form):
-    """FP32 as codes of 8 bits and codes of what they lack: steps of a 65,000th of the range."""
+    """FP32 as codes of 8 bits and codes of what they lack."""
+
+    STEPS: ClassVar[int] = 255 * 127  # in a range: what the first lack is up to two of their steps
 
     def encode(self, t: torch.Tensor, make: Make) -> Pieces:
         codes = make(t, 8)

@@ -5,12 +5,28 @@ from __future__ import annotations
 import torch
 
 __all__ = ["above", "between", "limited", "negative", "normalized", "not_normalized"]
-__all__ += ["pack_mask", "plus", "rounded_at_random", "unpack_mask", "with_signs"]
+__all__ += ["pack_mask", "plus", "rounded_at_random", "score_error", "unpack_mask", "with_below"]
+__all__ += ["with_signs"]
 
 
 def limited(t: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
     """clamp, by which an Inf becomes NaN."""
     return t.clamp(low, high).add_(t, alpha=0)
+
+
+def with_below(t: torch.Tensor, low: float | None, below: float | None) -> torch.Tensor:
+    """t, with `below` where it is `low` or less. Changes t."""
+    return t if low is None or below is None else t.masked_fill_(t <= low, below)
+
+
+def score_error(q: torch.Tensor, k: torch.Tensor, scale: float | None, steps: int) -> float:
+    """A bound of the standard deviation of scale * q k^T, where the elements of q and k are rounded
+    at random to `steps` in the range of a group. NaN if they are not finite."""
+    d = q.shape[-1]
+    largest = [float(torch.stack(t.detach().aminmax()).abs().amax()) for t in (q, k)]
+    scale = d**-0.5 if scale is None else abs(scale)
+    # Each rounding has at most half a step, 2 * largest / steps, and the other factor beside it.
+    return float(scale * (2 * d) ** 0.5 * largest[0] * largest[1] / steps)
 
 
 def above(t: torch.Tensor, low: float) -> torch.Tensor:
@@ -35,6 +51,8 @@ def plus(t: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 
 def between(t: torch.Tensor, low: float, high: float | None, nan: bool) -> torch.Tensor:
     """Whether low < t < high; nan: what that is of NaN."""
+    if t.dtype != torch.float32 and t.new_tensor(low).item() != low:
+        t = t.float()  # torch compares in FP32
     if nan:
         inside = (t <= low).logical_not_()
         return inside if high is None else inside.logical_and_((t >= high).logical_not_())

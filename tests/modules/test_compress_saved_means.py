@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,3 +165,42 @@ def test_chains_of_ops_have_the_right_mean() -> None:
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
         x[:, 5] = 10
         assert abs(slope(function, x, "int4") - 1) < 0.02
+
+
+def gradient(function: Any, x: torch.Tensor, bits: str | None, seed: int = 0) -> torch.Tensor:
+    with nullcontext() if bits is None else mixprec.compress_saved(bits, seed=seed):
+        y = function(x * 1)
+    return torch.autograd.grad(y.float().sum(), x)[0]
+
+
+def test_units_far_below_zero_get_no_gradient_of_their_own() -> None:
+    """A derivative that is 10^-4 there, or 0 in 4 bits, but not that of the limit."""
+    for function, at in ((F.silu, -12.0), (F.mish, -12.0), (F.gelu, -6.0)):
+        x = torch.full((64, 128), at).requires_grad_()
+        exact = gradient(function, x, None)
+        torch.testing.assert_close(gradient(function, x, "int8"), exact, rtol=0.02, atol=1e-7)
+        assert gradient(function, x, "int4").abs().max() <= exact.abs().max() * 1.02
+
+
+def test_thresholds_are_compared_as_torch_does() -> None:
+    for threshold in (0.1, 0.3, 0.01, 0.7):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x = torch.full((64, 128), threshold, dtype=dtype).requires_grad_()
+            run = partial(F.threshold, threshold=threshold, value=20.0)
+            assert torch.equal(gradient(run, x, "int8"), gradient(run, x, None))
+
+
+def test_attention_with_large_scores_in_fp32_keeps_its_operands() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 64, 64) for _ in range(3))
+    q.view(-1)[::128] = k.view(-1)[::128] = 1000
+    for function in (F.scaled_dot_product_attention, attention):
+        x = v.requires_grad_()
+        run = partial(function, q * 1, k * 1)
+        assert torch.equal(gradient(run, x, "int8"), gradient(run, x, None))
+
+
+def test_saturated_results_in_16_bits_are_kept() -> None:
+    x = (1000 * torch.randn(64, 128)).bfloat16().requires_grad_()
+    for function in (torch.tanh, torch.sigmoid):
+        assert torch.equal(gradient(function, x, "int8"), gradient(function, x, None))
