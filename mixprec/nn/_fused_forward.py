@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from .known import load_tables
 
 __all__ = ["FusedForward", "fused_forward_of", "own_forward"]
+
+# Of torch, where it calls the `forward` of `self`.
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._slow_forward.__code__}
+_CALLS |= {c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType)}
 
 
 class FusedForward:
@@ -24,7 +31,21 @@ class FusedForward:
         self.argument = names[0] if len(names) == 1 else ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # bound as a method, as accelerate does
+            args = args[1:]
+        if not torch.compiler.is_compiling() and (other := self._other_caller()) is not None:
+            return type(other).forward(other, *args, **kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def _other_caller(self) -> nn.Module | None:
+        """The module that calls this, if it is another one: a shallow copy, a replica of
+        DataParallel, or what a method of the user's own has copied attributes to."""
+        frame = sys._getframe(2)
+        caller = frame.f_locals.get("self") if frame.f_code in _CALLS else None
+        return caller if isinstance(caller, nn.Module) and caller is not self.module else None
 
     def unfused(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's class."""
@@ -35,6 +56,12 @@ class FusedForward:
         if len(args) == 1 and not kwargs:
             return args[0]
         return kwargs[self.argument] if not args and [*kwargs] == [self.argument] else None
+
+    @property
+    def __code__(self) -> CodeType:
+        """For torch.export, which looks up names of arguments."""
+        code: CodeType = type(self.module).forward.__code__
+        return code
 
     @property
     def __signature__(self) -> inspect.Signature:

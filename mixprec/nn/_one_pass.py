@@ -26,7 +26,7 @@ _KINDS = ("gelu_tanh",)
 class FusedNorm(FusedForward):
     """An RMSNorm in one pass."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
         spec = norm_of(self.module)
         if spec is None or not fits_norm(x, spec) or not _is_one_pass(x):
@@ -41,7 +41,7 @@ class FusedNorm(FusedForward):
 class FusedActivation(FusedForward):
     """An activation in one pass."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
         kind = activation_of(self.module)
         if kind not in _KINDS or type(x) not in PLAIN or not _is_one_pass(x):

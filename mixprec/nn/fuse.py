@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,10 @@ class FusedSequential(FusedForward):
         super().__init__(module)
         self.parts = parts
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
-        if nn.Sequential.forward is not _SEQUENTIAL or x is None:
+        same = type(self.module) is nn.Sequential and nn.Sequential.forward is _SEQUENTIAL
+        if not same or x is None:
             return self.unfused(*args, **kwargs)
         modules = tuple(self.module._modules.values())
         i = 0
@@ -57,7 +59,7 @@ class FusedSequential(FusedForward):
 class FusedMLP(FusedForward):
     """The MLP of a transformer, whose layers and activation run as one function."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         x = self.only_argument(args, kwargs)
         spec = spec_of(self.module)
         part = _mlp(spec) if isinstance(spec, MLPSpec) else None
@@ -72,7 +74,7 @@ class Marked(FusedForward):
     """A module around layers: attention in its forward pass is `functional.attention`, and layers
     that are its children cast a tensor that several of them take once."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         layers = [*_own_layers(self.module)]
         layer = layers[0] if layers else next(_layers(self.module), None)
         with ExitStack() as stack:
@@ -123,7 +125,7 @@ def fuse(model: nn.Module) -> Found:
         if isinstance(module, (Layer, torch.jit.ScriptModule)) or type(module) in _CONTAINERS:
             continue
         around_layers = next(_layers(module), None) is not None
-        if "forward" in vars(module):
+        if "forward" in vars(module) or type(type(module).forward) is not FunctionType:
             if around_layers:
                 found.left[fqn] = "a module with a forward pass of its own"
             continue
@@ -135,10 +137,10 @@ def fuse(model: nn.Module) -> Found:
             continue
         kind = one_pass_class(spec)
         if kind is not None and module not in in_parts:
-            module.forward = kind(module)
+            vars(module)["forward"] = kind(module)
             found.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
         elif around_layers:
-            module.forward = Marked(module)
+            vars(module)["forward"] = Marked(module)
             found.shares[type(module).__name__] += layers > 1
         if spec is None and not _is_torchs(module) and (layers or not module._modules):
             found.unknown[type(module).__name__] += 1
@@ -149,7 +151,7 @@ def unfuse(model: nn.Module) -> None:
     """Give all modules the forward pass of their class."""
     for module in model.modules():
         if fused_forward_of(module) is not None:
-            del module.forward
+            del vars(module)["forward"]
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -190,7 +192,7 @@ def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, found: Found) -> bool:
         found.left[fqn] = why
         return False
     gated = "activation * linear" if len(part.first) == 2 else "activation"
-    module.forward = FusedMLP(module)
+    vars(module)["forward"] = FusedMLP(module)
     found.fused[fqn or "the model"] = f"linear, {gated}, linear"
     return True
 
@@ -220,6 +222,6 @@ def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module
         before = "" if part.norm is None else "norm, "
         names.append(before + "linear" + ("" if part.act is None else ", activation, linear"))
     if parts:
-        module.forward = FusedSequential(module, parts)
+        vars(module)["forward"] = FusedSequential(module, parts)
         found.fused[fqn or "the model"] = " + ".join(names)
     return {child for part in parts.values() for child in part}

@@ -103,11 +103,15 @@ def spec_of(module: nn.Module) -> Spec | None:
     if any(own.get(name) is not method for name, method in known.methods.items()):
         return None
     spec = known.describe(module)
-    if isinstance(spec, (NormSpec, MLPSpec)) or spec is None or spec in KINDS:
+    if isinstance(spec, NormSpec) or spec is None or spec in KINDS:
         return spec
+    if isinstance(spec, MLPSpec) and len(spec.layers) in (1, 2):
+        if all(isinstance(m, nn.Module) for m in (*spec.layers, spec.act, spec.last)):
+            return spec
+        raise TypeError(f"MLPSpec: layers, act and last must be modules, got {spec}")
     raise TypeError(
-        f"register_fusion: describe of {kind.__name__} must return a NormSpec, an MLPSpec, None or "
-        f"one of {', '.join(KINDS)}, got {spec!r}"
+        f"register_fusion: describe of {kind.__name__} must return a NormSpec, an MLPSpec of "
+        f"one or two layers, None or one of {', '.join(KINDS)}, got {spec!r}"
     )
 
 

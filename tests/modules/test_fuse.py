@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -666,3 +667,51 @@ def test_an_overflow_of_a_norms_sum_is_not_finite() -> None:
     for norm in (nn.LayerNorm, nn.RMSNorm):
         y = mixprec.convert(chain(norm(WIDTH)), "bf16", fuse=True)(x)
         assert not y[0].isfinite().any(), norm
+
+
+class Copied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.k = nn.Linear(WIDTH, 8), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.k
+
+    def clone(self) -> nn.Module:
+        other = type(self)()
+        vars(other).update({k: v for k, v in vars(self).items() if not k.startswith("_")})
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+def test_copies_of_all_kinds_compute_from_what_they_hold() -> None:
+    x = torch.randn(3, WIDTH)
+    model = mixprec.convert(Copied(), "bf16", fuse=True)
+    y, clone, shallow = model(x), model.clone(), copy.copy(model)
+    shallow.k = 4.0
+    assert torch.equal(shallow(x), 2 * y)
+    assert torch.equal(copy.deepcopy(shallow)(x), 2 * y)
+    with torch.no_grad():
+        model.a.weight.zero_()
+    torch.testing.assert_close(clone(x), y, rtol=0.02, atol=0.02)
+    clone(x).sum().backward()
+    assert clone.a.weight.grad is not None
+    bound = MethodType(model.forward, model)
+    assert torch.equal(bound(x), model(x)), "as accelerate binds it"
+
+    class Five(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 5 * super().forward(x)
+
+    plain, fused = mixprec.convert(chain(), "bf16"), mixprec.convert(chain(), "bf16", fuse=True)
+    plain.__class__ = fused.__class__ = Five
+    assert torch.equal(plain(x), fused(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_fused_model_is_exported(strict: bool) -> None:
+    x = torch.randn(3, WIDTH)
+    model = mixprec.convert(chain(), "fp8", fuse=True)
+    exported = torch.export.export(model, (x,), strict=strict)
+    assert torch.equal(exported.module()(x), model(x))
