@@ -103,38 +103,6 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor 
 void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq,
                  MaybeTensor counts);
 
-// lists of n tensors, the i-th of params[i]'s shape; masters may be empty; steps: fp32 [n];
-// state_scales: empty, or for each state in turn one tensor per param; indices: n, or empty;
-// lr_tensor: fp32 or fp64, one element; inv_scale, clip, found_inf: fp32, one element
-void adamw_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
-            TensorList masters, Tensor steps, double lr, double beta1, double beta2, double eps,
-            double weight_decay, bool decoupled_weight_decay, TensorList state_scales,
-            bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
-            std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
-            MaybeTensor clip, MaybeTensor found_inf);
-
-// as above; momentum_buffers may be empty
-void sgd_(TensorList params, TensorList grads, TensorList momentum_buffers, TensorList masters,
-          Tensor steps, double lr, double momentum, double dampening, double weight_decay,
-          bool nesterov, TensorList state_scales, bool maximize, double max_value,
-          bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
-          MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip, MaybeTensor found_inf);
-
-// as above
-void lion_(TensorList params, TensorList grads, TensorList exp_avgs, TensorList masters,
-           Tensor steps, double lr, double beta1, double beta2, double weight_decay,
-           TensorList state_scales, bool maximize, double max_value, bool stochastic_rounding,
-           int64_t seed, std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
-           MaybeTensor clip, MaybeTensor found_inf);
-
-// as above
-void muon_direction_(TensorList params, TensorList grads, TensorList momentum_buffers,
-                     TensorList masters, Tensor steps, double lr, double momentum, bool nesterov,
-                     TensorList state_scales, bool maximize, double max_value,
-                     bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
-                     MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip,
-                     MaybeTensor found_inf);
-
 // scale, scale_inv, amax: fp32, all of the same shape
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType dtype, int64_t margin,
                       bool power_of_two);

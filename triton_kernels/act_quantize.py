@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .activations import activation
 from .launch import FORMATS, codes, on, soft_cast
-from .quantize import cast
+from .quantize import quantize_values
 from .tiles import decode, load, store
 
 BLOCK = 1024
@@ -79,11 +81,7 @@ def act_quantize(
     x: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    cast: Any,
 ) -> tuple[torch.Tensor, ...]:
     x, gate = x.contiguous(), None if up is None else codes(up.contiguous())
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -93,7 +91,7 @@ def act_quantize(
                 codes(x), gate, y, x.numel(), X=FORMATS[x.dtype], KIND=kind,
                 SOFT_CAST=soft_cast(x.device, x.dtype), BLOCK=BLOCK, enable_fp_fusion=False,
             )  # fmt: skip
-    return cast(y, dtype, scale, transpose, granularity, power_of_two_scale)
+    return quantize_values(y, cast)
 
 
 def act_backward(
@@ -101,11 +99,7 @@ def act_backward(
     x: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    cast: Any,
 ) -> tuple[torch.Tensor, ...]:
     g, x, gate = g.contiguous(), x.contiguous(), None if up is None else codes(up.contiguous())
     dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -117,9 +111,8 @@ def act_backward(
                 X=FORMATS[x.dtype], KIND=kind, SOFT_CAST=soft_cast(x.device, g.dtype, x.dtype),
                 BLOCK=BLOCK, enable_fp_fusion=False,
             )  # fmt: skip
-    how = transpose, granularity, power_of_two_scale
-    of_x = cast(dx, dtype, scale, *how)
+    of_x = quantize_values(dx, cast)
     if dup is not None:
-        return *of_x, *cast(dup, dtype, None, *how)
-    nothing = [x.new_empty(shape, dtype=dtype) for shape in ((0,), (0, 0))]
+        return *of_x, *quantize_values(dup, cast._replace(scale=None))
+    nothing = [x.new_empty(shape, dtype=cast.dtype) for shape in ((0,), (0, 0))]
     return *of_x, *nothing, *(dx.new_empty((0,)) for _ in range(3))

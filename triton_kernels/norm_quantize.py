@@ -3,12 +3,14 @@ Sums are in the order that csrc/math/norm.h fixes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .launch import FORMATS, codes, on, soft_cast
-from .quantize import cast
+from .quantize import quantize_values
 from .tiles import decode, encode, int64
 
 LANES = 256  # partial sums of a row
@@ -217,11 +219,7 @@ def norm_quantize(
     bias: torch.Tensor | None,
     eps: float,
     subtract_mean: bool,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    cast: Any,
 ) -> tuple[torch.Tensor, ...]:
     x = x.contiguous()
     M, K = x.shape[:-1].numel(), x.shape[-1]
@@ -236,7 +234,7 @@ def norm_quantize(
                 rstd, K, eps, X=FORMATS[x.dtype], W=_format(weight), B=_format(bias),
                 SOFT_CAST=_soft(x), LANES=LANES, num_warps=1, **OPTIONS,
             )  # fmt: skip
-    return *cast(y, dtype, scale, transpose, granularity, power_of_two_scale), total, mean, rstd
+    return *quantize_values(y, cast), total, mean, rstd
 
 
 def norm_backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -111,13 +112,9 @@ def quantize_transpose_kernel(
 
 
 def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    x: torch.Tensor, cast: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype, scale, transpose, granularity, power_of_two_scale = cast
     x = x.contiguous()
     if granularity != "tensor":
         return quantize_blocks(x, dtype, transpose, granularity, power_of_two_scale)
@@ -160,18 +157,13 @@ def quantize(
     return data, data_t, scale_inv, scale_inv_t, amax
 
 
-def cast(
-    y: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+def quantize_values(
+    y: torch.Tensor, cast: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """quantize of the fp32 values of a fused op, which may also stay as they are or become MX."""
-    if granularity == "mx":
-        results = quantize_mx(y, MX[dtype], "rceil", transpose, None)
+    if cast.granularity == "mx":
+        results = quantize_mx(y, MX[cast.dtype], "rceil", cast.transpose, None)
         return *results[:4], results[5]
-    if dtype != torch.float32:
-        return quantize(y, dtype, scale, transpose, granularity, power_of_two_scale)
+    if cast.dtype != torch.float32:
+        return quantize(y, cast)
     return y, y.new_empty((0, 0)), y.new_ones(()), y.new_empty((0,)), amax(y)

@@ -11,10 +11,9 @@ import torch
 from torch.nn import functional
 
 import mixprec
-from mixprec.ops.act_quantize import backward as act_backward
-from mixprec.ops.act_quantize import run as act
-from mixprec.ops.norm_quantize import backward as norm_backward
-from mixprec.ops.norm_quantize import run as norm
+from mixprec.ops._dispatch.casts import Cast
+from mixprec.ops.act_quantize import act_backward_op, act_quantize_op
+from mixprec.ops.norm_quantize import norm_backward_op, norm_quantize_op
 
 from .. import verify
 from .quantize import DTYPES
@@ -33,9 +32,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 Tensors = tuple[torch.Tensor, ...]
 
 
-def _cast(out: torch.dtype) -> tuple[torch.dtype, None, bool, str, bool]:
+def _cast(out: torch.dtype) -> Cast:
     """To FP8 with the transpose, which the backward pass needs."""
-    return out, None, out.itemsize == 1, "tensor", True
+    return Cast(out, transpose=out.itemsize == 1)
 
 
 def _in_torch(y: torch.Tensor, out: torch.dtype) -> Any:
@@ -59,8 +58,8 @@ def _norm(
     def ours(given: Tensors) -> Tensors:
         x, g = given
         add = bias if layer_norm else None
-        forward = norm(x, None, weight, add, EPS, layer_norm, *_cast(out))
-        return *forward, *norm_backward(g, x, weight, *forward[6:], None, layer_norm)
+        forward = norm_quantize_op(x, None, weight, add, EPS, layer_norm, *_cast(out))
+        return *forward, *norm_backward_op(g, x, weight, *forward[6:], None, layer_norm)
 
     def plain(given: Tensors) -> Any:
         x, g = given
@@ -80,8 +79,8 @@ def _act(
     def ours(given: Tensors) -> Tensors:
         g, x, *others = given
         up = others[0] if gate else None
-        dx, dup = act_backward(g, x, up, kind, *_cast(out))
-        return *act(x, up, kind, *_cast(out)), *dx, *(dup or ())
+        forward = act_quantize_op(x, up, kind, *_cast(out))
+        return *forward, *act_backward_op(g, x, up, kind, *_cast(out))[: 10 if gate else 5]
 
     def plain(given: Tensors) -> Any:
         g, *rest = given

@@ -1,6 +1,9 @@
-// Checks the arguments of the optimizer updates and lays them out for the loops.
-#include "cpu/step.h"
-
+// adamw_, sgd_, lion_ and muon_direction_: the checks of their arguments and the parallel loop over
+// all params. The formulas are the rules in csrc/math.
+#include "cpu/parallel.h"
+#include "cpu/simd/loops.h"
+#include "math/state8.h"
+#include "ops.h"
 #include "overlap.h"
 
 namespace mixprec::cpu {
@@ -26,35 +29,76 @@ bool check_written(const Tensor& t, Sizes sizes, const char* op, const char* nam
   return contiguous;
 }
 
-double read_lr(const StepArguments& a) {
-  if (!a.lr_tensor.has_value()) return a.lr;
-  const Tensor& t = *a.lr_tensor;
-  bool wide = t.scalar_type() == ScalarType::Double;
-  STD_TORCH_CHECK(t.numel() == 1 && on_cpu(t) && (wide || t.scalar_type() == ScalarType::Float),
-                  a.op, ": lr_tensor must hold one fp32 or fp64 on the CPU");
-  const void* data = t.const_data_ptr();
-  return wide ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
-}
+// The arguments of every update, documented in ops.h.
+struct StepArguments {
+  const char* op;
+  TensorList params, grads, states, state_scales, masters;
+  Tensor steps;
+  double max_value;
+  bool stochastic_rounding;
+  int64_t seed;
+  std::vector<int64_t> indices;
+};
 
-}  // namespace
+class Step {
+ public:
+  // Checks all arguments; nothing is written before run.
+  explicit Step(StepArguments);
+
+  // The number of arrays of state that each param has.
+  int states() const { return states_; }
+
+  // Counts the step and updates all elements of all params on all threads.
+  template <class Rule>
+  void run(const Rule& rule, const GradSettings& grad, StepLoop<Rule> loop) {
+    prepare();
+    // Adjacent params usually have the same step count: reuse its constants.
+    std::vector<std::pair<int, StepConstants<Rule>>> constants;
+    std::vector<int32_t> constants_of(rows_.size());
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      int64_t step = rows_[i].arrays.step;
+      if (i == 0 || step != rows_[i - 1].arrays.step) {
+        constants.emplace_back(rule.variant(states_, step), step_constants(rule, grad, step));
+      }
+      constants_of[i] = static_cast<int32_t>(constants.size()) - 1;
+    }
+    for_pieces(cut(arguments_.params), [&](int64_t, const Piece& p) {
+      const auto& [variant, scalars] = constants[constants_of[p.tensor]];
+      loop(rows_[p.tensor].arrays, p.begin, p.end, variant, scalars);
+    });
+    for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
+  }
+
+ private:
+  // A param and its tensors, with the results of the checks: computing these twice would be
+  // measurable with a thousand small tensors.
+  struct Row {
+    StepArrays arrays;
+    bool contiguous;  // all tensors are, so that no memory order needs matching
+    bool random;      // random bits are drawn, in row-major order
+  };
+
+  void check_row(size_t i);
+  void prepare();
+  void flatten(size_t i);
+
+  StepArguments arguments_;
+  int states_;
+  std::vector<Row> rows_;
+  std::vector<std::pair<Tensor, Tensor>> copies_;  // original, contiguous copy
+};
 
 Step::Step(StepArguments arguments) : arguments_(std::move(arguments)) {
   const StepArguments& a = arguments_;
   size_t count = a.params.size();
-  auto check_list = [&](const TensorList& list, const char* name) {
-    STD_TORCH_CHECK(list.size() == count, a.op, ": ", name, " must have one tensor per param");
-  };
-  check_list(a.grads, "grads");
-  for (const StepState& state : a.states) check_list(state.tensors, state.name);
-  if (!a.masters.empty()) check_list(a.masters, "masters");
-  STD_TORCH_CHECK(a.state_scales.empty() || a.state_scales.size() == a.states.size() * count, a.op,
-                  ": state_scales must have one tensor per state and param");
+  STD_TORCH_CHECK(a.grads.size() == count && (a.masters.empty() || a.masters.size() == count), a.op,
+                  ": grads and masters must have one tensor per param");
+  states_ = count == 0 ? 0 : static_cast<int>(a.states.size() / count);
+  STD_TORCH_CHECK(states_ <= 2 && a.states.size() == states_ * count &&
+                      (a.state_scales.empty() || a.state_scales.size() == a.states.size()),
+                  a.op, ": states and state_scales must have one tensor per state and param");
   check_table(a.steps, ScalarType::Float, {static_cast<int64_t>(count)}, a.op, "steps");
   STD_TORCH_CHECK(a.max_value > 0, a.op, ": max_value must be positive");
-  lr_ = read_lr(a);
-  grad_ = {read_scalar(a.inv_scale, 1.0f, a.op, "inv_scale"),
-           read_scalar(a.clip, 1.0f, a.op, "clip"), a.max_value, a.maximize};
-  skipped_ = read_scalar(a.found_inf, 0.0f, a.op, "found_inf") != 0.0f;
 
   rows_.resize(count);
   bool random = a.stochastic_rounding;
@@ -89,13 +133,13 @@ void Step::check_row(size_t i) {
   row.contiguous = grad.is_contiguous() && row.contiguous;
 
   ScalarType real = narrow ? ScalarType::Float : ScalarType::Double;
-  for (size_t s = 0; s < a.states.size(); ++s) {
-    const Tensor& t = a.states[s].tensors[i];
+  for (int s = 0; s < states_; ++s) {
+    const Tensor& t = a.states[s * a.params.size() + i];
     ScalarType type = t.scalar_type();
     bool bf16 = narrow && type == ScalarType::BFloat16, u8 = narrow && type == ScalarType::Byte;
-    STD_TORCH_CHECK(bf16 || u8 || type == real, a.op, ": ", a.states[s].name,
-                    " must be fp32, bf16 or uint8 (fp64 for fp64 params)");
-    row.contiguous = check_written(t, sizes, a.op, a.states[s].name) && row.contiguous;
+    STD_TORCH_CHECK(bf16 || u8 || type == real, a.op,
+                    ": states must be fp32, bf16 or uint8 (fp64 for fp64 params)");
+    row.contiguous = check_written(t, sizes, a.op, "states") && row.contiguous;
     row.random = row.random || bf16 || u8;
     arrays.state_dtype[s] = bf16 ? Dtype::bf16 : u8 ? Dtype::u8 : narrow ? Dtype::f32 : Dtype::f64;
     if (u8) {
@@ -123,7 +167,7 @@ void Step::check_row(size_t i) {
 void Step::flatten(size_t i) {
   StepArguments& a = arguments_;
   std::vector<Tensor*> written{&a.params[i]};
-  for (StepState& state : a.states) written.push_back(&state.tensors[i]);
+  for (int s = 0; s < states_; ++s) written.push_back(&a.states[s * a.params.size() + i]);
   if (!a.masters.empty()) written.push_back(&a.masters[i]);
   const Tensor& param = a.params[i];
   bool flat = !rows_[i].random && is_dense(param) && same_strides(param, a.grads[i]);
@@ -146,11 +190,11 @@ void Step::prepare() {
     StepArrays& arrays = rows_[i].arrays;
     arrays.param = a.params[i].mutable_data_ptr();
     arrays.grad = a.grads[i].const_data_ptr();
-    for (size_t s = 0; s < a.states.size(); ++s) {
-      arrays.state[s] = a.states[s].tensors[i].mutable_data_ptr();
+    for (int s = 0; s < states_; ++s) {
+      size_t place = s * a.params.size() + i;
+      arrays.state[s] = a.states[place].mutable_data_ptr();
       if (arrays.state_dtype[s] == Dtype::u8) {
-        Tensor& scales = a.state_scales[s * a.params.size() + i];
-        arrays.scale[s] = static_cast<float*>(scales.mutable_data_ptr());
+        arrays.scale[s] = static_cast<float*>(a.state_scales[place].mutable_data_ptr());
       }
     }
     if (!a.masters.empty()) arrays.master = a.masters[i].mutable_data_ptr();
@@ -161,8 +205,50 @@ void Step::prepare() {
   }
 }
 
-void Step::write_back() {
-  for (auto& [original, copy] : copies_) torch::stable::copy_(original, copy);
+double read_lr(double lr, const MaybeTensor& lr_tensor, const char* op) {
+  if (!lr_tensor.has_value()) return lr;
+  const Tensor& t = *lr_tensor;
+  bool wide = t.scalar_type() == ScalarType::Double;
+  STD_TORCH_CHECK(t.numel() == 1 && on_cpu(t) && (wide || t.scalar_type() == ScalarType::Float), op,
+                  ": lr_tensor must hold one fp32 or fp64 on the CPU");
+  const void* data = t.const_data_ptr();
+  return wide ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
 }
 
+template <class Rule, StepLoop<Rule> Loops::* loop>
+void update_(TensorList params, TensorList grads, TensorList states, TensorList state_scales,
+             TensorList masters, Tensor steps, double lr, std::vector<double> settings,
+             bool maximize, double max_value, bool stochastic_rounding, int64_t seed,
+             std::vector<int64_t> indices, MaybeTensor lr_tensor, MaybeTensor inv_scale,
+             MaybeTensor clip, MaybeTensor found_inf) {
+  const char* op = Rule::kName;
+  STD_TORCH_CHECK(settings.size() == kSettings<Rule>, op, ": settings must have ", kSettings<Rule>,
+                  " numbers");
+  Rule rule = make_rule<Rule>(read_lr(lr, lr_tensor, op), settings.data());
+  GradSettings grad = {read_scalar(inv_scale, 1.0f, op, "inv_scale"),
+                       read_scalar(clip, 1.0f, op, "clip"), max_value, maximize};
+  bool skipped = read_scalar(found_inf, 0.0f, op, "found_inf") != 0.0f;
+  bool none = params.empty();
+  Step step({op, std::move(params), std::move(grads), std::move(states), std::move(state_scales),
+             std::move(masters), steps, max_value, stochastic_rounding, seed, std::move(indices)});
+  int count = step.states();
+  STD_TORCH_CHECK(none || count == Rule::states(rule.variant(count, 1)), op,
+                  ": states must have one tensor per state and param");
+  if (!skipped) step.run(rule, grad, loops().*loop);
+}
+
+constexpr auto adamw_ = &update_<AdamW, &Loops::adamw>;
+constexpr auto sgd_ = &update_<Sgd, &Loops::sgd>;
+constexpr auto lion_ = &update_<Lion, &Loops::lion>;
+constexpr auto muon_direction_ = &update_<MuonDirection, &Loops::muon_direction>;
+
+}  // namespace
+
 }  // namespace mixprec::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(mixprec, CPU, m) {
+  m.impl("adamw_", TORCH_BOX(mixprec::cpu::adamw_));
+  m.impl("sgd_", TORCH_BOX(mixprec::cpu::sgd_));
+  m.impl("lion_", TORCH_BOX(mixprec::cpu::lion_));
+  m.impl("muon_direction_", TORCH_BOX(mixprec::cpu::muon_direction_));
+}

@@ -6,19 +6,6 @@
 
 namespace mixprec {
 
-// The step's constants, each formed in fp64 and rounded once to Real.
-template <class Real>
-struct AdamWScalars {
-  GradScalars<Real> grad;
-  Real decay;  // lr * weight_decay if decoupled, else weight_decay
-  Real one_minus_beta1;
-  Real beta2;
-  Real one_minus_beta2;
-  Real eps;
-  Real step_size;     // lr / (1 - beta1^step)
-  Real inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^step)
-};
-
 // beta^step by multiplication only: pow differs between math libraries.
 MIXPREC_HD double power(double beta, int64_t step) {
   double result = 1.0;
@@ -28,35 +15,50 @@ MIXPREC_HD double power(double beta, int64_t step) {
   return result;
 }
 
-struct AdamWSettings {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool decoupled_weight_decay;
-};
+struct AdamW {
+  double lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay;
 
-template <class Real>
-MIXPREC_HD AdamWScalars<Real> adamw_scalars(const AdamWSettings& s, const GradSettings& grad,
-                                            int64_t step) {
-  double bc1 = 1.0 - power(s.beta1, step), bc2 = 1.0 - power(s.beta2, step);
-  double decay = s.decoupled_weight_decay ? s.lr * s.weight_decay : s.weight_decay;
-  return {grad_scalars<Real>(grad),         static_cast<Real>(decay),
-          static_cast<Real>(1.0 - s.beta1), static_cast<Real>(s.beta2),
-          static_cast<Real>(1.0 - s.beta2), static_cast<Real>(s.eps),
-          static_cast<Real>(s.lr / bc1),    static_cast<Real>(1.0 / square_root(bc2))};
-}
+  static constexpr const char* kName = "adamw_";
+  static constexpr int kVariants = 2;  // with L2 regularization, with decoupled weight decay
+  static constexpr int states(int) { return 2; }  // exp_avg, exp_avg_sq
+  MIXPREC_HD int variant(int, int64_t) const { return decoupled_weight_decay != 0; }
 
-// p <- Adam(p, grad); m and v are updated in place.
-template <bool decoupled_weight_decay, class Real>
-MIXPREC_HD Real adamw(Real p, Real grad, Real& m, Real& v, const AdamWScalars<Real>& s) {
-  Real g = usable_grad(grad, s.grad);
-  // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
-  if (decoupled_weight_decay) {
-    p = s.decay != 0 ? p - p * s.decay : p;
-  } else {
-    g = s.decay != 0 ? g + p * s.decay : g;
+  template <class Real>
+  struct Scalars {
+    GradScalars<Real> grad;
+    Real decay;  // lr * weight_decay if decoupled, else weight_decay
+    Real one_minus_beta1;
+    Real beta2;
+    Real one_minus_beta2;
+    Real eps;
+    Real step_size;     // lr / (1 - beta1^step)
+    Real inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^step)
+  };
+
+  template <class Real>
+  MIXPREC_HD Scalars<Real> scalars(const GradSettings& grad, int64_t step) const {
+    double bc1 = 1.0 - power(beta1, step), bc2 = 1.0 - power(beta2, step);
+    double decay = decoupled_weight_decay != 0 ? lr * weight_decay : weight_decay;
+    return {grad_scalars<Real>(grad),       static_cast<Real>(decay),
+            static_cast<Real>(1.0 - beta1), static_cast<Real>(beta2),
+            static_cast<Real>(1.0 - beta2), static_cast<Real>(eps),
+            static_cast<Real>(lr / bc1),    static_cast<Real>(1.0 / square_root(bc2))};
   }
-  m = m + (g - m) * s.one_minus_beta1;
-  v = v * s.beta2 + (g * g) * s.one_minus_beta2;
-  return p - (m / (square_root(v) * s.inv_sqrt_bc2 + s.eps)) * s.step_size;
-}
+
+  template <int variant, class Real>
+  MIXPREC_HD static Real update(Real p, Real grad, Real (&state)[2], const Scalars<Real>& s) {
+    Real g = usable_grad(grad, s.grad);
+    // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
+    if (variant == 1) {
+      p = s.decay != 0 ? p - p * s.decay : p;
+    } else {
+      g = s.decay != 0 ? g + p * s.decay : g;
+    }
+    Real m = state[0] + (g - state[0]) * s.one_minus_beta1;
+    Real v = state[1] * s.beta2 + (g * g) * s.one_minus_beta2;
+    state[0] = m, state[1] = v;
+    return p - (m / (square_root(v) * s.inv_sqrt_bc2 + s.eps)) * s.step_size;
+  }
+};
 
 }  // namespace mixprec

@@ -6,30 +6,34 @@
 
 namespace mixprec {
 
-// The step's constants, each formed in fp64 and rounded once to Real.
-template <class Real>
-struct MuonScalars {
-  GradScalars<Real> grad;
-  Real one_minus_momentum;
+struct MuonDirection {
+  double lr;  // as every rule has it; not used
+  double momentum, nesterov;
+
+  static constexpr const char* kName = "muon_direction_";
+  static constexpr int kVariants = 2;             // without and with nesterov
+  static constexpr int states(int) { return 1; }  // momentum_buffer
+  MIXPREC_HD int variant(int, int64_t) const { return nesterov != 0; }
+
+  template <class Real>
+  struct Scalars {
+    GradScalars<Real> grad;
+    Real one_minus_momentum;
+  };
+
+  template <class Real>
+  MIXPREC_HD Scalars<Real> scalars(const GradSettings& grad, int64_t) const {
+    return {grad_scalars<Real>(grad), static_cast<Real>(1.0 - momentum)};
+  }
+
+  // The element of the matrix to orthogonalize; p is not used.
+  template <int variant, class Real>
+  MIXPREC_HD static Real update(Real, Real grad, Real (&state)[2], const Scalars<Real>& s) {
+    Real g = usable_grad(grad, s.grad);
+    Real b = state[0] + (g - state[0]) * s.one_minus_momentum;
+    state[0] = b;
+    return variant == 1 ? b + (g - b) * s.one_minus_momentum : b;
+  }
 };
-
-struct MuonSettings {
-  double lr;  // as in every optimizer's settings; not used
-  double momentum;
-  bool nesterov;
-};
-
-template <class Real>
-MIXPREC_HD MuonScalars<Real> muon_scalars(const MuonSettings& s, const GradSettings& grad) {
-  return {grad_scalars<Real>(grad), static_cast<Real>(1.0 - s.momentum)};
-}
-
-// The element of the matrix to orthogonalize; b is updated in place.
-template <bool nesterov, class Real>
-MIXPREC_HD Real muon_direction(Real grad, Real& b, const MuonScalars<Real>& s) {
-  Real g = usable_grad(grad, s.grad);
-  b = b + (g - b) * s.one_minus_momentum;
-  return nesterov ? b + (g - b) * s.one_minus_momentum : b;
-}
 
 }  // namespace mixprec

@@ -6,50 +6,44 @@
 
 namespace mixprec {
 
-// The step's constants, each formed in fp64 and rounded once to Real.
-template <class Real>
-struct SgdScalars {
-  GradScalars<Real> grad;
-  Real weight_decay;
-  Real momentum;
-  Real one_minus_dampening;
-  Real lr;
+struct Sgd {
+  double lr, momentum, dampening, weight_decay, nesterov;
+
+  // Without momentum; with it, 1 + 2 * nesterov + (first step, which the buffer begins with).
+  static constexpr const char* kName = "sgd_";
+  static constexpr int kVariants = 5;
+  static constexpr int states(int variant) { return variant == 0 ? 0 : 1; }  // momentum_buffer
+  MIXPREC_HD int variant(int count, int64_t step) const {
+    return count == 0 ? 0 : 1 + (nesterov != 0 ? 2 : 0) + (step == 1 ? 1 : 0);
+  }
+
+  template <class Real>
+  struct Scalars {
+    GradScalars<Real> grad;
+    Real weight_decay;
+    Real momentum;
+    Real one_minus_dampening;
+    Real lr;
+  };
+
+  template <class Real>
+  MIXPREC_HD Scalars<Real> scalars(const GradSettings& grad, int64_t) const {
+    return {grad_scalars<Real>(grad), static_cast<Real>(weight_decay), static_cast<Real>(momentum),
+            static_cast<Real>(1.0 - dampening), static_cast<Real>(lr)};
+  }
+
+  template <int variant, class Real>
+  MIXPREC_HD static Real update(Real p, Real grad, Real (&state)[2], const Scalars<Real>& s) {
+    Real g = usable_grad(grad, s.grad);
+    // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
+    g = s.weight_decay != 0 ? g + p * s.weight_decay : g;
+    if (variant > 0) {
+      Real b = (variant - 1) % 2 == 1 ? g : state[0] * s.momentum + g * s.one_minus_dampening;
+      state[0] = b;
+      g = (variant - 1) / 2 == 1 ? g + b * s.momentum : b;
+    }
+    return p - g * s.lr;
+  }
 };
-
-struct SgdSettings {
-  double lr, momentum, dampening, weight_decay;
-  bool nesterov;
-};
-
-template <class Real>
-MIXPREC_HD SgdScalars<Real> sgd_scalars(const SgdSettings& s, const GradSettings& grad) {
-  return {grad_scalars<Real>(grad), static_cast<Real>(s.weight_decay),
-          static_cast<Real>(s.momentum), static_cast<Real>(1.0 - s.dampening),
-          static_cast<Real>(s.lr)};
-}
-
-// Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
-template <class Real>
-MIXPREC_HD Real decayed_grad(Real p, Real grad, const SgdScalars<Real>& s) {
-  Real g = usable_grad(grad, s.grad);
-  return s.weight_decay != 0 ? g + p * s.weight_decay : g;
-}
-
-// p <- SGD(p, grad) without momentum.
-template <class Real>
-MIXPREC_HD Real sgd(Real p, Real grad, const SgdScalars<Real>& s) {
-  Real g = decayed_grad(p, grad, s);
-  return p - g * s.lr;
-}
-
-// With momentum; b is updated in place, or initialised at the first step (`first`).
-template <bool nesterov, class Real>
-MIXPREC_HD Real sgd_momentum(Real p, Real grad, Real& b, bool first, const SgdScalars<Real>& s) {
-  Real g = decayed_grad(p, grad, s);
-  Real later = b * s.momentum + g * s.one_minus_dampening;
-  b = first ? g : later;
-  g = nesterov ? g + b * s.momentum : b;
-  return p - g * s.lr;
-}
 
 }  // namespace mixprec

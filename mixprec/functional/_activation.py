@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from ..ops._dispatch import backends
-from ..ops.act_quantize import backward, run
+from ..ops._dispatch.casts import Cast
+from ..ops.act_quantize import act_backward_op, act_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
 __all__ = ["activation"]
-
-_PLAIN = None, False, "tensor", True  # no scale, no transpose
 
 
 class _Activation(torch.autograd.Function):
@@ -20,7 +19,7 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
         ctx.kind, ctx.backend = kind, backends.forced()
         ctx.save_for_backward(x)
-        y = run(x, None, kind, x.dtype, *_PLAIN)[0]
+        y = act_quantize_op(x, None, kind, *Cast(x.dtype))[0]
         # Not a view: autograd forbids in-place ops on it.
         return y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
 
@@ -30,7 +29,7 @@ class _Activation(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
-        dx = backward(g, x, None, ctx.kind, x.dtype, *_PLAIN)[0][0]
+        dx = act_backward_op(g, x, None, ctx.kind, *Cast(x.dtype))[0]
         return dx.view(x.shape), None
 
 

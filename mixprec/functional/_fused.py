@@ -9,16 +9,15 @@ import torch
 
 from ..memory.running import keep_as_is, saved_as
 from ..ops._dispatch import backends, simulation
-from ..ops.act_quantize import backward as act_backward
-from ..ops.act_quantize import run as act_quantize
-from ..ops.norm_quantize import backward as norm_backward
-from ..ops.norm_quantize import run as norm_quantize
+from ..ops._dispatch.casts import Cast
+from ..ops.act_quantize import act_backward_op, act_quantize_op
+from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ..recipes import Recipe
 from . import _products, operands
 from ._cast_memo import cast_input
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 from ._products import Product
-from .operands import NOTHING, Cast, Matrix, Operand
+from .operands import NOTHING, Matrix, Operand, OperandCast
 
 __all__ = ["Norm", "run_fused"]
 
@@ -88,8 +87,8 @@ class Fused(torch.autograd.Function):
             hidden = outputs
             up = hidden[1] if len(hidden) == 2 else None
             last = products[-1]
-            how = Cast.of("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
-            results = act_quantize(hidden[0], up, act, *how.arguments)
+            how = OperandCast.make("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
+            results = act_quantize_op(hidden[0], up, act, *how.cast)
             qa = how.operand(results, last.delayed if grad_enabled else None)
             outputs = [
                 _products.forward(
@@ -218,9 +217,9 @@ def _operand_of_x(
         qx = cast_input(x, recipe, states[0], use_t=use_t, grad_enabled=record)
         total, mean, rstd = x, None, None
     else:
-        how = Cast.of("x", recipe, states[0], x.device, use_t)
-        results = norm_quantize(
-            x, residual, norm_weight, norm_bias, norm.eps, norm.subtract_mean, *how.arguments
+        how = OperandCast.make("x", recipe, states[0], x.device, use_t)
+        results = norm_quantize_op(
+            x, residual, norm_weight, norm_bias, norm.eps, norm.subtract_mean, *how.cast
         )
         qx = how.operand(results, states[0] if record else None)
         total, mean, rstd = results[5:]
@@ -241,10 +240,9 @@ def _through_activation(
     apart = recipe.is_scaled and (
         any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed)
     )
-    how = Cast.of("g", recipe, first[0].delayed, g.device, use_t)
-    arguments = (ctx.low, None, False, "tensor", True) if apart else how.arguments
-    results = act_backward(g, hidden[0], up, ctx.act, *arguments)
-    pieces: Any = results[: len(first)]
+    how = OperandCast.make("g", recipe, first[0].delayed, g.device, use_t)
+    results = act_backward_op(g, hidden[0], up, ctx.act, *(Cast(ctx.low) if apart else how.cast))
+    pieces: Any = (results[:5], results[5:])[: len(first)]
     if apart:
         plain = [piece[0] for piece in pieces]
         return [
@@ -277,7 +275,7 @@ def _grad_of_x(
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
     g_total = None if g_total is None else g_total.view(total.shape)
-    dx, dw, db = norm_backward(
+    dx, dw, db = norm_backward_op(
         g.view(total.shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias
     )
     of_weight, of_bias = ctx.norm_dtypes

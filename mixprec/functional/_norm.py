@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..ops._dispatch import backends
-from ..ops.norm_quantize import backward, run
+from ..ops._dispatch.casts import Cast
+from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
 __all__ = ["norm"]
@@ -24,8 +25,8 @@ class _Norm(torch.autograd.Function):
         subtract_mean: bool,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        y, *_, mean, rstd = run(
-            x, None, weight, bias, eps, subtract_mean, dtype, None, False, "tensor", True
+        y, *_, mean, rstd = norm_quantize_op(
+            x, None, weight, bias, eps, subtract_mean, *Cast(dtype)
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -40,7 +41,7 @@ class _Norm(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
         with_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
-        dx, dw, db = backward(g, x, weight, mean, rstd, None, with_bias)
+        dx, dw, db = norm_backward_op(g, x, weight, mean, rstd, None, with_bias)
         return (
             dx if ctx.needs_input_grad[0] else None,
             dw.to(weight.dtype) if ctx.needs_input_grad[1] else None,

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 
 from ..ops._dispatch.block_formats import DEFAULT_SCALE_MODE
+from ..ops._dispatch.casts import Cast
 from ..ops._dispatch.hadamard import hadamard
-from ..ops.quantize import run as quantize
+from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import run as quantize_mx
 from ..recipes import DELAYED_ROLES, Recipe
 
-__all__ = ["Cast", "Delayed", "Matrix", "Operand", "cast"]
+__all__ = ["Delayed", "Matrix", "Operand", "OperandCast", "cast"]
 
-# Arguments of an op that computes values and casts them: no cast.
-_UNCAST = (torch.float32, None, False, "tensor", True)
+_UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
 _APART = ("row", "block1x128", "mx")  # the transpose has other scales
 
 
@@ -98,30 +98,29 @@ def cast(
         return Operand(data, data.t(), None, None)
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
-    how = Cast.of(role, recipe, delayed, x.device, use_t)
-    return how.operand(quantize(x, *how.arguments), delayed if record else None)
+    how = OperandCast.make(role, recipe, delayed, x.device, use_t)
+    return how.operand(quantize_op(x, *how.cast), delayed if record else None)
 
 
-class Cast(NamedTuple):
+class OperandCast(NamedTuple):
     """How `quantize`, or an op that computes x and casts it in one pass, is to cast an operand.
 
-    arguments: quantize's, from dtype on. Of the block formats, ops that compute x have granularity
-    "mx" for FP8 with the default settings; for the others they leave x in FP32, which `operand`
-    then casts.
+    Of the block formats, ops that compute x have granularity "mx" for FP8 with the default
+    settings; for the others they leave x in FP32, which `operand` then casts.
     """
 
     role: str
     recipe: Recipe
     use_t: bool
-    arguments: tuple[torch.dtype, torch.Tensor | None, bool, str, bool]
+    cast: Cast
 
     @staticmethod
-    def of(
+    def make(
         role: str, recipe: Recipe, delayed: Delayed | None, device: torch.device, use_t: bool
-    ) -> Cast:
+    ) -> OperandCast:
         fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
         if fmt.bits == 16:
-            return Cast(role, recipe, use_t, (fmt.dtype, None, False, "tensor", True))
+            return OperandCast(role, recipe, use_t, Cast(fmt.dtype))
         if recipe.is_block:
             fused = (
                 granularity == "mx"
@@ -130,20 +129,20 @@ class Cast(NamedTuple):
                 and role not in recipe.stochastic_rounding
                 and not _rotates(role, recipe, use_t)
             )
-            mx = fmt.dtype, None, use_t, "mx", True
-            return Cast(role, recipe, use_t, mx if fused else _UNCAST)
+            mx = Cast(fmt.dtype, None, use_t, "mx")
+            return OperandCast(role, recipe, use_t, mx if fused else _UNCAST)
         scaled = delayed is not None and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
         transpose = use_t and (granularity in _APART or _wants_k_major(device.type))
-        arguments = fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale
-        return Cast(role, recipe, use_t, arguments)
+        how = Cast(fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
+        return OperandCast(role, recipe, use_t, how)
 
     def operand(self, results: Sequence[torch.Tensor], *record: Delayed | None) -> Operand:
         """The operand of quantize's results; its amax is recorded in the given states."""
-        if self.arguments[0] == torch.float32:  # _UNCAST
+        if self.cast.dtype == torch.float32:  # _UNCAST
             return _in_blocks(results[0], self.role, self.recipe, self.use_t)
         data, data_t, scale_inv, scale_inv_t, amax = results[:5]
-        dtype, _, transpose, granularity, _ = self.arguments
+        dtype, _, transpose, granularity, _ = self.cast
         data = data.flatten(0, -2)
         if dtype.itemsize == 2:
             return Operand(data, data.t(), None, None)

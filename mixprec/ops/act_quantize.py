@@ -7,12 +7,13 @@ import torch
 from ..formats import Format
 from ..quantized import Quantized
 from ._dispatch import casts, checks, example_inputs
+from ._dispatch.casts import Cast
 from ._dispatch.exp import exp_fp32
 from ._dispatch.op import Op
 from .quantize import quantize_reference
 
 __all__ = ["KINDS", "act_backward_op", "act_backward_reference", "act_quantize"]
-__all__ += ["act_quantize_op", "act_quantize_reference", "backward", "run"]
+__all__ += ["act_quantize_op", "act_quantize_reference"]
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
@@ -84,16 +85,13 @@ def act_quantize_reference(
     x: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
-) -> casts.Cast:
+    cast: Cast,
+) -> casts.Results:
+    """Results not requested are empty."""
     y, _ = _activation(x.float(), kind)
     if up is not None:
         y = y * up.float()
-    return quantize_reference(y, dtype, scale, transpose, granularity, power_of_two_scale)
+    return quantize_reference(y, cast)
 
 
 def act_backward_reference(
@@ -101,22 +99,25 @@ def act_backward_reference(
     x: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    cast: Cast,
 ) -> tuple[torch.Tensor, ...]:
+    """The results of a cast of dx, then of dup (empty without up):
+
+        dx  = (g * up) * act'(x)        without up: g * act'(x)
+        dup = g * act(x)
+
+    in FP32, in this order. g: the gradient of y, x's shape, fp32, bf16 or fp16. scale is dx's; dup
+    takes its own.
+    """
     value, slope = _activation(x.float(), kind)
     g = g.float()
-    shared = (transpose, granularity, power_of_two_scale)
     if up is None:
-        return *quantize_reference(g * slope, dtype, scale, *shared), *_no_cast(x, dtype)
-    dx = quantize_reference((g * up.float()) * slope, dtype, scale, *shared)
-    return *dx, *quantize_reference(g * value, dtype, None, *shared)
+        return *quantize_reference(g * slope, cast), *_no_cast(x, cast.dtype)
+    dx = quantize_reference((g * up.float()) * slope, cast)
+    return *dx, *quantize_reference(g * value, cast._replace(scale=None))
 
 
-def _no_cast(x: torch.Tensor, dtype: torch.dtype) -> casts.Cast:
+def _no_cast(x: torch.Tensor, dtype: torch.dtype) -> casts.Results:
     """The results of dup where there is no up."""
     data = (x.new_empty(shape, dtype=dtype) for shape in ((0,), (0, 0)))
     numbers = (x.new_empty((0,), dtype=torch.float32) for _ in range(3))
@@ -133,17 +134,9 @@ def _check_kind(op: str, x: torch.Tensor, up: torch.Tensor | None, kind: str) ->
         casts.like_x(op, "up", up, x, (x.dtype,))
 
 
-def _check(
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-) -> None:
+def _check(x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: Cast) -> None:
     _check_kind("act_quantize", x, up, kind)
-    casts.check_fused("act_quantize", x, dtype, scale, transpose, granularity)
+    casts.check_fused("act_quantize", x, cast)
 
 
 def _check_backward(
@@ -151,33 +144,23 @@ def _check_backward(
     x: torch.Tensor,
     up: torch.Tensor | None,
     kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
+    cast: Cast,
 ) -> None:
     _check_kind("act_backward", x, up, kind)
     casts.like_x("act_backward", "g", g, x, checks.FLOATS)
-    casts.check_fused("act_backward", x, dtype, scale, transpose, granularity)
+    casts.check_fused("act_backward", x, cast)
 
 
 def _fake_backward(
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    dtype: torch.dtype,
-    transpose: bool,
-    granularity: str,
+    x: torch.Tensor, up: torch.Tensor | None, cast: Cast
 ) -> tuple[torch.Tensor, ...]:
-    dx = casts.fake(x, dtype, transpose, granularity)
-    dup = _no_cast(x, dtype) if up is None else casts.fake(x, dtype, transpose, granularity)
-    return *dx, *dup
+    dup = _no_cast(x, cast.dtype) if up is None else casts.fake(x, cast)
+    return *casts.fake(x, cast), *dup
 
-
-_CAST = "ScalarType dtype, Tensor? scale, bool transpose, str granularity, bool power_of_two_scale"
 
 act_quantize_op = Op(
     "act_quantize",
-    f"(Tensor x, Tensor? up, str kind, {_CAST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor x, Tensor? up, str kind, {casts.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=act_quantize_reference,
     fake=casts.fake,
     check=_check,
@@ -187,7 +170,7 @@ act_quantize_op = Op(
 
 act_backward_op = Op(
     "act_backward",
-    f"(Tensor g, Tensor x, Tensor? up, str kind, {_CAST}) -> "
+    f"(Tensor g, Tensor x, Tensor? up, str kind, {casts.SCHEMA}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=act_backward_reference,
     fake=_fake_backward,
@@ -195,48 +178,6 @@ act_backward_op = Op(
     examples=example_inputs.act_backward,
     triton="act_quantize",
 )
-
-
-def run(
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
-) -> casts.Cast:
-    """data, data_t, scale_inv, scale_inv_t and amax, as of `act_quantize`, without the autograd
-    check: for autograd functions. dtype may also be float32: y as it is, without scale and
-    transpose. With granularity "mx" scale_inv and scale_inv_t are uint8 codes. Results not
-    requested are empty."""
-    return act_quantize_op(x, up, kind, dtype, scale, transpose, granularity, power_of_two_scale)
-
-
-def backward(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
-) -> tuple[casts.Cast, casts.Cast | None]:
-    """The results of a cast, as of `run`, of dx and, with up, of dup:
-
-        dx  = (g * up) * act'(x)        without up: g * act'(x)
-        dup = g * act(x)
-
-    in FP32, in this order. g: the gradient of y, x's shape, fp32, bf16 or fp16. scale is dx's; dup
-    takes its own.
-    """
-    results = act_backward_op(
-        g, x, up, kind, dtype, scale, transpose, granularity, power_of_two_scale
-    )
-    return results[:5], None if up is None else results[5:]
 
 
 def act_quantize(
@@ -272,5 +213,5 @@ def act_quantize(
     checks.is_tensor(op, "x", x)
     checks.needs_no_grad(op, "detach x and up, or call it under torch.no_grad()", x, up)
     given = casts.given_scale(op, scale, x)
-    results = run(x, up, kind, parsed.dtype, given, transpose, granularity, power_of_two_scale)
-    return casts.quantized(results, parsed, transpose, granularity)
+    cast = Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
+    return casts.quantized(act_quantize_op(x, up, kind, *cast), parsed, cast)

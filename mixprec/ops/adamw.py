@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ._dispatch import example_inputs, optimizer_update, rounding
-from ._dispatch.op import Op
+from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["adamw_", "adamw_op", "adamw_reference_"]
+__all__ = ["adamw_", "adamw_op"]
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
 
-def _bias_corrections(steps: torch.Tensor, beta: float) -> torch.Tensor:
+def _bias_correction(step: torch.Tensor, beta: float) -> torch.Tensor:
     """1 - beta^step in FP64, by binary exponentiation: products only, the same on every backend."""
-    left = steps.long()
-    power = torch.ones_like(steps, dtype=torch.float64)
+    left = step.long()
+    power = torch.ones_like(step, dtype=torch.float64)
     factor = beta
     for _ in range(_STEP_BITS):
         power = torch.where((left & 1) == 1, power * factor, power)
@@ -38,70 +36,58 @@ def _sqrt(v: torch.Tensor) -> torch.Tensor:
     return v.sqrt()
 
 
-def adamw_reference_(args: Any) -> None:
-    update = optimizer_update.Update(args)
-    step_sizes = update.lr / _bias_corrections(update.counts, args.beta1)
-    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_corrections(update.counts, args.beta2))
-    for i, (m, v) in enumerate(zip(args.exp_avgs, args.exp_avg_sqs, strict=True)):
-        real, g, p = update.real(i), update.gradient(i), update.master(i)
-        # Without decay an infinite p is unchanged: 0 * Inf would be NaN.
-        if args.decoupled_weight_decay:
-            decay = (update.lr * args.weight_decay).to(real)
-            p = torch.where(decay != 0, p - p * decay, p)
-        elif (decay_of_grad := optimizer_update.rounded(args.weight_decay, real)) != 0:
-            g = g + p * decay_of_grad
-        old_m = update.read_state(i, m, rounding.FIRST_STATE)
-        old_v = update.read_state(i, v, rounding.SECOND_STATE)
-        new_m = old_m + (g - old_m) * optimizer_update.rounded(1 - args.beta1, real)
-        new_v = old_v * optimizer_update.rounded(args.beta2, real)
-        new_v = new_v + (g * g) * optimizer_update.rounded(1 - args.beta2, real)
-        denom = _sqrt(new_v) * inv_sqrt_bc2[i].to(real)
-        denom = denom + optimizer_update.rounded(args.eps, real)
-        p = p - (new_m / denom) * step_sizes[i].to(real)
-        update.write_state(i, m, new_m, rounding.FIRST_STATE)
-        update.write_state(i, v, new_v, rounding.SECOND_STATE)
-        update.write_param(i, p)
+def _formula(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    states: Tensors,
+    lr: torch.Tensor,
+    step: torch.Tensor,
+    settings: tuple[float, ...],
+) -> tuple[torch.Tensor, Tensors]:
+    beta1, beta2, eps, weight_decay, decoupled_weight_decay = settings
+    (m, v), real = states, p.dtype
+    # Without decay an infinite p is unchanged: 0 * Inf would be NaN.
+    if decoupled_weight_decay:
+        decay = (lr * weight_decay).to(real)
+        p = torch.where(decay != 0, p - p * decay, p)
+    elif (decay_of_grad := rounded(weight_decay, real)) != 0:
+        g = g + p * decay_of_grad
+    m = m + (g - m) * rounded(1 - beta1, real)
+    v = v * rounded(beta2, real) + (g * g) * rounded(1 - beta2, real)
+    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_correction(step, beta2))
+    denom = _sqrt(v) * inv_sqrt_bc2.to(real) + rounded(eps, real)
+    return p - (m / denom) * (lr / _bias_correction(step, beta1)).to(real), (m, v)
 
 
-def _check(args: Any) -> None:
-    optimizer_update.check("adamw_", args, states=("exp_avgs", "exp_avg_sqs"))
-
-
-adamw_op = Op(
+adamw_op = UpdateOp(
     "adamw_",
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] masters, Tensor(e!) steps, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, bool decoupled_weight_decay, " + optimizer_update.SHARED_SCHEMA,
-    reference=adamw_reference_,
-    check=_check,
-    examples=example_inputs.adamw,
-    triton="adamw",
+    states=("exp_avgs", "exp_avg_sqs"),
+    settings={
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "decoupled_weight_decay": True,
+    },
+    formula=_formula,
 )
 
 
 def adamw_(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    masters: Tensors,
     steps: torch.Tensor,
     *,
-    state_scales: Sequence[torch.Tensor] = (),
     lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     decoupled_weight_decay: bool = True,
-    maximize: bool = False,
-    max_value: float = math.inf,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    indices: Sequence[int] = (),
-    inv_scale: torch.Tensor | None = None,
-    clip: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
     """One Adam step over lists of tensors, in place; no change if found_inf != 0.
 
@@ -132,30 +118,5 @@ def adamw_(
     give the same bits. Sources: Adam (Kingma, Ba, 2015), Decoupled Weight Decay Regularization
     (Loshchilov, Hutter, 2019).
     """
-    optimizer_update.prepare("adamw_", params, steps)
-    if not params:
-        return
-    adamw_op(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        masters,
-        steps,
-        0.0 if isinstance(lr, torch.Tensor) else lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        decoupled_weight_decay,
-        state_scales,
-        maximize,
-        max_value,
-        stochastic_rounding,
-        seed,
-        indices,
-        lr if isinstance(lr, torch.Tensor) else None,
-        inv_scale,
-        clip,
-        found_inf,
-    )
+    settings = (beta1, beta2, eps, weight_decay, decoupled_weight_decay)
+    adamw_op.run(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, lr, settings, **options)

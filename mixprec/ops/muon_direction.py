@@ -2,63 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ._dispatch import example_inputs, optimizer_update, rounding
-from ._dispatch.op import Op
+from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["muon_direction_", "muon_direction_op", "muon_direction_reference_"]
-
-
-def muon_direction_reference_(args: Any) -> None:
-    update = optimizer_update.Update(args)
-    for i, buffer in enumerate(args.momentum_buffers):
-        real, g = update.real(i), update.gradient(i)
-        weight = optimizer_update.rounded(1 - args.momentum, real)
-        b = update.read_state(i, buffer, rounding.FIRST_STATE)
-        b = b + (g - b) * weight
-        update.write_state(i, buffer, b, rounding.FIRST_STATE)
-        update.write_param(i, b + (g - b) * weight if args.nesterov else b)
+__all__ = ["muon_direction_", "muon_direction_op"]
 
 
-def _check(args: Any) -> None:
-    optimizer_update.check("muon_direction_", args, states=("momentum_buffers",))
+def _formula(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    states: Tensors,
+    lr: torch.Tensor,
+    step: torch.Tensor,
+    settings: tuple[float, ...],
+) -> tuple[torch.Tensor, Tensors]:
+    momentum, nesterov = settings
+    (b,), weight = states, rounded(1 - momentum, g.dtype)
+    b = b + (g - b) * weight
+    return b + (g - b) * weight if nesterov else b, (b,)
 
 
-muon_direction_op = Op(
+muon_direction_op = UpdateOp(
     "muon_direction_",
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
-    "Tensor(d!) steps, float lr, float momentum, bool nesterov, " + optimizer_update.SHARED_SCHEMA,
-    reference=muon_direction_reference_,
-    check=_check,
-    examples=example_inputs.muon_direction,
-    triton="muon_direction",
+    states=("momentum_buffers",),
+    settings={"momentum": 0.95, "nesterov": False},
+    formula=_formula,
 )
 
 
 def muon_direction_(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    momentum_buffers: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    masters: Tensors,
     steps: torch.Tensor,
     *,
-    state_scales: Sequence[torch.Tensor] = (),
     momentum: float,
     nesterov: bool = True,
     lr: float = 0.0,
-    maximize: bool = False,
-    max_value: float = math.inf,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    indices: Sequence[int] = (),
-    inv_scale: torch.Tensor | None = None,
-    clip: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
     """What Muon orthogonalizes, over lists of tensors; no change if found_inf != 0.
 
@@ -72,26 +57,7 @@ def muon_direction_(
     and all other arguments are as in `adamw_`; lr has no effect. Source: Muon (Jordan et al.,
     2024), in the form of torch.optim.Muon.
     """
-    optimizer_update.prepare("muon_direction_", params, steps)
-    if not params:
-        return
-    muon_direction_op(
-        params,
-        grads,
-        momentum_buffers,
-        masters,
-        steps,
-        lr,
-        momentum,
-        nesterov,
-        state_scales,
-        maximize,
-        max_value,
-        stochastic_rounding,
-        seed,
-        indices,
-        None,
-        inv_scale,
-        clip,
-        found_inf,
+    settings = (momentum, nesterov)
+    muon_direction_op.run(
+        params, grads, [momentum_buffers], masters, steps, lr, settings, **options
     )

@@ -7,11 +7,12 @@ import torch
 from ..formats import Format
 from ..quantized import Quantized
 from ._dispatch import casts, checks, example_inputs, scale_layout
+from ._dispatch.casts import Cast
 from ._dispatch.op import Op
 from .quantize import quantize_reference
 
-__all__ = ["backward", "norm_backward_op", "norm_backward_reference", "norm_quantize"]
-__all__ += ["norm_quantize_op", "norm_quantize_reference", "run"]
+__all__ = ["norm_backward_op", "norm_backward_reference", "norm_quantize"]
+__all__ += ["norm_quantize_op", "norm_quantize_reference"]
 
 LANES = 256  # partial sums of a row
 BAND = 64  # rows summed one after the other for dweight and dbias
@@ -57,12 +58,10 @@ def norm_quantize_reference(
     bias: torch.Tensor | None,
     eps: float,
     subtract_mean: bool,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
+    cast: Cast,
 ) -> Result:
+    """The results of the cast, then total (empty without residual), mean [M] (empty without
+    subtract_mean) and rstd [M]. Results not requested are empty."""
     m, k = scale_layout.as_matrix(x.shape)
     if residual is None:
         total, rows = x.new_empty((0,)), x.reshape(m, k).float()
@@ -81,10 +80,7 @@ def norm_quantize_reference(
         y = y * weight.float()
     if bias is not None:
         y = y + bias.float()
-    results = quantize_reference(
-        y.view(x.shape), dtype, scale, transpose, granularity, power_of_two_scale
-    )
-    return *results, total, mean.view(-1), rstd.view(-1)
+    return *quantize_reference(y.view(x.shape), cast), total, mean.view(-1), rstd.view(-1)
 
 
 def norm_backward_reference(
@@ -96,6 +92,16 @@ def norm_backward_reference(
     g_total: torch.Tensor | None,
     with_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx in x's dtype, dweight and dbias fp32 [K] (empty without weight or with_bias):
+
+        xhat    = (x - mean) * rstd;  gw = g * weight
+        dx      = ((gw - sum(gw) / K) - xhat * (sum(gw * xhat) / K)) * rstd + g_total
+        dweight = column sums of g * xhat;  dbias = column sums of g
+
+    in FP32, in this order; dx is rounded once. x: what was normalized (total, with a residual); an
+    empty mean: RMSNorm, without the first sum. g: the gradient of y, fp32, bf16 or fp16; g_total:
+    that which reached total on another way, or None.
+    """
     m, k = scale_layout.as_matrix(x.shape)
     g_rows, scale = g.reshape(m, k).float(), rstd.view(m, 1)
     layer_norm = mean.numel() > 0
@@ -140,10 +146,7 @@ def _check(
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
+    cast: Cast,
 ) -> None:
     op = "norm_quantize"
     _check_x(op, x, weight)
@@ -151,7 +154,7 @@ def _check(
         casts.like_x(op, "residual", residual, x, (x.dtype,))
     if bias is not None:
         _check_vector(op, "bias", bias, x)
-    casts.check_fused(op, x, dtype, scale, transpose, granularity)
+    casts.check_fused(op, x, cast)
 
 
 def _check_backward(
@@ -180,16 +183,14 @@ def _fake(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     subtract_mean: bool,
-    dtype: torch.dtype,
-    transpose: bool,
-    granularity: str,
+    cast: Cast,
 ) -> Result:
     rows, _ = scale_layout.as_matrix(x.shape)
     total = x.new_empty((0,) if residual is None else x.shape)
     mean, rstd = (
         x.new_empty((n,), dtype=torch.float32) for n in (rows if subtract_mean else 0, rows)
     )
-    return *casts.fake(x, dtype, transpose, granularity), total, mean, rstd
+    return *casts.fake(x, cast), total, mean, rstd
 
 
 def _fake_backward(
@@ -205,7 +206,7 @@ def _fake_backward(
 norm_quantize_op = Op(
     "norm_quantize",
     "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool subtract_mean, "
-    "ScalarType dtype, Tensor? scale, bool transpose, str granularity, bool power_of_two_scale) -> "
+    f"{casts.SCHEMA}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=norm_quantize_reference,
     fake=_fake,
@@ -224,56 +225,6 @@ norm_backward_op = Op(
     examples=example_inputs.norm_backward,
     triton="norm_quantize",
 )
-
-
-def run(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    subtract_mean: bool,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
-) -> Result:
-    """data, data_t, scale_inv, scale_inv_t and amax, as of `norm_quantize`, then total (empty
-    without residual), mean [M] (empty without subtract_mean) and rstd [M], without the autograd
-    check: for autograd functions. dtype may also be float32: y as it is, without scale and
-    transpose. With granularity "mx" scale_inv and scale_inv_t are uint8 codes. Results not
-    requested are empty."""
-    results: Result = norm_quantize_op(
-        x, residual, weight, bias, eps, subtract_mean,
-        dtype, scale, transpose, granularity, power_of_two_scale,
-    )  # fmt: skip
-    return results
-
-
-def backward(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    g_total: torch.Tensor | None,
-    with_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx in x's dtype, dweight and dbias fp32 [K] (empty without weight or with_bias):
-
-        xhat    = (x - mean) * rstd;  gw = g * weight
-        dx      = ((gw - sum(gw) / K) - xhat * (sum(gw * xhat) / K)) * rstd + g_total
-        dweight = column sums of g * xhat;  dbias = column sums of g
-
-    in FP32, in this order; dx is rounded once. x: what was normalized (total, with a residual);
-    mean and rstd as of `run` (an empty mean: RMSNorm, without the first sum). g: the gradient of y,
-    fp32, bf16 or fp16; g_total: that which reached total on another way, or None.
-    """
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = norm_backward_op(
-        g, x, weight, mean, rstd, g_total, with_bias
-    )
-    return results
 
 
 def norm_quantize(
@@ -312,9 +263,7 @@ def norm_quantize(
     tensors = (x, residual, weight, bias)
     checks.needs_no_grad(op, "detach its inputs, or call it under torch.no_grad()", *tensors)
     given = casts.given_scale(op, scale, x)
-    results = run(
-        *(*tensors, float(eps), subtract_mean),
-        *(parsed.dtype, given, transpose, granularity, power_of_two_scale),
-    )
+    cast = Cast(parsed.dtype, given, transpose, granularity, power_of_two_scale)
+    results = norm_quantize_op(*tensors, float(eps), subtract_mean, *cast)
     total = x if residual is None else results[5]
-    return casts.quantized(results, parsed, transpose, granularity), total
+    return casts.quantized(results, parsed, cast), total

@@ -9,13 +9,14 @@ import torch
 from .. import formats
 from ..quantized import Quantized
 from ._dispatch import block_formats, casts, checks, example_inputs, scale_layout
+from ._dispatch.casts import Cast
 from ._dispatch.op import Op
 from .amax import amax_reference
 from .quantize_mx import quantize_mx_reference
 from .quantize_mx import run as quantize_mx
 from .scale import scale_from_amax
 
-__all__ = ["cast_reference", "quantize", "quantize_op", "quantize_reference", "run"]
+__all__ = ["cast_reference", "quantize", "quantize_op", "quantize_reference"]
 
 _FP8_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
 _FP8_INF = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
@@ -69,15 +70,9 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape).copy_(x)
 
 
-def quantize_reference(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
-) -> casts.Cast:
+def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
     """Also with granularity "mx", for the fused ops."""
+    dtype, scale, transpose, granularity, power_of_two_scale = cast
     if granularity == "mx":
         fmt = block_formats.name_of(formats.parse(dtype), "mx")
         assert fmt is not None, "FP8"
@@ -100,43 +95,23 @@ def quantize_reference(
     return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
 
 
-def _check(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-) -> None:
+def _check(x: torch.Tensor, cast: Cast) -> None:
     op = "quantize"
-    formats.parse(dtype, who=op)
+    formats.parse(cast.dtype, who=op)
     checks.is_tensor(op, "x", x)
     checks.has_dtype(op, "x", x, checks.FLOATS)
-    casts.check(op, x, dtype, scale, transpose, granularity)
+    casts.check(op, x, cast)
 
 
 quantize_op = Op(
     "quantize",
-    "(Tensor x, ScalarType dtype, Tensor? scale, bool transpose, str granularity, "
-    "bool power_of_two_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor x, {casts.SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=quantize_reference,
     fake=casts.fake,
     check=_check,
     examples=example_inputs.quantize,
     triton="quantize",
 )
-
-
-def run(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-    power_of_two_scale: bool,
-) -> casts.Cast:
-    """data, data_t, scale_inv, scale_inv_t and amax, as of `quantize`, without the autograd check:
-    for autograd functions. Results not requested are empty."""
-    return quantize_op(x, dtype, scale, transpose, granularity, power_of_two_scale)
 
 
 def quantize(
@@ -215,8 +190,8 @@ def quantize(
     if parsed not in formats.FORMATS:
         raise ValueError(f'{op}: granularity must be "mx" for {parsed}, got {granularity!r}')
     scale = casts.given_scale(op, scale, x)
-    results = quantize_op(x, parsed.dtype, scale, transpose, granularity, power_of_two_scale)
-    return casts.quantized(results, parsed, transpose, granularity)
+    cast = Cast(parsed.dtype, scale, transpose, granularity, power_of_two_scale)
+    return casts.quantized(quantize_op(x, *cast), parsed, cast)
 
 
 def _in_blocks(

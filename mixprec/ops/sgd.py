@@ -2,75 +2,58 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ._dispatch import example_inputs, optimizer_update, rounding
-from ._dispatch.op import Op
+from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["sgd_", "sgd_op", "sgd_reference_"]
-
-
-def sgd_reference_(args: Any) -> None:
-    update = optimizer_update.Update(args)
-    for i in range(len(args.params)):
-        real, g, p = update.real(i), update.gradient(i), update.master(i)
-        # 0 * Inf would be NaN.
-        if (decay := optimizer_update.rounded(args.weight_decay, real)) != 0:
-            g = g + p * decay
-        if args.momentum_buffers:
-            buffer = args.momentum_buffers[i]
-            factor = optimizer_update.rounded(args.momentum, real)
-            new = g * optimizer_update.rounded(1 - args.dampening, real)
-            later = update.read_state(i, buffer, rounding.FIRST_STATE) * factor + new
-            b = torch.where(update.counts[i] == 1, g, later)
-            g = g + b * factor if args.nesterov else b
-            update.write_state(i, buffer, b, rounding.FIRST_STATE)
-        update.write_param(i, p - g * update.lr.to(real))
+__all__ = ["sgd_", "sgd_op"]
 
 
-def _check(args: Any) -> None:
-    optimizer_update.check(
-        "sgd_", args, states=("momentum_buffers",), may_be_empty=("momentum_buffers", "masters")
-    )
+def _formula(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    states: Tensors,
+    lr: torch.Tensor,
+    step: torch.Tensor,
+    settings: tuple[float, ...],
+) -> tuple[torch.Tensor, Tensors]:
+    momentum, dampening, weight_decay, nesterov = settings
+    real = p.dtype
+    if (decay := rounded(weight_decay, real)) != 0:  # 0 * Inf would be NaN
+        g = g + p * decay
+    if states:
+        factor = rounded(momentum, real)
+        later = states[0] * factor + g * rounded(1 - dampening, real)
+        b = torch.where(step == 1, g, later)
+        states = (b,)
+        g = g + b * factor if nesterov else b
+    return p - g * lr.to(real), states
 
 
-sgd_op = Op(
+sgd_op = UpdateOp(
     "sgd_",
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
-    "Tensor(d!) steps, float lr, float momentum, float dampening, float weight_decay, "
-    "bool nesterov, " + optimizer_update.SHARED_SCHEMA,
-    reference=sgd_reference_,
-    check=_check,
-    examples=example_inputs.sgd,
-    triton="sgd",
+    states=("momentum_buffers",),
+    settings={"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False},
+    formula=_formula,
+    stateless=True,
 )
 
 
 def sgd_(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    momentum_buffers: Sequence[torch.Tensor],
-    masters: Sequence[torch.Tensor],
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    masters: Tensors,
     steps: torch.Tensor,
     *,
-    state_scales: Sequence[torch.Tensor] = (),
     lr: float | torch.Tensor,
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    maximize: bool = False,
-    max_value: float = math.inf,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    indices: Sequence[int] = (),
-    inv_scale: torch.Tensor | None = None,
-    clip: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
     """One SGD step over lists of tensors, in place; no change if found_inf != 0.
 
@@ -87,28 +70,5 @@ def sgd_(
     `adamw_`. Source: On the importance of initialization and momentum in deep learning (Sutskever
     et al., 2013), in the form of torch.optim.SGD.
     """
-    optimizer_update.prepare("sgd_", params, steps)
-    if not params:
-        return
-    sgd_op(
-        params,
-        grads,
-        momentum_buffers,
-        masters,
-        steps,
-        0.0 if isinstance(lr, torch.Tensor) else lr,
-        momentum,
-        dampening,
-        weight_decay,
-        nesterov,
-        state_scales,
-        maximize,
-        max_value,
-        stochastic_rounding,
-        seed,
-        indices,
-        lr if isinstance(lr, torch.Tensor) else None,
-        inv_scale,
-        clip,
-        found_inf,
-    )
+    settings = (momentum, dampening, weight_decay, nesterov)
+    sgd_op.run(params, grads, [momentum_buffers], masters, steps, lr, settings, **options)

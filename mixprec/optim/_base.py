@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler imports Dynamo
@@ -20,9 +20,6 @@ from ..ops._dispatch.checks import REALS
 from . import _grad_norms, _repr, _settings, _state8
 from ._batches import Batch, Batches
 from ._state import Policy, hide_states, show_states
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class Scaling(NamedTuple):
@@ -50,38 +47,14 @@ class Optimizer(torch.optim.Optimizer):
     _moment_names: tuple[str, ...]
     _moments_required = True
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        *,
-        master_weights: str | None,
-        state_dtype: torch.dtype | str,
-        stochastic_rounding: bool,
-        seed: int,
-        grad_dtype: torch.dtype | None,
-        max_grad_norm: float | None,
-        max_grad_value: float | None,
-        process_group: dist.ProcessGroup | None,
-        ignored: dict[str, Any],
-    ) -> None:
-        who = type(self).__name__
-        _settings.check_options(
-            who,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            grad_dtype=grad_dtype,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            ignored=ignored,
-        )
-        moments = _state8.CODES if isinstance(state_dtype, str) else state_dtype
-        self._policy = Policy(master_weights, moments, stochastic_rounding)
-        self._seed, self._grad_dtype = seed, grad_dtype
-        self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
-        self.ranks = Ranks(process_group)
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], options: dict[str, Any]) -> None:
+        """options: those of `_settings.Options`, to be checked."""
+        given = _settings.Options.parse(type(self).__name__, options)
+        moments = _state8.CODES if isinstance(given.state_dtype, str) else given.state_dtype
+        self._policy = Policy(given.master_weights, moments, given.stochastic_rounding)
+        self._seed, self._grad_dtype = given.seed, given.grad_dtype
+        self.max_grad_norm, self.max_grad_value = given.max_grad_norm, given.max_grad_value
+        self.ranks = Ranks(given.process_group)
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._forget()
         super().__init__(params, defaults)
@@ -102,16 +75,9 @@ class Optimizer(torch.optim.Optimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        state: Callable[[str], list[torch.Tensor]],
-        masters: list[torch.Tensor],
-        steps: torch.Tensor,
-        **shared: Any,
-    ) -> None:
+    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+        """Run the op on params of one group. tensors: params, grads, each moment of the group,
+        masters, steps."""
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -341,24 +307,21 @@ class Optimizer(torch.optim.Optimizer):
         clip: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        group, device, states = self.param_groups[batch.group], batch.device, batch.states
-        sharded = batch.data is not batch.params
-
-        def state(name: str) -> list[torch.Tensor]:
-            tensors = [s[name] for s in states]
-            return list(map(local, tensors)) if sharded else tensors
-
+        group, device = self.param_groups[batch.group], batch.device
+        lists = [[s[name] for s in batch.states] for name in self._moments(group)]
         masters = []
         if batch.has_master:
-            masters = [s["master"] if "master" in s else s["remainder"] for s in states]
+            masters = [s["master"] if "master" in s else s["remainder"] for s in batch.states]
+        lists.append(masters)
+        if batch.data is not batch.params:  # they are sharded
+            lists = [list(map(local, tensors)) for tensors in lists]
         lr = group["lr"]
         self._update(
-            group=group,
-            params=batch.data,
-            grads=batch.grads,
-            state=state,
-            masters=list(map(local, masters)) if sharded else masters,
-            steps=self._batches.steps(batch),
+            group,
+            batch.data,
+            batch.grads,
+            *lists,
+            self._batches.steps(batch),
             state_scales=self._scales(batch) if self._policy.state_dtype == _state8.CODES else (),
             lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
             maximize=group["maximize"],

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 MASTER_WEIGHTS = ("auto", "fp32", "remainder16", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16, "int8")
@@ -52,50 +56,69 @@ def check_amsgrad(who: str, amsgrad: Any) -> None:
         )
 
 
-def check_options(
-    who: str,
-    *,
-    master_weights: str | None,
-    state_dtype: torch.dtype | str,
-    stochastic_rounding: bool,
-    seed: int,
-    grad_dtype: torch.dtype | None,
-    max_grad_norm: float | None,
-    max_grad_value: float | None,
-    ignored: dict[str, Any],
-) -> None:
-    if master_weights not in MASTER_WEIGHTS:
-        raise ValueError(
-            f'{who}: master_weights must be "auto", "fp32", "remainder16" or None, '
-            f"got {master_weights!r}"
-        )
-    if state_dtype not in STATE_DTYPES:
-        raise ValueError(
-            f'{who}: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
-            f"got {state_dtype!r}"
-        )
-    if not isinstance(stochastic_rounding, bool):
-        raise ValueError(
-            f"{who}: stochastic_rounding must be True or False, got {stochastic_rounding!r}"
-        )
-    if stochastic_rounding and master_weights not in ("auto", None):
-        raise ValueError(
-            f"{who}: stochastic_rounding is for bf16 params without masters, got "
-            f"master_weights={master_weights!r}; use one or the other"
-        )
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"{who}: seed must be an int in [0, 2^63), got {seed!r}")
-    if grad_dtype not in (None, torch.float32):
-        raise ValueError(f"{who}: grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
-    check_limit(who, "max_grad_norm", max_grad_norm)
-    check_limit(who, "max_grad_value", max_grad_value)
-    if max_grad_norm is not None and max_grad_value is not None:
-        raise ValueError(f"{who}: give max_grad_norm or max_grad_value, not both")
-    check_amsgrad(who, ignored.get("amsgrad"))
-    if ignored.get("differentiable"):
+def check_differentiable(who: str, differentiable: Any) -> None:
+    if differentiable:
         raise ValueError(
             f"{who}: differentiable must be False: an update in place has no derivative"
         )
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of every optimizer; `AdamW` documents them."""
+
+    master_weights: str | None = "auto"
+    state_dtype: torch.dtype | str = torch.float32
+    stochastic_rounding: bool = False
+    seed: int = 0
+    grad_dtype: torch.dtype | None = None
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+    process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def parse(cls, who: str, options: dict[str, Any]) -> Options:
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(
+                f"{who}: {', '.join(unknown)} is no argument; the options of every optimizer are "
+                f"{', '.join(known)}"
+            )
+        parsed = cls(**options)
+        parsed._check(who)
+        return parsed
+
+    def _check(self, who: str) -> None:
+        if self.master_weights not in MASTER_WEIGHTS:
+            raise ValueError(
+                f'{who}: master_weights must be "auto", "fp32", "remainder16" or None, '
+                f"got {self.master_weights!r}"
+            )
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f'{who}: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
+                f"got {self.state_dtype!r}"
+            )
+        if not isinstance(self.stochastic_rounding, bool):
+            raise ValueError(
+                f"{who}: stochastic_rounding must be True or False, got "
+                f"{self.stochastic_rounding!r}"
+            )
+        if self.stochastic_rounding and self.master_weights not in ("auto", None):
+            raise ValueError(
+                f"{who}: stochastic_rounding is for bf16 params without masters, got "
+                f"master_weights={self.master_weights!r}; use one or the other"
+            )
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"{who}: seed must be an int in [0, 2^63), got {self.seed!r}")
+        if self.grad_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"{who}: grad_dtype must be torch.float32 or None, got {self.grad_dtype!r}"
+            )
+        check_limit(who, "max_grad_norm", self.max_grad_norm)
+        check_limit(who, "max_grad_value", self.max_grad_value)
+        if self.max_grad_norm is not None and self.max_grad_value is not None:
+            raise ValueError(f"{who}: give max_grad_norm or max_grad_value, not both")
 
 
 def check_state_dict(who: str, state_dict: Any) -> None:

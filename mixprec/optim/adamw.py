@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -11,9 +10,6 @@ from torch.optim.optimizer import ParamsT
 from ..ops import adamw_
 from . import _settings
 from ._base import Optimizer
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["Adam", "AdamW"]
 
@@ -76,36 +72,19 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        master_weights: str | None = "auto",
-        state_dtype: torch.dtype | str = torch.float32,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        grad_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        max_grad_value: float | None = None,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
         amsgrad: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        **options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "decoupled_weight_decay": self._decoupled}
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            grad_dtype=grad_dtype,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            process_group=process_group,
-            ignored={"amsgrad": amsgrad, "differentiable": differentiable},
-        )
+        _settings.check_amsgrad(type(self).__name__, amsgrad)
+        _settings.check_differentiable(type(self).__name__, differentiable)
+        super().__init__(params, defaults, options)
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         _settings.check_lr(who, group["lr"])
@@ -124,30 +103,16 @@ class AdamW(Optimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._moment_names
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        state: Callable[[str], list[torch.Tensor]],
-        masters: list[torch.Tensor],
-        steps: torch.Tensor,
-        **shared: Any,
-    ) -> None:
+    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         beta1, beta2 = group["betas"]
         adamw_(
-            params,
-            grads,
-            state("exp_avg"),
-            state("exp_avg_sq"),
-            masters,
-            steps,
+            *tensors,
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled_weight_decay=self._decoupled,
-            **shared,
+            **options,
         )
 
 

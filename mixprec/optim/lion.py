@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -11,9 +10,6 @@ from torch.optim.optimizer import ParamsT
 from ..ops import lion_
 from . import _settings
 from ._base import Optimizer
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["Lion"]
 
@@ -37,30 +33,11 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        master_weights: str | None = "auto",
-        state_dtype: torch.dtype | str = torch.float32,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        grad_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        max_grad_value: float | None = None,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            grad_dtype=grad_dtype,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            process_group=process_group,
-            ignored={},
-        )
+        super().__init__(params, defaults, options)
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         _settings.check_lr(who, group["lr"])
@@ -70,25 +47,6 @@ class Lion(Optimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._moment_names
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        state: Callable[[str], list[torch.Tensor]],
-        masters: list[torch.Tensor],
-        steps: torch.Tensor,
-        **shared: Any,
-    ) -> None:
+    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         beta1, beta2 = group["betas"]
-        lion_(
-            params,
-            grads,
-            state("exp_avg"),
-            masters,
-            steps,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            **shared,
-        )
+        lion_(*tensors, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], **options)

@@ -66,19 +66,14 @@ class Masters(Optimizer):
         _check_kind(kind)
         self._kind, self._options = kind, options
         given: Any = params if isinstance(params, torch.Tensor) else list(params)
-        super().__init__(
-            given,
-            kind(given, **options).defaults,  # checks both
-            master_weights="fp32",
-            state_dtype=torch.float32,
-            stochastic_rounding=False,
-            seed=0,
-            grad_dtype=grad_dtype,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            process_group=process_group,
-            ignored={},
-        )
+        ours = {
+            "master_weights": "fp32",
+            "grad_dtype": grad_dtype,
+            "max_grad_norm": max_grad_norm,
+            "max_grad_value": max_grad_value,
+            "process_group": process_group,
+        }
+        super().__init__(given, kind(given, **options).defaults, ours)  # `kind` checks both
 
     def __repr__(self) -> str:
         name = type(self).__name__

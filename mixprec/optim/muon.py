@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -15,9 +15,6 @@ from ..ops import adamw_, muon_direction_, sgd_
 from . import _settings
 from ._base import Optimizer
 from ._batches import Batch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["Muon"]
 
@@ -73,21 +70,14 @@ class Muon(Optimizer):
         *,
         ns_dtype: str = "bf16",
         adamw: Mapping[str, Any] | None = None,
-        master_weights: str | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        grad_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        max_grad_value: float | None = None,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
         if unknown := sorted((adamw or {}).keys() - _ADAMW.keys()):
             raise ValueError(
                 f"Muon: adamw may hold {', '.join(_ADAMW)}, got {', '.join(map(str, unknown))}"
             )
-        if state_dtype == "int8":
+        if options.get("state_dtype") == "int8":
             raise ValueError(
                 'Muon: state_dtype must be torch.float32 or torch.bfloat16, got "int8", whose '
                 "rounding noise hides the small singular values of the momentum; torch.bfloat16 "
@@ -108,19 +98,7 @@ class Muon(Optimizer):
             "use_muon": True,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            grad_dtype=grad_dtype,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            process_group=process_group,
-            ignored={},
-        )
+        super().__init__(params, defaults, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of params: as one group of matrices, one of other params, or both."""
@@ -181,80 +159,47 @@ class Muon(Optimizer):
         self._whole = {id(part): p for part, p in sharded if is_sharded(p)}
         super()._update_batch(batch, *args)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        state: Callable[[str], list[torch.Tensor]],
-        masters: list[torch.Tensor],
-        steps: torch.Tensor,
-        **shared: Any,
-    ) -> None:
-        if group["use_muon"]:
-            for i, buffer in enumerate(state("momentum_buffer")):
-                indices = shared["indices"][i : i + 1]
-                scales = shared["state_scales"][i : i + 1]
-                one = {**shared, "buffer": buffer, "steps": steps[i : i + 1], "indices": indices}
-                one["state_scales"] = scales
-                self._update_matrix(group, params[i], grads[i], masters[i : i + 1], **one)
+    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+        if not group["use_muon"]:
+            beta1, beta2 = group["betas"]
+            adamw_(
+                *tensors,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                **options,
+            )
             return
-        beta1, beta2 = group["betas"]
-        adamw_(
-            params,
-            grads,
-            state("exp_avg"),
-            state("exp_avg_sq"),
-            masters,
-            steps,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            **shared,
-        )
-
-    def _update_matrix(
-        self,
-        group: dict[str, Any],
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        masters: list[torch.Tensor],
-        *,
-        buffer: torch.Tensor,
-        steps: torch.Tensor,
-        lr: float | torch.Tensor,
-        stochastic_rounding: bool,
-        seed: int,
-        indices: list[int],
-        found_inf: torch.Tensor | None,
-        **of_gradient: Any,
-    ) -> None:
-        both: dict[str, Any] = {"seed": seed, "indices": indices, "found_inf": found_inf}
-        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-        direction = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
-        muon_direction_(
-            [direction],
-            [grad],
-            [buffer],
-            [],
-            steps.clone(),  # sgd_ counts the step
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            **of_gradient,
-            **both,
-        )
-        sgd_(
-            [param],
-            [_orthogonal(direction, self._whole.get(id(param), param), group)],
-            [],
-            masters,
-            steps,
-            lr=lr,
-            weight_decay=group["weight_decay"],
-            stochastic_rounding=stochastic_rounding,
-            **both,
-        )
+        params, grads, buffers, masters, steps = tensors
+        of_param = ("lr", "stochastic_rounding")
+        direction = {name: x for name, x in options.items() if name not in of_param}
+        of_both = ("seed", "found_inf", *of_param)
+        update = {name: x for name, x in options.items() if name in of_both}
+        for i, (param, buffer) in enumerate(zip(params, buffers, strict=True)):
+            one = slice(i, i + 1)
+            indices = {"indices": options["indices"][one]}
+            wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+            d = torch.zeros_like(param, dtype=wide)  # of a skipped step: 0, and not used
+            muon_direction_(
+                [d],
+                grads[one],
+                [buffer],
+                [],
+                steps[one].clone(),  # sgd_ counts the step
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+                **direction | indices,
+            )
+            sgd_(
+                [param],
+                [_orthogonal(d, self._whole.get(id(param), param), group)],
+                [],
+                masters[one],
+                steps[one],
+                weight_decay=group["weight_decay"],
+                **update | indices,
+            )
 
 
 def _is_matrix(entry: Any) -> bool:

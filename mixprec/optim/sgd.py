@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -11,9 +10,6 @@ from torch.optim.optimizer import ParamsT
 from ..ops import sgd_
 from . import _settings
 from ._base import Optimizer
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["SGD"]
 
@@ -42,34 +38,16 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
-        master_weights: str | None = "auto",
-        state_dtype: torch.dtype | str = torch.float32,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        grad_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        max_grad_value: float | None = None,
         maximize: bool = False,
-        process_group: dist.ProcessGroup | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
+        **options: Any,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            grad_dtype=grad_dtype,
-            max_grad_norm=max_grad_norm,
-            max_grad_value=max_grad_value,
-            process_group=process_group,
-            ignored={"differentiable": differentiable},
-        )
+        _settings.check_differentiable(type(self).__name__, differentiable)
+        super().__init__(params, defaults, options)
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         _settings.check_lr(who, group["lr"])
@@ -85,25 +63,14 @@ class SGD(Optimizer):
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._moment_names if group["momentum"] != 0 else ()
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        state: Callable[[str], list[torch.Tensor]],
-        masters: list[torch.Tensor],
-        steps: torch.Tensor,
-        **shared: Any,
-    ) -> None:
+    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+        if group["momentum"] == 0:
+            tensors = (*tensors[:2], [], *tensors[2:])
         sgd_(
-            params,
-            grads,
-            state("momentum_buffer") if group["momentum"] != 0 else [],
-            masters,
-            steps,
+            *tensors,
             momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
-            **shared,
+            **options,
         )

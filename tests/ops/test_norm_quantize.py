@@ -15,11 +15,12 @@ from test_act_quantize import CASTS, PLAIN, same
 import mixprec
 from mixprec.ops import norm_quantize
 from mixprec.ops._dispatch import scale_layout
+from mixprec.ops._dispatch.casts import Cast
 from mixprec.ops.norm_quantize import (
-    backward,
+    norm_backward_op,
     norm_backward_reference,
+    norm_quantize_op,
     norm_quantize_reference,
-    run,
 )
 from mixprec.ops.quantize import quantize_reference
 
@@ -61,7 +62,7 @@ def test_operation_by_operation(backend: str, subtract_mean: bool, k: int) -> No
     """Against NumPy, bit for bit."""
     x, g, g_total = (normal((70, k), torch.float32, seed=i) + (i == 0) for i in range(3))
     weight, bias = normal((k,), torch.float32, seed=4), normal((k,), torch.float32, seed=5)
-    y, *_, mean, rstd = run(x, None, weight, bias, 1e-5, subtract_mean, *PLAIN)
+    y, *_, mean, rstd = norm_quantize_op(x, None, weight, bias, 1e-5, subtract_mean, *PLAIN)
     rows, w, b, of_y = (t.numpy() for t in (x, weight, bias, g))
     want, dx = np.empty_like(rows), np.empty_like(rows)
     products = np.empty_like(rows)
@@ -80,7 +81,7 @@ def test_operation_by_operation(backend: str, subtract_mean: bool, k: int) -> No
         dx[i] = ((gw - c2) - xhat * c1) * r + g_total.numpy()[i]
         products[i] = of_y[i] * xhat
     ind.assert_bits(y, want.view(np.uint32))
-    got = backward(g, x, weight, mean, rstd, g_total, True)
+    got = norm_backward_op(g, x, weight, mean, rstd, g_total, True)
     for name, have, need in zip(
         ("dx", "dweight", "dbias"), got, (dx, column_sums(products), column_sums(of_y)), strict=True
     ):
@@ -91,7 +92,7 @@ def test_operation_by_operation(backend: str, subtract_mean: bool, k: int) -> No
 def test_against_torch_in_fp64(backend: str, subtract_mean: bool) -> None:
     x, g, res, of_total = (normal((33, 300), torch.float32, seed=i) for i in range(4))
     weight, bias = normal((300,), torch.float32, seed=5), normal((300,), torch.float32, seed=6)
-    y, *_, total, mean, rstd = run(x, res, weight, bias, 1e-3, subtract_mean, *PLAIN)
+    y, *_, total, mean, rstd = norm_quantize_op(x, res, weight, bias, 1e-3, subtract_mean, *PLAIN)
     leaves = [t.double().requires_grad_() for t in (total, weight, bias)]
     if subtract_mean:
         want = torch.nn.functional.layer_norm(leaves[0], (300,), *leaves[1:], 1e-3)
@@ -100,23 +101,23 @@ def test_against_torch_in_fp64(backend: str, subtract_mean: bool) -> None:
     ((want * g).sum() + (leaves[0] * of_total).sum()).backward()
     torch.testing.assert_close(total, x + res, rtol=0, atol=0)
     torch.testing.assert_close(y.double(), want, rtol=1e-6, atol=2e-6)
-    got = backward(g, total, weight, mean, rstd, of_total, True)
+    got = norm_backward_op(g, total, weight, mean, rstd, of_total, True)
     for have, leaf in zip(got, leaves, strict=True):
         torch.testing.assert_close(have.double(), leaf.grad, rtol=2e-6, atol=2e-5)
 
 
 @for_each("layout, cast, dtype, subtract_mean", pairwise(LAYOUTS, CASTS, WIDE, (True, False)))
 def test_casts_shapes_and_layouts(
-    poisoned: None, layout: Layout, cast: tuple, dtype: torch.dtype, subtract_mean: bool
+    poisoned: None, layout: Layout, cast: Cast, dtype: torch.dtype, subtract_mean: bool
 ) -> None:
     """The casts of the values are those of quantize, and the kernels are the references."""
     for i, shape in enumerate(SHAPES):
-        of_shape = (*cast[:2], cast[2] and len(shape) >= 2, *cast[3:])
+        of_shape = cast._replace(transpose=cast.transpose and len(shape) >= 2)
         x, res = layout(normal(shape, dtype, seed=i)), layout(normal(shape, dtype, seed=i + 1))
         given = x, res if i % 2 else None, *vectors(shape[-1], i), 1e-5, subtract_mean
-        got = run(*given, *of_shape)
-        same(got[:5], quantize_reference(run(*given, *PLAIN)[0], *of_shape))
-        same(got, norm_quantize_reference(*given, *of_shape), str(shape))
+        got = norm_quantize_op(*given, *of_shape)
+        same(got[:5], quantize_reference(norm_quantize_op(*given, *PLAIN)[0], of_shape))
+        same(got, norm_quantize_reference(*given, of_shape), str(shape))
 
 
 @for_each("layout, dtype, g_dtype, subtract_mean", pairwise(LAYOUTS, WIDE, WIDE, (True, False)))
@@ -126,21 +127,21 @@ def test_backward_shapes_and_layouts(
     for i, shape in enumerate(SHAPES):
         x, g = layout(normal(shape, dtype, seed=i)), layout(normal(shape, g_dtype, seed=i + 1))
         weight, bias = vectors(shape[-1], i)
-        mean, rstd = run(x, None, None, None, 1e-5, subtract_mean, *PLAIN)[6:]
+        mean, rstd = norm_quantize_op(x, None, None, None, 1e-5, subtract_mean, *PLAIN)[6:]
         g_total = layout(normal(shape, WIDE[i % 3], seed=i + 2)) if i % 2 else None
         given = g, x, weight, mean, rstd, g_total, bias is not None
-        same(backward(*given), norm_backward_reference(*given), str(shape))
+        same(norm_backward_op(*given), norm_backward_reference(*given), str(shape))
 
 
 @for_each("cast", CASTS)
-def test_large(poisoned: None, two_threads: None, cast: tuple) -> None:
+def test_large(poisoned: None, two_threads: None, cast: Cast) -> None:
     x, res, g = (normal((193, 1031), torch.bfloat16, seed=i) for i in range(3))
     x[100, 7], g[192, 1030] = 600.0, math.nan
     given = x, res, *vectors(1031, 5), 1e-6, cast[2]
-    *got, total, mean, rstd = run(*given, *cast)
-    same((*got, total, mean, rstd), norm_quantize_reference(*given, *cast))
+    *got, total, mean, rstd = norm_quantize_op(*given, *cast)
+    same((*got, total, mean, rstd), norm_quantize_reference(*given, cast))
     given = g, total, given[2], mean, rstd, res, True
-    same(backward(*given), norm_backward_reference(*given))
+    same(norm_backward_op(*given), norm_backward_reference(*given))
 
 
 @for_each("subtract_mean", [True, False])
@@ -150,9 +151,9 @@ def test_values_that_are_computed_twice(two_threads: None, subtract_mean: bool) 
         normal((1 << 11,), torch.bfloat16, seed=i).repeat(2049).view(2049, -1) for i in (0, 1)
     )
     res[2048, 2047] = 700.0
-    cast = torch.float8_e4m3fn, None, True, "tensor", True
+    cast = Cast(torch.float8_e4m3fn, transpose=True)
     given = x, res, *vectors(2048, 5), 1e-6, subtract_mean
-    same(run(*given, *cast), norm_quantize_reference(*given, *cast))
+    same(norm_quantize_op(*given, *cast), norm_quantize_reference(*given, cast))
 
 
 @for_each("subtract_mean", [True, False])
@@ -160,7 +161,7 @@ def test_special_values(backend: str, subtract_mean: bool) -> None:
     """NaN and Inf make their row NaN, and no other; a constant row is 0 (LayerNorm) or finite."""
     x = normal((6, 300), torch.float32)
     x[1, 299], x[3, 0], x[4] = math.inf, math.nan, 0.0
-    data, _, scale_inv, _, amax, *_ = run(
+    data, _, scale_inv, _, amax, *_ = norm_quantize_op(
         x, None, None, None, 1e-5, subtract_mean, torch.float8_e4m3fn, None, False, "row", True
     )
     bad = torch.tensor([False, True, False, True, False, False])
@@ -169,7 +170,7 @@ def test_special_values(backend: str, subtract_mean: bool) -> None:
     assert scale_inv[[1, 3, 4], 0].tolist() == [1.0] * 3
     assert amax.isnan()
     large = torch.full((2, 5), 3e38)  # its sum and its squares overflow
-    y = run(large, None, None, None, 1e-5, subtract_mean, *PLAIN)[0]
+    y = norm_quantize_op(large, None, None, None, 1e-5, subtract_mean, *PLAIN)[0]
     assert y.isnan().all()
 
 
@@ -181,7 +182,7 @@ def test_public_function(backend: str) -> None:
             x, "e5m2", weight, bias, eps=1e-3, residual=res, transpose=True, granularity=granularity
         )
         ind.assert_same_bits(total, (x.float() + res.float()).bfloat16())
-        y = run(x, res, weight, bias, 1e-3, False, *PLAIN)[0]
+        y = norm_quantize_op(x, res, weight, bias, 1e-3, False, *PLAIN)[0]
         want = mixprec.quantize(y, "e5m2", transpose=True, granularity=granularity)
         assert q[5:] == want[5:]
         for got, expected in zip(q[:5], want[:5], strict=True):
@@ -190,12 +191,12 @@ def test_public_function(backend: str) -> None:
                 ind.assert_same_bits(got, expected)
     q, total = norm_quantize(x, "bf16", subtract_mean=True, scale=2.0)
     assert total is x
-    y = run(x, None, None, None, 1e-5, True, *PLAIN)[0]
+    y = norm_quantize_op(x, None, None, None, 1e-5, True, *PLAIN)[0]
     ind.assert_same_bits(q.data, (y * 2).bfloat16())
 
 
 X, K = torch.ones(3, 4), torch.ones(4)
-STATS = run(X, None, None, None, 1e-5, True, *PLAIN)[6:]
+STATS = norm_quantize_op(X, None, None, None, 1e-5, True, *PLAIN)[6:]
 Call = Callable[[], object]
 
 
@@ -223,11 +224,31 @@ Call = Callable[[], object]
             RuntimeError,
             "no derivative",
         ),
-        (lambda: backward(K, X, None, *STATS, None, False), ValueError, "g must have shape"),
-        (lambda: backward(X, X, K[:3], *STATS, None, False), ValueError, "weight must have shape"),
-        (lambda: backward(X, X, None, STATS[0], K, None, False), ValueError, "rstd must have sh"),
-        (lambda: backward(X, X, None, K, STATS[1], None, False), ValueError, "mean must have sh"),
-        (lambda: backward(X, X, None, *STATS, K, False), ValueError, "g_total must have shape"),
+        (
+            lambda: norm_backward_op(K, X, None, *STATS, None, False),
+            ValueError,
+            "g must have shape",
+        ),
+        (
+            lambda: norm_backward_op(X, X, K[:3], *STATS, None, False),
+            ValueError,
+            "weight must have shape",
+        ),
+        (
+            lambda: norm_backward_op(X, X, None, STATS[0], K, None, False),
+            ValueError,
+            "rstd must have sh",
+        ),
+        (
+            lambda: norm_backward_op(X, X, None, K, STATS[1], None, False),
+            ValueError,
+            "mean must have sh",
+        ),
+        (
+            lambda: norm_backward_op(X, X, None, *STATS, K, False),
+            ValueError,
+            "g_total must have shape",
+        ),
     ],
 )
 def test_bad_input(call: Call, error: type[Exception], message: str) -> None:

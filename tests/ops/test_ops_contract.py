@@ -112,25 +112,14 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op in UPDATES:
         real = torch.float64 if dtype == torch.float64 else torch.float32
         wide = [tensor((4, 6), real, arrangement) for _ in range(3)]
-        masters = [wide[2]] if real != dtype else []
-        shared = (False, 1e9, True, 7, [4], None, one, one, flag)
-        scales = []
+        masters = [wide[2]] if real != dtype and op != "sgd_" else []
+        states, scales = [wide[0], wide[1].abs()][: len(OPS[op].states)], []
         if real == torch.float32:  # the first state in 8 bits
-            wide[0] = torch.zeros_like(wide[0], dtype=torch.uint8)
-            scales = [torch.ones((x.numel() + 255) // 256)]
-        if op == "sgd_":
-            numbers = (0.1, 0.9, 0.0, 0.0, True, scales)
-            return [x], [x.clone()], [wide[0]], [], flag + 1, *numbers, *shared
-        if op == "lion_":
-            numbers = (0.1, 0.9, 0.99, 0.1, scales)
-            return [x], [x.clone()], [wide[0]], masters, flag + 1, *numbers, *shared
-        if op == "muon_direction_":
-            numbers = (0.0, 0.95, True, scales)
-            return [x], [x.clone()], [wide[0]], masters, flag + 1, *numbers, *shared
-        scales += [torch.ones(0)] if scales else []
-        numbers = (1e-3, 0.9, 0.999, 1e-8, 1e-2, True, scales)
-        moments = [wide[0]], [wide[1].abs()]
-        return ([x], [x.clone()], *moments, masters, torch.ones(1), *numbers, *shared)
+            states[0] = torch.zeros_like(states[0], dtype=torch.uint8)
+            scales = [torch.ones((x.numel() + 255) // 256), torch.ones(0)][: len(states)]
+        settings = [*OPS[op].examples.args[1]]
+        options = (1e-3, settings, False, 1e9, True, 7, [4], None, one, one, flag)
+        return [x], [x.clone()], states, scales, masters, torch.ones(1), *options
     if op == "scale_from_amax_":
         same = [tensor((4, 6), dtype, arrangement) for _ in range(3)]
         return *same, torch.float8_e5m2, 1, True
@@ -192,7 +181,11 @@ def mutating_call(op: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
     ]
     named = dict(zip(OPS[op].arguments, args, strict=True))
     named |= {"fmt": named.pop("dtype")} if op == "scale_from_amax_" else {}
-    named.pop("lr_tensor", None)  # an lr that is a tensor
+    if op in UPDATES:
+        states, settings = named.pop("states"), named.pop("settings")
+        named |= {name: [state] for name, state in zip(OPS[op].states, states, strict=True)}
+        named |= zip(OPS[op].settings, settings, strict=True)
+        named.pop("lr_tensor")  # an lr that is a tensor
     return list(chain(*written)), lambda: getattr(ops, op)(**named)
 
 

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("quantized",),
     ("ops._dispatch",),
     ("ops._dispatch.op",),
+    ("ops._dispatch.optimizer_update",),
     ("ops.*",),
     ("ops",),
     ("_recipe_aliases", "_local_gradients", "_unrounded"),

@@ -71,17 +71,10 @@ struct StepArrays {
   int64_t seed, step, index;  // of the random bits
 };
 
-// The constants of all params of one step count; `wide` for fp64 params.
-struct AdamWConstants {
-  bool decoupled;
-  AdamWScalars<float> narrow;
-  AdamWScalars<double> wide;
-};
-struct SgdConstants {
-  bool nesterov, first;
-  SgdScalars<float> narrow;
-  SgdScalars<double> wide;
-};
+// Elements [begin, end) of one param; begin is a multiple of 8.
+template <class Rule>
+using StepLoop = void (*)(const StepArrays&, int64_t begin, int64_t end, int variant,
+                          const StepConstants<Rule>&);
 
 // A tensor and its packed form.
 struct PackArrays {
@@ -92,15 +85,6 @@ struct PackArrays {
   bool streams;   // y is too large to stay in the caches
   uint8_t* codes;
   Bf16* ranges;  // minimum and step of each group
-};
-struct LionConstants {
-  LionScalars<float> narrow;
-  LionScalars<double> wide;
-};
-struct MuonConstants {
-  bool nesterov;
-  MuonScalars<float> narrow;
-  MuonScalars<double> wide;
 };
 
 // A cast to a block format.
@@ -183,11 +167,10 @@ struct Loops {
   // The sum of (g * inv_scale)^2 in fp64, in an order that depends only on n; the rest as above.
   bool (*grad_stats)(Dtype, const void* g, float inv_scale, int64_t n, double* sum_sq,
                      uint32_t* counts);
-  // Elements [begin, end) of one param; begin is a multiple of 8.
-  void (*adamw)(const StepArrays&, int64_t begin, int64_t end, const AdamWConstants&);
-  void (*sgd)(const StepArrays&, int64_t begin, int64_t end, const SgdConstants&);
-  void (*lion)(const StepArrays&, int64_t begin, int64_t end, const LionConstants&);
-  void (*muon_direction)(const StepArrays&, int64_t begin, int64_t end, const MuonConstants&);
+  StepLoop<AdamW> adamw;
+  StepLoop<Sgd> sgd;
+  StepLoop<Lion> lion;
+  StepLoop<MuonDirection> muon_direction;
   // One row of a GEMM's result from its fp32 accumulators, n contiguous elements.
   void (*store_row)(Dtype out_dtype, const float* acc, const Epilogue&, void* out, int64_t n);
   // out[i * stride] += acc[i] * scales

@@ -173,90 +173,41 @@ inline void for_f64(const StepArrays& a, int64_t begin, int64_t end, const Updat
   if (p != param) __builtin_memcpy(param, p, static_cast<size_t>(n) * sizeof(double));
 }
 
-template <bool decoupled, class Real>
-__attribute__((noinline)) void adamw_row(Real* __restrict p, const Real* __restrict grad,
-                                         Real* __restrict m, Real* __restrict v, int64_t n,
-                                         const AdamWScalars<Real> s) {
-  for (int64_t i = 0; i < n; ++i) p[i] = adamw<decoupled>(p[i], grad[i], m[i], v[i], s);
-}
-
-template <class Real>
-__attribute__((noinline)) void sgd_row(Real* __restrict p, const Real* __restrict grad, int64_t n,
-                                       const SgdScalars<Real> s) {
-  for (int64_t i = 0; i < n; ++i) p[i] = sgd(p[i], grad[i], s);
-}
-
-template <bool nesterov, class Real>
-__attribute__((noinline)) void sgd_momentum_row(Real* __restrict p, const Real* __restrict grad,
-                                                Real* __restrict b, bool first, int64_t n,
-                                                const SgdScalars<Real> s) {
+template <class Rule, int variant, class Real>
+__attribute__((noinline)) void rule_row(Real* __restrict p, const Real* __restrict grad,
+                                        Real* __restrict first, Real* __restrict second, int64_t n,
+                                        const typename Rule::template Scalars<Real> s) {
+  constexpr int states = Rule::states(variant);
   for (int64_t i = 0; i < n; ++i) {
-    p[i] = sgd_momentum<nesterov>(p[i], grad[i], b[i], first, s);
+    Real state[2] = {states > 0 ? first[i] : Real(0), states > 1 ? second[i] : Real(0)};
+    p[i] = Rule::template update<variant>(p[i], grad[i], state, s);
+    if (states > 0) first[i] = state[0];
+    if (states > 1) second[i] = state[1];
   }
 }
 
-template <class Real>
-__attribute__((noinline)) void lion_row(Real* __restrict p, const Real* __restrict grad,
-                                        Real* __restrict m, int64_t n, const LionScalars<Real> s) {
-  for (int64_t i = 0; i < n; ++i) p[i] = lion(p[i], grad[i], m[i], s);
+// rule_row of the form that is known only now.
+template <class Rule, class Real, int from = 0>
+inline void rule_rows(int variant, Real* p, const Real* grad, Real* first, Real* second, int64_t n,
+                      const typename Rule::template Scalars<Real>& s) {
+  if constexpr (from + 1 < Rule::kVariants) {
+    if (variant != from) {
+      return rule_rows<Rule, Real, from + 1>(variant, p, grad, first, second, n, s);
+    }
+  }
+  rule_row<Rule, from>(p, grad, first, second, n, s);
 }
 
-template <bool nesterov, class Real>
-__attribute__((noinline)) void muon_direction_row(Real* __restrict p, const Real* __restrict grad,
-                                                  Real* __restrict b, int64_t n,
-                                                  const MuonScalars<Real> s) {
-  for (int64_t i = 0; i < n; ++i) p[i] = muon_direction<nesterov>(grad[i], b[i], s);
-}
-
-// update(p, ...) with the constants of the params' width.
-template <class Constants, class Row>
-inline void for_rows(const StepArrays& a, int64_t begin, int64_t end, const Constants& c,
-                     const Row& row) {
+template <class Rule>
+void step_loop(const StepArrays& a, int64_t begin, int64_t end, int variant,
+               const StepConstants<Rule>& c) {
   if (a.param_dtype == Dtype::f64) {
-    for_f64(a, begin, end, [&](double* p, const double* g, double* s0, double* s1, int64_t n) {
-      row(p, g, s0, s1, n, c.wide);
+    for_f64(a, begin, end, [&](double* p, const double* g, double* m, double* v, int64_t n) {
+      rule_rows<Rule>(variant, p, g, m, v, n, c.wide);
     });
   } else {
-    for_blocks(a, begin, end, [&](float* p, const float* g, float* s0, float* s1, int64_t n) {
-      row(p, g, s0, s1, n, c.narrow);
+    for_blocks(a, begin, end, [&](float* p, const float* g, float* m, float* v, int64_t n) {
+      rule_rows<Rule>(variant, p, g, m, v, n, c.narrow);
     });
   }
-}
-
-void adamw(const StepArrays& a, int64_t begin, int64_t end, const AdamWConstants& c) {
-  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* m, auto* v, int64_t n, const auto& s) {
-    if (c.decoupled) {
-      adamw_row<true>(p, g, m, v, n, s);
-    } else {
-      adamw_row<false>(p, g, m, v, n, s);
-    }
-  });
-}
-
-void sgd(const StepArrays& a, int64_t begin, int64_t end, const SgdConstants& c) {
-  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* b, auto*, int64_t n, const auto& s) {
-    if (b == nullptr) {
-      sgd_row(p, g, n, s);
-    } else if (c.nesterov) {
-      sgd_momentum_row<true>(p, g, b, c.first, n, s);
-    } else {
-      sgd_momentum_row<false>(p, g, b, c.first, n, s);
-    }
-  });
-}
-
-void lion(const StepArrays& a, int64_t begin, int64_t end, const LionConstants& c) {
-  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* m, auto*, int64_t n, const auto& s) {
-    lion_row(p, g, m, n, s);
-  });
-}
-
-void muon_direction(const StepArrays& a, int64_t begin, int64_t end, const MuonConstants& c) {
-  for_rows(a, begin, end, c, [&](auto* p, auto* g, auto* b, auto*, int64_t n, const auto& s) {
-    if (c.nesterov) {
-      muon_direction_row<true>(p, g, b, n, s);
-    } else {
-      muon_direction_row<false>(p, g, b, n, s);
-    }
-  });
 }

@@ -24,28 +24,26 @@ struct StepArgs {
   }
 };
 
-// The constants of one tensor at this step, in both widths.
+// The count of one tensor's step, and its constants.
 template <class Rule>
-struct StepConstants {
-  typename Rule::template Scalars<float> narrow;
-  typename Rule::template Scalars<double> wide;
+struct StepOfTensor {
+  StepConstants<Rule> constants;
   int64_t step;
 };
 
 template <class Rule>
 __global__ void __launch_bounds__(kThreads)
-    count_steps_kernel(Rule rule, const StepArgs args, int count, StepConstants<Rule>* constants) {
+    count_steps_kernel(Rule rule, const StepArgs args, int count, StepOfTensor<Rule>* result) {
   int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (i >= count || args.skip()) return;
   float steps = args.steps[i] + 1.0f;
   args.steps[i] = steps;
-  if (args.lr_f32 != nullptr) rule.settings.lr = *args.lr_f32;
-  if (args.lr_f64 != nullptr) rule.settings.lr = *args.lr_f64;
+  if (args.lr_f32 != nullptr) rule.lr = *args.lr_f32;
+  if (args.lr_f64 != nullptr) rule.lr = *args.lr_f64;
   GradSettings grad = {args.inv_scale != nullptr ? *args.inv_scale : 1.0,
                        args.clip != nullptr ? *args.clip : 1.0, args.max_value, args.maximize};
   int64_t step = static_cast<int64_t>(steps);
-  constants[i] = {rule.template scalars<float>(grad, step),
-                  rule.template scalars<double>(grad, step), step};
+  result[i] = {step_constants(rule, grad, step), step};
 }
 
 }  // namespace mixprec::cuda

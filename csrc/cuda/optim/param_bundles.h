@@ -33,13 +33,11 @@ inline Stored stored_of(const MaybeTensor& t) {
   return t.has_value() ? stored_of(t->scalar_type()) : Stored::absent;
 }
 
-// The lists of a call; those in `optional` may be empty. A missing array has no list.
+// The lists of a call.
 struct StepLists {
   const char* op;
-  const Tensors* list[kScale];
-  bool optional[kScale];
+  const Tensors &params, &grads, &states, &scales, &masters;
   const Tensor& steps;
-  const Tensors& scales;  // empty, or for each state in turn one per param
 };
 
 class ParamBundles {
@@ -48,45 +46,44 @@ class ParamBundles {
   ParamBundles(const StepLists& lists, double max_value, bool stochastic_rounding,
                const std::vector<int64_t>& indices)
       : lists_(lists), stochastic_rounding_(stochastic_rounding) {
-    const Tensors& params = *lists.list[kParam];
+    const Tensors& params = lists.params;
+    size_t count = params.size();
     require(lists.steps.scalar_type() == ScalarType::Float && lists.steps.dim() == 1 &&
                 lists.steps.is_cuda() && lists.steps.is_contiguous() &&
-                lists.steps.numel() == static_cast<int64_t>(params.size()),
+                lists.steps.numel() == static_cast<int64_t>(count),
             "steps must be fp32 [params], contiguous, on a CUDA device");
     require(max_value > 0, "max_value must be positive");
-    size_t states = 0;
-    for (int a = 0; a < kScale; ++a) {
-      if (lists.list[a] == nullptr) continue;
-      if (a >= kState && !lists.list[a]->empty()) ++states;
-      require(
-          lists.list[a]->size() == params.size() || (lists.optional[a] && lists.list[a]->empty()),
-          "grads, states and masters must have one tensor per param");
-    }
-    require(lists.scales.empty() || lists.scales.size() == states * params.size(),
-            "state_scales must have one tensor per state and param");
+    require(lists.grads.size() == count && (lists.masters.empty() || lists.masters.size() == count),
+            "grads and masters must have one tensor per param");
+    states_ = count == 0 ? 0 : static_cast<int>(lists.states.size() / count);
+    require(states_ <= 2 && lists.states.size() == states_ * count &&
+                (lists.scales.empty() || lists.scales.size() == lists.states.size()),
+            "states and state_scales must have one tensor per state and param");
     bool random = stochastic_rounding;
-    for (size_t i = 0; i < params.size(); ++i) {
-      bundles_.emplace_back();
-      for (int a = 0; a < kScale; ++a) {
-        const Tensors* list = lists.list[a];
-        if (list != nullptr && !list->empty()) bundles_[i].at[a] = (*list)[i];
-      }
-      for (int k = 0; k < 2; ++k) {
-        if (stored_of(bundles_[i].at[kState + k]) != Stored::u8) continue;
+    for (size_t i = 0; i < count; ++i) {
+      auto& at = bundles_.emplace_back().at;
+      at[kParam] = params[i], at[kGrad] = lists.grads[i];
+      if (!lists.masters.empty()) at[kMaster] = lists.masters[i];
+      for (int k = 0; k < states_; ++k) {
+        at[kState + k] = lists.states[k * count + i];
+        if (stored_of(at[kState + k]) != Stored::u8) continue;
         require(!lists.scales.empty(), "state_scales must hold the scales of states in uint8");
-        bundles_[i].at[kScale + k] = lists.scales[k * params.size() + i];
+        at[kScale + k] = lists.scales[k * count + i];
       }
       check(bundles_[i]);
       random |= is_random(bundles_[i]);
     }
     check_disjoint(params, lists.op, "params");
-    require(indices.size() == params.size() || (indices.empty() && !random),
+    require(indices.size() == count || (indices.empty() && !random),
             "indices must have one number per param for stochastic rounding");
     for (int64_t index : indices) {
       require(index >= 0 && index < int64_t{1} << 30, "indices must be in [0, 2^30)");
     }
     indices_ = indices;
   }
+
+  // The number of arrays of state that each param has.
+  int states() const { return states_; }
 
   // Must be called with the params' device as the current one.
   std::vector<StepTensor> tensors() {
@@ -192,6 +189,7 @@ class ParamBundles {
 
   const StepLists& lists_;
   bool stochastic_rounding_;
+  int states_;
   std::vector<Bundle> bundles_;
   std::vector<int64_t> indices_;
 };

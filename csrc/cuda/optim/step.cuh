@@ -1,7 +1,7 @@
 // An optimizer's update on the GPU: one tiny launch that counts the steps and computes their
 // constants, then one launch for all tensors of any formats (one more for fp64 params). Both read
 // found_inf on the device and do nothing if it is set. The formula is the template argument Rule
-// (adamw.cuh).
+// (math/step.h), which keeps `states` arrays of state.
 #pragma once
 
 #include <vector>
@@ -28,44 +28,75 @@ struct StepTensor {
 enum StepTag { kNumber, kIndex, kStored, kStepTags };
 using StepLaunch = TensorList<kStepArrays, kStepTags>;
 
+// Arrays of state for which a rule has registers: as many as its last form uses.
+template <class Rule>
+constexpr int kRuleStates = Rule::states(Rule::kVariants - 1);
+
 // What the elements of a chunk have in common.
 template <class Rule, class Real>
 struct StepChunk {
-  Array array[kState + Rule::kStates];
-  float* scale[Rule::kStates];
+  static constexpr int kStates = kRuleStates<Rule>;
+
+  Array array[kState + kStates];
+  float* scale[kStates];
   typename Rule::template Scalars<Real> scalars;
   int64_t step;
-  int index;
+  int index, variant;
+  bool has_state;
 
-  __device__ __forceinline__ StepChunk(const StepLaunch& list, int tensor,
-                                       const StepConstants<Rule>& constants)
-      : step(constants.step), index(list.tag[kIndex][tensor]) {
+  __device__ __forceinline__ StepChunk(const StepLaunch& list, int tensor, const Rule& rule,
+                                       const StepOfTensor<Rule>& of_tensor)
+      : step(of_tensor.step), index(list.tag[kIndex][tensor]) {
     uint32_t stored = list.tag[kStored][tensor];
 #pragma unroll
-    for (int a = 0; a < kState + Rule::kStates; ++a) {
+    for (int a = 0; a < kState + kStates; ++a) {
       array[a] = {list.data[a][tensor], static_cast<Stored>(stored >> (4 * a) & 0xFu)};
     }
 #pragma unroll
-    for (int k = 0; k < Rule::kStates; ++k) {
+    for (int k = 0; k < kStates; ++k) {
       scale[k] = static_cast<float*>(list.data[kScale + k][tensor]);
     }
     if constexpr (sizeof(Real) == 8) {
-      scalars = constants.wide;
+      scalars = of_tensor.constants.wide;
     } else {
-      scalars = constants.narrow;
+      scalars = of_tensor.constants.narrow;
     }
+    // Of every rule the first form says whether there may be none.
+    has_state = Rule::states(0) > 0 || array[kState].stored != Stored::absent;
+    variant = rule.variant(has_state ? kStates : 0, step);
   }
 };
 
+// The formula in the form that is known only now, for the elements of a group.
+template <class Rule, class Real, int states, int from = 0>
+__device__ __forceinline__ void update_group(int variant, Real (&p)[kGroup],
+                                             const Real (&g)[kGroup], Real (&s)[states][kGroup],
+                                             const typename Rule::template Scalars<Real>& scalars) {
+  if constexpr (from + 1 < Rule::kVariants) {
+    if (variant != from) {
+      update_group<Rule, Real, states, from + 1>(variant, p, g, s, scalars);
+      return;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) {
+    Real state[2] = {};
+#pragma unroll
+    for (int k = 0; k < Rule::states(from); ++k) state[k] = s[k][j];
+    p[j] = Rule::template update<from>(p[j], g[j], state, scalars);
+#pragma unroll
+    for (int k = 0; k < Rule::states(from); ++k) s[k][j] = state[k];
+  }
+}
+
 // Elements [i, i + count) of a tensor, at most eight; lanes: those of the warp that call this.
 template <class Rule, class Real>
-__device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const Rule& rule,
-                                           const StepArgs& args, int64_t i, int count,
-                                           unsigned lanes) {
-  constexpr int states = Rule::kStates;
+__device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const StepArgs& args,
+                                           int64_t i, int count, unsigned lanes) {
+  constexpr int states = kRuleStates<Rule>;
   const Array &param = c.array[kParam], &master = c.array[kMaster];
   const bool has_master = master.stored != Stored::absent, split = master.stored == Stored::i16;
-  const bool has_state = Rule::kNeedsState || c.array[kState].stored != Stored::absent;
+  const bool has_state = c.has_state;
   Group<Real> weight, rest, grad, state[states];
   grad.load(c.array[kGrad], i, count);
 #pragma unroll
@@ -97,15 +128,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
     state[k].decode(c.array[kState + k].stored, s[k]);
   }
 
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) {
-    Real now[states];
-#pragma unroll
-    for (int k = 0; k < states; ++k) now[k] = s[k][j];
-    p[j] = rule.update(p[j], g[j], now, has_state, c.step, c.scalars);
-#pragma unroll
-    for (int k = 0; k < states; ++k) s[k][j] = now[k];
-  }
+  update_group<Rule>(c.variant, p, g, s, c.scalars);
 
   auto random = [&](int stream) {
     RandomStream of = random_stream(args.seed, c.step, c.index, static_cast<Stream>(stream));
@@ -155,28 +178,29 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
 template <class Rule, class Real>
 __global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
     step_kernel(const __grid_constant__ StepLaunch list, const Rule rule, const StepArgs args,
-                const StepConstants<Rule>* constants) {
+                const StepOfTensor<Rule>* of_tensors) {
   if (args.skip()) return;
   for (int c = blockIdx.x; c < list.chunks(); c += gridDim.x) {
     Chunk chunk = list.chunk(c);
-    StepChunk<Rule, Real> shared(list, chunk.tensor, constants[list.tag[kNumber][chunk.tensor]]);
+    StepChunk<Rule, Real> shared(list, chunk.tensor, rule,
+                                 of_tensors[list.tag[kNumber][chunk.tensor]]);
     for (int i = threadIdx.x * kGroup; i < chunk.size; i += kThreads * kGroup) {
       int left = static_cast<int>(chunk.size) - i;
       int in_block = i % static_cast<int>(kState8Block);
-      step_group(shared, rule, args, chunk.begin + i, left < kGroup ? left : kGroup,
+      step_group(shared, args, chunk.begin + i, left < kGroup ? left : kGroup,
                  lanes_of_block(left + in_block));
     }
   }
 }
 
-// constants: scratch, one entry per tensor.
+// of_tensors: scratch, one entry per tensor.
 template <class Rule>
 cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
-                 StepConstants<Rule>* constants, int sms, cudaStream_t stream) {
+                 StepOfTensor<Rule>* of_tensors, int sms, cudaStream_t stream) {
   int count = static_cast<int>(tensors.size());
   if (count == 0) return cudaSuccess;
   cudaError_t error = launch(count_steps_kernel<Rule>, (count + kThreads - 1) / kThreads, kThreads,
-                             0, stream, rule, args, count, constants);
+                             0, stream, rule, args, count, of_tensors);
   for (bool wide : {false, true}) {
     if (error != cudaSuccess) return error;
     auto entry = [&](int64_t i, TensorEntry<kStepArrays, kStepTags>& e) {
@@ -195,7 +219,7 @@ cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const
     auto* kernel = wide ? step_kernel<Rule, double> : step_kernel<Rule, float>;
     error = for_lists<kStepArrays, kStepTags>(count, entry, [&](const StepLaunch& list) {
       return launch(kernel, grid_for(list.chunks(), sms), kThreads, 0, stream, list, rule, args,
-                    constants);
+                    of_tensors);
     });
   }
   return error;

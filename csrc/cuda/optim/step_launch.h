@@ -1,4 +1,4 @@
-// Shared by the launchers of all optimizers: check, launch, write back.
+// The launcher of every optimizer's update: check, launch, write back. The formula is Rule.
 #pragma once
 
 #include <string>
@@ -7,47 +7,45 @@
 
 namespace mixprec::cuda {
 
-// The arguments at the end of every update's signature.
-struct StepCall {
-  bool maximize;
-  double max_value;
-  bool stochastic_rounding;
-  int64_t seed;
-  const std::vector<int64_t>& indices;
-  const MaybeTensor &lr_tensor, &inv_scale, &clip, &found_inf;
-};
-
 template <class Rule>
-void launch_step(const StepLists& lists, const Rule& rule, const StepCall& call) {
-  const Tensor& steps = lists.steps;
-  const std::string op = lists.op;
-  ParamBundles bundles(lists, call.max_value, call.stochastic_rounding, call.indices);
+void update_(Tensors params, Tensors grads, Tensors states, Tensors state_scales, Tensors masters,
+             Tensor steps, double lr, std::vector<double> settings, bool maximize, double max_value,
+             bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
+             MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip,
+             MaybeTensor found_inf) {
+  const std::string op = Rule::kName;
+  STD_TORCH_CHECK(settings.size() == kSettings<Rule>, op, ": settings must have ", kSettings<Rule>,
+                  " numbers");
+  Rule rule = make_rule<Rule>(lr, settings.data());
+  StepLists lists = {Rule::kName, params, grads, states, state_scales, masters, steps};
+  ParamBundles bundles(lists, max_value, stochastic_rounding, indices);
+  int count = bundles.states();
+  STD_TORCH_CHECK(params.empty() || count == Rule::states(rule.variant(count, 1)), op,
+                  ": states must have one tensor per state and param");
   StepArgs args = {};
-  args.inv_scale = scalar_on(call.inv_scale, steps, (op + ": inv_scale").c_str());
-  args.clip = scalar_on(call.clip, steps, (op + ": clip").c_str());
-  args.found_inf = scalar_on(call.found_inf, steps, (op + ": found_inf").c_str());
-  args.max_value = call.max_value;
-  args.maximize = call.maximize;
-  args.stochastic_rounding = call.stochastic_rounding;
-  args.seed = call.seed;
-  if (call.lr_tensor.has_value() && call.lr_tensor->scalar_type() == ScalarType::Double) {
-    check_scalar_on(*call.lr_tensor, ScalarType::Double, steps, (op + ": lr_tensor").c_str());
-    args.lr_f64 = static_cast<const double*>(call.lr_tensor->const_data_ptr());
+  args.inv_scale = scalar_on(inv_scale, steps, (op + ": inv_scale").c_str());
+  args.clip = scalar_on(clip, steps, (op + ": clip").c_str());
+  args.found_inf = scalar_on(found_inf, steps, (op + ": found_inf").c_str());
+  args.max_value = max_value;
+  args.maximize = maximize;
+  args.stochastic_rounding = stochastic_rounding;
+  args.seed = seed;
+  if (lr_tensor.has_value() && lr_tensor->scalar_type() == ScalarType::Double) {
+    check_scalar_on(*lr_tensor, ScalarType::Double, steps, (op + ": lr_tensor").c_str());
+    args.lr_f64 = static_cast<const double*>(lr_tensor->const_data_ptr());
   } else {
-    args.lr_f32 = scalar_on(call.lr_tensor, steps, (op + ": lr_tensor").c_str());
+    args.lr_f32 = scalar_on(lr_tensor, steps, (op + ": lr_tensor").c_str());
   }
   if (steps.numel() == 0) return;
 
   OnDevice device(steps);
   args.steps = static_cast<float*>(steps.mutable_data_ptr());
   std::vector<StepTensor> tensors = bundles.tensors();
-  int64_t bytes = static_cast<int64_t>(tensors.size() * sizeof(StepConstants<Rule>));
-  static_assert(sizeof(StepConstants<Rule>) % sizeof(double) == 0);
-  Tensor constants = empty_on(steps, {bytes / int64_t{sizeof(double)}}, ScalarType::Double);
-  check_launch(
-      step(tensors, rule, args, static_cast<StepConstants<Rule>*>(constants.mutable_data_ptr()),
-           device.sms, device.stream),
-      lists.op);
+  int64_t bytes = static_cast<int64_t>(tensors.size() * sizeof(StepOfTensor<Rule>));
+  static_assert(sizeof(StepOfTensor<Rule>) % sizeof(double) == 0);
+  Tensor scratch = empty_on(steps, {bytes / int64_t{sizeof(double)}}, ScalarType::Double);
+  auto* of_tensors = static_cast<StepOfTensor<Rule>*>(scratch.mutable_data_ptr());
+  check_launch(step(tensors, rule, args, of_tensors, device.sms, device.stream), Rule::kName);
   bundles.write_back();
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -11,19 +12,33 @@ from ...quantized import Quantized
 from . import checks, scale_layout
 
 # data, data_t, scale_inv, scale_inv_t, amax
-Cast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# In the schema of an op whose functions take a `Cast`.
+SCHEMA = "ScalarType dtype, Tensor? scale, bool transpose, str granularity, bool power_of_two_scale"
+
+
+class Cast(NamedTuple):
+    """How an op casts what it computes: the arguments of `quantize` without those of block formats.
+
+    Ops that compute what they cast also take a dtype of float32, which leaves the values as they
+    are, and, for FP8, granularity "mx", whose scales are uint8 codes.
+    """
+
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
+    transpose: bool = False
+    granularity: str = "tensor"
+    power_of_two_scale: bool = True
 
 
 def check(
     op: str,
     x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
+    cast: Cast,
     allowed: Iterable[str] = scale_layout.GRANULARITIES,
 ) -> None:
     """The arguments of a cast of values of x's shape."""
+    dtype, scale, transpose, granularity, _ = cast
     scale_layout.check(op, granularity, allowed)
     if granularity != "tensor" and dtype not in checks.FP8:
         raise ValueError(f'{op}: granularity must be "tensor" for {dtype}, got {granularity!r}')
@@ -39,20 +54,13 @@ def check(
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
 
 
-def check_fused(
-    op: str,
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    transpose: bool,
-    granularity: str,
-) -> None:
+def check_fused(op: str, x: torch.Tensor, cast: Cast) -> None:
     """As `check`, for an op that may also leave its values in FP32, or cast them to MX."""
-    if dtype != torch.float32:
-        parse(dtype, who=op)
-    elif scale is not None or transpose:
+    if cast.dtype != torch.float32:
+        parse(cast.dtype, who=op)
+    elif cast.scale is not None or cast.transpose:
         raise ValueError(f"{op}: scale must be None and transpose False for float32")
-    check(op, x, dtype, scale, transpose, granularity, scale_layout.FUSED)
+    check(op, x, cast, scale_layout.FUSED)
 
 
 def parse_fused(
@@ -71,7 +79,8 @@ def parse_fused(
     return parsed
 
 
-def fake(x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str) -> Cast:
+def fake(x: torch.Tensor, cast: Cast) -> Results:
+    dtype, _, transpose, granularity, _ = cast
     m, k = scale_layout.as_matrix(x.shape)
     shape_t = scale_layout.scale_shape(granularity, k, m)
     if not transpose or granularity == "tensor":
@@ -105,10 +114,9 @@ def given_scale(
     return checks.positive_scale(op, "scale", scale, x.device)
 
 
-def quantized(
-    results: tuple[torch.Tensor, ...], fmt: Format, transpose: bool, granularity: str
-) -> Quantized:
+def quantized(results: tuple[torch.Tensor, ...], fmt: Format, cast: Cast) -> Quantized:
     """The first five results of an op, those that were not asked for as None."""
+    transpose, granularity = cast.transpose, cast.granularity
     data, data_t, scale_inv, scale_inv_t, amax = results[:5]
     own_scales = transpose and granularity != "tensor"
     return Quantized(

@@ -138,60 +138,26 @@ def grad_stats(device: str) -> Iterator[Arguments]:
         yield [grads, _tensor(device, 0.5), flag, sum_sq, _counts(device, 4)]
 
 
-def _step_tensors(device: str) -> tuple[list[torch.Tensor], ...]:
-    """params, grads, two moments, masters, scales of the moments: bf16 with an fp32 master and fp32
-    moments, with a remainder and a bf16 moment, and with an fp32 master and 8-bit moments."""
+def update(states: int, settings: list[float], device: str) -> Iterator[Arguments]:
+    """An optimizer's update: bf16 params with an fp32 master and fp32 states, with a remainder and
+    a bf16 state, and with an fp32 master and states in 8 bits."""
     values = [_random(device, 1), _random(device, 2, (5,)), _random(device, 3, (300,))]
-    params, grads = [x.bfloat16() for x in values], [x.half() for x in values]
-    m, v = ([torch.full_like(x, value) for x in values] for value in (0.1, 0.2))
-    m[1], remainder = m[1].bfloat16(), torch.arange(-2, 3, device=device).short()
-    m[2], m_scale = state8.encode(values[2], state8.SIGNED)
-    v[2], v_scale = state8.encode(values[2].square(), state8.UNSIGNED)
-    none = torch.empty(0, device=device)
-    scales = [none, none, m_scale, none, none, v_scale]
-    return params, grads, m, v, [values[0], remainder, values[2].clone()], scales
-
-
-def _step_shared(device: str, found_inf: float, stochastic: bool) -> Arguments:
-    lr = _tensor(device, 1e-3, torch.float64)
-    flags = _tensor(device, 0.5), _tensor(device, 0.25), _tensor(device, found_inf)
-    return [False, 1.5, stochastic, 2**40 + 7, [3, 0, 1], lr if stochastic else None, *flags]
-
-
-def adamw(device: str) -> Iterator[Arguments]:
     for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, v, masters, scales = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0, 7.0])
-        numbers = (1e-3, 0.9, 0.999, 1e-8, 0.01, not stochastic, scales)
-        lists = [params, grads, m, v, [] if stochastic else masters]
-        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
-
-
-def sgd(device: str) -> Iterator[Arguments]:
-    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, _, masters, scales = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0, 7.0])
-        numbers = (0.1, 0.9, 0.0, 0.01, stochastic, scales[:3])
-        lists = [params, grads, m, [] if stochastic else masters]
-        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
-
-
-def lion(device: str) -> Iterator[Arguments]:
-    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, _, masters, scales = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0, 7.0])
-        lists = [params, grads, m, [] if stochastic else masters]
-        numbers = (1e-3, 0.9, 0.99, 0.01, scales[:3])
-        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
-
-
-def muon_direction(device: str) -> Iterator[Arguments]:
-    for found_inf, stochastic in ((0.0, False), (0.0, True), (1.0, False)):
-        params, grads, m, _, masters, scales = _step_tensors(device)
-        steps = _tensor(device, [3.0, 0.0, 7.0])
-        lists = [params, grads, m, [] if stochastic else masters]
-        numbers = (0.0, 0.95, stochastic, scales[:3])
-        yield [*lists, steps, *numbers, *_step_shared(device, found_inf, stochastic)]
+        params, grads = [x.bfloat16() for x in values], [x.half() for x in values]
+        masters = [values[0].clone(), torch.arange(-2, 3, device=device).short(), values[2].clone()]
+        m, v = ([torch.full_like(x, value) for x in values] for value in (0.1, 0.2))
+        m[1] = m[1].bfloat16()
+        m[2], m_scale = state8.encode(values[2], state8.SIGNED)
+        v[2], v_scale = state8.encode(values[2].square(), state8.UNSIGNED)
+        none = torch.empty(0, device=device)
+        scales = [none, none, m_scale, none, none, v_scale][: 3 * states]
+        lists = [params, grads, [*m, *v][: 3 * states], scales, [] if stochastic else masters]
+        steps, lr = _tensor(device, [3.0, 0.0, 7.0]), _tensor(device, 1e-3, torch.float64)
+        # A setting that is 0 or 1 is a flag, or has a case of its own.
+        numbers = [1 - x if stochastic and x in (0, 1) else x for x in settings]
+        options = [False, 1.5, stochastic, 2**40 + 7, [3, 0, 1], lr if stochastic else None]
+        flags = _tensor(device, 0.5), _tensor(device, 0.25), _tensor(device, found_inf)
+        yield [*lists, steps, 1e-3, numbers, *options, *flags]
 
 
 def scale_from_amax(device: str) -> Iterator[Arguments]:

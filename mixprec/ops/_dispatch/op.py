@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import autocast, backends, checks, first_use, gemm_table, library
+from .casts import Cast
 
 logger = logging.getLogger("mixprec")
 
@@ -39,8 +40,8 @@ class Op:
     """`mixprec::name` and its variants, all with one schema.
 
     schema: the arguments and results, in the form of torch.library.define: the only list of them.
-    Each function below receives the arguments that it names, or all as one named tuple if its only
-    parameter is `args`.
+    Each function below receives the arguments that it names, those of a `Cast` as `cast`, or all as
+    one named tuple if its only parameter is `args`.
 
     reference: the definition of the op in plain torch for any device: `mixprec::name_reference`.
     check: raises ValueError or TypeError for invalid arguments (the compiled kernels check again,
@@ -97,6 +98,10 @@ class Op:
         wanted = list(inspect.signature(function).parameters)
         if wanted == ["args"]:
             return lambda *args: function(self.Args(*args))
+        if wanted[-1:] == ["cast"]:  # the last arguments of its op
+            places = [self.arguments.index(name) for name in wanted[:-1]]
+            first = self.arguments.index("dtype")
+            return lambda *args: function(*[args[place] for place in places], Cast(*args[first:]))
         places = [self.arguments.index(name) for name in wanted]
         if places == list(range(len(self.arguments))):
             return function

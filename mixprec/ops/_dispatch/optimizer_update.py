@@ -1,24 +1,31 @@
-"""Shared by the references of the optimizer updates: checks, reading and writing of state."""
+"""UpdateOp: the op of an optimizer, of which only the formula is its own."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import checks, overlap, rounding, state8
+from . import checks, example_inputs, overlap, rounding, state8
+from .op import Op
 
 REMAINDER = torch.int16  # of a master: the bits that a bf16 param lacks
 CODES = torch.uint8  # of a state in 8 bits
-_KINDS = {rounding.FIRST_STATE: state8.SIGNED, rounding.SECOND_STATE: state8.UNSIGNED}
-# The end of every update's schema.
-SHARED_SCHEMA = (
-    "Tensor(z!)[] state_scales, bool maximize, float max_value, bool stochastic_rounding, "
-    "int seed, int[] indices, Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip, "
-    "Tensor? found_inf) -> ()"
+_CODES_OF = (state8.SIGNED, state8.UNSIGNED)  # of the first state, of the second
+SCHEMA = (
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] state_scales, "
+    "Tensor(d!)[] masters, Tensor(e!) steps, float lr, float[] settings, bool maximize, "
+    "float max_value, bool stochastic_rounding, int seed, int[] indices, Tensor? lr_tensor, "
+    "Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()"
 )
+Tensors = Sequence[torch.Tensor]
+# formula(p, g, states, lr, count, settings): p and the states after a step. p, g, states: in the
+# dtype of the arithmetic; lr: fp64 []; count: fp32 [], of this step.
+Formula = Callable[..., tuple[torch.Tensor, Tensors]]
 
 
 def rounded(value: float, real: torch.dtype) -> float:
@@ -41,32 +48,25 @@ def unscaled(
     return torch.where(g > limit, limit, torch.where(g < -limit, -limit, g))  # NaN stays NaN
 
 
-class Update:
-    """One call of an update, by its arguments `args`: counts the steps, unless it is skipped, and
-    then reads and writes the tensors of each param i.
-
-    skip: whether found_inf is not 0. counts: the steps after this one. lr: fp64 [].
-    """
+class _Update:
+    """One call of the reference: counts the steps, unless it is skipped, and then reads and writes
+    the tensors of each param i."""
 
     def __init__(self, args: Any) -> None:
         self._args, steps = args, args.steps
         found = torch.zeros_like(steps[:1]) if args.found_inf is None else args.found_inf
-        self.skip = found.reshape(()) != 0
-        steps.copy_(torch.where(self.skip, steps, steps + 1))
+        self._skip = found.reshape(()) != 0
+        steps.copy_(torch.where(self._skip, steps, steps + 1))
         self.counts = steps.clone()
         self.lr = torch.full((), args.lr, dtype=torch.float64, device=steps.device)
         if args.lr_tensor is not None:
             self.lr = args.lr_tensor.reshape(()).double()
 
-    def real(self, i: int) -> torch.dtype:
-        """The dtype of the arithmetic."""
-        return _real(self._args.params[i])
-
     def gradient(self, i: int) -> torch.Tensor:
         """grad * inv_scale * clip, bounded by +-max_value, negated to maximize."""
         args = self._args
         factors = args.inv_scale, args.clip
-        g = unscaled(args.grads[i], self.real(i), factors, args.max_value)
+        g = unscaled(args.grads[i], _real(args.params[i]), factors, args.max_value)
         return -g if args.maximize else g
 
     def _master(self, i: int) -> torch.Tensor | None:
@@ -76,7 +76,7 @@ class Update:
         """The values that are updated: the master, or the param if it has none."""
         param, master = self._args.params[i], self._master(i)
         if master is None:
-            return param.to(self.real(i))
+            return param.to(_real(param))
         return rounding.join_master(param, master) if master.dtype == REMAINDER else master
 
     def _bits(self, i: int, shape: torch.Size, stream: int) -> torch.Tensor:
@@ -84,29 +84,39 @@ class Update:
         seed, index = (args.seed, args.indices[i]) if args.indices else (0, 0)
         return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
-    def _scale(self, i: int, stream: int) -> torch.Tensor:
-        place = stream - rounding.FIRST_STATE
-        return self._args.state_scales[place * len(self._args.params) + i]
+    def _places(self, i: int) -> Iterator[tuple[int, int]]:
+        """For each state of param i, which one it is, and its place in the lists."""
+        count = len(self._args.params)
+        return ((k, k * count + i) for k in range(len(self._args.states) // count))
 
-    def read_state(self, i: int, state: torch.Tensor, stream: int) -> torch.Tensor:
-        """The first state or the second, which is never negative, in the dtype of the arithmetic.
-        Those in 8 bits are of the formats in state8.py."""
-        if state.dtype == CODES:
-            return state8.decode(state, self._scale(i, stream), _KINDS[stream])
-        return state.to(self.real(i))
+    def read_states(self, i: int) -> list[torch.Tensor]:
+        """In the dtype of the arithmetic."""
+        args, states = self._args, []
+        for k, place in self._places(i):
+            state = args.states[place]
+            if state.dtype == CODES:
+                states.append(state8.decode(state, args.state_scales[place], _CODES_OF[k]))
+            else:
+                states.append(state.to(_real(args.params[i])))
+        return states
 
-    def write_state(self, i: int, state: torch.Tensor, value: torch.Tensor, stream: int) -> None:
-        """State in 16 and 8 bits is always rounded at random."""
-        if state.dtype == CODES:
-            scale, place = self._scale(i, stream), stream - rounding.FIRST_STATE
-            # Of the place in a block plus of the block: any two sums are independent of each other.
-            of_block = self._bits(i, torch.Size([2 * len(scale)]), rounding.BLOCK)[place::2]
-            bits = self._bits(i, torch.Size([state8.BLOCK]), stream) + of_block[:, None]
-            value, new_scale = state8.encode(value, _KINDS[stream], bits & 0xFFFF)
-            scale.copy_(torch.where(self.skip, scale, new_scale))
-        elif state.dtype == torch.bfloat16:
-            value = rounding.stochastic_bf16(value, self._bits(i, value.shape, stream))
-        state.copy_(torch.where(self.skip, state, value))
+    def write_states(self, i: int, values: Tensors) -> None:
+        """States in 16 and 8 bits are always rounded at random."""
+        for k, place in self._places(i):
+            state, value = self._args.states[place], values[k]
+            if state.dtype == CODES:
+                scale = self._args.state_scales[place]
+                # Of the place in a block plus of the block: any two sums are independent.
+                of_block = self._bits(i, torch.Size([2 * len(scale)]), rounding.BLOCK)[k::2]
+                bits = self._bits(i, torch.Size([state8.BLOCK]), rounding.FIRST_STATE + k)
+                value, new_scale = state8.encode(
+                    value, _CODES_OF[k], bits + of_block[:, None] & 0xFFFF
+                )
+                scale.copy_(torch.where(self._skip, scale, new_scale))
+            elif state.dtype == torch.bfloat16:
+                bits = self._bits(i, value.shape, rounding.FIRST_STATE + k)
+                value = rounding.stochastic_bf16(value, bits)
+            state.copy_(torch.where(self._skip, state, value))
 
     def write_param(self, i: int, p: torch.Tensor) -> None:
         param, master = self._args.params[i], self._master(i)
@@ -118,44 +128,134 @@ class Update:
         else:
             low = p.to(param.dtype)
         if master is not None:
-            master.copy_(torch.where(self.skip, master, p))
-        param.copy_(torch.where(self.skip, param, low))
+            master.copy_(torch.where(self._skip, master, p))
+        param.copy_(torch.where(self._skip, param, low))
+
+
+def _reference(formula: Formula, args: Any) -> None:
+    update = _Update(args)
+    for i in range(len(args.params)):
+        p, states = formula(
+            update.master(i),
+            update.gradient(i),
+            update.read_states(i),
+            update.lr,
+            update.counts[i],
+            args.settings,
+        )
+        update.write_states(i, states)
+        update.write_param(i, p)
+
+
+class UpdateOp(Op):
+    """The op `name` of an optimizer: one schema for all of them.
+
+    states: the names of the lists that its public function has, of the schema's `states`.
+    settings: those of the numbers in `settings`, with examples for the comparison with the
+    reference. formula: in plain torch. stateless: a call may have none of the states.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        states: tuple[str, ...],
+        settings: dict[str, float],
+        formula: Formula,
+        stateless: bool = False,
+    ) -> None:
+        self.states, self.settings, self.stateless = states, tuple(settings), stateless
+        super().__init__(
+            name,
+            SCHEMA,
+            reference=lambda args: _reference(formula, args),
+            check=lambda args: _check(self, args),
+            examples=partial(example_inputs.update, len(states), [*settings.values()]),
+            triton="step",
+        )
+
+    def run(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        states: Sequence[Tensors],
+        masters: Tensors,
+        steps: torch.Tensor,
+        lr: float | torch.Tensor,
+        settings: Sequence[float],
+        *,
+        state_scales: Tensors = (),
+        maximize: bool = False,
+        max_value: float = math.inf,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        indices: Sequence[int] = (),
+        inv_scale: torch.Tensor | None = None,
+        clip: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """One step; states: a list for each of the names. The options are those of `adamw_`."""
+        checks.is_sequence(self.name, "params", params)
+        if not params:
+            return
+        checks.is_tensor(self.name, "steps", steps)
+        checks.needs_no_grad(self.name, "call it under torch.no_grad()", *params)
+        if self.stateless and not any(states):
+            states = ()
+        for name, tensors in zip(self.states, states, strict=False):
+            checks.is_sequence(self.name, name, tensors)
+            _check_count(self.name, name, len(tensors), len(params))
+        on_device = isinstance(lr, torch.Tensor)
+        self(
+            params,
+            grads,
+            [t for tensors in states for t in tensors],
+            state_scales,
+            masters,
+            steps,
+            0.0 if on_device else lr,
+            settings,
+            maximize,
+            max_value,
+            stochastic_rounding,
+            seed,
+            indices,
+            lr if on_device else None,
+            inv_scale,
+            clip,
+            found_inf,
+        )
 
 
 def _real(param: torch.Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def prepare(op: str, params: Sequence[torch.Tensor], steps: torch.Tensor) -> None:
-    """The checks that a kernel cannot make: a tensor given for a list, and autograd."""
-    checks.is_sequence(op, "params", params)
-    if params:
-        checks.is_tensor(op, "steps", steps)
-        checks.needs_no_grad(op, "call it under torch.no_grad()", *params)
+def _check_count(op: str, name: str, count: int, params: int) -> None:
+    if count != params:
+        raise ValueError(f"{op}: {name} must have one tensor per param ({params}), got {count}")
 
 
-def check(
-    op: str,
-    args: Any,
-    *,
-    states: tuple[str, ...],
-    may_be_empty: tuple[str, ...] = ("masters",),
-) -> None:
-    """states: the names of the op's lists of moments. may_be_empty: of lists that may be left out
-    by giving an empty one."""
-    params = checks.is_list(op, "params", args.params)
-    lists = {name: getattr(args, name) for name in ("grads", *states, "masters")}
-    for name, tensors in lists.items():
-        count = len(checks.is_list(op, name, tensors))
-        if count != len(params) and (count or name not in may_be_empty):
-            raise ValueError(
-                f"{op}: {name} must have one tensor per param ({len(params)}), got {count}"
-            )
-    _check_scalars(op, args)
-    for i, param in enumerate(params):
-        _check_param(op, i, param, lists, args)
-    _check_scales(op, args, {name: lists[name] for name in states})
-    overlap.check_disjoint(op, "params", params)
+def _check(op: UpdateOp, args: Any) -> None:
+    name = op.name
+    count = len(checks.is_list(name, "params", args.params))
+    _check_count(name, "grads", len(checks.is_list(name, "grads", args.grads)), count)
+    if checks.is_list(name, "masters", args.masters):
+        _check_count(name, "masters", len(args.masters), count)
+    if checks.is_list(name, "states", args.states) or not op.stateless:
+        each = " and ".join(op.states)
+        _check_count(f"{name}: {each}", "states", len(args.states), count * len(op.states))
+    if len(args.settings) != len(op.settings):
+        raise ValueError(
+            f"{name}: settings must be {', '.join(op.settings)}, got {len(args.settings)} numbers"
+        )
+    _check_scalars(name, args)
+    states = [f"{state}[{i}]" for state in op.states for i in range(count)]
+    labels = [*zip(states, args.states, strict=False)]
+    for i, param in enumerate(args.params):
+        _check_param(name, i, param, args, labels[i::count])
+    _check_scales(name, args, labels)
+    overlap.check_disjoint(name, "params", args.params)
 
 
 def _check_scalars(op: str, args: Any) -> None:
@@ -180,7 +280,7 @@ def _check_scalars(op: str, args: Any) -> None:
 
 
 def _check_param(
-    op: str, i: int, param: torch.Tensor, lists: dict[str, Sequence[torch.Tensor]], args: Any
+    op: str, i: int, param: torch.Tensor, args: Any, states: list[tuple[str, torch.Tensor]]
 ) -> None:
     device = args.steps.device
     checks.has_dtype(op, f"params[{i}]", param, checks.REALS)
@@ -189,33 +289,32 @@ def _check_param(
     real = _real(param)
     narrow = (torch.bfloat16, CODES) if real == torch.float32 else ()
     remainder = (REMAINDER,) if param.dtype == torch.bfloat16 else ()
-    allowed = {"grads": checks.FLOATS if narrow else (real,), "masters": (real, *remainder)}
-    for name, tensors in lists.items():
-        if not tensors:
-            continue
-        t, label, is_state = tensors[i], f"{name}[{i}]", name not in allowed
+    given = [(f"grads[{i}]", args.grads[i], checks.FLOATS if narrow else (real,))]
+    if args.masters:
+        given.append((f"masters[{i}]", args.masters[i], (real, *remainder)))
+    for label, t, dtypes in [*given, *((label, t, (real, *narrow)) for label, t in states)]:
         checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
-        checks.has_dtype(op, label, t, allowed.get(name, (real, *narrow)))
-        if is_state and t.dtype != real and not args.indices:
+        checks.has_dtype(op, label, t, dtypes)
+        checks.on_device(op, label, t, device, "steps")
+        if t is not args.grads[i]:
+            checks.is_writable(op, label, t)
+    for label, t in states:
+        if t.dtype != real and not args.indices:
             raise ValueError(
                 f"{op}: {label} must have dtype float32, or bfloat16 or uint8 with indices for its "
                 f"stochastic rounding, got {str(t.dtype).removeprefix('torch.')} without"
             )
-        checks.on_device(op, label, t, device, "steps")
-        if name != "grads":
-            checks.is_writable(op, label, t)
 
 
-def _check_scales(op: str, args: Any, states: dict[str, Sequence[torch.Tensor]]) -> None:
-    """state_scales: none, or for each list of states in turn one tensor per param."""
+def _check_scales(op: str, args: Any, states: list[tuple[str, torch.Tensor]]) -> None:
+    """state_scales: none, or one tensor beside each state."""
     scales = checks.is_list(op, "state_scales", args.state_scales)
-    each = [(f"{name}[{i}]", t) for name, tensors in states.items() for i, t in enumerate(tensors)]
-    if len(scales) not in (0, len(each)):
+    if len(scales) not in (0, len(states)):
         raise ValueError(
-            f"{op}: state_scales must have one tensor per state and param ({len(each)}), "
+            f"{op}: state_scales must have one tensor per state and param ({len(states)}), "
             f"got {len(scales)}"
         )
-    for i, (label, t) in enumerate(each):
+    for i, (label, t) in enumerate(states):
         if t.dtype != CODES:
             continue
         if not scales:

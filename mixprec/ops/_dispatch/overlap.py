@@ -11,25 +11,25 @@ import torch
 def check_disjoint(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
     """ValueError for two tensors that share an element, which threads would write in no order.
 
-    Each of them by itself has passed is_writable.
+    Each of them by itself has passed is_writable. As in torch, two views with gaps, such as columns
+    of one matrix, may reach into each other's range: whether they share an element is not looked
+    for.
     """
-    by_storage: defaultdict[int, list[int]] = defaultdict(list)
+    extents = defaultdict(list)
     for i, t in enumerate(tensors):
-        by_storage[t.untyped_storage()._cdata].append(i)
-    for indices in by_storage.values():
-        if len(indices) == 1:
-            continue
-        earlier: list[tuple[int, int, int]] = []  # those that may reach the next one
-        extents = [(*_extent(tensors[i]), i) for i in indices if tensors[i].numel() > 0]
-        for begin, end, i in sorted(extents):
-            earlier = [extent for extent in earlier if extent[1] > begin]
-            for _, _, j in earlier:
-                if _share_memory(tensors[j], tensors[i]):
+        if t.numel() > 0:
+            extents[t.untyped_storage()._cdata].append((*_extent(t), i))
+    for found in extents.values():
+        reaching: list[tuple[int, int, int]] = []  # those that may reach the next one
+        for begin, end, i in sorted(found):
+            reaching = [extent for extent in reaching if extent[1] > begin]
+            for first, _, j in reaching:
+                if first == begin or (_is_dense(tensors[i]) and _is_dense(tensors[j])):
                     raise ValueError(
                         f"{op}: {name} are written in place, so no two of them may share memory, "
                         f"got {name}[{min(i, j)}] and {name}[{max(i, j)}], which do"
                     )
-            earlier.append((begin, end, i))
+            reaching.append((begin, end, i))
 
 
 def _extent(t: torch.Tensor) -> tuple[int, int]:
@@ -39,26 +39,7 @@ def _extent(t: torch.Tensor) -> tuple[int, int]:
     return int(t.storage_offset() * size), int((t.storage_offset() + last + 1) * size)
 
 
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage share a byte."""
-    steps: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])  # by stride, of a and of b
-    for which, t in enumerate((a, b)):
-        size = t.element_size()
-        steps[1][which] += size - 1
-        for stride, count in zip(t.stride(), t.shape, strict=True):
-            if count > 1:
-                steps[stride * size][which] += count - 1
-    dims = [(stride, -back, on) for stride, (on, back) in sorted(steps.items())]
-    return _reaches(dims, _extent(b)[0] - _extent(a)[0])
-
-
-def _reaches(dims: list[tuple[int, int, int]], distance: int) -> bool:
-    """Whether lowest to highest steps of each stride, in ascending order, can add up to
-    `distance`."""
-    if not dims:
-        return distance == 0
-    *rest, (stride, lowest, highest) = dims
-    low, high = (sum(dim[0] * dim[end] for dim in rest) for end in (1, 2))
-    first = max(lowest, -((high - distance) // stride))
-    last = min(highest, (distance - low) // stride)
-    return any(_reaches(rest, distance - i * stride) for i in range(first, last + 1))
+def _is_dense(t: torch.Tensor) -> bool:
+    """The elements fill a range of memory without gaps."""
+    begin, end = _extent(t)
+    return end - begin == t.numel() * t.element_size()

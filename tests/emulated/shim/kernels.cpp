@@ -6,10 +6,7 @@
 #include "cuda/fused/norm_backward.cuh"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
-#include "cuda/optim/adamw.cuh"
-#include "cuda/optim/lion.cuh"
-#include "cuda/optim/muon_direction.cuh"
-#include "cuda/optim/sgd.cuh"
+#include "cuda/optim/step.cuh"
 #include "cuda/pack/pack.cuh"
 #include "cuda/quantize/amax_array.cuh"
 #include "cuda/quantize/arrays.cuh"
@@ -17,6 +14,10 @@
 #include "cuda/quantize_mx/dequantize_mx.cuh"
 #include "cuda/quantize_mx/quantize_mx_array.cuh"
 #include "cuda/scale/scale.cuh"
+#include "math/adamw.h"
+#include "math/lion.h"
+#include "math/muon_direction.h"
+#include "math/sgd.h"
 
 using namespace mixprec;
 using namespace mixprec::cuda;
@@ -62,10 +63,10 @@ int cast(const int64_t* how, void** results, const float* scale, int64_t sms, co
 }
 
 template <class Rule>
-int run_step(const std::vector<StepTensor>& tensors, const Rule& rule, const StepArgs& args,
-             int64_t sms) {
-  std::vector<StepConstants<Rule>> constants(tensors.size());
-  return step(tensors, rule, args, constants.data(), sms, nullptr);
+int run_step(const std::vector<StepTensor>& tensors, double lr, const double* settings,
+             const StepArgs& args, int64_t sms) {
+  std::vector<StepOfTensor<Rule>> of_tensors(tensors.size());
+  return step(tensors, make_rule<Rule>(lr, settings), args, of_tensors.data(), sms, nullptr);
 }
 
 // What the shim itself must get right, one number per primitive and thread.
@@ -235,12 +236,12 @@ int unpack(int64_t dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges
 }
 
 // op: which, in the order of runner.py. pointers, stored: [count][kStepArrays]; indices may be
-// null; rule: its numbers in order.
+// null.
 int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, const int64_t* numels,
            const int64_t* indices, float* steps, const float* lr_f32, const double* lr_f64,
            const float* inv_scale, const float* clip, const float* found_inf, double max_value,
-           int64_t maximize, int64_t stochastic_rounding, int64_t seed, const double* rule,
-           int64_t sms) {
+           int64_t maximize, int64_t stochastic_rounding, int64_t seed, double lr,
+           const double* settings, int64_t sms) {
   std::vector<StepTensor> tensors(count);
   for (int64_t i = 0; i < count; ++i) {
     for (int a = 0; a < kStepArrays; ++a) {
@@ -254,16 +255,15 @@ int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, co
                    inv_scale, clip,          found_inf,
                    max_value, maximize != 0, stochastic_rounding != 0,
                    seed};
-  const double* r = rule;
   switch (op) {
     case 0:
-      return run_step(tensors, AdamWRule{{r[0], r[1], r[2], r[3], r[4], r[5] != 0}}, args, sms);
+      return run_step<AdamW>(tensors, lr, settings, args, sms);
     case 1:
-      return run_step(tensors, SgdRule{{r[0], r[1], r[2], r[3], r[4] != 0}}, args, sms);
+      return run_step<Sgd>(tensors, lr, settings, args, sms);
     case 2:
-      return run_step(tensors, LionRule{{r[0], r[1], r[2], r[3]}}, args, sms);
+      return run_step<Lion>(tensors, lr, settings, args, sms);
     default:
-      return run_step(tensors, MuonRule{{r[0], r[1], r[2] != 0}}, args, sms);
+      return run_step<MuonDirection>(tensors, lr, settings, args, sms);
   }
 }
 

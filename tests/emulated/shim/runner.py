@@ -310,22 +310,22 @@ UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")  # in the order of kern
 def update(name: str, *args: Any) -> None:
     """One of UPDATES."""
     a = op.OPS[name].Args(*args)
-    first, last = (a._fields.index(field) for field in ("lr", "state_scales"))
-    params, grads, *states, masters = args[: a._fields.index("steps")]
-    none, count = [None] * len(params), len(params)
-    scales = [a.state_scales[k * count : (k + 1) * count] for k in range(2)]
-    lists = (params, grads, masters, states[0], (*states, [])[1], *scales)  # enum StepArray
+    none, count = [None] * len(a.params), len(a.params)
+    states, scales = (
+        [x[k * count : (k + 1) * count] for k in range(2)] for x in (a.states, a.state_scales)
+    )
+    lists = (a.params, a.grads, a.masters, *states, *scales)  # enum StepArray
     columns = [t or none for t in lists]
     cells = [t for tensor in zip(*columns, strict=True) for t in tensor]
     stored = _numbers([0 if t is None else STORED.index(t.dtype) for t in cells])
     order = _numbers(a.indices) if a.indices else None
     wide = a.lr_tensor is not None and a.lr_tensor.dtype == torch.float64
     rates = (None, a.lr_tensor) if wide else (a.lr_tensor, None)
-    rule = torch.tensor(args[first:last], dtype=torch.float64)
+    settings = torch.tensor(a.settings, dtype=torch.float64)
     call(
-        "update", UPDATES.index(name), len(params), stored, cells,
-        _numbers([p.numel() for p in params]), order, a.steps, *rates, a.inv_scale, a.clip,
-        a.found_inf, a.max_value, a.maximize, a.stochastic_rounding, a.seed, rule, _sms(),
+        "update", UPDATES.index(name), count, stored, cells,
+        _numbers([p.numel() for p in a.params]), order, a.steps, *rates, a.inv_scale, a.clip,
+        a.found_inf, a.max_value, a.maximize, a.stochastic_rounding, a.seed, a.lr, settings, _sms(),
     )  # fmt: skip
 
 

@@ -98,12 +98,12 @@ every_rule = pytest.mark.parametrize("rule", ["decoupled", "momentum"])
 @every_rule
 def test_update_of_every_kind(launched: list[Launch], rule: str) -> None:
     """Masters of both kinds, states of both, a rate on the device of both widths."""
-    op, stem = RULES[rule][0], RULES[rule][0][:-1]
+    op = RULES[rule][0]
     for (masters, state), lr in zip(((None, BF16), (F32, F32), (INT16, BF16)), RATES, strict=True):
         mixed = [Mix(BF16, BF16, masters, (state, state))] * 2
         shapes = [(33,), (2048,)]
         launcher(op)(*arguments(rule, mixed, shapes, lr_tensor=lr, stochastic_rounding=True))
-    assert kernels(launched) == 3 * [f"{stem}_constants", stem, stem]
+    assert kernels(launched) == 3 * ["step_constants", "step", "step"]
 
 
 @every_rule
@@ -113,7 +113,7 @@ def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], rule: str) 
     for seed in (0, 1, 16, 17, -1, 2**63 - 1):
         options = {"indices": list(range(17)), "stochastic_rounding": True, "seed": seed}
         launcher(op)(*arguments(rule, mixed, [(32,)], **options))
-    assert len({id(one.compiled) for one in launched if one.name == f"{op}kernel"}) == 1
+    assert len({id(one.compiled) for one in launched if one.name == "step_kernel"}) == 1
 
 
 def test_launches_of_quantize(launched: list[Launch]) -> None:
@@ -155,9 +155,9 @@ def test_launches_of_block_formats(launched: list[Launch]) -> None:
 @every_rule
 def test_launches_of_an_update(launched: list[Launch], rule: str) -> None:
     """The constants of all params, then one launch a param; nothing for empty ones."""
-    op, stem = RULES[rule][0], RULES[rule][0][:-1]
+    op = RULES[rule][0]
     launcher(op)(*arguments(rule, [Mix(F32, F32)] * 3, [(5,), (0,), (5000,)]))
-    assert kernels(launched) == [f"{stem}_constants", stem, stem]
+    assert kernels(launched) == ["step_constants", "step", "step"]
     assert all(one.keywords["enable_fp_fusion"] is False for one in launched)
 
 

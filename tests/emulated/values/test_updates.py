@@ -35,9 +35,9 @@ RULES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_op = pytest.mark.parametrize("rule", ["decoupled", "momentum", "lion", "muon"])
-# What comes after a rule's numbers, in the schema's order.
+# What comes after the settings, in the schema's order.
 TAIL: dict[str, Any] = {
-    "state_scales": None, "maximize": False, "max_value": INF, "stochastic_rounding": False,
+    "maximize": False, "max_value": INF, "stochastic_rounding": False,
     "seed": 0x123456789ABCDEF, "indices": None, "lr_tensor": None, "inv_scale": torch.tensor(0.5),
     "clip": torch.tensor(0.7), "found_inf": torch.tensor(0.0),
 }  # fmt: skip
@@ -78,32 +78,41 @@ def arguments(
     """A param for each of `mixed`; shapes, layouts and steps in turn, so that a gradient may have
     another layout than its param. options: of RULES and TAIL."""
     _, count, numbers = RULES[rule]
-    lists: list[list[torch.Tensor]] = [[] for _ in range(3 + count)]
-    layouts = layouts or WRITABLE[:1]
+    params, grads, masters = [], [], []
+    states: list[list[torch.Tensor]] = [[] for _ in range(count)]
     scales: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    layouts = layouts or WRITABLE[:1]
     for i, mix in enumerate(mixed):
         shape, real = shapes[i % len(shapes)], F64 if mix.param == F64 else F32
+        own, other = (layouts[(i + k) % len(layouts)] for k in range(2))
         wide = normal(shape, real, seed=10 * i)
-        low, kept = wide.to(mix.param), wide
-        if mix.master == INT16:
-            low, kept = rounding.split_master(wide)
-        row = [low, normal(shape, mix.grad, seed=10 * i + 1)]
+        low, kept = rounding.split_master(wide) if mix.master == INT16 else (wide, wide)
+        params.append(own(low.to(mix.param)))
+        grads.append(other(normal(shape, mix.grad, seed=10 * i + 1)))
         for k, state in enumerate(mix.states[:count]):
             value = normal(shape, real, seed=10 * i + 2 + k)
             value, scale = (value.square() if k else value), torch.empty(0)
             if state == U8:
                 value, scale = state8.encode(value, (state8.SIGNED, state8.UNSIGNED)[k])
-            row.append(value.to(state))
+            states[k].append(own(value.to(state)))
             scales[k].append(scale)
-        row += [] if mix.master is None else [kept]
-        for k, (list_, x) in enumerate(zip(lists, row, strict=False)):
-            list_.append(layouts[(i + (k == 1)) % len(layouts)](x))
-    if rule == "sgd":
-        lists.insert(2, [])
+        if mix.master is not None:
+            masters.append(own(kept))
     options = {"indices": [(7 * i + (1 << 29)) % (1 << 30) for i in range(len(mixed))], **options}
+    values = numbers | TAIL | options
     counts = torch.tensor([steps[i % len(steps)] for i in range(len(mixed))])
-    options["state_scales"] = [scale for of_state in scales for scale in of_state]
-    return [*lists, counts, *(numbers | TAIL | options).values()]
+    lr, *settings = (values.pop(name) for name in numbers)
+    flat = [[x for of_state in lists for x in of_state] for lists in (states, scales)]
+    return [
+        params,
+        grads,
+        *flat,
+        masters,
+        counts,
+        lr,
+        [float(x) for x in settings],
+        *values.values(),
+    ]
 
 
 def check(agree: Agreement, rule: str, *args: Any, **options: Any) -> list[Any]:
@@ -183,9 +192,7 @@ def test_updates_of_any_bits(agree: Agreement, rule: str, kind: tuple[Any, Any])
     for i, mix in enumerate(mixes(*kind)[::5]):
         args = arguments(rule, [mix], ((1 << 12,),), inv_scale=None, stochastic_rounding=True,
                          max_value=(INF, 1e30)[i % 2])  # fmt: skip
-        scales = args[3 + RULES[rule][1] + 1 + len(RULES[rule][2])] if rule != "sgd" else []
-        lists = args[: 4 + RULES[rule][1]]
-        for seed, tensor in enumerate(tensors([*lists, scales])):
+        for seed, tensor in enumerate(tensors(args[:5])):
             if tensor.numel() > 1:
                 tensor.copy_(random_bits(tensor.numel(), tensor.dtype, seed))
         args[0][0][:64] = 0.0
@@ -211,9 +218,9 @@ def test_remainders_hold_every_master(agree: Agreement) -> None:
     master = torch.cat([from_bits(bits, F32), -from_bits(bits, F32)])
     args = arguments("sgd", [Mix(BF16, F32, INT16)], (tuple(master.shape),), lr=0.0,
                      weight_decay=0.0)  # fmt: skip
-    args[0], args[3] = ([x] for x in rounding.split_master(master))
+    args[0], args[4] = ([x] for x in rounding.split_master(master))
     after = agree("sgd_", args)
-    assert_bits([rounding.join_master(after[0][0], after[3][0])], [master], "master")
+    assert_bits([rounding.join_master(after[0][0], after[4][0])], [master], "master")
 
 
 @every_rule
