@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # types of tensors of which none is sharded
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:

@@ -78,7 +78,7 @@ def torch_state() -> dict[str, object]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "process group": torch.distributed.is_initialized(),
-        "backend": mixprec.ops._dispatch.backends.forced(),
+        "backend": mixprec._context.context.backend,
     }
 
 

@@ -23,7 +23,11 @@ def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    return any(gradient_of(p) is not None for p in params_of(optimizer))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None or gradient_of(p) is not None:
+                return True
+    return False
 
 
 def steps_alone(optimizer: torch.optim.Optimizer) -> bool:

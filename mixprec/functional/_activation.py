@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops._dispatch import backends
+from .._context import context
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
@@ -17,7 +17,7 @@ __all__ = ["activation"]
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
-        ctx.kind, ctx.backend = kind, backends.forced()
+        ctx.kind, ctx.backend = kind, context.backend
         ctx.save_for_backward(x)
         y = act_quantize_op(x, None, kind, *Cast(x.dtype))[0]
         # Not a view: autograd forbids in-place ops on it.

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._context import context
 from ..memory.running import keep_as_is
-from ..ops._dispatch import backends
-from ..ops.dequantize import run as dequantize
-from ..ops.dequantize_mx import run as dequantize_mx
+from ..ops.dequantize import dequantize_op
+from ..ops.dequantize_mx import dequantize_mx_op
 from ..recipes import Recipe
 from . import operands
-from ._derivatives import differentiable, inputs_to_keep, on_backend_of_forward
+from ._derivatives import differentiable, is_twice_differentiable, on_backend_of_forward
 from ._observed import observe
 from .operands import NOTHING, Delayed, Matrix, Operand
 
@@ -98,11 +98,11 @@ class Layout(NamedTuple):
         b, c, h, w = self.shape
         if self.block_format is not None:
             columns, low = c * h * w, torch.bfloat16
-            wide = dequantize_mx(
+            wide = dequantize_mx_op(
                 cast.data, cast.scale_inv, cast.tensor_scale_inv, self.block_format, columns, low
             )
         else:
-            wide = dequantize(cast.data, cast.scale_inv, torch.bfloat16)
+            wide = dequantize_op(cast.data, cast.scale_inv, torch.bfloat16)
         if self.in_memory_order:
             return wide.view(b, h, w, c).permute(0, 3, 1, 2)
         wide = wide.view(b, c, h, w)
@@ -158,7 +158,7 @@ class Convolution(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
-        ctx.backend = backends.forced()
+        ctx.backend = context.backend
         ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -169,10 +169,9 @@ class Convolution(torch.autograd.Function):
         qw = quantized_weight or encode(weight, "w", recipe, delayed, record=grad_enabled)
         saved_x = qx.matrix if need_w else NOTHING
         saved_w = qw.matrix if need_x else NOTHING
-        kept = inputs_to_keep(x, weight)
-        ctx.twice = bool(kept)
+        ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
-        ctx.save_for_backward(*saved_x, *saved_w, *kept)
+        ctx.save_for_backward(*saved_x, *saved_w, *((x, weight) if ctx.twice else ()))
         a, b = ctx.x_layout.decode(qx.matrix), ctx.w_layout.decode(qw.matrix)
         if recipe.clip_activations or _in_fp32(a):
             a, b = a.float(), b.float()

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._context import context
 from ..memory.running import running, saved_as
-from ..ops._dispatch import autocast, backends, checks
+from ..ops._dispatch import autocast, checks
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
 from ._derivatives import on_backend_of_forward
@@ -34,7 +35,7 @@ class _Attention(torch.autograd.Function):
         low: torch.dtype,
     ) -> torch.Tensor:
         ctx.causal, ctx.scale, ctx.dtypes = causal, scale, (q.dtype, k.dtype, v.dtype)
-        ctx.backend = backends.forced()
+        ctx.backend = context.backend
         q, k, v = q.to(low), k.to(low), v.to(low)
         out, logsumexp = run(q, k, v, causal, scale)
         saved_as("scores", q, k, v)
@@ -77,7 +78,7 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 def _is_ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the op takes these, or torch's kernels do."""
-    if q.device.type == "cuda" and backends.forced() is None:
+    if q.device.type == "cuda" and context.backend is None:
         return False
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.autograd import function
 
+from .._context import context, replaced
 from ..memory.running import running
-from ..ops._dispatch import backends
 from ._transforms import run_transformed
 
 _Tensors = tuple[torch.Tensor | None, ...]
 
-_kept: ContextVar[bool] = ContextVar("twice_differentiable", default=False)
 NO_SECOND = (
     "create_graph=True: layers with a recipe have second derivatives only where the forward "
 )
@@ -35,32 +33,24 @@ def twice_differentiable() -> Iterator[None]:
     16-bit operands, those of the recipe or, for FP8, bf16. A weight with `main_grad` adds its
     gradient there, which is not differentiated again. Not supported inside torch.compile.
     """
-    token = _kept.set(True)
-    try:
+    with replaced("twice_differentiable", True):
         yield
-    finally:
-        _kept.reset(token)
 
 
 def is_twice_differentiable() -> bool:
-    return not torch.compiler.is_compiling() and _kept.get()
-
-
-def inputs_to_keep(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a layer is to save for its second derivative, last: x and weight, or nothing."""
-    return (x, weight) if is_twice_differentiable() else ()
+    return not torch.compiler.is_compiling() and context.twice_differentiable
 
 
 def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of backward(ctx, ...): its ops run on ctx.backend, which forward took from
-    `backends.forced()`, and not on that of the thread that it runs on."""
+    `context.backend`, and not on that of the thread that it runs on."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
         # Compiled code is traced inside the block of its forward pass.
-        if torch.compiler.is_compiling() or ctx.backend == backends.forced():
+        if torch.compiler.is_compiling() or ctx.backend == context.backend:
             return backward(ctx, *grads)
-        with backends.restored(ctx.backend):
+        with replaced("backend", ctx.backend):
             return backward(ctx, *grads)
 
     return wrapper
@@ -79,7 +69,7 @@ class _Gradients(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, weight)
-        ctx.second, ctx.backend = second, backends.forced()
+        ctx.second, ctx.backend = second, context.backend
         return first()
 
     @staticmethod
@@ -90,7 +80,8 @@ class _Gradients(torch.autograd.Function):
 
 
 def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
-    """Decorator of backward(ctx, saved, g), which saved `inputs_to_keep` last.
+    """Decorator of backward(ctx, saved, g), whose forward pass set ctx.twice to
+    `is_twice_differentiable()` and then saved x and weight last.
 
     saved: ctx.saved_tensors, which torch's checkpoint allows to be read once; second: as for
     `_Gradients`, after the ctx of the layer's forward pass.
@@ -125,9 +116,7 @@ def apply(name: str, kind: type[function.Function], *args: Any) -> torch.Tensor:
     """kind.apply(*args), also inside of the transforms of torch.func."""
     if torch._C._are_functorch_transforms_active():
         return run_transformed(name, kind, args)
-    if torch.compiler.is_compiling():
-        compiled: torch.Tensor = kind.apply(*args)
-        return compiled
+    if torch.compiler.is_compiling() or not context.hooks:
+        return kind.apply(*args)
     with running(name, *args):
-        result: torch.Tensor = kind.apply(*args)
-    return result
+        return kind.apply(*args)

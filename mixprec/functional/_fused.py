@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._context import context
 from ..memory.running import keep_as_is, saved_as
-from ..ops._dispatch import backends, simulation
+from ..ops._dispatch import simulation
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ..recipes import Recipe
 from . import _products, operands
-from ._cast_memo import cast_input
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 from ._products import Product
 from .operands import NOTHING, Matrix, Operand, OperandCast
@@ -57,7 +57,7 @@ class Fused(torch.autograd.Function):
     ) -> Any:
         weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
         ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
-        ctx.simulated, ctx.backend = simulated, backends.forced()
+        ctx.simulated, ctx.backend = simulated, context.backend
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
         need_x, need_w, need_bias = ctx.needs = _needs(ctx.needs_input_grad)
@@ -214,7 +214,7 @@ def _operand_of_x(
         x = x.unsqueeze(0)
         residual = None if residual is None else residual.unsqueeze(0)
     if norm is None:
-        qx = cast_input(x, recipe, states[0], use_t=use_t, grad_enabled=record)
+        qx = operands.cast_input(x, recipe, states[0], use_t=use_t, grad_enabled=record)
         total, mean, rstd = x, None, None
     else:
         how = OperandCast.make("x", recipe, states[0], x.device, use_t)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from .._context import context
 from ..memory.running import keep_as_is
-from ..ops._dispatch import backends, checks, simulation
+from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
 from . import _products, operands
 from ._arguments import check_output, check_state, main_grad_of
-from ._cast_memo import cast_input
-from ._derivatives import apply, differentiable, inputs_to_keep, on_backend_of_forward
+from ._derivatives import apply, differentiable, is_twice_differentiable, on_backend_of_forward
 from ._saturate import clips, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
 
@@ -77,7 +77,7 @@ class _Linear(torch.autograd.Function):
         simulated: str | None,
     ) -> torch.Tensor:
         ctx.recipe, ctx.name, ctx.simulated = recipe, name, simulated
-        ctx.backend = backends.forced()
+        ctx.backend = context.backend
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
         need_x, need_w = ctx.needs_input_grad[:2]
-        qx = cast_input(
+        qx = operands.cast_input(
             x, recipe, delayed, use_t=need_w and grad_enabled, grad_enabled=grad_enabled
         )
         qw = quantized_weight or operands.cast(
@@ -93,10 +93,9 @@ class _Linear(torch.autograd.Function):
         )
         saved_x = qx.saved_t if need_w else NOTHING
         saved_w = qw.saved_t if need_x else NOTHING
-        kept = inputs_to_keep(x, weight)
-        ctx.twice = bool(kept)
+        ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
-        ctx.save_for_backward(*saved_x, *saved_w, *kept)
+        ctx.save_for_backward(*saved_x, *saved_w, *((x, weight) if ctx.twice else ()))
         y = _products.forward(recipe, name, qx.matrix, qw.matrix, bias, out_dtype, simulated)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
@@ -127,14 +126,15 @@ class _Linear(torch.autograd.Function):
 
 def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
     """The checks of every call of a layer: x, and the dtype and device of its weight."""
-    op = "linear"
-    checks.is_tensor(op, "x", x)
-    k = weight.shape[1]
+    op, k = "linear", weight.shape[1]
+    valid = isinstance(x, torch.Tensor) and x.dtype in checks.FLOATS
+    if not valid or (not torch.compiler.is_compiling() and x.layout != torch.strided):
+        checks.is_tensor(op, "x", x)
+        checks.has_dtype(op, "x", x, checks.FLOATS)
     if x.dim() == 0 or x.shape[-1] != k:
         raise ValueError(
             f"{op}: x must be [..., K] with K = {k} as in weight [N, K], got shape {tuple(x.shape)}"
         )
-    checks.has_dtype(op, "x", x, checks.FLOATS)
     checks.has_dtype(op, "weight", weight, checks.FLOATS)
     checks.on_device(op, "weight", weight, x.device, "x")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops._dispatch import backends
+from .._context import context
 from ..ops._dispatch.casts import Cast
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
@@ -30,7 +30,7 @@ class _Norm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.backend = backends.forced()
+        ctx.backend = context.backend
         # Not a view: autograd forbids in-place ops on it.
         return y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
 

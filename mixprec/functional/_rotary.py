@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..ops._dispatch import backends, checks
+from .._context import context
+from ..ops._dispatch import checks
 from ..ops.rotary import rotary as run
 from ._derivatives import apply, on_backend_of_forward
 
@@ -17,7 +18,7 @@ class _Rotary(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.backend = interleaved, backends.forced()
+        ctx.interleaved, ctx.backend = interleaved, context.backend
         return run(x, cos, sin, interleaved)
 
     @staticmethod

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
 
+from .._context import context
+from ..ops._dispatch import simulation
 from ..ops._dispatch.block_formats import DEFAULT_SCALE_MODE
 from ..ops._dispatch.casts import Cast
 from ..ops._dispatch.hadamard import hadamard
 from ..ops.quantize import quantize_op
-from ..ops.quantize_mx import run as quantize_mx
+from ..ops.quantize_mx import quantize_mx_op
 from ..recipes import DELAYED_ROLES, Recipe
 
-__all__ = ["Delayed", "Matrix", "Operand", "OperandCast", "cast"]
+__all__ = ["Delayed", "Matrix", "Operand", "OperandCast", "cast", "cast_input", "share_casts"]
+__all__ += ["saved_tensors_hooks"]
 
 _UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
 _APART = ("row", "block1x128", "mx")  # the transpose has other scales
@@ -173,7 +180,7 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     seed = None
     if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx(
+    data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
         x, fmt, mode, use_t and not rotate, seed
     )
     whole = tensor_inv if tensor_inv.dim() == 0 else None
@@ -183,7 +190,7 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     if rotate:
         # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
         another = None if seed is None else seed + 1
-        rotated = quantize_mx(hadamard(x.t()), fmt, mode, False, another)
+        rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another)
         data_t, scale_inv_t = rotated[0], rotated[2]
         whole_t = None if whole is None else rotated[4]
     return Operand(data, data_t, scale_inv, scale_inv_t, whole, whole_t)
@@ -201,3 +208,81 @@ def _wants_k_major(device_type: str) -> bool:
     there `quantize` writes the transposed copy in the same pass. A CPU kernel reads any strides.
     """
     return device_type == "cuda"
+
+
+# As many tensors as a layer's neighbours take in turn, such as a decoder's and an encoder's. More
+# would keep memory that nothing reads.
+_LIMIT = 2
+
+
+@contextlib.contextmanager
+def share_casts() -> Iterator[None]:
+    """For the forward pass of a module: its layers cast a tensor that several of them take once."""
+    context.casts.append([])
+    try:
+        yield
+    finally:
+        context.casts.pop()
+
+
+def cast_input(
+    x: torch.Tensor, recipe: Recipe, delayed: Delayed | None, *, use_t: bool, grad_enabled: bool
+) -> Operand:
+    """`operands.cast` of a layer's input, or the operand that another layer has made of it.
+
+    grad_enabled: the caller's grad mode (an autograd.Function runs without). Only the cast is
+    shared, which depends on nothing but the key, and never beyond `share_casts`.
+    """
+    shared = _shareable(x, recipe, delayed)
+    if shared:
+        known, key = context.casts[-1], _key(x, recipe, use_t, grad_enabled)
+        for tensor, of, operand in known:
+            if tensor() is x and of == key:
+                return operand
+    operand = cast(x, "x", recipe, delayed, use_t=use_t, record=grad_enabled)
+    if shared:
+        known[:] = [*known[1 - _LIMIT :], (weakref.ref(x), key, operand)]
+    return operand
+
+
+def saved_tensors_hooks() -> object:
+    """The innermost hooks on saved tensors, such as those of torch.utils.checkpoint; or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _shareable(x: torch.Tensor, recipe: Recipe, delayed: Delayed | None) -> bool:
+    """Whether the cast of x depends on its values alone, and a write to x can be seen."""
+    if torch.compiler.is_compiling() or not context.casts:
+        return False
+    if delayed is not None or "x" in recipe.stochastic_rounding:
+        return False
+    return (
+        (recipe.is_scaled or x.dtype != recipe.x.dtype)  # else there is nothing to cast
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not x.is_inference()  # which have no version
+        # Selective checkpointing, counters and fake tensors see each op: none may be missing.
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _key(x: torch.Tensor, recipe: Recipe, use_t: bool, grad_enabled: bool) -> tuple[Any, ...]:
+    # The weak reference keeps the address of a storage that is gone from another one.
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+    return (
+        *(
+            StorageWeakRef(x.untyped_storage()),
+            x._version,
+            x.data_ptr(),
+            x.dtype,
+            x.shape,
+            x.stride(),
+            x.device,
+            stream,
+        ),
+        *(recipe, use_t, simulation.current(), context.backend),
+        # Nothing is shared across the beginning or end of these.
+        *(grad_enabled, saved_tensors_hooks(), tuple(_get_current_function_mode_stack())),
+    )

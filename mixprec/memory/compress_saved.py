@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._context import context, replaced
 from . import kinds
 from .packed import Kept, Packer, Saved
 from .plan import form_of
@@ -24,23 +25,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MIN_ELEMENTS = 4096  # below, the call of a kernel costs more than the memory is worth
 
 
-class _Thread(threading.local):
-    record: Callable[[str, torch.Tensor | Saved], None] | None = None
-    blocks = 0  # that this thread is in
-
-
-_thread = _Thread()
-
-
 @contextmanager
 def recorded(record: Callable[[str, torch.Tensor | Saved], None]) -> Iterator[None]:
     """Call record(kind, saved) for each tensor that autograd saves inside, compressed or not."""
-    before, _thread.record = _thread.record, record
-    try:
-        with nullcontext() if _thread.blocks else _hooks(None, None, None):
-            yield
-    finally:
-        _thread.record = before
+    with replaced("record", record), nullcontext() if context.hooks else _hooks(None, None, None):
+        yield
 
 
 @contextmanager
@@ -144,8 +133,8 @@ def _hooks(
             saved: Kept | Saved = Kept(t)
         else:
             saved = packer.pack(t, form, op.sequence, kinds.newest_operand(op))
-        if _thread.record is not None:
-            _thread.record(kinds.kind_of(op), t if isinstance(saved, Kept) else saved)
+        if context.record is not None:
+            context.record(kinds.kind_of(op), t if isinstance(saved, Kept) else saved)
         return saved
 
     with ExitStack() as stack:
@@ -153,11 +142,8 @@ def _hooks(
             stack.enter_context(_mode_inside(module, own, modes))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unpack))
         stack.enter_context(watch)
-        _thread.blocks += 1
-        try:
-            yield
-        finally:
-            _thread.blocks -= 1
+        stack.enter_context(replaced("hooks", context.hooks + 1))
+        yield
 
 
 class _Modes(threading.local):

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..ops._dispatch import backends
+from .._context import context, replaced
 from ..ops.pack import pack, unpack
 from ..ops.saved_values import rounded_at_random
 
@@ -27,11 +27,11 @@ class Codes:
         self.shape, self.dtype, self.bits = x.shape, x.dtype, bits
         self.codes, self.ranges = pack(x, bits, seed=seed, counter=counter)
         self.dither = seed + counter if dithered and x.dtype == torch.bfloat16 else None
-        self.backend = backends.forced()
+        self.backend = context.backend
 
     def unpack(self) -> torch.Tensor:
         dtype = self.dtype if self.dither is None else torch.float32
-        with backends.restored(self.backend):
+        with replaced("backend", self.backend):
             t = unpack(self.codes, self.ranges, self.bits, self.shape, dtype)
         return t if self.dither is None else rounded_at_random(t, self.dither)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -13,6 +12,8 @@ from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._context import context, replaced
 
 __all__ = [
     "Op",
@@ -48,17 +49,10 @@ class Op(NamedTuple):
                     yield item
 
 
-class _Thread(threading.local):
-    op: Op | None = None
-
-
-_thread = _Thread()
-
-
 def current(t: torch.Tensor | None = None) -> Op | None:
     """The op that runs now, or the part of it that saves t; None inside an autograd.Function of
     another library, compiled code, and whatever a backward pass computes again."""
-    op = _thread.op
+    op: Op | None = context.op
     return op and next((part for saved, part in op.parts if saved is t), op)
 
 
@@ -69,23 +63,20 @@ def _op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
 @contextmanager
 def running(name: str, *args: Any) -> Iterator[None]:
     """For an autograd.Function, which torch's function modes do not see."""
-    before, _thread.op = _thread.op, _op(name, args, {})
-    try:
+    with replaced("op", _op(name, args, {})):
         yield
-    finally:
-        _thread.op = before
 
 
 def keep_as_is(*tensors: torch.Tensor | None) -> None:
     """Never compress these objects, which the current op will save, such as its cast weight."""
-    op = None if torch.compiler.is_compiling() else _thread.op
+    op = None if torch.compiler.is_compiling() else context.op
     if op is not None:
         op.as_is.extend(t for t in tensors if t is not None)
 
 
 def saved_as(name: str, *tensors: torch.Tensor | None) -> None:
     """The current op will save these objects for what the op `name` does with them."""
-    op = None if torch.compiler.is_compiling() else _thread.op
+    op = None if torch.compiler.is_compiling() else context.op
     if op is not None:
         part = op._replace(name=name, as_is=[], parts=[])  # not this list, which would hold itself
         op.parts.extend((t, part) for t in tensors if t is not None)
@@ -122,12 +113,9 @@ class Watch(TorchFunctionMode):
         if func is _MHA:
             with self:  # its parts save as they do outside of it
                 return _without_dispatch(func)(*args, **kwargs)
-        before = _thread.op
-        _thread.op = None if func in _BACKWARD else _op(self.names.get(func, ""), args, kwargs)
-        try:
+        op = None if func in _BACKWARD else _op(self.names.get(func, ""), args, kwargs)
+        with replaced("op", op):
             result = func(*args, **kwargs)
-        finally:
-            _thread.op = before
         # A result without a gradient, of frozen layers, looks like a buffer later.
         plain = type(result) is torch.Tensor and not result.requires_grad and result._base is None
         if plain and not any(result is arg for arg in args):

@@ -172,7 +172,7 @@ def _product(
 ) -> tuple[Product, torch.Tensor, torch.dtype]:
     """What a linear layer brings for an input of `dtype`, its weight as [N, K], and the dtype of
     its output."""
-    out_dtype, delayed, quantized_weight, _ = layer._state(x, recipe, dtype)
+    out_dtype, delayed, quantized_weight, _ = layer._state(dtype, x.device, recipe)
     main_grad, weight = main_grad_of("linear", layer.weight), layer.weight
     if isinstance(layer, Conv1D):
         weight = weight.t()

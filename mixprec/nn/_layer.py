@@ -143,14 +143,12 @@ class Layer(torch.nn.Module):
         converted.recipe = recipe
         return converted
 
-    def _state(
-        self, x: torch.Tensor, recipe: Recipe, dtype: torch.dtype | None = None
-    ) -> LayerState:
-        """The output dtype and state for a forward pass with `recipe`; dtype: of the input, where
-        a norm that runs with the layer gives it another one than x has."""
-        device, out_dtype = x.device.type, x.dtype if dtype is None else dtype
-        if device != "meta" and torch.is_autocast_enabled(device):  # meta has no autocast
-            out_dtype = torch.get_autocast_dtype(device)
+    def _state(self, dtype: torch.dtype, device: torch.device, recipe: Recipe) -> LayerState:
+        """The output dtype and state for a forward pass with `recipe`, of an input of this dtype
+        and device."""
+        kind, out_dtype = device.type, dtype
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast
+            out_dtype = torch.get_autocast_dtype(kind)
         if recipe is not self._recipe and recipe != self._recipe:
             return LayerState(out_dtype, None, None, None)  # that state belongs to its own recipe
         clipped = self._buffers.get(CLIPPED)

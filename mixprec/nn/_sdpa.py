@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import _get_current_function_mode_stack
 
 from ..functional._attention import fits, run_attention
-from ..functional._cast_memo import saved_tensors_hooks
 from ..functional._derivatives import is_twice_differentiable
+from ..functional.operands import saved_tensors_hooks
 from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _region

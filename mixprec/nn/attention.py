@@ -96,7 +96,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         def project(
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         ) -> torch.Tensor:
-            state = self._state(x, recipe)._asdict()
+            state = self._state(x.dtype, x.device, recipe)._asdict()
             y = functional.linear(x, weight, bias, recipe=recipe, name=self._path, **state)
             return y.transpose(0, 1) if swap else y if batched else y.unsqueeze(0)
 

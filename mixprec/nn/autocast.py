@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
+from .._context import context, replaced
 from ..recipes import Recipe
 from . import _region
 
@@ -64,15 +64,6 @@ def _to_fp32(value: Any) -> Any:
     return value
 
 
-class _Off(threading.local):
-    """Whether a region with enabled=False runs an op: those around it leave the op alone too."""
-
-    active = False
-
-
-_off = _Off()
-
-
 class autocast(_region.Region):
     """A region in which converted modules compute with `recipe`; also a decorator.
 
@@ -109,12 +100,10 @@ class autocast(_region.Region):
     ) -> Any:
         kwargs = kwargs or {}
         if not self.enabled:
-            before, _off.active = _off.active, True
-            try:
+            # Regions around this one leave the op alone too.
+            with replaced("plain", True):
                 return super().__torch_function__(func, types, args, kwargs)
-            finally:
-                _off.active = before
-        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None and not _off.active:
+        if func in _FP32_FUNCTIONS and kwargs.get("dtype") is None and not context.plain:
             args = tuple(_to_fp32(arg) for arg in args)
             kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
         return super().__torch_function__(func, types, args, kwargs)

@@ -71,7 +71,7 @@ class Conv2d(Layer, torch.nn.Conv2d):
         if recipe is None:
             return super().forward(x)
         checks.is_tensor("conv2d", "x", x)
-        state = self._state(x, recipe)
+        state = self._state(x.dtype, x.device, recipe)
         if self.padding_mode != "zeros":
             amounts = self._reversed_padding_repeated_twice
             x = torch.nn.functional.pad(x, amounts, mode=self.padding_mode)

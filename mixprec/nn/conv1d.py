@@ -39,7 +39,7 @@ class Conv1D(Layer):
         weight = self.weight.t()
         check_input(x, weight)
         main_grad = main_grad_of("linear", self.weight)
-        out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
+        out_dtype, delayed, quantized_weight, clipped = self._state(x.dtype, x.device, recipe)
         return run_linear(
             x,
             weight,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..functional._cast_memo import share_casts
+from ..functional.operands import share_casts
 from . import _region
 from ._fused import Part, activation_of, norm_of, why_not_fused
 from ._fused_forward import FusedForward, fused_forward_of

@@ -95,7 +95,7 @@ class _Products(TorchFunctionMode):
             self.found = True
 
         def product(of: Callable[..., Any], x: torch.Tensor, *more: Any) -> torch.Tensor:
-            state = self.layer._state(x, self.recipe)._asdict()
+            state = self.layer._state(x.dtype, x.device, self.recipe)._asdict()
             y: torch.Tensor = of(x, *more, recipe=self.recipe, name=self.layer._path, **state)
             return y
 

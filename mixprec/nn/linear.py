@@ -67,7 +67,7 @@ class Linear(Layer, torch.nn.Linear):
         weight = self.weight
         with _region.without_modes():
             check_input(x, weight)
-            out_dtype, delayed, quantized_weight, clipped = self._state(x, recipe)
+            out_dtype, delayed, quantized_weight, clipped = self._state(x.dtype, x.device, recipe)
             return run_linear(
                 x,
                 weight,

@@ -6,7 +6,7 @@ import torch
 
 from ..quantized import Quantized
 from ._dispatch import block_formats
-from .dequantize_mx import run as dequantize_mx
+from .dequantize_mx import dequantize_mx_op
 
 __all__ = ["check_not_simulated", "decode", "decode_quantized", "is_block", "unpacked"]
 
@@ -28,7 +28,7 @@ def decode(
     magnitudes beyond bf16's range, below 2^-133 or above its maximum, are rounded.
     """
     assert scale_inv is not None, "all block formats have it"
-    return dequantize_mx(data, scale_inv, None, fmt, columns, torch.bfloat16), tensor_scale_inv
+    return dequantize_mx_op(data, scale_inv, None, fmt, columns, torch.bfloat16), tensor_scale_inv
 
 
 def decode_quantized(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:

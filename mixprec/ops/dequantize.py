@@ -7,9 +7,9 @@ import torch
 from ..quantized import Quantized
 from ._dispatch import block_formats, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
-from .dequantize_mx import run as dequantize_mx
+from .dequantize_mx import dequantize_mx_op
 
-__all__ = ["LOW", "dequantize", "dequantize_op", "dequantize_reference", "run"]
+__all__ = ["LOW", "dequantize", "dequantize_op", "dequantize_reference"]
 
 LOW = (*checks.FP8, torch.float16, torch.bfloat16)
 
@@ -56,11 +56,6 @@ dequantize_op = Op(
 )
 
 
-def run(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantize` of plain tensors, without the autograd check: for autograd functions."""
-    return dequantize_op(data, scale_inv, dtype)
-
-
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return q.data * q.scale_inv as `dtype` (fp32, bf16 or fp16), contiguous, in q's shape.
 
@@ -81,11 +76,11 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor
     if name is not None:
         rows = q.t() if q.is_t else q
         columns = rows.shape[-1] if rows.shape else 1
-        wide = dequantize_mx(rows.data, rows.scale_inv, q.tensor_scale_inv, name, columns, dtype)
+        wide = dequantize_mx_op(rows.data, rows.scale_inv, q.tensor_scale_inv, name, columns, dtype)
         return wide.t().contiguous() if q.is_t else wide
     if _along_columns(q):
-        return run(q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
-    return run(q.data, q.scale_inv, dtype)
+        return dequantize_op(q.data.t(), q.scale_inv.t(), dtype).t().contiguous()
+    return dequantize_op(q.data, q.scale_inv, dtype)
 
 
 def _along_columns(q: Quantized) -> bool:

@@ -7,7 +7,7 @@ import torch
 from ._dispatch import block_codes, block_formats, checks, example_inputs, scale_layout
 from ._dispatch.op import Op
 
-__all__ = ["dequantize_mx_op", "dequantize_mx_reference", "run"]
+__all__ = ["dequantize_mx_op", "dequantize_mx_reference"]
 
 
 def dequantize_mx_reference(
@@ -18,7 +18,17 @@ def dequantize_mx_reference(
     columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """element * scale in FP32, then one rounding to dtype (IEEE)."""
+    """Return element * scale of the codes of `quantize_mx` as `dtype` (fp32, bf16 or fp16).
+
+    data, scale_inv, fmt: of `quantize_mx`, data and scale_inv of any strides, or its data_t and
+    scale_inv_t. columns: K, the elements of a row. tensor_scale_inv: fp32, one element, "nvfp4"
+    only: scales are first multiplied with it, in FP32; None for values without it. Returns data's
+    shape with `columns` as the last dimension, contiguous.
+
+    The product is exact, but for the rounding to FP32 of subnormal and too large numbers, followed
+    by one rounding to dtype; with tensor_scale_inv both products are rounded to FP32. A block whose
+    scale is NaN is NaN. ValueError or TypeError names an invalid argument.
+    """
     block = block_formats.parse("dequantize_mx", fmt)
     m, size = scale_layout.as_matrix(data.shape)
     codes = data.reshape(m, size)
@@ -83,25 +93,3 @@ dequantize_mx_op = Op(
     examples=example_inputs.dequantize_mx,
     triton="dequantize_mx",
 )
-
-
-def run(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    tensor_scale_inv: torch.Tensor | None,
-    fmt: str,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return element * scale of the codes of `quantize_mx` as `dtype` (fp32, bf16 or fp16).
-
-    data, scale_inv, fmt: of `quantize_mx`, data and scale_inv of any strides, or its data_t and
-    scale_inv_t. columns: K, the elements of a row. tensor_scale_inv: fp32, one element, "nvfp4"
-    only: scales are first multiplied with it, in FP32; None for values without it. Returns data's
-    shape with `columns` as the last dimension, contiguous.
-
-    The product is exact, but for the rounding to FP32 of subnormal and too large numbers, followed
-    by one rounding to dtype; with tensor_scale_inv both products are rounded to FP32. A block whose
-    scale is NaN is NaN. ValueError or TypeError names an invalid argument.
-    """
-    return dequantize_mx_op(data, scale_inv, tensor_scale_inv, fmt, columns, dtype)

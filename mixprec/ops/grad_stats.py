@@ -84,6 +84,7 @@ def grad_stats_(
     The products are FP32 (FP64 for fp64 gradients), the squares and their sums FP64 in a fixed
     order: two runs give the same bits, and finite gradients of any size do not overflow them.
     """
-    checks.is_sequence("grad_stats_", "grads", grads)
-    checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
+    if torch.is_grad_enabled():
+        checks.is_sequence("grad_stats_", "grads", grads)
+        checks.needs_no_grad("grad_stats_", "call it under torch.no_grad()", *grads)
     grad_stats_op(grads, inv_scale, found_inf, sum_sq, counts)

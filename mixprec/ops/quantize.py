@@ -12,8 +12,7 @@ from ._dispatch import block_formats, casts, checks, example_inputs, scale_layou
 from ._dispatch.casts import Cast
 from ._dispatch.op import Op
 from .amax import amax_reference
-from .quantize_mx import quantize_mx_reference
-from .quantize_mx import run as quantize_mx
+from .quantize_mx import quantize_mx_op, quantize_mx_reference
 from .scale import scale_from_amax
 
 __all__ = ["cast_reference", "quantize", "quantize_op", "quantize_reference"]
@@ -212,7 +211,7 @@ def _in_blocks(
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"quantize: seed must be an int or an int64 tensor, got {seed!r}")
         seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
-    data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx(
+    data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx_op(
         x, name, scale_mode, transpose, seed
     )
     return Quantized(

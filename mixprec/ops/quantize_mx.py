@@ -17,7 +17,7 @@ from ._dispatch.op import Op
 from .amax import amax_reference
 from .scale import scale_from_amax
 
-__all__ = ["quantize_mx_op", "quantize_mx_reference", "run"]
+__all__ = ["quantize_mx_op", "quantize_mx_reference"]
 
 # data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
 BlockCast = tuple[
@@ -84,6 +84,26 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 def quantize_mx_reference(
     x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
 ) -> BlockCast:
+    """Return (data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax): x in a block format.
+
+    x: fp32, bf16 or fp16, any shape and strides, seen as [M, K] with leading dimensions flattened.
+    fmt: a name of `block_formats.BLOCK_FORMATS`; blocks are along K. The formulas are in
+    docs/numerics.md, section 12.
+
+    data: the codes of the elements, x's shape with a last dimension of K, float8 for E4M3 and E5M2
+    and uint8 for E3M2 and E2M3; for E2M1 ceil(K / 2) bytes, the first of two codes in the low half,
+    0 beside the last of an odd K. scale_inv: of MX uint8 [M, ceil(K / 32)], code c for 2^(c - 127)
+    and 255 for NaN; of "nvfp4" float8_e4m3fn [M, ceil(K / 16)], and tensor_scale_inv fp32 [], else
+    [0]. transpose: also data_t [K, M or ceil(M / 2)] and scale_inv_t [K, blocks of M], x^T in
+    blocks along M, from x itself; otherwise [0, 0] and [0]. amax: fp32 [], max |x|.
+
+    scale_mode: how MX scales follow from the amax of a block: "floor", "ceil", "even" or "rceil"
+    ("rceil" for nvfp4, which does not use it). seed: None, which rounds to nearest, ties to even,
+    or int64 [1] on x's device: elements are rounded stochastically, with the random bits of the
+    seed. Finite values saturate; a block with Inf or NaN has the scale NaN and elements 0.
+
+    ValueError or TypeError names an invalid argument.
+    """
     block = block_formats.parse("quantize_mx", fmt)
     amax = amax_reference(x)
     m, k = scale_layout.as_matrix(x.shape)
@@ -157,30 +177,3 @@ quantize_mx_op = Op(
     examples=example_inputs.quantize_mx,
     triton="quantize_mx",
 )
-
-
-def run(
-    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
-) -> BlockCast:
-    """Return (data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax): x in a block format.
-
-    x: fp32, bf16 or fp16, any shape and strides, seen as [M, K] with leading dimensions flattened.
-    fmt: a name of `block_formats.BLOCK_FORMATS`; blocks are along K. The formulas are in
-    docs/numerics.md, section 12.
-
-    data: the codes of the elements, x's shape with a last dimension of K, float8 for E4M3 and E5M2
-    and uint8 for E3M2 and E2M3; for E2M1 ceil(K / 2) bytes, the first of two codes in the low half,
-    0 beside the last of an odd K. scale_inv: of MX uint8 [M, ceil(K / 32)], code c for 2^(c - 127)
-    and 255 for NaN; of "nvfp4" float8_e4m3fn [M, ceil(K / 16)], and tensor_scale_inv fp32 [], else
-    [0]. transpose: also data_t [K, M or ceil(M / 2)] and scale_inv_t [K, blocks of M], x^T in
-    blocks along M, from x itself; otherwise [0, 0] and [0]. amax: fp32 [], max |x|.
-
-    scale_mode: how MX scales follow from the amax of a block: "floor", "ceil", "even" or "rceil"
-    ("rceil" for nvfp4, which does not use it). seed: None, which rounds to nearest, ties to even,
-    or int64 [1] on x's device: elements are rounded stochastically, with the random bits of the
-    seed. Finite values saturate; a block with Inf or NaN has the scale NaN and elements 0.
-
-    Without a check for autograd: for autograd functions. ValueError or TypeError names an invalid
-    argument.
-    """
-    return quantize_mx_op(x, fmt, scale_mode, transpose, seed)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._local_gradients import LOW_PRECISION, any_sharded, gradient_of, local, placed_like
+from .._local_gradients import LOW_PRECISION, PLAIN, any_sharded, gradient_of, local, placed_like
 from ._state import Policy
 
 
@@ -75,7 +75,7 @@ class Batches:
         if not params:
             return
         data = params
-        if any_sharded(params):
+        if not PLAIN.issuperset(map(type, params)) and any_sharded(params):
             data = list(map(local, params))
             grads = [local(placed_like(grad, p)) for grad, p in zip(grads, params, strict=True)]
         states = list(map(state.__getitem__, params))

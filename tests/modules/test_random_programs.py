@@ -12,7 +12,7 @@ import torch
 from random_programs import WIDTH, Program, result
 
 import mixprec
-from mixprec.functional import _cast_memo
+from mixprec.functional import operands
 from mixprec.nn._fused_forward import fused_forward_of
 from mixprec.nn.fuse import Marked
 from mixprec.testing import sqnr
@@ -34,7 +34,7 @@ def compare(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
         torch.manual_seed(seed)
         got = result(fused, x)
         with monkeypatch.context() as patch:
-            patch.setattr(_cast_memo, "_shareable", lambda *_: False)
+            patch.setattr(operands, "_shareable", lambda *_: False)
             torch.manual_seed(seed)
             off = result(separate, x)
         torch.manual_seed(seed)

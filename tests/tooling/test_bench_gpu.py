@@ -18,6 +18,7 @@ import torch
 from clock import SimulatedClock
 
 import mixprec
+from mixprec._context import context
 from mixprec.bench import report, results, table
 from mixprec.bench.cases import CASES, registry, select
 from mixprec.bench.cases.registry import Case, Workload
@@ -126,9 +127,8 @@ def measured(work: Workload, **more: Any) -> dict[str, Any]:
 
 
 def test_a_wrong_variant_is_not_timed_and_the_other_is(dry_run: None) -> None:
-    from mixprec.ops._dispatch import backends
 
-    differ = lambda: "values differ" if backends.forced() == "reference" else None  # noqa: E731
+    differ = lambda: "values differ" if context.backend == "reference" else None  # noqa: E731
     result = measured(made_workload(check=differ))
     wrong = result["variants"]["reference"]
     assert (wrong["status"], wrong["reason"]) == ("wrong", "values differ")

@@ -12,7 +12,7 @@ from ...functional import operands
 from ...functional.operands import Delayed
 from ...ops._dispatch import block_codes, scale_layout
 from ...ops._dispatch.block_formats import BLOCK_FORMATS
-from ...ops.dequantize_mx import run as dequantize_mx
+from ...ops.dequantize_mx import dequantize_mx_op
 from ...recipes import Recipe
 
 __all__ = ["FIELDS", "cast_sums", "decibels", "largest_kept", "output_sums", "squares"]
@@ -128,7 +128,7 @@ def _decoded(
     if block_format is None:
         each = scale_layout.expand(scale_inv, m, k)
         return operand.data.float() * each, scale_inv, each
-    kept = dequantize_mx(operand.data, scale_inv, tensor, block_format, k, torch.float32)
+    kept = dequantize_mx_op(operand.data, scale_inv, tensor, block_format, k, torch.float32)
     wide = block_codes.e8m0_value(scale_inv) if tensor is None else scale_inv.float() * tensor
     size = BLOCK_FORMATS[block_format].block
     return kept, wide, wide.repeat_interleave(size, dim=-1)[:, :k]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 
 import torch
 
+from ..._context import replaced
 from . import arch, library
 
 BACKENDS = ("cpp", "cuda", "triton", "vendor", "reference")
@@ -18,20 +18,6 @@ BACKENDS = ("cpp", "cuda", "triton", "vendor", "reference")
 ORDER = {"cpu": ("cpp",), "cuda": ("cuda", "triton", "reference")}
 ANYWHERE = ("reference",)
 _OPTIONAL = ("cuda", "triton", "vendor")  # what MIXPREC_DISABLE can leave out
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        # An attribute of each thread, not of the class: torch.compile has a guard on this one only.
-        self.forced: str | None = None
-
-
-_thread = _Thread()
-
-
-def forced() -> str | None:
-    """The backend of this thread's innermost `use_backend` block; None outside of one."""
-    return _thread.forced
 
 
 @contextlib.contextmanager
@@ -47,18 +33,8 @@ def use_backend(backend: str) -> Iterator[None]:
     """
     if backend not in BACKENDS:
         raise ValueError(f"use_backend: backend must be one of {BACKENDS}, got {backend!r}")
-    with restored(backend):
+    with replaced("backend", backend):
         yield
-
-
-@contextlib.contextmanager
-def restored(backend: str | None) -> Iterator[None]:
-    """What `forced` returned elsewhere, such as in the forward pass of this backward pass."""
-    before, _thread.forced = _thread.forced, backend
-    try:
-        yield
-    finally:
-        _thread.forced = before
 
 
 def why_not(backend: str, device: str) -> str | None:

@@ -135,12 +135,3 @@ def positive_scale(
             f"so that the inverse is a normal number too)"
         )
     return scale
-
-
-def mutated(*tensors: torch.Tensor) -> None:
-    """Tell autograd that these tensors were modified in place; the schemas alone do not."""
-    if torch.compiler.is_compiling():
-        return
-    if torch.is_inference_mode_enabled():
-        tensors = tuple(t for t in tensors if not t.is_inference())
-    torch.autograd.graph.increment_version(tensors)

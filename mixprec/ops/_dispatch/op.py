@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._context import context
 from . import autocast, backends, checks, first_use, gemm_table, library
 from .casts import Cast
 
@@ -207,7 +208,7 @@ class Op:
 
     def order(self, device: str, index: int = 0, args: Any = None) -> tuple[str, ...]:
         """The backends to try for tensors on `device`, best first; args: a call's `Args`."""
-        if (forced := backends.forced()) is not None:
+        if (forced := context.backend) is not None:
             return (forced,)
         if device == "cuda" and self.choice is not None:
             return self.choice.order(args, library.capability(index))
@@ -227,7 +228,7 @@ class Op:
         of_call = args if device == "cuda" else None
         by_call = of_call is not None and self.choice is not None
         where = torch.device(device, index) if device == "cuda" else torch.device(device)
-        key = (backends.forced(), where)
+        key = (context.backend, where)
         if not by_call and key in self._chosen:
             return self._chosen[key][1]
         run = None
@@ -271,7 +272,7 @@ class Op:
         """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
             return first_use.ready(self, backend, index, args)
-        if backend == "reference" and backends.forced() is None:
+        if backend == "reference" and context.backend is None:
             self._warn_of_reference(device)
         return self.handle(backend)
 
@@ -302,7 +303,7 @@ class Op:
         try:
             owner = args[self._owner]
             device = (owner[0] if self._owner_is_list else owner).device
-            kind, run = self._chosen.get((backends.forced(), device), _UNKNOWN)
+            kind, run = self._chosen.get((context.backend, device), _UNKNOWN)
             if run is None:
                 kind = device.type
                 run = self.choose(kind, device.index or 0, args)
@@ -321,8 +322,17 @@ class Op:
             for i in self._written:
                 x = args[i]
                 written += x if isinstance(x, (list, tuple)) else [] if x is None else [x]
-            checks.mutated(*written)
+            _mutated(written)
         return result
+
+
+def _mutated(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that these tensors were modified in place; the schemas alone do not."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_inference_mode_enabled():
+        tensors = [t for t in tensors if not t.is_inference()]
+    torch.autograd.graph.increment_version(tensors)
 
 
 @cache

@@ -195,15 +195,17 @@ class UpdateOp(Op):
         found_inf: torch.Tensor | None = None,
     ) -> None:
         """One step; states: a list for each of the names. The options are those of `adamw_`."""
-        checks.is_sequence(self.name, "params", params)
+        for name, tensors in zip(("params", *self.states), (params, *states), strict=True):
+            if type(tensors) is not list:
+                checks.is_sequence(self.name, name, tensors)
         if not params:
             return
         checks.is_tensor(self.name, "steps", steps)
-        checks.needs_no_grad(self.name, "call it under torch.no_grad()", *params)
+        if torch.is_grad_enabled():
+            checks.needs_no_grad(self.name, "call it under torch.no_grad()", *params)
         if self.stateless and not any(states):
             states = ()
         for name, tensors in zip(self.states, states, strict=False):
-            checks.is_sequence(self.name, name, tensors)
             _check_count(self.name, name, len(tensors), len(params))
         on_device = isinstance(lr, torch.Tensor)
         self(
