@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _recipe_aliases, formats
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
-from .ops._dispatch import block_formats
+from .ops._reference import block_formats
 
 __all__ = [
     *("AMAX_OF", "BLOCKS", "GEMMS", "GRANULARITIES", "RECIPES", "ROLES", "SCALINGS"),

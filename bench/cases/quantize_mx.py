@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mixprec.ops._dispatch import block_formats
+from mixprec.ops._reference import block_formats
 from mixprec.ops.dequantize_mx import run as dequantize_mx
 from mixprec.ops.quantize_mx import run as quantize_mx
 

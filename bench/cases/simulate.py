@@ -12,7 +12,7 @@ import torch
 
 import mixprec
 from mixprec.ops._dispatch import library
-from mixprec.ops._dispatch.tensor_core import ARCHITECTURES, formats, tensor_core
+from mixprec.ops._reference.tensor_core import ARCHITECTURES, formats, tensor_core
 
 from .. import verify
 from .registry import Medians, Target, Workload, case, times_faster_than

@@ -1,5 +1,5 @@
 // Block formats, MX and NVFP4: numbers in blocks of 32 or 16 that share a scale of one byte. The
-// rules are in docs/numerics.md, the sources in mixprec/ops/_dispatch/block_formats.py.
+// rules are in docs/numerics.md, the sources in mixprec/ops/_reference/block_formats.py.
 #pragma once
 
 #include "convert.h"

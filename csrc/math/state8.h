@@ -1,6 +1,6 @@
 // An optimizer state in 8 bits: blocks of 256 elements that share a power of two as their scale. A
 // code is a floating-point number whose fraction has 4 bits in the upper half of the codes and 3
-// below. Documented in mixprec/ops/_dispatch/state8.py.
+// below. Documented in mixprec/ops/_reference/state8.py.
 #pragma once
 
 #include "hd.h"

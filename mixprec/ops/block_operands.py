@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import block_formats
+from ._reference import block_formats
 from .dequantize_mx import dequantize_mx_op
 
 __all__ = ["check_not_simulated", "decode", "decode_quantized", "is_block", "unpacked"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import block_formats, checks, example_inputs, scale_layout
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
+from ._reference import block_formats, scale_layout
 from .dequantize_mx import dequantize_mx_op
 
 __all__ = ["LOW", "dequantize", "dequantize_op", "dequantize_reference"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import block_codes, block_formats, checks, example_inputs, scale_layout
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
+from ._reference import block_codes, block_formats, scale_layout
 
 __all__ = ["dequantize_mx_op", "dequantize_mx_reference"]
 

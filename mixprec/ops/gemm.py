@@ -5,17 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import (
-    autocast,
-    checks,
-    example_inputs,
-    gemm_scales,
-    gemm_table,
-    gemm_vendor,
-    simulation,
-    tensor_core,
-)
+from ._dispatch import autocast, checks, example_inputs, gemm_table, gemm_vendor, simulation
 from ._dispatch.op import Choice, Op
+from ._reference import gemm_scales, tensor_core
 from .block_operands import check_not_simulated, decode_quantized, is_block
 
 __all__ = [

@@ -6,9 +6,10 @@ import torch
 
 from ..formats import Format
 from ..quantized import Quantized
-from ._dispatch import casts, checks, example_inputs, scale_layout
+from ._dispatch import casts, checks, example_inputs
 from ._dispatch.casts import Cast
 from ._dispatch.op import Op
+from ._reference import scale_layout
 from .quantize import quantize_reference
 
 __all__ = ["norm_backward_op", "norm_backward_reference", "norm_quantize"]

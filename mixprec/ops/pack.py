@@ -7,8 +7,9 @@ from math import prod
 
 import torch
 
-from ._dispatch import checks, example_inputs, rounding
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
+from ._reference import rounding
 
 __all__ = ["BITS", "GROUP", "pack", "pack_op", "pack_reference", "packed_sizes"]
 __all__ += ["unpack", "unpack_op", "unpack_reference"]

@@ -8,9 +8,10 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from ._dispatch import block_formats, casts, checks, example_inputs, scale_layout
+from ._dispatch import casts, checks, example_inputs
 from ._dispatch.casts import Cast
 from ._dispatch.op import Op
+from ._reference import block_formats, scale_layout
 from .amax import amax_reference
 from .quantize_mx import quantize_mx_op, quantize_mx_reference
 from .scale import scale_from_amax

@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..formats import E4M3
-from ._dispatch import (
-    block_codes,
-    block_formats,
-    checks,
-    example_inputs,
-    rounding,
-    scale_layout,
-)
+from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
+from ._reference import block_codes, block_formats, rounding, scale_layout
 from .amax import amax_reference
 from .scale import scale_from_amax
 

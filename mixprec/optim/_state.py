@@ -10,7 +10,7 @@ import torch
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
-from ..ops._dispatch.rounding import remainder_of
+from ..ops._reference.rounding import remainder_of
 from . import _state8
 from ._checked import checked, short
 

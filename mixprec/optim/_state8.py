@@ -1,6 +1,6 @@
 """Moments in 8 bits: codes of the param's shape beside their scales, under `<moment>_scale`.
 
-The format is that of ops/_dispatch/state8.py. Its values are BF16 numbers and encoding them again
+The format is that of ops/_reference/state8.py. Its values are BF16 numbers and encoding them again
 changes none, so that they can be converted and restored without loss.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._local_gradients import LOW_PRECISION, is_sharded, local
-from ..ops._dispatch import state8
+from ..ops._reference import state8
 from ._checked import checked, short
 
 CODES = torch.uint8

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import linear, norm_linear, operands
-from mixprec.ops._dispatch.hadamard import BLOCK, hadamard
+from mixprec.ops._reference.hadamard import BLOCK, hadamard
 from mixprec.recipes import RECIPES, ROLES, Recipe
 from mixprec.testing import sqnr
 

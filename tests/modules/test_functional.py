@@ -17,7 +17,7 @@ from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import _observed, _products, matmul, observed, operands
 from mixprec.functional.operands import Delayed
-from mixprec.ops._dispatch.hadamard import hadamard
+from mixprec.ops._reference.hadamard import hadamard
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close, sqnr, tolerance

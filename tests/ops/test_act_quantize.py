@@ -13,8 +13,8 @@ from cases import LAYOUTS, SHAPES, WIDE, Layout, for_each, normal, pairwise, ran
 
 import mixprec
 from mixprec.ops import act_quantize
-from mixprec.ops._dispatch import scale_layout
 from mixprec.ops._dispatch.casts import Cast
+from mixprec.ops._reference import scale_layout
 from mixprec.ops.act_quantize import (
     KINDS,
     act_backward_op,

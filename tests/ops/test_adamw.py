@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mixprec.ops import adamw_
-from mixprec.ops._dispatch.rounding import split_master
+from mixprec.ops._reference.rounding import split_master
 
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
 OTHER = {"lr": 0.37, "beta1": 0.0, "beta2": 0.5, "eps": 1e-3, "weight_decay": 0.0}

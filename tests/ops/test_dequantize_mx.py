@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import WIDE, every_second, for_each, normal, transposed
 
-from mixprec.ops._dispatch.block_formats import BLOCK_FORMATS, sizes
+from mixprec.ops._reference.block_formats import BLOCK_FORMATS, sizes
 from mixprec.ops.dequantize_mx import run as dequantize_mx
 from mixprec.ops.quantize_mx import run as quantize_mx
 

@@ -14,8 +14,8 @@ from test_act_quantize import CASTS, PLAIN, same
 
 import mixprec
 from mixprec.ops import norm_quantize
-from mixprec.ops._dispatch import scale_layout
 from mixprec.ops._dispatch.casts import Cast
+from mixprec.ops._reference import scale_layout
 from mixprec.ops.norm_quantize import (
     norm_backward_op,
     norm_backward_reference,

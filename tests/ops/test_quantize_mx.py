@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import LAYOUTS, SHAPES, WIDE, Layout, for_each, normal, random_bits
 
-from mixprec.ops._dispatch.block_formats import BLOCK_FORMATS, SCALE_MODES, name_of, per_byte
+from mixprec.ops._reference.block_formats import BLOCK_FORMATS, SCALE_MODES, name_of, per_byte
 from mixprec.ops.quantize_mx import run as quantize_mx
 
 INF, NAN = math.inf, math.nan

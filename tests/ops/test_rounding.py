@@ -8,7 +8,7 @@ import torch
 from cases import for_each, from_bits, random_bits
 
 from mixprec.ops import sgd_
-from mixprec.ops._dispatch import rounding
+from mixprec.ops._reference import rounding
 
 # Random123's known answers for Philox4x32-10: counter, key (low word first), result.
 KNOWN = [

@@ -8,8 +8,8 @@ from cases import WRITABLE, normal, transposed
 
 import mixprec
 from mixprec.ops import adamw_, sgd_
-from mixprec.ops._dispatch import state8
-from mixprec.ops._dispatch.state8 import BLOCK, SIGNED, UNSIGNED, blocks, decode, encode
+from mixprec.ops._reference import state8
+from mixprec.ops._reference.state8 import BLOCK, SIGNED, UNSIGNED, blocks, decode, encode
 
 KINDS = [pytest.param(SIGNED, id="signed"), pytest.param(UNSIGNED, id="unsigned")]
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "seed": 7, "stochastic_rounding": True}

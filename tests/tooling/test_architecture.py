@@ -22,6 +22,8 @@ PACKAGE = ROOT / "mixprec"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats", "_atomic", "_aliases", "_context"),
     ("quantized",),
+    ("ops._dispatch.checks",),
+    ("ops._reference",),
     ("ops._dispatch",),
     ("ops._dispatch.op",),
     ("ops._dispatch.optimizer_update",),
@@ -49,9 +51,12 @@ SIDEWAYS = {
         (f"ops.{op}", "ops.quantize", "quantize_reference")
         for op in ("norm_quantize", "act_quantize")
     ),
-    *(("ops.quantize", "ops.quantize_mx", name) for name in ("run", "quantize_mx_reference")),
-    ("ops.dequantize", "ops.dequantize_mx", "run"),
-    ("ops.block_operands", "ops.dequantize_mx", "run"),
+    *(
+        ("ops.quantize", "ops.quantize_mx", name)
+        for name in ("quantize_mx_op", "quantize_mx_reference")
+    ),
+    ("ops.dequantize", "ops.dequantize_mx", "dequantize_mx_op"),
+    ("ops.block_operands", "ops.dequantize_mx", "dequantize_mx_op"),
     *(
         ("ops.gemm", "ops.block_operands", name)
         for name in ("check_not_simulated", "decode_quantized", "is_block")
@@ -111,7 +116,7 @@ def unit(module: str) -> str:
     """The name under which LAYERS knows a module, e.g. optim.adamw -> optim, ops.gemm -> ops.*"""
     named = {name for layer in LAYERS for name in layer} | set(LEAVES)
     parts = module.split(".")
-    if parts[0] == "ops" and len(parts) == 2 and parts[1] != "_dispatch":
+    if parts[0] == "ops" and len(parts) == 2 and not parts[1].startswith("_"):
         return "ops.*"
     for n in range(len(parts), 0, -1):
         if (name := ".".join(parts[:n])) in named:

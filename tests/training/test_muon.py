@@ -25,7 +25,7 @@ from ranks import on_ranks
 
 import mixprec
 from mixprec.functional import orthogonalize
-from mixprec.ops._dispatch.state8 import SIGNED, decode, encode
+from mixprec.ops._reference.state8 import SIGNED, decode, encode
 from mixprec.optim import SGD, AdamW, Lion, Muon
 
 MATRICES = ((16, 24), (24, 16), (9, 9), (1, 7), (0, 3), (64, 5))

@@ -10,8 +10,8 @@ import torch
 from ...formats import Format
 from ...functional import operands
 from ...functional.operands import Delayed
-from ...ops._dispatch import block_codes, scale_layout
-from ...ops._dispatch.block_formats import BLOCK_FORMATS
+from ...ops._reference import block_codes, scale_layout
+from ...ops._reference.block_formats import BLOCK_FORMATS
 from ...ops.dequantize_mx import dequantize_mx_op
 from ...recipes import Recipe
 

@@ -9,7 +9,8 @@ import torch
 
 from ...formats import FORMATS, Format, parse
 from ...quantized import Quantized
-from . import checks, scale_layout
+from .._reference import scale_layout
+from . import checks
 
 # data, data_t, scale_inv, scale_inv_t, amax
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import block_formats, state8
+from .._reference import block_formats, state8
 
 Arguments = list[Any]
 SHAPE = (37, 29)  # odd: no multiple of any vector length

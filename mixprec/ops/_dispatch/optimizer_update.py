@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from . import checks, example_inputs, overlap, rounding, state8
+from .._reference import rounding, state8
+from . import checks, example_inputs, overlap
 from .op import Op
 
 REMAINDER = torch.int16  # of a master: the bits that a bf16 param lacks

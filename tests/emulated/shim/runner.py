@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from mixprec.ops._dispatch import block_formats, op, scale_layout
+from mixprec.ops._dispatch import op
+from mixprec.ops._reference import block_formats, scale_layout
 from mixprec.ops.act_quantize import KINDS
 from mixprec.ops.pack import packed_sizes
 

@@ -9,7 +9,7 @@ import torch
 from cases import LAYOUTS, WIDE, Layout, name, normal, random_bits
 from emulated.agreement import Agreement
 
-from mixprec.ops._dispatch.block_formats import BLOCK_FORMATS, SCALE_MODES, sizes
+from mixprec.ops._reference.block_formats import BLOCK_FORMATS, SCALE_MODES, sizes
 
 # Around runs of 16, blocks, and tiles.
 SHAPES = ((), (0,), (0, 5), (5, 0), (1,), (17,), (1, 33), (33, 1), (2, 3, 47), (64, 64), (65, 129))

@@ -13,7 +13,7 @@ import torch
 from cases import WIDE, WRITABLE, from_bits, name, normal, random_bits
 from emulated.agreement import Agreement, Shape, assert_bits, tensors
 
-from mixprec.ops._dispatch import rounding, state8
+from mixprec.ops._reference import rounding, state8
 
 INF, NAN = math.inf, math.nan
 F32, BF16, F16, F64, INT16, U8 = *WIDE, torch.float64, torch.int16, torch.uint8

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import checks
+from .._dispatch import checks
 
 CHUNK = 128  # of K, and of the rows of a square block
 

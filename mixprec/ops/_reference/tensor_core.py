@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import checks, gemm_scales
+from .._dispatch import checks
+from . import gemm_scales
 
 
 class TensorCore(NamedTuple):

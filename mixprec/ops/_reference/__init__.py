@@ -1,0 +1,1 @@
+"""What the references of several ops share: formats, roundings, products, in plain torch."""
