@@ -1,8 +1,7 @@
 """Measure gemm on the GPU at hand, and write which backend, and which Triton tile, is the fastest.
 
-The entries go to the user's table of GEMM choices ($MIXPREC_TUNED, or mixprec/gemm_table.json in
-the cache folder), which mixprec reads when it next chooses. They replace those that mixprec has for
-the same classes of operands and sizes.
+The entries go to the file of GEMM choices ($MIXPREC_TUNED, or mixprec/gemm_table.json in
+the cache folder), which mixprec reads when it is next started.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +163,12 @@ def measure(
     clock: Clock,
     *,
     capability: library.Capability,
-    gpu: str,
     cache: int,
     seconds: float,
     report: Callable[[str], None] = print,
-) -> Iterator[gemm_table.Entry]:
-    """One entry for each family and size class in which two backends or more can do all shapes."""
-    arch, date = "{}.{}".format(*capability), datetime.now(timezone.utc).date().isoformat()
+) -> dict[str, gemm_table.Entry]:
+    """An entry for each family and size class in which two backends or more can do all shapes."""
+    entries = {}
     for family in FAMILIES:
         tried = tiles(10 * capability[0] + capability[1], family)
         for size, shapes in SHAPES.items():
@@ -187,19 +184,19 @@ def measure(
             (backend, *number), speedup = found[0].split(), found[1]
             tile = asdict(tried[int(number[0])]) if number else None
             report(f"{family:8} {size:10} {backend:8} {speedup:.2f}x the next  {tile or ''}")
-            yield gemm_table.Entry(arch, family, size, backend, tile, gpu, date, round(speedup, 3))
+            entries[f"{family} {size}"] = gemm_table.Entry(backend, tile)
+    return entries
 
 
-def save(path: Path, entries: list[gemm_table.Entry], arch: str) -> None:
+def save(path: Path, entries: dict[str, gemm_table.Entry], arch: str) -> None:
     """Write `entries`, keeping what the file has of other architectures."""
-    kept: dict[tuple[str, str, str], gemm_table.Entry] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # none, or damaged
-        kept = gemm_table.parse(json.loads(path.read_text(encoding="utf-8")))
-    every = [entry for entry in kept.values() if entry.arch != arch] + entries
-    text = json.dumps([entry._asdict() for entry in every], indent=1) + "\n"
+    kept: gemm_table.Table = {}
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # it is damaged
+        kept = gemm_table.read(path)
+    text = json.dumps({**kept, arch: entries}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    gemm_table.forget()
+    gemm_table.table.cache_clear()
 
 
 def tune(argv: list[str] | None = None) -> int:
@@ -220,9 +217,7 @@ def tune(argv: list[str] | None = None) -> int:
     out = args.out if args.out is not None else gemm_table.user_file()
     options = {"cache": properties.L2_cache_size, "seconds": args.seconds}
     try:
-        entries = list(
-            measure(device, clock, capability=capability, gpu=properties.name, **options)
-        )
+        entries = measure(device, clock, capability=capability, **options)
     except ValueError as error:
         print(f"tune: {error}; nothing is written", file=sys.stderr)
         return 1

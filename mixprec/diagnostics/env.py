@@ -134,11 +134,10 @@ def gemm_choice() -> dict[str, Any]:
     """How the backend of gemm is chosen on the first GPU: the order and the measured entries."""
     capability = library.capability(0)
     arch = None if capability is None else ".".join(map(str, capability))
-    entries = gemm_table.table().values()
     return {
         "order": list(gemm_table.DEFAULT),
         "arch": arch,
-        "entries": [entry._asdict() for entry in entries if entry.arch == arch],
+        "entries": {k: list(entry) for k, entry in gemm_table.table().get(arch or "", {}).items()},
         "file": str(gemm_table.user_file()),
     }
 
@@ -220,11 +219,7 @@ def _describe_choice(choice: dict[str, Any]) -> list[str]:
     lines = [f"  gemm uses the first of {order} that supports the call"]
     if choice["entries"]:
         lines[0] += ", except where measured:"
-    for entry in choice["entries"]:
-        lines.append(
-            f"    {entry['family']:13} {entry['size']:10} {entry['backend']:8} "
-            f"{entry['speedup']:.2f}x ({entry['gpu']}, {entry['date']})"
-        )
+    lines += [f"    {kind:24} {backend}" for kind, (backend, _) in choice["entries"].items()]
     if not choice["entries"]:
         lines.append(
             f"    nothing is measured for compute capability {choice['arch']}: "

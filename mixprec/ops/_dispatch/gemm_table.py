@@ -1,9 +1,8 @@
-"""Which GEMM is fastest: the table of measured choices, and the resulting order of backends.
+"""Which GEMM is the fastest on the user's GPU, and the resulting order of backends.
 
-An entry says which backend was the fastest for a kind of operands and a class of sizes on one GPU
-architecture and, for Triton, with which tile. `python -m mixprec.bench tune` measures entries for
-the current GPU and writes them to `user_file()`; they override those of `ENTRIES`. Without an entry
-the vendor's GEMM is first, wherever a single call of it is exact.
+`python -m mixprec.bench tune` measures, for a kind of operands and a class of sizes, which backend
+is the fastest and, for Triton, with which tile, and writes that to `user_file()`. Where nothing is
+measured the vendor's GEMM is first, wherever a single call of it is exact.
 """
 
 from __future__ import annotations
@@ -24,24 +23,16 @@ BACKENDS = ("cuda", "triton", "vendor")
 _FIRST = {first: (first, *(b for b in DEFAULT if b != first)) for first in BACKENDS}
 # By the main loop: blocks have scales that change along K; fast keeps FP8's short accumulator.
 FAMILIES = ("16-bit", "16-bit blocks", "fp8", "fp8 fast")
-SIZES = ("thin", "unaligned", "small", "medium", "large")
 
 
 class Entry(NamedTuple):
-    """The fastest backend for a family and size class on GPUs of one architecture."""
+    """What is the fastest for products of a family and size class."""
 
-    arch: str  # compute capability: "9.0"
-    family: str
-    size: str
     backend: str
     tile: dict[str, Any] | None  # the fields of triton_kernels.configs.Config, for "triton"
-    gpu: str
-    date: str
-    speedup: float  # over the next best, geometric mean over the shapes measured
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.arch, self.family, self.size
+
+Table = dict[str, dict[str, Entry]]  # by compute capability ("9.0"), then by "family size class"
 
 
 def family(itemsize: int, *, blocks: bool, fast: bool) -> str:
@@ -64,33 +55,8 @@ def size_class(m: int, n: int, k: int, itemsize: int) -> str:
     return "small" if products <= 1448**3 else "medium" if products <= 4096**3 else "large"
 
 
-def parse(entries: Any) -> dict[tuple[str, str, str], Entry]:
-    """Entries from plain values, as in JSON; ValueError for an invalid one."""
-    if not isinstance(entries, list):
-        raise ValueError("the table must be a list of entries")
-    table = {}
-    for given in entries:
-        if not isinstance(given, dict) or set(given) != set(Entry._fields):
-            raise ValueError(f"an entry must have {', '.join(Entry._fields)}, got {given!r}")
-        entry = Entry(**given)
-        for value, known in (
-            (entry.family, FAMILIES),
-            (entry.size, SIZES),
-            (entry.backend, BACKENDS),
-        ):
-            if value not in known:
-                raise ValueError(f"{value!r} is none of {', '.join(known)}")
-        if not isinstance(entry.arch, str):
-            raise ValueError(f"arch must be a text such as '9.0', got {entry.arch!r}")
-        table[entry.key] = entry
-    return table
-
-
-ENTRIES: dict[tuple[str, str, str], Entry] = parse([])  # nothing is measured yet
-
-
 def user_file() -> Path:
-    """The user's own entries: $MIXPREC_TUNED, else mixprec/gemm_table.json in the cache folder."""
+    """$MIXPREC_TUNED, else mixprec/gemm_table.json in the cache folder."""
     named = os.environ.get("MIXPREC_TUNED")
     if named:
         return Path(named)
@@ -98,37 +64,36 @@ def user_file() -> Path:
     return (Path(folder) if folder else Path.home() / ".cache") / "mixprec" / "gemm_table.json"
 
 
+def read(path: Path) -> Table:
+    """The entries of a file; an error for one that is damaged, none without one."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    table = {gpu: {k: Entry(*e) for k, e in entries.items()} for gpu, entries in found.items()}
+    for entries in table.values():
+        if unknown := {entry.backend for entry in entries.values()} - {*BACKENDS}:
+            raise ValueError(f"{', '.join(unknown)} is none of {', '.join(BACKENDS)}")
+    return table
+
+
 @cache
-def table() -> dict[tuple[str, str, str], Entry]:
-    """`ENTRIES` overridden by the user's entries, read once. A damaged file is reported once."""
-    known = dict(ENTRIES)
+def table() -> Table:
+    """The user's entries, read once. A damaged file is reported once."""
     try:
-        path = user_file()
-        if path.exists():
-            known.update(parse(json.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        return read(user_file())
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         logger.warning(
             "the tuned entries in %s are ignored (%s); python -m mixprec.bench tune writes them "
             "anew",
             os.environ.get("MIXPREC_TUNED") or "the cache folder",
             error,
         )
-    return known
-
-
-@cache
-def _measured() -> frozenset[str]:
-    return frozenset(entry.arch for entry in table().values())
-
-
-def is_measured(arch: str) -> bool:
-    """Whether there is any entry for GPUs of this compute capability."""
-    return arch in _measured()
+        return {}
 
 
 def fastest(arch: str, family: str, size: str) -> str:
     """The backend of the entry for these arguments; "" if there is none."""
-    entry = table().get((arch, family, size))
+    entry = table().get(arch, {}).get(f"{family} {size}")
     return "" if entry is None else entry.backend
 
 
@@ -137,33 +102,23 @@ def tile(
 ) -> dict[str, Any] | None:
     """The tile of the entry for a product on a GPU of capability 10 * major + minor; None if there
     is no entry for Triton."""
-    arch = f"{capability // 10}.{capability % 10}"
-    entry = table().get((arch, family, size_class(m, n, k, itemsize)))
+    arch, size = f"{capability // 10}.{capability % 10}", size_class(m, n, k, itemsize)
+    entry = table().get(arch, {}).get(f"{family} {size}")
     return None if entry is None else entry.tile
 
 
-# torch.compile treats their results as constants and does not trace into the file access: the mark
+# torch.compile treats its result as a constant and does not trace into the file access: the mark
 # that torch.compiler.assume_constant_result sets, which would import torch._dynamo (1.3 s).
-is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def forget() -> None:
-    """Read the table again at the next use, after the file was written."""
-    table.cache_clear()
-    _measured.cache_clear()
 
 
 def order(args: Any, capability: Capability | None) -> tuple[str, ...]:
     """The variants to try for a call of gemm or gemm_accumulate_, best first."""
     if args is None or capability is None:
         return DEFAULT
-    arch = f"{capability[0]}.{capability[1]}"
-    if not is_measured(arch):
-        return DEFAULT
     [m, k], n, itemsize = args.a.shape, args.b.shape[1], args.a.dtype.itemsize
     kind = family(itemsize, blocks=scales_along_k(args), fast=getattr(args, "fast_accum", False))
-    first = fastest(arch, kind, size_class(m, n, k, itemsize))
+    first = fastest(f"{capability[0]}.{capability[1]}", kind, size_class(m, n, k, itemsize))
     return _FIRST[first] if first else DEFAULT
 
 
