@@ -75,10 +75,10 @@ def stage_env(context: Context) -> dict[str, Any]:
     except ValueError:
         return {"status": done.returncode or 2, "message": (done.stdout + done.stderr)[-4000:]}
     wrong = [
-        f"{op} on {device}: {test['reason'] or test['worst']}"
+        f"{op} on {device}: {found}"
         for device, tests in report["self_test"].items()
-        for op, test in tests.items()
-        if not test["ok"]
+        for op, found in tests.items()
+        if found
     ]
     return {"status": done.returncode, "message": "; ".join(wrong), "report": report}
 

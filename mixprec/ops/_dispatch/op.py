@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._context import context
-from . import autocast, backends, checks, first_use, gemm_table, library
+from . import autocast, backends, checks, gemm_table, library, self_check
 from .casts import Cast
 
 logger = logging.getLogger("mixprec")
@@ -271,7 +271,7 @@ class Op:
     def _ready(self, backend: str, device: str, index: int, args: Args | None) -> Function | None:
         """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
-            return first_use.ready(self, backend, index, args)
+            return self_check.ready(self, backend, index, args)
         if backend == "reference" and context.backend is None:
             self._warn_of_reference(device)
         return self.handle(backend)

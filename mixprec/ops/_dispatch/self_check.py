@@ -1,61 +1,131 @@
-"""compare: one variant of an op on the op's examples against its reference, bit for bit."""
+"""Whether a kernel agrees with its reference: compared bit for bit on the op's examples, before its
+first use on a GPU."""
 
 from __future__ import annotations
 
-import math
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import backends
 
 if TYPE_CHECKING:
     from .op import Op
 
+logger = logging.getLogger("mixprec")
 
-def _numbers(values: Any) -> Iterator[float]:
-    """Every element of every tensor in nested sequences, as Python numbers."""
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
-        yield from values.detach().double().flatten().tolist()
-    elif isinstance(values, Sequence) and not isinstance(values, str):
+        yield values.detach()
+    elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _numbers(value)
+            yield from _tensors(value)
 
 
-def _difference(x: float, y: float) -> float:
-    """|x - y|; 0 for equal infinities, two NaN and equal zeros of one sign; inf where one is not
-    finite and the other is something else, or zeros differ in sign."""
-    if math.isnan(x) and math.isnan(y):
-        return 0.0
-    if x == y:
-        return 0.0 if math.copysign(1, x) == math.copysign(1, y) else math.inf
-    return abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf
+def _difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
+    """None for equal values: any two NaN are, zeros of two signs are not."""
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    x, y = (t.double() for t in (got, want))
+    same = ((x == y) & (x.signbit() == y.signbit())) | (x.isnan() & y.isnan())
+    if same.all():
+        return None
+    apart = (x - y).abs()[~same]
+    worst = torch.where(apart.isnan(), torch.inf, apart).max()
+    return f"{int((~same).sum())} of {same.numel()} values differ, by {worst:.3g} at most"
 
 
-def compare(
+def difference(
     op: Op,
     run: Callable[..., Any],
     device: str,
     skip: Callable[[tuple[Any, ...]], bool] | None = None,
-) -> dict[str, Any]:
-    """Run `op` on `device` by `run` and compare results and mutated arguments with those of the
-    reference. skip: whether `run` cannot take these arguments.
-
-    Returns ok, worst (the largest absolute difference; ok means that it is 0) and reason (why it
-    failed without a comparison, or None).
-    """
+) -> str | None:
+    """How results and mutated arguments of `run` on `device` differ from those of the reference, or
+    the error; None if they do not. skip: whether `run` cannot take these arguments."""
     reference = op.handle("reference")
-    worst = 0.0
     try:
         for arguments, same in zip(op.examples(device), op.examples(device), strict=True):
             if skip is not None and skip(tuple(arguments)):
                 continue
-            got = [*_numbers(run(*arguments)), *_numbers(arguments)]
-            expected = [*_numbers(reference(*same)), *_numbers(same)]
-            if len(got) != len(expected):
-                reason = f"{len(got)} numbers came out, not {len(expected)}"
-                return {"ok": False, "worst": math.inf, "reason": reason}
-            worst = max([worst, *map(_difference, got, expected)])
-    except Exception as error:  # always return a report
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return {"ok": False, "worst": math.inf, "reason": reason}
-    return {"ok": worst == 0.0, "worst": worst, "reason": None}
+            got = [*_tensors(run(*arguments)), *_tensors(arguments)]
+            want = [*_tensors(reference(*same)), *_tensors(same)]
+            if len(got) != len(want):
+                return f"{len(got)} tensors came out, not {len(want)}"
+            found = (_difference(g, w) for g, w in zip(got, want, strict=True))
+            if (first := next((text for text in found if text is not None), None)) is not None:
+                return first
+    except Exception as error:
+        if "out of memory" in str(error):  # which says nothing about the kernel
+            raise
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _kind(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What of a call decides which kernel Triton compiles: dtypes, whether tensors begin and end on
+    16 bytes, options, and what is absent."""
+
+    def part(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.dtype, (x.storage_offset() * x.itemsize | x.numel() * x.itemsize) % 16 == 0
+        if isinstance(x, (list, tuple)):
+            return frozenset(map(part, x))
+        return type(x) if type(x) in (int, float) else x
+
+    return tuple(map(part, args))
+
+
+def ready(
+    op: Op, backend: str, index: int, args: tuple[Any, ...] | None
+) -> Callable[..., Any] | None:
+    """The torch op of a variant, compared once on GPU `index`; None if it is left out.
+
+    A Triton kernel is compiled for each kind of call, so the examples most like the call's `args`
+    are compared; None: all of them.
+
+    A kernel that differs is reported once, as an error in the log, and the next variant takes its
+    place; with MIXPREC_STRICT=1 it is a RuntimeError.
+    """
+    by_kind = backend == "triton" and args is not None and not torch.compiler.is_compiling()
+    kind = _kind(args) if by_kind and args is not None else None
+    if (agreed := op.agreed.get((backend, index, kind))) is not None:
+        return agreed
+    run = op.handle(backend)
+    if not backends.can_compare():
+        if backends.is_capturing():
+            raise RuntimeError(
+                f"{op.name}: a graph is being captured and the {backend} kernel has not run yet; "
+                "run a step before the capture, as torch.cuda.graph asks, so that the kernel is "
+                "loaded and compared with its reference"
+            )
+        return run
+
+    def likeness(example: Sequence[Any]) -> int:
+        return sum(a == b for a, b in zip(_kind(example), kind or (), strict=False))
+
+    def refused(example: tuple[Any, ...]) -> bool:
+        return likeness(example) < most or op.refusal(backend, op.Args(*example), index) is not None
+
+    with _disable_current_modes():  # counters of FLOPs, policies of checkpointing, ...
+        most = 0 if kind is None else max(map(likeness, op.examples("cpu")))
+        found = difference(op, run, f"cuda:{index}", refused)
+    if found is None:
+        op.agreed[backend, index, kind] = run
+        return run
+    reason = f"the {backend} kernel does not agree with its reference on this GPU ({found})"
+    if os.environ.get("MIXPREC_STRICT") == "1":
+        raise RuntimeError(f"{op.name}: {reason}; please report it")
+    op.leave_out(backend, index, reason)
+    logger.error(
+        "%s: %s. It is left out and the next variant runs; please report it. (MIXPREC_STRICT=1 "
+        "makes this an error.)",
+        op.name,
+        reason,
+    )
+    return None
