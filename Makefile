@@ -13,11 +13,8 @@ FULL ?=
 TESTS ?=
 ARGS ?=
 WORKERS ?= 2
-# Where make gpu-test, gpu-bench and gpu-train write (default: bench/results/ and the
-# GPU's name), which stages of the first two, and in how many seconds.
+# Where make gpu-test, gpu-bench and gpu-train write (default: bench/results/ and the GPU's name).
 OUT ?=
-STAGE ?=
-BUDGET ?=
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -115,10 +112,8 @@ help:
 	@echo '             them, and run the tests of a GPU on a fake one, on the CPU; needs nvcc 13'
 	@echo '             and no GPU; a CUDA build of torch comes into build/cuda'
 	@echo 'make gpu-test  on a machine with an NVIDIA GPU: every op on it, in graphs, under sanitizers;'
-	@echo '               results in bench/results/ or OUT= (STAGE=env,self,cuda,triton,large,sanitize,'
-	@echo '               sanitize-triton for some stages; ARGS="--limit SECONDS --only EXPRESSION")'
-	@echo 'make gpu-bench measure every GPU kernel against its baselines in 8 minutes; results in the same'
-	@echo '               folder (STAGE=memory,step,gemm,layer,overhead BUDGET=seconds; FULL=1: every shape)'
+	@echo '               results in bench/results/ or OUT= (ARGS="--jobs test --limit SECONDS")'
+	@echo 'make gpu-bench measure every GPU kernel against its baselines; results in the same folder'
 	@echo 'make gpu-train train a GPT of 160 million parameters on the GPU in five precisions'
 	@echo 'make integrations-table  run the tests of transformers, Accelerate, Lightning, Fabric and peft'
 	@echo '               and write which versions they ran with into docs/integrations.md'
@@ -197,7 +192,7 @@ cuda: $(CUDA_CHECKED) build/cuda/.ran
 build/cuda/.installed:
 	@[ -n "$(NVCC)" ] || { echo "make cuda needs nvcc 13, the compiler of the CUDA toolkit" >&2; exit 1; }
 	"$(PYTHON3)" -m venv build/cuda/venv
-	"$(CUDA_PY)" -m pip install -q --disable-pip-version-check "$(CUDA_TORCH)" $(BUILD_TOOLS) "numpy<2.4" pytest hypothesis rich
+	"$(CUDA_PY)" -m pip install -q --disable-pip-version-check "$(CUDA_TORCH)" $(BUILD_TOOLS) "numpy<2.4" pytest pytest-xdist hypothesis rich
 	@touch $@
 
 $(CUDA_CHECKED): build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
@@ -215,21 +210,19 @@ $(CUDA_CHECKED): build/cuda/.installed $(CUDA_FILES) $(PY_SOURCES)
 # of test_values is left out: make test runs the same kernels on many more values.
 FAKE_DEVICE_TESTS := not test_values or self_test or several_launches or unscale or dequantize_by_blocks
 build/cuda/.ran: $(CUDA_CHECKED) $(FAKE_DEVICE_FILES)
-	@cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" PATH="$(dir $(NVCC)):$$PATH" \
-	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/device/run.py ../../tests/gpu/stages.py \
-	  --out ../cuda/fake-device --stages env,self,cuda --timeout-factor 4 --limit 1200 --only "$(FAKE_DEVICE_TESTS)" >../cuda/fake-device.log 2>&1 || \
-	  { cat ../cuda/fake-device.log; exit 1; }
-	@tail -n 3 build/cuda/fake-device.log >$@
-
-STAGED = $(if $(OUT),--out "$(abspath $(OUT))") $(if $(STAGE),--stages $(STAGE))
+	@cd build/run && PYTHONPATH="$(CURDIR)/build/cuda/site" PATH="$(dir $(NVCC)):$$PATH" OMP_NUM_THREADS=1 \
+	  "$(CURDIR)/$(CUDA_PY)" ../../tests/emulated/device/run.py -m pytest -c ../../pyproject.toml --rootdir ../.. \
+	  -p no:cacheprovider -q $(PARALLEL) -m "not large" -k "($(FAKE_DEVICE_TESTS)) and not triton" ../../tests/gpu \
+	  >../cuda/fake-device.log 2>&1 || { cat ../cuda/fake-device.log; exit 1; }
+	@tail -n 1 build/cuda/fake-device.log >$@
 
 # With PYTHON=python3 nothing is installed or downloaded: torch, pytest and the rest are there.
+UNATTENDED = $(RUN) ../../tests/gpu/unattended.py $(if $(OUT),--out "$(abspath $(OUT))")
 gpu-test: needs-gpu-test $(READY)
-	@$(RUN) ../../tests/gpu/stages.py $(STAGED) $(ARGS)
+	@$(UNATTENDED) --jobs env,test,sanitize $(ARGS)
 
-gpu-bench: needs-build $(READY)
-	@$(RUN) -m mixprec.bench gpu $(STAGED) $(if $(BUDGET),--budget $(BUDGET)) \
-	  $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
+gpu-bench: needs-gpu-test $(READY)
+	@$(UNATTENDED) --jobs bench $(ARGS)
 
 # A GPT that fills the GPU (about 160 million parameters, 16,384 bytes of text a step), five
 # precisions, four minutes on an H200 if it reaches half of its peak.
@@ -237,7 +230,7 @@ GPU_TRAIN := --layers 12 --width 1024 --context 1024 --batch 16 --steps 150 --lr
 gpu-train: needs-build $(READY)
 	@rm -rf build/gpu-train && mkdir -p build/run
 	@out="$(OUT)"; [ -n "$$out" ] || out="bench/results/$$(cd build/run && $(WITH) "$(PY)" -c \
-	  'from mixprec.bench.gpu import device; print(device.folder_name(device.name()))')"; mkdir -p "$$out"; \
+	  'from mixprec.bench import device; print(device.folder_name(device.name()))')"; mkdir -p "$$out"; \
 	$(WITH) "$(PY)" examples/train_gpt.py --device cuda $(GPU_TRAIN) --out build/gpu-train $(ARGS); \
 	status=$$?; for file in results.json loss.png; do \
 	  [ ! -f build/gpu-train/$$file ] || cp build/gpu-train/$$file "$$out/train-gpt-$$file"; done; \

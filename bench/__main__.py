@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import re
-import signal
 import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import (
     accumulator,
     accuracy,
+    device,
     footprint,
     plot,
     profile,
@@ -23,13 +26,13 @@ from . import (
     underflow,
 )
 from .cases import select
+from .cases.registry import Case
 from .environment import environment
-from .gpu import device, stages
 from .timing import timer
-from .timing.run import measure
+from .timing.run import DeviceLost, clock, heading, measure
 
 RESULT = Path("mixprec-bench.json")
-ROOT = Path(__file__).resolve().parents[1]  # of the repository, where this is not installed
+RUNNING = "the program died or hung while it ran"
 BUSY = 0.5  # other programs per core; threads that wait for each other then measure the wait
 QUICK_SECONDS, CPU_SECONDS = 0.002, 0.02  # that a sample lasts at least
 
@@ -47,20 +50,6 @@ def _samples(text: str) -> int:
     return int(text)
 
 
-def _names(valid: Collection[str]) -> Callable[[str], list[str]]:
-    """A type for argparse: some of `valid`, separated by commas."""
-
-    def names(text: str) -> list[str]:
-        found = list(dict.fromkeys(text.split(",")))
-        if unknown := [name for name in found if name not in valid]:
-            raise argparse.ArgumentTypeError(
-                f"must be among {', '.join(valid)}, got {', '.join(unknown)}"
-            )
-        return found
-
-    return names
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -69,10 +58,6 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=help)
         one.set_defaults(run=run)
         return one.add_argument
-
-    def on_gpu(add: Any) -> None:
-        add("--samples", type=_samples, default=timer.SAMPLES, help="at most, per case")
-        add("--full", action="store_true", help="every shape, not only a selection")
 
     def root(add: Any) -> None:
         add("--root", type=Path, default=Path(), help="the repository (default: here)")
@@ -85,21 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="fewer cases, shorter samples")
     add("--samples", type=_samples, default=timer.MIN_SAMPLES, help="default %(default)s")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    add = command(_gpu, "gpu", "measure the GPU in stages, one JSON each")
-    add("--out", type=Path, help="default: bench/results/ and the GPU's name")
-    every = list(stages.STAGES)
-    add("--stages", type=_names(every), default=every, metavar="A,B", help=", ".join(every))
-    add(
-        "--budget", type=float, metavar="SECONDS",
-        help="for these stages (default: their share of 7 minutes)",
-    )  # fmt: skip
-    on_gpu(add)
-    add = command(_gpu_stage, "gpu-stage", "one stage, in this process (for `gpu`)")
-    add("stage", choices=every)
-    add("--out", type=Path, required=True)
-    add("--seconds", type=float, required=True)
-    add("--resume", action="store_true", help="keep what OUT has")
-    on_gpu(add)
+    add("--budget", type=float, default=math.inf, help="seconds, shared among the cases (GPU only)")
     add = command(_compare, "compare", "exit 1 if a case of NEW is slower than in OLD")
     add("old", type=Path)
     add("new", type=Path)
@@ -135,22 +106,59 @@ def _run(args: argparse.Namespace) -> int:
     if not chosen:
         raise ValueError("bench: no case fits the options given")
     where = environment(quick=args.quick)
-    seconds = timer.SAMPLE_SECONDS
-    if args.device == "cpu":
+    if args.device == "cuda":
+        rows = _measure_on_gpu(chosen, args, where | device.properties())
+    else:
         seconds = QUICK_SECONDS if args.quick else CPU_SECONDS
-    rows = []
-    for i, case in enumerate(chosen):
-        print(f"[{i + 1}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
-        rows.append(measure(case, samples=args.samples, sample_seconds=seconds))
-    results.save(args.out, where, rows)
+        rows = []
+        for i, case in enumerate(chosen):
+            print(f"[{i + 1}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
+            rows.append(measure(case, samples=args.samples, sample_seconds=seconds))
+        results.save(args.out, where, rows)
     print(f"written: {args.out}")
     if where["load"] is not None and where["load"] > BUSY * where["cores"]:
         print(
             f"the machine was busy (load {where['load']} on {where['cores']} cores): measure again"
         )
-    table.show(rows)
+    # Of the products on a GPU only those that miss; the families below stand for the others.
+    shown = [row for row in rows if args.device == "cpu" or not row.get("flops") or not row["met"]]
+    table.show(shown, device.peak(device.name()) if args.device == "cuda" else None)
+    if args.device == "cuda" and (groups := table.families(rows)):
+        print("", *table.plain(table.FAMILY_HEADER, groups), sep="\n")
     print(table.summary(rows))
     return 1 if table.bad(rows) else 0
+
+
+def _measure_on_gpu(
+    cases: list[Case], args: argparse.Namespace, where: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Their results, also written after each one: a kernel that hangs or crashes ends this process.
+    The last row then says so, and the cases after it are missing."""
+    rows: list[dict[str, Any]] = []
+    before, watch, end = device.snapshot(), device.Watch(), time.monotonic() + args.budget
+    if device.name() is not None:
+        a = device.randn(8192, 8192).bfloat16()  # which heats the GPU as a training run does
+        timer.settle(lambda: a @ a, clock(True))
+    try:
+        for i, case in enumerate(cases):
+            running = heading(case) | {"status": "failed", "reason": RUNNING}
+            results.save(args.out, where, [*rows, running], gpu_before=before)
+            gc.collect()
+            device.release()
+            start = time.monotonic()
+            share = max(0.0, end - start) / (len(cases) - i)
+            try:
+                row = measure(case, samples=args.samples, seconds=share)
+            except DeviceLost as error:
+                rows.append(running | {"reason": str(error)})
+                break
+            took = time.monotonic() - start
+            rows.append(row | {"took": took, "watched": watch.since_last()})
+            print(f"[{i + 1}/{len(cases)}] {case.name} {took:.1f} s", file=sys.stderr, flush=True)
+    finally:
+        watch.close()
+    results.save(args.out, where, rows, gpu_before=before, gpu_after=device.snapshot())
+    return rows
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -177,28 +185,6 @@ def _plot(args: argparse.Namespace) -> int:
     plot.targets(results.load(args.file), out)
     print(f"written: {out}")
     return 0
-
-
-def _gpu(args: argparse.Namespace) -> int:
-    if not device.DRY_RUN and device.name() is None:
-        print("gpu: this machine has no GPU that torch can use", file=sys.stderr)
-        return 2
-    # Ended from outside, it still ends the processes that it has started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = args.out or device.results_folder(ROOT)
-    found = stages.run_all(
-        args.stages, folder, budget=args.budget, samples=args.samples, full=args.full
-    )
-    status = stages.show(found)
-    print(f"written: {folder}")
-    return status
-
-
-def _gpu_stage(args: argparse.Namespace) -> int:
-    return stages.run_stage(
-        args.stage, args.out, seconds=args.seconds, samples=args.samples, full=args.full,
-        resume=args.resume,
-    )  # fmt: skip
 
 
 def _report(args: argparse.Namespace) -> int:

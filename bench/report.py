@@ -13,9 +13,8 @@ from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
 
-from . import accuracy, footprint, pages, profile, results, table, underflow
+from . import accuracy, device, footprint, pages, profile, results, table, underflow
 from .cases.registry import best_baseline, quantity
-from .gpu import device
 
 RESULTS = Path("bench") / "results"
 CPU = RESULTS / "cpu"

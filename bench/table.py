@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cases.registry import COPY, baselines, best_baseline, quantity
-from .gpu.device import Peak
+from .device import Peak
 from .timing.run import BROKEN
 
 Line = tuple[str, ...]

@@ -46,8 +46,8 @@ from torch import nn
 
 import mixprec
 import mixprec.env
+from mixprec.bench import device
 from mixprec.bench.environment import environment
-from mixprec.bench.gpu import device
 from mixprec.lean import FIDELITIES
 
 __all__ = [

@@ -10,8 +10,7 @@ import torch
 
 import mixprec
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from .registry import Workload, case, times_faster, times_faster_than
 
 Shape = tuple[int, int, int]  # M, N, K

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 import mixprec
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from .registry import NotMeasured, Workload, case, times_faster, torchao_float8
 
 

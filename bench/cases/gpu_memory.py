@@ -17,8 +17,7 @@ from mixprec.ops import (
     update_delayed_scales_,
 )
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from . import steps
 from .quantize import BLOCK, DTYPES, GPU_SHAPE
 from .registry import Workload, at_most, case, times_faster

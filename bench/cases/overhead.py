@@ -15,8 +15,7 @@ import torch
 import mixprec
 from mixprec.ops import grad_stats_
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from .registry import Workload, at_most, case
 
 OVER_MATMUL = 5.0  # us

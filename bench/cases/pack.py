@@ -9,8 +9,7 @@ import torch
 from mixprec import ops
 from mixprec.ops.pack import packed_sizes
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from .quantize import DTYPES
 from .registry import COPY, Workload, case, times_faster_than
 

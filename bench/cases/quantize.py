@@ -9,8 +9,7 @@ import torch
 
 import mixprec
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from .registry import Workload, case, times_faster
 
 E4M3 = torch.float8_e4m3fn

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from mixprec.ops._reference import block_formats
-from mixprec.ops.dequantize_mx import run as dequantize_mx
-from mixprec.ops.quantize_mx import run as quantize_mx
+from mixprec.ops.dequantize_mx import dequantize_mx_op as dequantize_mx
+from mixprec.ops.quantize_mx import quantize_mx_op as quantize_mx
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from .quantize import CPU_SHAPE, DTYPES, E4M3, E4M3_MAX, GPU_SHAPE
 from .registry import Workload, case, times_faster
 

@@ -11,8 +11,7 @@ import torch
 
 from mixprec.ops import grad_stats_, inv_scale
 
-from .. import verify
-from ..gpu import device
+from .. import device, verify
 from . import steps
 from .registry import (
     Medians,

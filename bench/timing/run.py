@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 import mixprec
 from mixprec.ops._dispatch.op import OPS
 
+from .. import device
 from ..cases.registry import COPY, Case, NotMeasured, Workload
-from ..gpu import device
 from . import timer
 from .timer import Candidate
 
@@ -101,13 +101,9 @@ def _measure(
     samples: int,
     seconds: float = math.inf,
     sample_seconds: float = timer.SAMPLE_SECONDS,
-    trying: Callable[[str], None] = lambda _: None,
-    broken: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """seconds: for the case, which then has fewer samples. trying: told of every backend before it
-    first runs, and of "" before the timing. broken: backends that must not run, and why."""
-    variants, default = _variants(work, trying, broken or {}) if work.ops else ({}, None)
-    trying("")
+    """seconds: for the case, which then has fewer samples."""
+    variants, default = _variants(work) if work.ops else ({}, None)
     result: dict[str, Any] = {"variants": variants, "default": default, "ops": work.ops}
     bad = [f"{b}: {v['reason']}" for b, v in variants.items() if v["status"] in BROKEN]
     if work.ops and default is None:
@@ -145,19 +141,14 @@ def _measure(
     }
 
 
-def _variants(
-    work: Workload, trying: Callable[[str], None], broken: dict[str, str]
-) -> tuple[dict[str, dict[str, Any]], str | None]:
+def _variants(work: Workload) -> tuple[dict[str, dict[str, Any]], str | None]:
     """What each backend says before it is timed, and the one that a user gets."""
     found: dict[str, dict[str, Any]] = {}
     for backend in device.BACKENDS:
         reasons = (OPS[op].why_not(backend, device.DEVICE.type) for op in work.ops)
         reason = next((r for r in reasons if r is not None), None)
         status = "refused"
-        if backend in broken:
-            status, reason = "failed", broken[backend]
-        elif reason is None:
-            trying(backend)
+        if reason is None:
             try:
                 with on(backend, work.ops):
                     reason = work.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from emulated.agreement import Agreement, assert_bits
 
-from mixprec.bench.gpu.device import FAKE_NAME
+from mixprec.bench.device import FAKE_NAME
 from mixprec.ops._dispatch.op import OPS
 
 __all__ = ["FAKE_DEVICE", "agreement_on", "assert_bits"]

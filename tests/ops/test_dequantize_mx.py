@@ -12,8 +12,8 @@ import torch
 from cases import WIDE, every_second, for_each, normal, transposed
 
 from mixprec.ops._reference.block_formats import BLOCK_FORMATS, sizes
-from mixprec.ops.dequantize_mx import run as dequantize_mx
-from mixprec.ops.quantize_mx import run as quantize_mx
+from mixprec.ops.dequantize_mx import dequantize_mx_op as dequantize_mx
+from mixprec.ops.quantize_mx import quantize_mx_op as quantize_mx
 
 
 def stored(fmt: str, codes: np.ndarray, scales: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

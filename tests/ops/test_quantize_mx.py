@@ -13,7 +13,7 @@ import torch
 from cases import LAYOUTS, SHAPES, WIDE, Layout, for_each, normal, random_bits
 
 from mixprec.ops._reference.block_formats import BLOCK_FORMATS, SCALE_MODES, name_of, per_byte
-from mixprec.ops.quantize_mx import run as quantize_mx
+from mixprec.ops.quantize_mx import quantize_mx_op as quantize_mx
 
 INF, NAN = math.inf, math.nan
 SMALL = [c for c in mx.CASES if c[1] == "rceil"]

@@ -17,7 +17,7 @@ import torch
 
 import mixprec
 from mixprec.bench import __main__ as cli
-from mixprec.bench import results
+from mixprec.bench import device, results
 from mixprec.bench.cases import registry, select
 from mixprec.bench.cases.gemm import product
 from mixprec.bench.cases.registry import (
@@ -27,7 +27,6 @@ from mixprec.bench.cases.registry import (
     at_most,
     times_faster,
 )
-from mixprec.bench.gpu import device
 from mixprec.bench.timing import run
 
 
@@ -117,9 +116,7 @@ def test_list_bad_arguments_and_a_wrong_case(
     monkeypatch.setattr(device, "name", lambda: None)
     for arguments, message in (
         (["run", "nothing", "--out", out], "op must be one of attention, quantize, cuda,"),
-        (["gpu", "--out", out], "no GPU that torch can use"),
         (["run", "--samples", "3"], "must be 9 or more"),
-        (["gpu", "--stages", "memory,none"], "must be among memory, step, gemm, layer, overhead"),
         (["compare", "a", "b", "--fail-over", "5"], "must be a percentage such as 5%"),
     ):
         try:

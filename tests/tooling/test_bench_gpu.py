@@ -1,12 +1,12 @@
 """mixprec.bench on a GPU, without one: the timer on a simulated queue, dry runs of the cases on the
-CPU, stages whose processes die, and the page of a made-up result."""
+CPU, jobs that hang, and the page of a made-up result."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from clock import SimulatedClock
+from gpu import unattended
 
 import mixprec
 from mixprec._context import context
-from mixprec.bench import report, results, table
+from mixprec.bench import device, report, results, table
 from mixprec.bench.cases import CASES, registry, select
 from mixprec.bench.cases.registry import Case, Workload
-from mixprec.bench.gpu import device, stages, supervisor
 from mixprec.bench.timing import run, timer
 from mixprec.bench.timing.timer import Candidate
 
@@ -67,10 +67,9 @@ def test_the_timer_sees_the_kernel_and_not_what_python_takes_to_queue_it() -> No
 # The cases
 
 
-def test_stages_cover_the_cases() -> None:
-    covered = [f"cuda/{op}" for ops, _ in stages.STAGES.values() for op in ops]
+def test_jobs_cover_the_cases() -> None:
+    covered = [f"cuda/{op}" for _, ops in unattended.BENCH.values() for op in ops.split()]
     assert {c.name for c in select(covered)} == {c.name for c in GPU_CASES}
-    assert 0.99 < sum(share for _, share in stages.STAGES.values()) < 1.01
 
 
 # One of every kind: the others differ in dtype and size alone.
@@ -166,89 +165,51 @@ def test_both_the_ratio_and_the_share_of_a_copy_are_needed(dry_run: None) -> Non
     assert not result["met"]
 
 
-# Stages and their processes
+# Unattended
 
 
-def test_a_child_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
-    """After 3 s without progress, or when its time is over; other statuses are handed on."""
+def test_a_job_that_hangs_ends_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others run, and what is known is written."""
     pid = tmp_path / "pid"
-    hangs = ["sh", "-c", f"sleep 60 & echo $! >{pid}; wait"]
-    status = supervisor.run(hangs, limit=50, progress=tmp_path / "progress", silent=3.0)
-    assert status == -signal.SIGKILL
-    assert supervisor.run(["sleep", "60"], limit=0.5) == -signal.SIGKILL
-    assert supervisor.run(["sh", "-c", "exit 3"], limit=50) == 3
+    hangs = ["sh", "-c", f"echo begins; sleep 60 & echo $! >{pid}; wait"]
+    jobs = [
+        unattended.Job("hangs", "a", hangs, 1.0),
+        unattended.Job("fails", "a", ["sh", "-c", "echo why; exit 3"], 50),
+        unattended.Job("works", "b", ["echo", "all is well"], 50),
+    ]
+    monkeypatch.setattr(unattended, "jobs", lambda out: jobs)
+    monkeypatch.setattr(sys, "argv", ["unattended.py", "--out", str(tmp_path)])
+    assert unattended.main() == 1
+    found = json.loads((tmp_path / "gpu.json").read_text())["jobs"]
+    assert [(j["status"], j["last"]) for j in found.values()] == [
+        (None, "begins"), (3, "why"), (0, "all is well"),
+    ]  # fmt: skip
+    assert re.search("hangs +ENDED .*\nfails +FAILED .*why\nworks +ok", capsys.readouterr().out)
     state = Path(f"/proc/{pid.read_text().strip()}/stat")  # gone, or a zombie nobody waited for
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def test_a_dry_run_from_start_to_file_and_never_into_the_pages(tmp_path: Path) -> None:
-    out = tmp_path / "bench" / "results" / "somewhere"
-    command = [sys.executable, "-m", "mixprec.bench", "gpu", "--stages", "overhead"]
-    command += ["--budget", "1", "--samples", "9", "--out", str(out)]
+    out = tmp_path / "bench" / "results" / "somewhere" / "bench-overhead.json"
+    command = [sys.executable, "-m", "mixprec.bench", "run", "cuda/overhead", "--device", "cuda"]
+    command += ["--budget", "1", "--samples", "9", "--quick", "--out", str(out)]
     env = {**os.environ, "MIXPREC_BENCH_DEVICE": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [p.name for p in out.iterdir()] == ["bench-overhead.json"]
-    content = results.load(out / "bench-overhead.json")
+    content = results.load(out)
     assert content["environment"]["dry_run"] is True
-    assert {"gpu_before", "gpu_after", "stage", "broken"} <= set(content)
-    names = [c.name for c in stages.cases_of("overhead", full=False)]
+    assert {"gpu_before", "gpu_after"} <= set(content)
+    names = [c.name for c in select(["cuda/overhead"], quick=True)]
     assert [r["name"] for r in content["rows"]] == names
     for row in content["rows"]:
         assert row["status"] == "ok", row
         assert len(row["samples"]["cpp"]) == len(row["calls"]["cpp"]) == 9
         assert row["took"] > 0
     assert "overhead/quantize" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"written: {out}"
     with pytest.raises(results.ResultError, match="is a dry run without a GPU"):
         report.gpu_results(tmp_path)
-
-
-def test_a_variant_that_kills_the_process_is_left_out(
-    dry_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In its case; after a second death in every case of its op. The others are measured, and the
-    one in which the GPU was lost is named."""
-    starts: list[bool] = []
-    made = made_workload(baselines={})
-
-    def loses() -> Workload:
-        raise run.DeviceLost("an illegal memory access")
-
-    cases = select(["cuda/amax"])
-    cases += [Case("cuda/amax/third", "of this test", None, lambda: made, "cuda")]
-    cases += [Case("cuda/made/up", "of this test", None, loses, "cuda")]
-    monkeypatch.setattr(stages, "cases_of", lambda stage, full: cases)
-    right = run.on
-
-    def kills(backend: str, ops: tuple[str, ...]) -> Any:
-        if backend == "reference":
-            raise KeyboardInterrupt  # for the end of the process
-        return right(backend, ops)
-
-    def child(command: list[str], **_: Any) -> int:
-        starts.append("--resume" in command)
-        try:
-            path, resume = tmp_path / "bench-overhead.json", starts[-1]
-            options = {"seconds": 0.0, "samples": 9, "full": False}
-            return stages.run_stage("overhead", path, resume=resume, **options)
-        except KeyboardInterrupt:
-            return -9
-
-    monkeypatch.setattr(run, "on", kills)
-    monkeypatch.setattr(supervisor, "run", child)
-    found = stages.run_all(["overhead"], tmp_path, budget=60, samples=9, full=False)
-    content = found["overhead"]
-    assert starts == [False, True, True, True]
-    *rows, lost = content["rows"]
-    assert [r["name"] for r in (*rows, lost)] == [c.name for c in cases]
-    assert (lost["status"], lost["reason"]) == ("failed", "an illegal memory access")
-    for row in rows:
-        assert row["variants"]["cpp"]["status"] == "ok"
-        assert row["variants"]["reference"]["status"] == "failed"
-        assert stages.RUNNING in row["variants"]["reference"]["reason"]
-    assert len(content["broken"]) == 2
-    assert stages.show(found) == 1
 
 
 # The pages

@@ -1,6 +1,6 @@
 """Run a Python program on a fake CUDA device, whose work the CPU does.
 
-    python tests/emulated/device/run.py tests/gpu/stages.py --stages env,self,cuda
+    python tests/emulated/device/run.py -m pytest tests/gpu
     python tests/emulated/device/run.py examples/train_gpt.py --device cuda --steps 3
     python tests/emulated/device/run.py -m mixprec.env
 

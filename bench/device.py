@@ -95,13 +95,6 @@ def folder_name(name: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", (name or "no-gpu").lower()).strip("-")
 
 
-def results_folder(root: Path) -> Path:
-    """Where a run writes by default, in the repository `root`."""
-    return (
-        root / "build" / "dry-run" if DRY_RUN else root / "bench" / "results" / folder_name(name())
-    )
-
-
 def name() -> str | None:
     if DRY_RUN or not torch.cuda.is_available():
         return None

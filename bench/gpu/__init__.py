@@ -1,1 +1,0 @@
-"""The GPU that is measured, and the processes that measure it."""

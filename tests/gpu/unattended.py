@@ -1,0 +1,157 @@
+"""Everything for a machine with an NVIDIA GPU, on its own: tests, sanitizers, benchmarks.
+
+    python tests/gpu/unattended.py [--out FOLDER] [--jobs test,bench,…] [--limit SECONDS]
+
+Each job is a program with a time limit of its own, in a process group that is ended as a whole: a
+kernel that hangs costs its own job only. What a job has said goes to FOLDER/<job>.txt as it comes,
+and FOLDER/gpu.json, rewritten after every job, says how each ended, on which GPU, with which driver
+and clocks, at which commit. Exit status 1 if one did not end well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mixprec.bench import device
+from mixprec.bench.environment import environment
+from mixprec.bench.results import write_json
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FILES = ("device", "values", "products", "running", "layers")
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+# The cases of the benchmark, the seconds for each group.
+BENCH = {
+    "memory": (150, "copy quantize amax dequantize quantize_mx dequantize_mx pack unpack"),
+    "grads": (60, "unscale_ grad_stats_ inv_scale clip_coef"),
+    "scale": (30, "scale_from_amax_ update_delayed_scales_"),
+    "step": (60, "adamw_ sgd_"),
+    "gemm": (180, "gemm gemm_accumulate_"),
+    "layer": (90, "layer overhead"),
+}
+
+
+class Job(NamedTuple):
+    name: str
+    kind: str  # those of one kind run at the same time, the kinds one after another
+    command: list[str]
+    limit: float  # seconds
+
+
+def pytest(*arguments: str) -> list[str]:
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *options, "-q", "-rfE", *arguments]
+
+
+def sanitizer(tool: str) -> list[str]:
+    """compute-sanitizer over our kernels alone: torch's would take most of the time."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    path = os.pathsep.join([os.environ.get("PATH", ""), f"{home}/bin", f"{home}/compute-sanitizer"])
+    program = shutil.which("compute-sanitizer", path=path) or "compute-sanitizer"
+    options = ["--tool", tool, "--error-exitcode", "9", "--target-processes", "application-only"]
+    if tool != "initcheck":  # which has to see what torch's kernels write
+        options += ["--kernel-name-exclude", "kns=at6native,kns=at::native"]
+    return [program, *options]
+
+
+def jobs(out: Path) -> list[Job]:
+    python = [sys.executable, "-m"]
+    found = [Job("env", "env", [*python, "mixprec.env"], 100)]
+    for kernels, others in (("cuda", "triton"), ("triton", "cuda")):
+        found += [
+            Job(
+                f"test-{file}-{kernels}",
+                f"test-{kernels}",
+                pytest("-m", "not large", "-k", f"not {others}", str(HERE / f"test_{file}.py")),
+                420,
+            )
+            for file in FILES
+            if kernels == "cuda" or file != "device"
+        ]
+    found.append(Job("test-large", "test-large", pytest("-m", "large", str(HERE)), 200))
+    found += [
+        Job(
+            f"sanitize-{tool}-{kernels}",
+            "sanitize",
+            [*sanitizer(tool), *pytest("-k", f"self_test and {kernels}", str(HERE))],
+            400,
+        )
+        for tool, kernels in [*((tool, "cuda") for tool in SANITIZERS), ("memcheck", "triton")]
+    ]
+    for group, (seconds, cases) in BENCH.items():
+        command = [*python, "mixprec.bench", "run", "--device", "cuda", "--quick"]
+        command += ["--out", str(out / f"bench-{group}.json"), "--budget", str(0.7 * seconds)]
+        words = [f"cuda/{case}" for case in cases.split()]
+        found.append(Job(f"bench-{group}", f"bench-{group}", [*command, *words], seconds))
+    return found
+
+
+def run(job: Job, out: Path) -> dict[str, Any]:
+    """How the job ended: its exit status, None where it was ended, and its last line."""
+    start, text = time.monotonic(), out / f"{job.name}.txt"
+    # Without torch's memory pool every tensor is an allocation of its own, with bounds to check.
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if job.kind == "sanitize" else {}
+    with text.open("wb") as file:
+        process = subprocess.Popen(
+            job.command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(job.limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = re.sub(r"\x1b\[\d*m", "", text.read_text(errors="replace")).strip().splitlines()
+    seconds = round(time.monotonic() - start, 1)
+    return {"status": status, "seconds": seconds, "last": lines[-1] if lines else ""}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="default: bench/results/ and the GPU's name")
+    parser.add_argument("--jobs", default="", help="beginnings of names: env,test,sanitize,bench")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds for all (%(default)s)")
+    args = parser.parse_args()
+    out = (args.out or ROOT / "bench" / "results" / device.folder_name(device.name())).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = [job for job in jobs(out) if job.name.startswith(tuple(args.jobs.split(",")))]
+    end, done = time.monotonic() + args.limit, dict[str, dict[str, Any]]()
+    about = {"environment": environment(quick=False) | {"gpu_name": device.name()}}
+    about["gpu_before"] = device.snapshot()
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+        for kind in dict.fromkeys(job.kind for job in chosen):
+            left = end - time.monotonic()
+            same = [job for job in chosen if job.kind == kind and left > 5]
+            capped = [job._replace(limit=min(job.limit, left)) for job in same]
+            ended = pool.map(lambda job: run(job, out), capped)
+            for job, result in zip(same, ended, strict=True):
+                done[job.name] = result
+                how = {0: "ok", None: "ENDED"}.get(result["status"], "FAILED")
+                print(
+                    f"{job.name:26} {how:6} {result['seconds']:6} s  {result['last']}", flush=True
+                )
+            write_json(out / "gpu.json", {**about, "gpu_after": device.snapshot(), "jobs": done})
+    for job in chosen:
+        if job.name not in done:
+            print(f"{job.name:26} not run: the {args.limit:.0f} s are over")
+    return 0 if all(job.name in done and done[job.name]["status"] == 0 for job in chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
