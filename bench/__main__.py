@@ -76,9 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     add("new", type=Path)
     add("--fail-over", type=_percent, default=0.05, metavar="5%")
     add("--any-machine", action="store_true", help="whatever machine they come from")
-    add = command(_plot, "plot", "draw result against target as a PNG")
-    add("file", type=Path, nargs="?", default=RESULT)
-    add("--out", type=Path, help="default: the name of FILE, as .png")
     root(command(_report, "report", "write the measured tables into README and docs"))
     command(lambda _: tune.tune(), "tune", "measure gemm's variants on this GPU, write the choice")
     add = command(_accumulator, "accumulator", "model the sums of FP8 tensor cores, for docs/")
@@ -177,13 +174,6 @@ def _compare(args: argparse.Namespace) -> int:
         print(f"{len(slower)} of {len(changes)} cases slower by {limit}: {', '.join(slower)}")
         return 1
     print(f"none of {len(changes)} cases slower by {limit}")
-    return 0
-
-
-def _plot(args: argparse.Namespace) -> int:
-    out = args.out if args.out is not None else args.file.with_suffix(".png")
-    plot.targets(results.load(args.file), out)
-    print(f"written: {out}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks: results against targets, and those of two pages of docs/."""
+"""The pictures of pages of docs/."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 
 from mixprec._atomic import replace_file
 
-from .cases.registry import quantity
 from .results import ResultError
-from .table import summary, target
 
 PRODUCTS = {"y": "o", "grad_input": "s", "grad_weight": "^"}  # with their markers
-LONGEST = 4.0  # a bar far beyond its target would squeeze the others; its label has the figure
 
 
 def _figure(width: float, height: float) -> Any:
@@ -28,48 +25,6 @@ def _figure(width: float, height: float) -> Any:
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
-
-
-def reached(row: dict[str, Any]) -> float:
-    """1 at the target, more is better, whichever way the target points."""
-    value = row["target"]["value"]
-    return row["figure"] / value if row["target"]["at_least"] else value / row["figure"]
-
-
-def targets(content: dict[str, Any], path: Path) -> None:
-    """Bars: how far each case of a result file is from its target. ResultError without any."""
-    rows = [r for r in content["rows"] if r["status"] == "ok" and r.get("figure")]
-    if not rows:
-        raise ResultError("plot: the file holds no figure with a target")
-    figure = _figure(10, 1.6 + 0.34 * len(rows))
-    axes = figure.subplots()
-    places = range(len(rows))
-    colors = ["#2a7f62" if row["met"] else "#d1803c" for row in rows]
-    lengths = [min(reached(row), LONGEST) for row in rows]
-    axes.barh(places, lengths, color=colors, height=0.7)
-    axes.axvline(1.0, color="#333333", linewidth=1)
-    for place, row, length in zip(places, rows, lengths, strict=True):
-        axes.annotate(
-            f"{quantity(row['figure'], row['target']['unit'])}  (target {target(row)})",
-            (length, place),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            size=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the line at 1
-        )
-    axes.set_yticks(places, [row["name"] for row in rows], fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.55 * max(1.0, *lengths))
-    axes.set_xlabel(f"result / target (1: target reached, longer is better; at most {LONGEST:g})")
-    where = content["environment"]
-    machine = where.get("gpu_name") or f"{where.get('processor')}, {where.get('threads')} threads"
-    note = " (a dry run: these figures mean nothing)" if where.get("dry_run") else ""
-    title = f"{summary(content['rows'])}\n{machine}, torch {where.get('torch')}{note}"
-    axes.set_title(title, fontsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    _save(figure, path)
 
 
 def accumulator(

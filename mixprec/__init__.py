@@ -1,6 +1,6 @@
 """mixprec: mixed-precision training for PyTorch, with its own kernels."""
 
-from . import _aliases, distributed, functional, nn, optim, scaling
+from . import distributed, functional, nn, optim, scaling
 from .amp.grad_scaler import GradScaler
 from .availability import is_available, why_not
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -80,8 +80,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-_aliases.install(__name__)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mixprec
-from mixprec.stats import flop_share
+from mixprec.diagnostics.stats import flop_share
 
 
 def test_linear_layers(backend: str) -> None:

@@ -214,20 +214,20 @@ def test_mx_of_the_fused_ops_is_that_of_quantize(
     """The same bits as with FP32 values that are cast by an op of their own; which recipes do."""
     given, casts_to = MX[recipe]
     seen = set()
-    of = operands.Cast.of
+    of = operands.OperandCast.make
 
-    def recorded(*arguments: Any) -> operands.Cast:
-        seen.add(of(*arguments).arguments[0])
+    def recorded(*arguments: Any) -> operands.OperandCast:
+        seen.add(of(*arguments).cast.dtype)
         return of(*arguments)
 
-    def plain(*arguments: Any) -> operands.Cast:
-        return of(*arguments)._replace(arguments=operands._UNCAST)
+    def plain(*arguments: Any) -> operands.OperandCast:
+        return of(*arguments)._replace(cast=operands._UNCAST)
 
     model, x = model_and_batch()
     mixprec.convert(model, given, fuse=True)
     results = []
     for how in (recorded, plain):
-        monkeypatch.setattr(operands.Cast, "of", staticmethod(how))
+        monkeypatch.setattr(operands.OperandCast, "make", staticmethod(how))
         torch.manual_seed(1)
         results.append(gradients(model, x))
     assert seen == casts_to
