@@ -46,7 +46,7 @@ struct AdamW {
   }
 
   template <int variant, class Real>
-  MIXPREC_HD static Real update(Real p, Real grad, Real (&state)[2], const Scalars<Real>& s) {
+  MIXPREC_HD static Real update(Real p, Real grad, Real& m, Real& v, const Scalars<Real>& s) {
     Real g = usable_grad(grad, s.grad);
     // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
     if (variant == 1) {
@@ -54,9 +54,8 @@ struct AdamW {
     } else {
       g = s.decay != 0 ? g + p * s.decay : g;
     }
-    Real m = state[0] + (g - state[0]) * s.one_minus_beta1;
-    Real v = state[1] * s.beta2 + (g * g) * s.one_minus_beta2;
-    state[0] = m, state[1] = v;
+    m = m + (g - m) * s.one_minus_beta1;
+    v = v * s.beta2 + (g * g) * s.one_minus_beta2;
     return p - (m / (square_root(v) * s.inv_sqrt_bc2 + s.eps)) * s.step_size;
   }
 };

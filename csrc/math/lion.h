@@ -30,15 +30,15 @@ struct Lion {
   }
 
   template <int, class Real>
-  MIXPREC_HD static Real update(Real p, Real grad, Real (&state)[2], const Scalars<Real>& s) {
-    Real g = usable_grad(grad, s.grad), m = state[0];
+  MIXPREC_HD static Real update(Real p, Real grad, Real& m, Real&, const Scalars<Real>& s) {
+    Real g = usable_grad(grad, s.grad);
     // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
     p = s.decay != 0 ? p - p * s.decay : p;
     Real c = m + (g - m) * s.one_minus_beta1;
     // In this form GCC vectorises it. NaN stays; +-0 give 0, so that a p of -0 stays.
     Real sign = (c > 0 ? Real(1) : Real(0)) - (c < 0 ? Real(1) : Real(0));
     sign = c == c ? sign : c;
-    state[0] = m + (g - m) * s.one_minus_beta2;
+    m = m + (g - m) * s.one_minus_beta2;
     return p - sign * s.lr;
   }
 };

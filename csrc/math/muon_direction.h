@@ -28,10 +28,9 @@ struct MuonDirection {
 
   // The element of the matrix to orthogonalize; p is not used.
   template <int variant, class Real>
-  MIXPREC_HD static Real update(Real, Real grad, Real (&state)[2], const Scalars<Real>& s) {
+  MIXPREC_HD static Real update(Real, Real grad, Real& b, Real&, const Scalars<Real>& s) {
     Real g = usable_grad(grad, s.grad);
-    Real b = state[0] + (g - state[0]) * s.one_minus_momentum;
-    state[0] = b;
+    b = b + (g - b) * s.one_minus_momentum;
     return variant == 1 ? b + (g - b) * s.one_minus_momentum : b;
   }
 };

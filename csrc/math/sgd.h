@@ -33,13 +33,12 @@ struct Sgd {
   }
 
   template <int variant, class Real>
-  MIXPREC_HD static Real update(Real p, Real grad, Real (&state)[2], const Scalars<Real>& s) {
+  MIXPREC_HD static Real update(Real p, Real grad, Real& b, Real&, const Scalars<Real>& s) {
     Real g = usable_grad(grad, s.grad);
     // Without decay an infinite p must stay infinite: 0 * Inf would be NaN.
     g = s.weight_decay != 0 ? g + p * s.weight_decay : g;
     if (variant > 0) {
-      Real b = (variant - 1) % 2 == 1 ? g : state[0] * s.momentum + g * s.one_minus_dampening;
-      state[0] = b;
+      b = (variant - 1) % 2 == 1 ? g : b * s.momentum + g * s.one_minus_dampening;
       g = (variant - 1) / 2 == 1 ? g + b * s.momentum : b;
     }
     return p - g * s.lr;

@@ -7,7 +7,8 @@
 //   variant(n, step)    the form for a param with n arrays of state at this step
 //   Scalars<Real>       the constants of a step, each formed in fp64 and rounded once to Real
 //   scalars<Real>(grad, step)
-//   update<variant>(p, grad, state, scalars)   p after the step; the states are updated in place
+//   update<variant>(p, grad, first, second, scalars)   p after the step; the states that the form
+//                       uses are updated in place
 #pragma once
 
 #include "hd.h"

@@ -179,10 +179,10 @@ __attribute__((noinline)) void rule_row(Real* __restrict p, const Real* __restri
                                         const typename Rule::template Scalars<Real> s) {
   constexpr int states = Rule::states(variant);
   for (int64_t i = 0; i < n; ++i) {
-    Real state[2] = {states > 0 ? first[i] : Real(0), states > 1 ? second[i] : Real(0)};
-    p[i] = Rule::template update<variant>(p[i], grad[i], state, s);
-    if (states > 0) first[i] = state[0];
-    if (states > 1) second[i] = state[1];
+    Real m = states > 0 ? first[i] : Real(0), v = states > 1 ? second[i] : Real(0);
+    p[i] = Rule::template update<variant>(p[i], grad[i], m, v, s);
+    if (states > 0) first[i] = m;
+    if (states > 1) second[i] = v;
   }
 }
 

@@ -42,7 +42,6 @@ struct StepChunk {
   typename Rule::template Scalars<Real> scalars;
   int64_t step;
   int index, variant;
-  bool has_state;
 
   __device__ __forceinline__ StepChunk(const StepLaunch& list, int tensor, const Rule& rule,
                                        const StepOfTensor<Rule>& of_tensor)
@@ -61,9 +60,12 @@ struct StepChunk {
     } else {
       scalars = of_tensor.constants.narrow;
     }
-    // Of every rule the first form says whether there may be none.
-    has_state = Rule::states(0) > 0 || array[kState].stored != Stored::absent;
-    variant = rule.variant(has_state ? kStates : 0, step);
+    variant = rule.variant(has_state() ? kStates : 0, step);
+  }
+
+  // Whether the param has states: known while compiling but for a rule whose first form has none.
+  __device__ __forceinline__ bool has_state() const {
+    return Rule::states(0) > 0 || array[kState].stored != Stored::absent;
   }
 };
 
@@ -80,12 +82,7 @@ __device__ __forceinline__ void update_group(int variant, Real (&p)[kGroup],
   }
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
-    Real state[2] = {};
-#pragma unroll
-    for (int k = 0; k < Rule::states(from); ++k) state[k] = s[k][j];
-    p[j] = Rule::template update<from>(p[j], g[j], state, scalars);
-#pragma unroll
-    for (int k = 0; k < Rule::states(from); ++k) s[k][j] = state[k];
+    p[j] = Rule::template update<from>(p[j], g[j], s[0][j], s[states - 1][j], scalars);
   }
 }
 
@@ -96,7 +93,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   constexpr int states = kRuleStates<Rule>;
   const Array &param = c.array[kParam], &master = c.array[kMaster];
   const bool has_master = master.stored != Stored::absent, split = master.stored == Stored::i16;
-  const bool has_state = c.has_state;
+  const bool has_state = c.has_state();
   Group<Real> weight, rest, grad, state[states];
   grad.load(c.array[kGrad], i, count);
 #pragma unroll
