@@ -4,7 +4,8 @@
 
 A fault is a wrong line in the product: `old` in `file`, which is there once, becomes `new`, and is
 put back afterwards (run it in a clone that nothing else uses). It is caught if a test of
-`caught_by`, arguments of pytest, fails. Exits with 1 if any is not caught.
+`caught_by`, arguments of pytest, fails, with the variables `env` in its environment, if there are
+any. Exits with 1 if any is not caught.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
@@ -22,19 +24,20 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 900  # seconds for one fault: a fault may be an endless loop
 
 
-def read_faults(texts: list[str]) -> list[dict[str, str]]:
+def read_faults(texts: list[str]) -> list[dict[str, Any]]:
     faults = []
     for path in sorted(Path(__file__).parent.glob("*.toml")):
         faults += tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
     return [f for f in faults if all(text in f["file"] + f["why"] for text in texts)]
 
 
-def run_tests(fault: dict[str, str]) -> str:
+def run_tests(fault: dict[str, Any]) -> str:
     """ "caught", or why not."""
     tests, _, expression = fault["caught_by"].partition(" -k ")
     arguments = "-x -q -p no:cacheprovider" + (f" -k '{expression}'" if expression else "")
     command = ["make", "test", f"TESTS={tests}", f"ARGS={arguments}"]
     env = os.environ | ({"TRITON_INTERPRET": "1"} if "triton_interpreter" in tests else {})
+    env |= fault.get("env", {})
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT
@@ -48,7 +51,7 @@ def run_tests(fault: dict[str, str]) -> str:
     return "NO TEST RAN: " + (done.stdout + done.stderr).strip()[-300:]
 
 
-def plant(fault: dict[str, str]) -> str:
+def plant(fault: dict[str, Any]) -> str:
     path = ROOT / fault["file"]
     text = path.read_text(encoding="utf-8")
     if (count := text.count(fault["old"])) != 1:
