@@ -11,6 +11,8 @@
 #include <exception>
 #include <initializer_list>
 #include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +22,8 @@ namespace mixprec {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using TensorList = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
 
 inline Dtype dtype_of(ScalarType type, const char* what) {
   switch (type) {

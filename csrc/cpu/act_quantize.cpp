@@ -1,7 +1,7 @@
 // act_quantize and act_backward.
+#include "check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -38,6 +38,7 @@ Inputs inputs_of(const Tensor& x, const MaybeTensor& up, const char* op) {
 
 }  // namespace
 
+// x, up: any shape, of one dtype -> the results of a cast
 Cast act_quantize(Tensor x, MaybeTensor up, std::string kind, ScalarType dtype, MaybeTensor scale,
                   bool transpose, std::string granularity, bool power_of_two_scale) {
   const char* op = "act_quantize";
@@ -51,6 +52,7 @@ Cast act_quantize(Tensor x, MaybeTensor up, std::string kind, ScalarType dtype, 
   return cast_rows(op, x, {dtype, transpose, granularity, power_of_two_scale}, {scale}, produce)[0];
 }
 
+// g, x, up: any shape -> the results of a cast of dx, then of dup (empty without up)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType dtype,
              MaybeTensor scale, bool transpose, std::string granularity, bool power_of_two_scale) {

@@ -71,6 +71,7 @@ struct Forward {
 
 }  // namespace
 
+// q [B, H, T, D], k and v [B, H_kv, S, D] -> out (q's shape), logsumexp fp32 [B, H, T]
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, double scale) {
   Sizes size = check(q, k, v, causal, scale, "attention");
   q = dense_rows(q), k = dense_rows(k), v = dense_rows(v);

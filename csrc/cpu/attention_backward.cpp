@@ -162,6 +162,7 @@ std::vector<std::vector<Part>> parts_of(const Sizes& size) {
 
 }  // namespace
 
+// g and out of q's shape; the rest as of attention -> the gradients of q, k and v
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor g, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor logsumexp, bool causal,
                                                       double scale) {

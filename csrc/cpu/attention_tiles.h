@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
+#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 

@@ -2,10 +2,10 @@
 
 #include <memory>
 
+#include "check.h"
 #include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
 #include "math/scale.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "ops.h"
+#include "check.h"
 #include "overlap.h"
 
 namespace mixprec::cpu {
@@ -14,6 +14,7 @@ float* data(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr());
 
 }  // namespace
 
+// lists of n: amax_histories [L], scales and amaxes one element, all fp32; fmt_max: n numbers
 void update_delayed_scales_(TensorList amax_histories, TensorList scales, TensorList amaxes,
                             std::vector<double> fmt_max, int64_t margin, bool power_of_two,
                             bool most_recent) {

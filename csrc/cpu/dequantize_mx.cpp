@@ -1,11 +1,12 @@
 // dequantize_mx: iterates over pieces of rows; the loops are in dequantize_mx_loops.h.
 #include "block_formats.h"
+#include "check.h"
 #include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
+// data, scale_inv and tensor_scale_inv of quantize_mx -> [..., columns]
 Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, std::string fmt,
                      int64_t columns, ScalarType type) {
   BlockFormat f = block_format(fmt, "dequantize_mx");

@@ -1,6 +1,6 @@
 // gemm and gemm_accumulate_: both operands are packed into panels of fp32 words or bf16 pairs.
+#include "check.h"
 #include "cpu/gemm_arguments.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -24,6 +24,8 @@ const GemmKernel& kernel_for(const Tensor& a) {
 
 }  // namespace
 
+// a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
+// [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
             ScalarType out_type, bool /*fast_accum: a CPU has no shorter accumulator*/) {
   check_operands(a, b, "gemm");
@@ -31,6 +33,7 @@ Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv
   return gemm_with(kernel_for(a), a, b, scaling.both, bias, out_type, "gemm");
 }
 
+// acc [M, N] fp32 += a [M, K] @ b [K, N]
 void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       MaybeTensor b_scale_inv) {
   check_operands(a, b, "gemm_accumulate_");

@@ -1,8 +1,8 @@
 // The arguments of gemm on the CPU: checked, and in the form that the loops over panels take.
 #pragma once
 
+#include "check.h"
 #include "cpu/gemm_multiply.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 

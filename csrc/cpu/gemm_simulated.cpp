@@ -1,6 +1,6 @@
 // gemm_simulated: gemm with the products and sums of a GPU's tensor cores.
+#include "check.h"
 #include "cpu/gemm_arguments.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -33,6 +33,7 @@ struct Simulated {
 
 }  // namespace
 
+// as gemm, with the products and sums of the tensor cores of `arch`, a GPU of math/tensor_core.h
 Tensor gemm_simulated(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv,
                       MaybeTensor bias, ScalarType out_type, bool fast_accum, std::string arch) {
   const char* op = "gemm_simulated";

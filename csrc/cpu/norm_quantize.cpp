@@ -1,8 +1,8 @@
 // norm_quantize and norm_backward.
+#include "check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/simd/loops.h"
 #include "math/norm.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -53,6 +53,9 @@ void add_bands(const std::vector<float>& rows, int64_t bands, int64_t k, float* 
 
 }  // namespace
 
+// x [..., K]; residual of x's shape and dtype; weight, bias [K] -> the results of a cast: those of
+// quantize, or of quantize_mx without tensor_scale_inv; total (x's shape, or [0] without residual),
+// mean [M] (or [0]) and rstd [M], fp32
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_quantize(
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
     bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, std::string granularity,
@@ -106,6 +109,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
   return std::tuple_cat(casts[0], std::make_tuple(total, mean, rstd));
 }
 
+// g, x, g_total [..., K]; weight [K]; mean [M] (or [0]), rstd [M] fp32 -> dx of x's shape and
+// dtype, dweight and dbias fp32 [K] (or [0])
 std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor g, Tensor x, MaybeTensor weight,
                                                  Tensor mean, Tensor rstd, MaybeTensor g_total,
                                                  bool with_bias) {

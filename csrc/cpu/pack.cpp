@@ -1,7 +1,7 @@
 // pack and unpack.
+#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 #include "packed.h"
 
 namespace mixprec::cpu {
@@ -15,6 +15,7 @@ Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous
 
 }  // namespace
 
+// x: any shape, fp32/bf16/fp16 -> codes uint8 [ceil(n * bits / 8)], ranges bf16 [ceil(n / 128), 2]
 std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
   Dtype dtype = dtype_of(x, "pack: x");
   STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), "pack: x must be fp32, bf16 or fp16 on the CPU");
@@ -36,6 +37,7 @@ std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t co
   return {codes, ranges};
 }
 
+// as above -> `shape`
 Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
               ScalarType type) {
   Dtype dtype = dtype_of(type, "unpack: dtype");

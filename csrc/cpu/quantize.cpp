@@ -1,11 +1,11 @@
 // amax, quantize and dequantize.
 #include <atomic>
 
+#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
 #include "math/scale.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -54,11 +54,14 @@ Dtype check_input(const Tensor& x, const char* what) {
 
 }  // namespace
 
+// x: any shape, fp32/bf16/fp16 -> fp32 []
 Tensor amax(Tensor x) {
   Dtype dtype = check_input(x, "amax: x");
   return empty_scalar(bits_float(amax_bits(dense(x), dtype)));
 }
 
+// x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
+// granularity), amax []
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType type,
                                                             MaybeTensor scale, bool transpose,
                                                             std::string granularity,
@@ -119,6 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
           empty_scalar(bits_float(largest))};
 }
 
+// data: any shape; scale_inv: fp32, of any granularity -> data's shape
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType type) {
   Dtype from = dtype_of(data, "dequantize: data");
   Dtype to = dtype_of(type, "dequantize: dtype");

@@ -9,6 +9,13 @@
 
 namespace mixprec::cpu {
 
+// The ops of quantize.cpp.
+Tensor amax(Tensor x);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType dtype,
+                                                            MaybeTensor scale, bool transpose,
+                                                            std::string granularity,
+                                                            bool power_of_two_scale);
+
 constexpr int64_t kBlock = 128;
 
 struct Blocks {

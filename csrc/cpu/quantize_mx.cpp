@@ -2,9 +2,9 @@
 #include <atomic>
 
 #include "block_formats.h"
+#include "check.h"
 #include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -70,6 +70,9 @@ Tensor data_like(const Tensor& x, BlockFormat f) {
 
 }  // namespace
 
+// x [..., K], seed: int64 [1] -> data [..., bytes of K], data_t [K, bytes of M] (or [0, 0]),
+// scale_inv [M, blocks of K], scale_inv_t [K, blocks of M] (or [0]), tensor_scale_inv [] (or [0]),
+// amax []
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x, std::string fmt,
                                                                        std::string mode,
                                                                        bool transpose,

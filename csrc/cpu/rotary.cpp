@@ -1,7 +1,7 @@
 // rotary.
+#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 
 namespace mixprec::cpu {
 
@@ -21,6 +21,7 @@ Tensor dense_rows(const Tensor& t) {
 
 }  // namespace
 
+// x [B, H, T, D], cos and sin fp32 [T, D/2] -> x's shape
 Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
   Dtype dtype = dtype_of(x, "rotary: x");
   STD_TORCH_CHECK(is_float(dtype) && on_cpu(x) && x.dim() == 4 && x.size(3) % 2 == 0,

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "ops.h"
+#include "check.h"
 
 namespace mixprec::cpu {
 
@@ -17,6 +17,7 @@ T& scalar(const Tensor& t) {
 
 }  // namespace
 
+// scale, scale_inv, amax: fp32, all of the same shape
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType type, int64_t margin,
                       bool power_of_two) {
   float fmt_max = format_max(dtype_of(type, "scale_from_amax_: dtype"));
@@ -42,6 +43,7 @@ void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType ty
   torch::stable::copy_(scale_inv, inv);
 }
 
+// scale: fp32, one element -> the same shape
 Tensor inv_scale(Tensor scale) {
   check_scalar(scale, ScalarType::Float, "inv_scale", "scale");
   Tensor result = empty(scale.sizes(), ScalarType::Float);
@@ -49,6 +51,7 @@ Tensor inv_scale(Tensor scale) {
   return result;
 }
 
+// sum_sq: fp64, any shape -> fp32 []
 Tensor clip_coef(Tensor sum_sq, double max_norm) {
   STD_TORCH_CHECK(
       sum_sq.scalar_type() == ScalarType::Double && on_cpu(sum_sq) && sum_sq.is_contiguous(),
@@ -60,6 +63,7 @@ Tensor clip_coef(Tensor sum_sq, double max_norm) {
   return empty_scalar(mixprec::clip_coef(total, max_norm));
 }
 
+// one element each: scale, found_inf and underflow fp32, the trackers int32; counters: int64 [3]
 void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracker, Tensor counters,
                    Tensor found_inf, MaybeTensor underflow, double growth_factor,
                    double backoff_factor, int64_t growth_interval, double min_scale,

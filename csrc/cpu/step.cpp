@@ -1,9 +1,9 @@
 // adamw_, sgd_, lion_ and muon_direction_: the checks of their arguments and the parallel loop over
 // all params. The formulas are the rules in csrc/math.
+#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 #include "math/state8.h"
-#include "ops.h"
 #include "overlap.h"
 
 namespace mixprec::cpu {
@@ -29,7 +29,7 @@ bool check_written(const Tensor& t, Sizes sizes, const char* op, const char* nam
   return contiguous;
 }
 
-// The arguments of every update, documented in ops.h.
+// The arguments of every update, documented in mixprec/ops/adamw.py.
 struct StepArguments {
   const char* op;
   TensorList params, grads, states, state_scales, masters;

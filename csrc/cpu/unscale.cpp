@@ -1,9 +1,9 @@
 // unscale_ and grad_stats_.
 #include <atomic>
 
+#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "ops.h"
 #include "overlap.h"
 
 namespace mixprec::cpu {
@@ -49,6 +49,7 @@ class Counts {
 
 }  // namespace
 
+// grads: n tensors of any shapes; inv_scale, found_inf: fp32, one element; counts: int64 [n, 4]
 void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor counts) {
   check_scalar(found_inf, ScalarType::Float, "unscale_", "found_inf");
   float s = read_scalar(inv_scale, 1.0f, "unscale_", "inv_scale");
@@ -81,6 +82,7 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor 
   if (bad) raise_flag(found_inf);
 }
 
+// as above; sum_sq: fp64 [n]
 void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq,
                  MaybeTensor counts) {
   int64_t count = static_cast<int64_t>(grads.size());

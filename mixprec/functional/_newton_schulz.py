@@ -8,6 +8,7 @@ import torch
 
 from ..formats import E4M3
 from ..ops._dispatch import checks, simulation
+from ..ops._reference.gemm_scales import Operands
 from ..ops.dequantize import dequantize
 from ..ops.gemm import run as gemm
 from ..ops.quantize import quantize
@@ -77,5 +78,5 @@ def _round(y: torch.Tensor, dtype: str) -> _Rounded:
 
 
 def _product(a: _Rounded, b: _Rounded) -> torch.Tensor:
-    scales = a.scale_inv, b.scale_inv
-    return gemm(a.left, b.right, *scales, None, torch.float32, False, simulation.current())
+    operands = Operands(a.left, b.right, a.scale_inv, b.scale_inv)
+    return gemm(operands, None, torch.float32, False, simulation.current())

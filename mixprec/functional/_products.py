@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops._reference.gemm_scales import Operands
 from ..ops.block_operands import check_not_simulated, decode, unpacked
 from ..ops.gemm import accumulate
 from ..ops.gemm import run as gemm
@@ -32,12 +33,10 @@ def _t(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.t()
 
 
-def _operands(
-    kind: str, recipe: Recipe, a: Matrix, b: Matrix, simulated: str | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """What `gemm` takes for a @ b^T: a, b^T and their scales."""
+def _operands(kind: str, recipe: Recipe, a: Matrix, b: Matrix, simulated: str | None) -> Operands:
+    """Those of a @ b^T."""
     if not recipe.is_block:
-        return a.data, b.data.t(), a.scale_inv, _t(b.scale_inv)
+        return Operands(a.data, b.data.t(), a.scale_inv, _t(b.scale_inv))
     formats = [recipe.block_format(role) or "" for role in _ROLES[kind]]
     check_not_simulated(simulated)
     # Rows of an odd length end with half a byte of zeros, in both operands or in one.
@@ -46,7 +45,7 @@ def _operands(
         decode(m.data, m.scale_inv, m.tensor_scale_inv, fmt, columns)
         for m, fmt in zip((a, b), formats, strict=True)
     )
-    return a_data, b_data.t(), a_inv, b_inv
+    return Operands(a_data, b_data.t(), a_inv, b_inv)
 
 
 def forward(
@@ -63,7 +62,7 @@ def forward(
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
     fast = "forward" in recipe.fast_accum
-    return gemm(*_operands("forward", recipe, x, w, simulated), bias, dtype, fast, simulated)
+    return gemm(_operands("forward", recipe, x, w, simulated), bias, dtype, fast, simulated)
 
 
 def grad_input(
@@ -83,7 +82,7 @@ def add_grad_input(
 ) -> None:
     """total [M, K] += g @ w."""
     observe("grad_input", recipe, name)
-    accumulate(total, *_operands("grad_input", recipe, g, w_t, simulated), simulated)
+    accumulate(total, _operands("grad_input", recipe, g, w_t, simulated), simulated)
 
 
 def grad_weight(
@@ -99,7 +98,7 @@ def grad_weight(
     if main_grad is None:
         return _grad("grad_weight", recipe, name, g_t, x_t, dtype, simulated)
     observe("grad_weight", recipe, name)
-    accumulate(main_grad, *_operands("grad_weight", recipe, g_t, x_t, simulated), simulated)
+    accumulate(main_grad, _operands("grad_weight", recipe, g_t, x_t, simulated), simulated)
     return None
 
 
@@ -114,7 +113,7 @@ def _grad(
 ) -> torch.Tensor:
     observe(kind, recipe, name)
     operands = _operands(kind, recipe, a, b, simulated)
-    return gemm(*operands, None, dtype, kind in recipe.fast_accum, simulated)
+    return gemm(operands, None, dtype, kind in recipe.fast_accum, simulated)
 
 
 def grad_bias(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

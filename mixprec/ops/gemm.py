@@ -8,6 +8,7 @@ from ..quantized import Quantized
 from ._dispatch import autocast, checks, example_inputs, gemm_table, gemm_vendor, simulation
 from ._dispatch.op import Choice, Op
 from ._reference import gemm_scales, tensor_core
+from ._reference.gemm_scales import Operands
 from .block_operands import check_not_simulated, decode_quantized, is_block
 
 __all__ = [
@@ -27,14 +28,9 @@ Operand = torch.Tensor | Quantized
 
 
 def gemm_reference(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    return _finish(gemm_scales.product(a, b, a_scale_inv, b_scale_inv), bias, out_dtype)
+    return _finish(gemm_scales.product(operands), bias, out_dtype)
 
 
 def _finish(acc: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -44,36 +40,21 @@ def _finish(acc: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 
 
 def gemm_simulated_reference(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
+    operands: Operands,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
     arch: str,
 ) -> torch.Tensor:
-    acc = tensor_core.product(a, b, a_scale_inv, b_scale_inv, fast_accum, arch)
-    return _finish(acc, bias, out_dtype)
+    return _finish(tensor_core.product(operands, fast_accum, arch), bias, out_dtype)
 
 
-def gemm_accumulate_reference_(
-    acc: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-) -> None:
-    acc.add_(gemm_scales.product(a, b, a_scale_inv, b_scale_inv))
+def gemm_accumulate_reference_(acc: torch.Tensor, operands: Operands) -> None:
+    acc.add_(gemm_scales.product(operands))
 
 
-def _check_operands(
-    op: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-) -> None:
+def _check_operands(op: str, operands: Operands) -> None:
+    a, b, a_scale_inv, b_scale_inv = operands
     checks.is_tensor(op, "a", a)
     checks.is_tensor(op, "b", b)
     if a.dim() != 2:
@@ -99,16 +80,9 @@ def _check_operands(
         gemm_scales.check(op, "b_scale_inv", b_scale_inv, n, k, a, of_b=True)
 
 
-def _check_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    op = "gemm"
-    _check_operands(op, a, b, a_scale_inv, b_scale_inv)
+def _check_gemm(operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    op, (a, b, *_) = "gemm", operands
+    _check_operands(op, operands)
     if out_dtype not in checks.FLOATS:
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     if bias is not None:
@@ -119,16 +93,10 @@ def _check_gemm(
 
 
 def _check_simulated(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    arch: str,
+    operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype, arch: str
 ) -> None:
-    _check_gemm(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
-    simulation.check(arch, a.dtype)
+    _check_gemm(operands, bias, out_dtype)
+    simulation.check(arch, operands.a.dtype)
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -148,22 +116,15 @@ def _span(x: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     return first * size, (first + extent) * size
 
 
-def _check_accumulate(
-    acc: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-) -> None:
-    op = "gemm_accumulate_"
-    _check_operands(op, a, b, a_scale_inv, b_scale_inv)
+def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
+    op, (a, b, *_) = "gemm_accumulate_", operands
+    _check_operands(op, operands)
     checks.is_tensor(op, "acc", acc)
     checks.has_dtype(op, "acc", acc, (torch.float32,))
     checks.has_shape(op, "acc", acc, (a.shape[0], b.shape[1]), "[M, N]")
     checks.on_device(op, "acc", acc, a.device, "a")
     checks.is_writable(op, "acc", acc)
-    others = {"a": a, "b": b, "a_scale_inv": a_scale_inv, "b_scale_inv": b_scale_inv}
-    for name, t in others.items():
+    for name, t in operands._asdict().items():
         if t is not None and _overlap(acc, t):
             raise ValueError(
                 f"{op}: acc is written while {name} is read, so they must not overlap in memory"
@@ -217,10 +178,7 @@ gemm_accumulate_op = Op(
 
 
 def run(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
+    operands: Operands,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
@@ -228,28 +186,19 @@ def run(
 ) -> torch.Tensor:
     """`gemm` of plain tensors without the autograd check and autocast: for autograd functions,
     which have cast the operands. simulated: the GPU of a `simulate` block."""
-    args = a, b, a_scale_inv, b_scale_inv, bias, out_dtype, fast_accum
-    if simulated is not None and a.device.type == "cpu":
-        return gemm_simulated_op(*args, simulated)
-    return gemm_op(*args)
+    if simulated is not None and operands.a.device.type == "cpu":
+        return gemm_simulated_op(*operands, bias, out_dtype, fast_accum, simulated)
+    return gemm_op(*operands, bias, out_dtype, fast_accum)
 
 
-def accumulate(
-    acc: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    simulated: str | None,
-) -> None:
+def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> None:
     """`gemm_accumulate_` of plain tensors; see `run`."""
-    if simulated is not None and a.device.type == "cpu":
+    if simulated is not None and acc.device.type == "cpu":
         if not torch.compiler.is_compiling():
-            _check_accumulate(acc, a, b, a_scale_inv, b_scale_inv)
-        args = a, b, a_scale_inv, b_scale_inv, None, torch.float32, False
-        acc.add_(gemm_simulated_op(*args, simulated))
+            _check_accumulate(acc, operands)
+        acc.add_(run(operands, None, torch.float32, False, simulated))
     else:
-        gemm_accumulate_op(acc, a, b, a_scale_inv, b_scale_inv)
+        gemm_accumulate_op(acc, *operands)
 
 
 def _unpack(
@@ -278,7 +227,7 @@ def _unpack_both(
     b: Operand,
     a_scale_inv: float | torch.Tensor | None,
     b_scale_inv: float | torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> Operands:
     a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
     b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
     for name, x, data, other in (("a", a, a_data, b), ("b", b, b_data, a)):
@@ -287,7 +236,7 @@ def _unpack_both(
                 f"{op}: {name} must be bfloat16 or in a block format, as the other operand is, "
                 f"got {data.dtype}"
             )
-    return a_data, b_data, a_inv, b_inv
+    return Operands(a_data, b_data, a_inv, b_inv)
 
 
 def gemm(
@@ -323,12 +272,12 @@ def gemm(
     the autocast dtype; FP8, scales and bias are not cast. Raises ValueError naming the invalid
     argument.
     """
-    a_data, b_data, a_inv, b_inv = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
-    hint = "use mixprec.functional.matmul or linear"
-    checks.needs_no_grad("gemm", hint, a_data, b_data, bias)
+    operands = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
+    hint, dtype = "use mixprec.functional.matmul or linear", operands.a.dtype
+    checks.needs_no_grad("gemm", hint, operands.a, operands.b, bias)
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if a_data.dtype in checks.FP8 else a_data.dtype
-    return run(a_data, b_data, a_inv, b_inv, bias, out_dtype, fast_accum, simulation.current())
+        out_dtype = torch.bfloat16 if dtype in checks.FP8 else dtype
+    return run(operands, bias, out_dtype, fast_accum, simulation.current())
 
 
 def gemm_accumulate_(
@@ -346,6 +295,6 @@ def gemm_accumulate_(
     operand or its scales.
     """
     op = "gemm_accumulate_"
-    a_data, b_data, a_inv, b_inv = _unpack_both(op, a, b, a_scale_inv, b_scale_inv)
-    checks.needs_no_grad(op, "use mixprec.functional.linear", acc, a_data, b_data)
-    accumulate(acc, a_data, b_data, a_inv, b_inv, simulation.current())
+    operands = _unpack_both(op, a, b, a_scale_inv, b_scale_inv)
+    checks.needs_no_grad(op, "use mixprec.functional.linear", acc, operands.a, operands.b)
+    accumulate(acc, operands, simulation.current())

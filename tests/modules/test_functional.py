@@ -17,6 +17,7 @@ from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import _observed, _products, matmul, observed, operands
 from mixprec.functional.operands import Delayed
+from mixprec.ops._reference.gemm_scales import Operands
 from mixprec.ops._reference.hadamard import hadamard
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
@@ -182,9 +183,9 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
     """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
     gemm, seen = _products.gemm, []
 
-    def spy(a: torch.Tensor, b: torch.Tensor, *args: object) -> object:
-        seen.append((a, b))
-        return gemm(a, b, *args)
+    def spy(given: Operands, *args: object) -> object:
+        seen.append((given.a, given.b))
+        return gemm(given, *args)
 
     def run() -> list[torch.Tensor]:
         x = leaf(small_integers((2, 3, 16), torch.float32))

@@ -10,7 +10,6 @@
 namespace mixprec::cuda {
 
 using Tensors = std::vector<Tensor>;
-using MaybeTensor = std::optional<Tensor>;
 
 // Makes the device of `t` current while this object exists; holds its stream and number of SMs.
 class OnDevice {

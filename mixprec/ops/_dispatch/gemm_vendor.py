@@ -33,10 +33,10 @@ def gemm_accumulate_why_not(args: Any, capability: Capability | None) -> str | N
 def _why_not(
     args: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, capability: Capability | None
 ) -> str | None:
-    a, b, a_scale_inv, b_scale_inv = args.a, args.b, args.a_scale_inv, args.b_scale_inv
+    a = args.a
     if a.dtype in checks.FP8:
-        return _scaled_why_not(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, capability)
-    if a_scale_inv is not None or b_scale_inv is not None:
+        return _scaled_why_not(args, bias, out_dtype, capability)
+    if args.a_scale_inv is not None or args.b_scale_inv is not None:
         return f"torch.mm takes no scales for {_name(a.dtype)} operands"
     if bias is not None and not bias.dtype == out_dtype == a.dtype:
         return f"torch.addmm takes a bias only where it, the operands and the result are {a.dtype}"
@@ -46,14 +46,9 @@ def _why_not(
 
 
 def _scaled_why_not(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    capability: Capability | None,
+    args: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, capability: Capability | None
 ) -> str | None:
+    a, b, a_scale_inv, b_scale_inv = args.a, args.b, args.a_scale_inv, args.b_scale_inv
     if capability is not None and capability < (8, 9):
         return "torch._scaled_mm needs compute capability 8.9 or more"
     if a.dtype == b.dtype == torch.float8_e5m2:

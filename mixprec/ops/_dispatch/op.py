@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._context import context
+from .._reference.gemm_scales import Operands
 from . import autocast, backends, checks, gemm_table, library, self_check
 from .casts import Cast
 
@@ -22,6 +24,7 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]  # a call's arguments, in the schema's order
 
 _UNKNOWN = ("", None)
+_GROUPS: dict[str, Any] = {"cast": Cast, "operands": Operands}  # arguments that stand together
 OPS: dict[str, Op] = {}  # every op, by name
 
 
@@ -41,8 +44,8 @@ class Op:
     """`mixprec::name` and its variants, all with one schema.
 
     schema: the arguments and results, in the form of torch.library.define: the only list of them.
-    Each function below receives the arguments that it names, those of a `Cast` as `cast`, or all as
-    one named tuple if its only parameter is `args`.
+    Each function below receives the arguments that it names, those of a `Cast` or of
+    `Operands` as `cast` and `operands`, or all as one named tuple if its only parameter is `args`.
 
     reference: the definition of the op in plain torch for any device: `mixprec::name_reference`.
     check: raises ValueError or TypeError for invalid arguments (the compiled kernels check again,
@@ -99,14 +102,18 @@ class Op:
         wanted = list(inspect.signature(function).parameters)
         if wanted == ["args"]:
             return lambda *args: function(self.Args(*args))
-        if wanted[-1:] == ["cast"]:  # the last arguments of its op
-            places = [self.arguments.index(name) for name in wanted[:-1]]
-            first = self.arguments.index("dtype")
-            return lambda *args: function(*[args[place] for place in places], Cast(*args[first:]))
-        places = [self.arguments.index(name) for name in wanted]
-        if places == list(range(len(self.arguments))):
+        takes = [self._taking(name) for name in wanted]
+        if wanted == list(self.arguments):
             return function
-        return lambda *args: function(*[args[place] for place in places])
+        return lambda *args: function(*[take(args) for take in takes])
+
+    def _taking(self, name: str) -> Callable[[Args], Any]:
+        """What takes the argument, or group of arguments, of that name out of all of them."""
+        group = _GROUPS.get(name)
+        if group is None:
+            return operator.itemgetter(self.arguments.index(name))
+        first = self.arguments.index(group._fields[0])
+        return lambda args: group(*args[first : first + len(group._fields)])
 
     def variant_name(self, variant: str) -> str:
         """`gemm`, `triton` -> `gemm_triton`; `unscale_`, `reference` -> `unscale_reference_`."""

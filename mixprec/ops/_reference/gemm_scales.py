@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from .._dispatch import checks
 
 CHUNK = 128  # of K, and of the rows of a square block
+
+
+class Operands(NamedTuple):
+    """a [M, K] and b [K, N] of a product, and the fp32 tensors that undo the scales of their casts,
+    in one of the shapes that `gemm` describes."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale_inv: torch.Tensor | None = None
+    b_scale_inv: torch.Tensor | None = None
 
 
 def chunks(size: int) -> int:
@@ -86,10 +97,7 @@ def in_fp64(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
+    operands: Operands,
     *,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = in_fp64,
     promoted: bool = False,
@@ -99,6 +107,7 @@ def product(
     multiply: a @ b in FP32, of all of K where no scale changes along K and it is not `promoted`,
     else of each 128 of K. Scales multiply in FP32.
     """
+    a, b, a_scale_inv, b_scale_inv = operands
     m, k, n = *a.shape, b.shape[1]
     at_the_end, by_chunk = [], []
     for t, rows, of_b in ((a_scale_inv, m, False), (b_scale_inv, n, True)):

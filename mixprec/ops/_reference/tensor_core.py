@@ -111,16 +111,9 @@ def step(
     return torch.where(torch.isnan(y), nan, y)
 
 
-def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor | None,
-    b_scale_inv: torch.Tensor | None,
-    fast_accum: bool,
-    arch: str,
-) -> torch.Tensor:
+def product(operands: gemm_scales.Operands, fast_accum: bool, arch: str) -> torch.Tensor:
     """`gemm_scales.product` by chained steps along K."""
-    core = tensor_core(arch, a.dtype)
+    core = tensor_core(arch, operands.a.dtype)
     assert core is not None
 
     def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -132,4 +125,4 @@ def product(
         return c
 
     promoted = core.promoted and not fast_accum
-    return gemm_scales.product(a, b, a_scale_inv, b_scale_inv, multiply=multiply, promoted=promoted)
+    return gemm_scales.product(operands, multiply=multiply, promoted=promoted)
