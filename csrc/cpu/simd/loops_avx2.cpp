@@ -1,16 +1,6 @@
 // The loops for AVX2 with FMA and F16C. Does not use std: the linker could pick an inline function
 // of the standard library compiled for AVX2 for the rest of the program.
-#include "loops.h"
-#include "math/exp.h"
-#include "math/mx.h"
-#include "math/norm.h"
-#include "math/pack.h"
-#include "math/philox.h"
-#include "math/rotary.h"
-#include "math/rounding.h"
-#include "math/scale.h"
-#include "math/state8.h"
-#include "math/unscale.h"
+#include "formulas.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -24,7 +14,7 @@ inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-constexpr int MR = 6, NV = 2, NR = 16;
+constexpr int MR = 6, NV = 2, NR = 16, kAttentionRows = 6;
 
 typedef Indices<0, 1, 2, 3, 4, 5, 6, 7> LaneIndices;
 
@@ -35,41 +25,8 @@ inline Lanes product(Lanes a, uint32_t b) {
 }
 constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {2, 6, 3, 7};
 
+#include "all_loops.h"
 #include "decode_f16c.h"
-#include "gemm_loops.h"
-#include "grad_loops.h"
-#include "philox_loops.h"
-#include "quantize_loops.h"
-#include "rotary_loops.h"
-#include "state8_loops.h"
-#include "tensor_core_panels.h"
-
-// These use tensor_core_panels.h.
-#include "tensor_core_loops.h"
-#include "tensor_core_short_loops.h"
-
-// These use the ones above.
-#include "pack_loops.h"
-#include "step_loops.h"
-#include "unpack_loops.h"
-
-// These use pack_loops.h.
-#include "dequantize_mx_loops.h"
-#include "quantize_mx_loops.h"
-
-namespace attention_f32 {
-constexpr int kPair = 1, kRows = MR, kVecs = 2;
-inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-#include "attention_loops.h"
-}  // namespace attention_f32
-#include "side_by_side.h"
-
-// These use step_loops.h and side_by_side.h.
-#include "activation_loops.h"
-#include "norm_loops.h"
-
-// All of them.
-#include "table_of_loops.h"
 
 }  // namespace
 

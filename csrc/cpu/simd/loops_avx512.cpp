@@ -1,16 +1,6 @@
 // The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm and attention use. As
 // in loops_avx2.cpp, std is not used.
-#include "loops.h"
-#include "math/exp.h"
-#include "math/mx.h"
-#include "math/norm.h"
-#include "math/pack.h"
-#include "math/philox.h"
-#include "math/rotary.h"
-#include "math/rounding.h"
-#include "math/scale.h"
-#include "math/state8.h"
-#include "math/unscale.h"
+#include "formulas.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -24,7 +14,7 @@ inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-constexpr int MR = 14, NV = 2, NR = 32;
+constexpr int MR = 14, NV = 2, NR = 32, kAttentionRows = 12;
 
 typedef Indices<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15> LaneIndices;
 
@@ -37,41 +27,8 @@ inline Lanes product(Lanes a, uint32_t b) {
 constexpr Lanes kIota = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5, 13, 6, 14, 7, 15};
 
+#include "all_loops.h"
 #include "decode_f16c.h"
-#include "gemm_loops.h"
-#include "grad_loops.h"
-#include "philox_loops.h"
-#include "quantize_loops.h"
-#include "rotary_loops.h"
-#include "state8_loops.h"
-#include "tensor_core_panels.h"
-
-// These use tensor_core_panels.h.
-#include "tensor_core_loops.h"
-#include "tensor_core_short_loops.h"
-
-// These use the ones above.
-#include "pack_loops.h"
-#include "step_loops.h"
-#include "unpack_loops.h"
-
-// These use pack_loops.h.
-#include "dequantize_mx_loops.h"
-#include "quantize_mx_loops.h"
-
-namespace attention_f32 {
-constexpr int kPair = 1, kRows = 12, kVecs = 2;
-inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-#include "attention_loops.h"
-}  // namespace attention_f32
-#include "side_by_side.h"
-
-// These use step_loops.h and side_by_side.h.
-#include "activation_loops.h"
-#include "norm_loops.h"
-
-// All of them.
-#include "table_of_loops.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512bf16")
@@ -108,7 +65,7 @@ void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, i
 }
 
 namespace attention_bf16 {
-constexpr int kPair = 2, kRows = 12, kVecs = 2;
+constexpr int kPair = 2, kRows = kAttentionRows, kVecs = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 }

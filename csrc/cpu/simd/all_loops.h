@@ -1,4 +1,36 @@
-// The table of the loops above. Included once per instruction set, after them.
+// All loops, each after those it uses, and their table. Included once per instruction set, which
+// defines Vec, its operations and the sizes of tiles.
+#include "gemm_loops.h"
+#include "grad_loops.h"
+#include "philox_loops.h"
+#include "quantize_loops.h"
+#include "rotary_loops.h"
+#include "state8_loops.h"
+#include "tensor_core_panels.h"
+
+// These use tensor_core_panels.h.
+#include "tensor_core_loops.h"
+#include "tensor_core_short_loops.h"
+
+// These use the ones above.
+#include "pack_loops.h"
+#include "step_loops.h"
+#include "unpack_loops.h"
+
+// These use pack_loops.h.
+#include "dequantize_mx_loops.h"
+#include "quantize_mx_loops.h"
+
+namespace attention_f32 {
+constexpr int kPair = 1, kRows = kAttentionRows, kVecs = 2;
+inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+#include "attention_loops.h"
+}  // namespace attention_f32
+#include "side_by_side.h"
+
+// These use step_loops.h and side_by_side.h.
+#include "activation_loops.h"
+#include "norm_loops.h"
 
 constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
 
