@@ -41,7 +41,7 @@ inline ScalarType block_scale_type(BlockFormat format) {
 inline void check_seed(const std::optional<Tensor>& seed, const Tensor& x) {
   if (!seed.has_value()) return;
   STD_TORCH_CHECK(seed->dim() == 1 && seed->numel() == 1 &&
-                      seed->scalar_type() == ScalarType::Long && seed->device() == x.device(),
+                      seed->scalar_type() == ScalarType::Long && together(*seed, x),
                   "quantize_mx: seed must be int64 [1] on x's device");
 }
 
@@ -49,9 +49,9 @@ inline void check_seed(const std::optional<Tensor>& seed, const Tensor& x) {
 inline std::pair<int64_t, int64_t> check_blocks(const Tensor& data, const Tensor& scale_inv,
                                                 const std::optional<Tensor>& tensor_scale_inv,
                                                 BlockFormat format, int64_t columns) {
-  STD_TORCH_CHECK(data.scalar_type() == element_type(format) &&
+  STD_TORCH_CHECK(data.scalar_type() == element_type(format) && together(scale_inv, data) &&
                       scale_inv.scalar_type() == block_scale_type(format),
-                  "dequantize_mx: data and scale_inv must have the dtypes of fmt");
+                  "dequantize_mx: data and scale_inv must have the dtypes of fmt, on one device");
   int64_t rows = 1, size = 1;
   for (int64_t d = 0; d < data.dim(); ++d) (d + 1 < data.dim() ? rows : size) *= data.size(d);
   STD_TORCH_CHECK(columns >= 0 && size == block_bytes(format, columns),
@@ -62,7 +62,7 @@ inline std::pair<int64_t, int64_t> check_blocks(const Tensor& data, const Tensor
   STD_TORCH_CHECK(!tensor_scale_inv.has_value() ||
                       (format == BlockFormat::nvfp4 && tensor_scale_inv->numel() == 1 &&
                        tensor_scale_inv->scalar_type() == ScalarType::Float &&
-                       tensor_scale_inv->device() == data.device()),
+                       together(*tensor_scale_inv, data)),
                   "dequantize_mx: tensor_scale_inv must be one fp32 on data's device, of nvfp4");
   return {rows, columns};
 }

@@ -49,32 +49,56 @@ inline Dtype dtype_of(const Tensor& t, const char* what) { return dtype_of(t.sca
 inline bool is_float(Dtype d) { return d == Dtype::f32 || d == Dtype::bf16 || d == Dtype::f16; }
 inline bool is_fp8(Dtype d) { return d == Dtype::e4m3 || d == Dtype::e5m2; }
 
+// Tensor or ScalarType: fp32, bf16 or fp16.
+template <class T>
+Dtype float_dtype(const T& t, const std::string& what) {
+  Dtype dtype = dtype_of(t, what.c_str());
+  STD_TORCH_CHECK(is_float(dtype), what, " must be fp32, bf16 or fp16");
+  return dtype;
+}
+
 inline bool on_cpu(const Tensor& t) {
   return t.device().type() == torch::headeronly::DeviceType::CPU;
 }
 
-// One element of `type` on the CPU.
-inline void check_scalar(const Tensor& t, ScalarType type, const char* op, const char* name) {
-  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && on_cpu(t), op, ": ", name,
-                  " must hold one element of the right dtype on the CPU");
+// On one device. The dispatcher calls a CPU kernel only if all tensors are on the CPU.
+inline bool together(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+
+inline float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+inline const float* read_fp32(const Tensor& t) {
+  return static_cast<const float*>(t.const_data_ptr());
 }
 
-inline float read_scalar(const std::optional<Tensor>& t, float otherwise, const char* op,
+// One element of `type` on the device of `beside`.
+inline void check_scalar(const Tensor& t, ScalarType type, const Tensor& beside, const char* op,
                          const char* name) {
-  if (!t.has_value()) return otherwise;
-  check_scalar(*t, ScalarType::Float, op, name);
-  return *static_cast<const float*>(t->const_data_ptr());
+  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && together(t, beside), op, ": ", name,
+                  " must hold one element of the right dtype on the device of the others");
 }
 
-// A contiguous tensor on the CPU that is overwritten, with one row per tensor of a list.
+inline float read_scalar(const MaybeTensor& t, float otherwise, const char* op, const char* name) {
+  if (!t.has_value()) return otherwise;
+  check_scalar(*t, ScalarType::Float, *t, op, name);
+  return *read_fp32(*t);
+}
+
+// A contiguous tensor that is overwritten, with one row per tensor of a list.
 inline void check_table(const Tensor& t, ScalarType type, std::initializer_list<int64_t> shape,
-                        const char* op, const char* name) {
+                        const Tensor& beside, const char* op, const char* name) {
   auto sizes = t.sizes();
-  STD_TORCH_CHECK(std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
-                      t.scalar_type() == type && on_cpu(t) && t.is_contiguous(),
-                  op, ": ", name,
-                  " must be a contiguous table on the CPU of the right dtype, with one row per "
-                  "tensor");
+  STD_TORCH_CHECK(
+      std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
+          t.scalar_type() == type && together(t, beside) && t.is_contiguous(),
+      op, ": ", name,
+      " must be a contiguous table of the right dtype on the device of the others, with "
+      "one row per tensor");
+}
+
+// (M, K): leading dimensions flattened.
+inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
 }
 
 inline bool same_shape(const Tensor& a, const Tensor& b) {
@@ -166,6 +190,8 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType t
 inline Tensor to_contiguous(const Tensor& t) {
   return allocated([&] { return torch::stable::contiguous(t); }, no_cpu_memory);
 }
+
+inline Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
 
 inline Tensor empty_scalar(float value) {
   Tensor t = empty({}, ScalarType::Float);

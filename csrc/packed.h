@@ -22,8 +22,8 @@ inline int64_t check_packed(const Tensor& codes, const Tensor& ranges, int64_t b
     n *= size;
   }
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 1 &&
-                      codes.numel() == packed_bytes(n, bits),
-                  "unpack: codes must be uint8, of the size of the packed shape");
+                      codes.numel() == packed_bytes(n, bits) && together(codes, ranges),
+                  "unpack: codes must be uint8, of the size of the packed shape, beside ranges");
   STD_TORCH_CHECK(ranges.scalar_type() == ScalarType::BFloat16 && ranges.dim() == 2 &&
                       ranges.size(0) == packed_groups(n) && ranges.size(1) == 2,
                   "unpack: ranges must be bf16 [groups, 2], of the packed shape");

@@ -7,14 +7,6 @@ namespace mixprec::cpu {
 
 namespace {
 
-Activation kind_of(const std::string& name, const char* op) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  STD_TORCH_CHECK(name == "relu2", op, ": kind must be silu, gelu, gelu_tanh or relu2");
-  return Activation::relu2;
-}
-
 // x and up as they are read, row-major.
 struct Inputs {
   Dtype dtype;
@@ -28,40 +20,39 @@ struct Inputs {
 };
 
 Inputs inputs_of(const Tensor& x, const MaybeTensor& up, const char* op) {
-  Dtype dtype = dtype_of(x, op);
-  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), op, ": x must be fp32, bf16 or fp16 on the CPU");
+  Dtype dtype = float_dtype(x, op);
   if (!up.has_value()) return {dtype, row_major(x), std::nullopt};
-  STD_TORCH_CHECK(same_shape(x, *up) && up->scalar_type() == x.scalar_type() && on_cpu(*up), op,
-                  ": up must have x's shape and dtype, on the CPU");
+  STD_TORCH_CHECK(same_shape(x, *up) && up->scalar_type() == x.scalar_type(), op,
+                  ": up must have x's shape and dtype");
   return {dtype, row_major(x), row_major(*up)};
 }
 
 }  // namespace
 
 // x, up: any shape, of one dtype -> the results of a cast
-Cast act_quantize(Tensor x, MaybeTensor up, std::string kind, ScalarType dtype, MaybeTensor scale,
-                  bool transpose, std::string granularity, bool power_of_two_scale) {
+Quantized act_quantize(Tensor x, MaybeTensor up, std::string kind, ScalarType type,
+                       MaybeTensor scale, bool transpose, std::string granularity,
+                       bool power_of_two_scale) {
   const char* op = "act_quantize";
   Inputs in = inputs_of(x, up, op);
-  Activation act = kind_of(kind, op);
+  Activation act = activation_of(kind, op);
   int64_t cols = as_matrix(x).second;
   auto produce = [&](int64_t first, int64_t rows, float* const* out, bool) {
     int64_t i = first * cols;
     loops().act(act, in.dtype, in.x_at(i), in.up_at(i), out[0], rows * cols);
   };
-  return cast_rows(op, x, {dtype, transpose, granularity, power_of_two_scale}, {scale}, produce)[0];
+  return cast_rows(op, x, {type, scale, transpose, granularity, power_of_two_scale}, 1, produce)[0];
 }
 
 // g, x, up: any shape -> the results of a cast of dx, then of dup (empty without up)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType dtype,
+act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType type,
              MaybeTensor scale, bool transpose, std::string granularity, bool power_of_two_scale) {
   const char* op = "act_backward";
   Inputs in = inputs_of(x, up, op);
-  Activation act = kind_of(kind, op);
-  Dtype g_dtype = dtype_of(g, op);
-  STD_TORCH_CHECK(is_float(g_dtype) && on_cpu(g) && same_shape(g, x), op,
-                  ": g must have x's shape, fp32, bf16 or fp16, on the CPU");
+  Activation act = activation_of(kind, op);
+  Dtype g_dtype = float_dtype(g, op);
+  STD_TORCH_CHECK(same_shape(g, x), op, ": g must have x's shape");
   g = row_major(g);
   int64_t cols = as_matrix(x).second;
   auto produce = [&](int64_t first, int64_t rows, float* const* out, bool) {
@@ -69,13 +60,11 @@ act_backward(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType dt
     loops().act_backward(act, g_dtype, in.dtype, at(g.const_data_ptr(), g_dtype, i), in.x_at(i),
                          in.up_at(i), out[0], out[1], rows * cols);
   };
-  std::vector<MaybeTensor> scales = {scale};
-  if (up.has_value()) scales.push_back(std::nullopt);
-  auto casts =
-      cast_rows(op, x, {dtype, transpose, granularity, power_of_two_scale}, scales, produce);
+  auto casts = cast_rows(op, x, {type, scale, transpose, granularity, power_of_two_scale},
+                         up.has_value() ? 2 : 1, produce);
   auto nothing = [] { return empty({0}, ScalarType::Float); };
   if (!up.has_value()) {
-    casts.emplace_back(empty({0}, dtype), empty({0, 0}, dtype), nothing(), nothing(), nothing());
+    casts.emplace_back(empty({0}, type), empty({0, 0}, type), nothing(), nothing(), nothing());
   }
   return std::tuple_cat(casts[0], casts[1]);
 }

@@ -30,7 +30,7 @@ struct Output {
 struct Job {
   Dtype to;
   Blocks blocks;
-  const CastArguments& arguments;
+  const Cast& cast;
   int64_t rows, cols;
   std::vector<std::unique_ptr<Output>> outputs;
 
@@ -45,13 +45,13 @@ float* scratch(int64_t floats) {
 }
 
 int64_t band_of(const Job& job) {
-  if (job.arguments.transpose) return kLine;
+  if (job.cast.transpose) return kLine;
   return std::max<int64_t>(1, kBand / std::max<int64_t>(1, job.cols));
 }
 
 void keep(Output& out, const Tensor& values) {
   out.values = values;
-  out.kept = static_cast<float*>(values.mutable_data_ptr());
+  out.kept = fp32_of(values);
 }
 
 // f(output, its values, first row, rows) for bands of rows, on all threads.
@@ -86,7 +86,7 @@ uint32_t cast_mx(const Job& job, Output& out, const float* values, int64_t first
                                         bytes(out.scale_inv) + (first + row) * across);
     largest = std::max(largest, seen);
   }
-  if (!job.arguments.transpose) return largest;
+  if (!job.cast.transpose) return largest;
   int64_t down = blocks_of(format, job.rows);
   for (int64_t col = 0; col < cols; col += kMxColumns) {
     loops().quantize_mx_columns(rule, values + col, cols, rows, std::min(kMxColumns, cols - col), 0,
@@ -104,12 +104,12 @@ uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t fir
   void* data = at(out.data.mutable_data_ptr(), job.to, first * job.cols);
   if (job.blocks.rows != 0) {
     int64_t across = job.blocks.cols ? (job.cols + kBlock - 1) / kBlock : 1;
-    float* scale_inv = static_cast<float*>(out.scale_inv.mutable_data_ptr()) + first * across;
+    float* scale_inv = fp32_of(out.scale_inv) + first * across;
     BlockCast cast = {
-        Dtype::f32, job.to, values, rows, job.cols, false, job.arguments.power_of_two_scale};
+        Dtype::f32, job.to, values, rows, job.cols, false, job.cast.power_of_two_scale};
     return quantize_by_blocks(cast, job.blocks, data, scale_inv, nullptr, nullptr);
   }
-  if (!job.arguments.transpose) {
+  if (!job.cast.transpose) {
     return loops().quantize(Dtype::f32, job.to, values, out.scale, data, n);
   }
   void* data_t = at(out.data_t.mutable_data_ptr(), job.to, first);
@@ -118,52 +118,43 @@ uint32_t cast_band(const Job& job, Output& out, const float* values, int64_t fir
 }
 
 // Layouts whose scales need more than a band of rows: the values first, then quantize.
-std::vector<Cast> cast_whole(const Tensor& x, const CastArguments& arguments, Job& job,
-                             const Produce& produce) {
+std::vector<Quantized> cast_whole(const Tensor& x, Job& job, const Produce& produce) {
   for (auto& out : job.outputs) keep(*out, empty(x.sizes(), ScalarType::Float));
   for_produced(job, produce, false, [](Output&, float*, int64_t, int64_t) {});
-  std::vector<Cast> casts;
+  std::vector<Quantized> casts;
   for (auto& out : job.outputs) {
-    casts.push_back(quantize(out->values, arguments.dtype, std::nullopt, arguments.transpose,
-                             arguments.granularity, arguments.power_of_two_scale));
+    casts.push_back(quantize(out->values, job.cast.type, std::nullopt, job.cast.transpose,
+                             job.cast.granularity, job.cast.power_of_two_scale));
   }
   return casts;
 }
 
 }  // namespace
 
-std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments& arguments,
-                            const std::vector<std::optional<Tensor>>& scales,
-                            const Produce& produce) {
-  Dtype to = dtype_of(arguments.dtype, "dtype");
-  STD_TORCH_CHECK(to != Dtype::f64, op, ": dtype must be fp8, fp16, bf16 or fp32");
-  STD_TORCH_CHECK(!arguments.transpose || (x.dim() >= 2 && to != Dtype::f32), op,
-                  ": transpose needs x of 2 or more dimensions, and fp8, fp16 or bf16");
+std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& cast, int64_t count,
+                                 const Produce& produce) {
+  Dtype to = check_cast(cast, x, op);
   auto [rows, cols] = as_matrix(x);
-  bool is_mx = arguments.granularity == "mx";
-  Job job = {to, is_mx ? kMxBlock : blocks_of(arguments.granularity), arguments, rows, cols, {}};
+  bool is_mx = cast.granularity == "mx";
+  Job job = {to, is_mx ? kMxBlock : blocks_of(cast.granularity), cast, rows, cols, {}};
   bool search = false;  // for the amax that is to be the scale
-  for (const auto& scale : scales) {
-    STD_TORCH_CHECK(job.blocks.rows == 0 || (is_fp8(to) && !scale.has_value()), op,
-                    ": scales by rows or blocks are for fp8 and come from x");
-    STD_TORCH_CHECK(to != Dtype::f32 || !scale.has_value(), op, ": fp32 has no scale");
+  for (int64_t i = 0; i < count; ++i) {
     job.outputs.push_back(std::make_unique<Output>());
-    float given = read_scalar(scale, 0.0f, op, "scale");
+    float given = i == 0 ? read_scalar(cast.scale, 0.0f, op, "scale") : 0.0f;
     job.outputs.back()->scale = given == 0.0f ? 0.0f : checked_scale(given);
     search |= is_fp8(to) && job.blocks.rows == 0 && given == 0.0f;
   }
-  if (job.blocks.rows == kBlock || (job.blocks.rows != 0 && !is_mx && arguments.transpose)) {
-    return cast_whole(x, arguments, job, produce);
+  if (job.blocks.rows == kBlock || (job.blocks.rows != 0 && !is_mx && cast.transpose)) {
+    return cast_whole(x, job, produce);
   }
 
   ScalarType scale_type = is_mx ? ScalarType::Byte : ScalarType::Float;
   for (auto& out : job.outputs) {
-    out->data = empty(x.sizes(), arguments.dtype);
-    out->data_t =
-        empty({arguments.transpose ? cols : 0, arguments.transpose ? rows : 0}, arguments.dtype);
+    out->data = empty(x.sizes(), cast.type);
+    out->data_t = empty({cast.transpose ? cols : 0, cast.transpose ? rows : 0}, cast.type);
     if (job.blocks.rows != 0) out->scale_inv = scales_of(job.blocks, rows, cols, scale_type);
-    out->scale_inv_t = is_mx && arguments.transpose ? scales_of(job.blocks, cols, rows, scale_type)
-                                                    : empty({0}, scale_type);
+    out->scale_inv_t = is_mx && cast.transpose ? scales_of(job.blocks, cols, rows, scale_type)
+                                               : empty({0}, scale_type);
     if (to == Dtype::f32) keep(*out, out->data);
     if (search && x.numel() <= kKept) {
       static thread_local Scratch scratch[2];
@@ -178,14 +169,14 @@ std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments
   for (auto& out : job.outputs) {
     if (out->scale != 0.0f) continue;
     out->scale = search ? scale_from_amax(bits_float(out->largest), format_max(to), 1.0f,
-                                          arguments.power_of_two_scale, 1.0f)
+                                          cast.power_of_two_scale, 1.0f)
                         : 1.0f;
   }
   for_produced(job, produce, search, [&](Output& out, float* values, int64_t first, int64_t n) {
     raise_to(out.largest, cast_band(job, out, values, first, n));
   });
 
-  std::vector<Cast> casts;
+  std::vector<Quantized> casts;
   for (auto& out : job.outputs) {
     if (job.blocks.rows == 0) out->scale_inv = empty_scalar(1.0f / out->scale);
     casts.emplace_back(out->data, out->data_t, out->scale_inv, out->scale_inv_t,

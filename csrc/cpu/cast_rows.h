@@ -8,26 +8,13 @@
 
 namespace mixprec::cpu {
 
-// The arguments of a cast. dtype may be fp32: the values as they are.
-struct CastArguments {
-  ScalarType dtype;
-  bool transpose;
-  std::string granularity;
-  bool power_of_two_scale;
-};
-
-// data, data_t, scale_inv, scale_inv_t, amax: as those of quantize, or, with granularity "mx", of
-// quantize_mx.
-using Cast = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 // out[i] = the values of rows [first, first + rows) of the i-th tensor. `again`: they have been
 // computed before.
 using Produce = std::function<void(int64_t first, int64_t rows, float* const* out, bool again)>;
 
-// The casts of one tensor of x's shape for each scale, at most two.
-std::vector<Cast> cast_rows(const char* op, const Tensor& x, const CastArguments& arguments,
-                            const std::vector<std::optional<Tensor>>& scales,
-                            const Produce& produce);
+// The casts of `count` tensors of x's shape, one or two; the second has a scale of its own amax.
+std::vector<Quantized> cast_rows(const char* op, const Tensor& x, const Cast& cast, int64_t count,
+                                 const Produce& produce);
 
 // f(first row, rows) for bands of at most `height` rows on all threads.
 template <class F>

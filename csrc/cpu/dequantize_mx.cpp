@@ -10,10 +10,7 @@ namespace mixprec::cpu {
 Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv, std::string fmt,
                      int64_t columns, ScalarType type) {
   BlockFormat f = block_format(fmt, "dequantize_mx");
-  Dtype to = dtype_of(type, "dequantize_mx: dtype");
-  STD_TORCH_CHECK(is_float(to), "dequantize_mx: dtype must be fp32, bf16 or fp16");
-  STD_TORCH_CHECK(on_cpu(data) && on_cpu(scale_inv),
-                  "dequantize_mx: data and scale_inv must be on the CPU");
+  Dtype to = float_dtype(type, "dequantize_mx: dtype");
   int64_t rows = check_blocks(data, scale_inv, tensor_scale_inv, f, columns).first;
 
   data = row_major(data);
@@ -23,10 +20,7 @@ Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv
   Tensor out = empty(shape, type);
   const uint8_t* q = static_cast<const uint8_t*>(data.const_data_ptr());
   const uint8_t* scales = static_cast<const uint8_t*>(scale_inv.const_data_ptr());
-  const float* of_tensor = nullptr;
-  if (tensor_scale_inv.has_value()) {
-    of_tensor = static_cast<const float*>(tensor_scale_inv->const_data_ptr());
-  }
+  const float* of_tensor = tensor_scale_inv.has_value() ? read_fp32(*tensor_scale_inv) : nullptr;
   void* result = out.mutable_data_ptr();
   int64_t across = ceil_div(columns, kPiece), length = std::min(columns, kPiece);
   int64_t grain = std::max<int64_t>(1, kPiece / std::max<int64_t>(1, length));

@@ -8,31 +8,25 @@ namespace mixprec::cpu {
 
 namespace {
 
-Dtype check_rows(const Tensor& x, const char* op, const char* name) {
-  Dtype dtype = dtype_of(x, op);
-  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), op, ": ", name,
-                  " must be fp32, bf16 or fp16 on the CPU");
-  return dtype;
-}
-
-void check_like(const Tensor& t, const Tensor& x, const char* op, const char* name) {
-  STD_TORCH_CHECK(same_shape(t, x), op, ": ", name, " must have x's shape");
+// fp32, bf16 or fp16, of x's shape.
+Dtype check_rows(const Tensor& t, const Tensor& x, const std::string& what) {
+  STD_TORCH_CHECK(x.dim() > 0, what, " must have 1 or more dimensions");
+  STD_TORCH_CHECK(same_shape(t, x), what, " must have x's shape");
+  return float_dtype(t, what);
 }
 
 // weight or bias [k] in fp32; without one, the number that changes nothing.
-std::vector<float> vector_of(const MaybeTensor& t, int64_t k, float otherwise, const char* op,
-                             const char* name) {
+std::vector<float> vector_of(const MaybeTensor& t, int64_t k, float otherwise,
+                             const std::string& what) {
   std::vector<float> wide(k, otherwise);
   if (!t.has_value()) return wide;
-  Dtype dtype = check_rows(*t, op, name);
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == k, op, ": ", name, " must have shape [K]");
+  Dtype dtype = float_dtype(*t, what);
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == k, what, " must have shape [K]");
   Tensor dense = row_major(*t);
   const float* values = loops().wide_row(dtype, dense.const_data_ptr(), wide.data(), k);
   std::copy(values, values + k, wide.data());
   return wide;
 }
-
-float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
 float* row_buffer(int64_t floats) {
   static thread_local std::vector<float> memory;
@@ -60,20 +54,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
     bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, std::string granularity,
     bool power_of_two_scale) {
-  const char* op = "norm_quantize";
-  Dtype dtype = check_rows(x, op, "x");
-  STD_TORCH_CHECK(x.dim() > 0, op, ": x must have 1 or more dimensions");
+  Dtype dtype = check_rows(x, x, "norm_quantize: x");
   auto [m, k] = as_matrix(x);
-  std::vector<float> w = vector_of(weight, k, 1.0f, op, "weight");
-  std::vector<float> b = vector_of(bias, k, -0.0f, op, "bias");
+  std::vector<float> w = vector_of(weight, k, 1.0f, "norm_quantize: weight");
+  std::vector<float> b = vector_of(bias, k, -0.0f, "norm_quantize: bias");
   Tensor total = empty({0}, x.scalar_type());
   x = row_major(x);
   const void *rows = x.const_data_ptr(), *added = nullptr;
   void* sums = nullptr;
   if (residual.has_value()) {
-    check_like(*residual, x, op, "residual");
-    STD_TORCH_CHECK(residual->scalar_type() == x.scalar_type() && on_cpu(*residual), op,
-                    ": residual must have x's dtype, on the CPU");
+    check_rows(*residual, x, "norm_quantize: residual");
+    STD_TORCH_CHECK(residual->scalar_type() == x.scalar_type(),
+                    "norm_quantize: residual must have x's dtype");
     residual = row_major(*residual);
     total = empty(x.sizes(), x.scalar_type());
     added = residual->const_data_ptr();
@@ -104,8 +96,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
       loops().normalize(wide, row, w.data(), b.data(), out[0] + (r - first) * k, k);
     }
   };
-  auto casts =
-      cast_rows(op, x, {type, transpose, granularity, power_of_two_scale}, {scale}, produce);
+  auto casts = cast_rows("norm_quantize", x,
+                         {type, scale, transpose, granularity, power_of_two_scale}, 1, produce);
   return std::tuple_cat(casts[0], std::make_tuple(total, mean, rstd));
 }
 
@@ -114,37 +106,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
 std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor g, Tensor x, MaybeTensor weight,
                                                  Tensor mean, Tensor rstd, MaybeTensor g_total,
                                                  bool with_bias) {
-  const char* op = "norm_backward";
-  NormGrads grads = {check_rows(x, op, "x"), check_rows(g, op, "g"), Dtype::f32, nullptr, false, 0};
-  STD_TORCH_CHECK(x.dim() > 0, op, ": x must have 1 or more dimensions");
-  check_like(g, x, op, "g");
   auto [m, k] = as_matrix(x);
+  std::vector<float> w = vector_of(weight, k, 1.0f, "norm_backward: weight");
+  NormGrads grads = {check_rows(x, x, "norm_backward: x"),
+                     check_rows(g, x, "norm_backward: g"),
+                     Dtype::f32,
+                     w.data(),
+                     mean.numel() > 0,
+                     k};
   STD_TORCH_CHECK(mean.dim() == 1 && rstd.dim() == 1 && rstd.size(0) == m &&
-                      (mean.size(0) == m || mean.size(0) == 0) && on_cpu(mean) && on_cpu(rstd) &&
+                      (mean.size(0) == m || mean.size(0) == 0) &&
                       mean.scalar_type() == ScalarType::Float &&
                       rstd.scalar_type() == ScalarType::Float,
-                  op, ": mean and rstd must be fp32 [M] on the CPU (or mean [0])");
+                  "norm_backward: mean and rstd must be fp32 [M] (or mean [0])");
   x = row_major(x);
   g = row_major(g);
   mean = row_major(mean);
   rstd = row_major(rstd);
   if (g_total.has_value()) {
-    grads.total_dtype = check_rows(*g_total, op, "g_total");
-    check_like(*g_total, x, op, "g_total");
+    grads.total_dtype = check_rows(*g_total, x, "norm_backward: g_total");
     g_total = row_major(*g_total);
   }
-  std::vector<float> w = vector_of(weight, k, 1.0f, op, "weight");
-  grads.weight = w.data();
-  grads.subtract_mean = mean.numel() > 0;
-  grads.n = k;
   Tensor dx = empty(x.sizes(), x.scalar_type());
   Tensor dweight = empty({weight.has_value() ? k : 0}, ScalarType::Float);
   Tensor dbias = empty({with_bias ? k : 0}, ScalarType::Float);
 
   int64_t bands = (m + kNormBand - 1) / kNormBand;
   std::vector<float> of_weight(bands * k), of_bias(with_bias ? bands * k : 0);
-  const float *means = static_cast<const float*>(mean.const_data_ptr()),
-              *rstds = static_cast<const float*>(rstd.const_data_ptr());
+  const float *means = read_fp32(mean), *rstds = read_fp32(rstd);
   for_rows(m, kNormBand, [&, m = m, k = k](int64_t first, int64_t count) {
     float *buffer = row_buffer(4 * k), *band_weight = of_weight.data() + first / kNormBand * k;
     float* band_bias = with_bias ? of_bias.data() + first / kNormBand * k : nullptr;

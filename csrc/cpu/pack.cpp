@@ -11,14 +11,11 @@ namespace {
 static_assert(kPiece % kPackGroup == 0);
 constexpr int64_t kStreamed = 1 << 20;  // bytes; smaller results should stay in the caches
 
-Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
-
 }  // namespace
 
 // x: any shape, fp32/bf16/fp16 -> codes uint8 [ceil(n * bits / 8)], ranges bf16 [ceil(n / 128), 2]
 std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
-  Dtype dtype = dtype_of(x, "pack: x");
-  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), "pack: x must be fp32, bf16 or fp16 on the CPU");
+  Dtype dtype = float_dtype(x, "pack: x");
   check_bits(bits, "pack");
   x = row_major(x);
   int64_t n = x.numel();
@@ -40,9 +37,7 @@ std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t co
 // as above -> `shape`
 Tensor unpack(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
               ScalarType type) {
-  Dtype dtype = dtype_of(type, "unpack: dtype");
-  STD_TORCH_CHECK(is_float(dtype), "unpack: dtype must be fp32, bf16 or fp16");
-  STD_TORCH_CHECK(on_cpu(codes) && on_cpu(ranges), "unpack: codes and ranges must be on the CPU");
+  Dtype dtype = float_dtype(type, "unpack: dtype");
   int64_t n = check_packed(codes, ranges, bits, shape);
   codes = row_major(codes);
   ranges = row_major(ranges);

@@ -1,7 +1,6 @@
 // amax, quantize and dequantize.
 #include <atomic>
 
-#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
@@ -34,47 +33,22 @@ struct ScaleGrid {
   }
 };
 
-ScaleGrid grid_of(const Tensor& scale, int64_t m, int64_t k) {
-  STD_TORCH_CHECK(scale.dim() == 2, "dequantize: scale_inv fits no granularity");
-  int64_t r = scale.size(0), c = scale.size(1), blocks = (m + kBlock - 1) / kBlock;
-  int64_t chunks = (k + kBlock - 1) / kBlock;
-  STD_TORCH_CHECK((r == m && (c == 1 || c == chunks)) || (r == blocks && c == chunks),
-                  "dequantize: scale_inv fits no granularity");
-  return {static_cast<const float*>(scale.const_data_ptr()), r == m ? 1 : kBlock,
-          c == 1 ? std::max<int64_t>(1, k) : kBlock, scale.stride(0), scale.stride(1)};
-}
-
-float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
-
-Dtype check_input(const Tensor& x, const char* what) {
-  Dtype dtype = dtype_of(x, what);
-  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x), what, " must be fp32, bf16 or fp16 on the CPU");
-  return dtype;
-}
-
 }  // namespace
 
 // x: any shape, fp32/bf16/fp16 -> fp32 []
 Tensor amax(Tensor x) {
-  Dtype dtype = check_input(x, "amax: x");
+  Dtype dtype = float_dtype(x, "amax: x");
   return empty_scalar(bits_float(amax_bits(dense(x), dtype)));
 }
 
 // x [..., K] -> data (x's shape), data_t [K, M] (or [0, 0]), scale_inv, scale_inv_t (shapes by the
 // granularity), amax []
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType type,
-                                                            MaybeTensor scale, bool transpose,
-                                                            std::string granularity,
-                                                            bool power_of_two_scale) {
-  Dtype from = check_input(x, "quantize: x");
-  Dtype to = dtype_of(type, "quantize: dtype");
-  STD_TORCH_CHECK(to != Dtype::f32 && to != Dtype::f64,
-                  "quantize: dtype must be fp8, fp16 or bf16");
-  STD_TORCH_CHECK(!transpose || x.dim() >= 2,
-                  "quantize: transpose needs x of 2 or more dimensions");
+Quantized quantize(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
+                   std::string granularity, bool power_of_two_scale) {
+  Dtype from = float_dtype(x, "quantize: x");
+  Dtype to = check_cast({type, scale, transpose, granularity, power_of_two_scale}, x, "quantize");
+  STD_TORCH_CHECK(to != Dtype::f32, "quantize: dtype must be fp8, fp16 or bf16");
   Blocks blocks = blocks_of(granularity);
-  STD_TORCH_CHECK(blocks.rows == 0 || (is_fp8(to) && !scale.has_value()),
-                  "quantize: scales by rows or blocks are for fp8 and come from x");
   float s = read_scalar(scale, 0.0f, "quantize", "scale");
 
   x = row_major(x);
@@ -125,26 +99,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType
 // data: any shape; scale_inv: fp32, of any granularity -> data's shape
 Tensor dequantize(Tensor data, Tensor scale_inv, ScalarType type) {
   Dtype from = dtype_of(data, "dequantize: data");
-  Dtype to = dtype_of(type, "dequantize: dtype");
-  STD_TORCH_CHECK(from != Dtype::f32 && from != Dtype::f64 && on_cpu(data),
-                  "dequantize: data must be fp8, fp16 or bf16 on the CPU");
-  STD_TORCH_CHECK(is_float(to), "dequantize: dtype must be fp32, bf16 or fp16");
-  STD_TORCH_CHECK(scale_inv.scalar_type() == ScalarType::Float && on_cpu(scale_inv),
-                  "dequantize: scale_inv must be fp32 on the CPU");
+  Dtype to = float_dtype(type, "dequantize: dtype");
+  STD_TORCH_CHECK(from != Dtype::f32 && from != Dtype::f64,
+                  "dequantize: data must be fp8, fp16 or bf16");
+  auto [rows, cols] = as_matrix(data);
+  auto [rows_each, cols_each] = check_scale_inv(scale_inv, data, rows, cols);
 
   data = row_major(data);
-  auto [rows, cols] = as_matrix(data);
   Tensor out = empty(data.sizes(), type);
   const void* src = data.const_data_ptr();
   void* dst = out.mutable_data_ptr();
   if (scale_inv.numel() == 1) {
-    float s = *static_cast<const float*>(scale_inv.const_data_ptr());
+    float s = *read_fp32(scale_inv);
     for_pieces(data.numel(), [&](int64_t begin, int64_t end) {
       loops().dequantize(from, to, at(src, from, begin), s, at(dst, to, begin), end - begin);
     });
     return out;
   }
-  ScaleGrid grid = grid_of(scale_inv, rows, cols);
+  ScaleGrid grid = {read_fp32(scale_inv), rows_each, cols_each, scale_inv.stride(0),
+                    scale_inv.stride(1)};
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kPiece / std::max<int64_t>(1, cols)),
                               [&](int64_t first, int64_t last) {
                                 for (int64_t r = first; r < last; ++r) {

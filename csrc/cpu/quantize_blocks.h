@@ -5,31 +5,21 @@
 #include <atomic>
 #include <string>
 
+#include "casts.h"
 #include "cpu/parallel.h"
 
 namespace mixprec::cpu {
 
 // The ops of quantize.cpp.
 Tensor amax(Tensor x);
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize(Tensor x, ScalarType dtype,
-                                                            MaybeTensor scale, bool transpose,
-                                                            std::string granularity,
-                                                            bool power_of_two_scale);
+Quantized quantize(Tensor x, ScalarType dtype, MaybeTensor scale, bool transpose,
+                   std::string granularity, bool power_of_two_scale);
 
-constexpr int64_t kBlock = 128;
+constexpr int64_t kBlock = kScaleBlock;
 
 struct Blocks {
   int64_t rows, cols;  // per scale; rows 0: the whole tensor; cols 0: a whole row
 };
-
-inline Tensor row_major(const Tensor& x) { return x.is_contiguous() ? x : to_contiguous(x); }
-
-// (M, K): leading dimensions flattened.
-inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
-}
 
 inline Blocks blocks_of(const std::string& granularity) {
   if (granularity == "tensor") return {0, 0};

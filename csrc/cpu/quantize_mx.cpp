@@ -77,9 +77,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
                                                                        std::string mode,
                                                                        bool transpose,
                                                                        MaybeTensor seed) {
-  Dtype dtype = dtype_of(x, "quantize_mx: x");
-  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x),
-                  "quantize_mx: x must be fp32, bf16 or fp16 on the CPU");
+  Dtype dtype = float_dtype(x, "quantize_mx: x");
   STD_TORCH_CHECK(!transpose || x.dim() >= 2,
                   "quantize_mx: transpose needs x of 2 or more dimensions");
   BlockFormat f = block_format(fmt, "quantize_mx");
@@ -94,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   Tensor scale_inv_t = transpose ? empty({k, blocks_of(f, m)}, block_scale_type(f))
                                  : empty({0}, block_scale_type(f));
   float tensor_amax = 0.0f;
-  if (f == BlockFormat::nvfp4) tensor_amax = *static_cast<const float*>(amax(x).const_data_ptr());
+  if (f == BlockFormat::nvfp4) tensor_amax = *read_fp32(amax(x));
   BlockCastRule rule = {dtype, f, scale_rule(f, how, tensor_amax), seed.has_value(), 0, 0};
   if (seed.has_value()) {
     rule.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));

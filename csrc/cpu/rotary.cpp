@@ -9,9 +9,8 @@ namespace {
 
 void check_factor(const Tensor& factor, const Tensor& x, const char* name) {
   STD_TORCH_CHECK(factor.scalar_type() == ScalarType::Float && factor.dim() == 2 &&
-                      factor.size(0) == x.size(2) && factor.size(1) == x.size(3) / 2 &&
-                      on_cpu(factor),
-                  "rotary: ", name, " must be fp32 [T, D/2] on the CPU");
+                      factor.size(0) == x.size(2) && factor.size(1) == x.size(3) / 2,
+                  "rotary: ", name, " must be fp32 [T, D/2]");
 }
 
 Tensor dense_rows(const Tensor& t) {
@@ -23,9 +22,8 @@ Tensor dense_rows(const Tensor& t) {
 
 // x [B, H, T, D], cos and sin fp32 [T, D/2] -> x's shape
 Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
-  Dtype dtype = dtype_of(x, "rotary: x");
-  STD_TORCH_CHECK(is_float(dtype) && on_cpu(x) && x.dim() == 4 && x.size(3) % 2 == 0,
-                  "rotary: x must be [B, H, T, D] of fp32, bf16 or fp16 on the CPU, D even");
+  Dtype dtype = float_dtype(x, "rotary: x");
+  STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0, "rotary: x must be [B, H, T, D], D even");
   check_factor(cos, x, "cos");
   check_factor(sin, x, "sin");
   x = dense_rows(x);
@@ -40,8 +38,8 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
   torch::stable::parallel_for(0, x.size(0) * positions, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t b = i / positions, t = i % positions;
-      const float* c = static_cast<const float*>(cos.const_data_ptr()) + t * cos.strides()[0];
-      const float* s = static_cast<const float*>(sin.const_data_ptr()) + t * sin.strides()[0];
+      const float* c = read_fp32(cos) + t * cos.strides()[0];
+      const float* s = read_fp32(sin) + t * sin.strides()[0];
       for (int64_t h = 0; h < heads; ++h) {
         int64_t offset = b * strides[0] + h * strides[1] + t * strides[2];
         loops().rotary(dtype, interleaved, at(from, dtype, offset), c, s,

@@ -97,7 +97,7 @@ Step::Step(StepArguments arguments) : arguments_(std::move(arguments)) {
   STD_TORCH_CHECK(states_ <= 2 && a.states.size() == states_ * count &&
                       (a.state_scales.empty() || a.state_scales.size() == a.states.size()),
                   a.op, ": states and state_scales must have one tensor per state and param");
-  check_table(a.steps, ScalarType::Float, {static_cast<int64_t>(count)}, a.op, "steps");
+  check_table(a.steps, ScalarType::Float, {static_cast<int64_t>(count)}, a.steps, a.op, "steps");
   STD_TORCH_CHECK(a.max_value > 0, a.op, ": max_value must be positive");
 
   rows_.resize(count);
@@ -146,7 +146,8 @@ void Step::check_row(size_t i) {
       STD_TORCH_CHECK(!a.state_scales.empty(), a.op,
                       ": state_scales must hold the scales of states in uint8");
       const Tensor& scales = a.state_scales[s * a.params.size() + i];
-      check_table(scales, ScalarType::Float, {state8_blocks(t.numel())}, a.op, "state_scales");
+      check_table(scales, ScalarType::Float, {state8_blocks(t.numel())}, a.steps, a.op,
+                  "state_scales");
     }
   }
   if (!a.masters.empty()) {

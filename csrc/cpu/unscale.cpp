@@ -1,33 +1,19 @@
 // unscale_ and grad_stats_.
 #include <atomic>
 
-#include "check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "overlap.h"
+#include "grads.h"
 
 namespace mixprec::cpu {
 
 namespace {
 
-Dtype check_grad(const Tensor& grad, const char* what) {
-  Dtype dtype = dtype_of(grad, what);
-  STD_TORCH_CHECK(!is_fp8(dtype) && on_cpu(grad), what, " must be floating point on the CPU");
-  return dtype;
-}
-
-void raise_flag(const Tensor& found_inf) {
-  *static_cast<float*>(found_inf.mutable_data_ptr()) = 1.0f;
-}
-
 // The optional counts: collected per piece, then summed per tensor, so that no two threads write to
 // the same number.
 class Counts {
  public:
-  Counts(const MaybeTensor& out, size_t tensors, const char* op) : out_(out), tensors_(tensors) {
-    if (out_)
-      check_table(*out_, ScalarType::Long, {static_cast<int64_t>(tensors), 4}, op, "counts");
-  }
+  Counts(const MaybeTensor& out, size_t tensors) : out_(out), tensors_(tensors) {}
   void resize(size_t pieces) {
     if (out_) of_pieces_.resize(4 * pieces);
   }
@@ -51,16 +37,10 @@ class Counts {
 
 // grads: n tensors of any shapes; inv_scale, found_inf: fp32, one element; counts: int64 [n, 4]
 void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor counts) {
-  check_scalar(found_inf, ScalarType::Float, "unscale_", "found_inf");
-  float s = read_scalar(inv_scale, 1.0f, "unscale_", "inv_scale");
-  Counts kinds(counts, grads.size(), "unscale_");
-  std::vector<Dtype> dtypes(grads.size());
-  for (size_t i = 0; i < grads.size(); ++i) {
-    dtypes[i] = check_grad(grads[i], "unscale_: a gradient");
-    STD_TORCH_CHECK(is_writable(grads[i]), "unscale_: the elements of a gradient share memory");
-  }
-  check_disjoint(grads, "unscale_", "grads");
-
+  std::vector<Dtype> dtypes = check_grads(grads, inv_scale, found_inf, counts, "unscale_");
+  check_written(grads, "unscale_");
+  float s = *read_fp32(inv_scale);
+  Counts kinds(counts, grads.size());
   TensorList flat = grads;
   for (Tensor& t : flat) {
     if (!is_dense(t)) t = to_contiguous(t);
@@ -79,23 +59,18 @@ void unscale_(TensorList grads, Tensor inv_scale, Tensor found_inf, MaybeTensor 
     if (flat[i].get() != grads[i].get()) torch::stable::copy_(grads[i], flat[i]);
   }
   kinds.store(pieces);
-  if (bad) raise_flag(found_inf);
+  if (bad) *fp32_of(found_inf) = 1.0f;
 }
 
 // as above; sum_sq: fp64 [n]
 void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tensor sum_sq,
                  MaybeTensor counts) {
   int64_t count = static_cast<int64_t>(grads.size());
-  check_scalar(found_inf, ScalarType::Float, "grad_stats_", "found_inf");
-  check_table(sum_sq, ScalarType::Double, {count}, "grad_stats_", "sum_sq");
-  float s = read_scalar(inv_scale, 1.0f, "grad_stats_", "inv_scale");
-  Counts kinds(counts, grads.size(), "grad_stats_");
-  std::vector<Dtype> dtypes(grads.size());
+  std::vector<Dtype> dtypes = check_grads(grads, inv_scale, found_inf, counts, "grad_stats_");
+  check_table(sum_sq, ScalarType::Double, {count}, found_inf, "grad_stats_", "sum_sq");
+  float s = inv_scale.has_value() ? *read_fp32(*inv_scale) : 1.0f;
+  Counts kinds(counts, grads.size());
   std::vector<const void*> data(grads.size());
-  for (size_t i = 0; i < grads.size(); ++i) {
-    dtypes[i] = check_grad(grads[i], "grad_stats_: a gradient");
-  }
-
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!is_dense(grads[i])) grads[i] = to_contiguous(grads[i]);
     data[i] = grads[i].const_data_ptr();
@@ -113,7 +88,7 @@ void grad_stats_(TensorList grads, MaybeTensor inv_scale, Tensor found_inf, Tens
   std::fill(sums, sums + count, 0.0);
   for (size_t i = 0; i < pieces.size(); ++i) sums[pieces[i].tensor] += partial[i];
   kinds.store(pieces);
-  if (bad) raise_flag(found_inf);
+  if (bad) *fp32_of(found_inf) = 1.0f;
 }
 
 }  // namespace mixprec::cpu

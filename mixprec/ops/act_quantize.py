@@ -125,7 +125,6 @@ def _no_cast(x: torch.Tensor, dtype: torch.dtype) -> casts.Results:
 
 
 def _check_kind(op: str, x: torch.Tensor, up: torch.Tensor | None, kind: str) -> None:
-    checks.is_tensor(op, "x", x)
     checks.has_dtype(op, "x", x, checks.FLOATS)
     if kind not in KINDS:
         names = ", ".join(f'"{name}"' for name in KINDS)

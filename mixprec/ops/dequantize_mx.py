@@ -57,7 +57,6 @@ def _check(
 ) -> None:
     op = "dequantize_mx"
     block = block_formats.parse(op, fmt)
-    checks.is_tensor(op, "data", data)
     checks.has_dtype(op, "data", data, (block.element.dtype,))
     checks.is_tensor(op, "scale_inv", scale_inv)
     scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8

@@ -86,7 +86,6 @@ def _check_gemm(operands: Operands, bias: torch.Tensor | None, out_dtype: torch.
     if out_dtype not in checks.FLOATS:
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     if bias is not None:
-        checks.is_tensor(op, "bias", bias)
         checks.has_dtype(op, "bias", bias, checks.FLOATS)
         checks.has_shape(op, "bias", bias, (b.shape[1],), "[N]")
         checks.on_device(op, "bias", bias, a.device, "a")
@@ -119,7 +118,6 @@ def _span(x: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
     op, (a, b, *_) = "gemm_accumulate_", operands
     _check_operands(op, operands)
-    checks.is_tensor(op, "acc", acc)
     checks.has_dtype(op, "acc", acc, (torch.float32,))
     checks.has_shape(op, "acc", acc, (a.shape[0], b.shape[1]), "[M, N]")
     checks.on_device(op, "acc", acc, a.device, "a")

@@ -20,7 +20,6 @@ def quantize_int8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for Inf or NaN.
     """
     op = "quantize_int8"
-    checks.is_tensor(op, "w", w)
     checks.has_dtype(op, "w", w, checks.FLOATS)
     if w.dim() != 2:
         raise ValueError(f"{op}: w must be [N, K], got shape {tuple(w.shape)}")

@@ -127,7 +127,6 @@ def norm_backward_reference(
 
 
 def _check_x(op: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
-    checks.is_tensor(op, "x", x)
     checks.has_dtype(op, "x", x, checks.FLOATS)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have 1 or more dimensions, got shape ()")
@@ -136,7 +135,6 @@ def _check_x(op: str, x: torch.Tensor, weight: torch.Tensor | None) -> None:
 
 
 def _check_vector(op: str, name: str, t: torch.Tensor, x: torch.Tensor) -> None:
-    checks.is_tensor(op, name, t)
     checks.has_dtype(op, name, t, checks.FLOATS)
     checks.has_shape(op, name, t, x.shape[-1:], "[K], x's last dimension,")
     checks.on_device(op, name, t, x.device, "x")
@@ -171,7 +169,6 @@ def _check_backward(
     casts.like_x(op, "g", g, x, checks.FLOATS)
     rows, _ = scale_layout.as_matrix(x.shape)
     for name, t in (("mean", mean), ("rstd", rstd)):
-        checks.is_tensor(op, name, t)
         checks.has_dtype(op, name, t, (torch.float32,))
         if name == "rstd" or tuple(t.shape) != (0,):  # no mean: RMSNorm
             checks.has_shape(op, name, t, (rows,), "[M], x's rows,")

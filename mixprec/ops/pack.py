@@ -114,7 +114,6 @@ def _check_bits(op: str, bits: int) -> None:
 
 
 def _check_pack(x: torch.Tensor, bits: int) -> None:
-    checks.is_tensor("pack", "x", x)
     checks.has_dtype("pack", "x", x, checks.FLOATS)
     _check_bits("pack", bits)
 
@@ -139,9 +138,7 @@ def _check_unpack(
     codes: torch.Tensor, ranges: torch.Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
     op = "unpack"
-    checks.is_tensor(op, "codes", codes)
     checks.has_dtype(op, "codes", codes, (torch.uint8,))
-    checks.is_tensor(op, "ranges", ranges)
     checks.has_dtype(op, "ranges", ranges, (torch.bfloat16,))
     checks.on_device(op, "ranges", ranges, codes.device, "codes")
     _check_bits(op, bits)

@@ -125,7 +125,6 @@ def _check(
     x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
 ) -> None:
     op = "quantize_mx"
-    checks.is_tensor(op, "x", x)
     checks.has_dtype(op, "x", x, checks.FLOATS)
     block = block_formats.parse(op, fmt)
     if scale_mode not in block_formats.SCALE_MODES:
@@ -140,7 +139,6 @@ def _check(
     if transpose and x.dim() < 2:
         raise ValueError(f"{op}: transpose needs x of 2 or more dimensions, got {tuple(x.shape)}")
     if seed is not None:
-        checks.is_tensor(op, "seed", seed)
         checks.has_dtype(op, "seed", seed, (torch.int64,))
         checks.has_shape(op, "seed", seed, (1,), "one number")
         checks.on_device(op, "seed", seed, x.device, "x")

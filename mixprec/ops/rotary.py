@@ -24,12 +24,10 @@ def rotary_reference(
 
 def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     op = "rotary"
-    checks.is_tensor(op, "x", x)
     checks.has_dtype(op, "x", x, checks.FLOATS)
     if x.dim() != 4 or x.shape[3] % 2 != 0:
         raise ValueError(f"{op}: x must be [B, H, T, D], D even, got shape {tuple(x.shape)}")
     for name, factor in (("cos", cos), ("sin", sin)):
-        checks.is_tensor(op, name, factor)
         checks.has_dtype(op, name, factor, (torch.float32,))
         checks.has_shape(op, name, factor, (x.shape[2], x.shape[3] // 2), "[T, D/2]")
         checks.on_device(op, name, factor, x.device, "x")

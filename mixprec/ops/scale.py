@@ -74,7 +74,6 @@ def _check_scale_from_amax(
     op = "scale_from_amax_"
     formats.parse(dtype, who=op)
     for name, t in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
-        checks.is_tensor(op, name, t)
         checks.has_dtype(op, name, t, (torch.float32,))
         checks.has_shape(op, name, t, scale.shape, "scale's shape")
         checks.on_device(op, name, t, scale.device, "scale")
@@ -152,7 +151,6 @@ def _fake_clip_coef(sum_sq: torch.Tensor) -> torch.Tensor:
 
 
 def _check_clip_coef(sum_sq: torch.Tensor, max_norm: float) -> None:
-    checks.is_tensor("clip_coef", "sum_sq", sum_sq)
     checks.has_dtype("clip_coef", "sum_sq", sum_sq, (torch.float64,))
     if not sum_sq.is_contiguous():
         raise ValueError(f"clip_coef: sum_sq must be contiguous, got strides {sum_sq.stride()}")

@@ -14,7 +14,7 @@ using Tensors = std::vector<Tensor>;
 // Makes the device of `t` current while this object exists; holds its stream and number of SMs.
 class OnDevice {
  public:
-  explicit OnDevice(const Tensor& t) : guard_(t.get_device_index()) {
+  explicit OnDevice(const Tensor& t) : guard_(checked(t).get_device_index()) {
     void* current = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &current));
     stream = static_cast<cudaStream_t>(current);
@@ -27,6 +27,11 @@ class OnDevice {
   int sms = 0;
 
  private:
+  static const Tensor& checked(const Tensor& t) {
+    STD_TORCH_CHECK(t.is_cuda(), "mixprec: all tensors must be on one CUDA device");
+    return t;
+  }
+
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
@@ -37,21 +42,12 @@ inline void check_launch(cudaError_t error, const char* op) {
   STD_TORCH_CHECK(error == cudaSuccess, op, ": CUDA: ", cudaGetErrorString(error));
 }
 
-inline bool on_device_of(const Tensor& t, const Tensor& other) {
-  return t.is_cuda() && other.is_cuda() && t.get_device_index() == other.get_device_index();
-}
-
-inline void check_scalar_on(const Tensor& t, ScalarType type, const Tensor& other,
-                            const char* what) {
-  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && on_device_of(t, other), what,
-                  " must hold one element of the right dtype on the op's CUDA device");
-}
-
 // Null for an argument that is not given.
-inline const float* scalar_on(const MaybeTensor& t, const Tensor& other, const char* what) {
+inline const float* scalar_on(const MaybeTensor& t, const Tensor& beside, const char* op,
+                              const char* name) {
   if (!t.has_value()) return nullptr;
-  check_scalar_on(*t, ScalarType::Float, other, what);
-  return static_cast<const float*>(t->const_data_ptr());
+  check_scalar(*t, ScalarType::Float, beside, op, name);
+  return read_fp32(*t);
 }
 
 // torch's allocator clears the error of an allocation: one that is left is of an earlier kernel.
@@ -67,8 +63,6 @@ inline Tensor empty_on(const Tensor& other, torch::headeronly::IntHeaderOnlyArra
   return allocated(make, no_memory);
 }
 
-inline float* fp32_of(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
-
 inline Tensor words_on(const Tensor& x, int64_t count) {
   return empty_on(x, {count}, ScalarType::Int);
 }
@@ -80,13 +74,6 @@ inline Tensor to_contiguous(const Tensor& t) {
 
 inline Tensor row_major(const Tensor& t) { return t.is_contiguous() ? t : to_contiguous(t); }
 inline Tensor dense(const Tensor& t) { return is_dense(t) ? t : to_contiguous(t); }
-
-// (M, K): leading dimensions flattened.
-inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
-  return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
-}
 
 // Copies what a kernel wrote to `copy`, which may be the tensor itself.
 inline void write_back(const Tensor& original, const Tensor& copy) {

@@ -6,14 +6,6 @@ namespace mixprec::cuda {
 
 namespace {
 
-Activation kind_of(const std::string& name, const char* op) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "relu2") return Activation::relu2;
-  STD_TORCH_CHECK(false, op, ": kind must be silu, gelu, gelu_tanh or relu2, got ", name);
-}
-
 MaybeTensor checked_up(const MaybeTensor& up, const Tensor& x, const std::string& op) {
   STD_TORCH_CHECK(!up.has_value() || up->scalar_type() == x.scalar_type(), op,
                   ": up must be of x's dtype");
@@ -23,8 +15,7 @@ MaybeTensor checked_up(const MaybeTensor& up, const Tensor& x, const std::string
 Quantized act_quantize_op(Tensor x, MaybeTensor up, std::string kind, ScalarType type,
                           MaybeTensor scale, bool transpose, std::string granularity,
                           bool power_of_two_scale) {
-  STD_TORCH_CHECK(x.is_cuda(), "act_quantize: x must be on a CUDA device");
-  Activation activation = kind_of(kind, "act_quantize");
+  Activation activation = activation_of(kind, "act_quantize");
   OnDevice device(x);
   x = checked(x, x, false, "act_quantize: x");
   up = checked_up(up, x, "act_quantize");
@@ -44,8 +35,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 act_backward_op(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType type,
                 MaybeTensor scale, bool transpose, std::string granularity,
                 bool power_of_two_scale) {
-  STD_TORCH_CHECK(x.is_cuda(), "act_backward: x must be on a CUDA device");
-  Activation activation = kind_of(kind, "act_backward");
+  Activation activation = activation_of(kind, "act_backward");
   OnDevice device(x);
   x = checked(x, x, false, "act_backward: x");
   g = checked(g, x, false, "act_backward: g");

@@ -1,8 +1,6 @@
 // What the launchers of the fused ops share: checks of arguments, and tensors as arrays.
 #pragma once
 
-#include <string>
-
 #include "cuda/fused/computed.cuh"
 #include "cuda/quantize/results.h"
 
@@ -12,8 +10,8 @@ namespace mixprec::cuda {
 inline Tensor checked(const Tensor& t, const Tensor& x, bool is_vector, const std::string& what) {
   bool fits = is_vector ? t.dim() == 1 && x.dim() > 0 && t.size(0) == x.size(x.dim() - 1)
                         : same_shape(t, x);
-  STD_TORCH_CHECK(is_float(dtype_of(t, what.c_str())) && on_device_of(t, x), what,
-                  " must be fp32, bf16 or fp16 on x's CUDA device");
+  float_dtype(t, what);
+  STD_TORCH_CHECK(together(t, x), what, " must be on x's device");
   STD_TORCH_CHECK(fits, what,
                   is_vector ? " must be [K], x's last dimension" : " must be of x's shape");
   return row_major(t);

@@ -11,8 +11,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
     Tensor x, MaybeTensor residual, MaybeTensor weight, MaybeTensor bias, double eps,
     bool subtract_mean, ScalarType type, MaybeTensor scale, bool transpose, std::string granularity,
     bool power_of_two_scale) {
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() > 0,
-                  "norm_quantize: x must have 1 or more dimensions, on a CUDA device");
+  STD_TORCH_CHECK(x.dim() > 0, "norm_quantize: x must have 1 or more dimensions");
   OnDevice device(x);
   x = checked(x, x, false, "norm_quantize: x");
   residual = checked(residual, x, false, "norm_quantize: residual");
@@ -38,8 +37,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
 std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor g, Tensor x, MaybeTensor weight,
                                                     Tensor mean, Tensor rstd, MaybeTensor g_total,
                                                     bool with_bias) {
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() > 0,
-                  "norm_backward: x must have 1 or more dimensions, on a CUDA device");
+  STD_TORCH_CHECK(x.dim() > 0, "norm_backward: x must have 1 or more dimensions");
   OnDevice device(x);
   x = checked(x, x, false, "norm_backward: x");
   g = checked(g, x, false, "norm_backward: g");
@@ -48,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_op(Tensor g, Tensor x, MaybeTen
   auto [rows, cols] = as_matrix(x);
   bool layer_norm = mean.numel() > 0;
   for (const Tensor& t : {mean, rstd}) {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && on_device_of(t, x) && t.dim() == 1 &&
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && together(t, x) && t.dim() == 1 &&
                         (t.size(0) == rows || (t.get() == mean.get() && !layer_norm)),
                     "norm_backward: mean and rstd must be fp32 [M], x's rows, on x's CUDA device");
   }

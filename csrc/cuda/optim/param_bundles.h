@@ -133,7 +133,7 @@ class ParamBundles {
     for (int k = 0; k < 2; ++k) {
       const MaybeTensor& scale = bundle.at[kScale + k];
       require(!scale.has_value() ||
-                  (on_device_of(*scale, lists_.steps) && stored_of(scale) == Stored::f32 &&
+                  (together(*scale, lists_.steps) && stored_of(scale) == Stored::f32 &&
                    scale->is_contiguous() && scale->dim() == 1 &&
                    scale->numel() == state8_blocks(param.numel())),
               "state_scales of states in uint8 must be fp32 [ceil(numel / 256)], contiguous");
@@ -141,10 +141,9 @@ class ParamBundles {
     for (int a = 0; a < kScale; ++a) {
       if (!bundle.at[a].has_value()) continue;
       const Tensor& t = *bundle.at[a];
-      require(
-          on_device_of(t, lists_.steps) && same_shape(t, param) && (a == kGrad || is_writable(t)),
-          "a grad, a state and a master must have their param's shape; all must be on one CUDA "
-          "device, and all but grads writable");
+      require(together(t, lists_.steps) && same_shape(t, param) && (a == kGrad || is_writable(t)),
+              "a grad, a state and a master must have their param's shape; all must be on one CUDA "
+              "device, and all but grads writable");
     }
     Stored p = stored_of(bundle.at[kParam]), g = stored_of(bundle.at[kGrad]);
     Stored real = p == Stored::f64 ? Stored::f64 : Stored::f32;

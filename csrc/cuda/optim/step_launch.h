@@ -13,7 +13,7 @@ void update_(Tensors params, Tensors grads, Tensors states, Tensors state_scales
              bool stochastic_rounding, int64_t seed, std::vector<int64_t> indices,
              MaybeTensor lr_tensor, MaybeTensor inv_scale, MaybeTensor clip,
              MaybeTensor found_inf) {
-  const std::string op = Rule::kName;
+  const char* op = Rule::kName;
   STD_TORCH_CHECK(settings.size() == kSettings<Rule>, op, ": settings must have ", kSettings<Rule>,
                   " numbers");
   Rule rule = make_rule<Rule>(lr, settings.data());
@@ -23,18 +23,18 @@ void update_(Tensors params, Tensors grads, Tensors states, Tensors state_scales
   STD_TORCH_CHECK(params.empty() || count == Rule::states(rule.variant(count, 1)), op,
                   ": states must have one tensor per state and param");
   StepArgs args = {};
-  args.inv_scale = scalar_on(inv_scale, steps, (op + ": inv_scale").c_str());
-  args.clip = scalar_on(clip, steps, (op + ": clip").c_str());
-  args.found_inf = scalar_on(found_inf, steps, (op + ": found_inf").c_str());
+  args.inv_scale = scalar_on(inv_scale, steps, op, "inv_scale");
+  args.clip = scalar_on(clip, steps, op, "clip");
+  args.found_inf = scalar_on(found_inf, steps, op, "found_inf");
   args.max_value = max_value;
   args.maximize = maximize;
   args.stochastic_rounding = stochastic_rounding;
   args.seed = seed;
   if (lr_tensor.has_value() && lr_tensor->scalar_type() == ScalarType::Double) {
-    check_scalar_on(*lr_tensor, ScalarType::Double, steps, (op + ": lr_tensor").c_str());
+    check_scalar(*lr_tensor, ScalarType::Double, steps, op, "lr_tensor");
     args.lr_f64 = static_cast<const double*>(lr_tensor->const_data_ptr());
   } else {
-    args.lr_f32 = scalar_on(lr_tensor, steps, (op + ": lr_tensor").c_str());
+    args.lr_f32 = scalar_on(lr_tensor, steps, op, "lr_tensor");
   }
   if (steps.numel() == 0) return;
 

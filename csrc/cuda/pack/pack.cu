@@ -10,9 +10,7 @@ namespace mixprec::cuda {
 namespace {
 
 std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
-  Dtype dtype = dtype_of(x, "pack: x");
-  STD_TORCH_CHECK(is_float(dtype) && x.is_cuda(),
-                  "pack: x must be fp32, bf16 or fp16 on a CUDA device");
+  Dtype dtype = float_dtype(x, "pack: x");
   check_bits(bits, "pack");
   OnDevice device(x);
   x = row_major(x);
@@ -29,10 +27,7 @@ std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t
 
 Tensor unpack_op(Tensor codes, Tensor ranges, int64_t bits, std::vector<int64_t> shape,
                  ScalarType type) {
-  Dtype dtype = dtype_of(type, "unpack: dtype");
-  STD_TORCH_CHECK(is_float(dtype), "unpack: dtype must be fp32, bf16 or fp16");
-  STD_TORCH_CHECK(codes.is_cuda() && on_device_of(ranges, codes),
-                  "unpack: codes and ranges must be on one CUDA device");
+  Dtype dtype = float_dtype(type, "unpack: dtype");
   int64_t n = check_packed(codes, ranges, bits, shape);
   OnDevice device(codes);
   codes = row_major(codes);

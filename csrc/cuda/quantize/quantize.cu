@@ -8,15 +8,8 @@ namespace mixprec::cuda {
 
 namespace {
 
-Dtype check_input(const Tensor& x, const char* what) {
-  Dtype dtype = dtype_of(x, what);
-  STD_TORCH_CHECK(is_float(dtype) && x.is_cuda(), what,
-                  " must be fp32, bf16 or fp16 on a CUDA device");
-  return dtype;
-}
-
 Tensor amax_op(Tensor x) {
-  Dtype dtype = check_input(x, "amax: x");
+  Dtype dtype = float_dtype(x, "amax: x");
   OnDevice device(x);
   x = dense(x);
   Tensor result = empty_on(x, {}, ScalarType::Float);
@@ -29,7 +22,7 @@ Tensor amax_op(Tensor x) {
 
 Quantized quantize_op(Tensor x, ScalarType type, MaybeTensor scale, bool transpose,
                       std::string granularity, bool power_of_two_scale) {
-  Dtype from = check_input(x, "quantize: x");
+  Dtype from = float_dtype(x, "quantize: x");
   STD_TORCH_CHECK(type != ScalarType::Float && type != ScalarType::Double,
                   "quantize: dtype must be fp8, fp16 or bf16");
   STD_TORCH_CHECK(granularity != "mx", "quantize: granularity mx is that of quantize_mx");
@@ -41,38 +34,26 @@ Quantized quantize_op(Tensor x, ScalarType type, MaybeTensor scale, bool transpo
   });
 }
 
-// The shape of scale_inv determines the granularity.
-ScaleGrid grid_of(const Tensor& scale_inv, int64_t rows, int64_t cols) {
-  const float* data = static_cast<const float*>(scale_inv.const_data_ptr());
-  if (scale_inv.numel() == 1) return {data, cols, 0, 0, 0, 0};
-  bool is_matrix = scale_inv.dim() == 2;
-  int64_t r = is_matrix ? scale_inv.size(0) : -1, c = is_matrix ? scale_inv.size(1) : -1;
-  STD_TORCH_CHECK((r == rows && (c == 1 || c == tiles_of(cols))) ||
-                      (r == tiles_of(rows) && c == tiles_of(cols)),
-                  "dequantize: scale_inv fits no granularity");
-  return {data,
-          cols,
-          r == rows ? 1 : kTile,
-          c == 1 ? std::max<int64_t>(1, cols) : kTile,
-          scale_inv.stride(0),
+ScaleGrid grid_of(const Tensor& scale_inv, const Tensor& data) {
+  auto [rows, cols] = as_matrix(data);
+  auto [rows_each, cols_each] = check_scale_inv(scale_inv, data, rows, cols);
+  if (scale_inv.numel() == 1) return {read_fp32(scale_inv), cols, 0, 0, 0, 0};
+  return {read_fp32(scale_inv), cols, rows_each, cols_each, scale_inv.stride(0),
           scale_inv.stride(1)};
 }
 
 Tensor dequantize_op(Tensor data, Tensor scale_inv, ScalarType type) {
   Dtype from = dtype_of(data, "dequantize: data");
-  Dtype to = dtype_of(type, "dequantize: dtype");
-  STD_TORCH_CHECK(from != Dtype::f32 && from != Dtype::f64 && data.is_cuda(),
-                  "dequantize: data must be fp8, fp16 or bf16 on a CUDA device");
-  STD_TORCH_CHECK(is_float(to), "dequantize: dtype must be fp32, bf16 or fp16");
-  STD_TORCH_CHECK(scale_inv.scalar_type() == ScalarType::Float && on_device_of(scale_inv, data),
-                  "dequantize: scale_inv must be fp32 on data's device");
+  Dtype to = float_dtype(type, "dequantize: dtype");
+  STD_TORCH_CHECK(from != Dtype::f32 && from != Dtype::f64,
+                  "dequantize: data must be fp8, fp16 or bf16");
+  ScaleGrid grid = grid_of(scale_inv, data);
 
   OnDevice device(data);
   data = row_major(data);
-  auto [rows, cols] = as_matrix(data);
   Tensor out = empty_on(data, data.sizes(), type);
   check_launch(dequantize(from, to, data.const_data_ptr(), out.mutable_data_ptr(), data.numel(),
-                          grid_of(scale_inv, rows, cols), device.sms, device.stream),
+                          grid, device.sms, device.stream),
                "dequantize");
   return out;
 }

@@ -1,27 +1,12 @@
 // What quantize and the fused ops allocate and return.
 #pragma once
 
-#include <string>
-#include <tuple>
-#include <utility>
-
+#include "casts.h"
 #include "cuda/common/on_device.h"
 #include "cuda/quantize/quantize.cuh"
 #include "math/mx.h"
 
 namespace mixprec::cuda {
-
-// data, data_t, scale_inv, scale_inv_t, amax
-using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// How the caller wants the result.
-struct Cast {
-  ScalarType type;
-  MaybeTensor scale;
-  bool transpose;
-  std::string granularity;
-  bool power_of_two_scale;
-};
 
 inline Granularity granularity_of(const std::string& name, const char* op) {
   if (name == "tensor") return Granularity::tensor;
@@ -48,15 +33,10 @@ inline Tensor scales_on(const Tensor& x, Granularity granularity, int64_t rows, 
 // the error of its launches. May be called before x has its values.
 template <class Run>
 Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, const Run& run) {
-  Dtype to = dtype_of(cast.type, op);
+  Dtype to = check_cast(cast, x, op);
   Granularity granularity = granularity_of(cast.granularity, op);
   bool by_tensor = granularity == Granularity::tensor, transpose = cast.transpose;
-  STD_TORCH_CHECK(to != Dtype::f64 && (to != Dtype::f32 || !(transpose || cast.scale.has_value())),
-                  op, ": dtype must be fp8, fp16 or bf16, or fp32 without scale and transpose");
-  STD_TORCH_CHECK(!transpose || x.dim() >= 2, op, ": transpose needs x of 2 or more dimensions");
-  STD_TORCH_CHECK(by_tensor || (is_fp8(to) && !cast.scale.has_value()), op,
-                  ": scales by rows or blocks are for fp8 and come from x");
-  const float* given = scalar_on(cast.scale, x, op);
+  const float* given = scalar_on(cast.scale, x, op, "scale");
 
   auto [rows, cols] = as_matrix(x);
   Tensor data = empty_on(x, x.sizes(), cast.type);

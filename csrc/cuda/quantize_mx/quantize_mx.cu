@@ -22,9 +22,7 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
 
 QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool transpose,
                            MaybeTensor seed) {
-  Dtype dtype = dtype_of(x, "quantize_mx: x");
-  STD_TORCH_CHECK(is_float(dtype) && x.is_cuda(),
-                  "quantize_mx: x must be fp32, bf16 or fp16 on a CUDA device");
+  Dtype dtype = float_dtype(x, "quantize_mx: x");
   STD_TORCH_CHECK(!transpose || x.dim() >= 2,
                   "quantize_mx: transpose needs x of 2 or more dimensions");
   BlockFormat format = block_format(fmt, "quantize_mx");
@@ -62,10 +60,7 @@ QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool tra
 
 Tensor dequantize_mx_op(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv,
                         std::string fmt, int64_t columns, ScalarType type) {
-  Dtype dtype = dtype_of(type, "dequantize_mx: dtype");
-  STD_TORCH_CHECK(is_float(dtype), "dequantize_mx: dtype must be fp32, bf16 or fp16");
-  STD_TORCH_CHECK(data.is_cuda() && on_device_of(scale_inv, data),
-                  "dequantize_mx: data and scale_inv must be on one CUDA device");
+  Dtype dtype = float_dtype(type, "dequantize_mx: dtype");
   BlockFormat format = block_format(fmt, "dequantize_mx");
   auto [rows, cols] = check_blocks(data, scale_inv, tensor_scale_inv, format, columns);
   OnDevice device(data);
@@ -75,7 +70,7 @@ Tensor dequantize_mx_op(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_
   DequantizeMx args = {format,
                        static_cast<const uint8_t*>(data.const_data_ptr()),
                        static_cast<const uint8_t*>(scale_inv.const_data_ptr()),
-                       scalar_on(tensor_scale_inv, data, "dequantize_mx: tensor_scale_inv"),
+                       scalar_on(tensor_scale_inv, data, "dequantize_mx", "tensor_scale_inv"),
                        rows,
                        cols};
   check_launch(dequantize_mx(dtype, args, out.mutable_data_ptr(), device.sms, device.stream),

@@ -1,8 +1,7 @@
 // scale_from_amax_, inv_scale, clip_coef and update_scale_ on CUDA tensors.
-#include <cmath>
-
 #include "cuda/common/on_device.h"
 #include "cuda/scale/scale.cuh"
+#include "scales.h"
 
 namespace mixprec::cuda {
 
@@ -15,29 +14,21 @@ T* data_of(const Tensor& t) {
 
 void scale_from_amax_(Tensor scale, Tensor scale_inv, Tensor amax, ScalarType type, int64_t margin,
                       bool power_of_two) {
-  float fmt_max = format_max(dtype_of(type, "scale_from_amax_: dtype"));
-  STD_TORCH_CHECK(fmt_max > 0.0f, "scale_from_amax_: dtype must be fp8, fp16 or bf16");
-  STD_TORCH_CHECK(margin >= -64 && margin <= 64, "scale_from_amax_: margin must be in [-64, 64]");
-  for (const Tensor* t : {&scale, &scale_inv, &amax}) {
-    STD_TORCH_CHECK(t->scalar_type() == ScalarType::Float && on_device_of(*t, scale) &&
-                        same_shape(*t, scale) && (t == &amax || is_writable(*t)),
-                    "scale_from_amax_: scale, scale_inv and amax must be fp32 of one shape");
-  }
+  float fmt_max = check_scale_from_amax(scale, scale_inv, amax, type);
+  float shift = check_margin(margin, "scale_from_amax_");
 
   OnDevice device(scale);
   Tensor flat = row_major(scale), flat_inv = row_major(scale_inv);
   amax = row_major(amax);
-  float shift = std::ldexp(1.0f, static_cast<int>(-margin));
-  check_launch(scale_from_amax(data_of<float>(flat), data_of<float>(flat_inv),
-                               static_cast<const float*>(amax.const_data_ptr()), scale.numel(),
-                               fmt_max, shift, power_of_two, device.stream),
+  check_launch(scale_from_amax(data_of<float>(flat), data_of<float>(flat_inv), read_fp32(amax),
+                               scale.numel(), fmt_max, shift, power_of_two, device.stream),
                "scale_from_amax_");
   write_back(scale, flat);
   write_back(scale_inv, flat_inv);
 }
 
 Tensor inv_scale_op(Tensor scale) {
-  check_scalar_on(scale, ScalarType::Float, scale, "inv_scale: scale");
+  check_scalar(scale, ScalarType::Float, scale, "inv_scale", "scale");
   OnDevice device(scale);
   Tensor result = empty_on(scale, scale.sizes(), ScalarType::Float);
   check_launch(inv_scale(data_of<float>(scale), data_of<float>(result), device.stream),
@@ -46,10 +37,7 @@ Tensor inv_scale_op(Tensor scale) {
 }
 
 Tensor clip_coef_op(Tensor sum_sq, double max_norm) {
-  STD_TORCH_CHECK(sum_sq.scalar_type() == ScalarType::Double && sum_sq.is_cuda() &&
-                      sum_sq.is_contiguous() && max_norm > 0,
-                  "clip_coef: sum_sq must be fp64, contiguous, on a CUDA device, and max_norm "
-                  "positive");
+  check_clip_coef(sum_sq, max_norm);
   OnDevice device(sum_sq);
   Tensor result = empty_on(sum_sq, {}, ScalarType::Float);
   check_launch(clip_coef(static_cast<const double*>(sum_sq.const_data_ptr()), sum_sq.numel(),
@@ -62,32 +50,16 @@ void update_scale_(Tensor scale, Tensor growth_tracker, Tensor hysteresis_tracke
                    Tensor found_inf, MaybeTensor underflow, double growth_factor,
                    double backoff_factor, int64_t growth_interval, double min_scale,
                    double max_scale, int64_t hysteresis, double grow_on_underflow) {
-  check_scalar_on(scale, ScalarType::Float, scale, "update_scale_: scale");
-  check_scalar_on(growth_tracker, ScalarType::Int, scale, "update_scale_: growth_tracker");
-  check_scalar_on(hysteresis_tracker, ScalarType::Int, scale, "update_scale_: hysteresis_tracker");
-  check_scalar_on(found_inf, ScalarType::Float, scale, "update_scale_: found_inf");
-  const float* underflows = scalar_on(underflow, scale, "update_scale_: underflow");
-  STD_TORCH_CHECK(counters.scalar_type() == ScalarType::Long && counters.dim() == 1 &&
-                      counters.numel() == 3 && counters.is_contiguous() &&
-                      on_device_of(counters, scale),
-                  "update_scale_: counters must be int64 [3], contiguous, on scale's device");
-  STD_TORCH_CHECK(growth_factor >= 1 && std::isfinite(growth_factor) && backoff_factor > 0 &&
-                      backoff_factor <= 1 && growth_interval >= 1 && min_scale >= 0 &&
-                      std::isfinite(min_scale) && max_scale > 0 && hysteresis >= 1 &&
-                      grow_on_underflow >= 0 && grow_on_underflow <= 1,
-                  "update_scale_: a setting is out of its range");
+  check_loss_scale(scale, growth_tracker, hysteresis_tracker, counters, found_inf, underflow);
+  LossScaleRule rule = loss_scale_rule(growth_factor, backoff_factor, growth_interval, min_scale,
+                                       max_scale, hysteresis, grow_on_underflow);
+  const float* underflows = underflow.has_value() ? read_fp32(*underflow) : nullptr;
 
   OnDevice device(scale);
   LossScaleState state = {data_of<float>(scale), data_of<int32_t>(growth_tracker),
                           data_of<int32_t>(hysteresis_tracker), data_of<int64_t>(counters)};
-  LossScaleRule rule = {growth_factor,
-                        backoff_factor,
-                        growth_interval,
-                        static_cast<float>(min_scale),
-                        static_cast<float>(max_scale),
-                        static_cast<int32_t>(hysteresis)};
-  check_launch(update_scale(state, static_cast<const float*>(found_inf.const_data_ptr()),
-                            underflows, static_cast<float>(grow_on_underflow), rule, device.stream),
+  check_launch(update_scale(state, read_fp32(found_inf), underflows,
+                            static_cast<float>(grow_on_underflow), rule, device.stream),
                "update_scale_");
 }
 

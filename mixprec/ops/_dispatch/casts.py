@@ -136,7 +136,6 @@ def like_x(
     op: str, name: str, t: torch.Tensor, x: torch.Tensor, allowed: tuple[torch.dtype, ...]
 ) -> None:
     """Require an argument of x's shape, on x's device."""
-    checks.is_tensor(op, name, t)
     checks.has_dtype(op, name, t, allowed)
     checks.has_shape(op, name, t, x.shape, "x's shape")
     checks.on_device(op, name, t, x.device, "x")

@@ -38,6 +38,8 @@ def is_list(op: str, name: str, tensors: Sequence[object]) -> Sequence[torch.Ten
 
 
 def has_dtype(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    """Require a dense tensor of one of these dtypes."""
+    is_tensor(op, name, x)
     if x.dtype not in allowed:
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise ValueError(f"{op}: {name} must have dtype {dtypes}, got {x.dtype}")
@@ -75,7 +77,6 @@ def is_table(
     owner: str,
 ) -> None:
     """A contiguous tensor to be overwritten: one row per tensor of a list."""
-    is_tensor(op, name, x)
     has_dtype(op, name, x, (dtype,))
     has_shape(op, name, x, shape, "[tensors, ...]")
     on_device(op, name, x, device, owner)

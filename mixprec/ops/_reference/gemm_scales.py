@@ -33,7 +33,6 @@ def check(
 
     rows: M for the scales of a, N for those of b, whose shapes are the transposes of a's.
     """
-    checks.is_tensor(op, name, t)
     checks.has_dtype(op, name, t, (torch.float32,))
     checks.on_device(op, name, t, owner.device, "a")
     if t.numel() == 1:
