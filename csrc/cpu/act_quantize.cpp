@@ -1,5 +1,5 @@
 // act_quantize and act_backward.
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/simd/loops.h"
 

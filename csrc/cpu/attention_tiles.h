@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/parallel.h"
 #include "cpu/scratch.h"
 #include "cpu/simd/loops.h"

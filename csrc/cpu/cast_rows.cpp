@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/scratch.h"
 #include "cpu/simd/loops.h"
 #include "math/scale.h"

@@ -1,7 +1,7 @@
 // update_delayed_scales_: a few scalars per tensor, computed on one thread.
 #include "math/delayed_scales.h"
 
-#include "scales.h"
+#include "arguments/scales.h"
 
 namespace mixprec::cpu {
 

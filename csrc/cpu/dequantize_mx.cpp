@@ -1,6 +1,6 @@
 // dequantize_mx: iterates over pieces of rows; the loops are in dequantize_mx_loops.h.
-#include "block_formats.h"
-#include "check.h"
+#include "arguments/block_formats.h"
+#include "arguments/check.h"
 #include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
 

@@ -1,5 +1,5 @@
 // gemm and gemm_accumulate_: both operands are packed into panels of fp32 words or bf16 pairs.
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/gemm_arguments.h"
 
 namespace mixprec::cpu {

@@ -1,7 +1,7 @@
 // The arguments of gemm on the CPU: checked, and in the form that the loops over panels take.
 #pragma once
 
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/gemm_multiply.h"
 
 namespace mixprec::cpu {

@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/parallel.h"
 
 namespace mixprec::cpu {

@@ -1,5 +1,5 @@
 // gemm_simulated: gemm with the products and sums of a GPU's tensor cores.
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/gemm_arguments.h"
 
 namespace mixprec::cpu {

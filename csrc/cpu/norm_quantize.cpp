@@ -1,5 +1,5 @@
 // norm_quantize and norm_backward.
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/cast_rows.h"
 #include "cpu/simd/loops.h"
 #include "math/norm.h"

@@ -1,8 +1,9 @@
 // pack and unpack.
-#include "check.h"
+#include "arguments/pack.h"
+
+#include "arguments/check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "packed.h"
 
 namespace mixprec::cpu {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "check.h"
+#include "arguments/check.h"
 
 namespace mixprec::cpu {
 

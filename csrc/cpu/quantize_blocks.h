@@ -5,7 +5,7 @@
 #include <atomic>
 #include <string>
 
-#include "casts.h"
+#include "arguments/casts.h"
 #include "cpu/parallel.h"
 
 namespace mixprec::cpu {

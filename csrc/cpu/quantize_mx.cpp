@@ -1,8 +1,8 @@
 // quantize_mx: iterates over pieces of rows and tiles; the loops are in quantize_mx_loops.h.
 #include <atomic>
 
-#include "block_formats.h"
-#include "check.h"
+#include "arguments/block_formats.h"
+#include "arguments/check.h"
 #include "cpu/quantize_blocks.h"
 #include "cpu/simd/loops.h"
 

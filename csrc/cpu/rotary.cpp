@@ -1,5 +1,5 @@
 // rotary.
-#include "check.h"
+#include "arguments/check.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
 

@@ -1,6 +1,6 @@
 // scale_from_amax_, inv_scale, clip_coef, update_scale_: a few scalars each, computed on one
 // thread.
-#include "scales.h"
+#include "arguments/scales.h"
 
 namespace mixprec::cpu {
 

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "check.h"
+#include "arguments/check.h"
 
 namespace mixprec::cpu {
 

@@ -1,9 +1,9 @@
 // unscale_ and grad_stats_.
 #include <atomic>
 
+#include "arguments/grads.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/loops.h"
-#include "grads.h"
 
 namespace mixprec::cpu {
 

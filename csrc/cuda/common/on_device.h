@@ -5,7 +5,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "check.h"
+#include "arguments/check.h"
 
 namespace mixprec::cuda {
 

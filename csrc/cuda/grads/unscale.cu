@@ -1,8 +1,8 @@
 // unscale_ and grad_stats_ on CUDA tensors.
+#include "arguments/grads.h"
 #include "cuda/common/on_device.h"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
-#include "grads.h"
 
 namespace mixprec::cuda {
 

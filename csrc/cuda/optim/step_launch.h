@@ -17,9 +17,11 @@ void update_(Tensors params, Tensors grads, Tensors states, Tensors state_scales
   STD_TORCH_CHECK(settings.size() == kSettings<Rule>, op, ": settings must have ", kSettings<Rule>,
                   " numbers");
   Rule rule = make_rule<Rule>(lr, settings.data());
-  StepLists lists = {Rule::kName, params, grads, states, state_scales, masters, steps};
-  ParamBundles bundles(lists, max_value, stochastic_rounding, indices);
-  int count = bundles.states();
+  UpdateLists lists = {
+      op,     params, grads, states, state_scales, masters, steps, max_value, stochastic_rounding,
+      indices};
+  ParamBundles bundles(lists);
+  int count = lists.states_each();
   STD_TORCH_CHECK(params.empty() || count == Rule::states(rule.variant(count, 1)), op,
                   ": states must have one tensor per state and param");
   StepArgs args = {};

@@ -1,9 +1,9 @@
 // pack and unpack on CUDA tensors.
 #include <tuple>
 
+#include "arguments/pack.h"
 #include "cuda/common/on_device.h"
 #include "cuda/pack/pack.cuh"
-#include "packed.h"
 
 namespace mixprec::cuda {
 

@@ -1,7 +1,7 @@
 // What quantize and the fused ops allocate and return.
 #pragma once
 
-#include "casts.h"
+#include "arguments/casts.h"
 #include "cuda/common/on_device.h"
 #include "cuda/quantize/quantize.cuh"
 #include "math/mx.h"

@@ -1,7 +1,7 @@
 // update_delayed_scales_ on CUDA tensors.
+#include "arguments/scales.h"
 #include "cuda/common/on_device.h"
 #include "cuda/scale/delayed_scales.cuh"
-#include "scales.h"
 
 namespace mixprec::cuda {
 

@@ -1,7 +1,7 @@
 // scale_from_amax_, inv_scale, clip_coef and update_scale_ on CUDA tensors.
+#include "arguments/scales.h"
 #include "cuda/common/on_device.h"
 #include "cuda/scale/scale.cuh"
-#include "scales.h"
 
 namespace mixprec::cuda {
 

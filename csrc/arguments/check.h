@@ -82,13 +82,19 @@ inline float read_scalar(const MaybeTensor& t, float otherwise, const char* op, 
   return *read_fp32(*t);
 }
 
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline bool has_shape(const Tensor& t, Sizes sizes) {
+  auto own = t.sizes();
+  return std::equal(own.begin(), own.end(), sizes.begin(), sizes.end());
+}
+
 // A contiguous tensor that is overwritten, with one row per tensor of a list.
 inline void check_table(const Tensor& t, ScalarType type, std::initializer_list<int64_t> shape,
                         const Tensor& beside, const char* op, const char* name) {
-  auto sizes = t.sizes();
   STD_TORCH_CHECK(
-      std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()) &&
-          t.scalar_type() == type && together(t, beside) && t.is_contiguous(),
+      has_shape(t, Sizes(shape.begin(), shape.size())) && t.scalar_type() == type &&
+          together(t, beside) && t.is_contiguous(),
       op, ": ", name,
       " must be a contiguous table of the right dtype on the device of the others, with "
       "one row per tensor");
@@ -101,14 +107,7 @@ inline std::pair<int64_t, int64_t> as_matrix(const Tensor& x) {
   return {rows, x.dim() == 0 ? 1 : x.size(x.dim() - 1)};
 }
 
-inline bool same_shape(const Tensor& a, const Tensor& b) {
-  auto x = a.sizes(), y = b.sizes();
-  if (x.size() != y.size()) return false;
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (x[i] != y[i]) return false;
-  }
-  return true;
-}
+inline bool same_shape(const Tensor& a, const Tensor& b) { return has_shape(a, b.sizes()); }
 
 // No two elements share memory: sorted by stride, each dimension steps beyond all smaller ones.
 // (This also refuses interleaved layouts without overlap; torch's own views produce none.)
@@ -170,7 +169,7 @@ Tensor allocated(const F& make, const Why& why) {
 inline const char* no_cpu_memory() { return "DefaultCPUAllocator: can't allocate memory"; }
 
 // torch::stable::empty finds its op by name at every call.
-inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+inline Tensor empty(Sizes sizes, ScalarType type) {
   auto make = [&] {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size(); i > 1; --i) {

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "check.h"
+#include "arguments/check.h"
+#include "arguments/overlap.h"
 #include "math/scale.h"
-#include "overlap.h"
 
 namespace mixprec {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "check.h"
+#include "arguments/check.h"
 #include "math/pack.h"
 
 namespace mixprec {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "check.h"
+#include "arguments/check.h"
 #include "math/mx.h"
 
 namespace mixprec {

@@ -2,7 +2,7 @@
 // every device.
 #pragma once
 
-#include "check.h"
+#include "arguments/check.h"
 #include "math/activation.h"
 
 namespace mixprec {

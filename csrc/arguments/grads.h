@@ -1,8 +1,8 @@
 // The arguments of unscale_ and grad_stats_, on every device.
 #pragma once
 
-#include "check.h"
-#include "overlap.h"
+#include "arguments/check.h"
+#include "arguments/overlap.h"
 
 namespace mixprec {
 

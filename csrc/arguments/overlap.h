@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "check.h"
+#include "arguments/check.h"
 
 namespace mixprec {
 
