@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,9 @@ class Side:
     def update(self, *new_scale: float | torch.Tensor) -> None:
         self.scaler.update(*new_scale)
 
+    def pickle(self) -> None:
+        pickle.dumps(self.scaler)
+
     def call(self, op: str, *args: Any) -> type[Exception] | None:
         """Do one thing, and return what it raised."""
         try:
@@ -126,16 +130,17 @@ SETTINGS = st.fixed_dictionaries(
 )
 PART = st.integers(0, 1)
 BAD = st.sampled_from([math.inf, -math.inf, math.nan])
+WRONG_SCALES = (torch.ones(2), torch.ones((), requires_grad=True))
 ARGUMENTS: dict[str, st.SearchStrategy] = {
     "backward": st.tuples(st.integers(0, 9), st.integers(0, 2)),
     "spoil": st.tuples(PART, BAD),
     **dict.fromkeys(("unscale_", "clip", "step", "closure"), st.tuples(PART)),
     "update": st.tuples(),
-    "new_scale": st.tuples(st.sampled_from([4.0, 2.0**20, torch.tensor(0.5)])),
-    "zero_grad": st.tuples(),
+    "new_scale": st.tuples(st.sampled_from([4.0, 2.0**20, torch.tensor(0.5), *WRONG_SCALES])),
+    **dict.fromkeys(("zero_grad", "pickle"), st.tuples()),
 }
 OFTEN = ("backward", "backward", "step", "step", "step", "unscale_", "update", "update", "spoil")
-CALL = st.sampled_from([*OFTEN, "clip", "closure", "new_scale", "zero_grad"]).flatmap(
+CALL = st.sampled_from([*OFTEN, "clip", "closure", "new_scale", "zero_grad", "pickle"]).flatmap(
     lambda op: st.tuples(st.just(op.replace("new_scale", "update")), ARGUMENTS[op])
 )
 CALLS = st.lists(CALL, min_size=5, max_size=40)
@@ -150,7 +155,9 @@ BOTH = st.tuples(st.sampled_from(TORCHS), st.sampled_from(TORCHS))
     calls=[("update", ()), ("step", (0,)), ("unscale_", (1,)), ("backward", (0, 2)),
            ("unscale_", (0,)), ("unscale_", (0,)), ("spoil", (0, math.nan)), ("step", (0,)),
            ("step", (0,)), ("unscale_", (0,)), ("update", ()), ("update", ()), ("step", (1,)),
-           ("closure", (1,)), ("update", ())],
+           ("closure", (1,)), ("update", ()), ("backward", (1, 2)), ("unscale_", (0,)),
+           ("pickle", ()), *(("update", (scale,)) for scale in WRONG_SCALES), ("zero_grad", ()),
+           ("step", (1,)), ("update", ()), ("pickle", ())],
     started=False,
 )  # fmt: skip
 def test_any_calls_in_any_order_do_what_torch_does(
