@@ -50,19 +50,12 @@ def test_setters_check_too() -> None:
     assert scaler.state_dict().items() >= wanted.items()
 
 
-def test_is_a_torch_scaler_and_has_its_defaults() -> None:
-    scaler, theirs = GradScaler(), torch.amp.GradScaler("cpu")
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert scaler.is_enabled()
-    for key, value in theirs.state_dict().items():
-        assert scaler.state_dict()[key] == value
-
-
 @pytest.mark.parametrize("device", [None, "cpu", "cuda"])
 def test_never_disables_itself(device: str | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler = GradScaler(device)
+    assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
     assert scaler.get_scale() == 2.0**16
     assert scaler.scale(torch.ones(())).item() == 2.0**16
