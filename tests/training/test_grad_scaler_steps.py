@@ -11,12 +11,12 @@ import torch
 from scalers import (
     TORCHS,
     Make,
-    advance,
-    backward,
     every_optimizer,
     every_way,
+    filled,
+    iterate,
     our_adamw,
-    run_of,
+    param,
     step,
     torch_plain,
     torch_sgd,
@@ -28,16 +28,15 @@ from mixprec.amp.grad_scaler import GradScaler
 
 @every_way
 def test_a_step_of_ours_without_gradients_is_an_error(explicit: bool) -> None:
-    _, optimizer = run_of(our_adamw)
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        step(GradScaler(), optimizer, explicit)
+        step(GradScaler(), our_adamw([param(4)]), explicit)
 
 
 @with_optimizers(torch_plain, our_adamw)
 def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
-    params, optimizer = run_of(make)
-    scaler = GradScaler()
-    backward(scaler, params)
+    p, scaler = param(4), GradScaler()
+    optimizer = make([p])
+    p.grad = scaler.scale(filled((4,)))
     with pytest.raises(RuntimeError, match="closure"):
         scaler.step(optimizer, lambda: 1.0)
     scaler.step(optimizer, None)  # what accelerate passes
@@ -45,12 +44,12 @@ def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
 
 
 def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
-    params, optimizer = run_of(our_adamw)
-    scaler = GradScaler()
-    advance(scaler, optimizer, params)
-    optimizer.state[params[0]]["exp_avg"] = torch.zeros(2)
+    p, scaler = param(4), GradScaler()
+    optimizer = our_adamw([p])
+    iterate(scaler, optimizer, p)
+    optimizer.state[p]["exp_avg"] = torch.zeros(2)
     with pytest.raises(ValueError, match=r"exp_avgs\[0\] must have"):
-        advance(scaler, optimizer, params)
+        iterate(scaler, optimizer, p)
     assert optimizer._current_scaling() == (None, None)
 
 
@@ -61,18 +60,16 @@ def test_flags_of_any_value_and_shape_are_taken(make: Make) -> None:
     The gradients, which are finite, do not matter any more.
     """
     for shape, flag in (((), 2.0), ((1,), 2.0), ((1, 1), 1.0), ((1,), 0.0), ((1, 1), 3.0)):
-        params, optimizer = run_of(make)
-        before = [p.detach().clone() for p in params]
-        scaler = GradScaler()
-        backward(scaler, params)
+        p, scaler = param(4), GradScaler()
+        optimizer = make([p])
+        p.grad = scaler.scale(filled((4,)))
         scaler.unscale_(optimizer)
         flags = scaler._found_inf_per_device(optimizer)
         assert len(flags) == 1
         for device in flags:
             flags[device] = torch.full(shape, flag)
         scaler.step(optimizer)
-        same = [torch.equal(p, b) for p, b in zip(params, before, strict=True)]
-        assert same == [flag != 0] * len(params)
+        assert torch.equal(p, torch.ones(4)) == (flag != 0)
         if flag:
             assert all(s["step"] == 0 for s in optimizer.state.values() if "step" in s)
         scaler.update()
@@ -81,24 +78,23 @@ def test_flags_of_any_value_and_shape_are_taken(make: Make) -> None:
 
 @with_optimizers(*TORCHS[:3])
 def test_fp16_gradients_with_torch_optimizers(make: Make) -> None:
-    params, optimizer = run_of(make, torch.float16)
-    scaler = GradScaler(init_scale=8.0)
-    backward(scaler, params)
+    p, scaler = param(4, dtype=torch.float16), GradScaler(init_scale=8.0)
+    optimizer = make([p])
+    p.grad = scaler.scale(filled((4,), dtype=p.dtype))
     for call in (scaler.step, scaler.unscale_):
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
             call(optimizer)
 
 
 def test_unscale_on_fp16_gradients_warns_once() -> None:
-    params, optimizer = run_of(our_adamw, torch.float16)
-    scaler = GradScaler(init_scale=8.0)
+    p, q = param(4, dtype=torch.float16), param(4, dtype=torch.bfloat16)
+    optimizer, scaler = our_adamw([p]), GradScaler(init_scale=8.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            backward(scaler, params)
-            grads = [p.grad.clone() for p in params]
+            p.grad = scaler.scale(filled((4,), 3.0, dtype=p.dtype))
             scaler.unscale_(optimizer)
-            assert all(torch.equal(p.grad, g / 8) for p, g in zip(params, grads, strict=True))
+            assert p.grad.tolist() == [3.0, 1.0, 1.0, 1.0]
             scaler.step(optimizer)
             scaler.update()
     (warning,) = caught
@@ -106,11 +102,10 @@ def test_unscale_on_fp16_gradients_warns_once() -> None:
     assert re.match("GradScaler.unscale_: .*max_grad_norm", str(warning.message))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no warning without unscale_, nor for bf16
-        advance(GradScaler(init_scale=8.0), optimizer, params)
-        params, optimizer = run_of(our_adamw, torch.bfloat16)
+        iterate(GradScaler(), optimizer, p)
         scaler = GradScaler()
-        backward(scaler, params)
-        scaler.unscale_(optimizer)
+        q.grad = scaler.scale(filled((4,), dtype=q.dtype))
+        scaler.unscale_(our_adamw([q]))
 
 
 @pytest.mark.parametrize("bad", [None, math.nan])
