@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 
 import pytest
 import torch
+from cases import name
 from scalers import (
+    INF,
+    NAN,
     TORCHS,
     Make,
     every_optimizer,
@@ -22,8 +24,10 @@ from scalers import (
     torch_sgd,
     with_optimizers,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import SGD
 
 
 @every_way
@@ -108,7 +112,7 @@ def test_unscale_on_fp16_gradients_warns_once() -> None:
         scaler.unscale_(our_adamw([q]))
 
 
-@pytest.mark.parametrize("bad", [None, math.nan])
+@pytest.mark.parametrize("bad", [None, NAN])
 def test_sparse_gradients_of_torch_optimizers(bad: float | None) -> None:
     weight = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.SparseAdam([weight], lr=0.1)
@@ -136,3 +140,32 @@ def test_fp16_sparse_gradients_are_added_up_before_they_are_checked() -> None:
         weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), entries, (3, 2))
         flags = scaler._check_inf_per_device(torch_sgd([weight]))
     assert [flag.item() for flag in flags.values()] == [1.0]
+
+
+SCALERS = (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
+
+
+@every_way
+@pytest.mark.parametrize("kind", [None, *SCALERS], ids=name)
+def test_last_step_skipped_of_an_optimizer(
+    kind: type[torch.amp.GradScaler] | None, explicit: bool, one_rank: None
+) -> None:
+    """ShardedGradScaler's found_inf has shape [1], which torch's fused optimizers refuse."""
+    p = param(4, dtype=torch.bfloat16)
+    optimizer, scale = SGD([p], lr=1.0), 4.0
+    scaler = kind("cpu", init_scale=scale) if kind else None
+    assert not optimizer.last_step_skipped
+    for bad in ((), (INF,), (), (NAN,)):
+        before = p.detach().clone()
+        p.grad = filled((4,), *bad, dtype=p.dtype)
+        if scaler is None:
+            optimizer.step()
+        else:
+            step(scaler, optimizer, explicit)
+            scale *= 0.5 if bad else 1.0
+            assert scaler.get_scale() == scale
+        assert optimizer.last_step_skipped == bool(bad)
+        assert torch.equal(p, before) == bool(bad)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not optimizer.last_step_skipped, "a step without gradients was not skipped"
