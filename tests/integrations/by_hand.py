@@ -91,6 +91,19 @@ def state(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> dict
     }
 
 
+def assert_same_bits(got: Any, want: Any, where: str = "") -> None:
+    """Of nested states."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), where
+        for key in want:
+            assert_same_bits(got[key], want[key], f"{where}.{key}")
+    elif isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype, where
+        assert torch.equal(got, want), where
+    else:
+        assert got == want, where
+
+
 def loop(
     case: Case, model: nn.Module, data: Any, saved: dict[str, Any] | None = None
 ) -> tuple[Any, Any, Any, Any, list[float]]:

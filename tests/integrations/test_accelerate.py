@@ -14,6 +14,7 @@ from by_hand import (
     STEPS,
     TWO_RANKS,
     Case,
+    assert_same_bits,
     batches,
     loss_of,
     network,
@@ -22,7 +23,6 @@ from by_hand import (
     state,
     train,
 )
-from same_bits import assert_same_bits
 
 import mixprec
 

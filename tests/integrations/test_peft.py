@@ -13,13 +13,13 @@ from by_hand import (
     INFS,
     STEPS,
     Case,
+    assert_same_bits,
     batches,
     loop,
     network,
     run_program,
     state,
 )
-from same_bits import assert_same_bits
 from torch import nn
 
 import mixprec

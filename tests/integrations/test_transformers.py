@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import BF16, DELAYED, FP16, STEPS, TWO_RANKS, Case, run_program, state
-from same_bits import assert_same_bits
+from by_hand import (
+    BF16,
+    DELAYED,
+    FP16,
+    STEPS,
+    TWO_RANKS,
+    Case,
+    assert_same_bits,
+    run_program,
+    state,
+)
 
 import mixprec
 

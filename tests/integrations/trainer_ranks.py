@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_hand import DELAYED
-from same_bits import assert_same_bits
+from by_hand import DELAYED, assert_same_bits
 from test_transformers import LowPrecision, arguments, dataset, tiny_model
 
 FOLDER = Path(sys.argv[1])
