@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_bits import assert_same_bits
-from test_transformers import LowPrecision, arguments, recipe_of, tiny_model, tokens
+from by_hand import DELAYED, assert_same_bits
+from test_transformers import LowPrecision, arguments, dataset, tiny_model
 
 FOLDER = Path(sys.argv[1])
 BUFFERS = {"ddp_broadcast_buffers": False}
@@ -21,8 +21,8 @@ def train(resume: str | None, **settings: bool) -> dict[str, torch.Tensor]:
     trainer = LowPrecision(
         tiny_model(),
         arguments(FOLDER, max_steps=8, save_steps=4, **settings),
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens()],
-        recipe=recipe_of("fp8-delayed"),
+        train_dataset=dataset(),
+        recipe=DELAYED,
         params=torch.bfloat16,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import normal
 from torch import nn
 
 from mixprec.amp.grad_scaler import GradScaler
@@ -65,27 +64,3 @@ def iterate(scaler: GradScaler, optimizer: Optimizer, p: torch.Tensor, *values: 
     """One iteration in which p's gradient starts with `values`, the rest ones."""
     p.grad = filled(tuple(p.shape), *values, dtype=p.dtype)
     step(scaler, optimizer)
-
-
-def run_of(make: Make, dtype: torch.dtype = torch.float32) -> tuple:
-    """Two parameters, and an optimizer of both."""
-    params = [nn.Parameter(normal(s, dtype, seed=i)) for i, s in enumerate(((3, 5), (7,)))]
-    return params, make(params)
-
-
-def backward(scaler: torch.amp.GradScaler, params: list[torch.Tensor], *bad: float) -> None:
-    """Scaled gradients of one loss; each of `bad` is written into the last gradient's end."""
-    for p in params:
-        p.grad = None
-    loss = sum((p.float() * normal(p.shape, torch.float32, seed=9)).sum() for p in params)
-    scaler.scale(loss).backward()
-    for value in bad:
-        params[-1].grad[-1] = value
-
-
-def advance(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: list[torch.Tensor], *bad: float
-) -> None:
-    backward(scaler, params, *bad)
-    scaler.step(optimizer)
-    scaler.update()

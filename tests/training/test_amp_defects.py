@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 from cases import LAYOUTS, Layout, contiguous, name, normal
-from scalers import filled, iterate, param, step
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from scalers import iterate, param
 
 from mixprec import ops
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, Adam, AdamW, Lion
+from mixprec.optim import AdamW
 
 
 def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
@@ -24,38 +23,6 @@ def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
     for _ in range(3):
         iterate(scaler, optimizer, p, 0.0, 0.0, 0.0)
     assert torch.equal(p, torch.ones(3))
-
-
-def test_sharded_grad_scaler_after_unscale(one_rank: None) -> None:
-    """Its found_inf has shape [1], which torch's fused optimizers refuse."""
-    for bad in (False, True):
-        p = param(3)
-        optimizer, scaler = AdamW([p], lr=0.1), ShardedGradScaler(device="cpu")
-        p.grad = filled((3,), math.inf if bad else 1.0)
-        step(scaler, optimizer, explicit=True)
-        assert torch.equal(p, torch.ones(3)) == bad
-        assert scaler.get_scale() == (2.0**15 if bad else 2.0**16)
-
-
-@pytest.mark.parametrize("ours", [AdamW, Adam, SGD, Lion], ids=name)
-def test_lists_longer_than_any_table(ours: type[torch.optim.Optimizer]) -> None:
-    """apex packs at most 110 tensors and 320 blocks into one launch."""
-    count = 701
-    joined = torch.nn.Parameter(normal((count,), torch.float32))
-    params = [torch.nn.Parameter(p.clone()) for p in joined.detach().split(1)]
-    one, many = ours([joined], lr=0.1), ours(params, lr=0.1)
-    scaler = GradScaler()
-    for i in range(3):
-        joined.grad = scaler.scale(normal((count,), torch.float32, seed=i))
-        for p, g in zip(params, joined.grad.split(1), strict=True):
-            p.grad = g.clone()
-        if i == 1:
-            joined.grad[-1] = params[-1].grad[0] = math.nan
-        scaler.step(one)
-        scaler.step(many)
-        scaler.update()
-    assert scaler.skipped.item() == 1
-    assert torch.equal(joined, torch.cat([p.detach() for p in params]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)

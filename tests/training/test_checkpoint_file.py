@@ -6,8 +6,6 @@ import collections
 import io
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,71 +129,6 @@ def test_a_save_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.M
                 save_checkpoint(path, step=2)
     assert load_checkpoint(path)["step"] == 1
     assert os.listdir(path.parent) == [path.name]
-
-
-SAVES_AND_READS = """
-import os, pathlib, random, signal, sys, time, torch
-from mixprec.checkpoint import load_checkpoint, save_checkpoint
-
-torch.set_num_threads(1)
-path, seed = pathlib.Path(sys.argv[1]), random.Random(0)
-model = torch.nn.Linear(1024, 4096)
-
-def save(step):
-    torch.nn.init.constant_(model.weight, step)
-    save_checkpoint(path, model=model, step=step)
-
-def read():
-    step = load_checkpoint(path, model=model)["step"]
-    assert model.weight.eq(step).all()
-    return step
-
-def others():
-    return [other for other in path.parent.iterdir() if other != path]
-
-started = time.monotonic()
-save(1)
-longest = 2 * (time.monotonic() - started)
-for trial in range(10):
-    last = read()
-    child = os.fork()
-    if child == 0:
-        for step in range(last + 1, 10**6):
-            save(step)
-    end = time.monotonic() + seed.uniform(0, longest)
-    try:
-        while time.monotonic() < end:
-            before, last = last, read()
-            assert last >= before
-        while trial % 2 and not others():
-            pass  # every other time: until it is in the middle of a file
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert read() >= last
-    print(read(), len(others()))
-    for other in others():
-        other.unlink()
-"""
-
-
-def test_killed_while_it_saves(path: Path) -> None:
-    """A process saves on and on; another reads all the time; again and again it is killed."""
-    if not hasattr(os, "fork"):
-        pytest.skip("needs os.fork")
-    run = subprocess.run(
-        [sys.executable, "-c", SAVES_AND_READS, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == 0, run.stderr
-    steps, left = zip(*(map(int, line.split()) for line in run.stdout.splitlines()), strict=True)
-    assert len(steps) == 10
-    assert list(steps) == sorted(steps)
-    assert steps[-1] > 2, "no save ended in time"
-    assert sum(left) >= 1, "it was never killed in the middle"
 
 
 def test_a_full_disk_is_an_oserror(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +19,53 @@ from torch.utils._pytree import tree_leaves
 from mixprec.checkpoint import load_checkpoint, save_checkpoint
 from mixprec.optim import AdamW
 
-EDITS: tuple[tuple[Callable[[dict], object], str], ...] = (
-    (lambda c: c.update(version=2), "has version 2, and this mixprec reads 1"),
-    (lambda c: c.pop("version"), "has version None"),
-    (lambda c: c.pop("extra"), "it holds no extra"),
-    *((lambda c, part=part: c.pop(part), f"holds no {part}, of") for part in PARTS),
-    (lambda c: c.update(rng=None), "pass rng=False"),
-    (lambda c: c["rng"].update(cpu=torch.zeros(4, dtype=torch.uint8)), "rng: "),
-    (lambda c: c["rng"].update(cpu=c["rng"]["cpu"] * 0), "rng: "),
-    (lambda c: c["rng"].update(cpu="x"), "rng: "),
-    (lambda c: c["rng"].pop("cpu"), "rng: "),
-    (lambda c: c["rng"].update(python=(3, (0,), None)), "rng: "),
-    (lambda c: c["rng"].update(python="x"), "rng: "),
-    (lambda c: c["rng"].update(numpy=(3, (1,) * 624 + (625,), None)), "rng: "),
-    (lambda c: c["rng"].update(numpy=(3, (1,) * 625, "x")), "rng: the state of numpy must end"),
-    (lambda c: c["rng"].pop("cuda"), "is damaged: rng must hold"),
-    (lambda c: c.update(rng=[]), "is damaged: rng must hold"),
-    (lambda c: c.update(classes=None), "is damaged: classes must be a dict"),
-    (lambda c: c["classes"].pop("optimizer"), "optimizer was saved from None, got AdamW"),
-    (lambda c: c["model"].pop("0.bias"), "lacks 1 entries: 0.bias"),
-    (lambda c: c["model"].update(w=torch.ones(1)), "adds 1 entries: w"),
-    (
-        lambda c: c["model"].update({"0.bias": torch.ones(1, 16)}),
-        r"0.bias must have shape \(16,\), got \(1, 16\)",
+GONE = object()
+MOMENT = ("optimizer", "state", 5, "exp_avg_sq")
+LOADS = "optimizer: AdamW.load_state_dict: exp_avg_sq"
+# What an entry of the file becomes, or what it is changed with, and what the error says.
+EDITS: tuple[tuple[tuple, Any, str], ...] = (
+    (("version",), 2, "has version 2, and this mixprec reads 1"),
+    (("version",), GONE, "has version None"),
+    (("extra",), GONE, "it holds no extra"),
+    *(((part,), GONE, f"holds no {part}, of") for part in PARTS),
+    (("rng",), None, "pass rng=False"),
+    (("rng",), [], "is damaged: rng must hold"),
+    (("rng", "cuda"), GONE, "is damaged: rng must hold"),
+    *(
+        (("rng", "cpu"), bad, "rng: ")
+        for bad in (torch.zeros(4).byte(), lambda c: c * 0, "x", GONE)
     ),
-    (
-        lambda c: c["model"].update({"0.bias": c["model"]["0.bias"].half()}),
-        "0.bias must have torch.bfloat16, got torch.float16; convert_dtype=True",
-    ),
-    (
-        lambda c: c["model"].update({"0.bias": c["model"]["0.bias"].int()}),
-        "0.bias must have torch.bfloat16, got torch.int32$",
-    ),
-    (lambda c: c["model"].update({"0.bias": "x"}), "0.bias is a tensor only"),
-    (lambda c: c.update(model=[]), "model must be a state dict, got list"),
-    (lambda c: c["classes"].update(optimizer="Adam"), "optimizer was saved from Adam, got AdamW"),
-    (
-        lambda c: c["classes"].update(lr_scheduler="StepLR"),
-        "lr_scheduler was saved from StepLR, got SequentialLR",
-    ),
-    (lambda c: c["optimizer"]["param_groups"].pop(), "optimizer: .*group"),
-    (
-        lambda c: c["optimizer"]["state"][5].update(exp_avg_sq=torch.ones(3).double()),
-        "optimizer: AdamW.load_state_dict: exp_avg_sq must have dtype",
-    ),
-    (
-        lambda c: c["optimizer"]["state"][5].update(exp_avg_sq=torch.ones(3).to_sparse()),
-        "optimizer: AdamW.load_state_dict: exp_avg_sq must be dense, got layout torch.sparse_coo",
-    ),
-    (lambda c: c["scaler"].update(scale=-1.0), "scaler: GradScaler: scale must be"),
-    (lambda c: c.update(scaler={}), "scaler: .*empty"),
-    (lambda c: c["lr_scheduler"].pop("_schedulers"), "lr_scheduler: "),
+    *((("rng", "python"), bad, "rng: ") for bad in ((3, (0,), None), "x")),
+    (("rng", "numpy"), (3, (1,) * 624 + (625,), None), "rng: "),
+    (("rng", "numpy"), (3, (1,) * 625, "x"), "rng: the state of numpy must end"),
+    (("classes",), None, "is damaged: classes must be a dict"),
+    (("classes", "optimizer"), GONE, "optimizer was saved from None, got AdamW"),
+    (("classes", "optimizer"), "Adam", "optimizer was saved from Adam, got AdamW"),
+    (("classes", "lr_scheduler"), "StepLR", "lr_scheduler was saved from StepLR, got SequentialLR"),
+    (("model",), [], "model must be a state dict, got list"),
+    (("model", "0.bias"), GONE, "lacks 1 entries: 0.bias"),
+    (("model", "w"), torch.ones(1), "adds 1 entries: w"),
+    (("model", "0.bias"), torch.ones(1, 16), r"0.bias must have shape \(16,\), got \(1, 16\)"),
+    (("model", "0.bias"), torch.Tensor.half, "bfloat16, got torch.float16; convert_dtype=True"),
+    (("model", "0.bias"), torch.Tensor.int, "0.bias must have torch.bfloat16, got torch.int32$"),
+    (("model", "0.bias"), "x", "0.bias is a tensor only"),
+    (("optimizer", "param_groups"), lambda groups: groups[:1], "optimizer: .*group"),
+    (MOMENT, torch.ones(3).double(), f"{LOADS} must have dtype"),
+    (MOMENT, torch.ones(3).to_sparse(), f"{LOADS} must be dense, got layout torch.sparse_coo"),
+    (("scaler", "scale"), -1.0, "scaler: GradScaler: scale must be"),
+    (("scaler",), {}, "scaler: .*empty"),
+    (("lr_scheduler", "_schedulers"), GONE, "lr_scheduler: "),
 )
+
+
+def change(content: dict, place: tuple, new: Any) -> None:
+    *parents, last = place
+    for key in parents:
+        content = content[key]
+    if new is GONE:
+        del content[last]
+    else:
+        content[last] = new(content[last]) if callable(new) else new
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["into a fresh run", "into a run in progress"])
@@ -84,9 +79,9 @@ def test_what_does_not_fit_changes_nothing(steps: int, path: Path) -> None:
         seed_all(2)
         for step in range(steps):
             each.step(step)
-    for change, message in EDITS:
+    for place, new, message in EDITS:
         path.write_bytes(whole)
-        edit(path, change)
+        edit(path, partial(change, place=place, new=new))
         refused(path, message, other)
     for each in (other, expected):  # and it goes on as if nothing had been tried
         seed_all(3)

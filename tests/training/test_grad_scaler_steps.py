@@ -1,69 +1,46 @@
-"""GradScaler.unscale_ and step: misuse raises what torch raises, what counts as an overflow."""
+"""GradScaler.unscale_ and step: what is refused, and what counts as an overflow."""
 
 from __future__ import annotations
 
-import math
-import pickle
 import re
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
+from cases import name
 from scalers import (
+    INF,
+    NAN,
     TORCHS,
     Make,
-    Optimizer,
-    advance,
-    backward,
     every_optimizer,
+    every_way,
+    filled,
+    iterate,
     our_adamw,
-    run_of,
+    param,
+    step,
     torch_plain,
     torch_sgd,
     with_optimizers,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from mixprec.amp.grad_scaler import GradScaler
+from mixprec.optim import SGD
 
 
-def misuses(s: torch.amp.GradScaler, o: Optimizer) -> list[list[Callable]]:
-    """An AssertionError of torch at the last call. (test_scaler_state_machine has other orders.)"""
-    params = o.param_groups[0]["params"]
-    loss, zero = (lambda: backward(s, params)), (lambda: s.scale(torch.zeros(())))
-    unscale, step = (lambda: s.unscale_(o)), (lambda: s.step(o))
-    return [
-        [loss, unscale, lambda: pickle.dumps(s)],
-        [loss, lambda: s.update(torch.ones(2))],
-        [loss, lambda: s.update(torch.ones((), requires_grad=True))],
-        [lambda: setattr(params[0], "grad", torch.zeros_like(params[0])), step],
-        [zero, unscale, step],
-        [zero, step],
-    ]
-
-
-@pytest.mark.parametrize("case", range(6))
-def test_misuse_raises_what_torch_raises(case: int) -> None:
-    for make, scaler in (
-        (torch_plain, GradScaler()),
-        (our_adamw, GradScaler()),
-        (torch_plain, torch.amp.GradScaler("cpu")),
-    ):
-        params, optimizer = run_of(make)
-        *calls, last = misuses(scaler, optimizer)[case]
-        for call in calls:
-            call()
-        before = [p.detach().clone() for p in params]
-        with pytest.raises(AssertionError):
-            last()
-        assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+@every_way
+def test_a_step_of_ours_without_gradients_is_an_error(explicit: bool) -> None:
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        step(GradScaler(), our_adamw([param(4)]), explicit)
 
 
 @with_optimizers(torch_plain, our_adamw)
 def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
-    params, optimizer = run_of(make)
-    scaler = GradScaler()
-    backward(scaler, params)
+    p, scaler = param(4), GradScaler()
+    optimizer = make([p])
+    p.grad = scaler.scale(filled((4,)))
     with pytest.raises(RuntimeError, match="closure"):
         scaler.step(optimizer, lambda: 1.0)
     scaler.step(optimizer, None)  # what accelerate passes
@@ -71,74 +48,57 @@ def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
 
 
 def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
-    params, optimizer = run_of(our_adamw)
-    scaler = GradScaler()
-    advance(scaler, optimizer, params)
-    optimizer.state[params[0]]["exp_avg"] = torch.zeros(2)
+    p, scaler = param(4), GradScaler()
+    optimizer = our_adamw([p])
+    iterate(scaler, optimizer, p)
+    optimizer.state[p]["exp_avg"] = torch.zeros(2)
     with pytest.raises(ValueError, match=r"exp_avgs\[0\] must have"):
-        advance(scaler, optimizer, params)
+        iterate(scaler, optimizer, p)
     assert optimizer._current_scaling() == (None, None)
 
 
 @every_optimizer
 def test_flags_of_any_value_and_shape_are_taken(make: Make) -> None:
-    """Two ranks that both overflow make 2.0, for which torch's fused optimizers do the step."""
+    """Two ranks that both overflow make 2.0, for which torch's fused optimizers do the step.
+
+    The gradients, which are finite, do not matter any more.
+    """
     for shape, flag in (((), 2.0), ((1,), 2.0), ((1, 1), 1.0), ((1,), 0.0), ((1, 1), 3.0)):
-        params, optimizer = run_of(make)
-        before = [p.detach().clone() for p in params]
-        scaler = GradScaler()
-        backward(scaler, params)
+        p, scaler = param(4), GradScaler()
+        optimizer = make([p])
+        p.grad = scaler.scale(filled((4,)))
         scaler.unscale_(optimizer)
         flags = scaler._found_inf_per_device(optimizer)
         assert len(flags) == 1
         for device in flags:
             flags[device] = torch.full(shape, flag)
         scaler.step(optimizer)
-        same = [torch.equal(p, b) for p, b in zip(params, before, strict=True)]
-        assert same == [flag != 0] * len(params)
+        assert torch.equal(p, torch.ones(4)) == (flag != 0)
         if flag:
             assert all(s["step"] == 0 for s in optimizer.state.values() if "step" in s)
         scaler.update()
         assert scaler.get_scale() == (2.0**15 if flag else 2.0**16)
 
 
-@every_optimizer
-def test_found_inf_of_an_explicit_unscale_is_honoured(make: Make) -> None:
-    """What happens to the gradients after unscale_ does not matter."""
-    for bad in (math.inf, math.nan):
-        for scaler in (GradScaler(), torch.amp.GradScaler("cpu")):
-            params, optimizer = run_of(make)
-            optimizer.max_grad_norm = 0.5 if bad == math.inf else None  # read by ours only
-            before = [p.detach().clone() for p in params]
-            backward(scaler, params, bad)
-            scaler.unscale_(optimizer)
-            params[-1].grad[-1] = 0.0
-            scaler.step(optimizer)
-            scaler.update()
-            assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-            assert scaler.get_scale() == 2.0**15
-
-
 @with_optimizers(*TORCHS[:3])
 def test_fp16_gradients_with_torch_optimizers(make: Make) -> None:
-    params, optimizer = run_of(make, torch.float16)
-    scaler = GradScaler(init_scale=8.0)
-    backward(scaler, params)
+    p, scaler = param(4, dtype=torch.float16), GradScaler(init_scale=8.0)
+    optimizer = make([p])
+    p.grad = scaler.scale(filled((4,), dtype=p.dtype))
     for call in (scaler.step, scaler.unscale_):
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
             call(optimizer)
 
 
 def test_unscale_on_fp16_gradients_warns_once() -> None:
-    params, optimizer = run_of(our_adamw, torch.float16)
-    scaler = GradScaler(init_scale=8.0)
+    p, q = param(4, dtype=torch.float16), param(4, dtype=torch.bfloat16)
+    optimizer, scaler = our_adamw([p]), GradScaler(init_scale=8.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            backward(scaler, params)
-            grads = [p.grad.clone() for p in params]
+            p.grad = scaler.scale(filled((4,), 3.0, dtype=p.dtype))
             scaler.unscale_(optimizer)
-            assert all(torch.equal(p.grad, g / 8) for p, g in zip(params, grads, strict=True))
+            assert p.grad.tolist() == [3.0, 1.0, 1.0, 1.0]
             scaler.step(optimizer)
             scaler.update()
     (warning,) = caught
@@ -146,14 +106,13 @@ def test_unscale_on_fp16_gradients_warns_once() -> None:
     assert re.match("GradScaler.unscale_: .*max_grad_norm", str(warning.message))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no warning without unscale_, nor for bf16
-        advance(GradScaler(init_scale=8.0), optimizer, params)
-        params, optimizer = run_of(our_adamw, torch.bfloat16)
+        iterate(GradScaler(), optimizer, p)
         scaler = GradScaler()
-        backward(scaler, params)
-        scaler.unscale_(optimizer)
+        q.grad = scaler.scale(filled((4,), dtype=q.dtype))
+        scaler.unscale_(our_adamw([q]))
 
 
-@pytest.mark.parametrize("bad", [None, math.nan])
+@pytest.mark.parametrize("bad", [None, NAN])
 def test_sparse_gradients_of_torch_optimizers(bad: float | None) -> None:
     weight = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.SparseAdam([weight], lr=0.1)
@@ -181,3 +140,32 @@ def test_fp16_sparse_gradients_are_added_up_before_they_are_checked() -> None:
         weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), entries, (3, 2))
         flags = scaler._check_inf_per_device(torch_sgd([weight]))
     assert [flag.item() for flag in flags.values()] == [1.0]
+
+
+SCALERS = (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
+
+
+@every_way
+@pytest.mark.parametrize("kind", [None, *SCALERS], ids=name)
+def test_last_step_skipped_of_an_optimizer(
+    kind: type[torch.amp.GradScaler] | None, explicit: bool, one_rank: None
+) -> None:
+    """ShardedGradScaler's found_inf has shape [1], which torch's fused optimizers refuse."""
+    p = param(4, dtype=torch.bfloat16)
+    optimizer, scale = SGD([p], lr=1.0), 4.0
+    scaler = kind("cpu", init_scale=scale) if kind else None
+    assert not optimizer.last_step_skipped
+    for bad in ((), (INF,), (), (NAN,)):
+        before = p.detach().clone()
+        p.grad = filled((4,), *bad, dtype=p.dtype)
+        if scaler is None:
+            optimizer.step()
+        else:
+            step(scaler, optimizer, explicit)
+            scale *= 0.5 if bad else 1.0
+            assert scaler.get_scale() == scale
+        assert optimizer.last_step_skipped == bool(bad)
+        assert torch.equal(p, before) == bool(bad)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not optimizer.last_step_skipped, "a step without gradients was not skipped"

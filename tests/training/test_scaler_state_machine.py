@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,11 @@ from scalers import (
     Make,
     our_adam,
     our_adamw,
-    our_clipping_adamw,
     our_sgd,
     torch_foreach,
     torch_fused,
     torch_plain,
     torch_sgd,
-    with_optimizers,
 )
 
 from mixprec.amp.grad_scaler import GradScaler
@@ -85,6 +83,9 @@ class Side:
     def update(self, *new_scale: float | torch.Tensor) -> None:
         self.scaler.update(*new_scale)
 
+    def pickle(self) -> None:
+        pickle.dumps(self.scaler)
+
     def call(self, op: str, *args: Any) -> type[Exception] | None:
         """Do one thing, and return what it raised."""
         try:
@@ -95,10 +96,6 @@ class Side:
 
     def has_gradients(self, part: int) -> bool:
         return any(p.grad is not None for p in self.params[part])
-
-
-def pairs(mine: Side, theirs: Side) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(zip(mine.flat, theirs.flat, strict=True))
 
 
 def assert_same(mine: Side, theirs: Side, exact: bool) -> None:
@@ -126,16 +123,17 @@ SETTINGS = st.fixed_dictionaries(
 )
 PART = st.integers(0, 1)
 BAD = st.sampled_from([math.inf, -math.inf, math.nan])
+WRONG_SCALES = (torch.ones(2), torch.ones((), requires_grad=True))
 ARGUMENTS: dict[str, st.SearchStrategy] = {
     "backward": st.tuples(st.integers(0, 9), st.integers(0, 2)),
     "spoil": st.tuples(PART, BAD),
     **dict.fromkeys(("unscale_", "clip", "step", "closure"), st.tuples(PART)),
     "update": st.tuples(),
-    "new_scale": st.tuples(st.sampled_from([4.0, 2.0**20, torch.tensor(0.5)])),
-    "zero_grad": st.tuples(),
+    "new_scale": st.tuples(st.sampled_from([4.0, 2.0**20, torch.tensor(0.5), *WRONG_SCALES])),
+    **dict.fromkeys(("zero_grad", "pickle"), st.tuples()),
 }
 OFTEN = ("backward", "backward", "step", "step", "step", "unscale_", "update", "update", "spoil")
-CALL = st.sampled_from([*OFTEN, "clip", "closure", "new_scale", "zero_grad"]).flatmap(
+CALL = st.sampled_from([*OFTEN, "clip", "closure", "new_scale", "zero_grad", "pickle"]).flatmap(
     lambda op: st.tuples(st.just(op.replace("new_scale", "update")), ARGUMENTS[op])
 )
 CALLS = st.lists(CALL, min_size=5, max_size=40)
@@ -150,7 +148,9 @@ BOTH = st.tuples(st.sampled_from(TORCHS), st.sampled_from(TORCHS))
     calls=[("update", ()), ("step", (0,)), ("unscale_", (1,)), ("backward", (0, 2)),
            ("unscale_", (0,)), ("unscale_", (0,)), ("spoil", (0, math.nan)), ("step", (0,)),
            ("step", (0,)), ("unscale_", (0,)), ("update", ()), ("update", ()), ("step", (1,)),
-           ("closure", (1,)), ("update", ())],
+           ("closure", (1,)), ("update", ()), ("backward", (1, 2)), ("unscale_", (0,)),
+           ("pickle", ()), *(("update", (scale,)) for scale in WRONG_SCALES), ("zero_grad", ()),
+           ("step", (1,)), ("update", ()), ("pickle", ())],
     started=False,
 )  # fmt: skip
 def test_any_calls_in_any_order_do_what_torch_does(
@@ -164,7 +164,7 @@ def test_any_calls_in_any_order_do_what_torch_does(
     for op, arguments in [("backward", (0, 2)), *calls] if started else calls:
         assert mine.call(op, *arguments) is theirs.call(op, *arguments), op
         assert_same(mine, theirs, exact=True)
-    for p, q in pairs(mine, theirs):
+    for p, q in zip(mine.flat, theirs.flat, strict=True):
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, rtol=0.0, atol=0.0, equal_nan=True)
@@ -190,35 +190,3 @@ def test_any_calls_with_our_optimizers(
             for side in (mine, theirs):
                 side.optimizers[arguments[0]].zero_grad()
         assert_same(mine, theirs, exact=False)
-
-
-def penalized(side: Side, seed: int) -> torch.Tensor:
-    """The loss and its gradient's norm, of gradients unscaled by hand: torch's own recipe."""
-    loss = sum(side.losses(seed))
-    scaled = torch.autograd.grad(side.scaler.scale(loss), side.flat, create_graph=True)
-    inverse = 1.0 / side.scaler.get_scale()
-    return loss + sum((g * inverse).square().sum() for g in scaled).sqrt()
-
-
-@with_optimizers(*TORCHS, *OURS, our_clipping_adamw)
-def test_a_power_of_two_leaves_no_trace(make: Make) -> None:
-    """A gradient penalty and accumulation with a scaler are the same bits as without one.
-
-    Whether gradients are unscaled in the step or, in every third one, before.
-    """
-    scaled = Side(GradScaler(init_scale=2.0**12, growth_interval=2), (make, make))
-    unscaled = Side(GradScaler(enabled=False), (make, make))
-    for i in range(6):
-        for side, batch in itertools.product((scaled, unscaled), range(2)):
-            side.scaler.scale(penalized(side, 10 * i + batch)).backward()
-        if i % 3 == 2:
-            for part in range(2):
-                scaled.unscale_(part)
-            assert all(torch.equal(p.grad, q.grad) for p, q in pairs(scaled, unscaled))
-        for side in (scaled, unscaled):
-            for part in range(2):
-                side.step(part)
-            side.update()
-            side.zero_grad()
-        assert scaled.scaler.get_scale() == 2.0 ** (12 + (i + 1) // 2)
-        assert all(torch.equal(p, q) for p, q in pairs(scaled, unscaled))

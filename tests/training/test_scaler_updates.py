@@ -121,19 +121,19 @@ def loaded(state: dict) -> GradScaler:
 @with_optimizers(*TORCHS, *OURS, our_clipping_adamw)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
-    """Copied after any step: scale, trackers and counts, and when, and what, it raises."""
+    """Copied before any step: scale, trackers and counts, and when, and what, it raises."""
 
-    def run(copied_after: int) -> list[Any]:
+    def run(copied_before: int) -> list[Any]:
         p, seen = param(4), []
         optimizer, scaler = make([p]), GradScaler(**SETTINGS)
         for i in range(16):
+            if i == copied_before:
+                scaler = COPIES[way](scaler)
             p.grad = filled((4,), *([NAN] if i % 9 < 7 else [1e-39]))
             try:
                 step(scaler, optimizer, explicit=i % 2 == 0)
             except RuntimeError as error:
                 seen.append((i, str(error)))
-            if i == copied_after:
-                scaler = COPIES[way](scaler)
             seen.append((scaler.state_dict(), scaler.last_step_skipped))
         seen.append(scaler.overflow_report())
         return seen
@@ -141,8 +141,8 @@ def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
     expected = run(-1)
     assert [each[0] for each in expected if isinstance(each[-1], str)] == [2, 5, 11, 14]
     assert len({each[0]["scale"] for each in expected if isinstance(each[0], dict)}) > 5
-    for after in range(12):
-        assert run(after) == expected, after
+    for before in range(13):
+        assert run(before) == expected, before
 
 
 @every_optimizer
