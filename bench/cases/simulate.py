@@ -14,7 +14,7 @@ import mixprec
 from mixprec.ops._dispatch import library
 from mixprec.ops._reference.tensor_core import ARCHITECTURES, formats, tensor_core
 
-from .. import verify
+from .. import device, verify
 from .registry import Medians, Target, Workload, case, times_faster_than
 
 SIZE = 256  # of a larger product mmasim takes many seconds
@@ -65,8 +65,7 @@ def _target(arch: str, dtype: torch.dtype) -> Target:
 
 
 def _workload(arch: str, dtype: torch.dtype) -> Workload:
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(SIZE, SIZE, generator=generator).to(dtype) for _ in range(2))
+    a, b = (device.randn(SIZE, SIZE, dtype=dtype, seed=seed, on="cpu") for seed in range(2))
 
     def ours() -> torch.Tensor:
         with mixprec.simulate(arch):
