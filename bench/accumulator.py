@@ -57,11 +57,10 @@ def table(errors: dict[str, dict[str, list[float]]]) -> str:
     return markdown(header, body)
 
 
-def write(docs: Path) -> str:
+def write(root: Path) -> str:
     """Compute, write docs/accumulator.png and the table of docs/numerics.md; return the table."""
     errors = measure()
     text = table(errors)
-    plot.accumulator(errors, SIZES, docs / "accumulator.png")
-    page = docs / "numerics.md"
-    page.write_text(pages.fill(page.read_text(), "accumulator", text))
+    plot.accumulator(errors, SIZES, root / "docs" / "accumulator.png")
+    pages.update(root / "docs" / "numerics.md", "accumulator", text)
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +22,11 @@ def fill(text: str, name: str, block: str) -> str:
     if not pattern.search(text):
         raise ValueError(f"report: the page must hold the markers <!-- {name} --> and <!-- end -->")
     return pattern.sub(lambda match: f"{match[1]}\n{block}\n\n{match[2]}", text, count=1)
+
+
+def update(page: Path, name: str, block: str) -> None:
+    """Bring one block of a page up to date."""
+    page.write_text(fill(page.read_text(), name, block))
 
 
 def markers(text: str) -> list[str]:

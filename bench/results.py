@@ -12,6 +12,8 @@ from mixprec._atomic import replace_file
 from .cases.registry import COPY
 
 SCHEMA = "mixprec.bench/1"
+RESULTS = Path("bench") / "results"  # in the repository
+CPU = RESULTS / "cpu"
 # What must agree for two files to be comparable: times of another machine say nothing.
 SAME = ("processor", "threads", "isa", "gpu")
 
@@ -22,11 +24,11 @@ class ResultError(Exception):
 
 def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
     """Write a result file, a row per case. OSError if that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"schema": SCHEMA, **more, "environment": environment, "rows": rows})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 

@@ -36,9 +36,10 @@ def test_the_command_writes_table_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accumulator, "SIZES", (128, 256))
-    page = tmp_path / "numerics.md"
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "numerics.md"
     page.write_text("before\n<!-- accumulator -->\n<!-- end -->\nafter\n")
     made_up = {d: {way: [1e-3, 2e-3] for way in accumulator.WAYS} for d in accumulator.DATA}
     monkeypatch.setattr(accumulator, "measure", lambda: made_up)
     assert accumulator.write(tmp_path) in page.read_text()
-    assert (tmp_path / "accumulator.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "docs" / "accumulator.png").read_bytes().startswith(b"\x89PNG")

@@ -106,8 +106,8 @@ def test_footprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 keeps half of what bf16 keeps, and nobody saves parameter memory."""
     monkeypatch.setattr(footprint, "WIDTH", 64)
     monkeypatch.setattr(footprint, "TOKENS", 2048)
-    footprint.write(tmp_path / "footprint.json")
-    sizes = json.loads((tmp_path / "footprint.json").read_text())["training"]
+    footprint.write(tmp_path)
+    sizes = json.loads((tmp_path / results.CPU / "footprint.json").read_text())["training"]
     assert sizes["bf16"]["saved"] == sizes["fp32"]["saved"] / 2
     for recipe in ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"):
         assert sizes[recipe]["saved"] <= 0.55 * sizes["bf16"]["saved"]
@@ -143,8 +143,6 @@ def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of a step are those of the model, and the page can be made of them."""
     monkeypatch.setattr("mixprec.bench.cases.gpt.SIZES", {"1x64": (1, 64, 32)})
     monkeypatch.setattr(profile, "STEPS", 2)
-    content = profile.write(tmp_path / "profile.json")
-    times = content["sizes"]["1x64"]
-    assert all(time > 0 for time in times.values())
-    assert json.loads((tmp_path / "profile.json").read_text()) == content
-    assert "| attention |" in profile.block(content)
+    assert "| attention |" in profile.write(tmp_path)
+    content = json.loads((tmp_path / results.CPU / "profile.json").read_text())
+    assert all(time > 0 for time in content["sizes"]["1x64"].values())

@@ -28,11 +28,12 @@ from mixprec.bench.cases.registry import (
     times_faster,
 )
 from mixprec.bench.timing import run
+from mixprec.bench.timing.timer import Budget
 
 
 def measure(make: Callable[[], Workload], target: registry.Target | None = None) -> dict[str, Any]:
     case = Case("made/up", "a case of this test", target or at_most(1.0, "s"), make)
-    return run.measure(case, samples=9, sample_seconds=0.0)
+    return run.measure(case, Budget(samples=9, sample_seconds=0.0))
 
 
 # Larger ones compute as smaller ones do, activations in int8 as in int4.

@@ -24,7 +24,7 @@ from mixprec.bench import device, report, results, table
 from mixprec.bench.cases import CASES, registry, select
 from mixprec.bench.cases.registry import Case, Workload
 from mixprec.bench.timing import run, timer
-from mixprec.bench.timing.timer import Candidate
+from mixprec.bench.timing.timer import Budget, Candidate
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_CASES = select([], device="cuda")
@@ -95,7 +95,7 @@ KINDS = (
 def test_a_case_runs(kind: str, dry_run: None) -> None:
     """Tiny, on the CPU: ours is right, and is timed beside its baselines."""
     case = next(c for c in GPU_CASES if c.name.startswith(f"cuda/{kind}"))
-    result = run.measure(case, samples=timer.MIN_SAMPLES, seconds=0.0)
+    result = run.measure(case, Budget(timer.MIN_SAMPLES, 0.0))
     for variant in result.get("variants", {}).values():
         assert variant["status"] in ("ok", "refused"), variant
     if result["status"] == "not measured":
@@ -122,7 +122,7 @@ def made_workload(**changes: Any) -> Workload:
 def measured(work: Workload, **more: Any) -> dict[str, Any]:
     target = registry.times_faster(1.0)
     case = Case("cuda/made/up", "of this test", target, lambda: work, "cuda", **more)
-    return run.measure(case, samples=9, seconds=0.0)
+    return run.measure(case, Budget(9, 0.0))
 
 
 def test_a_wrong_variant_is_not_timed_and_the_other_is(dry_run: None) -> None:

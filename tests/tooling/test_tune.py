@@ -11,7 +11,8 @@ import pytest
 import torch
 from clock import SimulatedClock
 
-from mixprec.bench import tune
+from mixprec.bench import __main__ as cli
+from mixprec.bench import device, tune
 from mixprec.ops._dispatch import gemm_table, gemm_vendor
 from mixprec.ops.gemm import gemm_op
 from mixprec.triton_kernels import configs
@@ -41,8 +42,9 @@ def measured(
 
     monkeypatch.setattr(tune, "contenders", contenders)
     monkeypatch.setattr(tune, "SHAPES", SMALL)
-    options = {"cache": 1 << 10, "seconds": 1.0, "report": lambda _: None}
-    return tune.measure("cpu", clock, capability=(9, 0), **options)
+    monkeypatch.setattr(device, "ON_CPU", True)  # for the size of its cache
+    monkeypatch.setattr(device, "DRY_RUN", True)
+    return tune.measure("cpu", clock, capability=(9, 0), seconds=1.0)
 
 
 def test_the_fastest_of_each_family_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +126,5 @@ def test_what_is_written_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.tune([]) == 1
+    assert cli.main(["tune"]) == 1
     assert "tune: no CUDA device: there is nothing to measure" in capsys.readouterr().err

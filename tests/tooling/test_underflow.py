@@ -61,8 +61,7 @@ def test_the_command_writes_result_picture_and_table(
     page.write_text("before\n<!-- underflow -->\n<!-- end -->\nafter\n")
     measure = underflow.measure
     monkeypatch.setattr(underflow, "measure", lambda: measure(steps=3))
-    out = ["--out", str(tmp_path / "picture.png")]
-    assert command.main(["underflow", "--root", str(tmp_path), *out]) == 0
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert command.main(["underflow", "--root", str(tmp_path)]) == 0
+    assert (tmp_path / underflow.PICTURE).read_bytes().startswith(b"\x89PNG")
     content = json.loads((tmp_path / underflow.RESULT).read_text())
     assert underflow.block(content) in page.read_text()
