@@ -45,12 +45,6 @@ def _percent(text: str) -> float:
     return float(match[1]) / 100
 
 
-def _samples(text: str) -> int:
-    if not text.isdigit() or int(text) < timer.MIN_SAMPLES:
-        raise argparse.ArgumentTypeError(f"must be {timer.MIN_SAMPLES} or more, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -66,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("op", nargs="*", help="an op, the start of a case's name, or a name; none: all")
     add("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
     add("--quick", action="store_true", help="fewer cases, shorter samples")
-    add("--samples", type=_samples, default=timer.MIN_SAMPLES, help="default %(default)s")
+    add("--samples", type=int, default=timer.MIN_SAMPLES, help="at least %(default)s")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     add("--budget", type=float, default=math.inf, help="seconds, shared among the cases (GPU only)")
     add = command(_compare, "compare", "exit 1 if a case of NEW is slower than in OLD")
@@ -74,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     add("new", type=Path)
     add("--fail-over", type=_percent, default=0.05, metavar="5%")
     add("--any-machine", action="store_true", help="whatever machine they come from")
-    add = command(_tune, "tune", "measure gemm's variants on this GPU, write the choice")
+    add = command(
+        lambda args: tune.tune(args.out, args.seconds),
+        "tune",
+        "measure gemm's variants on this GPU, write the choice",
+    )
     add("--out", type=Path, help="default: where mixprec looks for it")
     add("--seconds", type=float, default=2.0, help="per shape (%(default)s)")
     for name, (write, help) in PAGES.items():
@@ -167,10 +165,6 @@ def _compare(args: argparse.Namespace) -> int:
         return 1
     print(f"none of {len(changes)} cases slower by {limit}")
     return 0
-
-
-def _tune(args: argparse.Namespace) -> int:
-    return tune.tune(args.out, args.seconds)
 
 
 def _report(root: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,7 @@ SIXTEEN = ("bf16", "fp16")  # they are to stay within the noise of FP32's own se
 
 
 def load(folder: Path, task: str) -> dict[str, Any]:
-    path = folder / f"accuracy-{task}.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise results.ResultError(f"{path}: {error}") from error
-    return content
+    return results.read_json(folder / f"accuracy-{task}.json")
 
 
 def _signed(value: float, half: float | None, unit: str) -> str:

@@ -25,11 +25,6 @@ PARTS = {  # by what an op's name holds, the first that fits
 PYTHON = "Python, autograd, allocation"
 
 
-def part_of(op: str) -> str | None:
-    found = (part for part, words in PARTS.items() if any(word in op for word in words))
-    return next(found, None)
-
-
 def measure(size: str, recipe: str) -> dict[str, float]:
     """Milliseconds a step by part, each op without those that it calls."""
     step = gpt.ours(partial(gpt.gpt, size), recipe, fuse=True)
@@ -41,8 +36,8 @@ def measure(size: str, recipe: str) -> dict[str, float]:
                 step()
     times = dict.fromkeys([*PARTS, PYTHON], 0.0)
     for event in run.key_averages():
-        part = part_of(event.key) or PYTHON
-        times[part] += event.self_cpu_time_total / 1e3 / STEPS
+        fits = (part for part, words in PARTS.items() if any(w in event.key for w in words))
+        times[next(fits, PYTHON)] += event.self_cpu_time_total / 1e3 / STEPS
     return times
 
 

@@ -6,7 +6,6 @@ training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ def gpu_state(root: Path) -> str:
 
 def build(root: Path, source: str) -> str:
     """What the compiler made of the kernels of one file, over all GPU generations."""
-    report = json.loads((root / results.RESULTS / "cuda_build.json").read_text())
+    report = results.read_json(root / results.RESULTS / "cuda_build.json")
     body: list[tuple[str, ...]] = []
     for kernel in report["kernels"]:
         if kernel["source"] == source:
@@ -163,7 +162,7 @@ def block(root: Path, name: str) -> str | None:
     if name in OF_BENCH:
         return OF_BENCH[name](results.load(cpu / "bench.json"))
     if name in OF_A_FILE:
-        return OF_A_FILE[name](json.loads((cpu / f"{name}.json").read_text()))
+        return OF_A_FILE[name](results.read_json(cpu / f"{name}.json"))
     if name in ("gpu", "gpu state"):
         return (gpu_state if of else gpu)(root)
     if kind == "build":

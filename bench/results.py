@@ -33,16 +33,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The content of a result file. ResultError, naming the file, if it is not a whole one."""
+def read_json(path: Path) -> Any:
+    """ResultError, naming the file, if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ResultError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ResultError(f"{path}: cannot be read ({error})") from None
     except json.JSONDecodeError as error:
         raise ResultError(f"{path}: is damaged, not JSON ({error})") from None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a file of `save`. ResultError, naming the file, if it is not a whole one."""
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
         raise ResultError(f"{path}: is no result of mixprec.bench ({SCHEMA}), found {found!r}")

@@ -113,14 +113,8 @@ def _workload(recipe: str, compiled: bool, baselines: Callable[[], dict[str, Pas
         bars = {"y": OUTPUT_DB, **dict.fromkeys(names, GRADIENT_DB)}
         return verify.sqnr_at_least(bars, ours()(), _pass(plain, plain)())
 
-    return Workload(
-        lambda passes: passes["ours"](),
-        {name: partial(lambda name, passes: passes[name](), name) for name in baselines()},
-        check,
-        lambda _: {"ours": ours(), **baselines()},
-        bytes=2.0 * weights,
-        flops=3 * (2.0 * tokens * weights + attention),
-    )
+    flops = 3 * (2.0 * tokens * weights + attention)
+    return Workload(ours(), baselines(), check, bytes=2.0 * weights, flops=flops)
 
 
 def _bf16() -> dict[str, Pass]:

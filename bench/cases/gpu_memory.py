@@ -91,26 +91,6 @@ def _dequantize(granularity: str, dtype: torch.dtype) -> Workload:
     )
 
 
-def _moves_bytes(name: str, what: str, times: float, make: Callable[[], Workload]) -> None:
-    """Against torch, and against 90 % of the speed of a copy."""
-    case(f"cuda/{name}", what, times_faster(times), make, share=0.9, quick=True)
-
-
-for _name, _dtype in DTYPES.items():
-    _moves_bytes(f"amax/{_name}/8192x8192", f"max |x| of {_name}", 1.0, partial(_amax, _dtype))
-for _per, _what, _name in (
-    ("tensor", "one scale", "fp32"),
-    ("tensor", "one scale", "bf16"),
-    ("block1x128", "a scale per 128 elements", "bf16"),
-):
-    _moves_bytes(
-        f"dequantize/{_per}-{_name}/8192x8192",
-        f"e4m3 -> {_name}, {_what}",
-        1.0,
-        partial(_dequantize, _per, DTYPES[_name]),
-    )
-
-
 # Lists of gradients
 
 LIST = (4, 2048, 50304)  # layers, width, vocabulary: 304M elements
@@ -193,20 +173,23 @@ def _grad_stats(dtype: torch.dtype) -> Workload:
     )
 
 
-for _name, _dtype in DTYPES.items():
-    _list = f"52 gradients of a GPT, {_name}"
-    _moves_bytes(
-        f"unscale_/{_name}/304M",
-        f"{_list}: multiplied in place and checked for Inf and NaN",
-        1.2,
-        partial(_unscale, _dtype),
-    )
-    _moves_bytes(
-        f"grad_stats_/{_name}/304M",
-        f"{_list}: sums of squares in FP64, and the check",
-        1.2,
-        partial(_grad_stats, _dtype),
-    )
+_LIST = "52 gradients of a GPT"
+_SIZE = "x".join(map(str, GPU_SHAPE))
+_MOVE_BYTES: tuple[tuple[str, str, float, Callable[[], Workload]], ...] = (
+    # name, what, times torch, workload
+    *((f"amax/{name}/{_SIZE}", f"max |x| of {name}", 1.0, partial(_amax, dtype))
+      for name, dtype in DTYPES.items()),
+    *((f"dequantize/tensor-{name}/{_SIZE}", f"e4m3 -> {name}, one scale", 1.0,
+       partial(_dequantize, "tensor", dtype)) for name, dtype in DTYPES.items()),
+    (f"dequantize/block1x128-bf16/{_SIZE}", "e4m3 -> bf16, a scale per 128 elements", 1.0,
+     partial(_dequantize, "block1x128", torch.bfloat16)),
+    *((f"unscale_/{name}/304M", f"{_LIST}, {name}: multiplied in place, checked for Inf and NaN",
+       1.2, partial(_unscale, dtype)) for name, dtype in DTYPES.items()),
+    *((f"grad_stats_/{name}/304M", f"{_LIST}, {name}: sums of squares in FP64, and the check",
+       1.2, partial(_grad_stats, dtype)) for name, dtype in DTYPES.items()),
+)  # fmt: skip
+for _name, _what, _times, _make in _MOVE_BYTES:
+    case(f"cuda/{_name}", _what, times_faster(_times), _make, share=0.9, quick=True)
 
 
 # Kernels that compute a few numbers: their time is that of a launch

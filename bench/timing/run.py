@@ -37,7 +37,7 @@ def one_line(error: BaseException) -> str:
 
 @cache
 def clock(on_gpu: bool) -> timer.Clock:
-    return timer.CudaClock() if on_gpu else timer.HostClock()
+    return timer.CudaClock() if on_gpu else timer.Clock()
 
 
 @contextlib.contextmanager
@@ -69,9 +69,8 @@ def heading(case: Case) -> dict[str, Any]:
         "device": case.device,
         "status": "ok",
         "reason": "",
-        "target": None
-        if target is None
-        else {"value": target.value, "unit": target.unit, "at_least": target.at_least},
+        "target": target
+        and {name: getattr(target, name) for name in ("value", "unit", "at_least")},
         "share_target": case.share,
         "met": False,
     }

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,26 +41,32 @@ class Budget:
 BUDGET = Budget()
 
 
-class Clock(Protocol):
-    """A queue of work and the times at its marks."""
+class Clock:
+    """A queue of work and the times at its marks. Of the CPU: work is done when its call returns."""
 
-    def host(self) -> float: ...
-    def delay(self, seconds: float) -> None: ...
-    def mark(self) -> Any: ...
-    def reached(self, mark: Any) -> bool: ...
-    def between(self, first: Any, last: Any) -> float: ...
-    def synchronize(self) -> None: ...
+    host = staticmethod(time.perf_counter)
+    mark = staticmethod(time.perf_counter)
+
+    def delay(self, seconds: float) -> None:
+        pass
+
+    def reached(self, mark: float) -> bool:
+        return False
+
+    def between(self, first: float, last: float) -> float:
+        return last - first
+
+    def synchronize(self) -> None:
+        pass
 
 
-class CudaClock:
+class CudaClock(Clock):
     def __init__(self) -> None:
         cycles = 20_000_000
         torch.cuda._sleep(1)  # loaded by its first call
         first = self.mark()
         torch.cuda._sleep(cycles)
         self._cycles_per_second = cycles / self.between(first, self.mark())
-
-    host = staticmethod(time.perf_counter)
 
     def delay(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
@@ -79,25 +85,6 @@ class CudaClock:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
-
-
-class HostClock:
-    """For the CPU: work is done when its call returns."""
-
-    host = staticmethod(time.perf_counter)
-    mark = staticmethod(time.perf_counter)
-
-    def delay(self, seconds: float) -> None:
-        pass
-
-    def reached(self, mark: float) -> bool:
-        return False
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
-
-    def synchronize(self) -> None:
-        pass
 
 
 @dataclass

@@ -115,7 +115,6 @@ def test_list_bad_arguments_and_a_wrong_case(
     monkeypatch.setattr(device, "name", lambda: None)
     for arguments, message in (
         (["run", "nothing", "--out", out], "op must be one of attention, quantize, cuda,"),
-        (["run", "--samples", "3"], "must be 9 or more"),
         (["compare", "a", "b", "--fail-over", "5"], "must be a percentage such as 5%"),
     ):
         try:
