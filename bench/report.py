@@ -120,11 +120,6 @@ def gpu(root: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def gpu_state(root: Path) -> str:
-    names = ", ".join(gpu_results(root))
-    return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
-
-
 def build(root: Path, source: str) -> str:
     """What the compiler made of the kernels of one file, over all GPU generations."""
     report = results.read_json(root / results.RESULTS / "cuda_build.json")
@@ -163,8 +158,11 @@ def block(root: Path, name: str) -> str | None:
         return OF_BENCH[name](results.load(cpu / "bench.json"))
     if name in OF_A_FILE:
         return OF_A_FILE[name](results.read_json(cpu / f"{name}.json"))
-    if name in ("gpu", "gpu state"):
-        return (gpu_state if of else gpu)(root)
+    if name == "gpu":
+        return gpu(root)
+    if name == "gpu state":
+        names = ", ".join(gpu_results(root))
+        return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
     if kind == "build":
         return build(root, of)
     return accuracy.task_block(accuracy.load(cpu, of)) if kind == "accuracy" else None

@@ -74,16 +74,12 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (model(x).float() - y).square().mean()
 
 
-def exact_gradients(model: nn.Module, twin: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Of the same weights and batch, in FP32 throughout."""
+def flushed(model: nn.Module, twin: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The share of gradient elements that are 0, and are not in the twin, which gets the same
+    weights and batch and is FP32 throughout."""
     with torch.no_grad():
-        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-            p.copy_(q)
-    return torch.autograd.grad(loss_of(twin, x, y), list(twin.parameters()))
-
-
-def flushed(model: nn.Module, exact: tuple[torch.Tensor, ...]) -> float:
-    """The share of gradient elements that are 0 and should not be."""
+        torch._foreach_copy_([*twin.parameters()], [*model.parameters()])
+    exact = torch.autograd.grad(loss_of(twin, x, y), list(twin.parameters()))
     lost = total = 0
     for p, e in zip(model.parameters(), exact, strict=True):
         assert p.grad is not None
@@ -104,7 +100,7 @@ def train(run: Run, steps: int = STEPS) -> dict[str, Any]:
         loss = loss_of(model, x.to(run.dtype), y)
         scaler.scale(loss).backward()
         losses.append(round(loss.item() / UNIT**2, 6))
-        shares.append(round(flushed(model, exact_gradients(model, twin, x, y)), 6))
+        shares.append(round(flushed(model, twin, x, y), 6))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mixprec.functional import attention
 
 from .. import device, verify
+from .quantize import DTYPES
 from .registry import Workload, both_passes, case, times_faster
 
 BATCH, HEADS, WIDTH = 4, 8, 64
@@ -44,17 +45,13 @@ def _workload(length: int, dtype: torch.dtype) -> Workload:
         device.randn(*shape, dtype=dtype, seed=i, on="cpu").transpose(1, 2) for i in range(4)
     )
     tensors = *(x.requires_grad_() for x in (q, k, v)), g
-    flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
-    fp32 = torch.float32
+    ways = {"": SDPBackend.FLASH_ATTENTION, ", without flash": SDPBackend.MATH}
     baselines = {
-        "torch, fp32": partial(_torchs, dtype=fp32, backend=flash),
-        "torch, fp32, without flash": partial(_torchs, dtype=fp32, backend=math),
+        f"torch, {name}{how}": partial(_torchs, dtype=computed, backend=backend)
+        for name, computed in DTYPES.items()
+        if computed in (torch.float32, dtype)
+        for how, backend in ways.items()
     }
-    if dtype == torch.bfloat16:
-        baselines |= {
-            "torch, bf16": partial(_torchs, dtype=dtype, backend=flash),
-            "torch, bf16, without flash": partial(_torchs, dtype=dtype, backend=math),
-        }
     ours = partial(_pass, partial(attention, causal=True), tensors)
 
     def check() -> str | None:
@@ -75,7 +72,7 @@ def _workload(length: int, dtype: torch.dtype) -> Workload:
     )
 
 
-for _name, _dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+for _name, _dtype in DTYPES.items():
     for _length in LENGTHS:
         case(
             f"attention/{_name}/{_length}",

@@ -53,7 +53,6 @@ def layer_norm(m: Any) -> mixprec.nn.NormSpec:
 
 def gpt(size: str) -> Model:
     layers, width, context = SIZES[size]
-    torch.manual_seed(0)
     examples = _examples()
     model = examples.GPT(examples.GPTConfig(layers, width, width // 64, context))
     text = torch.randint(0, 256, (BATCH, context + 1))
@@ -84,6 +83,7 @@ def _step(
 
 
 def torchs(make: Make, *, autocast: bool = False, compiled: bool = False) -> Step:
+    torch.manual_seed(0)
     model, loss = make()
     run = torch.compile(model) if compiled else model
 
@@ -103,6 +103,7 @@ def ours(
     params: torch.dtype = torch.float32,
     saved: str | None = None,
 ) -> Step:
+    torch.manual_seed(0)
     model, loss = make()
     mixprec.convert(mixprec.cast_parameters(model, params), recipe, fuse=fuse, saved=saved)
     for module in model.modules() if fuse else ():

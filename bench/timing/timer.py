@@ -42,7 +42,7 @@ BUDGET = Budget()
 
 
 class Clock:
-    """A queue of work and the times at its marks. Of the CPU: work is done when its call returns."""
+    """A queue of work and the times at its marks. On the CPU a call returns when it is done."""
 
     host = staticmethod(time.perf_counter)
     mark = staticmethod(time.perf_counter)
