@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_readme import run_blocks
 
 import mixprec
 from mixprec.optim import SGD, Adam, AdamW, Lion, Muon, _grad_norms
@@ -111,7 +110,3 @@ def test_with_a_scaler_gradients_are_checked_once(checked: list[torch.Tensor]) -
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         assert len(checked) == (0 if unscaled and clip is None else 1)
-
-
-def test_the_code_runs(tmp_path: Path) -> None:
-    assert "2.bias: 1 Inf among 8" in run_blocks(DOC, tmp_path)
