@@ -68,11 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("new", type=Path)
     add("--fail-over", type=_percent, default=0.05, metavar="5%")
     add("--any-machine", action="store_true", help="whatever machine they come from")
-    add = command(
-        lambda args: tune.tune(args.out, args.seconds),
-        "tune",
-        "measure gemm's variants on this GPU, write the choice",
-    )
+    add = command(tune.tune, "tune", "measure gemm's variants on this GPU, write the choice")
     add("--out", type=Path, help="default: where mixprec looks for it")
     add("--seconds", type=float, default=2.0, help="per shape (%(default)s)")
     for name, (write, help) in PAGES.items():

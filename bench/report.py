@@ -7,6 +7,7 @@ training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,8 @@ def block(root: Path, name: str) -> str | None:
 
 def render(root: Path) -> dict[Path, str]:
     """README.md and the pages of docs/ as bench/results/ has them today."""
-    rendered = {}
-    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        text = page.read_text()
-        for name in pages.markers(text):
-            if (found := block(root, name)) is not None:
-                text = pages.fill(text, name, found)
-        rendered[page] = text
-    return rendered
+    found = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return {page: pages.fill(page.read_text(), partial(block, root)) for page in found}
 
 
 def write(root: Path) -> list[Path]:

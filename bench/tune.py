@@ -6,6 +6,7 @@ the cache folder), which mixprec reads when it is next started.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import sys
@@ -184,7 +185,7 @@ def save(path: Path, entries: dict[str, gemm_table.Entry], arch: str) -> None:
     gemm_table.table.cache_clear()
 
 
-def tune(out: Path | None, seconds: float) -> int:
+def tune(args: argparse.Namespace) -> int:
     """Measure, print, write. 0: done; 1: no CUDA device, or a variant gives wrong values."""
     if not torch.cuda.is_available():
         print("tune: no CUDA device: there is nothing to measure", file=sys.stderr)
@@ -194,9 +195,9 @@ def tune(out: Path | None, seconds: float) -> int:
     device, clock = f"cuda:{index}", CudaClock()
     x = randn(4096, 4096, dtype=torch.bfloat16, on=device)
     settle(lambda: torch.mm(x, x), clock)
-    out = out if out is not None else gemm_table.user_file()
+    out = args.out if args.out is not None else gemm_table.user_file()
     try:
-        entries = measure(device, clock, capability=capability, seconds=seconds)
+        entries = measure(device, clock, capability=capability, seconds=args.seconds)
     except ValueError as error:
         print(f"tune: {error}; nothing is written", file=sys.stderr)
         return 1

@@ -12,8 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mixprec.functional import attention
 
 from .. import device, verify
-from .quantize import DTYPES
-from .registry import Workload, both_passes, case, times_faster
+from .registry import DTYPES, Workload, both_passes, case, times_faster
 
 BATCH, HEADS, WIDTH = 4, 8, 64
 LENGTHS = (256, 1024)

@@ -16,8 +16,7 @@ from mixprec.ops.act_quantize import act_backward_op, act_quantize_op
 from mixprec.ops.norm_quantize import norm_backward_op, norm_quantize_op
 
 from .. import device, verify
-from .quantize import DTYPES
-from .registry import Workload, case, times_faster
+from .registry import DTYPES, Workload, case, times_faster
 
 SHAPE = (1024, 2048)
 CASTS = ("fp32", "bf16"), ("bf16", "e4m3")

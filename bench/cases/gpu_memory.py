@@ -15,8 +15,8 @@ from mixprec.ops import grad_stats_, unscale_
 
 from .. import device, verify
 from . import steps
-from .quantize import BLOCK, DTYPES, GPU_SHAPE
-from .registry import Workload, at_most, case, times_faster
+from .quantize import BLOCK, GPU_SHAPE
+from .registry import DTYPES, Workload, at_most, case, times_faster
 
 E4M3_MAX = 448.0
 MEBIBYTE = 1 << 20

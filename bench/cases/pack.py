@@ -10,8 +10,7 @@ from mixprec import ops
 from mixprec.ops.pack import packed_sizes
 
 from .. import device, verify
-from .quantize import DTYPES
-from .registry import COPY, Workload, case, times_faster_than
+from .registry import COPY, DTYPES, Workload, case, times_faster_than
 
 # 32 MB, and less than the 32 MiB from which on the C library maps, and the kernel clears, the
 # memory of every result anew: which would be most of the time.

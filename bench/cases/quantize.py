@@ -9,14 +9,13 @@ import torch
 import mixprec
 
 from .. import device, verify
-from .registry import Workload, case, times_faster
+from .registry import DTYPES, Workload, case, times_faster
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128
 CPU_SHAPE = (2048, 2048)  # 4M elements
 GPU_SHAPE = (8192, 8192)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Result = tuple[torch.Tensor, ...]
 # The height and width of a block with a scale of its own; 0: all of x.
 BLOCKS = {"tensor": (0, 0), "row": (1, 0), "block1x128": (1, BLOCK), "block128x128": (BLOCK, BLOCK)}

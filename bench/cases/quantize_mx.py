@@ -13,8 +13,8 @@ from mixprec.ops.dequantize_mx import dequantize_mx_op as dequantize_mx
 from mixprec.ops.quantize_mx import quantize_mx_op as quantize_mx
 
 from .. import device, verify
-from .quantize import CPU_SHAPE, DTYPES, E4M3, E4M3_MAX, GPU_SHAPE
-from .registry import Workload, case, times_faster
+from .quantize import CPU_SHAPE, E4M3, E4M3_MAX, GPU_SHAPE
+from .registry import DTYPES, Workload, case, times_faster
 
 FORMATS = ("mxfp8_e4m3", "nvfp4")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

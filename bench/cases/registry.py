@@ -15,6 +15,7 @@ from torch import nn
 Medians = Mapping[str, float]  # seconds per call, by name; "ours", the baselines, and the copy
 # What a case that counts its bytes is held against besides its baselines: a copy of as many.
 COPY = "copy of the bytes"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def quantity(value: float, unit: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mixprec.bench import __main__ as command
-from mixprec.bench import accumulator, footprint, pages, profile, results, underflow
+from mixprec.bench import accumulator, footprint, profile, results, underflow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,5 +117,5 @@ def test_a_command_writes_picture_and_table(
     printed = capsys.readouterr().out.removesuffix("\n")
     if page:
         found = (tmp_path / "docs" / f"{page}.md").read_text()
-        assert found == pages.fill(text, name, printed)
+        assert found == text.replace("-->\n<", f"-->\n\n{printed}\n\n<")
         assert printed.startswith("| ")
