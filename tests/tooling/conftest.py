@@ -1,4 +1,5 @@
-"""The programs of examples/, which are found by path, and a small data set for them."""
+"""The programs of examples/, which are found by path, with a small data set for them; a table of
+GEMM choices."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mixprec.ops._dispatch import gemm_table
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -28,3 +31,14 @@ def few_glyphs(examples: pytest.MonkeyPatch) -> Any:
     images = image_data.glyph_images(train=300, held_out=120)
     examples.setattr(image_data, "load", lambda name: images)
     return images
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where mixprec looks for measured choices of gemm: no file yet."""
+    path = tmp_path / "folder" / "table.json"
+    monkeypatch.setenv("MIXPREC_TUNED", str(path))
+    gemm_table.table.cache_clear()
+    yield path
+    monkeypatch.undo()
+    gemm_table.table.cache_clear()

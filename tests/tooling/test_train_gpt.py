@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import random
@@ -43,13 +41,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path) -> None:
+def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path, capsys: Any) -> None:
     arguments = [*TINY, f"--steps={STEPS}", f"--text={text}", "--seed=5"]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert demo.main([*arguments, f"--out={tmp_path}"]) == 0
-    assert "bits/byte" in printed.getvalue()
-    assert "passed: every matrix product" in printed.getvalue()
+    assert demo.main([*arguments, f"--out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "bits/byte" in printed
+    assert "passed: every matrix product" in printed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "results.json"]
 
     results = json.loads((tmp_path / "results.json").read_text())
@@ -74,12 +71,10 @@ def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path) -> Non
     assert again["train_losses"] == rows[3]["train_losses"], "the same run, bit for bit"
 
 
-def test_lean_training(demo: ModuleType, text: str, tmp_path: Path) -> None:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        arguments = [*TINY, f"--steps={STEPS}", f"--text={text}", f"--out={tmp_path}", "--lean"]
-        assert demo.main(arguments) == 0
-    assert "optimizer: exp_avg_scale" in printed.getvalue()
+def test_lean_training(demo: ModuleType, text: str, tmp_path: Path, capsys: Any) -> None:
+    arguments = [*TINY, f"--steps={STEPS}", f"--text={text}", f"--out={tmp_path}", "--lean"]
+    assert demo.main(arguments) == 0
+    assert "optimizer: exp_avg_scale" in capsys.readouterr().out
     assert (tmp_path / "memory.png").stat().st_size > 10_000
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     names = ["fp32", "lean-high", "lean-balanced", "lean-small"]
@@ -168,11 +163,10 @@ def test_the_model_is_causal(demo: ModuleType) -> None:
     for block in model.blocks:  # zero at the start: then no position would see another
         torch.nn.init.normal_(block.attention.proj.weight, std=0.1)
         torch.nn.init.normal_(block.mlp[-1].weight, std=0.1)
-    logits: list[torch.Tensor] = []
-    model.head.register_forward_hook(lambda module, inputs, out: logits.append(out))
     tokens = torch.randint(0, 256, (1, 16))
     changed = tokens.clone()
     changed[0, 3] ^= 1
-    for given in (tokens, changed):
-        model(given, given)
+    logits: list[torch.Tensor] = []
+    model.head.register_forward_hook(lambda module, inputs, out: logits.append(out))
+    model(tokens, tokens), model(changed, changed)
     assert (logits[1] != logits[0]).any(-1)[0].tolist() == [False] * 3 + [True] * 13
