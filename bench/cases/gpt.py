@@ -128,11 +128,9 @@ def workload(make: Make, recipe: str, fuse: bool, compiled: bool) -> Workload:
     ways = {FP32: (False, False), FP32_COMPILED: (False, True)}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # else torch's bf16 takes ten times as long
         ways |= {"torch autocast": (True, False), "torch autocast, compiled": (True, True)}
-    return Workload(
-        ours(make, recipe, fuse=fuse, compiled=compiled),
-        {name: torchs(make, autocast=a, compiled=c) for name, (a, c) in ways.items()},
-        partial(check, partial(ours, make, recipe, fuse=fuse), partial(torchs, make), 0.03),
-    )
+    baselines = {name: torchs(make, autocast=a, compiled=c) for name, (a, c) in ways.items()}
+    same = partial(check, partial(ours, make, recipe, fuse=fuse), partial(torchs, make), 0.03)
+    return Workload(ours(make, recipe, fuse=fuse, compiled=compiled), baselines, same)
 
 
 def _simulated(size: str) -> Workload:
