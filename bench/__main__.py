@@ -30,6 +30,7 @@ from .cases.registry import Case
 from .environment import environment
 from .timing import timer
 from .timing.run import DeviceLost, clock, heading, measure
+from .timing.timer import Budget
 
 RESULT = Path("mixprec-bench.json")
 RUNNING = "the program died or hung while it ran"
@@ -44,12 +45,6 @@ def _percent(text: str) -> float:
     return float(match[1]) / 100
 
 
-def _samples(text: str) -> int:
-    if not text.isdigit() or int(text) < timer.MIN_SAMPLES:
-        raise argparse.ArgumentTypeError(f"must be {timer.MIN_SAMPLES} or more, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -59,16 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         one.set_defaults(run=run)
         return one.add_argument
 
-    def root(add: Any) -> None:
-        add("--root", type=Path, default=Path(), help="the repository (default: here)")
-
     add = command(_list, "list", "the cases: name, what it measures, target")
     add("op", nargs="*")
     add = command(_run, "run", "check the values, measure, print a table, write JSON")
     add("op", nargs="*", help="an op, the start of a case's name, or a name; none: all")
     add("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
     add("--quick", action="store_true", help="fewer cases, shorter samples")
-    add("--samples", type=_samples, default=timer.MIN_SAMPLES, help="default %(default)s")
+    add("--samples", type=int, default=timer.MIN_SAMPLES, help="at least %(default)s")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     add("--budget", type=float, default=math.inf, help="seconds, shared among the cases (GPU only)")
     add = command(_compare, "compare", "exit 1 if a case of NEW is slower than in OLD")
@@ -76,18 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     add("new", type=Path)
     add("--fail-over", type=_percent, default=0.05, metavar="5%")
     add("--any-machine", action="store_true", help="whatever machine they come from")
-    root(command(_report, "report", "write the measured tables into README and docs"))
-    command(lambda _: tune.tune(), "tune", "measure gemm's variants on this GPU, write the choice")
-    add = command(_accumulator, "accumulator", "model the sums of FP8 tensor cores, for docs/")
-    add("--docs", type=Path, default=Path("docs"), help="default: %(default)s")
-    add = command(_footprint, "footprint", "the bytes that a step holds in each precision")
-    add("--out", type=Path, default=report.CPU / "footprint.json", help="%(default)s")
-    add = command(_profile, "profile", "where the time of a training step goes, for docs/")
-    add("--out", type=Path, default=report.CPU / "profile.json", help="%(default)s")
-    root(command(_formats, "formats", "draw what formats do to a run, for docs/"))
-    add = command(_underflow, "underflow", "fp16 with and without loss scaling, for docs/")
-    root(add)
-    add("--out", type=Path, help="the picture (default: docs/underflow.png)")
+    add = command(tune.tune, "tune", "measure gemm's variants on this GPU, write the choice")
+    add("--out", type=Path, help="default: where mixprec looks for it")
+    add("--seconds", type=float, default=2.0, help="per shape (%(default)s)")
+    for name, (write, help) in PAGES.items():
+        add = command(lambda args, write=write: _page(args, write), name, help)
+        add("--root", type=Path, default=Path(), help="the repository (default: here)")
     return parser
 
 
@@ -110,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
         rows = []
         for i, case in enumerate(chosen):
             print(f"[{i + 1}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
-            rows.append(measure(case, samples=args.samples, sample_seconds=seconds))
+            rows.append(measure(case, Budget(args.samples, math.inf, seconds)))
         results.save(args.out, where, rows)
     print(f"written: {args.out}")
     if where["load"] is not None and where["load"] > BUSY * where["cores"]:
@@ -145,7 +131,7 @@ def _measure_on_gpu(
             start = time.monotonic()
             share = max(0.0, end - start) / (len(cases) - i)
             try:
-                row = measure(case, samples=args.samples, seconds=share)
+                row = measure(case, Budget(args.samples, share))
             except DeviceLost as error:
                 rows.append(running | {"reason": str(error)})
                 break
@@ -177,48 +163,35 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(args: argparse.Namespace) -> int:
-    for path in report.write(args.root):
-        print(f"{path}: brought up to date")
-    return 0
+def _report(root: Path) -> str:
+    return "\n".join(f"{path}: brought up to date" for path in report.write(root))
 
 
-def _profile(args: argparse.Namespace) -> int:
-    print(profile.block(profile.write(args.out)))
-    return 0
+def _formats(root: Path) -> str:
+    out = root / "docs" / "formats.png"
+    plot.formats(accuracy.load(root / results.CPU, "gpt-formats"), out)
+    return f"written: {out}"
 
 
-def _formats(args: argparse.Namespace) -> int:
-    out = args.root / "docs" / "formats.png"
-    plot.formats(accuracy.load(args.root / report.CPU, "gpt-formats"), out)
-    print(f"written: {out}")
-    return 0
+# What writes a part of the pages, under the root of the repository, and returns what is printed.
+PAGES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "report": (_report, "write the measured tables into README and docs"),
+    "accumulator": (accumulator.write, "model the sums of FP8 tensor cores, for docs/"),
+    "footprint": (footprint.write, "the bytes that a step holds in each precision"),
+    "profile": (profile.write, "where the time of a training step goes, for docs/"),
+    "formats": (_formats, "draw what formats do to a run, for docs/"),
+    "underflow": (underflow.write, "fp16 with and without loss scaling, for docs/"),
+}
 
 
-def _footprint(args: argparse.Namespace) -> int:
-    content = footprint.write(args.out)
-    for recipe, sizes in content["training"].items():
-        print(f"{recipe:12} {', '.join(f'{k} {n / 1e6:.1f} MB' for k, n in sizes.items())}")
-    print(f"written: {args.out}")
-    return 0
-
-
-def _accumulator(args: argparse.Namespace) -> int:
-    print(accumulator.write(args.docs))
-    return 0
-
-
-def _underflow(args: argparse.Namespace) -> int:
-    print(underflow.block(underflow.write(args.root, args.out)))
+def _page(args: argparse.Namespace, write: Callable[[Path], str]) -> int:
+    print(write(args.root))
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """0: done; 1: a case is wrong, failed or slower; 2: bad arguments or files."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["tune"]:  # with a parser of its own
-        return tune.tune(arguments[1:])
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
         return status

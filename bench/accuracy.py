@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,7 @@ SIXTEEN = ("bf16", "fp16")  # they are to stay within the noise of FP32's own se
 
 
 def load(folder: Path, task: str) -> dict[str, Any]:
-    path = folder / f"accuracy-{task}.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise results.ResultError(f"{path}: {error}") from error
-    return content
-
-
-def _signed(value: float, half: float | None, unit: str) -> str:
-    gap = " " if unit != "%" else ""
-    width = "" if half is None else f" ± {half:.2f}"
-    return f"{value:+.2f}{width}{gap}{unit}"
+    return results.read_json(folder / f"accuracy-{task}.json")
 
 
 def worse(content: dict[str, Any], line: dict[str, Any]) -> float:
@@ -54,8 +42,11 @@ def allowed(content: dict[str, Any], line: dict[str, Any]) -> tuple[str, bool]:
     if line["recipe"].removeprefix("fused-") in SIXTEEN and base["interval"] is not None:
         limit = base["interval"] * (100 / base["mean"] if content["unit"] == "%" else 1.0)
     met = worse(content, line) <= limit
-    unit = content["unit"]
-    return f"{limit:.2f}{'' if unit == '%' else ' '}{unit}: {'yes' if met else 'no'}", met
+    return f"{limit:.2f}{_unit(content)}: {'yes' if met else 'no'}", met
+
+
+def _unit(content: dict[str, Any]) -> str:
+    return "%" if content["unit"] == "%" else f" {content['unit']}"
 
 
 def task_block(content: dict[str, Any]) -> str:
@@ -66,8 +57,9 @@ def task_block(content: dict[str, Any]) -> str:
         skipped = sum(run["skipped"] or 0 for run in runs)
         against = ("", "", "")
         if "difference" in line:
-            signed = _signed(line["difference"], line["difference_interval"], content["unit"])
-            against = (signed, verdict(content, line), allowed(content, line)[0])
+            width = line["difference_interval"]
+            signed = f"{line['difference']:+.2f}" + ("" if width is None else f" ± {width:.2f}")
+            against = (signed + _unit(content), verdict(content, line), allowed(content, line)[0])
         body.append((line["recipe"], f"{line['mean']:.3f}{half}", *against, str(skipped)))
     seeds = content["summary"][0]["seeds"]
     samples = content["runs"][0]["samples"]

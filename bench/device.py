@@ -63,13 +63,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
+def eager_and_compiled(plain: Callable[..., Any], on_gpu: bool = True) -> dict[str, Any]:
+    """The baselines that torch offers for an op written in plain torch."""
+    return {"torch eager": plain, **({"torch.compile": compiled(plain)} if on_gpu else {})}
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Random numbers: zeros draw less power, and would be faster than any real data."""
-    return torch.randn(shape, generator=generator(seed), device=DEVICE).to(dtype)
+def where(on_gpu: bool) -> str:
+    return DEVICE.type if on_gpu else "cpu"
+
+
+def randn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, on: str | None = None
+) -> torch.Tensor:
+    """Random numbers, on the GPU unless another device is named: zeros draw less power, and would
+    be faster than any real data."""
+    device = on or DEVICE
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 def l2_bytes() -> int:

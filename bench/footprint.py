@@ -59,11 +59,11 @@ def measure() -> dict[str, Any]:
     }
 
 
-def write(path: Path) -> dict[str, Any]:
+def write(root: Path) -> str:
+    """Measure, write the result; return the table."""
     content = measure()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results.write_json(path, content)
-    return content
+    results.write_json(root / results.CPU / "footprint.json", content)
+    return block(content)
 
 
 def block(content: dict[str, Any]) -> str:

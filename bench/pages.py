@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -15,14 +17,17 @@ def machine(where: dict[str, Any]) -> str:
     return ", ".join(parts) + "."
 
 
-def fill(text: str, name: str, block: str) -> str:
-    """`text` with what stands between <!-- name --> and <!-- end --> replaced."""
-    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"report: the page must hold the markers <!-- {name} --> and <!-- end -->")
-    return pattern.sub(lambda match: f"{match[1]}\n{block}\n\n{match[2]}", text, count=1)
+def fill(text: str, block: Callable[[str], str | None]) -> str:
+    """`text` with what stands between <!-- name --> and <!-- end --> replaced by block(name); None
+    leaves it as it is."""
+
+    def filled(match: re.Match[str]) -> str:
+        found = block(match[1])
+        return match[0] if found is None else f"<!-- {match[1]} -->\n\n{found}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- ([^>]+?) -->\n.*?<!-- end -->", filled, text, flags=re.DOTALL)
 
 
-def markers(text: str) -> list[str]:
-    """The names of the blocks of a page, in order."""
-    return [name for name in re.findall(r"<!-- ([^>]+?) -->", text) if name != "end"]
+def update(page: Path, name: str, block: str) -> None:
+    """Bring one block of a page up to date."""
+    page.write_text(fill(page.read_text(), {name: block}.get))

@@ -47,11 +47,15 @@ def accumulator(
     _save(figure, path)
 
 
-def underflow(runs: list[dict[str, Any]], styles: list[dict[str, Any]], path: Path) -> None:
+def underflow(runs: list[dict[str, Any]], path: Path) -> None:
     """Losses above, shares of flushed gradients below."""
+    # Curves that agree hide each other: the later are thinner.
+    colors, widths = ("#999999", "#0072B2", "#D55E00", "#000000"), (5.0, 2.5, 2.0, 1.6)
+    looks = zip(colors, ("-", "--", "-", ":"), widths, strict=True)
     figure = _figure(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    for run, style in zip(runs, styles, strict=True):
+    for run, (color, line, width) in zip(runs, looks, strict=True):
+        style = {"color": color, "linestyle": line, "linewidth": width}
         steps = range(1, len(run["losses"]) + 1)
         above.semilogy(steps, run["losses"], label=run["name"], **style)
         if run["name"] != "fp32":  # with itself it agrees

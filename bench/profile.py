@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from . import pages
+from . import pages, results
 from .cases import gpt
 from .environment import environment
 from .table import markdown
@@ -26,14 +25,9 @@ PARTS = {  # by what an op's name holds, the first that fits
 PYTHON = "Python, autograd, allocation"
 
 
-def part_of(op: str) -> str | None:
-    found = (part for part, words in PARTS.items() if any(word in op for word in words))
-    return next(found, None)
-
-
 def measure(size: str, recipe: str) -> dict[str, float]:
     """Milliseconds a step by part, each op without those that it calls."""
-    step = gpt.ours(partial(gpt.gpt, size), recipe, fuse=True, compiled=False)
+    step = gpt.ours(partial(gpt.gpt, size), recipe, fuse=True)
     for _ in range(3):
         step()
     with profile(activities=[ProfilerActivity.CPU]) as run:
@@ -42,18 +36,19 @@ def measure(size: str, recipe: str) -> dict[str, float]:
                 step()
     times = dict.fromkeys([*PARTS, PYTHON], 0.0)
     for event in run.key_averages():
-        part = part_of(event.key) or PYTHON
-        times[part] += event.self_cpu_time_total / 1e3 / STEPS
+        fits = (part for part, words in PARTS.items() if any(w in event.key for w in words))
+        times[next(fits, PYTHON)] += event.self_cpu_time_total / 1e3 / STEPS
     return times
 
 
-def write(path: Path) -> dict[str, Any]:
+def write(root: Path) -> str:
+    """Measure, write the result; return the table."""
     content = {
         "environment": environment(quick=False),
         "sizes": {size: measure(size, "bf16") for size in gpt.SIZES},
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return content
+    results.write_json(root / results.CPU / "profile.json", content)
+    return block(content)
 
 
 def block(content: dict[str, Any]) -> str:

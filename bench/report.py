@@ -6,8 +6,8 @@ training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,13 @@ from mixprec.diagnostics.memory_report import MemoryReport
 from . import accuracy, device, footprint, pages, profile, results, table, underflow
 from .cases.registry import best_baseline, quantity
 
-RESULTS = Path("bench") / "results"
-CPU = RESULTS / "cpu"
+Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
 NOTHING = "Nothing has been measured on a GPU yet."
 _BUILD_HEADER = ("kernel", "instances", "registers", "shared memory", "spilled")
 
 
-def bench(root: Path) -> str:
+def bench(content: dict[str, Any]) -> str:
     """The table of a run on the CPU, where it ran, and what became of the targets."""
-    content = results.load(root / CPU / "bench.json")
     rows = content["rows"]
     shown = table.markdown(*table.full(table.HEADER, [one for r in rows for one in table.lines(r)]))
     remarks = "".join(f"- {line}\n" for line in table.remarks(rows))
@@ -32,9 +30,8 @@ def bench(root: Path) -> str:
     return f"{shown}\n\n{remarks and remarks + chr(10)}{table.summary(rows)}. {where}"
 
 
-def training_steps(root: Path) -> str:
+def training_steps(content: dict[str, Any]) -> str:
     """The time of a training step of the GPT, and how many times as fast as torch's best it is."""
-    content = results.load(root / CPU / "bench.json")
     ways: dict[str, dict[str, str]] = {}
     rivals: set[str] = set()
     for row in content["rows"]:
@@ -54,9 +51,8 @@ def training_steps(root: Path) -> str:
     return f"{shown}\n\nCompared with {', '.join(sorted(rivals))}. {where}"
 
 
-def bench_summary(root: Path) -> str:
+def bench_summary(content: dict[str, Any]) -> str:
     """How many times as fast as torch the ops are, over the cases of each op and baseline."""
-    content = results.load(root / CPU / "bench.json")
     groups: dict[tuple[str, str], list[float]] = {}
     for row in content["rows"]:
         if row["name"].startswith("training/gpt/"):
@@ -76,9 +72,8 @@ def bench_summary(root: Path) -> str:
     return f"{shown}\n\n{table.summary(content['rows'])}. {where}"
 
 
-def lean(root: Path) -> str:
+def lean(content: dict[str, Any]) -> str:
     """The bytes of a step in each way to train, by examples/gpt_memory.py."""
-    content = json.loads((root / CPU / "lean.json").read_text())
     reports = [MemoryReport(**one) for one in content["reports"]]
     header, *lines = reports[0].cells(*reports[1:])
     whole = reports[0].total
@@ -87,9 +82,8 @@ def lean(root: Path) -> str:
     return f"{content['what']}:\n\n{shown}\n\n{pages.machine(content['environment'])}"
 
 
-def demo(root: Path) -> str:
+def demo(content: dict[str, Any]) -> str:
     """The demo's own table, cell by cell, and the machine it ran on."""
-    content = json.loads((root / CPU / "demo.json").read_text())
     header, *body = content["table"]
     unigram = content["environment"]["unigram_bits_per_byte"]
     return (
@@ -102,7 +96,7 @@ def demo(root: Path) -> str:
 def gpu_results(root: Path) -> dict[str, list[dict[str, Any]]]:
     """The result files of make gpu-bench, by GPU. ResultError for a dry run: it has no figures."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((root / RESULTS).glob("*/bench-*.json")):
+    for path in sorted((root / results.RESULTS).glob("*/bench-*.json")):
         content = results.load(path)
         where = content["environment"]
         if where.get("dry_run") is not False or where["gpu_name"] == device.FAKE_NAME:
@@ -127,14 +121,9 @@ def gpu(root: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def gpu_state(root: Path) -> str:
-    names = ", ".join(gpu_results(root))
-    return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
-
-
 def build(root: Path, source: str) -> str:
     """What the compiler made of the kernels of one file, over all GPU generations."""
-    report = json.loads((root / RESULTS / "cuda_build.json").read_text())
+    report = results.read_json(root / results.RESULTS / "cuda_build.json")
     body: list[tuple[str, ...]] = []
     for kernel in report["kernels"]:
         if kernel["source"] == source:
@@ -147,40 +136,43 @@ def build(root: Path, source: str) -> str:
     return table.markdown(_BUILD_HEADER, body)
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
+# Of the results of make bench, and of a file of the block's own name.
+OF_BENCH: dict[str, Block] = {
     "bench": bench,
     "bench summary": bench_summary,
     "training steps": training_steps,
+}
+OF_A_FILE: dict[str, Block] = {
     "demo": demo,
-    "gpu": gpu,
-    "gpu state": gpu_state,
     "lean": lean,
-    "footprint": lambda root: footprint.block(
-        json.loads((root / CPU / "footprint.json").read_text())
-    ),
-    "profile": lambda root: profile.block(json.loads((root / CPU / "profile.json").read_text())),
-    "underflow": lambda root: underflow.block(json.loads((root / underflow.RESULT).read_text())),
+    "footprint": footprint.block,
+    "profile": profile.block,
+    "underflow": underflow.block,
 }
-# Their second word says of what.
-BLOCKS_OF: dict[str, Callable[[Path, str], str]] = {
-    "build": build,
-    "accuracy": lambda root, task: accuracy.task_block(accuracy.load(root / CPU, task)),
-}
+
+
+def block(root: Path, name: str) -> str | None:
+    """What stands in the block of this name; None for a block of another program."""
+    cpu = root / results.CPU
+    kind, _, of = name.partition(" ")
+    if name in OF_BENCH:
+        return OF_BENCH[name](results.load(cpu / "bench.json"))
+    if name in OF_A_FILE:
+        return OF_A_FILE[name](results.read_json(cpu / f"{name}.json"))
+    if name == "gpu":
+        return gpu(root)
+    if name == "gpu state":
+        names = ", ".join(gpu_results(root))
+        return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
+    if kind == "build":
+        return build(root, of)
+    return accuracy.task_block(accuracy.load(cpu, of)) if kind == "accuracy" else None
 
 
 def render(root: Path) -> dict[Path, str]:
     """README.md and the pages of docs/ as bench/results/ has them today."""
-    rendered = {}
-    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        text = page.read_text()
-        for name in pages.markers(text):
-            kind, _, of = name.partition(" ")
-            if name in BLOCKS:
-                text = pages.fill(text, name, BLOCKS[name](root))
-            elif kind in BLOCKS_OF:
-                text = pages.fill(text, name, BLOCKS_OF[kind](root, of))
-        rendered[page] = text
-    return rendered
+    found = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return {page: pages.fill(page.read_text(), partial(block, root)) for page in found}
 
 
 def write(root: Path) -> list[Path]:

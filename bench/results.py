@@ -12,6 +12,8 @@ from mixprec._atomic import replace_file
 from .cases.registry import COPY
 
 SCHEMA = "mixprec.bench/1"
+RESULTS = Path("bench") / "results"  # in the repository
+CPU = RESULTS / "cpu"
 # What must agree for two files to be comparable: times of another machine say nothing.
 SAME = ("processor", "threads", "isa", "gpu")
 
@@ -22,25 +24,30 @@ class ResultError(Exception):
 
 def save(path: Path, environment: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
     """Write a result file, a row per case. OSError if that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"schema": SCHEMA, **more, "environment": environment, "rows": rows})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1) + "\n"
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The content of a result file. ResultError, naming the file, if it is not a whole one."""
+def read_json(path: Path) -> Any:
+    """ResultError, naming the file, if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ResultError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ResultError(f"{path}: cannot be read ({error})") from None
     except json.JSONDecodeError as error:
         raise ResultError(f"{path}: is damaged, not JSON ({error})") from None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a file of `save`. ResultError, naming the file, if it is not a whole one."""
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
         raise ResultError(f"{path}: is no result of mixprec.bench ({SCHEMA}), found {found!r}")

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mixprec
-from mixprec._atomic import replace_file
 from mixprec.ops._dispatch import gemm_table, library
 from mixprec.ops.gemm import gemm_op
 
 from ..triton_kernels import configs
 from . import verify
-from .timing.timer import Candidate, Clock, CudaClock, interleave, medians, settle
+from .device import randn
+from .results import write_json
+from .timing.run import sets
+from .timing.timer import Budget, Candidate, Clock, CudaClock, interleave, medians, settle
 
 Shape = tuple[int, int, int]  # M, N, K
 Run = Callable[..., torch.Tensor]
+Contender = tuple[Run, Callable[[], contextlib.AbstractContextManager[None]]]
 
 # Operands that stand for a family of gemm_table: their dtype, and fast_accum. Products with scales
 # of blocks have one backend that can do them, and no choice.
@@ -52,10 +55,8 @@ def arguments(family: str, shape: Shape, device: str, seed: int) -> tuple[Any, .
     """gemm's arguments as a linear layer has them: a [M, K], b = weight^T, scales for FP8."""
     m, n, k = shape
     dtype, fast = FAMILIES[family]
-    generator = torch.Generator(device).manual_seed(seed)
-    a, weight = (
-        torch.randn(size, k, generator=generator, device=device).to(dtype) for size in (m, n)
-    )
+    a = randn(m, k, dtype=dtype, seed=seed, on=device)
+    weight = randn(n, k, dtype=dtype, seed=seed + 1, on=device)
     one = torch.ones((), device=device) if dtype.itemsize == 1 else None
     return a, weight.t(), one, one, None, torch.bfloat16, fast
 
@@ -87,24 +88,20 @@ def using(config: configs.Config) -> Iterator[None]:
 
 def contenders(
     args: tuple[Any, ...], index: int, tried: list[configs.Config]
-) -> dict[str, tuple[Run, Callable[[], contextlib.AbstractContextManager[None]]]]:
+) -> dict[str, Contender]:
     """What can do this call on GPU `index`: "cuda", "vendor" and "triton 0" to "triton n", one for
     each tile; and what each runs inside of."""
-    able: dict[str, tuple[Run, Callable[[], contextlib.AbstractContextManager[None]]]] = {}
+    able: dict[str, Contender] = {}
     for backend in gemm_table.BACKENDS:
         if gemm_op.why_not(backend, "cuda", index, args) is not None:
             continue
         with mixprec.use_backend(backend):
             run = gemm_op.choose("cuda", index, args)
         if backend == "triton":
-            able |= {f"triton {i}": (run, _inside(c)) for i, c in enumerate(tried)}
+            able |= {f"triton {i}": (run, partial(using, c)) for i, c in enumerate(tried)}
         else:
             able[backend] = run, contextlib.nullcontext
     return able
-
-
-def _inside(config: configs.Config) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    return lambda: using(config)
 
 
 def times_of(
@@ -113,16 +110,13 @@ def times_of(
     device: str,
     clock: Clock,
     tried: list[configs.Config],
-    *,
-    cache: int,
     seconds: float,
 ) -> dict[str, float]:
     """Seconds on the device per contender. ValueError for one whose values are wrong."""
     first = arguments(family, shape, device, 0)
-    bytes_of_one = sum(t.numel() * t.element_size() for t in first[:2])
     # So many operands that the GPU's cache does not hold them together.
-    sets = max(2, min(64, math.ceil(2 * cache / bytes_of_one)))
-    inputs = [first, *(arguments(family, shape, device, i) for i in range(1, sets))]
+    count = sets(sum(t.numel() * t.element_size() for t in first[:2]))
+    inputs = [first, *(arguments(family, shape, device, 2 * i) for i in range(1, count))]
     runs: dict[str, Candidate] = {}
     for name, (run, inside) in contenders(first, torch.device(device).index or 0, tried).items():
         try:
@@ -140,7 +134,7 @@ def times_of(
         runs[name] = Candidate(lambda s, run=run: run(*inputs[s]), inside)
     if len(runs) < 2:
         return dict.fromkeys(runs, 1.0)  # nothing to compare with
-    return medians(interleave(runs, sets=sets, clock=clock, seconds=seconds))
+    return medians(interleave(runs, sets=count, clock=clock, budget=Budget(seconds=seconds)))
 
 
 def fastest(measured: list[dict[str, float]]) -> tuple[str, float] | None:
@@ -163,27 +157,21 @@ def measure(
     clock: Clock,
     *,
     capability: library.Capability,
-    cache: int,
     seconds: float,
-    report: Callable[[str], None] = print,
 ) -> dict[str, gemm_table.Entry]:
     """An entry for each family and size class in which two backends or more can do all shapes."""
     entries = {}
     for family in FAMILIES:
         tried = tiles(10 * capability[0] + capability[1], family)
         for size, shapes in SHAPES.items():
-            found = fastest(
-                [
-                    times_of(family, shape, device, clock, tried, cache=cache, seconds=seconds)
-                    for shape in shapes
-                ]
-            )
+            times = [times_of(family, shape, device, clock, tried, seconds) for shape in shapes]
+            found = fastest(times)
             if found is None:
-                report(f"{family:8} {size:10} no choice: fewer than two backends can do it")
+                print(f"{family:8} {size:10} no choice: fewer than two backends can do it")
                 continue
             (backend, *number), speedup = found[0].split(), found[1]
             tile = asdict(tried[int(number[0])]) if number else None
-            report(f"{family:8} {size:10} {backend:8} {speedup:.2f}x the next  {tile or ''}")
+            print(f"{family:8} {size:10} {backend:8} {speedup:.2f}x the next  {tile or ''}")
             entries[f"{family} {size}"] = gemm_table.Entry(backend, tile)
     return entries
 
@@ -193,34 +181,26 @@ def save(path: Path, entries: dict[str, gemm_table.Entry], arch: str) -> None:
     kept: gemm_table.Table = {}
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # it is damaged
         kept = gemm_table.read(path)
-    text = json.dumps({**kept, arch: entries}, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_json(path, {**kept, arch: entries})
     gemm_table.table.cache_clear()
 
 
-def tune(argv: list[str] | None = None) -> int:
+def tune(args: argparse.Namespace) -> int:
     """Measure, print, write. 0: done; 1: no CUDA device, or a variant gives wrong values."""
-    parser = argparse.ArgumentParser(prog="python -m mixprec.bench tune", description=__doc__)
-    parser.add_argument("--out", type=Path, help="default: where mixprec looks for it")
-    parser.add_argument("--seconds", type=float, default=2.0, help="per shape (%(default)s)")
-    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("tune: no CUDA device: there is nothing to measure", file=sys.stderr)
         return 1
     index = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(index)
     capability = library.capability(index) or (0, 0)
     device, clock = f"cuda:{index}", CudaClock()
-    x = torch.randn(4096, 4096, device=device).bfloat16()
+    x = randn(4096, 4096, dtype=torch.bfloat16, on=device)
     settle(lambda: torch.mm(x, x), clock)
     out = args.out if args.out is not None else gemm_table.user_file()
-    options = {"cache": properties.L2_cache_size, "seconds": args.seconds}
     try:
-        entries = measure(device, clock, capability=capability, **options)
+        entries = measure(device, clock, capability=capability, seconds=args.seconds)
     except ValueError as error:
         print(f"tune: {error}; nothing is written", file=sys.stderr)
         return 1
     save(out, entries, "{}.{}".format(*capability))
-    print(f"written: {out} ({len(entries)} entries for {properties.name})")
+    print(f"written: {out} ({len(entries)} entries for {torch.cuda.get_device_name(index)})")
     return 0

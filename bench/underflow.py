@@ -21,7 +21,7 @@ from . import pages, plot, results
 from .environment import environment
 from .table import markdown
 
-RESULT = Path("bench/results/cpu/underflow.json")
+RESULT = results.CPU / "underflow.json"
 PICTURE = Path("docs/underflow.png")
 PAGE = Path("docs/loss_scaling.md")
 COMMAND = "python -m mixprec.bench underflow"
@@ -36,15 +36,13 @@ class Run(NamedTuple):
     name: str
     dtype: torch.dtype
     scaled: bool
-    colour: str
-    line: str
 
 
 RUNS = (
-    Run("fp32", torch.float32, False, "#999999", "-"),
-    Run("bf16", torch.bfloat16, False, "#0072B2", "--"),
-    Run("fp16", torch.float16, False, "#D55E00", "-"),
-    Run("fp16, GradScaler", torch.float16, True, "#000000", ":"),
+    Run("fp32", torch.float32, False),
+    Run("bf16", torch.bfloat16, False),
+    Run("fp16", torch.float16, False),
+    Run("fp16, GradScaler", torch.float16, True),
 )
 
 
@@ -76,16 +74,12 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (model(x).float() - y).square().mean()
 
 
-def exact_gradients(model: nn.Module, twin: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Of the same weights and batch, in FP32 throughout."""
+def flushed(model: nn.Module, twin: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The share of gradient elements that are 0, and are not in the twin, which gets the same
+    weights and batch and is FP32 throughout."""
     with torch.no_grad():
-        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-            p.copy_(q)
-    return torch.autograd.grad(loss_of(twin, x, y), list(twin.parameters()))
-
-
-def flushed(model: nn.Module, exact: tuple[torch.Tensor, ...]) -> float:
-    """The share of gradient elements that are 0 and should not be."""
+        torch._foreach_copy_([*twin.parameters()], [*model.parameters()])
+    exact = torch.autograd.grad(loss_of(twin, x, y), list(twin.parameters()))
     lost = total = 0
     for p, e in zip(model.parameters(), exact, strict=True):
         assert p.grad is not None
@@ -106,7 +100,7 @@ def train(run: Run, steps: int = STEPS) -> dict[str, Any]:
         loss = loss_of(model, x.to(run.dtype), y)
         scaler.scale(loss).backward()
         losses.append(round(loss.item() / UNIT**2, 6))
-        shares.append(round(flushed(model, exact_gradients(model, twin, x, y)), 6))
+        shares.append(round(flushed(model, twin, x, y), 6))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -154,13 +148,9 @@ def block(content: dict[str, Any]) -> str:
     body: list[tuple[str, ...]] = []
     for run in content["runs"]:
         losses, shares = run["losses"], run["flushed"]
-        cells = (
-            f"{losses[0]:.3f}",
-            f"{last(losses):.3f}",
-            f"{shares[0]:.1%}",
-            f"{last(shares):.1%}",
-        )
-        body.append((run["name"], *cells, str(run["skipped"])))
+        ends = f"{losses[0]:.3f}", f"{last(losses):.3f}"
+        flushed = f"{shares[0]:.1%}", f"{last(shares):.1%}"
+        body.append((run["name"], *ends, *flushed, str(run["skipped"])))
     smallest = content["output_gradient"] / 2.0**-24
     return (
         f"{markdown(HEADER, body)}\n\nLosses in units of the targets' own size squared, the "
@@ -170,17 +160,10 @@ def block(content: dict[str, Any]) -> str:
     )
 
 
-def write(root: Path, picture: Path | None = None) -> dict[str, Any]:
-    """Train, and write the JSON, the picture and the page's table under the repository `root`."""
+def write(root: Path) -> str:
+    """Train, write the result, the picture and the table of the page; return the table."""
     content = measure()
-    (root / RESULT).parent.mkdir(parents=True, exist_ok=True)
     results.write_json(root / RESULT, content)
-    widths = (5.0, 2.5, 2.0, 1.6)  # curves that agree hide each other: the later are thinner
-    styles = [
-        {"color": run.colour, "linestyle": run.line, "linewidth": width}
-        for run, width in zip(RUNS, widths, strict=True)
-    ]
-    plot.underflow(content["runs"], styles, picture if picture is not None else root / PICTURE)
-    page = root / PAGE
-    page.write_text(pages.fill(page.read_text(), "underflow", block(content)))
-    return content
+    plot.underflow(content["runs"], root / PICTURE)
+    pages.update(root / PAGE, "underflow", block(content))
+    return block(content)

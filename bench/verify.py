@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -39,14 +39,13 @@ def equal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
     return _close(name, got.float(), expected.float(), 0.0)
 
 
-def same_as_reference(run: Callable[[], dict[str, torch.Tensor | None]]) -> str | None:
-    """What `run` returns by name, on the backend that is in force, equals what it returns on the
-    reference."""
+def same_as_reference(run: Callable[[], Iterable[torch.Tensor | None]]) -> str | None:
+    """What `run` returns on the backend in force equals what it returns on the reference."""
     got = run()
     with use_backend("reference"):
         want = run()
-    pairs = ((name, got[name], x) for name, x in want.items() if x is not None)
-    return first(*(equal(name, one, x) for name, one, x in pairs if one is not None))
+    pairs = [p for p in zip(got, want, strict=True) if p[0] is not None and p[1] is not None]
+    return first(*(equal(f"result {i}", *pair) for i, pair in enumerate(pairs)))
 
 
 def close(
@@ -68,10 +67,14 @@ def close(
     )
 
 
-def sqnr_at_least(bar: float, name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """The signal-to-noise ratio of `got` is `bar` dB or more."""
-    decibels = testing.sqnr(expected, got)
-    return None if decibels >= bar else f"{name} has an SQNR of {decibels:.1f} dB, below {bar:g} dB"
+def sqnr_at_least(
+    bars: Mapping[str, float], got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
+) -> str | None:
+    """The signal-to-noise ratio of each tensor, by name, is so many dB or more."""
+    for (name, bar), x, exact in zip(bars.items(), got, expected, strict=True):
+        if not (decibels := testing.sqnr(exact, x)) >= bar:
+            return f"{name} has an SQNR of {decibels:.1f} dB, below {bar:g} dB"
+    return None
 
 
 def first(*findings: str | None) -> str | None:

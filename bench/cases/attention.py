@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mixprec.functional import attention
 
-from .. import verify
-from .registry import Workload, case, times_faster
+from .. import device, verify
+from .registry import DTYPES, Workload, both_passes, case, times_faster
 
 BATCH, HEADS, WIDTH = 4, 8, 64
 LENGTHS = (256, 1024)
@@ -33,35 +33,24 @@ def _torchs(
     return y.to(q.dtype)
 
 
-def _operands(length: int, dtype: torch.dtype) -> Tensors:
-    """q, k, v and the gradient of the result as projections leave them, [B, T, H, D] in memory."""
-    generator = torch.Generator().manual_seed(length)
-    shape = (BATCH, length, HEADS, WIDTH)
-    q, k, v, g = (
-        torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for _ in range(4)
-    )
-    return *(x.requires_grad_() for x in (q, k, v)), g
-
-
 def _pass(product: Product, tensors: Tensors) -> Tensors:
     *inputs, g = tensors
-    y = product(*inputs)
-    return y.detach(), *torch.autograd.grad(y, inputs, g)
+    return both_passes(partial(product, *inputs), inputs, g)
 
 
 def _workload(length: int, dtype: torch.dtype) -> Workload:
-    tensors = _operands(length, dtype)
-    flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
-    fp32 = torch.float32
+    shape = (BATCH, length, HEADS, WIDTH)  # as projections leave them in memory
+    q, k, v, g = (
+        device.randn(*shape, dtype=dtype, seed=i, on="cpu").transpose(1, 2) for i in range(4)
+    )
+    tensors = *(x.requires_grad_() for x in (q, k, v)), g
+    ways = {"": SDPBackend.FLASH_ATTENTION, ", without flash": SDPBackend.MATH}
     baselines = {
-        "torch, fp32": partial(_torchs, dtype=fp32, backend=flash),
-        "torch, fp32, without flash": partial(_torchs, dtype=fp32, backend=math),
+        f"torch, {name}{how}": partial(_torchs, dtype=computed, backend=backend)
+        for name, computed in DTYPES.items()
+        if computed in (torch.float32, dtype)
+        for how, backend in ways.items()
     }
-    if dtype == torch.bfloat16:
-        baselines |= {
-            "torch, bf16": partial(_torchs, dtype=dtype, backend=flash),
-            "torch, bf16, without flash": partial(_torchs, dtype=dtype, backend=math),
-        }
     ours = partial(_pass, partial(attention, causal=True), tensors)
 
     def check() -> str | None:
@@ -71,12 +60,7 @@ def _workload(length: int, dtype: torch.dtype) -> Workload:
             (*(x.requires_grad_() for x in wide), g),
         )
         names = ("y", "grad of q", "grad of k", "grad of v")
-        return verify.first(
-            *(
-                verify.sqnr_at_least(SQNR[dtype], name, got, exact)
-                for name, got, exact in zip(names, ours(), want, strict=True)
-            )
-        )
+        return verify.sqnr_at_least(dict.fromkeys(names, SQNR[dtype]), ours(), want)
 
     seen = length * (length + 1) / 2  # pairs of a query and a key
     return Workload(
@@ -87,7 +71,7 @@ def _workload(length: int, dtype: torch.dtype) -> Workload:
     )
 
 
-for _name, _dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+for _name, _dtype in DTYPES.items():
     for _length in LENGTHS:
         case(
             f"attention/{_name}/{_length}",

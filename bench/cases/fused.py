@@ -15,9 +15,8 @@ from mixprec.ops._dispatch.casts import Cast
 from mixprec.ops.act_quantize import act_backward_op, act_quantize_op
 from mixprec.ops.norm_quantize import norm_backward_op, norm_quantize_op
 
-from .. import verify
-from .quantize import DTYPES
-from .registry import Workload, case, times_faster
+from .. import device, verify
+from .registry import DTYPES, Workload, case, times_faster
 
 SHAPE = (1024, 2048)
 CASTS = ("fp32", "bf16"), ("bf16", "e4m3")
@@ -43,17 +42,9 @@ def _in_torch(y: torch.Tensor, out: torch.dtype) -> Any:
     return mixprec.quantize(y.detach(), out, transpose=True)
 
 
-def _inputs(shape: tuple[int, int], dtype: torch.dtype, count: int, i: int) -> Tensors:
-    generator = torch.Generator().manual_seed(i)
-    return tuple(torch.randn(shape, generator=generator).to(dtype) for _ in range(count))
-
-
-def _norm(
-    layer_norm: bool, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype
-) -> Workload:
-    generator = torch.Generator().manual_seed(1)
-    weight, bias = (torch.randn(shape[1], generator=generator) for _ in range(2))
-    low = [t.to(dtype).requires_grad_() for t in (weight, bias)]
+def _norm(layer_norm: bool, dtype: torch.dtype, out: torch.dtype) -> Workload:
+    weight, bias = (device.randn(SHAPE[1], seed=seed, on="cpu") for seed in (2, 3))
+    low = [t.to(dtype).requires_grad_() for t in ((weight, bias) if layer_norm else (weight,))]
 
     def ours(given: Tensors) -> Tensors:
         x, g = given
@@ -63,19 +54,15 @@ def _norm(
 
     def plain(given: Tensors) -> Any:
         x, g = given
-        leaves = [x.detach().requires_grad_(), *low[: 2 if layer_norm else 1]]
-        if layer_norm:
-            y = functional.layer_norm(leaves[0], shape[1:], *leaves[1:], EPS)
-        else:
-            y = functional.rms_norm(leaves[0], shape[1:], leaves[1], EPS)
+        leaves = [x.detach().requires_grad_(), *low]
+        norm = functional.layer_norm if layer_norm else functional.rms_norm
+        y = norm(leaves[0], SHAPE[1:], *leaves[1:], eps=EPS)
         return _in_torch(y, out), torch.autograd.grad(y, leaves, g)
 
-    return _workload(ours, plain, partial(_inputs, shape, dtype, 2))
+    return _workload(ours, plain, dtype, 2)
 
 
-def _act(
-    kind: str, gate: bool, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype
-) -> Workload:
+def _act(kind: str, gate: bool, dtype: torch.dtype, out: torch.dtype) -> Workload:
     def ours(given: Tensors) -> Tensors:
         g, x, *others = given
         up = others[0] if gate else None
@@ -90,32 +77,27 @@ def _act(
         grads = torch.autograd.grad(y, leaves, g)
         return _in_torch(y, out), [_in_torch(t, out) for t in grads]
 
-    return _workload(ours, plain, partial(_inputs, shape, dtype, 3 if gate else 2))
+    return _workload(ours, plain, dtype, 3 if gate else 2)
 
 
 def _workload(
     ours: Callable[[Tensors], Tensors],
     plain: Callable[[Tensors], Any],
-    inputs: Callable[[int], Tensors],
+    dtype: torch.dtype,
+    count: int,
 ) -> Workload:
-    def results() -> dict[str, torch.Tensor | None]:
-        return {f"result {i}": t for i, t in enumerate(ours(inputs(0)))}
-
-    check = partial(verify.same_as_reference, results)
-    return Workload(ours, {"torch and quantize": plain}, check, inputs)
+    given = tuple(device.randn(*SHAPE, dtype=dtype, seed=i, on="cpu") for i in range(count))
+    check = partial(verify.same_as_reference, lambda: ours(given))
+    return Workload(partial(ours, given), {"torch and quantize": partial(plain, given)}, check)
 
 
-def _cases(
-    name: str,
-    what: str,
-    make: Callable[[tuple[int, int], torch.dtype, torch.dtype], Workload],
-) -> None:
+def _cases(name: str, what: str, make: Callable[[torch.dtype, torch.dtype], Workload]) -> None:
     for of_x, of_y in CASTS:
         case(
             f"{name}/{of_x}-{of_y}",
             f"{what}, {of_x} -> {of_y}, forward and backward, {SHAPE[0]} x {SHAPE[1]}",
             times_faster(1.5),
-            partial(make, SHAPE, DTYPES[of_x], OUT[of_y]),
+            partial(make, DTYPES[of_x], OUT[of_y]),
             quick=of_x == "bf16",
         )
 

@@ -10,7 +10,7 @@ import torch
 
 import mixprec
 
-from .. import verify
+from .. import device, verify
 from .registry import Workload, case, times_faster
 
 SIZES = (512, 1024)
@@ -30,20 +30,14 @@ LAYERS = {
 E4M3 = torch.float8_e4m3fn
 
 
-def _operands(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """a [S, S] and b [S, S] = weight.t(), as in a linear layer.
+def product(size: int, operands: torch.dtype, out: torch.dtype, baseline: str) -> Workload:
+    """a @ b in `operands`, written as `out`, against one baseline; b = weight.t(), as in a layer.
 
     The column-major b is also the kind one to torch: its fp16 product takes 20 times as long with
     a row-major b on processors without fp16 arithmetic (1024 cubed: 13 against 0.7 GFLOP/s).
     """
-    generator = torch.Generator().manual_seed(size)
-    a, weight = (torch.randn(size, size, generator=generator).to(dtype) for _ in range(2))
-    return a, weight.t()
-
-
-def product(size: int, operands: torch.dtype, out: torch.dtype, baseline: str) -> Workload:
-    """a @ b in `operands`, written as `out`, against one baseline."""
-    a, b = _operands(size, operands)
+    a, weight = (device.randn(size, size, dtype=operands, seed=i, on="cpu") for i in range(2))
+    b = weight.t()
     one = torch.ones(())
     baselines = {
         "torch a @ b": lambda: a @ b,
@@ -87,11 +81,12 @@ def layer(tokens: int, k: int, n: int, fp8: bool) -> Workload:
     converted operands, and torch.mm where the processor has instructions for bf16. (Without, it
     takes ten times as long.)
     """
-    generator = torch.Generator().manual_seed(tokens)
     shapes = (tokens, k), (n, k), (tokens, n)
-    x, w, g = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
-    if fp8:
-        x, w, g = x.to(E4M3), w.to(E4M3), g.to(torch.float8_e5m2)
+    dtypes = (E4M3, E4M3, torch.float8_e5m2) if fp8 else (torch.bfloat16,) * 3
+    x, w, g = (
+        device.randn(*shape, dtype=dtype, seed=i, on="cpu")
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    )
     wide = [t.bfloat16() for t in (x, w, g)]
 
     def three(product: Callable[..., torch.Tensor], x: Any, w: Any, g: Any) -> list[torch.Tensor]:
@@ -105,7 +100,7 @@ def layer(tokens: int, k: int, n: int, fp8: bool) -> Workload:
 
     def check() -> str | None:
         pairs = zip(ours(), ((x, w.t()), (g, w), (g.t(), x)), strict=True)
-        return next((wrong for c, (a, b) in pairs if (wrong := verify.gemm(c, a, b))), None)
+        return verify.first(*(verify.gemm(c, a, b) for c, (a, b) in pairs))
 
     products = {"torch.mm in fp32": in_fp32}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -16,7 +16,6 @@ import mixprec
 from .. import verify
 from .registry import (
     NotMeasured,
-    Target,
     Workload,
     case,
     times_faster,
@@ -54,7 +53,6 @@ def layer_norm(m: Any) -> mixprec.nn.NormSpec:
 
 def gpt(size: str) -> Model:
     layers, width, context = SIZES[size]
-    torch.manual_seed(0)
     examples = _examples()
     model = examples.GPT(examples.GPTConfig(layers, width, width // 64, context))
     text = torch.randint(0, 256, (BATCH, context + 1))
@@ -84,7 +82,8 @@ def _step(
     return step
 
 
-def torchs(make: Make, *, autocast: bool, compiled: bool) -> Step:
+def torchs(make: Make, *, autocast: bool = False, compiled: bool = False) -> Step:
+    torch.manual_seed(0)
     model, loss = make()
     run = torch.compile(model) if compiled else model
 
@@ -95,9 +94,18 @@ def torchs(make: Make, *, autocast: bool, compiled: bool) -> Step:
     return _step(forward, model, torch.optim.AdamW(model.parameters(), fused=True))
 
 
-def ours(make: Make, recipe: str, *, fuse: bool, compiled: bool) -> Step:
+def ours(
+    make: Make,
+    recipe: str,
+    *,
+    fuse: bool = False,
+    compiled: bool = False,
+    params: torch.dtype = torch.float32,
+    saved: str | None = None,
+) -> Step:
+    torch.manual_seed(0)
     model, loss = make()
-    mixprec.convert(model, recipe, fuse=fuse)
+    mixprec.convert(mixprec.cast_parameters(model, params), recipe, fuse=fuse, saved=saved)
     for module in model.modules() if fuse else ():
         if hasattr(module, "rotate"):  # of the examples' GPT
             module.rotate = mixprec.functional.rotary
@@ -107,69 +115,57 @@ def ours(make: Make, recipe: str, *, fuse: bool, compiled: bool) -> Step:
     return _step(lambda: loss(run), model, optimizer, scaler)
 
 
-def _check(make: Make, recipe: str, fuse: bool) -> str | None:
-    """Four steps of ours, not compiled, and of torch's fp32 end within 3 % of the first loss."""
-    both = (
-        ours(make, recipe, fuse=fuse, compiled=False),
-        torchs(make, autocast=False, compiled=False),
-    )
-    got, expected = ([step() for _ in range(4)] for step in both)
+def check(ours: Callable[[], Step], theirs: Callable[[], Step], share: float) -> str | None:
+    """Four steps of both end within this share of the first loss of each other, and ours falls."""
+    got, expected = ([step() for _ in range(4)] for step in (ours(), theirs()))
     if not got[-1] < got[0]:
         return f"the loss does not fall: {got[0]:.4f}, then {got[-1]:.4f}"
     ends = torch.tensor(got[-1:]), torch.tensor(expected[-1:])
-    return verify.close("loss", [ends[0]], [ends[1]], rtol=0.0, atol=0.03 * expected[0])
+    return verify.close("loss", [ends[0]], [ends[1]], rtol=0.0, atol=share * expected[0])
 
 
 def workload(make: Make, recipe: str, fuse: bool, compiled: bool) -> Workload:
     ways = {FP32: (False, False), FP32_COMPILED: (False, True)}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # else torch's bf16 takes ten times as long
         ways |= {"torch autocast": (True, False), "torch autocast, compiled": (True, True)}
-    return Workload(
-        ours(make, recipe, fuse=fuse, compiled=compiled),
-        {name: torchs(make, autocast=a, compiled=c) for name, (a, c) in ways.items()},
-        partial(_check, make, recipe, fuse),
-    )
+    baselines = {name: torchs(make, autocast=a, compiled=c) for name, (a, c) in ways.items()}
+    same = partial(check, partial(ours, make, recipe, fuse=fuse), partial(torchs, make), 0.03)
+    return Workload(ours(make, recipe, fuse=fuse, compiled=compiled), baselines, same)
 
 
 def _simulated(size: str) -> Workload:
     """fp8 as Hopper's tensor cores compute it, against torch in FP32."""
     make = partial(gpt, size)
-    step = ours(make, "fp8", fuse=False, compiled=False)
+    step = ours(make, "fp8")
 
     def on_hopper() -> float:
         with mixprec.simulate("hopper"):
             return step()
 
-    baselines = {FP32: torchs(make, autocast=False, compiled=False)}
-    return Workload(on_hopper, baselines, partial(_check, make, "fp8", False))
+    same = partial(check, partial(ours, make, "fp8"), partial(torchs, make), 0.03)
+    return Workload(on_hopper, {FP32: torchs(make)}, same)
 
 
-def _register(size: str, name: str, recipe: str, target: Target | None, **how: bool) -> None:
-    layers, width, context = SIZES[size]
-    words = [word for word in ("fuse", "compiled") if how[word]]
-    case(
-        f"training/gpt/{size}/{name}",
-        f"training step of the GPT of {layers} blocks of width {width}, "
-        f"{BATCH * context} tokens, {', '.join([recipe, *words])}",
-        target,
-        partial(workload, partial(gpt, size), recipe, how["fuse"], how["compiled"]),
-    )
-
-
+_FP16 = times_faster_than(FP32_COMPILED, 1.05)
 for _size, _eager, _compiled in (("4x512", 1.2, 1.25), ("3x256", 1.3, 1.35)):
-    _register(_size, "bf16", "bf16", None, fuse=False, compiled=False)
-    _register(_size, "bf16-fuse", "bf16", times_faster(_eager), fuse=True, compiled=False)
-    _register(_size, "bf16-compiled", "bf16", times_faster(_compiled), fuse=True, compiled=True)
-    _register(_size, "fp8-fuse", "fp8", times_faster(1.1), fuse=True, compiled=False)
-    _register(_size, "fp8-block-fuse", "fp8-block", times_faster(1.0), fuse=True, compiled=False)
-    _register(
-        _size,
-        "fp16-fuse",
-        "fp16",
-        times_faster_than(FP32_COMPILED, 1.05),
-        fuse=True,
-        compiled=False,
-    )
+    _layers, _width, _context = SIZES[_size]
+    for _name, _target in (
+        ("bf16", None),
+        ("bf16-fuse", times_faster(_eager)),
+        ("bf16-compiled", times_faster(_compiled)),  # and fused
+        ("fp8-fuse", times_faster(1.1)),
+        ("fp8-block-fuse", times_faster(1.0)),
+        ("fp16-fuse", _FP16),
+    ):
+        _recipe = _name.removesuffix("-fuse").removesuffix("-compiled")
+        _how = {"bf16": "", "bf16-compiled": ", fuse, compiled"}.get(_name, ", fuse")
+        case(
+            f"training/gpt/{_size}/{_name}",
+            f"training step of the GPT of {_layers} blocks of width {_width}, "
+            f"{BATCH * _context} tokens, {_recipe}{_how}",
+            _target,
+            partial(workload, partial(gpt, _size), _recipe, "fuse" in _how, "compiled" in _how),
+        )
 
 case(
     "simulate/training/hopper/fp8",

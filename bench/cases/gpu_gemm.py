@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 import mixprec
+from mixprec.ops._reference.gemm_scales import Operands
 
 from .. import device, verify
 from .registry import Workload, case, times_faster, times_faster_than
 
 Shape = tuple[int, int, int]  # M, N, K
+Product = Callable[..., torch.Tensor]
 E4M3 = torch.float8_e4m3fn
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 128
 FAST, PRECISE, BF16 = "torch._scaled_mm, fast", "torch._scaled_mm, precise", "torch.matmul, bf16"
 
@@ -53,18 +56,9 @@ CORE: list[Shape] = [
 FEW: list[Shape] = [(2048, 2048, 2048), (8192, 8192, 8192), (2047, 3073, 8192)]
 
 
-class Operands(NamedTuple):
-    a: torch.Tensor  # [M, K]
-    b: torch.Tensor  # [K, N]
-    a_scale_inv: torch.Tensor | None
-    b_scale_inv: torch.Tensor | None
-
-
-def operand(
-    height: int, width: int, dtype: torch.dtype, transposed: bool, seed: int
-) -> torch.Tensor:
-    """[height, width], row-major, or the transpose of a row-major tensor."""
-    if transposed:
+def _operand(height: int, width: int, dtype: torch.dtype, way: str, seed: int) -> torch.Tensor:
+    """[height, width], "n": row-major, or "t": the transpose of a row-major tensor."""
+    if way == "t":
         return device.randn(width, height, dtype=dtype, seed=seed).t()
     return device.randn(height, width, dtype=dtype, seed=seed)
 
@@ -82,52 +76,60 @@ def _codes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _some(count: int, most: int) -> torch.Tensor:
-    third = most // 3
     if count <= most:
         return torch.arange(count, device=device.DEVICE)
-    middle = torch.randint(count, (third,), generator=device.generator(count), device=device.DEVICE)
-    ends = torch.arange(third, device=device.DEVICE)
-    return torch.cat([ends, middle, count - 1 - ends])
+    ends = torch.arange(most // 3)
+    middle = torch.randint(count, (most // 3,), generator=torch.Generator().manual_seed(count))
+    return torch.cat([ends, middle, count - 1 - ends]).to(device.DEVICE)
 
 
-def moved(shape: Shape, size: int, out: int) -> float:
-    m, n, k = shape
-    return float(size * (m * k + k * n) + out * m * n)
-
-
-def flops(shape: Shape) -> float:
-    m, n, k = shape
-    return 2.0 * m * n * k
-
-
-def _sums_in_fp32() -> None:
-    """The baseline may not add 16-bit partial sums either."""
+def _workload(
+    full: Shape,
+    dtype: torch.dtype,
+    layout: str,
+    ours: Product,
+    baselines: dict[str, Product],
+    *,
+    scales: tuple[torch.Tensor | None, ...] = (None, None),
+    factor: float = 1.0,
+    out: torch.dtype | None = None,
+) -> Workload:
+    """ours and the baselines take the operands and, for a product that is added, out=None, what it
+    is added to. factor: of both scales together."""
+    # The baseline may not add 16-bit partial sums either.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    m, n, k = device.sized(*full)
+
+    def inputs(i: int) -> tuple[Any, ...]:
+        a = _operand(m, k, dtype, layout[0], 2 * i)
+        x = Operands(a, _operand(k, n, dtype, layout[1], 2 * i + 1), *scales)
+        return (x,) if out is not None else (x, torch.zeros(m, n, device=device.DEVICE))
+
+    def check() -> str | None:
+        given = inputs(0)
+        return check_product(ours(*given), given[0], factor)
+
+    def arguments(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *acc = given
+        return (*acc, *x) if acc else (*x, None, out, False)
+
+    moved = 8 if out is None else out.itemsize  # bytes of an element of the result
+    return Workload(
+        lambda given: ours(*given),
+        {name: partial(lambda run, given: run(*given), run) for name, run in baselines.items()},
+        check,
+        inputs,
+        ops=("gemm_accumulate_" if out is None else "gemm",),
+        bytes=float(dtype.itemsize * (m * k + k * n) + moved * m * n),
+        flops=2.0 * m * n * k,
+        arguments=arguments,
+    )
 
 
 def _product16(shape: Shape, dtype: torch.dtype, layout: str) -> Workload:
-    _sums_in_fp32()
-    m, n, k = device.sized(*shape)
-
-    def inputs(i: int) -> Operands:
-        a = operand(m, k, dtype, layout[0] == "t", 2 * i)
-        return Operands(a, operand(k, n, dtype, layout[1] == "t", 2 * i + 1), None, None)
-
-    def check() -> str | None:
-        x = inputs(0)
-        return check_product(mixprec.gemm(x.a, x.b), x, 1.0)
-
-    return Workload(
-        lambda x: mixprec.gemm(x.a, x.b),
-        {"torch.matmul": lambda x: torch.matmul(x.a, x.b)},
-        check,
-        inputs,
-        ops=("gemm",),
-        bytes=moved((m, n, k), 2, 2),
-        flops=flops((m, n, k)),
-        arguments=lambda x: (*x, None, dtype, False),
-    )
+    baselines = {"torch.matmul": lambda x: torch.matmul(x.a, x.b)}
+    return _workload(shape, dtype, layout, lambda x: mixprec.gemm(x.a, x.b), baselines, out=dtype)
 
 
 def _scales(shape: Shape, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,84 +152,40 @@ def _has_bf16_baseline(shape: Shape, kind: str) -> bool:
 
 def _product8(shape: Shape, kind: str) -> Workload:
     """a [M, K] row-major, b = weight.t(): what every FP8 GEMM of Hopper takes."""
-    _sums_in_fp32()
+    bf16 = torch.bfloat16
     m, n, k = device.sized(*shape)
-    a_inv, b_inv = _scales((m, n, k), kind)
-    a_theirs, b_theirs = a_inv, b_inv
+    scales = theirs = _scales((m, n, k), kind)
     if kind == "block":  # which _scaled_mm takes column-major alone
-        a_theirs, b_theirs = (s.t().contiguous().t() for s in (a_inv, b_inv))
-
-    def inputs(i: int) -> Operands:
-        a = operand(m, k, E4M3, False, 2 * i)
-        return Operands(a, operand(k, n, E4M3, True, 2 * i + 1), a_inv, b_inv)
+        theirs = tuple(s.t().contiguous().t() for s in scales)
 
     def ours(x: Operands) -> torch.Tensor:
-        return mixprec.gemm(
-            x.a, x.b, a_scale_inv=x.a_scale_inv, b_scale_inv=x.b_scale_inv,
-            out_dtype=torch.bfloat16,
-        )  # fmt: skip
+        return mixprec.gemm(*x[:2], a_scale_inv=x[2], b_scale_inv=x[3], out_dtype=bf16)
 
     def vendor(x: Operands, fast: bool) -> torch.Tensor:
-        return torch._scaled_mm(
-            x.a, x.b, a_theirs, b_theirs, out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
+        return torch._scaled_mm(x.a, x.b, *theirs, out_dtype=bf16, use_fast_accum=fast)
 
-    def check() -> str | None:
-        x = inputs(0)
-        return check_product(ours(x), x, 0.125)
-
-    baselines: dict[str, Callable[[Operands], torch.Tensor]]
+    baselines: dict[str, Product]
     baselines = {FAST: partial(vendor, fast=True), PRECISE: partial(vendor, fast=False)}
     if _has_bf16_baseline(shape, kind):
-        a16, b16 = (
-            device.randn(m, k, dtype=torch.bfloat16),
-            device.randn(k, n, dtype=torch.bfloat16),
-        )
+        a16, b16 = device.randn(m, k, dtype=bf16), device.randn(k, n, dtype=bf16)
         baselines[BF16] = lambda _: torch.matmul(a16, b16)
-    return Workload(
-        ours,
-        baselines,
-        check,
-        inputs,
-        ops=("gemm",),
-        bytes=moved((m, n, k), 1, 2),
-        flops=flops((m, n, k)),
-        arguments=lambda x: (*x, None, torch.bfloat16, False),
-    )
+    return _workload(shape, E4M3, "nt", ours, baselines, scales=scales, factor=0.125, out=bf16)
 
 
-def _accumulate(shape: Shape, dtype: torch.dtype) -> Workload:
+def _accumulate(shape: Shape) -> Workload:
     """A weight gradient: acc [M, N] fp32 += a @ b, with a the transpose of a row-major tensor."""
-    _sums_in_fp32()
-    m, n, k = device.sized(*shape)
 
-    def inputs(i: int) -> tuple[torch.Tensor, Operands]:
-        a, b = operand(m, k, dtype, True, 2 * i), operand(k, n, dtype, False, 2 * i + 1)
-        return torch.zeros(m, n, device=device.DEVICE), Operands(a, b, None, None)
+    def ours(x: Operands, acc: torch.Tensor) -> torch.Tensor:
+        mixprec.gemm_accumulate_(acc, x.a, x.b)
+        return acc
 
-    def ours(x: tuple[torch.Tensor, Operands]) -> torch.Tensor:
-        mixprec.gemm_accumulate_(x[0], x[1].a, x[1].b)
-        return x[0]
-
-    def check() -> str | None:
-        x = inputs(0)
-        return check_product(ours(x), x[1], 1.0)
-
-    return Workload(
-        ours,
-        {
-            "torch.addmm, fp32 out": lambda x: torch.addmm(
-                x[0], x[1].a, x[1].b, out_dtype=torch.float32, out=x[0]
-            ),
-            "torch acc.add_(a @ b)": lambda x: x[0].add_(x[1].a @ x[1].b),
-        },
-        check,
-        inputs,
-        ops=("gemm_accumulate_",),
-        bytes=moved((m, n, k), 2, 8),
-        flops=flops((m, n, k)),
-        arguments=lambda x: (x[0], *x[1]),
-    )
+    baselines: dict[str, Product] = {
+        "torch.addmm, fp32 out": lambda x, acc: torch.addmm(
+            acc, x.a, x.b, out_dtype=torch.float32, out=acc
+        ),
+        "torch acc.add_(a @ b)": lambda x, acc: acc.add_(x.a @ x.b),
+    }
+    return _workload(shape, torch.bfloat16, "tn", ours, baselines)
 
 
 def _families() -> Iterator[tuple[str, list[Shape], list[Shape]]]:
@@ -251,9 +209,8 @@ def _register(family: str, shape: Shape, quick: bool) -> None:
         make = partial(_product8, shape, how)
         what = f"e4m3 -> bf16, scales per {how}"
     else:
-        dtype = torch.bfloat16 if kind == "bf16" else torch.float16
         target = times_faster(3.0 if odd else 0.97)
-        make = partial(_product16, shape, dtype, how)
+        make = partial(_product16, shape, DTYPES[kind], how)
         what = f"{kind}, a {_ORDER[how[0]]}, b {_ORDER[how[1]]}"
     case(f"cuda/gemm/{family}/{shape[0]}x{shape[1]}x{shape[2]}", what, target, make, quick=quick)
 
@@ -267,6 +224,6 @@ for _k, _n in LAYER:
         f"cuda/gemm_accumulate_/bf16/{_n}x{_k}x{TOKENS}",
         "a weight gradient added in FP32, bf16 operands",
         times_faster(1.0),
-        partial(_accumulate, (_n, _k, TOKENS), torch.bfloat16),
+        partial(_accumulate, (_n, _k, TOKENS)),
         quick=_n == LAYER[0][1],
     )

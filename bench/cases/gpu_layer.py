@@ -13,7 +13,7 @@ from torch.nn import functional
 import mixprec
 
 from .. import device, verify
-from .registry import NotMeasured, Workload, case, times_faster, torchao_float8
+from .registry import NotMeasured, Workload, both_passes, case, times_faster, torchao_float8
 
 
 class Sizes(NamedTuple):
@@ -87,13 +87,8 @@ def _pass(layer: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> 
     tokens, width, *_ = _sizes()
     x = device.randn(tokens, width, dtype=torch.bfloat16).requires_grad_()
     g = device.randn(tokens, width, dtype=torch.bfloat16, seed=1)
-    params = list(layer.parameters())
-
-    def run() -> tuple[torch.Tensor, ...]:
-        y = forward(x)
-        return (y, *torch.autograd.grad(y, [x, *params], g))
-
-    return run
+    leaves = [x, *layer.parameters()]
+    return lambda: both_passes(lambda: forward(x), leaves, g)
 
 
 def _float8() -> dict[str, Pass]:
@@ -114,20 +109,12 @@ def _workload(recipe: str, compiled: bool, baselines: Callable[[], dict[str, Pas
         return _pass(layer, device.compiled(layer) if compiled else layer)
 
     def check() -> str | None:
-        got, want = ours()(), _pass(plain, plain)()
-        bars = [OUTPUT_DB, *[GRADIENT_DB] * (len(got) - 1)]
-        names = ["y", "grad of x", *(f"grad of {n}" for n, _ in plain.named_parameters())]
-        each = zip(bars, names, got, want, strict=True)
-        return verify.first(*(verify.sqnr_at_least(*one) for one in each))
+        names = ["grad of x", *(f"grad of {name}" for name, _ in plain.named_parameters())]
+        bars = {"y": OUTPUT_DB, **dict.fromkeys(names, GRADIENT_DB)}
+        return verify.sqnr_at_least(bars, ours()(), _pass(plain, plain)())
 
-    return Workload(
-        lambda passes: passes["ours"](),
-        {name: partial(lambda name, passes: passes[name](), name) for name in baselines()},
-        check,
-        lambda _: {"ours": ours(), **baselines()},
-        bytes=2.0 * weights,
-        flops=3 * (2.0 * tokens * weights + attention),
-    )
+    flops = 3 * (2.0 * tokens * weights + attention)
+    return Workload(ours(), baselines(), check, bytes=2.0 * weights, flops=flops)
 
 
 def _bf16() -> dict[str, Pass]:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import mixprec
-from mixprec.ops import (
-    clip_coef,
-    grad_stats_,
-    inv_scale,
-    scale_from_amax_,
-    unscale_,
-    update_delayed_scales_,
-)
+from mixprec import ops
+from mixprec.ops import grad_stats_, unscale_
 
 from .. import device, verify
 from . import steps
-from .quantize import BLOCK, DTYPES, GPU_SHAPE
-from .registry import Workload, at_most, case, times_faster
+from .quantize import BLOCK, GPU_SHAPE
+from .registry import DTYPES, Workload, at_most, case, times_faster
 
 E4M3_MAX = 448.0
 MEBIBYTE = 1 << 20
@@ -51,19 +47,16 @@ for _size in (64, 256, 1024):
 
 def _amax(dtype: torch.dtype) -> Workload:
     m, k = device.sized(*GPU_SHAPE)
+    inputs = partial(device.randn, m, k, dtype=dtype)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return x.abs().amax().float()
 
-    def check() -> str | None:
-        x = device.randn(m, k, dtype=dtype)
-        return verify.equal("amax", mixprec.amax(x), plain(x))
-
     return Workload(
         mixprec.amax,
-        {"torch eager": plain, "torch.compile": device.compiled(plain)},
-        check,
-        lambda i: device.randn(m, k, dtype=dtype, seed=i),
+        device.eager_and_compiled(plain),
+        lambda: verify.equal("amax", mixprec.amax(inputs()), plain(inputs())),
+        lambda i: inputs(seed=i),
         ops=("amax",),
         bytes=float(dtype.itemsize * m * k),
     )
@@ -90,31 +83,12 @@ def _dequantize(granularity: str, dtype: torch.dtype) -> Workload:
     scales = 0 if granularity == "tensor" else m * (k // BLOCK)
     return Workload(
         lambda q: mixprec.dequantize(q, dtype),
-        {"torch eager": plain, "torch.compile": device.compiled(plain)},
+        device.eager_and_compiled(plain),
         check,
         inputs,
         ops=("dequantize",),
         bytes=float((1 + dtype.itemsize) * m * k + 4 * scales),
     )
-
-
-def _moves_bytes(name: str, what: str, times: float, make: Callable[[], Workload]) -> None:
-    """Against torch, and against 90 % of the speed of a copy."""
-    case(f"cuda/{name}", what, times_faster(times), make, share=0.9, quick=True)
-
-
-for _name, _dtype in DTYPES.items():
-    _moves_bytes(f"amax/{_name}/8192x8192", f"max |x| of {_name}", 1.0, partial(_amax, _dtype))
-    _tensor = partial(_dequantize, "tensor", _dtype)
-    _moves_bytes(
-        f"dequantize/tensor-{_name}/8192x8192", f"e4m3 -> {_name}, one scale", 1.0, _tensor
-    )
-_moves_bytes(
-    "dequantize/block1x128-bf16/8192x8192",
-    "e4m3 -> bf16, a scale per 128 elements",
-    1.0,
-    partial(_dequantize, "block1x128", torch.bfloat16),
-)
 
 
 # Lists of gradients
@@ -124,15 +98,14 @@ _TINY = (1, 8, 16)
 Grads = list[torch.Tensor]
 
 
-def _grads(dtype: torch.dtype, seed: int = 0) -> Grads:
-    shapes = steps.gpt_shapes(*(_TINY if device.DRY_RUN else LIST))
-    return [device.randn(*shape, dtype=dtype, seed=seed + i) for i, shape in enumerate(shapes)]
+def _grads(dtype: torch.dtype, size: tuple[int, ...] = LIST) -> Grads:
+    shapes = steps.gpt_shapes(*(_TINY if device.DRY_RUN else size))
+    return [device.randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
 
 
 def _few(dtype: torch.dtype) -> Grads:
     """For comparing values: a small list, with an Inf at its very end."""
-    shapes = steps.gpt_shapes(*_TINY) if device.DRY_RUN else steps.gpt_shapes()
-    grads = [device.randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    grads = _grads(dtype, ())
     grads[-1][-1] = float("inf")
     return grads
 
@@ -151,10 +124,10 @@ def _unscale(dtype: torch.dtype) -> Workload:
         torch._foreach_mul_(grads, one)
         torch._foreach_norm(grads, float("inf"))
 
-    def results() -> dict[str, torch.Tensor]:
+    def results() -> Grads:
         grads, flag = _few(dtype), _scalar(0.0)
         unscale_(grads, _scalar(0.125), flag)
-        return {"found_inf": flag, **{f"grads[{i}]": grad for i, grad in enumerate(grads)}}
+        return [flag, *grads]
 
     grads = _grads(dtype)
     return Workload(
@@ -200,88 +173,60 @@ def _grad_stats(dtype: torch.dtype) -> Workload:
     )
 
 
-for _name, _dtype in DTYPES.items():
-    _list = f"52 gradients of a GPT, {_name}"
-    _moves_bytes(
-        f"unscale_/{_name}/304M",
-        f"{_list}: multiplied in place and checked for Inf and NaN",
-        1.2,
-        partial(_unscale, _dtype),
-    )
-    _moves_bytes(
-        f"grad_stats_/{_name}/304M",
-        f"{_list}: sums of squares in FP64, and the check",
-        1.2,
-        partial(_grad_stats, _dtype),
-    )
+_LIST = "52 gradients of a GPT"
+_SIZE = "x".join(map(str, GPU_SHAPE))
+_MOVE_BYTES: tuple[tuple[str, str, float, Callable[[], Workload]], ...] = (
+    # name, what, times torch, workload
+    *((f"amax/{name}/{_SIZE}", f"max |x| of {name}", 1.0, partial(_amax, dtype))
+      for name, dtype in DTYPES.items()),
+    *((f"dequantize/tensor-{name}/{_SIZE}", f"e4m3 -> {name}, one scale", 1.0,
+       partial(_dequantize, "tensor", dtype)) for name, dtype in DTYPES.items()),
+    (f"dequantize/block1x128-bf16/{_SIZE}", "e4m3 -> bf16, a scale per 128 elements", 1.0,
+     partial(_dequantize, "block1x128", torch.bfloat16)),
+    *((f"unscale_/{name}/304M", f"{_LIST}, {name}: multiplied in place, checked for Inf and NaN",
+       1.2, partial(_unscale, dtype)) for name, dtype in DTYPES.items()),
+    *((f"grad_stats_/{name}/304M", f"{_LIST}, {name}: sums of squares in FP64, and the check",
+       1.2, partial(_grad_stats, dtype)) for name, dtype in DTYPES.items()),
+)  # fmt: skip
+for _name, _what, _times, _make in _MOVE_BYTES:
+    case(f"cuda/{_name}", _what, times_faster(_times), _make, share=0.9, quick=True)
 
 
 # Kernels that compute a few numbers: their time is that of a launch
 
-FEW_NUMBERS = 4096
-LAYERS, HISTORY = 64, 16  # of delayed scales: two tensors a layer, so many amaxes each
-LAUNCH = 5.0  # us
+HISTORY = 16  # amaxes of delayed scaling
 
 
-def _few_numbers(op: str, count: int) -> Workload:
+def _few_numbers(op: str, count: int, size: int) -> Workload:
     values = device.randn(count).abs() + 0.5
-    sums = values.double()
 
-    def ours(_: None) -> torch.Tensor:
-        if op == "inv_scale":
-            return inv_scale(values[:1])
-        if op == "clip_coef":
-            return clip_coef(sums, 1.0)
-        scales = torch.empty(2, count, device=device.DEVICE)
-        scale_from_amax_(scales[0], scales[1], values, mixprec.E4M3)
-        return scales
-
-    def results() -> dict[str, torch.Tensor]:
-        return {"the result": ours(None)}
-
-    size = {"inv_scale": 8, "clip_coef": 8 * count + 4, "scale_from_amax_": 12 * count}[op]
-    check = partial(verify.same_as_reference, results)
-    return Workload(ours, {}, check, lambda _: None, ops=(op,), bytes=float(size))
-
-
-def _delayed(count: int) -> Workload:
-    new = device.randn(count).abs() + 0.5
-
-    def tensors() -> tuple[list[torch.Tensor], ...]:
-        histories = torch.ones(count, HISTORY, device=device.DEVICE)
-        return [*histories], [*torch.ones(count, device=device.DEVICE)], [*new.clone()]
-
-    def results() -> dict[str, torch.Tensor]:
-        lists = tensors()
-        update_delayed_scales_(*lists, [E4M3_MAX] * count)
-        names = ("histories", "scales", "amaxes")
+    def inputs(_: int) -> tuple[Any, ...]:
+        scales, histories = torch.ones_like(values), values.new_ones(count, HISTORY)
+        if op == "update_delayed_scales_":  # from the second call on there is nothing to record
+            return [*histories], [*scales], [*values.clone()], [E4M3_MAX] * count
         return {
-            name: torch.cat([t.view(-1) for t in x]) for name, x in zip(names, lists, strict=True)
-        }
+            "inv_scale": (values,),
+            "clip_coef": (values.double(), 1.0),
+            "scale_from_amax_": (scales, scales.clone(), values, mixprec.E4M3),
+        }[op]
 
-    # From the second call on there is nothing new to record: the time is that of the launch.
-    return Workload(
-        lambda lists: update_delayed_scales_(*lists, [E4M3_MAX] * count),
-        {},
-        partial(verify.same_as_reference, results),
-        lambda _: tensors(),
-        ops=("update_delayed_scales_",),
-        bytes=8.0 * count * (HISTORY + 2),
-    )
+    def ours(given: tuple[Any, ...]) -> Any:
+        return getattr(ops, op)(*given)
+
+    def results() -> list[torch.Tensor]:
+        given = inputs(0)
+        return [t for t in tree_leaves([ours(given), given]) if isinstance(t, torch.Tensor)]
+
+    check = partial(verify.same_as_reference, results)
+    return Workload(ours, {}, check, inputs, ops=(op,), bytes=float(size * count))
 
 
-case(
-    f"cuda/update_delayed_scales_/{2 * LAYERS}",
-    f"the end of a step of delayed scaling: {2 * LAYERS} histories of {HISTORY} amaxes",
-    at_most(LAUNCH, "us"),
-    partial(_delayed, 2 * LAYERS),
-    quick=True,
-)
-for _op, _number in (("inv_scale", 1), ("clip_coef", 1000), ("scale_from_amax_", FEW_NUMBERS)):
-    case(
-        f"cuda/{_op}/{_number}",
-        f"{_op} of {_number} numbers",
-        at_most(LAUNCH, "us"),
-        partial(_few_numbers, _op, _number),
-        quick=True,
-    )
+for _op, _what, _count, _bytes in (
+    ("update_delayed_scales_", f"the end of a step of delayed scaling: 128 histories of {HISTORY} "
+     "amaxes", 128, 8 * (HISTORY + 2)),
+    ("inv_scale", "inv_scale of 1 number", 1, 8),
+    ("clip_coef", "clip_coef of 1,000 numbers", 1000, 8),
+    ("scale_from_amax_", "scale_from_amax_ of 4,096 numbers", 4096, 12),
+):  # fmt: skip
+    _make = partial(_few_numbers, _op, _count, _bytes)
+    case(f"cuda/{_op}/{_count}", _what, at_most(5.0, "us"), _make, quick=True)

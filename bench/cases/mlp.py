@@ -9,13 +9,18 @@ from torch import nn
 
 import mixprec
 
-from .. import verify
-from .registry import Workload, case, times_faster, times_the_time, torchao_float8
+from .. import device, verify
+from .registry import Workload, both_passes, case, times_faster, times_the_time, torchao_float8
 
 TOKENS, WIDTH, HIDDEN = 512, 1024, 4096
 # The accuracy that an fp8 layer must keep; the gradient of the first layer has been through the
 # casts of both, twice the noise: 3 dB.
-OUTPUT_DB, GRADIENT_DB = 18.0, (14.0, 17.0)
+BARS = {
+    "y": 18.0,
+    "grad of x": 14.0,
+    "grad_weight of layer 0": 14.0,
+    "grad_weight of layer 1": 17.0,
+}
 
 
 def _mlp() -> nn.Module:
@@ -25,49 +30,20 @@ def _mlp() -> nn.Module:
     )
 
 
-def _data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [512, 1024], which needs a gradient as inside a network, and the gradient of y."""
-    generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(TOKENS, WIDTH, generator=generator).to(dtype) for _ in range(2))
-    return x.requires_grad_(), grad
-
-
-def _pass(model: nn.Module, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """Forward and backward of `model`; the gradients replace those of the call before."""
-    x, grad = _data(dtype)
-
-    def run() -> torch.Tensor:
-        x.grad = None
-        for p in model.parameters():
-            p.grad = None
-        y = model(x)
-        y.backward(grad)
-        return y.detach()
-
-    return run
-
-
-def _check_mlp(model: nn.Module) -> str | None:
-    """Output and weight gradients of the bf16 model against fp32."""
-    exact = _mlp()
-    y, expected = _pass(model, torch.bfloat16)(), _pass(exact, torch.float32)()
-    grads = zip(model.parameters(), exact.parameters(), strict=True)
-    return verify.first(
-        verify.sqnr_at_least(OUTPUT_DB, "y", y, expected),
-        *(
-            verify.sqnr_at_least(GRADIENT_DB[i], f"grad_weight of layer {i}", p.grad, q.grad)
-            for i, (p, q) in enumerate(grads)
-        ),
-    )
+def _pass(model: nn.Module, dtype: torch.dtype) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Forward and backward; x needs a gradient, as inside a network."""
+    x, g = (device.randn(TOKENS, WIDTH, dtype=dtype, seed=seed, on="cpu") for seed in (1, 2))
+    leaves = [x.requires_grad_(), *model.parameters()]
+    return lambda: both_passes(lambda: model(x), leaves, g)
 
 
 def _workload(baselines: dict[str, nn.Module]) -> Workload:
     """The MLP in bf16 with fp8 products, against other models of the same weights."""
-    model = mixprec.convert(_mlp().bfloat16(), "fp8")
+    ours = _pass(mixprec.convert(_mlp().bfloat16(), "fp8"), torch.bfloat16)
     return Workload(
-        _pass(model, torch.bfloat16),
+        ours,
         {name: _pass(other, torch.bfloat16) for name, other in baselines.items()},
-        lambda: _check_mlp(model),
+        lambda: verify.sqnr_at_least(BARS, ours(), _pass(_mlp(), torch.float32)()),
         flops=2 * 3 * 2.0 * TOKENS * WIDTH * HIDDEN,
     )
 

@@ -10,8 +10,7 @@ from mixprec import ops
 from mixprec.ops.pack import packed_sizes
 
 from .. import device, verify
-from .quantize import DTYPES
-from .registry import COPY, Workload, case, times_faster_than
+from .registry import COPY, DTYPES, Workload, case, times_faster_than
 
 # 32 MB, and less than the 32 MiB from which on the C library maps, and the kernel clears, the
 # memory of every result anew: which would be most of the time.
@@ -25,25 +24,21 @@ def _workload(on_gpu: bool, dtype: torch.dtype, bits: int, packs: bool) -> Workl
     count = CPU_BYTES // dtype.itemsize
     if on_gpu:
         (count,) = device.sized(GPU_BYTES // dtype.itemsize, tiny=1000)
-    where = device.DEVICE if on_gpu else torch.device("cpu")
     size, groups = packed_sizes(count, bits)
 
     def inputs(i: int) -> tuple[torch.Tensor, ...]:
-        x = torch.randn(count, generator=torch.Generator(where).manual_seed(i), device=where)
-        return (x.to(dtype),) if packs else ops.pack(x.to(dtype), bits)
+        x = device.randn(count, dtype=dtype, seed=i, on=device.where(on_gpu))
+        return (x,) if packs else ops.pack(x, bits)
 
     def ours(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if packs:
             return ops.pack(*given, bits, seed=1)
         return (ops.unpack(*given, bits, [count], dtype),)
 
-    def results() -> dict[str, torch.Tensor | None]:
-        return {f"result {i}": x for i, x in enumerate(ours(inputs(0)))}
-
     return Workload(
         ours,
         {},
-        partial(verify.same_as_reference, results),
+        partial(verify.same_as_reference, lambda: ours(inputs(0))),
         inputs,
         ops=("pack" if packs else "unpack",) if on_gpu else (),
         bytes=float(count * dtype.itemsize + size + 4 * groups),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,62 +9,39 @@ import torch
 import mixprec
 
 from .. import device, verify
-from .registry import Workload, case, times_faster
+from .registry import DTYPES, Workload, case, times_faster
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128
 CPU_SHAPE = (2048, 2048)  # 4M elements
 GPU_SHAPE = (8192, 8192)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BLOCKS = ("row", "block1x128", "block128x128")
-Result = tuple[torch.Tensor | None, ...]
+Result = tuple[torch.Tensor, ...]
+# The height and width of a block with a scale of its own; 0: all of x.
+BLOCKS = {"tensor": (0, 0), "row": (1, 0), "block1x128": (1, BLOCK), "block128x128": (BLOCK, BLOCK)}
 
 
-def _cast(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-
-
-def _torch_tensor(x: torch.Tensor, scale: torch.Tensor | None, transpose: bool) -> Result:
-    amax = x.abs().amax().float()
+def _cast(x: torch.Tensor, height: int, width: int, scale: torch.Tensor | None) -> Result:
+    """Codes, inverse scales and the amax of each block."""
+    m, k = x.shape
+    blocks = x.view(m // (height or m), height or m, k // (width or k), width or k)
+    amax = blocks.abs().amax((1, 3), keepdim=True).float()
     factor = E4M3_MAX / amax if scale is None else scale
-    q = _cast(x, factor)
-    return q, q.t().contiguous() if transpose else None, 1.0 / factor, amax
+    codes = (blocks.float() * factor).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return codes.view_as(x), 1.0 / factor, amax
 
 
-def _torch_row(x: torch.Tensor, scale: None, transpose: bool) -> Result:
-    factor = E4M3_MAX / x.abs().amax(1, keepdim=True).float()
-    if not transpose:
-        return _cast(x, factor), 1.0 / factor
-    factor_t = E4M3_MAX / x.abs().amax(0, keepdim=True).float()
-    q_t = _cast(x, factor_t).t().contiguous()
-    return _cast(x, factor), 1.0 / factor, q_t, 1.0 / factor_t
-
-
-def _torch_block1x128(x: torch.Tensor, scale: None, transpose: bool) -> Result:
-    tiles = x.view(x.shape[0], -1, BLOCK)
-    factor = E4M3_MAX / tiles.abs().amax(2, keepdim=True).float()
-    q = _cast(tiles, factor).view_as(x), 1.0 / factor
+def _in_torch(
+    granularity: str, scale: torch.Tensor | None, transpose: bool, x: torch.Tensor
+) -> Result:
+    height, width = BLOCKS[granularity]
+    q = _cast(x, height, width, scale)
     if not transpose:
         return q
-    tiles = x.view(-1, BLOCK, x.shape[1])
-    factor = E4M3_MAX / tiles.abs().amax(1, keepdim=True).float()
-    return *q, _cast(tiles, factor).view_as(x).t().contiguous(), 1.0 / factor
-
-
-def _torch_block128x128(x: torch.Tensor, scale: None, transpose: bool) -> Result:
-    tiles = x.view(x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK)
-    factor = E4M3_MAX / tiles.abs().amax((1, 3), keepdim=True).float()
-    q = _cast(tiles, factor).view_as(x)
-    return q, 1.0 / factor, q.t().contiguous() if transpose else None
-
-
-_TORCH: dict[str, Callable[..., Result]] = {
-    "tensor": _torch_tensor,
-    "row": _torch_row,
-    "block1x128": _torch_block1x128,
-    "block128x128": _torch_block128x128,
-}
+    if height == width:
+        return *q, q[0].t().contiguous()
+    codes, *scales = _cast(x, width, height, scale)
+    return *q, codes.t().contiguous(), *scales
 
 
 def quantize_bytes(
@@ -74,14 +50,12 @@ def quantize_bytes(
     """x is read once, or twice where a scale depends on more of it than a block of threads sees;
     q and q^T are written, and the scales."""
     m, k = shape
-    blocks = {
-        "tensor": 0,
-        "row": m + (k if transpose else 0),
-        "block1x128": m * (k // BLOCK) * (2 if transpose else 1),
-        "block128x128": (m // BLOCK) * (k // BLOCK),
-    }[granularity]
+    height, width = BLOCKS[granularity]
+    scales = (m // (height or m)) * (k // (width or k))
+    if transpose and height != width:
+        scales += (m // (width or m)) * (k // (height or k))
     twice = not given if granularity == "tensor" else granularity == "row" and transpose
-    return (size * (2 if twice else 1) + (2 if transpose else 1)) * float(m * k) + 4.0 * blocks
+    return (size * (2 if twice else 1) + (2 if transpose else 1)) * float(m * k) + 4.0 * scales
 
 
 def _workload(
@@ -93,71 +67,60 @@ def _workload(
     transpose: bool,
 ) -> Workload:
     m, k = device.sized(*shape, tiny=2 * BLOCK) if on_gpu else shape
-    where = device.DEVICE if on_gpu else torch.device("cpu")
+    where = device.where(on_gpu)
     scale = torch.tensor(64.0, device=where) if given else None
 
     def inputs(i: int) -> torch.Tensor:
-        generator = torch.Generator(where).manual_seed(i)
-        return torch.randn(m, k, generator=generator, device=where).to(dtype)
+        return device.randn(m, k, dtype=dtype, seed=i, on=where)
 
     def ours(x: torch.Tensor) -> mixprec.Quantized:
         return mixprec.quantize(x, mixprec.E4M3, scale, transpose, granularity)
 
-    def results() -> dict[str, torch.Tensor | None]:
-        q = ours(inputs(0))
-        names = ("data", "scale_inv", "amax", "data_t", "scale_inv_t")
-        return {name: getattr(q, name) for name in names}
-
-    def plain(x: torch.Tensor) -> Result:
-        return _TORCH[granularity](x, scale, transpose)
-
     return Workload(
         ours,
-        {"torch eager": plain, **({"torch.compile": device.compiled(plain)} if on_gpu else {})},
-        partial(verify.same_as_reference, results),
+        device.eager_and_compiled(partial(_in_torch, granularity, scale, transpose), on_gpu),
+        # data, scale_inv, amax, data_t, scale_inv_t
+        partial(verify.same_as_reference, lambda: ours(inputs(0))[:5]),
         inputs,
         ops=("quantize",) if on_gpu else (),
         bytes=quantize_bytes((m, k), dtype.itemsize, granularity, given, transpose),
     )
 
 
-def _on_cpu(name: str, granularity: str, given: bool, times: float, scale: str) -> None:
+_ON_CPU = (
+    # name, granularity, scale given, times the baseline
+    ("e4m3/given-scale", "tensor", True, 8.0),
+    ("e4m3/current-scale", "tensor", False, 8.0),
+    *((granularity, granularity, False, 3.0) for granularity in list(BLOCKS)[1:]),
+)
+for _name, _granularity, _given, _times in _ON_CPU:
     case(
-        f"quantize/{name}",
-        f"fp32 -> e4m3, amax and transpose, {scale}, 4M elements",
-        times_faster(times),
-        partial(_workload, False, CPU_SHAPE, torch.float32, granularity, given, True),
-        quick=given,
+        f"quantize/{_name}",
+        f"fp32 -> e4m3, amax and transpose, {_name}, 4M elements",
+        times_faster(_times),
+        partial(_workload, False, CPU_SHAPE, torch.float32, _granularity, _given, True),
+        quick=_given,
     )
 
-
-def _on_gpu(
-    name: str, shape: tuple[int, int], granularity: str, given: bool, transpose: bool
-) -> None:
-    dtype = DTYPES[name]
-    how = ("given" if given else "current") if granularity == "tensor" else granularity
-    how += "-transpose" if transpose else ""
-    scales = "the scale given" if given else f"scales per {granularity} from this x"
+_BOTH = (False, True)
+_ON_GPU = (
+    # dtype, shape, granularity, scale given, transpose
+    *((d, GPU_SHAPE, "tensor", given, t) for d in DTYPES for t in _BOTH for given in (True, False)),
+    *(
+        ("bf16", GPU_SHAPE, granularity, False, t)
+        for granularity in list(BLOCKS)[1:]
+        for t in _BOTH
+    ),
+    *(("bf16", shape, "tensor", False, True) for shape in ((2048, 4096), (16384, 16384))),
+)
+for _name, _shape, _granularity, _given, _transpose in _ON_GPU:
+    _how = ("given" if _given else "current") if _granularity == "tensor" else _granularity
+    _scales = "the scale given" if _given else f"scales per {_granularity} from this x"
     case(
-        f"cuda/quantize/{name}/{how}/{shape[0]}x{shape[1]}",
-        f"{name} -> e4m3 and amax{', with the transpose' if transpose else ''}, {scales}",
-        times_faster(1.4 if transpose else 1.0),
-        partial(_workload, True, shape, dtype, granularity, given, transpose),
+        f"cuda/quantize/{_name}/{_how}{'-transpose' * _transpose}/{_shape[0]}x{_shape[1]}",
+        f"{_name} -> e4m3 and amax{', with the transpose' * _transpose}, {_scales}",
+        times_faster(1.4 if _transpose else 1.0),
+        partial(_workload, True, _shape, DTYPES[_name], _granularity, _given, _transpose),
         share=0.9,
         quick=True,
     )
-
-
-_on_cpu("e4m3/given-scale", "tensor", True, 8.0, "scale given")
-_on_cpu("e4m3/current-scale", "tensor", False, 8.0, "scale from this amax")
-for _granularity in BLOCKS:
-    _on_cpu(_granularity, _granularity, False, 3.0, f"granularity {_granularity}")
-for _dtype in DTYPES:
-    for _transpose in (False, True):
-        for _given in (True, False):
-            _on_gpu(_dtype, GPU_SHAPE, "tensor", _given, _transpose)
-for _granularity in BLOCKS:
-    for _transpose in (False, True):
-        _on_gpu("bf16", GPU_SHAPE, _granularity, False, _transpose)
-for _shape in ((2048, 4096), (16384, 16384)):
-    _on_gpu("bf16", _shape, "tensor", False, True)

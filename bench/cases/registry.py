@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 Medians = Mapping[str, float]  # seconds per call, by name; "ours", the baselines, and the copy
 # What a case that counts its bytes is held against besides its baselines: a copy of as many.
 COPY = "copy of the bytes"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def quantity(value: float, unit: str) -> str:
@@ -33,6 +35,14 @@ def torchao_float8(model: nn.Module, **config: Any) -> nn.Module:
         raise NotMeasured("torchao is not installed (pip install torchao)") from None
     converted: nn.Module = convert_to_float8_training(model, config=Float8LinearConfig(**config))
     return converted
+
+
+def both_passes(
+    forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The result of `forward`, and the gradients of `leaves` from that of the result."""
+    y = forward()
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,8 @@
-"""gemm inside of simulate: each GPU and format, against FP32 products and another simulation."""
+"""gemm inside of simulate: each GPU and format, against FP32 products."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -14,40 +10,16 @@ import mixprec
 from mixprec.ops._dispatch import library
 from mixprec.ops._reference.tensor_core import ARCHITECTURES, formats, tensor_core
 
-from .. import verify
+from .. import device, verify
 from .registry import Medians, Target, Workload, case, times_faster_than
 
-SIZE = 256  # of a larger product mmasim takes many seconds
+SIZE = 256
 FLOPS = 2.0 * SIZE**3
 FP32 = "torch a.float() @ b.float()"
 NAMES = {
     **{torch.float16: "fp16", torch.bfloat16: "bf16"},
     **{torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"},
 }
-
-
-def _mmasim(arch: str, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], Any] | None:
-    """The instruction of that package (arXiv 2511.10909), along K; None where it is missing."""
-    if find_spec("mmasim") is None or shutil.which("ninja") is None:
-        return None
-    from mmasim.nv_ptx import sim
-
-    kind = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(dtype, NAMES[dtype])
-    depth = 4 if arch == "v100" else 32 // dtype.itemsize
-    model = {
-        "v100": lambda: sim.MMA("Volta", f"m8n8k4.f32.{kind}.{kind}.f32"),
-        "a100": lambda: sim.MMA("Ampere", f"m16n8k{depth}.f32.{kind}.{kind}.f32"),
-        "ada": lambda: sim.MMA("Ada Lovelace", f"m16n8k{depth}.f32.{kind}.{kind}.f32"),
-        "hopper": lambda: sim.WGMMA("Hopper", f"m64n8k{depth}.f32.{kind}.{kind}"),
-    }[arch]()
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        c = torch.zeros(a.shape[0], b.shape[1])
-        for k in range(0, a.shape[1], depth):
-            c = model(a[:, k : k + depth], b[k : k + depth], c)
-        return c
-
-    return product
 
 
 def _target(arch: str, dtype: torch.dtype) -> Target:
@@ -65,8 +37,7 @@ def _target(arch: str, dtype: torch.dtype) -> Target:
 
 
 def _workload(arch: str, dtype: torch.dtype) -> Workload:
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(SIZE, SIZE, generator=generator).to(dtype) for _ in range(2))
+    a, b = (device.randn(SIZE, SIZE, dtype=dtype, seed=seed, on="cpu") for seed in range(2))
 
     def ours() -> torch.Tensor:
         with mixprec.simulate(arch):
@@ -77,11 +48,7 @@ def _workload(arch: str, dtype: torch.dtype) -> Workload:
         want = torch.ops.mixprec.gemm_simulated_reference(*args)
         return verify.equal("c", ours(), want)
 
-    baselines: dict[str, Callable[[], Any]] = {FP32: lambda: a.float() @ b.float()}
-    other = _mmasim(arch, dtype) if arch != "blackwell" else None
-    if other is not None:
-        baselines["mmasim"] = partial(other, a, b)
-    return Workload(ours, baselines, check, flops=FLOPS)
+    return Workload(ours, {FP32: lambda: a.float() @ b.float()}, check, flops=FLOPS)
 
 
 for _arch in ARCHITECTURES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from mixprec.ops._dispatch.op import OPS
 from .. import device
 from ..cases.registry import COPY, Case, NotMeasured, Workload
 from . import timer
-from .timer import Candidate
+from .timer import Budget, Candidate
 
 MAX_SETS = 64
 _MEMORY = 0.4  # of what is free, for the sets of buffers
@@ -36,7 +37,7 @@ def one_line(error: BaseException) -> str:
 
 @cache
 def clock(on_gpu: bool) -> timer.Clock:
-    return timer.CudaClock() if on_gpu else timer.HostClock()
+    return timer.CudaClock() if on_gpu else timer.Clock()
 
 
 @contextlib.contextmanager
@@ -68,16 +69,15 @@ def heading(case: Case) -> dict[str, Any]:
         "device": case.device,
         "status": "ok",
         "reason": "",
-        "target": None
-        if target is None
-        else {"value": target.value, "unit": target.unit, "at_least": target.at_least},
+        "target": target
+        and {name: getattr(target, name) for name in ("value", "unit", "at_least")},
         "share_target": case.share,
         "met": False,
     }
 
 
-def measure(case: Case, **options: Any) -> dict[str, Any]:
-    """The result of one case, plain values for JSON; options: of `_measure`.
+def measure(case: Case, budget: Budget) -> dict[str, Any]:
+    """The result of one case, plain values for JSON.
 
     A variant whose values are wrong is not timed; an exception is a result.
     """
@@ -85,7 +85,7 @@ def measure(case: Case, **options: Any) -> dict[str, Any]:
     try:
         if case.device != "cpu" and not (device.DRY_RUN or torch.cuda.is_available()):
             raise NotMeasured("this machine has no GPU that torch can use")
-        return result | _measure(case, case.make(), **options)
+        return result | _measure(case, case.make(), budget)
     except DeviceLost:
         raise
     except NotMeasured as reason:
@@ -94,15 +94,7 @@ def measure(case: Case, **options: Any) -> dict[str, Any]:
         return result | {"status": "failed", "reason": one_line(error)}
 
 
-def _measure(
-    case: Case,
-    work: Workload,
-    *,
-    samples: int,
-    seconds: float = math.inf,
-    sample_seconds: float = timer.SAMPLE_SECONDS,
-) -> dict[str, Any]:
-    """seconds: for the case, which then has fewer samples."""
+def _measure(case: Case, work: Workload, budget: Budget) -> dict[str, Any]:
     variants, default = _variants(work) if work.ops else ({}, None)
     result: dict[str, Any] = {"variants": variants, "default": default, "ops": work.ops}
     bad = [f"{b}: {v['reason']}" for b, v in variants.items() if v["status"] in BROKEN]
@@ -113,9 +105,7 @@ def _measure(
         return result | {"status": status, "reason": "; ".join(reasons)}
     if not work.ops and (reason := work.check()) is not None:
         return result | {"status": "wrong", "reason": reason}
-    times, result["baselines_refused"] = _time(
-        case, work, variants, samples=samples, seconds=seconds, sample_seconds=sample_seconds
-    )
+    times, result["baselines_refused"] = _time(case, work, variants, budget)
     synchronize()
     for one in times.values():  # to a millionth: the file is written often
         one.kernel, one.host = _short(one.kernel), _short(one.host)
@@ -188,13 +178,7 @@ def _arguments(work: Workload, i: int) -> tuple[Any, ...]:
 
 
 def _time(
-    case: Case,
-    work: Workload,
-    variants: dict[str, dict[str, Any]],
-    *,
-    samples: int,
-    seconds: float,
-    sample_seconds: float,
+    case: Case, work: Workload, variants: dict[str, dict[str, Any]], budget: Budget
 ) -> tuple[dict[str, timer.Times], dict[str, str]]:
     """Ours (every variant that is right), the baselines that run at all, and a copy of the bytes;
     and why the other baselines do not run."""
@@ -225,10 +209,7 @@ def _time(
         candidates,
         sets=count,
         clock=clock(not on_cpu and not device.ON_CPU),
-        samples=samples,
-        seconds=seconds,
-        sample_seconds=sample_seconds,
-        max_calls=_MOST_CALLS if on_cpu else timer.MAX_CALLS,
+        budget=replace(budget, max_calls=_MOST_CALLS) if on_cpu else budget,
         external=work.external,
     )
     return times, refused

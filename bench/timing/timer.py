@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,26 +27,46 @@ MAX_DELAY = 0.05
 SETTLE = 3.0  # seconds until the clocks have settled under load
 
 
-class Clock(Protocol):
-    """A queue of work and the times at its marks."""
+@dataclass(frozen=True)
+class Budget:
+    """How long a case is measured: samples of each candidate, seconds for all of them together, and
+    the least that a sample lasts with the most calls in it."""
 
-    def host(self) -> float: ...
-    def delay(self, seconds: float) -> None: ...
-    def mark(self) -> Any: ...
-    def reached(self, mark: Any) -> bool: ...
-    def between(self, first: Any, last: Any) -> float: ...
-    def synchronize(self) -> None: ...
+    samples: int = SAMPLES
+    seconds: float = 10.0
+    sample_seconds: float = SAMPLE_SECONDS
+    max_calls: int = MAX_CALLS
 
 
-class CudaClock:
+BUDGET = Budget()
+
+
+class Clock:
+    """A queue of work and the times at its marks. On the CPU a call returns when it is done."""
+
+    host = staticmethod(time.perf_counter)
+    mark = staticmethod(time.perf_counter)
+
+    def delay(self, seconds: float) -> None:
+        pass
+
+    def reached(self, mark: float) -> bool:
+        return False
+
+    def between(self, first: float, last: float) -> float:
+        return last - first
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaClock(Clock):
     def __init__(self) -> None:
         cycles = 20_000_000
         torch.cuda._sleep(1)  # loaded by its first call
         first = self.mark()
         torch.cuda._sleep(cycles)
         self._cycles_per_second = cycles / self.between(first, self.mark())
-
-    host = staticmethod(time.perf_counter)
 
     def delay(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
@@ -65,25 +85,6 @@ class CudaClock:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
-
-
-class HostClock:
-    """For the CPU: work is done when its call returns."""
-
-    host = staticmethod(time.perf_counter)
-    mark = staticmethod(time.perf_counter)
-
-    def delay(self, seconds: float) -> None:
-        pass
-
-    def reached(self, mark: float) -> bool:
-        return False
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
-
-    def synchronize(self) -> None:
-        pass
 
 
 @dataclass
@@ -123,7 +124,7 @@ class _Turn:
         self.times = Times()
         self.delay = 0.0
 
-    def calibrate(self, sets: int, sample_seconds: float, max_calls: int) -> None:
+    def calibrate(self, sets: int, budget: Budget) -> None:
         """Warm up, and find how many calls a sample takes."""
         for _ in range(max(2, sets)):  # code loaded, memory there, every set touched
             _, host = self.sample()
@@ -131,11 +132,12 @@ class _Turn:
         while True:
             self.delay = min(MAX_DELAY, 1.5 * host * times.calls + 50e-6)
             seconds, host = self.sample()
-            if times.calls >= max_calls or seconds * (times.calls + 0.5) >= sample_seconds:
+            long_enough = seconds * (times.calls + 0.5) >= budget.sample_seconds
+            if times.calls >= budget.max_calls or long_enough:
                 break
-            wanted = int(sample_seconds / max(seconds, 1e-9))
+            wanted = int(budget.sample_seconds / max(seconds, 1e-9))
             wanted = max(2 * times.calls, min(10 * times.calls, wanted))
-            times.calls = min(max_calls, wanted)
+            times.calls = min(budget.max_calls, wanted)
         self.late = 0
 
     def sample(self) -> tuple[float, float]:
@@ -162,31 +164,28 @@ def interleave(
     *,
     clock: Clock,
     sets: int = 1,
-    samples: int = SAMPLES,
-    seconds: float = 10.0,
-    sample_seconds: float = SAMPLE_SECONDS,
-    max_calls: int = MAX_CALLS,
+    budget: Budget = BUDGET,
     external: bool = False,
 ) -> dict[str, Times]:
     """Times of every candidate, in turns that start with another one each round, so that a slow
     moment, or what the predecessor left in the caches, hits all alike.
 
-    Stops after `samples` rounds, or after `seconds` if there are MIN_SAMPLES: a case short of time
-    has fewer samples, not none. external: a call returns its seconds itself.
+    A case short of time has fewer samples, MIN_SAMPLES at least. external: a call returns its
+    seconds itself.
     """
     start = clock.host()
     outputs: list[Any] = [None] * sets
     turns = {name: _Turn(c, sets, outputs, clock) for name, c in candidates.items()}
     for turn in turns.values():
         if not external:
-            turn.calibrate(sets, sample_seconds, max_calls)
+            turn.calibrate(sets, budget)
     names = list(turns)
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # a collection inside a sample would be charged to whoever ran then
     try:
-        for i in range(max(samples, MIN_SAMPLES)):
-            if i >= MIN_SAMPLES and clock.host() - start > seconds:
+        for i in range(max(budget.samples, MIN_SAMPLES)):
+            if i >= MIN_SAMPLES and clock.host() - start > budget.seconds:
                 break
             first = i % len(names)
             for name in names[first:] + names[:first]:

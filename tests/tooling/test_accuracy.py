@@ -1,33 +1,30 @@
-"""What is said of accuracy and memory: the statistics, the verdicts, and what the runs leave."""
+"""What is said of accuracy: the statistics, the verdicts, and what the runs leave."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from mixprec.bench import accuracy as page
-from mixprec.bench import footprint, plot, profile, results
+from mixprec.bench import results
 
-ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("scipy", reason="the intervals need scipy, which scikit-learn brings")
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch):
-    """examples/accuracy.py as a module."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    for name in ("accuracy", "train_gpt", "train_image"):
-        sys.modules.pop(name, None)
+def program(examples: pytest.MonkeyPatch) -> ModuleType:
     import accuracy
 
     return accuracy
 
 
-def content(runs: list[dict[str, object]], program, *, image: bool = False) -> dict[str, object]:
+def content(
+    runs: list[dict[str, object]], program: ModuleType, *, image: bool = False
+) -> dict[str, object]:
     metric, more, unit, limit = program.IMAGE if image else program.GPT
     return {
         "task": "cnn" if image else "gpt",
@@ -46,13 +43,13 @@ def of(recipe: str, *values: float) -> list[dict[str, object]]:
     return [{"recipe": recipe, "seed": seed, "value": value} for seed, value in enumerate(values)]
 
 
-def test_interval_is_students(program) -> None:
+def test_interval_is_students(program: ModuleType) -> None:
     """For three values t = 4.3027 (any table of the distribution), s = 1, so 4.3027 / sqrt(3)."""
     assert program.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert program.interval([1.0]) is None
 
 
-def test_differences_are_between_partners(program) -> None:
+def test_differences_are_between_partners(program: ModuleType) -> None:
     """Seeds differ by far more than recipes do: only their pairs show the recipe."""
     runs = of("fp32", 1.0, 2.0, 4.0) + of("fp8", 1.01, 2.02, 4.04)
     line = program.summary(runs, "%")[1]
@@ -71,7 +68,9 @@ def test_differences_are_between_partners(program) -> None:
         (True, (1.3, 1.3001, 1.2999), "worse", False),
     ],
 )
-def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool, program) -> None:
+def test_verdicts(
+    image: bool, fp8: tuple[float, ...], verdict: str, met: bool, program: ModuleType
+) -> None:
     given = content(of("fp32", 2.0, 2.0, 2.0) + of("fp8", *fp8), program, image=image)
     line = given["summary"][1]
     assert page.verdict(given, line) == verdict
@@ -82,13 +81,9 @@ def test_verdicts(image: bool, fp8: tuple[float, ...], verdict: str, met: bool, 
 
 
 def test_the_program_runs(
-    program, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    program: ModuleType, few_glyphs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two steps a run: the file has a run per recipe, and the page can be made of it."""
-    import image_data
-
-    images = image_data.glyph_images(train=300, held_out=120)
-    monkeypatch.setattr(image_data, "load", lambda _: images)
     arguments = ["--task", "vit", "--seeds", "1", "--steps", "2", "--out", str(tmp_path)]
     assert program.main(arguments) == 0
     measured = page.load(tmp_path, "vit")
@@ -102,22 +97,8 @@ def test_the_program_runs(
         program.main(["--task", "dog"])
 
 
-def test_footprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 keeps half of what bf16 keeps, and nobody saves parameter memory."""
-    monkeypatch.setattr(footprint, "WIDTH", 64)
-    monkeypatch.setattr(footprint, "TOKENS", 2048)
-    footprint.write(tmp_path / "footprint.json")
-    sizes = json.loads((tmp_path / "footprint.json").read_text())["training"]
-    assert sizes["bf16"]["saved"] == sizes["fp32"]["saved"] / 2
-    for recipe in ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"):
-        assert sizes[recipe]["saved"] <= 0.55 * sizes["bf16"]["saved"]
-    held = {r: s["parameters"] + s["gradients"] + s["optimizer"] for r, s in sizes.items()}
-    assert held["bf16"] == pytest.approx(held["fp32"], rel=0.01)
-
-
-@pytest.mark.slow
-def test_formats(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run as a GPU computes it, what is kept of it, and the picture made of such runs."""
+def test_formats(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run as a GPU computes it, and what is kept of it."""
     monkeypatch.setattr(program, "SETS", {"formats": ("fp32", "fp8@hopper-fast")})
     monkeypatch.setattr("gpt_runs.VALIDATION_BYTES", 512)
     parse, small = program.train_gpt.parse_arguments, ["--layers=1", "--width=64"]
@@ -133,18 +114,5 @@ def test_formats(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(run["curve"]) == 2
     assert all(8 < bits < 12 for bits in run["curve"])
     assert {"y", "grad_weight"} <= run["sqnr"]["blocks.0.mlp.1"].keys()
-    plot.formats(measured, tmp_path / "formats.png")
-    assert (tmp_path / "formats.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         program.main(["--task", "vit", "--set", "formats"])
-
-
-def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts of a step are those of the model, and the page can be made of them."""
-    monkeypatch.setattr("mixprec.bench.cases.gpt.SIZES", {"1x64": (1, 64, 32)})
-    monkeypatch.setattr(profile, "STEPS", 2)
-    content = profile.write(tmp_path / "profile.json")
-    times = content["sizes"]["1x64"]
-    assert all(time > 0 for time in times.values())
-    assert json.loads((tmp_path / "profile.json").read_text()) == content
-    assert "| attention |" in profile.block(content)

@@ -42,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root.mkdir()
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, root)
-    for name in ("csrc", "mixprec", "bench", "triton_kernels", "tests"):
+    for name in (".ci", "csrc", "mixprec", "bench", "triton_kernels", "tests"):
         shutil.copytree(
             ROOT / name, root / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
@@ -55,32 +55,28 @@ def clone(sources: Path, tmp_path: Path) -> Path:
     return shutil.copytree(sources, tmp_path / "clone")
 
 
-def tools(folder: Path, **scripts: str) -> str:
-    """A PATH with basic tools and the given scripts; "" stands for the real program."""
+def tools(folder: Path, *real: str, python: str = "") -> str:
+    """A PATH with basic tools, the `real` programs, and python3 as this shell script."""
     folder.mkdir()
-    for name in ("sh", "mkdir", "touch", "find", "cksum", "cut", "date", "rm"):
-        (folder / name).symlink_to(shutil.which(name) or f"/bin/{name}")
-    for name, text in scripts.items():
-        program = folder / name
-        if text:
-            program.write_text(f"#!/bin/sh\n{text}\n")
-            program.chmod(0o755)
-        else:
-            program.symlink_to(shutil.which(name) or pytest.fail(f"{name} is not installed"))
+    for name in ("sh", "mkdir", "touch", "find", "cksum", "cut", "date", "rm", *real):
+        (folder / name).symlink_to(shutil.which(name) or pytest.fail(f"{name} is not installed"))
+    if python:
+        write_program(folder / "python3", python)
     return str(folder)
 
 
-def python3(*, without: str = "", version: tuple[int, int] = (3, 11)) -> str:
-    """A shell script for python3: the real one without a module or a header, or an older one."""
-    hide = {
-        "ensurepip": "import sys; sys.modules['ensurepip'] = None",
-        "Python.h": "import sysconfig; sysconfig.get_path = lambda name: '/nowhere'",
-        "": "pass",
-    }[without]
-    old = f"import sys; sys.version_info = {version}" if version != (3, 11) else "pass"
+def write_program(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def interpreter(first: str, version: str = "3.11") -> str:
+    """The real interpreter as a shell script, which runs this code before any other."""
+    by_path = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], {}, '__main__')"
     return (
-        f'case "$1" in -c) exec "{sys.executable}" -c "{hide}; {old}\n$2";;'
-        f" -V) echo Python {version[0]}.{version[1]};; *) exit 77;; esac"
+        f'case "$1" in -c) exec "{sys.executable}" -c "{first}\n$2";; -V) echo Python {version};; '
+        f'*.py) exec "{sys.executable}" -c "{first}\n{by_path}" "$@";; *) exit 77;; esac'
     )
 
 
@@ -90,8 +86,8 @@ def test_help_is_the_default_and_lists_every_command(sources: Path) -> None:
     assert shown.stdout == make("help").stdout
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert targets is not None
-    commands = [t for t in targets[1].split() if not t.startswith("needs-") and t != "help"]
-    assert {"demo", "test", "lint", "bench"} < set(commands)
+    commands = set(targets[1].split()) - {"help"}
+    assert {"demo", "test", "lint", "bench"} < commands
     for text in (*(f"make {c} " for c in commands), "PYTHON=/path/to/python", "FULL=1"):
         assert text in shown.stdout
     assert "--out demo --full" in make("-n", "demo", "FULL=1", folder=sources).stdout
@@ -106,19 +102,23 @@ def message(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_missing_system_packages_are_named_in_one_line(sources: Path, tmp_path: Path) -> None:
-    cases: tuple[tuple[dict[str, str], str], ...] = (
-        ({"g++": ""}, "python3 python3-venv python3-dev"),
-        ({"g++": "", "python3": python3(without="ensurepip")}, "python3-venv"),
-        ({"g++": "", "python3": python3(without="Python.h")}, "python3-dev"),
-        ({"python3": python3()}, "g++"),
-        ({}, "python3 python3-venv python3-dev g++"),
-    )
-    for i, (scripts, packages) in enumerate(cases):
-        done = make("test", folder=sources, PATH=tools(tmp_path / f"bin{i}", **scripts))
+    no_venv = interpreter("import sys; sys.modules['ensurepip'] = None")
+    no_header = interpreter("import sysconfig; sysconfig.get_path = lambda name: '/nowhere'")
+    for i, (real, script, packages) in enumerate(
+        (
+            (["g++"], "", "python3 python3-venv python3-dev"),
+            (["g++"], no_venv, "python3-venv"),
+            (["g++"], no_header, "python3-dev"),
+            ([], interpreter("pass"), "g++"),
+            ([], "", "python3 python3-venv python3-dev g++"),
+        )
+    ):
+        done = make("test", folder=sources, PATH=tools(tmp_path / f"{i}", *real, python=script))
         assert message(done) == f"missing: {packages}. Run: sudo apt-get install {packages}"
         assert not (sources / ".venv").exists()
-    old = tools(tmp_path / "bin", **{"g++": "", "python3": python3(version=(3, 8))})
-    assert message(make("demo", folder=sources, PATH=old)).startswith(
+    script = interpreter("import sys; sys.version_info = (3, 8)", version="3.8")
+    old = make("demo", folder=sources, PATH=tools(tmp_path / "old", "g++", python=script))
+    assert message(old).startswith(
         "mixprec needs Python 3.10 or newer, python3 is Python 3.8: sudo apt-get"
     )
 
@@ -196,9 +196,7 @@ def test_each_python_gets_a_folder_by_its_path(sources: Path, tmp_path: Path) ->
     """Two interpreter paths are two environments, even if they run the same program; a relative
     path or a name on PATH is the program that it leads to."""
     other = tmp_path / "python3"
-    hide = f"import sys; sys.executable = '{other}'"
-    other.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec "{sys.executable}" -c "{hide}\n$2"\n')
-    other.chmod(0o755)
+    write_program(other, interpreter(f"import sys; sys.executable = '{other}'"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     relative = os.path.relpath(sys.executable, sources)
     folders = []
@@ -215,15 +213,10 @@ def test_each_python_gets_a_folder_by_its_path(sources: Path, tmp_path: Path) ->
 
 def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path: Path) -> None:
     """Hide two packages from the real interpreter; nothing is built before they are named."""
-    python = tmp_path / "python"
     hide = "import importlib.util as u; find = u.find_spec; "
     hide += "u.find_spec = lambda n: None if n in ('hypothesis', 'rich') else find(n)"
-    python.write_text(
-        '#!/bin/sh\n[ "$1" = -c ] || exit 77\nprogram=$2; shift 2\n'
-        f'exec "{sys.executable}" -c "{hide}\n$program" "$@"\n'
-    )
-    python.chmod(0o755)
-    said = message(make("test", f"PYTHON={python}", folder=sources))
+    program = write_program(tmp_path / "python", interpreter(hide))
+    said = message(make("test", f"PYTHON={program}", folder=sources))
     named, command = said.split(". Run: ")
     assert named == "missing in this environment: hypothesis rich"
     assert command.endswith(" -m pip install hypothesis rich")
@@ -231,11 +224,14 @@ def test_a_package_that_is_missing_is_named_in_one_line(sources: Path, tmp_path:
 
 
 def test_the_packages_that_make_asks_for_are_the_extras() -> None:
-    """The lists in the Makefile and in pyproject.toml name the same packages."""
-    project, makefile = ((ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
+    """The lists of make and of pyproject.toml name the same packages."""
+    project, listed = (
+        (ROOT / "pyproject.toml").read_text(),
+        (ROOT / ".ci/environment.mk").read_text(),
+    )
     for extra in ("test", "demo", "lint"):
         (declared,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
-        (asked,) = re.findall(rf"^needs-{extra}:\n\t\$\(call NEEDS,(.*)\)$", makefile, re.M)
+        (asked,) = re.findall(rf"^PACKAGES_{extra} := (.*)$", listed, re.MULTILINE)
         # Packages for some systems only (Triton) are optional: their tests are skipped.
         words = [word for word in re.findall(r'"([^"]*)"', declared) if ";" not in word]
         names = {re.split(r"[=<>]", word)[0] for word in words}

@@ -137,34 +137,28 @@ def test_difference() -> None:
 
 
 def test_how_gemm_is_chosen_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, tuned: Path, report: dict[str, Any]
 ) -> None:
+    monkeypatch.setattr(library, "capability", lambda index: (9, 0))
+
     def as_on_a_gpu() -> dict[str, Any]:
         """The report of this machine as if its CPU were a GPU."""
         ops, tests = env.variants("cuda"), report["self_test"]["cpu"]
         tested = {"cuda": {name: tests[name] for name in ops}}
         return {**report, "ops": {"cuda": ops}, "gemm": env.gemm_choice(), "self_test": tested}
 
-    path = tmp_path / "entries.json"
-    monkeypatch.setenv("MIXPREC_TUNED", str(path))
-    monkeypatch.setattr(library, "capability", lambda index: (9, 0))
-    try:
-        gemm_table.table.cache_clear()
-        facts = as_on_a_gpu()
-        row, text = facts["ops"]["cuda"]["gemm"], env.describe(facts)
-        assert (row["uses"], row["others"]["reference"]) == ("vendor", "vendor comes first")
-        order = "gemm uses the first of vendor, cuda, triton, reference that supports the call"
-        tune = "python -m mixprec.bench tune measures, and writes"
-        assert order in text
-        assert f"nothing is measured for compute capability 9.0: {tune} {path}" in text
-        entries = {"16-bit thin": ["cuda", None]}
-        path.write_text(json.dumps({"9.0": entries, "8.0": entries}))
-        gemm_table.table.cache_clear()
-        facts = as_on_a_gpu()
-        assert facts["gemm"]["entries"] == {"16-bit thin": ["cuda", None]}
-        text = env.describe(facts)
-        assert re.search(r"^    16-bit thin +cuda$", text, re.MULTILINE)
-        assert "nothing is measured" not in text
-    finally:
-        monkeypatch.delenv("MIXPREC_TUNED")
-        gemm_table.table.cache_clear()
+    facts = as_on_a_gpu()
+    row, text = facts["ops"]["cuda"]["gemm"], env.describe(facts)
+    assert (row["uses"], row["others"]["reference"]) == ("vendor", "vendor comes first")
+    assert "gemm uses the first of vendor, cuda, triton, reference that supports the call" in text
+    tune = "python -m mixprec.bench tune measures, and writes"
+    assert f"nothing is measured for compute capability 9.0: {tune} {tuned}" in text
+    entries = {"16-bit thin": ["cuda", None]}
+    tuned.parent.mkdir()
+    tuned.write_text(json.dumps({"9.0": entries, "8.0": entries}))
+    gemm_table.table.cache_clear()
+    facts = as_on_a_gpu()
+    assert facts["gemm"]["entries"] == {"16-bit thin": ["cuda", None]}
+    text = env.describe(facts)
+    assert re.search(r"^    16-bit thin +cuda$", text, re.MULTILINE)
+    assert "nothing is measured" not in text

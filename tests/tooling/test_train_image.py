@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,28 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
+@pytest.fixture
+def example(examples: pytest.MonkeyPatch) -> ModuleType:
+    import train_image
 
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        import train_image
-
-        yield train_image
-
-
-@pytest.fixture(scope="module")
-def few_glyphs(example: ModuleType) -> Iterator[Any]:
-    """Six characters, learned in a few steps, in place of the data sets."""
-    import image_data
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_data, "CHARACTERS", "0147XS")
-        images = image_data.glyph_images(train=300, held_out=120)
-        patch.setattr(image_data, "load", lambda name: images)
-        yield images
+    return train_image
 
 
 def test_the_glyphs(example: ModuleType) -> None:
@@ -83,18 +64,6 @@ def test_the_program(
     assert again["losses"] == written["results"][1]["losses"], "the same run, bit for bit"
 
 
-def test_large_models_need_torchvision_or_timm(
-    example: ModuleType, few_glyphs: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    for package in ("timm", "torchvision"):
-        monkeypatch.setitem(sys.modules, package, None)
-    words = ["--model=resnet50", "--steps=2", "--batch=4", f"--out={tmp_path}", "--recipes=fp8"]
-    assert example.main(words) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: --model resnet50 needs torchvision or timm (")
-    assert error.endswith(": pip install torchvision\n")
-
-
 def test_a_loss_that_is_not_finite_is_a_failure(
     example: ModuleType, few_glyphs: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -108,35 +77,3 @@ def test_a_loss_that_is_not_finite_is_a_failure(
     monkeypatch.setattr(example, "make_model", faulty)
     assert example.main(["--steps=1", f"--out={tmp_path}", "--recipes=bf16"]) == 1
     assert capsys.readouterr().err == "failed: bf16 has no finite loss on the held-out images\n"
-
-
-def test_bad_options(example: ModuleType, capsys: Any) -> None:
-    for argument, message in (
-        ("--recipes=fp32,fp9", 'recipe must be "bf16", "fp16", "fp8"'),
-        ("--steps=0", "--steps must be at least 1, got 0"),
-        ("--batch=0", "--batch must be at least 1, got 0"),
-        ("--data=mnist", "invalid choice: 'mnist'"),
-    ):
-        with pytest.raises(SystemExit):
-            example.main([argument])
-        assert message in capsys.readouterr().err
-
-
-def test_packages_and_folders_that_are_missing(tmp_path: Path) -> None:
-    """In one process without scikit-learn and matplotlib: each error is one line."""
-    (tmp_path / "file").touch()
-    program = (
-        "import sys; sys.modules['sklearn'] = sys.modules['matplotlib'] = None; "
-        f"sys.path.insert(0, {str(EXAMPLES)!r}); import train_image; "
-        "print([train_image.main([f'--data={data}', '--out=' + out]) for data, out in "
-        f"(('digits', {str(tmp_path)!r}), ('glyphs', {str(tmp_path)!r}), "
-        f"('glyphs', {str(tmp_path / 'file' / 'out')!r}))])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[1, 1, 1]\n", done.stderr
-    digits, glyphs, folder = done.stderr.splitlines()
-    assert digits.startswith("error: --data digits needs scikit-learn")
-    assert digits.endswith("pip install scikit-learn")
-    assert glyphs.startswith("error: the glyphs need matplotlib")
-    assert glyphs.endswith("pip install matplotlib")
-    assert folder == f"error: {tmp_path}/file/out: Not a directory"

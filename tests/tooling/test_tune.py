@@ -11,7 +11,8 @@ import pytest
 import torch
 from clock import SimulatedClock
 
-from mixprec.bench import tune
+from mixprec.bench import __main__ as cli
+from mixprec.bench import device, tune
 from mixprec.ops._dispatch import gemm_table, gemm_vendor
 from mixprec.ops.gemm import gemm_op
 from mixprec.triton_kernels import configs
@@ -41,8 +42,9 @@ def measured(
 
     monkeypatch.setattr(tune, "contenders", contenders)
     monkeypatch.setattr(tune, "SHAPES", SMALL)
-    options = {"cache": 1 << 10, "seconds": 1.0, "report": lambda _: None}
-    return tune.measure("cpu", clock, capability=(9, 0), **options)
+    monkeypatch.setattr(device, "ON_CPU", True)  # for the size of its cache
+    monkeypatch.setattr(device, "DRY_RUN", True)
+    return tune.measure("cpu", clock, capability=(9, 0), seconds=1.0)
 
 
 def test_the_fastest_of_each_family_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,30 +101,23 @@ def test_what_is_measured() -> None:
     assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) in configs.TILES[90, "16-bit"]
 
 
-def test_what_is_written_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_written_is_read(tuned: Path) -> None:
     """The entries of other GPUs stay; a damaged file is replaced."""
-    path = tmp_path / "folder" / "table.json"
-    monkeypatch.setenv("MIXPREC_TUNED", str(path))
     tile = asdict(tune.tiles(90, "16-bit")[0])
     mine, old = gemm_table.Entry("triton", tile), gemm_table.Entry("cuda", None)
-    try:
-        gemm_table.table.cache_clear()
-        assert gemm_table.fastest("9.0", "16-bit", "thin") == ""
-        tune.save(path, {"16-bit thin": old}, "8.0")
-        tune.save(path, {"16-bit thin": mine}, "9.0")
-        assert gemm_table.fastest("9.0", "16-bit", "thin") == "triton"
-        assert gemm_table.fastest("8.0", "16-bit", "thin") == "cuda"
-        assert gemm_table.tile(90, "16-bit", 16, 4096, 4096, 2) == tile
-        assert gemm_table.tile(90, "16-bit", 4096, 4096, 4096, 2) is None
-        path.write_text("{")
-        tune.save(path, {"16-bit thin": mine}, "9.0")
-        assert gemm_table.table() == {"9.0": {"16-bit thin": mine}}
-    finally:
-        monkeypatch.delenv("MIXPREC_TUNED")
-        gemm_table.table.cache_clear()
+    assert gemm_table.fastest("9.0", "16-bit", "thin") == ""
+    tune.save(tuned, {"16-bit thin": old}, "8.0")
+    tune.save(tuned, {"16-bit thin": mine}, "9.0")
+    assert gemm_table.fastest("9.0", "16-bit", "thin") == "triton"
+    assert gemm_table.fastest("8.0", "16-bit", "thin") == "cuda"
+    assert gemm_table.tile(90, "16-bit", 16, 4096, 4096, 2) == tile
+    assert gemm_table.tile(90, "16-bit", 4096, 4096, 4096, 2) is None
+    tuned.write_text("{")
+    tune.save(tuned, {"16-bit thin": mine}, "9.0")
+    assert gemm_table.table() == {"9.0": {"16-bit thin": mine}}
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.tune([]) == 1
+    assert cli.main(["tune"]) == 1
     assert "tune: no CUDA device: there is nothing to measure" in capsys.readouterr().err

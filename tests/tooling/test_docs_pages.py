@@ -1,0 +1,104 @@
+"""README.md and docs/: tables are those of the committed results, code runs, links resolve."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mixprec
+from mixprec.bench import report
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+KINDS = ("linear", "attention", "activation", "norm", "loss", "other")
+
+
+def test_tables_are_the_committed_results() -> None:
+    for page, text in report.render(ROOT).items():
+        assert text == page.read_text(), f"{page.name}: run python -m mixprec.bench report"
+
+
+CODE = (
+    # page, what is checked behind its last block, what it prints
+    ("README.md", "assert loss.isfinite() and scaler.skipped.item() == 0", ()),
+    (
+        "docs/tour.md",
+        "assert error < 0.5 and w.grad is not None and scaler.skipped.item() == 0",
+        # Of the last two: the report of freeze, and the table of compare.
+        (
+            "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor",
+            "fp8-delayed",
+            "the whole model: ",
+            "recipe",
+        ),
+    ),
+    (
+        "docs/memory.md",
+        "assert after.saved_total < 0.5 * before.saved_total",
+        (r"plain +int8\n-+\nparameters +2\.1\d MB",),
+    ),
+    ("docs/optimizers.md", "", (r"2\.bias: 1 Inf among 8",)),
+)
+
+
+@pytest.mark.parametrize(("page", "checks", "printed"), CODE, ids=[row[0] for row in CODE])
+def test_code_runs_as_it_stands(
+    page: str, checks: str, printed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The Python blocks of a page, as one program."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    program = tmp_path / "program.py"
+    program.write_text("\n".join([*blocks, checks]))
+    command = [sys.executable, str(program)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    for text in printed:
+        assert re.search(text, run.stdout), text
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def saved_by_the_gpt() -> list[str]:
+    """The table of docs/memory.md in MB. `python tests/tooling/test_docs_pages.py` prints it."""
+    from gpt_model import GPT, GPTConfig
+
+    tokens = torch.zeros(8, 256, dtype=torch.long)
+    lines = [f"| | {' | '.join(KINDS)} | all |", "|---" * (len(KINDS) + 2) + "|"]
+    for recipe in ("fp32", "bf16", "fp8"):
+        for saved in (None, "int8", "int4"):
+            model = GPT(GPTConfig(layers=4, width=512, heads=8, context=256))
+            if recipe != "fp32":
+                mixprec.cast_parameters(mixprec.convert(model, recipe), torch.bfloat16)
+            with mixprec.compress_saved(saved or {"": None}, model=model, seed=0):
+                optimizer = torch.optim.SGD(model.parameters())
+                found = mixprec.memory_report(model, optimizer, (tokens, tokens))
+            sizes = [*(found.saved.get(kind, 0) for kind in KINDS), found.saved_total]
+            cells = " | ".join(f"{size / 1e6:.1f}" for size in sizes)
+            lines.append(f"| {recipe}{f', {saved}' if saved else ''} | {cells} |")
+    return lines
+
+
+def test_the_table_is_what_the_gpt_saves(examples: pytest.MonkeyPatch) -> None:
+    page = (DOCS / "memory.md").read_text()
+    inside = re.search(r"<!-- saved -->\n(.*?)\n<!-- end -->", page, re.S)
+    assert inside is not None
+    table = saved_by_the_gpt()
+    assert inside[1].splitlines() == table
+    total = {line.split(" | ")[0]: float(line.split(" | ")[-1].rstrip(" |")) for line in table[2:]}
+    assert total["| bf16, int8"] <= 0.44 * total["| bf16"]
+    assert total["| bf16, int4"] <= 0.31 * total["| bf16"]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "examples"))
+    print("\n".join(saved_by_the_gpt()))
