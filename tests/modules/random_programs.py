@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from blocks import OwnNorm, SiLUActivation
 from torch import nn
 from torch.utils import checkpoint as ckpt
 
@@ -21,25 +22,11 @@ Values = list[torch.Tensor]
 Statement = Callable[[Any, list[torch.Tensor]], None]
 
 
-class Own(nn.LayerNorm):
-    """A norm that computes something else than its base."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-class SiLUActivation(nn.Module):
-    """With the name of a class of transformers, and another formula."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * F.silu(x)
-
-
 def _child(r: random.Random) -> nn.Module:
     act = r.choice(
         [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, SiLUActivation, lambda: nn.GELU(approximate="tanh")]
     )
-    norm = r.choice([nn.LayerNorm, nn.RMSNorm, Own])
+    norm = r.choice([nn.LayerNorm, nn.RMSNorm, OwnNorm])
     linear = nn.Linear(WIDTH, WIDTH, bias=r.random() < 0.5)
     deep = nn.Sequential(
         norm(WIDTH), nn.Linear(WIDTH, WIDTH), act(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
