@@ -188,24 +188,26 @@ def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
         assert torch.equal(experts(batch, None), plain.requires_grad_(False).grouped_form(batch))
 
 
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.conv1d = Twice(32, 32), Conv1D(16, 32)
+        self.linear = plain_of(self.conv1d)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(x)
+        both = self.conv1d(y) + self.linear(y)
+        return both.square().mean() + self.encoder(x[None]).square().mean()
+
+
 def test_the_products_of_a_layer_are_counted_once_and_measured_as_those_of_a_linear() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice, self.conv1d = Twice(32, 32), Conv1D(16, 32)
-            self.linear = nn.Linear(32, 16)
-            with torch.no_grad():
-                self.linear.weight.copy_(self.conv1d.weight.t())
-                self.linear.bias.copy_(self.conv1d.bias)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.twice(x)
-            return (self.conv1d(y) + self.linear(y)).square().mean()
-
     data = [torch.randn(8, 32)]
     row = mixprec.compare(Loss, data, ("fp8-rowwise",), lr=0.0, weight_decay=0.0, sqnr=True).rows[0]
-    assert row.gemm_counts("twice")["forward"] == {"e4m3 x e4m3": 1}
-    assert row.sqnr.keys() == {"conv1d", "linear"}
+    for name in ("twice", "encoder.self_attn"):
+        assert row.gemm_counts(name)["forward"] == {"e4m3 x e4m3": 1}
+    encoder = {f"encoder.{name}" for name in ("linear1", "linear2", "self_attn.out_proj")}
+    assert row.sqnr.keys() == {"conv1d", "linear"} | encoder, "of the layers with one product"
     assert row.sqnr["conv1d"] == row.sqnr["linear"]
 
 
