@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_convert_kinds import Adapted, Named, Twice
 from torch import nn
 
 import mixprec
@@ -56,18 +55,12 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(fmt: str) -> None:
         assert type(model[0]) is nn.Linear  # nothing was changed
 
 
-def test_bad_arguments() -> None:
+def test_int8_refuses_what_it_cannot_hold() -> None:
     with pytest.raises(ValueError, match=r"w must be \[N, K\], got shape \(3,\)"):
         quantize_int8(torch.ones(3))
     with pytest.raises(ValueError, match="w must have dtype"):
         quantize_int8(torch.ones(3, 3, dtype=torch.int32))
     assert quantize_int8(torch.ones(2, 0))[1].tolist() == [[1.0], [1.0]]
-    with pytest.raises(ValueError, match="fmt must be one of"):
-        mixprec.freeze(mlp(), "int4")
-    with pytest.raises(ValueError, match="compute_dtype must be"):
-        mixprec.freeze(mlp(), compute_dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
-        mixprec.freeze(torch.ones(2))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -103,7 +96,7 @@ def test_save_and_load_on_meta(fmt: str, tmp_path: Path) -> None:
     x = torch.randn(5, 96)
     torch.save(model.state_dict(), tmp_path / "frozen.pt")
     with torch.device("meta"):
-        empty = mlp()
+        empty = nn.Sequential(nn.Linear(96, 130), nn.GELU(), nn.Linear(130, 33, bias=False))
     empty, report = mixprec.freeze(empty, fmt)
     assert all(layer.sqnr != layer.sqnr for layer in report.layers)  # nan: nothing to compare
     empty.load_state_dict(torch.load(tmp_path / "frozen.pt", weights_only=True), assign=True)
@@ -126,18 +119,36 @@ def test_codes_never_pass_for_weights() -> None:
         loaded.load_state_dict(mlp().state_dict())
 
 
+class Adapted(nn.Module):
+    """In the place of peft's: y = base_layer(x) + lora_B(lora_A(x))."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = nn.Linear(16, 16), nn.Linear(16, 2, bias=False)
+        self.lora_B = nn.Linear(2, 16, bias=False)
+
+
 def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = SimpleNamespace(BaseTunerLayer=Adapted)
     monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", module)
-    layers = {"adapted": Adapted(), "own": Named(16, 16), "twice": Twice(16, 16)}
+
+    class Own(nn.Linear):
+        pass
+
+    class Twice(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    layers = {"adapted": Adapted(), "own": Own(16, 16), "twice": Twice(16, 16)}
     model = nn.ModuleDict({**layers, "attention": nn.MultiheadAttention(16, 2)})
     mixprec.convert(model, "bf16")
     model, report = mixprec.freeze(model)
     assert {layer.name for layer in report.layers} == {"adapted.base_layer", "own"}
-    adapters = [f"adapted.lora_{name}.default" for name in "AB"]
-    assert report.left == dict.fromkeys(adapters, "an adapter of peft")
+    assert report.left == dict.fromkeys(["adapted.lora_A", "adapted.lora_B"], "an adapter of peft")
     assert all(p.requires_grad for p in model["adapted"].parameters())
     assert isinstance(model["twice"], Twice)
     x = torch.randn(3, 2, 16)
@@ -145,21 +156,26 @@ def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward(
         model["attention"](x, x, x)
 
 
-def test_converted_models_freeze_to_the_same_and_compile() -> None:
-    model, x = mlp(), torch.randn(3, 96)
+def test_converted_models_freeze_to_the_same() -> None:
+    model = mlp()
     plain, _ = mixprec.freeze(copy.deepcopy(model), "fp8")
     ours, _ = mixprec.freeze(mixprec.convert(model, "fp8"), "fp8")
+    x = torch.randn(3, 96)
     assert torch.equal(plain(x), ours(x))
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), ours(x))
 
 
 def test_what_stays_and_why() -> None:
-    model = nn.ModuleDict({"embedding": nn.Embedding(10, 16), "body": nn.Linear(16, 16)})
-    model["head"] = nn.Linear(16, 10, bias=False)
-    model["head"].weight = model["embedding"].weight
-    model, report = mixprec.freeze(model, "int8")
-    assert [type(m) for m in model.values()] == [nn.Embedding, FrozenLinear, nn.Linear]
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 16)
+            self.body = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model, report = mixprec.freeze(Tied(), "int8")
+    assert isinstance(model.body, FrozenLinear)
+    assert type(model.head) is nn.Linear
     assert report.left == {"head": "its weight is shared with another module"}
     _, report = mixprec.freeze(mlp(), module_filter_fn=lambda m, fqn: fqn == "2")
     assert [layer.name for layer in report.layers] == ["2"]
@@ -177,8 +193,24 @@ def test_a_root_that_is_a_linear_and_gradients_to_the_input() -> None:
     assert "in_features=8, out_features=4, bias=True, int8/row" in repr(root)
 
 
+def test_under_compile() -> None:
+    model, _ = mixprec.freeze(mlp(), "int8")
+    x = torch.randn(2, 96)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="fmt must be one of"):
+        mixprec.freeze(mlp(), "int4")
+    with pytest.raises(ValueError, match="compute_dtype must be"):
+        mixprec.freeze(mlp(), compute_dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        mixprec.freeze(torch.ones(2))
+
+
 def test_the_report_says_how_much_is_frozen_and_warns() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Conv2d(64, 64, 1))
     with pytest.warns(UserWarning, match="freeze: int8 was asked for and reaches 50%"):
         _, report = mixprec.freeze(model)
     line = "in int8: 50% of the weights; left out: Conv2d 50.0% (only linear layers are frozen)"
