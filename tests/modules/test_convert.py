@@ -192,10 +192,11 @@ def test_a_model_without_layers_to_convert() -> None:
 
 
 def test_the_name_that_torchao_users_know() -> None:
-    model = convert_to_float8_training(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        module_filter_fn=lambda module, fqn: fqn == "1",
-    )
+    def only_last(module: nn.Module, fqn: str) -> bool:
+        return fqn == "1"
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    convert_to_float8_training(model, module_filter_fn=only_last)
     assert [type(m) for m in model] == [nn.Linear, Linear]
     assert model[1].recipe == Recipe.parse("fp8")
     convert_to_float8_training(model, config="rowwise")
