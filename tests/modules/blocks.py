@@ -1,4 +1,4 @@
-"""Models with parts that convert(fuse=True) knows or that resemble those, and their gradients."""
+"""Models with parts that convert(fuse=True) knows, and their gradients."""
 
 from __future__ import annotations
 
@@ -41,20 +41,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x)
         return x + self.mlp(x)
-
-
-class OwnNorm(nn.LayerNorm):
-    """A norm that computes something else than its base."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-class SiLUActivation(nn.Module):
-    """With the name of a class of transformers, and another formula."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * F.silu(x)
 
 
 def model_and_batch() -> tuple[nn.Sequential, torch.Tensor]:

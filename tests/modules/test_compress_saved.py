@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import model_and_batch
+from blocks import ROWS, WIDTH, feed_forward, model_and_batch
 from cases import for_each
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -145,13 +145,9 @@ def test_patterns_choose_by_module() -> None:
 
 
 def test_patterns_leave_a_fused_forward_pass_as_it_is() -> None:
-    width = 128
-    model = nn.Sequential(
-        *(nn.LayerNorm(width), nn.Linear(width, 256), nn.GELU()),
-        *(nn.Linear(256, width), nn.LayerNorm(width)),
-    )
+    model = feed_forward().append(nn.LayerNorm(WIDTH))
     mixprec.convert(model, "bf16", fuse=True)
-    x = torch.randn(64, width, requires_grad=True) * 1
+    x = torch.randn(ROWS, 2, WIDTH, requires_grad=True) * 1
     plain = model(x)
     for patterns, expected in (
         ({"*": "int4"}, {4}),

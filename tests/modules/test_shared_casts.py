@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,17 +56,11 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], in
 
 def casts_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many layers' inputs one call of the model casts."""
-    seen: list[str] = []
-    cast = operands.cast
-
-    def counted(x: torch.Tensor, role: str, *args: Any, **kwargs: Any) -> operands.Operand:
-        seen.append(role)
-        return cast(x, role, *args, **kwargs)
-
+    cast = Mock(wraps=operands.cast)
     with monkeypatch.context() as patch:
-        patch.setattr("mixprec.functional.operands.cast", counted)
+        patch.setattr(operands, "cast", cast)
         model(x)
-    return seen.count("x")
+    return sum(call.args[1] == "x" for call in cast.call_args_list)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
