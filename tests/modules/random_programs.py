@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,9 @@ import mixprec
 
 WIDTH = 32  # two heads of 16
 Values = list[torch.Tensor]
-Statement = Callable[[Any, list[torch.Tensor]], None]
 
 
-class Own(nn.LayerNorm):
+class OwnNorm(nn.LayerNorm):
     """A norm that computes something else than its base."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,12 +38,25 @@ def _child(r: random.Random) -> nn.Module:
     act = r.choice(
         [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, SiLUActivation, lambda: nn.GELU(approximate="tanh")]
     )
-    norm = r.choice([nn.LayerNorm, nn.RMSNorm, Own])
+    norm = r.choice([nn.LayerNorm, nn.RMSNorm, OwnNorm])
     linear = nn.Linear(WIDTH, WIDTH, bias=r.random() < 0.5)
     deep = nn.Sequential(
         norm(WIDTH), nn.Linear(WIDTH, WIDTH), act(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
     )
     return r.choice([linear, linear, linear, linear, norm(WIDTH), act(), deep, deep[:2], deep[1:]])
+
+
+class Call(NamedTuple):
+    """Of a part of the model, with one of the values."""
+
+    part: int
+    where: float
+    keyword: bool
+
+    def __call__(self, model: Program, values: Values, x: torch.Tensor | None) -> None:
+        x = values[int(self.where * len(values))] if x is None else x
+        part = model.parts[self.part]
+        values.append(part(input=x) if self.keyword else part(x))
 
 
 class Program(nn.Module):
@@ -56,51 +68,33 @@ class Program(nn.Module):
         torch.manual_seed(seed)
         self.parts = nn.ModuleList(_child(r) for _ in range(r.randint(2, 6)))
         self.nested = Program(seed + 10**6) if r.random() < 0.2 else nn.Identity()
-        self.kinds = set(getattr(self.nested, "kinds", ()))  # of the statements
         self.statements = [self._statement(r) for _ in range(r.randint(3, 9))]
+        self.kinds = {kind for kind, *_ in self.statements} | getattr(self.nested, "kinds", set())
 
-    def _statement(self, r: random.Random) -> Statement:
+    def _statement(self, r: random.Random) -> tuple[str, list[Call], float]:
         kind = r.choice(["call"] * 6 + ["several"] * 4 + [*_STATEMENTS])
-        self.kinds.add(kind)
-        calls = [_call(r, len(self.parts)) for _ in range(r.randint(2, 4))]
-        if kind == "call":
-            return calls[0]
-        if kind == "several":
-            first = r.random() < 0.7
-            return lambda model, values: _several(model, values, calls, 0 if first else -1)
-        around, option = _STATEMENTS[kind], r.random()
-        return lambda model, values: around(model, values, _block(model, calls), option)
+        parts, calls = len(self.parts), r.randint(2, 4)
+        return (
+            kind,
+            [Call(r.randrange(parts), r.random(), r.random() < 0.03) for _ in range(calls)],
+            r.random(),
+        )
 
     def forward(self, x: torch.Tensor, *, start: float = 1.0) -> torch.Tensor:
         values = [x, x * start]
-        for statement in self.statements:
-            statement(self, values)
+        for kind, calls, option in self.statements:
+
+            def block(values: Values, calls: list[Call] = calls, x: Any = None) -> None:
+                for call in calls:
+                    call(self, values, x)
+
+            if kind == "call":
+                block(values, calls[:1])
+            elif kind == "several":
+                block(values, x=values[0 if option < 0.7 else -1])
+            else:
+                _STATEMENTS[kind](self, values, block, option)
         return sum(v.float().tanh() for v in values[1:])  # type: ignore[return-value]
-
-
-# Not methods: a copy of a model shares these.
-def _call(r: random.Random, parts: int) -> Any:
-    part, where, keyword = r.randrange(parts), r.random(), r.random() < 0.03
-
-    def call(model: Program, values: Values, x: torch.Tensor | None = None) -> None:
-        x = values[int(where * len(values))] if x is None else x
-        values.append(model.parts[part](input=x) if keyword else model.parts[part](x))
-
-    return call
-
-
-def _several(model: Program, values: Values, calls: list[Any], which: int) -> None:
-    x = values[which]
-    for call in calls:
-        call(model, values, x)
-
-
-def _block(model: Program, calls: list[Any]) -> Callable[[Values], None]:
-    def run(values: Values) -> None:
-        for call in calls:
-            call(model, values)
-
-    return run
 
 
 def _inside(contexts: list[Callable[[], AbstractContextManager[Any]]]) -> Any:

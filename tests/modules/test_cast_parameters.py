@@ -1,4 +1,4 @@
-"""Which parameters and buffers cast_parameters casts."""
+"""cast_parameters: which parameters and buffers it casts, and what stays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,92 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import for_each, normal
+from test_convert import Tied
 from torch import nn
 
 import mixprec
 from mixprec.nn import known_norms
 
 LOW = torch.bfloat16
+
+
+@for_each("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_are_cast_and_norms_stay(dtype: torch.dtype) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 4), nn.LayerNorm(4)
+    )
+    model[3].weight.requires_grad_(False)
+    model[4].to(dtype)  # becomes FP32
+    ids = [id(p) for p in model.parameters()]
+    want = {fqn: p.detach().to(dtype) for fqn, p in model.named_parameters()}
+    assert mixprec.cast_parameters(model, dtype) is model
+    assert [id(p) for p in model.parameters()] == ids
+    for fqn, p in model.named_parameters():
+        if fqn[0] in "14":
+            assert p.dtype == torch.float32, fqn
+        else:
+            assert torch.equal(p, want[fqn]), fqn
+    assert not model[3].weight.requires_grad
+    y = model(normal((2, 3, 4, 4), dtype))
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert model[1].weight.grad.dtype == torch.float32
+
+
+def norms() -> list[tuple[nn.Module, tuple[int, ...]]]:
+    affine = {"affine": True, "track_running_stats": True}
+    return [
+        *((norm(8), (4, 8)) for norm in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)),
+        (nn.GroupNorm(2, 8), (4, 8, 3)),
+        (nn.BatchNorm2d(8), (4, 8, 3, 3)),
+        (nn.BatchNorm3d(8), (4, 8, 2, 3, 3)),
+        (nn.InstanceNorm1d(8, affine=True), (4, 8, 5)),
+        (nn.InstanceNorm2d(8, affine=True), (4, 8, 3, 3)),
+        (nn.InstanceNorm3d(8, **affine), (4, 8, 2, 3, 3)),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("case", range(len(norms())))
+def test_norms_with_fp32_parameters_take_16_bit_input(case: int, dtype: torch.dtype) -> None:
+    """What cast_parameters relies on: torch computes in FP32 inside, forward and backward."""
+    norm, shape = norms()[case]
+    mixprec.cast_parameters(norm, dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 2.0**-10 * torch.arange(8))  # not representable in bf16
+    x = normal(shape, dtype).requires_grad_()
+    y, exact = norm(x), norm(x.detach().float())
+    eps = torch.finfo(dtype).eps
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), exact, rtol=eps, atol=eps)
+    grads = torch.autograd.grad(y.sum(), (x, norm.weight))
+    assert [g.dtype for g in grads] == [dtype, torch.float32]
+
+
+def test_casting_keeps_ties_gradients_and_goes_back() -> None:
+    model = mixprec.convert(Tied(), "fp8")
+    model(torch.arange(10)).sum().backward()
+    grad = model.head.weight.grad.clone()
+    mixprec.cast_parameters(model, LOW)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.dtype == LOW
+    assert torch.equal(model.head.weight.grad, grad.to(LOW))
+    assert model(torch.arange(10)).dtype == LOW
+    mixprec.cast_parameters(model, torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    integers = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.int8), False)])
+    assert mixprec.cast_parameters(integers, LOW)[0].dtype == torch.int8
+    layer = mixprec.cast_parameters(nn.Linear(2, 2, device="meta"), LOW)
+    assert (layer.weight.is_meta, layer.weight.dtype) == (True, LOW)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="dtype must be bfloat16, float16 or float32, got"):
+        mixprec.cast_parameters(nn.Linear(2, 2), torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"cast_parameters: model must be a torch.nn.Module"):
+        mixprec.cast_parameters(torch.zeros(2), LOW)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -81,7 +161,8 @@ def test_a_norm_of_transformers_stays_and_returns_the_dtype_of_its_input() -> No
         assert len(norm._forward_hooks) == 1
         assert norm.weight.dtype == torch.float32
         for dtype in (LOW, torch.float16, torch.float32):
-            assert norm(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+            x = torch.ones(2, 4, dtype=dtype)
+            assert norm(x).dtype == norm(hidden_states=x).dtype == dtype
 
 
 @pytest.mark.slow
@@ -106,20 +187,15 @@ def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
 
 
 def test_patterns_add_parameters_to_keep_and_buffers_to_cast() -> None:
-    model = nn.Sequential(Block())
-    mixprec.cast_parameters(model, LOW, keep_fp32=["*.router.*"], buffers=["*.attn_mask"])
+    model = nn.Sequential(Block(), nn.Linear(4, 4))
+    model[1].weight = model[0].mixed.weight  # kept under either name
+    keep = ["*.router.*", "1.weight"]
+    mixprec.cast_parameters(model, LOW, keep_fp32=keep, buffers=["*.attn_mask"])
     assert {p.dtype for p in model[0].router.parameters()} == {torch.float32}
-    assert {p.dtype for p in model[0].mixed.parameters()} == {LOW}
+    assert model[0].mixed.weight.dtype == torch.float32
+    assert model[0].mixed.bias.dtype == LOW
     assert model[0].attn_mask.dtype == LOW
     assert model[0].inv_freq.dtype == model[0].batch_norm.running_mean.dtype == torch.float32
-
-
-def test_a_weight_that_is_tied_is_kept_under_either_name() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    model["b"].weight = model["a"].weight
-    mixprec.cast_parameters(model, LOW, keep_fp32=["b.weight"])
-    assert model["a"].weight.dtype == torch.float32
-    assert model["a"].bias.dtype == LOW
 
 
 @pytest.mark.parametrize("option", ["keep_fp32", "buffers"])

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import pickle
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.nn.utils import parametrizations, parametrize
 
 import mixprec
 from mixprec.nn import kinds
-from mixprec.nn.kinds import coverage
 from mixprec.recipes import RECIPES
 
 
@@ -40,21 +40,15 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", module)
 
 
-def test_a_class_with_the_name_of_one_of_transformers_is_not_that_class() -> None:
+def test_what_convert_leaves() -> None:
     other = type("Conv1D", (Conv1D,), {"__module__": "transformers.pytorch_utils"})
-    assert kinds.converter(other(4, 4)) is None
     assert kinds.converter(Conv1D(4, 4)) is not None
+    for module in (other(4, 4), nn.Linear(2, 2, dtype=torch.complex64)):
+        assert kinds.converter(module) is None
 
 
 class Named(nn.Linear):
-    """A subclass with something of its own, but not a forward pass."""
-
-    def name_of(self) -> str:
-        return f"{self.in_features} to {self.out_features}"
-
-
-class NamedConv(nn.Conv2d):
-    pass
+    """A subclass without a forward pass of its own."""
 
 
 class Twice(nn.Linear):
@@ -101,57 +95,65 @@ class Packed(nn.Module):
         return x @ self.weight
 
 
-LAYERS = {
+LAYERS: dict[str, Callable[[], nn.Module]] = {
     "subclass": lambda: Named(32, 16),
     "Conv1D": lambda: Conv1D(16, 32),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(32, 16)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(32, 16)),
     "parametrized subclass": lambda: parametrizations.weight_norm(Named(32, 16)),
 }
+OWN_FORWARD: dict[str, Callable[[], nn.Module]] = {
+    "twice": lambda: Twice(32, 16),
+    "standardized": lambda: Standardized(8, 16, 3, padding=1),
+}
+
+
+def input_of(layer: nn.Module) -> torch.Tensor:
+    return torch.randn(2, 8, 6, 6) if isinstance(layer, nn.Conv2d) else torch.randn(4, 8, 32)
+
+
+def plain_of(layer: nn.Module) -> nn.Module:
+    """The layer of torch that multiplies with the same weight."""
+    weight, plain = layer.weight.detach(), nn.Linear(32, 16)
+    if isinstance(layer, Conv1D):
+        weight = weight.t()
+    if isinstance(layer, Standardized):
+        weight, plain = (weight - weight.mean()) / weight.std(), nn.Conv2d(8, 16, 3, padding=1)
+    plain.load_state_dict({"weight": weight, "bias": layer.bias})
+    return plain
 
 
 def grads(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    layer.zero_grad()
-    layer(x).square().sum().backward()
-    return [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    return list(torch.autograd.grad(layer(x).square().sum(), list(layer.parameters())))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-rowwise", "fp8-delayed"])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_computes_what_a_plain_linear_with_the_same_weight_does(kind: str, recipe: str) -> None:
-    torch.manual_seed(0)
-    layer, x = LAYERS[kind](), torch.randn(4, 8, 32)
-    original = type(layer)
-    plain = nn.Linear(32, 16)
-    with torch.no_grad():
-        plain.weight.copy_(layer.weight.t() if kind == "Conv1D" else layer.weight)
-        plain.bias.copy_(layer.bias)
+@pytest.mark.parametrize("kind", [*LAYERS, *OWN_FORWARD])
+def test_computes_what_a_plain_layer_with_the_same_weight_does(kind: str, recipe: str) -> None:
+    layer = (LAYERS | OWN_FORWARD)[kind]()
+    original, x = type(layer), input_of(layer)
+    times = 2 if kind == "twice" else 1
     before = {name: id(p) for name, p in layer.named_parameters()}
-    layer, plain = mixprec.convert(layer, recipe), mixprec.convert(plain, recipe)
+    plain = mixprec.convert(plain_of(layer), recipe)
+    layer = mixprec.convert(layer, recipe)
     assert isinstance(layer, mixprec.nn.Layer)
     assert {name: id(p) for name, p in layer.named_parameters()} == before
     if not parametrize.is_parametrized(layer):
         assert isinstance(layer, original)
-    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer(x), times * plain(x))
     with mixprec.autocast(enabled=False):
-        torch.testing.assert_close(layer(x), plain(x))
+        torch.testing.assert_close(layer(x), times * plain(x))
     mine, theirs = grads(layer, x), grads(plain, x)
     if kind in ("subclass", "Conv1D"):
         assert torch.equal(mine[0].t() if kind == "Conv1D" else mine[0], theirs[0])
-    assert len(mine) == len([*layer.parameters()])
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_copies_and_files_hold_the_same_layer(kind: str) -> None:
-    layer, x = mixprec.convert(LAYERS[kind](), "fp8-delayed"), torch.randn(4, 32)
-    copies = [copy.deepcopy(layer)]
-    if kind == "subclass":  # torch refuses to pickle parametrized layers; Conv1D is not importable
-        copies.append(pickle.loads(pickle.dumps(layer)))
-        assert copies[1].name_of() == "32 to 16"
-    for other in copies:
-        assert type(other).__mro__[1:] == type(layer).__mro__[1:]
-        assert torch.equal(other(x), layer(x))
-        assert other.recipe == layer.recipe
+    others = [copy.deepcopy(layer)]
+    if kind in ("subclass", "twice"):  # torch refuses to pickle parametrized layers
+        others.append(pickle.loads(pickle.dumps(layer)))
+        assert isinstance(others[1], original)
+        others.append(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    for same in others:
+        assert same.recipe == layer.recipe
+        assert torch.equal(same(x), layer(x))
 
 
 def test_parametrizations_can_be_removed_and_added() -> None:
@@ -162,26 +164,6 @@ def test_parametrizations_can_be_removed_and_added() -> None:
     assert isinstance(layer, (Named, mixprec.nn.Linear))
     parametrizations.weight_norm(layer)
     torch.testing.assert_close(layer(x), y)
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])
-def test_a_forward_pass_of_its_own_keeps_what_it_does_around_the_product(recipe: str) -> None:
-    torch.manual_seed(0)
-    linear, conv = Twice(32, 16), Standardized(8, 16, 3, padding=1)
-    x, image = torch.randn(4, 32), torch.randn(2, 8, 6, 6)
-    plain, weight = nn.Linear(32, 16), conv.weight.detach()
-    plain.load_state_dict(linear.state_dict())
-    same = nn.Conv2d(8, 16, 3, padding=1)
-    same.load_state_dict({"weight": (weight - weight.mean()) / weight.std(), "bias": conv.bias})
-    twice = mixprec.convert(linear, recipe)
-    assert isinstance(twice, Twice)
-    assert torch.equal(twice(x), mixprec.convert(plain, recipe)(x) * 2)
-    assert torch.equal(mixprec.convert(conv, recipe)(image), mixprec.convert(same, recipe)(image))
-    assert len(grads(twice, x)) == 2
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), twice(x))
-    with mixprec.autocast(enabled=False):
-        assert torch.equal(twice(x), nn.functional.linear(x, plain.weight, plain.bias) * 2)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped_mm"])
@@ -206,44 +188,46 @@ def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
         assert torch.equal(experts(batch, None), plain.requires_grad_(False).grouped_form(batch))
 
 
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.conv1d = Twice(32, 32), Conv1D(16, 32)
+        self.linear = plain_of(self.conv1d)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(x)
+        both = self.conv1d(y) + self.linear(y)
+        return both.square().mean() + self.encoder(x[None]).square().mean()
+
+
 def test_the_products_of_a_layer_are_counted_once_and_measured_as_those_of_a_linear() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice, self.conv1d = Twice(32, 32), Conv1D(16, 32)
-            self.linear = nn.Linear(32, 16)
-            with torch.no_grad():
-                self.linear.weight.copy_(self.conv1d.weight.t())
-                self.linear.bias.copy_(self.conv1d.bias)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.twice(x)
-            return (self.conv1d(y) + self.linear(y)).square().mean()
-
-    data = [torch.randn(8, 32)]
-    row = mixprec.compare(Loss, data, ("fp8-rowwise",), lr=0.0, weight_decay=0.0, sqnr=True).rows[0]
-    assert row.gemm_counts("twice")["forward"] == {"e4m3 x e4m3": 1}
-    assert row.sqnr.keys() == {"conv1d", "linear"}
-    assert row.sqnr["conv1d"] == row.sqnr["linear"]
+    recipes = ("fp8-rowwise", "fp8-delayed")
+    options = {"lr": 0.0, "weight_decay": 0.0, "sqnr": True}
+    encoder = {f"encoder.{name}" for name in ("linear1", "linear2", "self_attn.out_proj")}
+    for row in mixprec.compare(Loss, [torch.randn(8, 32)], recipes, **options).rows:
+        for name in ("twice", "encoder.self_attn"):
+            assert row.gemm_counts(name)["forward"] == {"e4m3 x e4m3": 1}
+        assert row.sqnr.keys() == {"conv1d", "linear"} | encoder, "of the layers with one product"
+        assert row.sqnr["conv1d"] == row.sqnr["linear"]
 
 
 def every_kind() -> nn.Module:
-    layers = {name: make() for name, make in LAYERS.items()}
-    layers |= {"linear": nn.Linear(32, 16), "twice": Twice(32, 16), "named": Named(32, 16)}
-    model = nn.ModuleDict(layers | {"conv": nn.Conv2d(8, 16, 3), "std": Standardized(8, 16, 3)})
+    layers = {name: make() for name, make in (LAYERS | OWN_FORWARD).items()}
+    model = nn.ModuleDict(layers | {"linear": nn.Linear(32, 16), "conv": nn.Conv2d(8, 16, 3)})
     model["experts"], model["attention"] = Experts(False), nn.MultiheadAttention(32, 4)
-    model["encoder"] = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1
-    )
+    encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model["encoder"] = nn.TransformerEncoder(encoder, 1)
     model["again"] = model["linear"]
-    model["named"].name, model["named"].tag = "mine", object()
+    model["subclass"].name, model["subclass"].tag = "mine", object()
     return model
 
 
 def outputs(model: nn.ModuleDict) -> list[torch.Tensor]:
-    x, image = torch.linspace(-1, 1, 128).view(4, 32), torch.linspace(-1, 1, 512).view(1, 8, 8, 8)
-    y = [model[name](x) for name in (*LAYERS, "linear", "twice", "named")]
-    y += [model[name](image) for name in ("conv", "std")]
+    torch.manual_seed(1)
+    x = torch.randn(4, 32)
+    names = (*LAYERS, *OWN_FORWARD, "linear", "conv")
+    y = [model[name](input_of(model[name])) for name in names]
     y += [model["experts"](x, torch.tensor([1, 3, 4])), model["attention"](x, x, x)[0]]
     return [*y, model["encoder"](x[None])]
 
@@ -254,9 +238,8 @@ def written(model: nn.Module) -> list[Any]:
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         held.append((name, kind.__bases__ if parametrize.is_parametrized(module) else kind))
-        held.append(
-            [(n, id(t)) for n, t in (*module._parameters.items(), *module._buffers.items())]
-        )
+        tensors = module._parameters | module._buffers
+        held.append([(n, id(t)) for n, t in tensors.items()])
         registries = ("_parameters", "_buffers", "_modules")
         held.append({k: v for k, v in vars(module).items() if k not in registries})
     return held
@@ -272,7 +255,7 @@ def test_unconvert_leaves_nothing_behind(recipe: str) -> None:
     handle = model["linear"].register_forward_hook(lambda module, args, y: seen.append(module))
     mixprec.convert(model, "bf16")
     mixprec.convert(model, dataclasses.replace(RECIPES[recipe], clip_activations=recipe == "fp16"))
-    assert (model["named"].name, model["twice"].name) == ("mine", "twice")
+    assert (model["subclass"].name, model["twice"].name) == ("mine", "twice")
     assert not all(map(torch.equal, outputs(model), expected))
     copied = mixprec.unconvert(copy.deepcopy(model))
     assert mixprec.unconvert(model) is model
@@ -306,12 +289,6 @@ def test_unconvert_of_a_layer_and_what_it_refuses() -> None:
         assert type(model[0]) is mixprec.nn.Linear
     with pytest.raises(TypeError, match=r"^unconvert: model must be a torch.nn.Module, got list"):
         mixprec.unconvert([])
-
-
-def test_complex_layers_stay() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 16))
-    mixprec.convert(model, "bf16")
-    assert [type(m) for m in model] == [nn.Linear, mixprec.nn.Linear]
 
 
 def test_a_name_that_the_user_took() -> None:
@@ -348,45 +325,30 @@ class Adapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(8, 64, bias=False)})
 
 
-def messages(caplog: pytest.LogCaptureFixture, model: nn.Module, **options: Any) -> str:
-    with caplog.at_level(logging.INFO, "mixprec"):
-        mixprec.convert(model, "bf16", **options)
-    return caplog.messages[-1]
-
-
-def test_adapters_of_peft_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(Adapted())
-    assert messages(caplog, model).endswith(
-        "80% of the weights; left out: Linear 20.0% (an adapter of peft)"
-    )
-    found = {name: isinstance(m, mixprec.nn.Layer) for name, m in model[0].named_modules()}
-    assert [name for name, converted in found.items() if converted] == ["base_layer"]
-    del sys.modules["peft.tuners.tuners_utils"]  # then it is a class that only looks like peft's
-    assert messages(caplog, nn.Sequential(Adapted())).endswith("100% of the weights")
-
-
-def test_a_warning_names_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), Packed())
-    with pytest.warns(
-        UserWarning, match=r"33% of the weights; left out: Packed 66.7% \(there is no su"
-    ):
-        messages(caplog, model)
-
-
-def test_what_the_caller_excludes_is_reported_without_a_warning(
-    caplog: pytest.LogCaptureFixture,
+def test_what_is_left_is_reported(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 96))
-    text = messages(caplog, model, overrides={"1": None})
-    assert text.endswith(
-        "1 of 2 layers set to bf16: 25% of the weights; left out: Linear 75.0% (excluded)"
-    )
+    def report(model: nn.Module, **options: Any) -> str:
+        with caplog.at_level(logging.INFO, "mixprec"):
+            mixprec.convert(model, "bf16", **options)
+        return caplog.messages[-1]
 
-
-def test_embeddings_count_where_a_layer_shares_them() -> None:
-    model = nn.ModuleDict({"wte": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
-    assert coverage(model).total == 2048
-    model["head"].weight = model["wte"].weight
-    mixprec.convert(model, "bf16")
-    found = coverage(model)
-    assert (found.converted, found.total, found.unsupported) == (2048, 2048, 0)
+    tied, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+    head.weight = tied.weight
+    model = nn.ModuleDict({"adapted": Adapted(), "tied": tied, "head": head, "packed": Packed()})
+    model["unused"] = nn.Embedding(64, 32)  # which no product reads, so that it does not count
+    packed = "(there is no such layer in mixprec.nn)"
+    adapter = "Linear 11.1% (an adapter of peft)"
+    with pytest.warns(UserWarning, match="reaches 67% of the weights; left out: Packed 22.2% "):
+        text = report(model)
+    assert text.endswith(f": 67% of the weights; left out: Packed 22.2% {packed}, {adapter}")
+    model["more"] = nn.Linear(32, 96)
+    recwarn.clear()
+    text = report(model, overrides={"more": None})
+    assert "2 of 3 layers set to bf16 (2 had it already): 50% of the weights" in text
+    assert "left out: Linear 25.0% (excluded), Packed 16.7% (" in text
+    assert not recwarn.list, "the caller has chosen to exclude it"
+    converted = [name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)]
+    assert converted == ["adapted.base_layer", "head"]
+    del sys.modules["peft.tuners.tuners_utils"]  # then it is a class that only looks like peft's
+    assert report(nn.Sequential(Adapted())).endswith("100% of the weights")

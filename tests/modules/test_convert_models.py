@@ -104,19 +104,3 @@ def test_torch() -> None:
     check(nn.Transformer(32, 4, 1, 1, 64), set(), 1.0)
     with pytest.warns(UserWarning, match="Bilinear 100.0%"):
         check(nn.Sequential(nn.Linear(2, 2), nn.Bilinear(32, 32, 32)), {"Bilinear"}, 0.0)
-
-
-@pytest.mark.slow
-def test_adapters_of_peft() -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON))
-    lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
-    mixprec.convert(lora, "fp8")
-    for name, module in lora.named_modules():
-        if "lora_" in name and isinstance(module, nn.Linear):
-            assert type(module) is nn.Linear, name
-    assert {reason for _, reason in coverage(lora).left} == {"an adapter of peft"}
-    lora(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
-    assert all(p.grad is not None for p in lora.parameters() if p.requires_grad)
-    mixprec.unconvert(lora)
-    assert {type(m) for m in lora.modules() if isinstance(m, nn.Linear)} == {nn.Linear}

@@ -26,38 +26,33 @@ CASES = [  # in, out, per tensor, per row or block
 
 
 @for_each("k, n, per_tensor, finer", CASES)
-def test_thresholds(k: int, n: int, per_tensor: bool, finer: bool) -> None:
-    layer = nn.Linear(k, n, device="meta")
+def test_thresholds_of_linear_layers_and_1x1_convolutions(
+    k: int, n: int, per_tensor: bool, finer: bool
+) -> None:
     want = {"bf16": True, "fp16": True, "fp8": per_tensor, "fp8-delayed": per_tensor}
     want |= {"fp8-rowwise": finer, "fp8-block": finer}
-    assert {recipe: worthwhile(layer, "up", recipe) for recipe in want} == want
-    assert worthwhile(layer, "up") == per_tensor
+    with torch.device("meta"):
+        layers = [nn.Conv2d(k, n, 1, padding=p) for p in (0, "same", "valid")]
+        layers.append(nn.Linear(k, n))
+    for layer in layers:
+        assert {recipe: worthwhile(layer, "up", recipe) for recipe in want} == want
+        assert worthwhile(layer, "up") == per_tensor
 
 
 def test_as_a_filter_of_convert(caplog: pytest.LogCaptureFixture) -> None:
-    with torch.device("meta"):
-        model = nn.ModuleDict({"small": nn.Linear(1024, 1024), "up": nn.Linear(4096, 2048)})
-    with caplog.at_level(logging.INFO, logger="mixprec"):
-        convert(model, "fp8", worthwhile)
-    assert [type(m) for m in model.values()] == [nn.Linear, Linear]
-    assert caplog.records[0].getMessage() == (
+    def kinds(recipe: str, overrides: dict[str, str]) -> list[type]:
+        with torch.device("meta"):
+            model = nn.ModuleDict({"small": nn.Linear(1024, 1024), "up": nn.Linear(4096, 2048)})
+        with caplog.at_level(logging.INFO, logger="mixprec"):
+            convert(model, recipe, worthwhile, overrides)
+        return [type(m) for m in model.values()]
+
+    assert kinds("fp8", {}) == [nn.Linear, Linear]
+    assert caplog.messages[0] == (
         "worthwhile: small (in 1024, out 1024) stays: fp8, in <= 4096 and out <= 1024"
     )
-    caplog.clear()
-    with torch.device("meta"):
-        model = nn.ModuleDict({"small": nn.Linear(1024, 1024), "up": nn.Linear(4096, 2048)})
-    with caplog.at_level(logging.INFO, logger="mixprec"):
-        convert(model, "fp8-rowwise", worthwhile, {"small": "bf16"})
-    assert [type(m) for m in model.values()] == [Linear, nn.Linear]
+    assert kinds("fp8-rowwise", {"small": "bf16"}) == [Linear, nn.Linear]
     assert "up (in 4096, out 2048) stays: fp8-rowwise, out <= 2048" in caplog.text
-
-
-@for_each("padding", [0, "same", "valid"])
-def test_a_1x1_convolution_is_judged_like_a_linear_layer(padding: int | str) -> None:
-    for k, n, per_tensor, finer in CASES:
-        layer = nn.Conv2d(k, n, 1, padding=padding, stride=1, device="meta")
-        assert worthwhile(layer, "up", "fp8") == per_tensor
-        assert worthwhile(layer, "up", "fp8-block") == finer
 
 
 @for_each("options", [{"kernel_size": 3}, {"padding": 1}, {"groups": 2}, {"kernel_size": (1, 3)}])
@@ -69,7 +64,7 @@ def test_other_convolutions_save_memory_alone(
     with caplog.at_level(logging.INFO, logger="mixprec"):
         recipes = ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "bf16", "fp16")
         assert [worthwhile(layer, "stem", recipe) for recipe in recipes] == [False] * 4 + [True] * 2
-    assert caplog.records[0].getMessage() == (
+    assert caplog.messages[0] == (
         "worthwhile: stem (in 8192, out 8192) stays: fp8, "
         "a convolution that is not 1x1 saves memory, not time"
     )

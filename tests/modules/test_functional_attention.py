@@ -11,11 +11,8 @@ from cases import WIDE, for_each, normal, pairwise
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-import mixprec
 from mixprec.functional import attention
 from mixprec.functional._attention import run_attention
-from mixprec.memory.compress_saved import recorded
-from mixprec.memory.packed import Saved
 
 Tensors = tuple[torch.Tensor, ...]
 UNIT = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -120,21 +117,6 @@ def test_checkpoint() -> None:
 
     for x, y in zip(with_grads(again, args), with_grads(attention, args, causal=True), strict=True):
         ind.assert_same_bits(x, y)
-
-
-def test_compress_saved_knows_it() -> None:
-    """As torch's: the result in 8 bits, q, k and v, which are FP32, in 16; the logsumexp as is."""
-    saved = []
-    args = tuple((x * 1) for x in operands(t=512))
-    with (
-        recorded(
-            lambda kind, t: saved.append(len(t.parts.pieces) if isinstance(t, Saved) else None)
-        ),
-        mixprec.compress_saved("int4"),
-    ):
-        y = attention(*args)
-    assert saved == [2, 2, 2, 1, None]
-    y.sum().backward()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

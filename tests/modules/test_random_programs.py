@@ -20,6 +20,11 @@ from mixprec.testing import sqnr
 RECIPES = ("bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "fp8-delayed")
 
 
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], seed: int) -> None:
+    for key, value in a.items():
+        assert torch.equal(value.nan_to_num(7.0), b[key].nan_to_num(7.0)), (seed, key)
+
+
 def compare(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the program of `seed` ends; AssertionError if shared casts or fusing change it."""
     r = random.Random(seed)
@@ -48,14 +53,12 @@ def compare(seed: int, monkeypatch: pytest.MonkeyPatch) -> str:
             assert written or got == expected, seed
             return "an error"
         assert got.keys() == off.keys() == expected.keys(), seed
-        for key, value in got.items():
-            assert torch.equal(value.nan_to_num(7.0), off[key].nan_to_num(7.0)), (seed, key)
-            assert value.dtype == expected[key].dtype, (seed, key)
+        assert_same(got, off, seed)
+        assert all(value.dtype == expected[key].dtype for key, value in got.items()), seed
     forwards = [fused_forward_of(m) for m in fused.modules()]
     parts = [f for f in forwards if f is not None and not isinstance(f, Marked)]
     if not parts and "attention" not in fused.kinds:
-        for key, value in got.items():
-            assert torch.equal(value.nan_to_num(7.0), expected[key].nan_to_num(7.0)), (seed, key)
+        assert_same(got, expected, seed)
         return "the same bits"
     finite = all(v.isfinite().all() for v in (*got.values(), *expected.values()))
     if finite:

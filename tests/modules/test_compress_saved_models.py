@@ -1,0 +1,234 @@
+"""compress_saved around models: how far gradients move, and what it composes with."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from blocks import equal, gradients, model_and_batch
+from cases import for_each
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+
+Gradients = dict[str, torch.Tensor]
+
+
+def compressed(
+    model: nn.Module,
+    x: torch.Tensor,
+    run: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    bits: str = "int8",
+    seed: int | None = 0,
+) -> Gradients:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with mixprec.compress_saved(bits, seed=seed):
+            return (run or model)(x)
+
+    return gradients(model, x, inside)
+
+
+def error(a: Gradients, b: Gradients) -> float:
+    """The largest relative error of a gradient, in the Frobenius norm. The outputs are equal."""
+    assert a.keys() == b.keys()
+    assert torch.equal(a["y"], b["y"])
+    return max(float((a[key] - b[key]).norm() / b[key].norm()) for key in a)
+
+
+REGIONS = [
+    *((recipe, nullcontext) for recipe in (None, "bf16", "fp8")),
+    ("fp8", partial(torch.autocast, "cpu", torch.bfloat16)),
+    ("fp8", partial(mixprec.autocast, "bf16")),
+]
+
+
+@for_each("recipe, region", REGIONS)
+@for_each("bits, bound", [("int8", 0.06), ("int4", 0.3)])
+def test_gradients_are_close(recipe: str | None, region: Any, bits: str, bound: float) -> None:
+    model, x = model_and_batch()
+    if recipe is not None:
+        mixprec.convert(model, recipe)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with region():
+            return model(x)
+
+    assert 0 < error(compressed(model, x, run, bits), gradients(model, x, run)) < bound
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_keeps_its_inputs(reentrant: bool) -> None:
+    """The forward pass that it computes again has no reason to be right on average."""
+    model, x = model_and_batch()
+    model = mixprec.convert(model, "bf16").bfloat16()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x * 2, use_reentrant=reentrant)
+
+    x = x.bfloat16()
+    assert equal(compressed(model, x, run), gradients(model, x, run))
+
+
+def test_without_gradients_nothing_happens_and_nothing_is_left_on_tensors() -> None:
+    model, x = model_and_batch()
+    before = torch.get_rng_state()
+    with mixprec.compress_saved("int4"), torch.no_grad():
+        made = model(x) * 2
+    assert torch.equal(before, torch.get_rng_state())
+    compressed(model, x)
+    for t in (*model.parameters(), made):
+        assert not vars(t), "torch.save would store it"
+
+
+def test_seeds_determine_the_bits() -> None:
+    model, x = model_and_batch()
+    first = compressed(model, x, seed=3)
+    assert equal(first, compressed(model, x, seed=3))
+    assert not equal(first, compressed(model, x, seed=4))
+    torch.manual_seed(5)
+    drawn, next_one = compressed(model, x, seed=None), compressed(model, x, seed=None)
+    assert not equal(drawn, next_one)
+    torch.manual_seed(5)
+    assert equal(drawn, compressed(model, x, seed=None))
+
+
+@for_each(
+    "bits, has_model, message",
+    [
+        ("int2", False, 'must be "int8", "int4", 8 or 4, got \'int2\''),
+        ({"*": 3}, True, "got 3"),
+        ({"*.head": 8}, True, r"match no module of the model: \['\*.head'\]"),
+        ({"*": 8}, False, "need model="),
+    ],
+)
+def test_errors(bits: Any, has_model: bool, message: str) -> None:
+    model, _ = model_and_batch()
+    with (
+        pytest.raises(ValueError, match=message),
+        mixprec.compress_saved(bits, model=model if has_model else None),
+    ):
+        raise AssertionError("entered")
+    if has_model or isinstance(bits, str):
+        with pytest.raises(ValueError, match=message):
+            mixprec.convert(model, "bf16", saved=bits)
+
+
+def test_backward_twice_and_second_derivatives() -> None:
+    model, x = model_and_batch()
+    with mixprec.compress_saved("int8", seed=0):
+        loss = model(x).square().mean()
+    params = list(model.parameters())
+    first = torch.autograd.grad(loss, params, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, params)))
+    layer, x = mixprec.nn.Linear(128, 128, recipe="bf16"), torch.randn(64, 128)
+
+    def slopes(x: torch.Tensor) -> torch.Tensor:
+        with mixprec.functional.twice_differentiable():
+            (g,) = torch.autograd.grad(layer(x * 1).square().sum(), x, create_graph=True)
+        return g
+
+    plain, packed = gradients(layer, x, slopes), compressed(layer, x, slopes)
+    for key in ("x", "weight"):
+        assert 0 < (packed[key] - plain[key]).norm() < 0.05 * plain[key].norm()
+
+
+def test_threads_do_not_see_each_other_and_exceptions_restore() -> None:
+    found: list[Any] = []
+    x = torch.randn(128, 64, requires_grad=True)
+
+    def other() -> None:
+        y = F.gelu(x * 2)
+        found.append(y.grad_fn._saved_self)  # type: ignore[union-attr]
+
+    def fail() -> None:
+        with mixprec.compress_saved("int8"):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            with mixprec.compress_saved("int4"):
+                _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    other()
+    assert len(found) == 2
+    assert all(torch.equal(kept, x * 2) for kept in found)
+
+
+def test_patterns_in_several_threads() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    mixprec.convert(model, "bf16", saved={"0": 4, "1": None})
+    with ThreadPoolExecutor(4) as pool:
+        inputs = [torch.randn(64, 64) for _ in range(200)]
+        assert len(list(pool.map(lambda x: model(x).sum().backward(), inputs))) == 200
+
+
+def test_convert_runs_the_model_compressed_until_unconvert() -> None:
+    model, x = model_and_batch()
+    plain = mixprec.convert(copy.deepcopy(model), "bf16")
+    mixprec.convert(model, "bf16", saved="int8")
+
+    def drawn(run: Callable[..., Gradients], model: nn.Module) -> Gradients:
+        torch.manual_seed(1)
+        return run(model, x)
+
+    expected = drawn(partial(compressed, seed=None), plain)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twin = copy.deepcopy(model)
+    for m in (model, twin, torch.load(buffer, weights_only=False)):
+        assert equal(drawn(gradients, m), expected)
+    assert twin.forward.module is twin
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    mixprec.convert(twin, "bf16")
+    assert equal(gradients(twin, x), gradients(plain, x))
+    with pytest.raises(ValueError, match="recipe must be"):
+        mixprec.convert(model, "fp9")
+    assert equal(drawn(gradients, model), expected)
+    mixprec.unconvert(model)
+    assert "forward" not in vars(model)
+    assert type(model[0].attention.proj) is nn.Linear
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_code_saves_as_ever() -> None:
+    """In one graph, which each further block uses again."""
+    model, x = model_and_batch()
+    plain = mixprec.convert(copy.deepcopy(model), "bf16")
+    converted = mixprec.convert(copy.deepcopy(plain), "bf16", saved="int8")
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with mixprec.compress_saved("int8"):
+            return plain(x)
+
+    cases = (
+        (plain, plain, compressed),
+        (plain, inside, gradients),
+        (converted, converted, gradients),
+    )
+    for i, (owner, function, measure) in enumerate(cases):
+        run = torch.compile(function, backend=counter, fullgraph=True)
+        for _ in range(2):
+            assert equal(measure(owner, x, run), gradients(plain, x))
+        assert counter.frame_count == i + 1
+
+
+def test_compiled_code_in_16_bits_keeps_what_it_saves() -> None:
+    compiled = torch.compile(lambda x: torch.log(x * 1.0).sum(), backend="aot_eager")
+    x = (torch.rand(8192) + 1e-3).bfloat16().requires_grad_()
+    with mixprec.compress_saved("int8"):
+        compiled(x + 0).backward()
+    torch.testing.assert_close(x.grad, (1 / x.detach().float()).bfloat16())
