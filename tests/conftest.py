@@ -29,8 +29,8 @@ SLOW_FILES = (
     "tests/tooling/test_bench*.py",
     "tests/tooling/test_commands.py",
     "tests/tooling/test_docs_*.py",
+    "tests/tooling/test_figures.py",
     "tests/tooling/test_gpu_*.py",
-    "tests/tooling/test_readme.py",
     "tests/tooling/test_train_*.py",
     "tests/tooling/test_tune*.py",
 )
