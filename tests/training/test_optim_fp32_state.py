@@ -1,27 +1,14 @@
-"""fp32_state_dict, the weights that are trained, and copies of a run with its optimizer."""
+"""fp32_state_dict, the weights that are trained."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from cases import normal
-from optimizers import (
-    LOW,
-    MIXES,
-    Kind,
-    assert_same,
-    kinds,
-    master_of,
-    tensors,
-    through_a_file,
-    train,
-)
+from optimizers import LOW, Kind, assert_same, kinds, master_of, through_a_file, train
 
 from mixprec.optim import SGD, AdamW, fp32_state_dict
 
@@ -52,6 +39,10 @@ def net() -> Net:
     return model
 
 
+def copied(model: Net) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
 def train_net(model: Net, optimizers: list, steps: int) -> None:
     for step in range(steps):
         torch.manual_seed(step)
@@ -65,20 +56,19 @@ def train_net(model: Net, optimizers: list, steps: int) -> None:
 @kinds
 @pytest.mark.parametrize(("masters", "count"), [("auto", 1), ("remainder16", 2), (None, 2)])
 def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
+    """It loads into an FP32 model, which gets all bits, and into its own, which stays as it is."""
     model = net()
     params = list(model.parameters())
     lists = [params] if count == 1 else [params[:2], params[2:]]
     optimizers = [kind(ps, lr=1e-3, master_weights=masters) for ps in lists]
-    own = {k: v.clone() for k, v in model.state_dict().items()}
-    fresh = fp32_state_dict(model, optimizers)
-    for key, value in fresh.items():  # no masters yet: the same values, widened
-        assert torch.equal(value, own[key].float() if own[key].dtype in LOW else own[key])
+    own = copied(model)
+    low = {"embed.weight", "head.weight", "gain", "table"}
+    for key, value in fp32_state_dict(model, optimizers).items():  # no masters yet
+        assert torch.equal(value, own[key].float() if key in low else own[key])
     train_net(model, optimizers, 3)
-    own = {k: v.clone() for k, v in model.state_dict().items()}
+    own, (twin, twins) = copied(model), copy.deepcopy((model, optimizers))
     state = fp32_state_dict(model, optimizers[0] if count == 1 else optimizers)
     assert list(state) == list(own)
-    low = {k for k, v in own.items() if v.dtype in LOW}
-    assert low == {"embed.weight", "head.weight", "gain", "table"}
     for key, value in state.items():
         assert value.dtype == (torch.float32 if key in low else own[key].dtype)
         assert not value.requires_grad
@@ -88,33 +78,18 @@ def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
         assert torch.equal(state[key], master_of(by_id[id(p)], p))
         if masters is not None and p.dtype in LOW:
             assert not torch.equal(state[key], p.float())  # it holds what the param cannot
+    wide = Net()
+    wide.load_state_dict(through_a_file(state))
+    assert_same(list(wide.state_dict().values()), list(state.values()))
+    assert wide.head.weight is wide.embed.weight
+    model.load_state_dict(state)
     for value in state.values():  # copies
         value.zero_()
     assert_same(list(model.state_dict().values()), list(own.values()))
-
-
-@kinds
-@pytest.mark.parametrize("masters", ["auto", "remainder16"])
-def test_an_fp32_state_dict_loads(kind: Kind, masters: str) -> None:
-    """Into an fp32 model, which gets all its bits, and into its own: the run stays as it is."""
-    runs = []
-    for through_fp32 in (False, True):
-        model = net()
-        optimizer = kind(model.parameters(), lr=1e-3, master_weights=masters)
-        train_net(model, [optimizer], 3)
-        if through_fp32:
-            state = through_a_file(fp32_state_dict(model, optimizer))
-            wide = Net()
-            wide.load_state_dict(state)
-            assert_same(list(wide.state_dict().values()), list(state.values()))
-            assert wide.head.weight is wide.embed.weight
-            assert torch.equal(wide.embed.weight, master_of(optimizer, model.embed.weight))
-            before = [v.clone() for v in model.state_dict().values()]
-            model.load_state_dict(state)
-            assert_same(list(model.state_dict().values()), before)
-        train_net(model, [optimizer], 3)
-        runs.append(tensors(optimizer, list(model.parameters())))
-    assert_same(*runs)
+    both = ((model, optimizers), (twin, twins))
+    for each in both:
+        train_net(*each, 3)
+    assert_same(*(list(fp32_state_dict(*each).values()) for each in both))
 
 
 @pytest.mark.parametrize("masters", ["auto", "remainder16"])
@@ -159,28 +134,3 @@ def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
     optimizer = AdamW(model.parameters())
     train(optimizer, list(model.parameters()), 1)
     assert fp32_state_dict(model, optimizer)["weight"].isnan().tolist() == [[True, False]]
-
-
-@kinds
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copied_run_goes_on_as_the_original(kind: Kind, clone: Callable) -> None:
-    """With gradients in FP32, too, a setting of the params that copying them loses."""
-    for mix, grad_dtype in itertools.product(MIXES, (None, torch.float32)):
-        model = net()
-        options = {"max_grad_value": 2.0, "grad_dtype": grad_dtype, **mix}
-        optimizer = kind(model.parameters(), lr=1e-3, **options)
-        train_net(model, [optimizer], 2)
-        next(model.parameters()).grad.fill_(math.nan)
-        optimizer.step()
-        other, copied = clone((model, optimizer))
-        ours, theirs = list(model.parameters()), list(other.parameters())
-        assert copied.param_groups[0]["params"][0] is theirs[0]
-        assert copied.skipped.item() == 1
-        assert_same(tensors(copied, theirs), tensors(optimizer, ours))
-        train_net(model, [optimizer], 2)
-        before = tensors(copied, theirs)
-        assert not torch.equal(before[0], ours[0])  # which have gone on alone
-        train_net(other, [copied], 2)
-        assert_same(tensors(copied, theirs), tensors(optimizer, ours))
-        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in theirs)
-        assert (copied.max_grad_value, copied.master_weights) == (2.0, optimizer.master_weights)
