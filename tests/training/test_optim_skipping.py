@@ -21,7 +21,6 @@ from optimizers import (
 )
 
 from mixprec.amp.grad_scaler import GradScaler
-from mixprec.optim import SGD, AdamW
 
 
 @kinds
@@ -136,41 +135,3 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
                 optimizer.zero_grad()
                 assert optimizer.grad_norm is not None
     assert scaler.skipped.item() == 2
-
-
-SCALERS = {
-    "none": lambda: GradScaler("cpu", enabled=False),
-    "mixprec": lambda: GradScaler("cpu", init_scale=4.0),
-    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=4.0),
-}
-
-
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_a_scheduler_that_asks_stays_where_the_optimizer_stays(scaler: str) -> None:
-    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer, scaling = SGD([p], lr=1.0), SCALERS[scaler]()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    assert not optimizer.last_step_skipped
-    rates = []
-    for bad in (False, True, True, False):
-        before = p.detach().clone()
-        scaling.scale((p * (math.inf if bad else 1.0)).sum()).backward()
-        scaling.step(optimizer)
-        scaling.update()
-        assert optimizer.last_step_skipped == torch.equal(p, before) == bad
-        if not bad:
-            scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.zero_grad()
-    assert rates == [0.5, 0.5, 0.5, 0.25]
-
-
-def test_a_step_without_gradients_was_not_skipped() -> None:
-    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = AdamW([p])
-    p.grad = torch.full_like(p, math.nan)
-    optimizer.step()
-    assert optimizer.last_step_skipped
-    p.grad = None
-    optimizer.step()
-    assert not optimizer.last_step_skipped
