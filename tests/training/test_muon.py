@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import name, normal
 from distributed_models import make_model, whole, wrapped
-from optimizers import Run, assert_same, clones, parameters, set_grads, through_a_file, train
+from optimizers import Run, assert_same, clones, parameters, set_grads, through_a_file
 from ranks import on_ranks
 
 import mixprec
@@ -114,13 +114,20 @@ def test_other_params_are_those_of_adamw() -> None:
     """By their shape or by the group's setting, with the settings of `adamw`."""
     adamw = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
     for use_muon, count in ((True, 2), (False, 1)):
-        params, other = parameters(shapes=BOTH), parameters(shapes=BOTH)
-        optimizer = Muon([{"params": params, "use_muon": use_muon}], lr=0.02, adamw=adamw)
+        run = Run(
+            lambda ps, use=use_muon: Muon([{"params": ps, "use_muon": use}], lr=0.02, adamw=adamw),
+            parameters(shapes=BOTH),
+        )
+        params, optimizer = run.params, run.optimizer
         alone = [i for i, p in enumerate(params) if p.dim() != 2 or not use_muon]
-        expected = AdamW([other[i] for i in alone], **adamw)
-        train(optimizer, params, 4)
-        train(expected, other, 4)
-        assert_same([params[i].detach() for i in alone], [other[i].detach() for i in alone])
+        expected = AdamW([clones(params)[i] for i in alone], **adamw)
+        others = expected.param_groups[0]["params"]
+        for _ in range(4):
+            run.train()
+            for i, o in zip(alone, others, strict=True):
+                o.grad = params[i].grad
+            expected.step()
+        assert_same([params[i].detach() for i in alone], [o.detach() for o in others])
         assert [g["use_muon"] for g in optimizer.param_groups] == [True, False][-count:]
         again = copy.deepcopy(optimizer)
         again.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
