@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import name
-from optimizers import Kind, Run, assert_same, kinds, parameters, same_kinds, set_grads
+from optimizers import Kind, Run, assert_same, clones, kinds, parameters, same_kinds, set_grads
 
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import AdamW
@@ -40,12 +40,19 @@ def test_each_group_may_have_its_own_limit(kind: Kind) -> None:
 
     After unscaling, where a scaler drives the step; and the gradients stay as they are.
     """
-    shapes = [(3, 5), (0,), (), (129,), (7,), (2, 3, 5)]
-    params, other = parameters(shapes=shapes), parameters(shapes=shapes)
-    settings = [{}, {"lr": 0.02}, {"lr": 0.1}, {}]
+    params = parameters(shapes=[(3, 5), (0,), (), (129,), (7,), (2, 3, 5)])
+    other = clones(params)
     optimizer, expected = (
-        kind([{"params": ps, **own} for ps, own in zip(parts, settings, strict=True)], lr=0.01)
-        for parts in ([ps[:1], ps[1:4], ps[4:5], ps[5:]] for ps in (params, other))
+        kind(
+            [
+                {"params": ps[:1]},
+                {"params": ps[1:4], "lr": 0.02},
+                {"params": ps[4:5], "lr": 0.1},
+                {"params": ps[5:]},
+            ],
+            lr=0.01,
+        )
+        for ps in (params, other)
     )
     optimizer.max_grad_norm = 0.5
     optimizer.param_groups[1]["max_grad_norm"] = 0.25
@@ -99,5 +106,7 @@ def test_norms_are_unscaled_and_of_the_last_step_only() -> None:
     assert optimizer.grad_norm is None
     # nor at all with fp32 params, no scaler and nothing to clip
     plain = Run(AdamW).train().optimizer
+    empty = Run(AdamW, parameters(shapes=[(0,)]), max_grad_norm=1.0).train().optimizer
+    assert empty.grad_norm.item() == 0
     assert plain.grad_norm is None
     assert plain.group_grad_norms == [None]

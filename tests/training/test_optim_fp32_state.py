@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
 import torch
 from cases import normal
-from optimizers import LOW, Kind, assert_same, kinds, master_of, through_a_file
+from optimizers import LOW, Kind, Run, assert_same, kinds, master_of, through_a_file
 
 from mixprec.optim import SGD, AdamW, fp32_state_dict
 
@@ -18,6 +19,7 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed = torch.nn.Embedding(11, 6)
         self.norm = torch.nn.BatchNorm1d(6)
         self.gain = torch.nn.Parameter(normal((6,), torch.float32))
@@ -26,13 +28,8 @@ class Net(torch.nn.Module):
         self.register_buffer("table", normal((4,), torch.float32))
         self.register_buffer("mask", torch.tensor([True, False]))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(self.embed(x).float()) * self.gain.float()
-        return self.head(h.to(self.head.weight.dtype)).float()
 
-
-def net() -> Net:
-    torch.manual_seed(0)
+def low_net() -> Net:
     model = Net().bfloat16()
     model.gain.data = model.gain.data.half()
     model.norm.float()
@@ -43,39 +40,34 @@ def copied(model: Net) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def train_net(model: Net, optimizers: list, steps: int) -> None:
-    for step in range(steps):
-        torch.manual_seed(step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(torch.randint(11, (8,))).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 @kinds
 @pytest.mark.parametrize(("masters", "count"), [("auto", 1), ("remainder16", 2), (None, 2)])
 def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
     """It loads into an FP32 model, which gets all bits, and into its own, which stays as it is."""
-    model = net()
+    model = low_net()
     params = list(model.parameters())
-    lists = [params] if count == 1 else [params[:2], params[2:]]
-    optimizers = [kind(ps, lr=1e-3, master_weights=masters) for ps in lists]
+    runs = [
+        Run(kind, ps, lr=1e-3, master_weights=masters)
+        for ps in ([params] if count == 1 else [params[:2], params[2:]])
+    ]
+    optimizers = [run.optimizer for run in runs]
     own = copied(model)
     low = {"embed.weight", "head.weight", "gain", "table"}
     for key, value in fp32_state_dict(model, optimizers).items():  # no masters yet
         assert torch.equal(value, own[key].float() if key in low else own[key])
-    train_net(model, optimizers, 3)
-    own, (twin, twins) = copied(model), copy.deepcopy((model, optimizers))
+    for run in runs:
+        run.train(3)
+    own, twins = copied(model), copy.deepcopy(runs)
     state = fp32_state_dict(model, optimizers[0] if count == 1 else optimizers)
     assert list(state) == list(own)
     for key, value in state.items():
         assert value.dtype == (torch.float32 if key in low else own[key].dtype)
         assert not value.requires_grad
     assert torch.equal(state["table"], own["table"].float())
-    by_id = {id(p): o for o, ps in zip(optimizers, lists, strict=True) for p in ps}
+    masters_of = [zip(run.params, run.masters(), strict=True) for run in runs]
+    trained = dict(itertools.chain(*masters_of))
     for key, p in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(state[key], master_of(by_id[id(p)], p))
+        assert torch.equal(state[key], trained[p])
         if masters is not None and p.dtype in LOW:
             assert not torch.equal(state[key], p.float())  # it holds what the param cannot
     wide = Net()
@@ -86,10 +78,8 @@ def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
     for value in state.values():  # copies
         value.zero_()
     assert_same(list(model.state_dict().values()), list(own.values()))
-    both = ((model, optimizers), (twin, twins))
-    for each in both:
-        train_net(*each, 3)
-    assert_same(*(list(fp32_state_dict(*each).values()) for each in both))
+    for run, twin in zip(runs, twins, strict=True):
+        assert_same(run.train(3), twin.train(3))
 
 
 @pytest.mark.parametrize("masters", ["auto", "remainder16"])
@@ -116,15 +106,15 @@ def test_an_fp32_state_dict_of_exact_ties_loads_into_its_own_model(masters: str)
 
 
 def test_an_fp32_state_dict_after_the_param_was_written() -> None:
-    model = net()
-    optimizer = AdamW(model.parameters())
-    train_net(model, [optimizer], 1)
+    model = low_net()
+    run = Run(AdamW, list(model.parameters())).train()
     with torch.no_grad():
         model.gain[2] += 1
     with pytest.raises(ValueError, match=r"^fp32_state_dict: gain was written after the last step"):
-        fp32_state_dict(model, optimizer)
-    train_net(model, [optimizer], 1)  # as it says
-    assert torch.equal(fp32_state_dict(model, optimizer)["gain"], master_of(optimizer, model.gain))
+        fp32_state_dict(model, run.optimizer)
+    run.train()  # as it says
+    state = fp32_state_dict(model, run.optimizer)
+    assert torch.equal(state["gain"], master_of(run.optimizer, model.gain))
 
 
 def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
