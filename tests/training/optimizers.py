@@ -103,8 +103,8 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> Para
 def mixed() -> Params:
     """Params of every dtype; an empty, strided and large ones (for moments in 8 bits)."""
     dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    shapes = ((3, 5), (4100,), (2, 2), (0,), (9,))
-    cases = enumerate(zip((*shapes, (65, 70)), (*dtypes, torch.bfloat16), strict=True))
+    shapes = ((65, 70), (4100,), (2, 2), (0,), (9,))
+    cases = enumerate(zip(shapes, dtypes, strict=True))
     return [torch.nn.Parameter(transposed(normal(s, d, seed=i))) for i, (s, d) in cases]
 
 

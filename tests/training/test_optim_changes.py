@@ -43,7 +43,7 @@ def test_gradients_that_come_and_go(kind: Kind) -> None:
                 elif step >= 2 or i < 3:
                     grads[i].append(p.grad.clone())
             optimizer.step()
-        assert [int(optimizer.state[p]["step"]) for p in params] == [3, 3, 4, 3, 2, 3]
+        assert [int(optimizer.state[p]["step"]) for p in params] == [3, 3, 4, 3, 2]
         for i, p in enumerate(params):
             alone = Run(kind, mixed(), lr=0.01, **mix)
             for grad in grads[i]:
