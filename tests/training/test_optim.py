@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import name, normal
+from cases import for_each, name, normal
 from optimizers import (
     KINDS,
     Kind,
@@ -137,8 +137,8 @@ def test_closures_and_schedulers(kind: Kind) -> None:
         assert optimizer.param_groups[0]["param_names"] == ["weight"]
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.08, total_steps=10)
 
-        def closure(optimizer: Any = optimizer, p: torch.Tensor = p) -> torch.Tensor:
-            optimizer.zero_grad()
+        def closure(p: torch.Tensor = p) -> torch.Tensor:
+            p.grad = None
             loss = (p * p).sum()
             loss.backward()
             return loss
@@ -149,10 +149,10 @@ def test_closures_and_schedulers(kind: Kind) -> None:
             schedule.step()
         assert losses[-1] < losses[0] == 13.0
         group = optimizer.param_groups[0]
-        cycled = group.get("betas", (group.get("momentum"),))[0]
-        assert cycled != 0.9
+        cycled = group["betas"][0] if "betas" in group else group["momentum"]
+        assert cycled != kind.own.get("betas", (kind.own.get("momentum", 0.9),))[0]
         runs.append((losses, p.detach(), group["lr"], cycled))
-    torch.testing.assert_close(runs[0], runs[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
 
 
 @kinds
@@ -182,25 +182,24 @@ def test_a_step_under_a_scaler_runs_hooks_and_schedulers(kind: Kind) -> None:
     assert optimizer.state[p]["step"].item() == 1
 
 
-REMAINDERS = {"master_weights": "remainder16", "max_grad_norm": 1.0}
-STOCHASTIC = {"stochastic_rounding": True, "state_dtype": torch.bfloat16, "max_grad_value": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("options", "bf16", "own"),
+@for_each(
+    "options, told",
     [
-        (REMAINDERS, "16-bit remainders", ["max_grad_norm: 1.0"]),
-        (STOCHASTIC, "stochastic rounding", ["state_dtype: bfloat16", "max_grad_value: 0.5"]),
-        ({"state_dtype": "int8"}, "FP32 masters", ["state_dtype: int8"]),
+        ({"master_weights": "remainder16", "max_grad_norm": 1.0},
+         ["1 bfloat16 with 16-bit remainders, 1 float16 with FP32 masters", "max_grad_norm: 1.0"]),
+        ({"stochastic_rounding": True, "state_dtype": "int8", "max_grad_value": 0.5},
+         ["1 bfloat16 with stochastic rounding, 1 float16 with FP32 masters", "state_dtype: int8",
+          "max_grad_value: 0.5"]),
+        ({"master_weights": None, "state_dtype": torch.bfloat16},
+         ["1 bfloat16 without masters, 1 float16 without masters", "state_dtype: bfloat16"]),
     ],
-)
-def test_repr_tells_masters_clipping_and_skips(
-    options: dict[str, Any], bf16: str, own: list[str]
-) -> None:
+)  # fmt: skip
+def test_repr(options: dict[str, Any], told: list[str]) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     params = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
-    lines = repr(AdamW(params, **options)).splitlines()
-    found = f"params: 1 bfloat16 with {bf16}, 1 float16 with FP32 masters, 1 float32"
-    told = [f"    {line}" for line in (found, *own, "skipped steps: 0")]
-    assert lines[: len(told) + 2] == ["AdamW (", *told, "Parameter Group 0"]
+    first, *lines = repr(AdamW(params, **options)).splitlines()
+    kinds, *own = told
+    want = [f"params: {kinds}, 1 float32", *own, "skipped steps: 0"]
+    assert (first, lines[: len(want)]) == ("AdamW (", [f"    {line}" for line in want])
+    assert lines[len(want)] == "Parameter Group 0"
     assert "    lr: 0.001" in lines

@@ -74,7 +74,7 @@ def test_a_master_follows_what_others_write(kind: Kind, dtype: torch.dtype) -> N
     run.optimizer.reload_model_params()
     assert_same(run.train().masters(), [w.float() for w in want])
     vector = torch.nn.utils.parameters_to_vector(run.params) * 3
-    torch.nn.utils.vector_to_parameters(vector, run.params)
+    torch.nn.utils.vector_to_parameters(vector.clone(), run.params)
     run.train()
     assert torch.equal(torch.nn.utils.parameters_to_vector(run.params), vector)
 
