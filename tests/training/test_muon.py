@@ -113,25 +113,23 @@ def test_one_step_is_the_formula() -> None:
 def test_other_params_are_those_of_adamw() -> None:
     """By their shape or by the group's setting, with the settings of `adamw`."""
     adamw = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    for use_muon, count in ((True, 2), (False, 1)):
-        run = Run(
-            lambda ps, use=use_muon: Muon([{"params": ps, "use_muon": use}], lr=0.02, adamw=adamw),
-            parameters(shapes=BOTH),
-        )
-        params, optimizer = run.params, run.optimizer
+    for use_muon in (True, False):
+        params = parameters(shapes=BOTH)
         alone = [i for i, p in enumerate(params) if p.dim() != 2 or not use_muon]
-        expected = AdamW([clones(params)[i] for i in alone], **adamw)
-        others = expected.param_groups[0]["params"]
-        for _ in range(4):
-            run.train()
-            for i, o in zip(alone, others, strict=True):
-                o.grad = params[i].grad
-            expected.step()
-        assert_same([params[i].detach() for i in alone], [o.detach() for o in others])
-        assert [g["use_muon"] for g in optimizer.param_groups] == [True, False][-count:]
-        again = copy.deepcopy(optimizer)
-        again.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-        assert [g["lr"] for g in (optimizer.param_groups[-1], again.param_groups[-1])] == [3e-4] * 2
+        expected = Run(AdamW, clones(params), **adamw).train(4)
+        groups = [{"params": params, "use_muon": use_muon}]
+        run = Run(lambda _, g=groups: Muon(g, lr=0.02, adamw=adamw), params).train(4)
+        for i in alone:
+            assert torch.equal(params[i], expected.params[i])
+        for optimizer in (run.optimizer, copy.deepcopy(run.optimizer)):
+            optimizer.add_param_group({"params": parameters(shapes=[(3,)])})
+            kinds = [g["use_muon"] for g in optimizer.param_groups]
+            assert kinds == ([True, False, False] if use_muon else [False, False])
+            assert [g["lr"] for g in optimizer.param_groups[-2:]] == [3e-4] * 2
+
+
+def test_params_of_groups() -> None:
+    params = parameters(shapes=BOTH)
     names = [(str(i), p) for i, p in enumerate(params)]
     groups = Muon([{"params": names, "lr": 0.5}]).param_groups
     assert [g["param_names"] for g in groups] == [["0", "2"], ["1", "3", "4"]]
@@ -142,10 +140,8 @@ def test_other_params_are_those_of_adamw() -> None:
     with pytest.raises(ValueError, match="params must be fp32"):
         optimizer.add_param_group({"params": [params[2], torch.ones(3, dtype=torch.int32)]})
     assert len(optimizer.param_groups) == 1
-    state = optimizer.state_dict()
-    vector = Muon(params[1:2])
     with pytest.raises(ValueError, match=r"^Muon.load_state_dict: use_muon must be False for"):
-        vector.load_state_dict(state)
+        Muon(params[1:2]).load_state_dict(optimizer.state_dict())
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
