@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from cases import GRADS, normal, transposed
+from cases import normal, transposed
 
 from mixprec.ops import join_master
-from mixprec.optim import SGD, Adam, AdamW, Lion
+from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
 LOW = (torch.bfloat16, torch.float16)
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (0,), (), (129,), (4, 0, 3), (2, 3, 5))
+MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 Params = list[torch.nn.Parameter]
 
 
@@ -25,16 +26,24 @@ class Kind:
 
     ours: type[torch.optim.Optimizer]
     theirs: type[torch.optim.Optimizer]
-    own: tuple[tuple[str, Any], ...] = ()
+    own: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.ours.__name__
 
     def __call__(self, params: Any, **options: Any) -> Any:
-        return self.ours(params, **{**dict(self.own), **options})
+        settings = {**self.own, **options}
+        if self.ours is Muon:  # whose params that are no matrices have settings of their own
+            shared = settings.keys() & {"lr", "weight_decay"}
+            settings["adamw"] = {key: settings[key] for key in shared}
+        return self.ours(params, **settings)
 
     def torch(self, params: Any, **options: Any) -> torch.optim.Optimizer:
-        return self.theirs(params, **{**dict(self.own), **options})
+        return self.theirs(params, **{**self.own, **options})
+
+    @property
+    def mixes(self) -> list[dict[str, Any]]:
+        return [mix for mix in MIXES if self.ours is not Muon or mix["state_dtype"] != "int8"]
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -65,22 +74,25 @@ class PlainLion(torch.optim.Optimizer):
         return loss
 
 
-KINDS = {
-    "AdamW": Kind(AdamW, torch.optim.AdamW),
-    "Adam": Kind(Adam, torch.optim.Adam, (("weight_decay", 0.1),)),
-    "SGD": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("dampening", 0.1))),
-    "Lion": Kind(Lion, PlainLion, (("weight_decay", 0.1),)),
-    "nesterov": Kind(SGD, torch.optim.SGD, (("momentum", 0.9), ("nesterov", True))),
+# Those whose steps are torch's but for their rounding, and Muon.
+SAME = {
+    "AdamW": Kind(AdamW, torch.optim.AdamW, {"betas": (0.8, 0.95), "weight_decay": 0.1}),
+    "Adam": Kind(Adam, torch.optim.Adam, {"eps": 1e-6, "weight_decay": 0.1}),
+    "SGD": Kind(SGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "Lion": Kind(Lion, PlainLion, {"betas": (0.9, 0.98), "weight_decay": 0.1}),
+    "nesterov": Kind(SGD, torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
 }
+KINDS = {**SAME, "Muon": Kind(Muon, torch.optim.Muon, {"ns_steps": 1})}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+same_kinds = pytest.mark.parametrize("kind", SAME.values(), ids=SAME)
 
 
 # Every valid combination: a master or stochastic rounding, not both.
+MASTERS = [("fp32", False), ("remainder16", False), (None, False), ("auto", True), (None, True)]
 MIXES: list[dict[str, Any]] = [
-    {"master_weights": m, "state_dtype": d, "stochastic_rounding": s}
-    for m in ("auto", "fp32", "remainder16", None)
-    for d in (torch.float32, torch.bfloat16)
-    for s in ((False, True) if m in ("auto", None) else (False,))
+    {"master_weights": masters, "stochastic_rounding": stochastic, "state_dtype": dtype}
+    for masters, stochastic in MASTERS
+    for dtype in (torch.float32, torch.bfloat16, "int8")
 ]
 
 
@@ -88,21 +100,12 @@ def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> Para
     return [torch.nn.Parameter(normal(s, dtype, seed=i)) for i, s in enumerate(shapes)]
 
 
-def all_dtypes() -> Params:
-    """Params of every dtype, empty and strided ones among them."""
-    params = []
-    for i, dtype in enumerate(GRADS):
-        params += parameters(dtype, [(3, 5), (0,), (67,)])
-        params.append(torch.nn.Parameter(transposed(normal((4, 9), dtype, seed=i))))
-    return params
-
-
 def mixed() -> Params:
+    """Params of every dtype; an empty, strided and large ones (for moments in 8 bits)."""
     dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    return [
-        torch.nn.Parameter(normal(s, d, seed=i))
-        for i, (s, d) in enumerate(zip(((3, 5), (7,), (2, 2), (0,), (9,)), dtypes, strict=True))
-    ]
+    shapes = ((65, 70), (4100,), (2, 2), (0,), (9,))
+    cases = enumerate(zip(shapes, dtypes, strict=True))
+    return [torch.nn.Parameter(transposed(normal(s, d, seed=i))) for i, (s, d) in cases]
 
 
 def clones(params: Params) -> Params:
@@ -112,26 +115,6 @@ def clones(params: Params) -> Params:
 def set_grads(params: Params, seed: int, scale: float = 1.0) -> None:
     for i, p in enumerate(params):
         p.grad = normal(tuple(p.shape), p.dtype, seed=1000 * seed + i) * scale
-
-
-def train(optimizer: torch.optim.Optimizer, params: Params, steps: int = 5, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        set_grads(params, step)
-        optimizer.step()
-
-
-def trained(
-    make: Callable[..., Any],
-    dtype: torch.dtype = torch.float32,
-    steps: int = 2,
-    shapes: Any = SHAPES,
-    **options: Any,
-) -> tuple[Any, Params]:
-    """An optimizer of new params after some steps, and the params."""
-    params = parameters(dtype, shapes)
-    optimizer = make(params, **options)
-    train(optimizer, params, steps)
-    return optimizer, params
 
 
 def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
@@ -152,31 +135,76 @@ def master_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> torch.Tensor
     return state.get("master", p.detach()).float()
 
 
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+class Run:
+    """Training of some params. The gradients of a step depend on its number only."""
+
+    def __init__(
+        self, make: Callable[..., Any], params: torch.dtype | Params = torch.float32, **options: Any
+    ) -> None:
+        self.params = parameters(params) if isinstance(params, torch.dtype) else params
+        self.optimizer = make(self.params, **options)
+        self.steps = 0
+
+    def train(self, steps: int = 1) -> Run:
+        for _ in range(steps):
+            set_grads(self.params, self.steps)
+            self.optimizer.step()
+            self.steps += 1
+        return self
+
+    def follow(self, other: Run) -> None:
+        """A step with the gradients of the other run's last one, in the dtypes of these params."""
+        for p, o in zip(self.params, other.params, strict=True):
+            p.grad = None if o.grad is None else o.grad.to(p.dtype)
+        self.optimizer.step()
+        self.steps += 1
+
+    def set(self, **settings: Any) -> None:
+        for group in self.optimizer.param_groups:
+            group.update(settings)
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        return [self.optimizer.state[p] for p in self.params]
+
+    def counts(self) -> list[int]:
+        return [int(state["step"]) for state in self.states]
+
+    def masters(self) -> list[torch.Tensor]:
+        return [master_of(self.optimizer, p).clone() for p in self.params]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return tensors(self.optimizer, self.params)
+
+    def copies(self) -> list[torch.Tensor]:
+        return copies(self.optimizer, self.params)
+
+
+def widened(params: Params) -> Params:
+    return [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in params]
+
+
+def assert_same(got: Run | list[torch.Tensor], want: Run | list[torch.Tensor]) -> None:
+    got, want = (x.tensors() if isinstance(x, Run) else x for x in (got, want))
     assert len(got) == len(want)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.dtype == b.dtype
         assert torch.equal(a, b), f"tensor {i} differs"
 
 
-def assert_close(
-    mine: torch.optim.Optimizer,
-    params: Params,
-    theirs: torch.optim.Optimizer,
-    other: Params,
-    steps: int,
-) -> None:
-    """Within the rounding of `steps` steps of either: a param is rounded twice in each, half a unit
+def assert_close(run: Run, expected: Run) -> None:
+    """Within the rounding of the steps of either: a param is rounded twice in each, half a unit
     each time, and its update a dozen times. Adam's is about lr; SGD's buffer holds up to ten
     gradients, about 3 each, times lr = 0.05."""
-    group = theirs.param_groups[0]
+    group, steps = expected.optimizer.param_groups[0], expected.steps
     update = 12 * group["lr"] if "betas" in group else 2
-    for p, o in zip(params, other, strict=True):
+    states = zip(run.states, expected.states, strict=True)
+    for p, o, (mine, theirs) in zip(run.params, expected.params, states, strict=True):
         ulp = torch.finfo(p.dtype).eps
         rtol = 2 * steps * ulp
         torch.testing.assert_close(p.detach(), o.detach(), rtol=rtol, atol=update * steps * ulp)
-        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-            a, b = mine.state[p].get(key), theirs.state[o].get(key)
+        for key in MOMENTS:
+            a, b = mine.get(key), theirs.get(key)
             assert (a is None) == (b is None)
             if a is not None:
                 rtol, atol = (16, 4) if key != "momentum_buffer" else (4 * steps, 8 * steps)
@@ -188,15 +216,3 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
-
-
-def forbid_synchronization(patched: pytest.MonkeyPatch) -> None:
-    """All that would wait for a device raises."""
-
-    def synchronizes(*args: object) -> None:
-        raise AssertionError("this waits for the device")
-
-    for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
-        patched.setattr(torch.Tensor, method, synchronizes)
-    for function in ("equal", "is_nonzero", "allclose"):
-        patched.setattr(torch, function, synchronizes)

@@ -8,25 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import normal
+from cases import name, normal
 from distributed_models import make_model, whole, wrapped
-from optimizers import (
-    assert_same,
-    clones,
-    copies,
-    forbid_synchronization,
-    master_of,
-    parameters,
-    tensors,
-    through_a_file,
-    train,
-)
+from optimizers import Run, assert_same, clones, parameters, set_grads, through_a_file
 from ranks import on_ranks
 
 import mixprec
 from mixprec.functional import orthogonalize
 from mixprec.ops._reference.state8 import SIGNED, decode, encode
-from mixprec.optim import SGD, AdamW, Lion, Muon
+from mixprec.optim import AdamW, Muon
 
 MATRICES = ((16, 24), (24, 16), (9, 9), (1, 7), (0, 3), (64, 5))
 BOTH = ((16, 24), (16,), (24, 16), (2, 3, 4, 4), ())  # matrices and others
@@ -35,7 +25,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
     {"momentum": 0.8, "weight_decay": 0.0, "ns_steps": 3, "adjust_lr_fn": "original"},
 )
-every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
@@ -86,22 +75,27 @@ def test_orthogonalize_refuses() -> None:
         orthogonalize(torch.ones(2, 2, requires_grad=True))
 
 
-@every_setting
+@pytest.mark.parametrize("settings", SETTINGS, ids=name)
 def test_same_as_torch(settings: dict, backend: str) -> None:
-    """Within the rounding of its products, whose bf16 results it keeps: 2% of each update."""
+    """Within the rounding of its products, whose bf16 results it keeps: 2% of each update. The two
+    load each other's state dicts."""
     shapes = [shape for shape in MATRICES if 0 not in shape]
     for dtype in (torch.float32, torch.float64):
-        params, other = parameters(dtype, shapes), parameters(dtype, shapes)
-        ours, theirs = Muon(params, **settings), torch.optim.Muon(other, **settings)
-        assert ours.defaults.items() >= theirs.defaults.items()
-        for step in range(5):
-            train(ours, params, 1, step)
-            train(theirs, other, 1, step)
-        for p, o, start in zip(params, other, parameters(dtype, shapes), strict=True):
-            moved = (o - start).norm()
-            assert (p - o).norm() < 0.02 * moved
-            mine, want = (x.state[t]["momentum_buffer"] for x, t in ((ours, p), (theirs, o)))
-            torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)
+        starts = parameters(dtype, shapes)
+        run, expected = (Run(make, clones(starts), **settings) for make in (Muon, torch.optim.Muon))
+        assert run.optimizer.defaults.items() >= expected.optimizer.defaults.items()
+        run.train(5)
+        expected.train(5)
+        for p, o, start in zip(run.params, expected.params, starts, strict=True):
+            assert (p - o).norm() < 0.02 * (o - start).norm()
+        mine, theirs = ([s["momentum_buffer"] for s in each.states] for each in (run, expected))
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        for make, each in ((Muon, expected), (torch.optim.Muon, run)):
+            other = Run(make, clones(starts), lr=0.5)
+            other.optimizer.load_state_dict(through_a_file(each.optimizer.state_dict()))
+            buffers = [[s["momentum_buffer"] for s in r.states] for r in (other, each)]
+            assert_same(*buffers)
+            assert other.train().optimizer.param_groups[0]["lr"] == settings.get("lr", 1e-3)
 
 
 def test_one_step_is_the_formula() -> None:
@@ -119,16 +113,23 @@ def test_one_step_is_the_formula() -> None:
 def test_other_params_are_those_of_adamw() -> None:
     """By their shape or by the group's setting, with the settings of `adamw`."""
     adamw = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    for use_muon, count in ((True, 2), (False, 1)):
-        params, other = parameters(shapes=BOTH), parameters(shapes=BOTH)
-        optimizer = Muon([{"params": params, "use_muon": use_muon}], lr=0.02, adamw=adamw)
+    for use_muon in (True, False):
+        params = parameters(shapes=BOTH)
         alone = [i for i, p in enumerate(params) if p.dim() != 2 or not use_muon]
-        expected = AdamW([other[i] for i in alone], **adamw)
-        train(optimizer, params, 4)
-        train(expected, other, 4)
-        assert_same([params[i].detach() for i in alone], [other[i].detach() for i in alone])
-        assert [g["use_muon"] for g in optimizer.param_groups] == [True, False][-count:]
-        assert optimizer.param_groups[-1]["lr"] == 3e-4
+        expected = Run(AdamW, clones(params), **adamw).train(4)
+        groups = [{"params": params, "use_muon": use_muon}]
+        run = Run(lambda _, g=groups: Muon(g, lr=0.02, adamw=adamw), params).train(4)
+        for i in alone:
+            assert torch.equal(params[i], expected.params[i])
+        for optimizer in (run.optimizer, copy.deepcopy(run.optimizer)):
+            optimizer.add_param_group({"params": parameters(shapes=[(3,)])})
+            kinds = [g["use_muon"] for g in optimizer.param_groups]
+            assert kinds == ([True, False, False] if use_muon else [False, False])
+            assert [g["lr"] for g in optimizer.param_groups[-2:]] == [3e-4] * 2
+
+
+def test_params_of_groups() -> None:
+    params = parameters(shapes=BOTH)
     names = [(str(i), p) for i, p in enumerate(params)]
     groups = Muon([{"params": names, "lr": 0.5}]).param_groups
     assert [g["param_names"] for g in groups] == [["0", "2"], ["1", "3", "4"]]
@@ -139,28 +140,8 @@ def test_other_params_are_those_of_adamw() -> None:
     with pytest.raises(ValueError, match="params must be fp32"):
         optimizer.add_param_group({"params": [params[2], torch.ones(3, dtype=torch.int32)]})
     assert len(optimizer.param_groups) == 1
-    state = optimizer.state_dict()
-    vector = Muon(params[1:2])
     with pytest.raises(ValueError, match=r"^Muon.load_state_dict: use_muon must be False for"):
-        vector.load_state_dict(state)
-
-
-@every_setting
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_a_master_is_an_fp32_run(settings: dict, state_dtype: torch.dtype) -> None:
-    options = {**settings, "state_dtype": state_dtype, "max_grad_norm": 1.0, "seed": 3}
-    for dtype, mode in ((torch.bfloat16, "auto"), (torch.bfloat16, "remainder16"),
-                        (torch.float16, "fp32")):  # fmt: skip
-        params = parameters(dtype, BOTH)
-        wide = [torch.nn.Parameter(p.detach().float()) for p in params]
-        ours, expected = Muon(params, master_weights=mode, **options), Muon(wide, **options)
-        for step in range(4):
-            train(ours, params, 1, step)
-            for p, w in zip(params, wide, strict=True):
-                w.grad = p.grad.float()
-            expected.step()
-        for p, w in zip(params, wide, strict=True):
-            assert torch.equal(master_of(ours, p), w)
+        Muon(params[1:2]).load_state_dict(optimizer.state_dict())
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
@@ -176,100 +157,33 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     assert got == pytest.approx(2e-3, abs=5 * 14 * 2.0**-8 / 400)
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": "remainder16"},
-                                     {"state_dtype": torch.bfloat16, "seed": 7}])  # fmt: skip
-def test_a_resumed_run_is_the_same(options: dict) -> None:
-    runs = []
-    for resumed in (False, True):
-        params = parameters(torch.bfloat16, BOTH)
-        optimizer = Muon(params, lr=0.02, max_grad_norm=1.0, ns_dtype="fp8", **options)
-        train(optimizer, params, 3)
-        if resumed:
-            saved = through_a_file(optimizer.state_dict())
-            params = clones(params)
-            optimizer = Muon(params, **options, max_grad_norm=1.0)
-            optimizer.load_state_dict(saved)
-        train(optimizer, params, 3, first=3)
-        runs.append(tensors(optimizer, params))
-    assert_same(*runs)
-    again = copy.deepcopy(optimizer)
-    assert again._adamw == optimizer._adamw
-
-
 def test_8_bits_are_refused_and_loaded() -> None:
     with pytest.raises(ValueError, match=r'^Muon: state_dtype must .* got "int8", whose rounding'):
         Muon(parameters(shapes=[(64, 64)]), state_dtype="int8")
-    for moment, kind in (("momentum_buffer", SIGNED), ("exp_avg", SIGNED)):
-        params = parameters(shapes=[(64, 64)])
-        optimizer = Muon([{"params": params, "use_muon": moment == "momentum_buffer"}])
-        train(optimizer, params, 1)
-        saved = optimizer.state_dict()
-        state = saved["state"][0]
-        state[moment], state[f"{moment}_scale"] = encode(state[moment], kind)
-        want = decode(state[moment], state[f"{moment}_scale"], kind)
-        for dtype in (torch.float32, torch.bfloat16):
-            if moment == "exp_avg":
-                state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
-            other = Muon([{"params": params, "use_muon": moment != "exp_avg"}], state_dtype=dtype)
-            other.load_state_dict(saved)
-            assert other.state[params[0]][moment].dtype == dtype
-            assert torch.equal(other.state[params[0]][moment].float(), want)
-            train(other, params, 1)
-
-
-def test_interchange_with_torch() -> None:
-    params, other = parameters(shapes=[(6, 4), (4, 6)]), parameters(shapes=[(6, 4), (4, 6)])
-    theirs = torch.optim.Muon(other, lr=0.01)
-    train(theirs, other, 2)
-    ours = Muon(params)
-    ours.load_state_dict(through_a_file(theirs.state_dict()))
-    assert ours.param_groups[0]["lr"] == 0.01
-    buffers = [ours.state[p]["momentum_buffer"] for p in params]
-    assert_same(buffers, [theirs.state[p]["momentum_buffer"] for p in other])
-    back = torch.optim.Muon(other)
-    back.load_state_dict(through_a_file(ours.state_dict()))
-    train(back, other, 1)
-
-
-@pytest.mark.parametrize("other", [AdamW, SGD, Lion, torch.optim.SGD])
-def test_a_checkpoint_of_another_optimizer_is_refused(other: Any) -> None:
-    kinds = (Muon, other) if other is not torch.optim.SGD else (Muon,)
-    for kind in kinds:
-        made = {make: make(parameters(shapes=[(6, 4)]), lr=0.01) for make in (Muon, other)}
-        for optimizer in made.values():
-            train(optimizer, optimizer.param_groups[0]["params"], 1)
-        saved = made[other if kind is Muon else Muon].state_dict()
-        with pytest.raises(ValueError, match=f"^{kind.__name__}.load_state_dict: .*another optim"):
-            made[kind].load_state_dict(saved)
+    run = Run(Muon, parameters(shapes=[(64, 64)])).train()
+    saved = run.optimizer.state_dict()
+    codes, scale = encode(run.states[0]["momentum_buffer"], SIGNED)
+    saved["state"][0].update(momentum_buffer=codes, momentum_buffer_scale=scale)
+    for dtype in (torch.float32, torch.bfloat16):
+        other = Run(Muon, clones(run.params), state_dtype=dtype)
+        other.optimizer.load_state_dict(saved)
+        assert_same([other.states[0]["momentum_buffer"]], [decode(codes, scale, SIGNED).to(dtype)])
+        assert other.train().counts() == [2]
 
 
 @pytest.mark.parametrize("bad", range(2))
-def test_an_overflow_skips_matrices_and_others(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of them holds it; nothing waits for the device; one norm clips both."""
-    params, scaler = parameters(torch.bfloat16, BOTH), mixprec.GradScaler(init_scale=4.0)
-    optimizer = Muon(params, max_grad_norm=0.1, master_weights="remainder16")
-    with monkeypatch.context() as patched:
-        forbid_synchronization(patched)
-        train_one(optimizer, params, scaler, bad, None)
-        after = copies(optimizer, params)
-        train_one(optimizer, params, scaler, bad, math.nan)
-    assert_same(tensors(optimizer, params), after)
-    assert optimizer.skipped.item() == 1
-    assert {s["step"].item() for s in optimizer.state.values()} == {1.0}
-    train_one(optimizer, params, scaler, bad, None)
-    squares = [p.grad.double().square().sum().item() for p in params]
-    unscaled = math.sqrt(sum(squares)) / 2.0  # the scale has backed off once, from 4
-    assert optimizer.grad_norm.item() == pytest.approx(unscaled)
-
-
-def train_one(optimizer: Any, params: Any, scaler: Any, bad: int, value: float | None) -> None:
-    for i, p in enumerate(params):
-        p.grad = normal(tuple(p.shape), p.dtype, seed=i)
-    if value is not None:
-        params[bad].grad.view(-1)[-1] = value
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
+def test_an_overflow_skips_matrices_and_others(bad: int) -> None:
+    """Whichever of them holds it; one norm clips both."""
+    run = Run(Muon, parameters(torch.bfloat16, BOTH), max_grad_norm=0.1).train()
+    after = run.copies()
+    set_grads(run.params, 1)
+    run.params[bad].grad.view(-1)[-1] = math.nan
+    run.optimizer.step()
+    assert_same(run.tensors(), after)
+    assert run.optimizer.skipped.item() == 1
+    run.train()
+    squares = [p.grad.double().square().sum().item() for p in run.params]
+    assert run.optimizer.grad_norm.item() == pytest.approx(math.sqrt(sum(squares)))
 
 
 def train_model(shard: bool, **options: Any) -> list[torch.Tensor]:

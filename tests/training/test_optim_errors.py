@@ -7,43 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Kind, assert_same, copies, kinds, parameters, tensors
+from optimizers import Kind, Run, assert_same, kinds, parameters, set_grads
 
 from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
 ALL = (AdamW, Adam, SGD, Lion, Muon)
+NUMBER, LR = "must be a finite number, 0 or more", "lr must be a number or a tensor of one fp32 or "
 BAD: list[tuple[tuple[type, ...], dict[str, Any], str]] = [
-    (
-        (AdamW, Adam, SGD, Lion, Muon),
-        {"lr": -1.0},
-        "lr must be a finite number, 0 or more, got -1.0",
-    ),
+    (ALL, {"lr": -1.0}, f"lr {NUMBER}, got -1.0"),
     ((AdamW, SGD), {"lr": math.nan}, "lr must be"),
     ((AdamW, SGD), {"lr": math.inf}, "lr must be"),
-    ((AdamW, SGD), {"lr": torch.ones(2)}, "lr must be a number or a tensor of one fp32 or fp64 el"),
-    ((AdamW, SGD), {"lr": torch.tensor(1)}, "lr must be a number or a tensor of one fp32 or fp64"),
-    (
-        (AdamW, SGD, Lion, Muon),
-        {"weight_decay": math.nan},
-        "weight_decay must be a finite number, 0 or more",
-    ),
+    ((AdamW, SGD), {"lr": torch.ones(2)}, LR),
+    ((AdamW, SGD), {"lr": torch.tensor(1)}, LR),
+    (ALL, {"weight_decay": math.nan}, f"weight_decay {NUMBER}"),
     ((AdamW, Adam), {"betas": (1.0, 0.9)}, r"betas\[0\] must be a number in \[0, 1\), got 1.0"),
     ((AdamW,), {"betas": (0.9, -0.1)}, r"betas\[1\] must be"),
     ((AdamW, Lion), {"betas": (0.9,)}, "betas must be"),
-    ((AdamW,), {"eps": -1e-8}, "eps must be"),
-    ((SGD,), {"momentum": -0.1}, "momentum must be a finite number, 0 or more, got -0.1"),
-    ((SGD,), {"momentum": torch.tensor(0.9)}, "momentum must be a finite number, .* got a tensor"),
-    ((SGD,), {"dampening": math.nan}, "dampening must be a finite number, 0 or more, got nan"),
+    ((AdamW, Muon), {"eps": -1e-8}, "eps must be"),
+    ((SGD,), {"momentum": -0.1}, f"momentum {NUMBER}, got -0.1"),
+    ((SGD,), {"momentum": torch.tensor(0.9)}, f"momentum {NUMBER}, got a tensor"),
+    ((SGD,), {"dampening": math.nan}, f"dampening {NUMBER}, got nan"),
     ((SGD,), {"nesterov": True}, "nesterov needs a momentum above 0 and no dampening, got momentu"),
     ((SGD,), {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs a momentum"),
     ((Muon,), {"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
     ((Muon,), {"ns_steps": 2.5}, r"ns_steps must be an int in \[0, 100\), got 2.5"),
     ((Muon,), {"ns_coefficients": (1, 2)}, r"ns_coefficients must be three numbers, got \(1, 2\)"),
-    (
-        (Muon,),
-        {"adjust_lr_fn": "new"},
-        "adjust_lr_fn must be one of None, 'original', 'match_rms_",
-    ),
+    ((Muon,), {"adjust_lr_fn": "new"}, "adjust_lr_fn must be one of None, 'original', 'match_rms_"),
     ((Muon,), {"ns_dtype": "fp16"}, "ns_dtype must be one of 'bf16', 'fp8', got 'fp16'"),
     ((AdamW, SGD), {"max_grad_norm": -1.0}, "max_grad_norm must be positive"),
 ]
@@ -107,28 +96,22 @@ def test_bad_options() -> None:
 def test_sparse_gradients_and_params_of_other_dtypes_are_refused(kind: Kind) -> None:
     who = kind.ours.__name__
     table = torch.nn.Embedding(4, 2, sparse=True)
-    dense = torch.nn.Parameter(torch.ones(2))
-    optimizer = kind([dense, *table.parameters()])
-    (table(torch.tensor([1])).sum() + dense.sum()).backward()
-    with pytest.raises(ValueError, match=rf"^{who}: gradients must be dense, .*sparse=False"):
-        optimizer.step()
-    assert torch.equal(dense, torch.ones(2))
-    table.weight.grad = torch.zeros(4, 2)
-    optimizer.step()
-    before = copies(optimizer, [dense, table.weight])
-    table.weight.grad = torch.zeros(4, 2).to_sparse()  # and after a step that was dense
-    with pytest.raises(ValueError, match=r"must be .*dense"):
-        optimizer.step()
-    assert_same(tensors(optimizer, [dense, table.weight]), before)
+    run = Run(kind, [torch.nn.Parameter(torch.ones(2)), table.weight])
+    first = f"^{who}: gradients must be dense, .*sparse=False"
+    for message in (first, r"grads\[.\] must be a dense tensor"):  # and after a step that was dense
+        before = run.copies()
+        set_grads(run.params, 0)
+        table.weight.grad = torch.zeros(4, 2).to_sparse()
+        with pytest.raises(ValueError, match=message):
+            run.optimizer.step()
+        assert_same(run.tensors()[: len(before)], before)
+        run.train()
     for dtype in (torch.complex64, torch.int32):
         p = torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
-        with pytest.raises(
-            ValueError, match=f"^{who}: params must be fp32, bf16, fp16 or fp64"
-        ) as e:
+        message = f"^{who}: params must be fp32, bf16, fp16 or fp64"
+        with pytest.raises(ValueError, match=message) as error:
             kind([p])
-        told = p.is_complex() and hasattr(torch.optim, who)
-        assert (f"torch.optim.{who} takes complex ones" in str(e.value)) == told
-    with pytest.raises(
-        ValueError, match=f"^{who}: params must be dense, got layout torch.sparse_coo"
-    ):
+        told = p.is_complex() and who in ("AdamW", "Adam", "SGD")
+        assert (f"torch.optim.{who} takes complex ones" in str(error.value)) == told
+    with pytest.raises(ValueError, match=f"^{who}: params must be dense, got layout torch.spars"):
         kind([torch.nn.Parameter(torch.eye(2).to_sparse())])

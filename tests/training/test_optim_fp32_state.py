@@ -1,27 +1,15 @@
-"""fp32_state_dict, the weights that are trained, and copies of a run with its optimizer."""
+"""fp32_state_dict, the weights that are trained."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from cases import normal
-from optimizers import (
-    LOW,
-    MIXES,
-    Kind,
-    assert_same,
-    kinds,
-    master_of,
-    tensors,
-    through_a_file,
-    train,
-)
+from optimizers import LOW, Kind, Run, assert_same, kinds, master_of, through_a_file
 
 from mixprec.optim import SGD, AdamW, fp32_state_dict
 
@@ -31,6 +19,7 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed = torch.nn.Embedding(11, 6)
         self.norm = torch.nn.BatchNorm1d(6)
         self.gain = torch.nn.Parameter(normal((6,), torch.float32))
@@ -39,82 +28,58 @@ class Net(torch.nn.Module):
         self.register_buffer("table", normal((4,), torch.float32))
         self.register_buffer("mask", torch.tensor([True, False]))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(self.embed(x).float()) * self.gain.float()
-        return self.head(h.to(self.head.weight.dtype)).float()
 
-
-def net() -> Net:
-    torch.manual_seed(0)
+def low_net() -> Net:
     model = Net().bfloat16()
     model.gain.data = model.gain.data.half()
     model.norm.float()
     return model
 
 
-def train_net(model: Net, optimizers: list, steps: int) -> None:
-    for step in range(steps):
-        torch.manual_seed(step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(torch.randint(11, (8,))).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+def copied(model: Net) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 @kinds
 @pytest.mark.parametrize(("masters", "count"), [("auto", 1), ("remainder16", 2), (None, 2)])
 def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
-    model = net()
+    """It loads into an FP32 model, which gets all bits, and into its own, which stays as it is."""
+    model = low_net()
     params = list(model.parameters())
-    lists = [params] if count == 1 else [params[:2], params[2:]]
-    optimizers = [kind(ps, lr=1e-3, master_weights=masters) for ps in lists]
-    own = {k: v.clone() for k, v in model.state_dict().items()}
-    fresh = fp32_state_dict(model, optimizers)
-    for key, value in fresh.items():  # no masters yet: the same values, widened
-        assert torch.equal(value, own[key].float() if own[key].dtype in LOW else own[key])
-    train_net(model, optimizers, 3)
-    own = {k: v.clone() for k, v in model.state_dict().items()}
+    runs = [
+        Run(kind, ps, lr=1e-3, master_weights=masters)
+        for ps in ([params] if count == 1 else [params[:2], params[2:]])
+    ]
+    optimizers = [run.optimizer for run in runs]
+    own = copied(model)
+    low = {"embed.weight", "head.weight", "gain", "table"}
+    for key, value in fp32_state_dict(model, optimizers).items():  # no masters yet
+        assert torch.equal(value, own[key].float() if key in low else own[key])
+    for run in runs:
+        run.train(3)
+    own, twins = copied(model), copy.deepcopy(runs)
     state = fp32_state_dict(model, optimizers[0] if count == 1 else optimizers)
     assert list(state) == list(own)
-    low = {k for k, v in own.items() if v.dtype in LOW}
-    assert low == {"embed.weight", "head.weight", "gain", "table"}
     for key, value in state.items():
         assert value.dtype == (torch.float32 if key in low else own[key].dtype)
         assert not value.requires_grad
     assert torch.equal(state["table"], own["table"].float())
-    by_id = {id(p): o for o, ps in zip(optimizers, lists, strict=True) for p in ps}
+    masters_of = [zip(run.params, run.masters(), strict=True) for run in runs]
+    trained = dict(itertools.chain(*masters_of))
     for key, p in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(state[key], master_of(by_id[id(p)], p))
+        assert torch.equal(state[key], trained[p])
         if masters is not None and p.dtype in LOW:
             assert not torch.equal(state[key], p.float())  # it holds what the param cannot
+    wide = Net()
+    wide.load_state_dict(through_a_file(state))
+    assert_same(list(wide.state_dict().values()), list(state.values()))
+    assert wide.head.weight is wide.embed.weight
+    model.load_state_dict(state)
     for value in state.values():  # copies
         value.zero_()
     assert_same(list(model.state_dict().values()), list(own.values()))
-
-
-@kinds
-@pytest.mark.parametrize("masters", ["auto", "remainder16"])
-def test_an_fp32_state_dict_loads(kind: Kind, masters: str) -> None:
-    """Into an fp32 model, which gets all its bits, and into its own: the run stays as it is."""
-    runs = []
-    for through_fp32 in (False, True):
-        model = net()
-        optimizer = kind(model.parameters(), lr=1e-3, master_weights=masters)
-        train_net(model, [optimizer], 3)
-        if through_fp32:
-            state = through_a_file(fp32_state_dict(model, optimizer))
-            wide = Net()
-            wide.load_state_dict(state)
-            assert_same(list(wide.state_dict().values()), list(state.values()))
-            assert wide.head.weight is wide.embed.weight
-            assert torch.equal(wide.embed.weight, master_of(optimizer, model.embed.weight))
-            before = [v.clone() for v in model.state_dict().values()]
-            model.load_state_dict(state)
-            assert_same(list(model.state_dict().values()), before)
-        train_net(model, [optimizer], 3)
-        runs.append(tensors(optimizer, list(model.parameters())))
-    assert_same(*runs)
+    for run, twin in zip(runs, twins, strict=True):
+        assert_same(run.train(3), twin.train(3))
 
 
 @pytest.mark.parametrize("masters", ["auto", "remainder16"])
@@ -141,15 +106,15 @@ def test_an_fp32_state_dict_of_exact_ties_loads_into_its_own_model(masters: str)
 
 
 def test_an_fp32_state_dict_after_the_param_was_written() -> None:
-    model = net()
-    optimizer = AdamW(model.parameters())
-    train_net(model, [optimizer], 1)
+    model = low_net()
+    run = Run(AdamW, list(model.parameters())).train()
     with torch.no_grad():
         model.gain[2] += 1
     with pytest.raises(ValueError, match=r"^fp32_state_dict: gain was written after the last step"):
-        fp32_state_dict(model, optimizer)
-    train_net(model, [optimizer], 1)  # as it says
-    assert torch.equal(fp32_state_dict(model, optimizer)["gain"], master_of(optimizer, model.gain))
+        fp32_state_dict(model, run.optimizer)
+    run.train()  # as it says
+    state = fp32_state_dict(model, run.optimizer)
+    assert torch.equal(state["gain"], master_of(run.optimizer, model.gain))
 
 
 def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
@@ -157,30 +122,6 @@ def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
     model = torch.nn.Linear(2, 1).bfloat16()
     model.weight.data[0, 0] = math.nan
     optimizer = AdamW(model.parameters())
-    train(optimizer, list(model.parameters()), 1)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
     assert fp32_state_dict(model, optimizer)["weight"].isnan().tolist() == [[True, False]]
-
-
-@kinds
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copied_run_goes_on_as_the_original(kind: Kind, clone: Callable) -> None:
-    """With gradients in FP32, too, a setting of the params that copying them loses."""
-    for mix, grad_dtype in itertools.product(MIXES, (None, torch.float32)):
-        model = net()
-        options = {"max_grad_value": 2.0, "grad_dtype": grad_dtype, **mix}
-        optimizer = kind(model.parameters(), lr=1e-3, **options)
-        train_net(model, [optimizer], 2)
-        next(model.parameters()).grad.fill_(math.nan)
-        optimizer.step()
-        other, copied = clone((model, optimizer))
-        ours, theirs = list(model.parameters()), list(other.parameters())
-        assert copied.param_groups[0]["params"][0] is theirs[0]
-        assert copied.skipped.item() == 1
-        assert_same(tensors(copied, theirs), tensors(optimizer, ours))
-        train_net(model, [optimizer], 2)
-        before = tensors(copied, theirs)
-        assert not torch.equal(before[0], ours[0])  # which have gone on alone
-        train_net(other, [copied], 2)
-        assert_same(tensors(copied, theirs), tensors(optimizer, ours))
-        assert all(p.grad.dtype == (grad_dtype or p.dtype) for p in theirs)
-        assert (copied.max_grad_value, copied.master_weights) == (2.0, optimizer.master_weights)
