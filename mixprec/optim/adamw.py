@@ -82,16 +82,13 @@ class AdamW(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"maximize": maximize, "decoupled_weight_decay": self._decoupled}
-        _settings.check_amsgrad(type(self).__name__, amsgrad)
-        _settings.check_differentiable(type(self).__name__, differentiable)
+        _settings.check_off(type(self).__name__, "amsgrad", amsgrad)
+        _settings.check_off(type(self).__name__, "differentiable", differentiable)
         super().__init__(params, defaults, options)
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        _settings.check_lr(who, group["lr"])
-        for name in ("eps", "weight_decay"):
-            _settings.check_number(who, name, group[name])
-        _settings.check_betas(who, group["betas"])
-        _settings.check_amsgrad(who, group.get("amsgrad"))
+        super()._check_settings(group, who)
+        _settings.check_off(who, "amsgrad", group.get("amsgrad"))
         if "foreach" in group and "amsgrad" not in group:  # torch's RAdam, NAdam, Adamax
             raise ValueError(f"{who}: amsgrad is not there: is this of another optimizer?")
         if group["decoupled_weight_decay"] != self._decoupled:
@@ -100,10 +97,8 @@ class AdamW(Optimizer):
                 f"{group['decoupled_weight_decay']}: AdamW decouples it, Adam does not"
             )
 
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._moment_names
-
-    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+    @staticmethod
+    def _update(group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         beta1, beta2 = group["betas"]
         adamw_(
             *tensors,
@@ -111,7 +106,7 @@ class AdamW(Optimizer):
             beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            decoupled_weight_decay=self._decoupled,
+            decoupled_weight_decay=group.get("decoupled_weight_decay", True),
             **options,
         )
 

@@ -11,10 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
-from ..ops import adamw_, muon_direction_, sgd_
+from ..ops import muon_direction_, sgd_
 from . import _settings
 from ._base import Optimizer
 from ._batches import Batch
+from .adamw import AdamW
 
 __all__ = ["Muon"]
 
@@ -127,11 +128,8 @@ class Muon(Optimizer):
         return kinds
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        _settings.check_lr(who, group["lr"])
-        for name in ("eps", "weight_decay"):
-            _settings.check_number(who, name, group[name])
+        super()._check_settings(group, who)
         _settings.check_number(who, "momentum", group["momentum"], limit=1)
-        _settings.check_betas(who, group["betas"])
         numbers, steps = group["ns_coefficients"], group["ns_steps"]
         if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
             raise ValueError(f"{who}: ns_coefficients must be three numbers, got {numbers!r}")
@@ -161,15 +159,7 @@ class Muon(Optimizer):
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         if not group["use_muon"]:
-            beta1, beta2 = group["betas"]
-            adamw_(
-                *tensors,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                **options,
-            )
+            AdamW._update(group, *tensors, **options)
             return
         params, grads, buffers, masters, steps = tensors
         of_param = ("lr", "stochastic_rounding")
