@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._local_gradients import LOW_PRECISION, is_sharded
+from ._local_gradients import LOW_PRECISION, PLAIN, any_sharded, is_sharded
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -63,9 +63,8 @@ class Ranks:
         """Whether no other rank takes part: no process_group, no DTensor on two or more ranks."""
         if self.process_group is not None:
             return False
-        if not any(hasattr(kind, "placements") for kind in set(map(type, params))):
-            return True
-        return not _meshes(params)
+        plain = PLAIN.issuperset(map(type, params)) or not any_sharded(params)
+        return plain or not _meshes(params)
 
     @torch.no_grad()
     def agree_(
