@@ -14,10 +14,7 @@ from ..functional.operands import saved_tensors_hooks
 from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _region
-
-__all__ = ["AttentionMode"]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from ._fused import PLAIN
 
 
 class AttentionMode(_region.SeesRegions):
@@ -75,15 +72,9 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
     except TypeError:
         return None
-    if (
-        mask is not None
-        or dropout != 0.0
-        or is_twice_differentiable()
-        or _is_for_torch()
-        or _region.is_watched()
-    ):
+    if mask is not None or dropout != 0.0 or _is_for_torch():
         return None
-    if any(type(x) not in _PLAIN or x.is_nested for x in (query, key, value)):
+    if any(type(x) not in PLAIN or x.is_nested for x in (query, key, value)):
         return None
     if not (query.dtype == key.dtype == value.dtype) or not fits(query, key, value):
         return None

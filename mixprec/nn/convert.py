@@ -18,11 +18,10 @@ from ..memory.compress_saved import Bits, check
 from ..recipes import Recipe
 from . import Layer, kinds
 from ._compressed import set_saved
-from ._norms import as_input
 from ._snapshot import unchanged_on_error
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
-from .known_norms import known_norms
+from .known_norms import as_input, known_norms
 
 __all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
 

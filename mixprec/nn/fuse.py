@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -44,7 +45,7 @@ class FusedSequential(FusedForward):
             part = self.parts.get(i, ())
             found = modules[i : i + len(part)]
             # Another module may have taken a place since.
-            if part and len(found) == len(part) and all(map(_same, found, part)):
+            if part and len(found) == len(part) and all(map(operator.is_, found, part)):
                 fused = _part_of(part)
                 if fused.is_fused(x):
                     with _region.without_modes():
@@ -169,10 +170,6 @@ def _own_layers(module: nn.Module) -> Iterator[Layer]:
             yield child
         elif child is not None and type(child) in _CONTAINERS:
             yield from _own_layers(child)
-
-
-def _same(a: object, b: object) -> bool:
-    return a is b
 
 
 def _part_of(modules: tuple[Any, ...]) -> Part:

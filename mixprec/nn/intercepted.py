@@ -35,12 +35,6 @@ class Intercepted(Layer):
     one_product = False
     _warned = False
 
-    @classmethod
-    def from_module(
-        cls, module: nn.Module, recipe: Recipe | str = "fp8", name: str = ""
-    ) -> Intercepted:
-        return cls._sharing(type(module), module, recipe, name)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
@@ -56,9 +50,6 @@ class Intercepted(Layer):
                 stacklevel=2,
             )
         return result
-
-    def quantize_weight(self) -> None:
-        pass
 
     __repr__ = nn.Module.__repr__
 
