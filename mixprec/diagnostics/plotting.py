@@ -136,18 +136,12 @@ def plot_records(records: Sequence[Record]) -> Any:
     return figure
 
 
-def _colormap(name: str) -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps[name]
-
-
 def plot_memory(reports: Sequence[MemoryReport], names: Sequence[str]) -> Any:
     """A bar for each report, stacked by the rows `names`, without those too thin to be seen. What
     is saved for backward is hatched. ImportError without matplotlib."""
     figure = _figure(3.5 + 1.5 * len(reports), 5, "MemoryReport.plot")
     ax = figure.subplots()
-    shades = _colormap("tab20")
+    shades = importlib.import_module("matplotlib").colormaps["tab20"]
     rows, visible = [report.rows() for report in reports], max(r.total for r in reports) / 500
     seen = [name for name in names if max(row.get(name, 0) for row in rows) >= visible]
     bottom = [0.0] * len(reports)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ class _ReLUSquared(nn.Module):
 
 
 register_fusion(_ReLUSquared, lambda module: "relu2")
-_ACTS = {
+_ACTS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, "tanh"),

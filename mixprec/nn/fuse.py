@@ -143,8 +143,10 @@ def fuse(model: nn.Module) -> Found:
         elif around_layers:
             vars(module)["forward"] = Marked(module)
             found.shares[type(module).__name__] += layers > 1
-        if spec is None and not _is_torchs(module) and (layers or not module._modules):
-            found.unknown[type(module).__name__] += 1
+        name = type(module).__name__
+        torchs = type(module) is getattr(nn, name, None)
+        if spec is None and not torchs and (layers or not module._modules):
+            found.unknown[name] += 1
     return found
 
 
@@ -153,10 +155,6 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if fused_forward_of(module) is not None:
             del vars(module)["forward"]
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module) is getattr(nn, type(module).__name__, None)
 
 
 def _layers(module: nn.Module) -> Iterator[Layer]:
