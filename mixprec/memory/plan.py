@@ -40,7 +40,20 @@ def _is_statistic(t: torch.Tensor, op: Op) -> bool:
 
 
 _Rule = Callable[[torch.Tensor, Op, int], "Form | None"]
-_RULES: dict[str, _Rule] = {}
+_RULES: dict[str, _Rule] = {
+    # Backward has the square of the result, which lies in [-1, 1], and 16 bits round once more.
+    **dict.fromkeys(
+        ("sigmoid", "tanh"),
+        lambda t, op, bits: Linear(8) if t.dtype == torch.float32 else None,
+    ),
+    "glu": lambda t, op, bits: GLU(8, op.argument(1, "dim", -1)),
+    **dict.fromkeys(("norm", "normalized"), lambda t, op, bits: Rows(bits, "last", 1)),
+    "group_norm": lambda t, op, bits: Rows(bits, "groups", op.argument(1, "num_groups")),
+    **dict.fromkeys(
+        ("batch_norm", "instance_norm"),
+        lambda t, op, bits: Rows(bits, "channels") if t.dim() >= 2 else None,
+    ),
+}
 
 
 def _rule(*names: str) -> Callable[[_Rule], _Rule]:
@@ -67,12 +80,6 @@ def _pow(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     """Of other powers the derivative is not linear."""
     exponent = op.argument(1, "exponent")
     return Linear(bits) if isinstance(exponent, (int, float)) and exponent in (1, 2) else None
-
-
-@_rule("sigmoid", "tanh")
-def _squared(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    """Backward has the square of the result, which lies in [-1, 1], and 16 bits round once more."""
-    return Linear(8) if t.dtype == torch.float32 else None
 
 
 # Where the derivative changes: in 4 bits, whose steps are long, up to 0.0005 (GELU) and 0.003 of
@@ -126,11 +133,6 @@ def _elu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     return None if is_result(t, op) or not alpha > 0 else Negative(8, 16.0 * alpha)
 
 
-@_rule("glu")
-def _glu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return GLU(8, op.argument(1, "dim", -1))
-
-
 @_rule("hidden", "gate")
 def _hidden(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     """The operand of the activation of mixprec.functional.mlp."""
@@ -147,21 +149,6 @@ def _hidden(t: torch.Tensor, op: Op, bits: int) -> Form | None:
 def _row_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     shape = tuple(op.argument(1, "normalized_shape"))
     return Rows(bits, "last", len(shape)) if t.shape[-len(shape) :] == shape else None
-
-
-@_rule("norm", "normalized")
-def _own_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Rows(bits, "last", 1)
-
-
-@_rule("group_norm")
-def _group_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Rows(bits, "groups", op.argument(1, "num_groups"))
-
-
-@_rule("batch_norm", "instance_norm")
-def _channel_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Rows(bits, "channels") if t.dim() >= 2 else None
 
 
 # The most that scores may be off, in standard deviations: exp(error) has the mean 1 + error^2 / 2.

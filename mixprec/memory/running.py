@@ -94,9 +94,7 @@ class Watch(TorchFunctionMode):
         self.names = names
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)

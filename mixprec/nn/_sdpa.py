@@ -38,9 +38,7 @@ class AttentionMode(_region.SeesRegions):
                 return mode.recipe == recipe and mode.around == _surroundings()
         return False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = recipe = None
         if func is scaled_dot_product_attention and self.around == _surroundings():

@@ -94,9 +94,7 @@ class autocast(_region.Region):
         super().__init__((self.recipe or _region.OWN) if enabled else None)
         self.enabled = enabled
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.enabled:
             # Regions around this one leave the op alone too.

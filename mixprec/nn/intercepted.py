@@ -75,9 +75,7 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.layer, self.recipe, self.found = layer, recipe, False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         run = _RUN.get(func)
         if run is None or (run is _grouped_mm and not _is_by_rows(*args, **kwargs)):

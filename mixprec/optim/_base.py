@@ -150,9 +150,8 @@ class Optimizer(torch.optim.Optimizer):
     def reload_model_params(self) -> None:
         """Take the values of the params into their masters at the next step.
 
-        Other code may write to a param in place, or assign `param.data`: the next step sees that.
-        It cannot see a write in place through `param.data` (as `p.data.add_(x)`), which leaves no
-        trace, and would overwrite the value with the master; call this after one.
+        Call this after a write in place through `param.data` (as `p.data.add_(x)`), which leaves no
+        trace, so that the step would overwrite it with the master. It sees all other writes.
         """
         self._batches.forget()
 
@@ -171,8 +170,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step found Inf or NaN and changed nothing, for code that wraps the
-        optimizer (a scheduler, a trainer). Waits for the device; `skipped` counts without that."""
+        """Whether the last step found Inf or NaN and changed nothing. Waits for the device;
+        `skipped` counts without that."""
         return self._last_skip is not None and bool(self._last_skip)
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
@@ -308,8 +307,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _scales(self, batch: Batch) -> list[torch.Tensor]:
         """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
-        moments = self._moments(self.param_groups[batch.group])
-        names = [name + _state8.SUFFIX for name in moments]
+        names = [name + _state8.SUFFIX for name in self._moments(self.param_groups[batch.group])]
         return [s.get(name, s["step"]) for name in names for s in batch.states]
 
     def state_dict(self) -> dict[str, Any]:
