@@ -83,20 +83,10 @@ class Muon(Optimizer):
                 "also loads states that were saved in 8 bits"
             )
         self._adamw = {**_ADAMW, **(adamw or {})}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "betas": self._adamw["betas"],
-            "use_muon": True,
-            "maximize": maximize,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
+        defaults |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype}
+        defaults |= {"betas": self._adamw["betas"], "use_muon": True, "maximize": maximize}
         super().__init__(params, defaults, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

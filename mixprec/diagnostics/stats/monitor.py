@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -94,12 +93,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self.attach()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start_step(self) -> None:
