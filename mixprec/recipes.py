@@ -147,20 +147,19 @@ class Recipe:
         """Settings of block formats, all three or none."""
         if not self.is_scaled:
             return
-        blocks = any(getattr(self, f"{role}_granularity") in BLOCKS for role in ROLES)
+        granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
+        blocks = any(granularity in BLOCKS for granularity in granularities.values())
         more = ", because all three operands have block formats or none" if blocks else ""
-        for role in ROLES:
+        for role, granularity in granularities.items():
             fmt = getattr(self, role)
             allowed = [name for name in BLOCKS if block_formats.name_of(fmt, name)]
             if not blocks and fmt in (E4M3, E5M2):
                 allowed = [*GRANULARITIES]
             meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{more}"
-            self._is(
-                f"{role}_granularity", getattr(self, f"{role}_granularity") in allowed, meaning
-            )
+            self._is(f"{role}_granularity", granularity in allowed, meaning)
         if blocks:
             self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
-            if all(getattr(self, f"{role}_granularity") == "nvfp4" for role in ROLES):
+            if {*granularities.values()} == {"nvfp4"}:
                 self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
         else:
             self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")

@@ -144,6 +144,12 @@ class _Modes(threading.local):
     def __init__(self, mode: int | None) -> None:
         self.stack = [mode]
 
+    def leave(self) -> None:
+        if (
+            len(self.stack) > 1
+        ):  # in a thread that was in the module when the block began, it is not
+            self.stack.pop()
+
 
 def _unpack(saved: Kept | Saved) -> torch.Tensor:
     with torch.no_grad():
@@ -177,7 +183,7 @@ class ModuleHook:
 def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[None]:
     """`own` is the last of `modes` while `module` runs."""
     enter = ModuleHook(lambda: modes.stack.append(own))
-    leave = ModuleHook(lambda: _drop(modes))
+    leave = ModuleHook(modes.leave)
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
     try:
@@ -185,11 +191,6 @@ def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[
     finally:
         before.remove()
         after.remove()
-
-
-def _drop(modes: _Modes) -> None:
-    if len(modes.stack) > 1:  # in a thread that was in the module when the block began, it is not
-        modes.stack.pop()
 
 
 def _mode_of(op: Op | None, modes: _Modes, by_param: WeakTensorKeyDictionary) -> int | None:
