@@ -24,8 +24,6 @@ from .known import CALL, NormSpec, spec_of
 from .known_norms import as_input
 from .linear import Linear
 
-__all__ = ["PLAIN", "Part", "activation_of", "fits_norm", "norm_of", "why_not_fused"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEAR = (Linear.forward, Conv1D.forward)
 PLAIN = (torch.Tensor, nn.Parameter)

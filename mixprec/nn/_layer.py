@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -188,9 +187,7 @@ class Layer(torch.nn.Module):
         if scaling.has_state(self):
             scaling.reset(self, self.recipe)
 
-    def _apply(
-        self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> Self:
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         before = {n: self._buffers[n] for n in scaling.BUFFERS} if scaling.has_state(self) else {}
         count = self._buffers.get(CLIPPED)
         super()._apply(fn, recurse)
