@@ -120,11 +120,13 @@ def convert(
     are parametrized layers, nn.MultiheadAttention (its projections), the Conv1D of transformers,
     and modules with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their
     own, calls of torch.nn.functional.linear, conv2d or grouped_mm use the recipe. The adapters of
-    peft are left as they are. A parent that reads the weight of a layer instead of calling it, such
-    as the Swin of torchvision, computes as before.
+    peft are left as they are. A module that occurs at several places is filtered once, by its first
+    path. torch's encoder layers no longer take their fast path, which reads weights; another parent
+    that reads the weight of a layer instead of calling it computes as before.
 
     One INFO line on the logger "mixprec" reports the number of layers, the share of the model's
-    weights that they hold, and what else has weights, with the reason why it was left.
+    weights that they hold (of its arithmetic: mixprec.stats.flop_share), and what else has weights,
+    with the reason why it was left.
 
     Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
     kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
