@@ -207,10 +207,7 @@ def _convert(
 
 
 def convert_to_float8_training(
-    model: nn.Module,
-    *,
-    module_filter_fn: ModuleFilter | None = None,
-    config: Recipe | str = "fp8",
+    model: nn.Module, *, module_filter_fn: ModuleFilter | None = None, config: Recipe | str = "fp8"
 ) -> nn.Module:
     """`convert` with the name and argument order of torchao.
 
