@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["context", "replaced"]
-
 
 class _Context(threading.local):
     def __init__(self) -> None:

@@ -66,14 +66,9 @@ _REFUSED = {
 # jmp.get_policy: "params=float32,compute=bfloat16,output=float32", or p=f32,c=bf16,o=f32
 _JMP_KEYS = {"p": "params", "c": "compute", "o": "output"}
 _JMP_TYPES = {
-    "float32": "fp32",
-    "f32": "fp32",
-    "full": "fp32",
-    "float16": "fp16",
-    "f16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "bf16": "bf16",
+    **dict.fromkeys(("float32", "f32", "full"), "fp32"),
+    **dict.fromkeys(("float16", "f16", "half"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bf16"),
 }
 
 

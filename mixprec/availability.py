@@ -10,19 +10,12 @@ from .recipes import Recipe
 __all__ = ["is_available", "why_not", "why_not_cuda"]
 
 # The first compute capability whose tensor cores support a format, and its name.
-_NEEDED = {
-    "fp16": ((7, 0), "Volta"),
-    "bf16": ((8, 0), "Ampere"),
-    "fp8": ((8, 9), "Ada or Hopper"),
-}
+_NEEDED = {"fp16": ((7, 0), "Volta"), "bf16": ((8, 0), "Ampere"), "fp8": ((8, 9), "Ada or Hopper")}
 _GENERATIONS = (
     ((5, 0), "Maxwell"), ((6, 0), "Pascal"), ((7, 0), "Volta"), ((7, 5), "Turing"),
     ((8, 0), "Ampere"), ((8, 9), "Ada"), ((9, 0), "Hopper"), ((10, 0), "Blackwell"),
 )  # fmt: skip
-
 _STILL_RUNS = "the recipe runs, memory is saved as with the format, speed is not gained"
-
-
 _BLOCKS = (
     "operands in block formats are decoded to bf16 exactly and multiplied there, also on GPUs with "
     f"instructions for them (Blackwell); {_STILL_RUNS}"
@@ -33,11 +26,6 @@ def _family(recipe: Recipe) -> str:
     return "fp8" if recipe.is_scaled else recipe.x.name
 
 
-def _generation(capability: tuple[int, int]) -> str:
-    names = [name for first, name in _GENERATIONS if capability >= first]
-    return names[-1] if names else "an early GPU"
-
-
 def why_not_cuda(recipe: Recipe, capability: tuple[int, int], name: str) -> str | None:
     """why_not for an NVIDIA GPU with that compute capability and name."""
     if recipe.is_block:
@@ -46,19 +34,11 @@ def why_not_cuda(recipe: Recipe, capability: tuple[int, int], name: str) -> str 
     needed, generation = _NEEDED[family]
     if capability >= needed:
         return None
+    own = ["an early GPU", *(named for first, named in _GENERATIONS if capability >= first)][-1]
     return (
-        f"{name} ({_generation(capability)}, compute capability {capability[0]}.{capability[1]}) "
+        f"{name} ({own}, compute capability {capability[0]}.{capability[1]}) "
         f"has no tensor cores for {family}, which came with {generation} "
         f"({needed[0]}.{needed[1]}); {_STILL_RUNS}"
-    )
-
-
-def _why_not_hip(recipe: Recipe) -> str | None:
-    if _family(recipe) != "fp8":
-        return None
-    return (
-        "this torch is built for ROCm: the kernels and formats here are those of the OCP standard "
-        "(e4m3fn), AMD's MI300 has others (e4m3fnuz), and no kernel was tried on a newer one"
     )
 
 
@@ -80,6 +60,10 @@ def _why_not_cpu(recipe: Recipe) -> str | None:
     return f"this CPU path multiplies in fp32: {why} instructions for bf16; {_STILL_RUNS}"
 
 
+_HIP = (
+    "this torch is built for ROCm: the kernels and formats here are those of the OCP standard "
+    "(e4m3fn), AMD's MI300 has others (e4m3fnuz), and no kernel was tried on a newer one"
+)
 _OTHERS = {
     "xpu": "Intel GPUs: no kernel of mixprec was written for or tried on them",
     "mps": "Apple GPUs: Metal has no fp8, and no kernel of mixprec runs there",
@@ -108,7 +92,7 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
     if device.type != "cuda":
         return _OTHERS.get(device.type, f"{device.type} devices are not supported by mixprec")
     if torch.version.hip is not None:
-        return _why_not_hip(recipe)
+        return _HIP if recipe.is_scaled else None
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if not torch.cuda.is_available():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._local_gradients import LOW_PRECISION, is_sharded
+from ._local_gradients import LOW_PRECISION, PLAIN, any_sharded, is_sharded
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,12 +29,6 @@ class _Plan:
     shape: tuple[int, torch.device, list[DeviceMesh]]
     member: torch.Tensor  # bool [(1 + meshes) * count, n], plain tensors before all meshes
     weight: torch.Tensor  # fp64 [n]
-
-    def answers(
-        self, params: Sequence[torch.Tensor], scopes: Sequence[int], shape: tuple[Any, ...]
-    ) -> bool:
-        same = len(params) == len(self.params) and all(map(operator.is_, params, self.params))
-        return same and self.scopes == list(scopes) and self.shape == shape
 
 
 class Ranks:
@@ -63,9 +57,8 @@ class Ranks:
         """Whether no other rank takes part: no process_group, no DTensor on two or more ranks."""
         if self.process_group is not None:
             return False
-        if not any(hasattr(kind, "placements") for kind in set(map(type, params))):
-            return True
-        return not _meshes(params)
+        plain = PLAIN.issuperset(map(type, params)) or not any_sharded(params)
+        return plain or not _meshes(params)
 
     @torch.no_grad()
     def agree_(
@@ -114,8 +107,11 @@ class Ranks:
     ) -> _Plan:
         """The plan of the last step if the arguments are the same: creating its tensors again from
         lists would wait for the device."""
-        if self._plan is not None and self._plan.answers(params, scopes, shape):
-            return self._plan
+        plan = self._plan
+        known = [] if plan is None else plan.params
+        same = len(params) == len(known) and all(map(operator.is_, params, known))
+        if plan is not None and same and (plan.scopes, plan.shape) == (list(scopes), shape):
+            return plan
         count, device, meshes = shape
         place = {mesh: 1 + i for i, mesh in enumerate(meshes)}
         places, weights = [], []
@@ -218,8 +214,7 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     which mixprec's optimizers use; `param.grad` is this average rounded. main_grad holds all
     gradients accumulated, also under no_sync(), up to the last backward pass that communicated;
     the optimizer's step() and zero_grad() drop it. For fp32 and fp64 params the only change is that
-    the sum is divided instead of each term. Communication doubles for 16-bit buckets. (An
-    optimizer's grad_dtype=torch.float32 is a different option, which DDP does not support.)
+    the sum is divided instead of each term. Communication doubles for 16-bit buckets.
 
     Raises TypeError unless given a DistributedDataParallel, and ValueError with
     find_unused_parameters=True: DDP does not write the gradients of params that no rank used.

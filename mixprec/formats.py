@@ -52,15 +52,9 @@ E2M3 = Format("e2m3", torch.uint8, 6, 7.5, 1.0, 0.125, 0.125, False)
 FORMATS: tuple[Format, ...] = (E4M3, E5M2, FP16, BF16)
 # Elements of block formats only. Their codes are uint8, two in a byte for E2M1.
 BLOCK: tuple[Format, ...] = (E2M1, E3M2, E2M3)
-_BY_NAME: dict[object, Format] = {name: f for f in FORMATS for name in (f, f.name, f.dtype)}
-_BY_NAME |= {name: f for f in BLOCK for name in (f, f.name)}
-_BY_NAME |= {
-    "float8_e4m3fn": E4M3,
-    "float8_e5m2": E5M2,
-    "float16": FP16,
-    "half": FP16,
-    "bfloat16": BF16,
-}
+_BY_NAME: dict[object, Format] = {name: f for f in (*FORMATS, *BLOCK) for name in (f, f.name)}
+_BY_NAME |= {name: f for f in FORMATS for name in (f.dtype, str(f.dtype).removeprefix("torch."))}
+_BY_NAME["half"] = FP16
 
 
 def parse(fmt: Format | str | torch.dtype, *, who: str = "parse") -> Format:

@@ -125,9 +125,7 @@ def _aligned(table: Table, before: Table | None) -> tuple[Table, torch.Tensor]:
     return Table(params, elements, now), then
 
 
-def _read(
-    tables: dict[torch.device, Table],
-) -> Iterator[tuple[torch.Tensor, int, list[int]]]:
+def _read(tables: dict[torch.device, Table]) -> Iterator[tuple[torch.Tensor, int, list[int]]]:
     for table in tables.values():
         yield from zip(table.params, _elements(table), table.counts.tolist(), strict=True)
 

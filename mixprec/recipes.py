@@ -36,7 +36,7 @@ class Recipe:
 
     x, w, g: a Format, its name or its torch dtype; all FP8 (in any mix), all fp16 or all bf16, or
     all block formats. 16-bit operands are cast as IEEE 754 says, without a scale. The other
-    settings are for FP8:
+    settings are for FP8; docs/recipes.md has the recipes that are made of them:
 
     x_granularity, w_granularity, g_granularity: which elements share a scale: "tensor", all; "row",
     a row; "block1x128", 128 elements of a row; "block128x128". Rows and blocks run along the
@@ -47,24 +47,21 @@ class Recipe:
     the number of steps, including the current one (16); amax_of: their "max" or the "most_recent".
     margin: delayed scales are divided by 2^margin. power_of_two_scale: round scales down to a power
     of two, which makes scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the
-    shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
-    recipe.
+    shorter accumulator of FP8 tensor cores; no effect elsewhere, where sums are FP32.
 
     Block formats have a granularity of their own for all three operands: "mx", 32 elements of a row
     share a power of two (E4M3, E5M2, E3M2, E2M3 or E2M1); "nvfp4", 16 elements share an E4M3 scale
-    and the tensor an FP32 one (E2M1). They are multiplied as `gemm` multiplies them, decoded to
-    bf16 exactly; history to fast_accum above are not for them, but these are:
+    and the tensor an FP32 one (E2M1). Settings for them, instead of history to fast_accum:
 
     scale_mode: how an "mx" scale is rounded, "floor", "ceil", "even" or "rceil" (`quantize`).
     stochastic_rounding: the roles whose elements are rounded up or down at random, with the exact
     value as the mean. Each cast draws its seed from torch's default generator of the device.
     hadamard: x and g are multiplied, in FP32 and for the grad_weight GEMM only, by an orthogonal
     16 x 16 matrix (Hadamard's, with fixed random signs) along each 16 of the M that it sums over.
-    The product is the same, but outliers are spread. Not for convolutions larger than 1 x 1.
+    Not for convolutions larger than 1 x 1.
 
     clip_activations, for fp16 only: finite values of an fp16 output y that would overflow to Inf
-    become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0. By default
-    they become Inf.
+    become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0.
 
     Raises ValueError, listing valid values, for unknown or contradictory settings.
 
@@ -101,25 +98,16 @@ class Recipe:
                 f"Recipe: name must be a string that says something, got {self.name!r}"
             )
         for role in ROLES:
-            parsed = formats.parse(getattr(self, role), who=f"Recipe: {role}")
-            self._set(role, parsed)
+            self._set(role, formats.parse(getattr(self, role), who=f"Recipe: {role}"))
             self._one_of(f"{role}_granularity", GRANULARITIES)
         self._one_of("scaling", SCALINGS)
-        self._is("power_of_two_scale", isinstance(self.power_of_two_scale, bool), "True or False")
-        gemms = self.fast_accum
-        gemms = {True: GEMMS, False: ()}[gemms] if isinstance(gemms, bool) else gemms
-        listed = not isinstance(gemms, str) and isinstance(gemms, Iterable)
-        valid = listed and set(gemms) <= set(GEMMS)
-        self._is("fast_accum", valid, f"True, False or some of {GEMMS}")
-        self._set("fast_accum", tuple(kind for kind in GEMMS if kind in gemms))
-        self._is("clip_activations", isinstance(self.clip_activations, bool), "True or False")
         self._one_of("scale_mode", block_formats.SCALE_MODES)
-        roles = self.stochastic_rounding
-        listed = not isinstance(roles, str) and isinstance(roles, Iterable)
-        valid = listed and set(roles) <= set(ROLES)
-        self._is("stochastic_rounding", valid, f"some of {ROLES}")
-        self._set("stochastic_rounding", tuple(role for role in ROLES if role in roles))
-        self._is("hadamard", isinstance(self.hadamard, bool), "True or False")
+        for field in ("power_of_two_scale", "clip_activations", "hadamard"):
+            self._is(field, isinstance(getattr(self, field), bool), "True or False")
+        if isinstance(self.fast_accum, bool):
+            self._set("fast_accum", GEMMS if self.fast_accum else ())
+        self._some_of("fast_accum", GEMMS, "True, False or ")
+        self._some_of("stochastic_rounding", ROLES)
         self._check_formats()
         self._check_blocks()
         self._check_delayed()
@@ -134,6 +122,13 @@ class Recipe:
 
     def _one_of(self, field: str, valid: tuple[str, ...]) -> None:
         self._is(field, getattr(self, field) in valid, "one of " + ", ".join(map(repr, valid)))
+
+    def _some_of(self, field: str, names: tuple[str, ...], more: str = "") -> None:
+        """A collection of names, as a tuple in their order."""
+        given = getattr(self, field)
+        listed = not isinstance(given, str) and isinstance(given, Iterable)
+        self._is(field, listed and set(given) <= set(names), f"{more}some of {names}")
+        self._set(field, tuple(name for name in names if name in given))
 
     def _check_formats(self) -> None:
         if not self.is_scaled and not self.x == self.w == self.g:
@@ -152,20 +147,19 @@ class Recipe:
         """Settings of block formats, all three or none."""
         if not self.is_scaled:
             return
-        blocks = any(getattr(self, f"{role}_granularity") in BLOCKS for role in ROLES)
+        granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
+        blocks = any(granularity in BLOCKS for granularity in granularities.values())
         more = ", because all three operands have block formats or none" if blocks else ""
-        for role in ROLES:
+        for role, granularity in granularities.items():
             fmt = getattr(self, role)
             allowed = [name for name in BLOCKS if block_formats.name_of(fmt, name)]
             if not blocks and fmt in (E4M3, E5M2):
                 allowed = [*GRANULARITIES]
             meaning = f"{' or '.join(map(repr, allowed))} for {fmt}{more}"
-            self._is(
-                f"{role}_granularity", getattr(self, f"{role}_granularity") in allowed, meaning
-            )
+            self._is(f"{role}_granularity", granularity in allowed, meaning)
         if blocks:
             self._are_default(_NOT_OF_BLOCKS, "block formats have their own scales and sums")
-            if all(getattr(self, f"{role}_granularity") == "nvfp4" for role in ROLES):
+            if {*granularities.values()} == {"nvfp4"}:
                 self._are_default(("scale_mode",), "'nvfp4' has no scales that are powers of two")
         else:
             self._are_default(_OF_BLOCKS, "it is for the block formats, 'mx' and 'nvfp4'")
@@ -323,10 +317,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("mxfp8", E4M3, E4M3, E4M3, **_all("mx")),
         Recipe("mxfp4", E2M1, E2M1, E2M1, **_all("mx"), stochastic_rounding=("g",)),
         Recipe(
-            *("nvfp4", E2M1, E2M1, E2M1),
-            **_all("nvfp4"),
-            stochastic_rounding=("g",),
-            hadamard=True,
+            *("nvfp4", E2M1, E2M1, E2M1), **_all("nvfp4"), stochastic_rounding=("g",), hadamard=True
         ),
     )
 }

@@ -6,13 +6,7 @@ import math
 
 import torch
 
-__all__ = [
-    "ACCUMULATION",
-    "FP32_ROUNDOFF",
-    "assert_close",
-    "sqnr",
-    "tolerance",
-]
+__all__ = ["ACCUMULATION", "FP32_ROUNDOFF", "assert_close", "sqnr", "tolerance"]
 
 # An FP32 sum of K products, in any order, is off by at most about K units of roundoff (2^-24)
 # relative to the sum of |products|. Two more roundings undo the scales of the operands, which

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,10 @@ from torch.amp.grad_scaler import OptState
 
 from .. import ops, scaling
 from ..distributed import Ranks
-from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
+from ..grad_report import Overflow, Underflow
 from .lagged import Lagged
-from .optimizers import any_flag, gradients, has_gradient, params_of, steps_alone, unscales_itself
+from .optimizers import any_flag, has_fp16_gradient, has_gradient, steps_alone, unscales_itself
+from .reader import GradReader, check_
 from .rules import NEVER, TORCH_STATE, check, power
 
 if TYPE_CHECKING:
@@ -43,16 +43,13 @@ class GradScaler(torch.amp.GradScaler):
     min_scale the scale never becomes 0, so training recovers from any number of overflows.
 
     max_consecutive_skips: after this many skipped updates in a row, update() raises a RuntimeError
-    that names the worst parameter and says whether its gradient held Inf or NaN; with on_max_skips
-    it calls this function with the overflow report instead. Both repeat after the same number of
-    further skips. Parameters have their names in `model`, if given, or those of an optimizer
-    constructed from named_parameters(). On a GPU this, like `last_step_skipped`, lags a few updates
-    behind, which avoids a host sync.
+    that names the worst parameter, or calls on_max_skips with the overflow report; again after as
+    many further skips. On a GPU this, like `last_step_skipped`, lags a few updates behind.
+    model: whose names the reports use, if not those of an optimizer made with named_parameters().
     grow_on_underflow: the scale may grow after a twentieth of growth_interval when more than this
     share of the nonzero gradients is subnormal in their dtype.
     process_group: with torch's optimizers, ranks that hold different parameters and must skip
-    together. (mixprec's optimizers take a process_group themselves; for DTensors the ranks are
-    known.)
+    together. (mixprec's take one themselves; for DTensors the ranks are known.)
 
     device: accepted for compatibility; the scale is created on the device of the first loss, and
     the scaler never disables itself. With mixprec's optimizers there is no host sync, gradients may
@@ -62,8 +59,6 @@ class GradScaler(torch.amp.GradScaler):
     Compute losses in fp32: the gradient of an fp16 loss is the scale itself in fp16, so scales
     above 65504 overflow at once. Source: Mixed Precision Training (Micikevicius et al., 2018).
     """
-
-    _model: Callable[[], torch.nn.Module | None] | None  # whose names the reports use
 
     def __init__(
         self,
@@ -84,17 +79,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if enabled:
-            check(
-                init_scale=init_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                min_scale=min_scale,
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-                max_consecutive_skips=max_consecutive_skips,
-                grow_on_underflow=grow_on_underflow,
-            )
+            check(**locals())  # which passes over the arguments that have no rule
         self._static = growth_interval is None
         interval = NEVER if growth_interval is None else growth_interval
         # torch's constructor disables the scaler when "cuda", its default, is not available.
@@ -109,13 +94,11 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
         self._warned_fp16 = False
-        self._ranks = Ranks(process_group)
-        self._forget()
-        self._model = None if model is None else weakref.ref(model)
+        self._reader = GradReader(Ranks(process_group), model)
+        self._start_watch()
 
     def __repr__(self) -> str:
-        """The scale, what became of the updates, and the settings. Waits for a GPU: the scale and
-        the counts are there, and a copy that lags behind would not belong to the scale shown."""
+        """The scale, what became of the updates, and the settings. Waits for a GPU."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
         told: dict[str, object] = {
@@ -130,14 +113,6 @@ class GradScaler(torch.amp.GradScaler):
         }
         settings = ", ".join(f"{name}={text}" for name, text in told.items() if text is not None)
         return f"{type(self).__name__}({settings})"
-
-    def _forget(self) -> None:
-        """Reset the state of each optimizer, and drop pending copies from the device."""
-        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, GradCounts] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._start_watch()
-        self._model = None
 
     def _start_watch(self) -> None:
         """Drop pending copies from the device; past skips have been reported already."""
@@ -170,11 +145,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the latest update known to the host found an overflow.
-
-        On the CPU that is the last update; on a GPU it may lag a few updates behind, which avoids a
-        host sync.
-        """
+        """Whether the latest update known to the host found an overflow: on the CPU the last one,
+        on a GPU perhaps one a few updates before, which avoids a host sync."""
         return self._skipped_in_a_row() > 0
 
     def _skipped_in_a_row(self) -> int:
@@ -185,19 +157,12 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
         """Which parameters' gradients held Inf or NaN, and how many, the worst first: for each
         optimizer, at its last step that overflowed. Waits for the device."""
-        optimizers, name = list(self._counts), self._namer(model)
-        return worst_first([each for o in optimizers for each in self._counts[o].overflows(name)])
+        return self._reader.overflows(model)
 
     def underflow_report(self, model: torch.nn.Module | None = None) -> list[Underflow]:
         """How many zeros and subnormal numbers each parameter's gradient held at the last step,
         still scaled and in its own dtype. Waits for the device."""
-        optimizers, name = list(self._counts), self._namer(model)
-        return [each for o in optimizers for each in self._counts[o].underflows(name)]
-
-    def _namer(self, model: torch.nn.Module | None) -> Callable[[torch.Tensor], str]:
-        if model is None and self._model is not None:
-            model = self._model()
-        return namer(list(self._counts), model)
+        return self._reader.underflows(model)
 
     def scale(self, outputs: Any) -> Any:
         """Return outputs * scale: of a tensor, or of tensors in (nested) lists, tuples, iterables.
@@ -238,7 +203,7 @@ class GradScaler(torch.amp.GradScaler):
         flags, unscaled = state["found_inf_per_device"], state["stage"] is OptState.UNSCALED
         ours = unscales_itself(optimizer)
         if ours:
-            self._counts[optimizer] = optimizer.grad_counts  # type: ignore[attr-defined]
+            self._reader.counts[optimizer] = optimizer.grad_counts  # type: ignore[attr-defined]
         if flags:  # a reduction over ranks may have left a sum above 1
             flags = state["found_inf_per_device"] = {
                 scale.device: any_flag(flags.values(), scale.device)
@@ -282,10 +247,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._counters is not None, "created with the scale"
         share, threshold = None, self._grow_on_underflow
         if threshold is not None:
-            stepped = [c for o, c in self._counts.items() if id(o) in self._per_optimizer_states]
-            shares = [c.underflow_share(scale.device) for c in stepped]
-            known = [share for share in shares if share is not None]
-            share = torch.stack(known).max() if known else None
+            share = self._reader.underflow_share(self._per_optimizer_states, scale.device)
         ops.update_scale_(
             scale,
             growth_tracker,
@@ -335,9 +297,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         ours = unscales_itself(optimizer)
-        per_device = gradients(optimizer, allow_fp16=allow_fp16 or ours)
-        fp16 = any(g.dtype == torch.float16 for _, grads in per_device.values() for g in grads)
-        if ours and fp16 and not self._warned_fp16:
+        if ours and not self._warned_fp16 and has_fp16_gradient(optimizer):
             self._warned_fp16 = True
             warnings.warn(
                 "GradScaler.unscale_: unscaled gradients are rounded to fp16 again, where values "
@@ -345,14 +305,7 @@ class GradScaler(torch.amp.GradScaler):
                 "give the optimizer max_grad_norm.",
                 stacklevel=5,  # the caller of unscale_, beyond two frames of _disable_dynamo
             )
-        flags = []
-        counts = self._start_counts(optimizer)
-        with torch.no_grad():
-            for device, (params, grads) in per_device.items():
-                flags.append(found_inf.to(device, copy=True))
-                table = counts.table(device, params, [g.numel() for g in grads])
-                ops.unscale_(grads, inv_scale.to(device, non_blocking=True), flags[-1], table)
-        return self._found(optimizer, flags, found_inf.device)
+        return self._reader.read(optimizer, ops.unscale_, inv_scale, found_inf, allow_fp16 or ours)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         """For torch's fused optimizers: check the gradients as they will be unscaled.
@@ -360,43 +313,10 @@ class GradScaler(torch.amp.GradScaler):
         Returns one flag for all devices, because those optimizers skip only if the sum is 1.
         """
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        inv_scale, flags = ops.inv_scale(scale), []
-        counts = self._start_counts(optimizer)
-        with torch.no_grad():
-            for device, (params, grads) in gradients(optimizer, allow_fp16=True).items():
-                flags.append(torch.zeros((), dtype=torch.float32, device=device))
-                sum_sq = torch.empty(len(grads), dtype=torch.float64, device=device)
-                table = counts.table(device, params, [g.numel() for g in grads])
-                here = inv_scale.to(device, non_blocking=True)
-                ops.grad_stats_(grads, here, flags[-1], sum_sq, table)
-        found = self._found(optimizer, flags, scale.device)
+        inv_scale, unset = ops.inv_scale(scale), torch.zeros_like(scale)
+        found = self._reader.read(optimizer, check_, inv_scale, unset, allow_fp16=True)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
-
-    def _start_counts(self, optimizer: torch.optim.Optimizer) -> GradCounts:
-        counts = getattr(optimizer, "grad_counts", None)
-        if not isinstance(counts, GradCounts):
-            counts = self._counts.get(optimizer) or GradCounts()
-        self._counts[optimizer] = counts
-        counts.start()
-        return counts
-
-    def _found(
-        self, optimizer: torch.optim.Optimizer, flags: list[torch.Tensor], home: torch.device
-    ) -> dict[torch.device, torch.Tensor]:
-        """One flag for all devices and for all ranks that must agree."""
-        params = params_of(optimizer)
-        alone = self._ranks.alone(params)
-        if not flags and alone:
-            return {}
-        found_inf = (
-            any_flag(flags, home) if flags else torch.zeros((), dtype=torch.float32, device=home)
-        )
-        if not alone:
-            none = torch.zeros(0, dtype=torch.float64, device=home)
-            self._ranks.agree_(found_inf, none, [], [], 0, params)
-        self._counts[optimizer].finish(found_inf)
-        return {home: found_inf}
 
     def get_growth_interval(self) -> int | None:  # type: ignore[override]
         """After how many updates without overflow the scale grows; None for a static scale."""
@@ -467,8 +387,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         own = self.state_dict()
         state = super().__getstate__()
-        for name in ("_counts", "_lagged", "_model"):  # valid in this process only
-            del state[name]
+        del state["_lagged"]  # valid in this process only
         if own:
             state["_init_hysteresis_tracker"] = own["_hysteresis_tracker"]
             state["_init_counters"] = [own[name] for name in _COUNTERS]
@@ -477,4 +396,4 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._start_watch()

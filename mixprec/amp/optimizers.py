@@ -8,7 +8,8 @@ import torch
 
 from .._local_gradients import gradient_of, local
 
-__all__ = ["any_flag", "gradients", "has_gradient", "params_of", "steps_alone", "unscales_itself"]
+__all__ = ["any_flag", "gradients", "has_fp16_gradient", "has_gradient", "params_of"]
+__all__ += ["steps_alone", "unscales_itself"]
 
 
 def any_flag(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -28,6 +29,12 @@ def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
             if p.grad is not None or gradient_of(p) is not None:
                 return True
     return False
+
+
+def has_fp16_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Of an optimizer of mixprec."""
+    grads = map(gradient_of, params_of(optimizer))
+    return any(grad is not None and grad.dtype == torch.float16 for grad in grads)
 
 
 def steps_alone(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,19 +20,8 @@ from .. import __version__
 from ..ops._dispatch import backends, gemm_table, library, self_check
 from ..ops._dispatch.op import OPS
 
-__all__ = [
-    "FEATURES",
-    "OPTIONAL",
-    "build",
-    "describe",
-    "gemm_choice",
-    "machine",
-    "main",
-    "report",
-    "self_test",
-    "variants",
-    "versions",
-]
+__all__ = ["FEATURES", "OPTIONAL", "build", "describe", "gemm_choice", "machine", "main"]
+__all__ += ["report", "self_test", "variants", "versions"]
 
 # The processor features by which our kernels, or those of torch, are selected.
 FEATURES = (

@@ -75,28 +75,27 @@ def plot_report(report: Report) -> Any:
         row.recipe: [x * report.loss_factor for x in smooth(row.losses, window)] for row in rows
     }
     base = curves.get("fp32")
-    if base is None:
-        above, below = figure.subplots(), None
-    else:
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    heights = (1,) if base is None else (2, 1)
+    axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    above, below = axes[0], axes[-1]
     for i, row in enumerate(rows):
         curve, style = curves[row.recipe], CURVES[i % len(CURVES)]
         label = row.recipe
         if row.validation_loss is not None:
             label += f" (validation {row.validation_loss * report.loss_factor:.3f})"
         above.plot(range(1, len(curve) + 1), curve, label=label, **style)
-        if below is not None and base is not None:
+        if base is not None:
             gap = [100 * (x / y - 1) for x, y in zip(curve, base, strict=False)]
             below.plot(range(1, len(gap) + 1), gap, **style)
     above.set_ylabel(f"training {report.loss_name}\n(mean of {window} steps)")
     above.set_title("Training loss by precision")
-    above.grid(alpha=0.3)
     if rows:
         above.legend()
-    if below is not None:
+    if base is not None:
         below.set_ylabel("difference to fp32 (%)")
-        below.grid(alpha=0.3)
-    (above if below is None else below).set_xlabel("training step")
+    for ax in axes:
+        ax.grid(alpha=0.3)
+    below.set_xlabel("training step")
     return figure
 
 
@@ -136,18 +135,12 @@ def plot_records(records: Sequence[Record]) -> Any:
     return figure
 
 
-def _colormap(name: str) -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps[name]
-
-
 def plot_memory(reports: Sequence[MemoryReport], names: Sequence[str]) -> Any:
     """A bar for each report, stacked by the rows `names`, without those too thin to be seen. What
     is saved for backward is hatched. ImportError without matplotlib."""
     figure = _figure(3.5 + 1.5 * len(reports), 5, "MemoryReport.plot")
     ax = figure.subplots()
-    shades = _colormap("tab20")
+    shades = importlib.import_module("matplotlib").colormaps["tab20"]
     rows, visible = [report.rows() for report in reports], max(r.total for r in reports) / 500
     seen = [name for name in names if max(row.get(name, 0) for row in rows) >= visible]
     bottom = [0.0] * len(reports)

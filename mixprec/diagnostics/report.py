@@ -141,7 +141,7 @@ class Report:
         return report_table.notes(self)
 
     def __str__(self) -> str:
-        return report_table.text(self)
+        return "\n".join([*report_table.aligned(self.table()), *self.notes()])
 
     def sqnr_table(self, limit: int | None = 12) -> str:
         """The SQNRs of compare(sqnr=True) in dB, as text: for each recipe the `limit` worst layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..amp.rules import power
@@ -10,7 +10,7 @@ from ..amp.rules import power
 if TYPE_CHECKING:
     from .report import Report, Row
 
-__all__ = ["aligned", "notes", "readable", "rows", "text"]
+__all__ = ["aligned", "notes", "readable", "rows"]
 
 
 def rows(report: Report) -> list[list[str]]:
@@ -52,16 +52,12 @@ def notes(report: Report) -> list[str]:
     return found
 
 
-def text(report: Report) -> str:
-    return "\n".join([*aligned(rows(report)), *notes(report)])
-
-
-def aligned(table: list[list[str]]) -> list[str]:
-    """The lines of a table, with a rule below its first row."""
+def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """The lines of a table, with a rule below its first row. left: the columns of text."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
+            cell.ljust(w) if i in left else cell.rjust(w)
             for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
         ).rstrip()
         for cells in table

@@ -129,8 +129,7 @@ class TrainingRun:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.model.train()
-        with ExitStack() as stack:
-            stack.enter_context(self._gemms_counted())
+        with self._gemms_counted():
             for step, batch in enumerate(itertools.islice(batches, steps)):
                 row.status = f"interrupted in step {step + 1}"  # until the step is over
                 self.last = arguments = self._arguments(batch)
@@ -162,7 +161,8 @@ class TrainingRun:
 
     def _step(self, arguments: tuple[Any, ...], probe: bool) -> float:
         clock = _Clock(self.device)
-        with self._saved_bytes_measured() if probe else nullcontext():
+        saved, record = recorder(self.model.parameters() if probe else ())
+        with recorded(record) if probe else nullcontext():
             loss = self._loss(arguments)
         clock.mark("forward")
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -178,6 +178,7 @@ class TrainingRun:
         self.optimizer_calls += self._was_called
         self._was_called = False
         if probe:
+            self.row.saved_bytes = sum(saved.values())
             self.row.gradient_bytes = tensor_bytes(p.grad for p in self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)
         number = loss.item()  # waits for a GPU, so that the time of the step is the whole step
@@ -219,13 +220,6 @@ class TrainingRun:
         if not losses:
             raise ValueError("compare: validation must hold at least one batch, got none")
         return math.fsum(losses) / len(losses)
-
-    @contextmanager
-    def _saved_bytes_measured(self) -> Iterator[None]:
-        saved, record = recorder(self.model.parameters())
-        with recorded(record):
-            yield
-        self.row.saved_bytes = sum(saved.values())
 
     @contextmanager
     def _gemms_counted(self) -> Iterator[None]:

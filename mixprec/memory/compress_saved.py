@@ -52,30 +52,20 @@ def compress_saved(
 
     Each group of 128 elements x becomes codes and a range: x ~ min + code * step, rounded
     stochastically, so that what backward reads has the mean x. Where a derivative is not linear,
-    what is packed is chosen so that the gradients have the right mean: a bit for ReLU, limited
-    values for GELU, normalized ones for norms; see docs/memory.md. The forward pass is not changed.
-    A tensor is kept as it is if it is
+    what is packed is chosen so that the gradients have the right mean. The forward pass is not
+    changed. docs/memory.md lists what each op saves, and what is kept as it is: parameters, their
+    views and casts, buffers, inputs; tensors that are integer, FP8, FP64, of a subclass such as
+    DTensor, or smaller than 4,096 elements; what a loss, or an op that is not listed, saves.
 
-      - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
-      - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
-      - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
-      - q, k or v of a fused attention, in 16 bits; in FP32, they get 16 bits;
-      - saved by an op that docs/memory.md does not list, or that torch's function modes do not see
-        (another library's autograd.Function): its backward may divide by it, take its exponential
-        or compare it (amax).
-
-    A tensor that several ops save is packed once, where no gradient can pass through both. One that
-    is modified in place later raises RuntimeError in backward, as without the block.
+    A tensor that is modified in place later raises RuntimeError in backward, as without the block.
 
     seed: of the random numbers, with a counter of the tensors packed in the block. None draws one
-    from torch's CPU generator when the first tensor is packed, so that torch.manual_seed determines
-    a run, and one that `load_checkpoint` resumes goes on with the same bits. Inf and NaN: all
-    elements of the group come back as NaN, so that an overflow reaches the gradients.
+    from torch's CPU generator when the first tensor is packed. Inf and NaN: all elements of the
+    group come back as NaN, so that an overflow reaches the gradients.
 
     The block holds for the thread that entered it and nests, the innermost one applies; without
-    grad mode and in code inside torch.compile it has no effect. Inside torch.utils.checkpoint
-    nothing is saved but its inputs, as they are. ValueError for bits that are not offered, for
-    patterns without a model, and for a pattern that matches no module.
+    grad mode and in code inside torch.compile it has no effect. ValueError for bits that are not
+    offered, for patterns without a model, and for a pattern that matches no module.
 
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
     """
@@ -122,7 +112,9 @@ def _hooks(
     mode: int | None, by_module: dict[nn.Module, int | None] | None, seed: int | None
 ) -> Iterator[None]:
     modes, watch, packer = _Modes(mode), Watch(kinds.NAMES), Packer(seed)
-    by_param = _by_param(by_module or {})
+    by_param = WeakTensorKeyDictionary()  # the mode of the parameter's module
+    for module, own in (by_module or {}).items():
+        by_param.update((p, own) for p in module.parameters(recurse=False))
 
     def pack(t: torch.Tensor) -> Kept | Saved:
         op, form = current(t), None
@@ -151,6 +143,12 @@ class _Modes(threading.local):
 
     def __init__(self, mode: int | None) -> None:
         self.stack = [mode]
+
+    def leave(self) -> None:
+        if (
+            len(self.stack) > 1
+        ):  # in a thread that was in the module when the block began, it is not
+            self.stack.pop()
 
 
 def _unpack(saved: Kept | Saved) -> torch.Tensor:
@@ -185,7 +183,7 @@ class ModuleHook:
 def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[None]:
     """`own` is the last of `modes` while `module` runs."""
     enter = ModuleHook(lambda: modes.stack.append(own))
-    leave = ModuleHook(lambda: _drop(modes))
+    leave = ModuleHook(modes.leave)
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
     try:
@@ -195,23 +193,7 @@ def _mode_inside(module: nn.Module, own: int | None, modes: _Modes) -> Iterator[
         after.remove()
 
 
-def _drop(modes: _Modes) -> None:
-    if len(modes.stack) > 1:  # in a thread that was in the module when the block began, it is not
-        modes.stack.pop()
-
-
-_ByParam = WeakTensorKeyDictionary  # of parameters, the mode of their module
-
-
-def _by_param(by_module: dict[nn.Module, int | None]) -> _ByParam:
-    found = WeakTensorKeyDictionary()
-    for module, own in by_module.items():
-        for param in module.parameters(recurse=False):
-            found[param] = own
-    return found
-
-
-def _mode_of(op: Op | None, modes: _Modes, by_param: _ByParam) -> int | None:
+def _mode_of(op: Op | None, modes: _Modes, by_param: WeakTensorKeyDictionary) -> int | None:
     """The mode of the module that runs; where several run as one function, that which keeps most
     of those of their own."""
     mode: int | None = modes.stack[-1]

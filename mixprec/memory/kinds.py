@@ -45,19 +45,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 _KIND = {name: kind for kind, names in KINDS.items() for name in names}
-# Names that only functions of mixprec give to what they save: torch.norm is another function.
-_OURS = {
-    "attention",
-    "scores",
-    "attended",
-    "mlp",
-    "hidden",
-    "gate",
-    "norm",
-    "norm_linear",
-    "normalized",
-}
 OF_MODULES = {"mlp", "norm_linear", "hidden", "gate", "normalized"}  # several as one function
+# Names that only functions of mixprec give to what they save: torch.norm is another function.
+_OURS = OF_MODULES | {"attention", "scores", "attended", "norm"}
 
 
 def _functions() -> Iterator[tuple[Callable[..., Any], str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import count
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,10 +36,7 @@ class Codes:
         return t if self.dither is None else rounded_at_random(t, self.dither)
 
 
-class Make(Protocol):
-    def __call__(self, x: torch.Tensor, bits: int, dithered: bool = False) -> Codes: ...
-
-
+Make = Callable[..., Codes]  # of (x, bits, dithered=False)
 Pieces = tuple[Codes | torch.Tensor, ...]
 
 

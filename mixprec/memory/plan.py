@@ -30,7 +30,7 @@ def form_of(t: torch.Tensor, op: Op | None, mode: int) -> Form | None:
     if op is None or not op.name or bits is None or _is_statistic(t, op):
         return None
     rule = _RULES.get(op.name)
-    return Linear(bits) if rule is None else rule(t, op, bits)
+    return _FORMS.get(op.name) or (Linear(bits) if rule is None else rule(t, op, bits))
 
 
 def _is_statistic(t: torch.Tensor, op: Op) -> bool:
@@ -40,7 +40,20 @@ def _is_statistic(t: torch.Tensor, op: Op) -> bool:
 
 
 _Rule = Callable[[torch.Tensor, Op, int], "Form | None"]
-_RULES: dict[str, _Rule] = {}
+_RULES: dict[str, _Rule] = {
+    # Backward has the square of the result, which lies in [-1, 1], and 16 bits round once more.
+    **dict.fromkeys(
+        ("sigmoid", "tanh"),
+        lambda t, op, bits: Linear(8) if t.dtype == torch.float32 else None,
+    ),
+    "glu": lambda t, op, bits: GLU(8, op.argument(1, "dim", -1)),
+    **dict.fromkeys(("norm", "normalized"), lambda t, op, bits: Rows(bits, "last", 1)),
+    "group_norm": lambda t, op, bits: Rows(bits, "groups", op.argument(1, "num_groups")),
+    **dict.fromkeys(
+        ("batch_norm", "instance_norm"),
+        lambda t, op, bits: Rows(bits, "channels") if t.dim() >= 2 else None,
+    ),
+}
 
 
 def _rule(*names: str) -> Callable[[_Rule], _Rule]:
@@ -51,6 +64,17 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
     return add
 
 
+# The forms of ops that have one. prelu: the weight's gradient is a sum of values of both signs.
+_FORMS: dict[str, Form] = {
+    "relu": Mask(0.0, None, True, 1.0, 0.0),
+    "leaky_relu": Mask(0.0, None, False, 1.0, -1.0),
+    "hardsigmoid": Mask(-3.0, 3.0, False, 0.0, -4.0),
+    "relu6": Mask(0.0, 6.0, True, 3.0, -1.0),
+    "prelu": Negative(8, None),
+    "attended": Linear(8, dithered=True),
+}
+
+
 @_rule("pow")
 def _pow(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     """Of other powers the derivative is not linear."""
@@ -58,22 +82,11 @@ def _pow(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     return Linear(bits) if isinstance(exponent, (int, float)) and exponent in (1, 2) else None
 
 
-@_rule("sigmoid", "tanh")
-def _squared(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    """Backward has the square of the result, which lies in [-1, 1], and 16 bits round once more."""
-    return Linear(8) if t.dtype == torch.float32 else None
-
-
 # Where the derivative changes: in 4 bits, whose steps are long, up to 0.0005 (GELU) and 0.003 of
 # it; in 8 bits all of it. hardswish: beyond the jumps at -3 and 3 by more than a step.
 _LIMITS = {
     4: {"gelu": (-4.0, 4.0), "silu": (-8.0, 8.0)},
-    8: {
-        "gelu": (-8.0, 5.0),
-        "silu": (-20.0, 16.0),
-        "mish": (-20.0, 6.0),
-        "hardswish": (-3.2, 3.2),
-    },
+    8: {"gelu": (-8.0, 5.0), "silu": (-20.0, 16.0), "mish": (-20.0, 6.0), "hardswish": (-3.2, 3.2)},
 }
 # What is below the lower limit comes back as so many times this limit, where the derivative is 0.
 _FLAT = 8.0
@@ -92,26 +105,6 @@ def _softplus(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     if not beta > 0 or threshold <= 16.0:
         return None
     return Limited(8, -16.0 / beta, 16.0 / beta)
-
-
-@_rule("relu")
-def _relu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Mask(0.0, None, True, 1.0, 0.0)
-
-
-@_rule("leaky_relu")
-def _leaky_relu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Mask(0.0, None, False, 1.0, -1.0)
-
-
-@_rule("hardsigmoid")
-def _hardsigmoid(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Mask(-3.0, 3.0, False, 0.0, -4.0)
-
-
-@_rule("relu6")
-def _relu6(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Mask(0.0, 6.0, True, 3.0, -1.0)
 
 
 @_rule("hardtanh")
@@ -140,17 +133,6 @@ def _elu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     return None if is_result(t, op) or not alpha > 0 else Negative(8, 16.0 * alpha)
 
 
-@_rule("prelu")
-def _prelu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    """The weight's gradient, one number, is a sum of values of both signs."""
-    return Negative(8, None)
-
-
-@_rule("glu")
-def _glu(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return GLU(8, op.argument(1, "dim", -1))
-
-
 @_rule("hidden", "gate")
 def _hidden(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     """The operand of the activation of mixprec.functional.mlp."""
@@ -169,21 +151,6 @@ def _row_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     return Rows(bits, "last", len(shape)) if t.shape[-len(shape) :] == shape else None
 
 
-@_rule("norm", "normalized")
-def _own_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Rows(bits, "last", 1)
-
-
-@_rule("group_norm")
-def _group_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Rows(bits, "groups", op.argument(1, "num_groups"))
-
-
-@_rule("batch_norm", "instance_norm")
-def _channel_norm(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Rows(bits, "channels") if t.dim() >= 2 else None
-
-
 # The most that scores may be off, in standard deviations: exp(error) has the mean 1 + error^2 / 2.
 _SCORE_ERROR = 0.05
 
@@ -197,11 +164,6 @@ def _scores(t: torch.Tensor, op: Op, bits: int) -> Form | None:
         if values.score_error(q, k, scale, Wide.STEPS) <= _SCORE_ERROR:
             return Wide()
     return Exact() if t.untyped_storage().nbytes() > t.nbytes else None
-
-
-@_rule("attended")
-def _attended(t: torch.Tensor, op: Op, bits: int) -> Form | None:
-    return Linear(bits, dithered=True)
 
 
 _FUSED = frozenset(
@@ -219,15 +181,7 @@ def _attention(t: torch.Tensor, op: Op, bits: int) -> Form | None:
     named = {name: op.kwargs[name] for name in ("scale", "enable_gqa") if name in op.kwargs}
     if torch._fused_sdp_choice(q, k, v, *options, **named) == _MATH:
         return Linear(bits)  # of products and a softmax, as if written by hand
-    if any(_same(t, given) for given in (q, k, v)):
+    if any(t.is_set_to(given) for given in (q, k, v)):
         return _scores(t, op, bits)
     is_out = is_result(t, op) and type(t.grad_fn).__name__ in _FUSED
     return Linear(bits, dithered=True) if is_out else None
-
-
-def _same(t: torch.Tensor, other: torch.Tensor) -> bool:
-    return t.untyped_storage()._cdata == other.untyped_storage()._cdata and (
-        t.storage_offset(),
-        t.shape,
-        t.stride(),
-    ) == (other.storage_offset(), other.shape, other.stride())

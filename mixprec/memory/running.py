@@ -15,15 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._context import context, replaced
 
-__all__ = [
-    "Op",
-    "Watch",
-    "current",
-    "is_held_by_owner",
-    "keep_as_is",
-    "running",
-    "saved_as",
-]
+__all__ = ["Op", "Watch", "current", "is_held_by_owner", "keep_as_is", "running", "saved_as"]
 
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _MHA = functional.multi_head_attention_forward
@@ -102,9 +94,7 @@ class Watch(TorchFunctionMode):
         self.names = names
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)

@@ -19,12 +19,10 @@ from ..ops._dispatch import checks
 from . import _region
 from ._fused_forward import own_forward
 from ._layer import Layer
-from ._norms import as_input
 from .conv1d import Conv1D
 from .known import CALL, NormSpec, spec_of
+from .known_norms import as_input
 from .linear import Linear
-
-__all__ = ["PLAIN", "Part", "activation_of", "fits_norm", "norm_of", "why_not_fused"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEAR = (Linear.forward, Conv1D.forward)

@@ -12,8 +12,6 @@ from torch import nn
 
 from .known import load_tables
 
-__all__ = ["FusedForward", "fused_forward_of", "own_forward"]
-
 # Of torch, where it calls the `forward` of `self`.
 _CALLS = {nn.Module._call_impl.__code__, nn.Module._slow_forward.__code__}
 _CALLS |= {c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +14,6 @@ from ._subclass import inject_parametrizations, new_instance
 
 CLIPPED = "clipped"  # the buffer, int64 []
 Self = TypeVar("Self", bound="Layer")
-TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class QuantizedWeight(NamedTuple):
@@ -57,7 +55,7 @@ class Layer(torch.nn.Module):
     clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
     """
 
-    one_product = True  # y is one product of x and `weight`, which diagnostics can repeat
+    one_product = True  # y is one product of x and `weight`, which casts once or is repeated
     name = _Name()
     weight: torch.Tensor
     scale: torch.Tensor  # these three for a delayed recipe only
@@ -174,8 +172,9 @@ class Layer(torch.nn.Module):
     def quantize_weight(self) -> None:
         """Cast the weight now, for all forward passes until `_quantized_weight` is None again."""
         weight = self.weight
-        if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:
-            return  # nothing to cast
+        nothing_to_cast = not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype
+        if nothing_to_cast or not self.one_product:
+            return
         with torch.no_grad():
             self._quantized_weight = QuantizedWeight(weight, weight._version, self._cast_weight())
 
@@ -188,9 +187,7 @@ class Layer(torch.nn.Module):
         if scaling.has_state(self):
             scaling.reset(self, self.recipe)
 
-    def _apply(
-        self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> Self:
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         before = {n: self._buffers[n] for n in scaling.BUFFERS} if scaling.has_state(self) else {}
         count = self._buffers.get(CLIPPED)
         super()._apply(fn, recurse)

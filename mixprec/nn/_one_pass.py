@@ -15,8 +15,6 @@ from ._fused import PLAIN, activation_of, fits_norm, norm_of
 from ._fused_forward import FusedForward
 from .known import NormSpec, Spec
 
-__all__ = ["FusedActivation", "FusedNorm", "one_pass_class"]
-
 # On a CPU, 1,024 rows of 512 to 2,048, forward and backward: torch's RMSNorm takes 2.5 to 6 times
 # our time and its gelu_tanh 2 to 3 times; LayerNorm, GELU and SiLU 0.5 to 1.15 times, and are one
 # pass already.

@@ -42,9 +42,7 @@ class Region(TorchFunctionMode):
         super().__init__()
         self.inside = inside
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             for mode in reversed(_get_current_function_mode_stack()):

@@ -14,10 +14,7 @@ from ..functional.operands import saved_tensors_hooks
 from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _region
-
-__all__ = ["AttentionMode"]
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from ._fused import PLAIN
 
 
 class AttentionMode(_region.SeesRegions):
@@ -41,9 +38,7 @@ class AttentionMode(_region.SeesRegions):
                 return mode.recipe == recipe and mode.around == _surroundings()
         return False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = recipe = None
         if func is scaled_dot_product_attention and self.around == _surroundings():
@@ -75,15 +70,14 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         query, key, value, mask, dropout, is_causal, scale, enable_gqa = _bind(*args, **kwargs)
     except TypeError:
         return None
-    if (
-        mask is not None
-        or dropout != 0.0
-        or is_twice_differentiable()
-        or _is_for_torch()
-        or _region.is_watched()
-    ):
+    if mask is not None or dropout != 0.0 or is_twice_differentiable() or _region.is_watched():
         return None
-    if any(type(x) not in _PLAIN or x.is_nested for x in (query, key, value)):
+    if not torch.compiler.is_compiling():  # where the rest cannot be asked
+        # The program may have chosen kernels of torch, as with sdpa_kernel.
+        flash = torch.backends.cuda.flash_sdp_enabled()
+        if not flash or torch._C._are_functorch_transforms_active():
+            return None
+    if any(type(x) not in PLAIN or x.is_nested for x in (query, key, value)):
         return None
     if not (query.dtype == key.dtype == value.dtype) or not fits(query, key, value):
         return None
@@ -104,14 +98,3 @@ def _bind(
     enable_gqa: bool = False,
 ) -> tuple[Any, ...]:
     return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-
-
-def _is_for_torch() -> bool:
-    """Whether torch.func or a mode of the program is to see the call, or the program has chosen
-    kernels of torch, as with sdpa_kernel (in compiled code that cannot be asked)."""
-    if is_twice_differentiable() or _region.is_watched():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    flash = torch.backends.cuda.flash_sdp_enabled()
-    return not flash or torch._C._are_functorch_transforms_active()

@@ -27,12 +27,6 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     __module__ = "mixprec.nn"
     one_product = False
 
-    @classmethod
-    def from_attention(
-        cls, attention: torch.nn.MultiheadAttention, recipe: Recipe | str = "fp8", name: str = ""
-    ) -> MultiheadAttention:
-        return cls._sharing(torch.nn.MultiheadAttention, attention, recipe, name)
-
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         packed: torch.Tensor | None = self.in_proj_weight
@@ -122,9 +116,6 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         heads = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
         q, k, v = heads
         return q, k, v
-
-    def quantize_weight(self) -> None:
-        pass
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, heads={self.num_heads}, {self.recipe}"

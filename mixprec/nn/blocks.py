@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +16,6 @@ from .linear import Linear
 
 __all__ = ["MLP", "GatedMLP", "NormLinear"]
 
-_ACTS = {
-    "silu": lambda: nn.SiLU(),
-    "gelu": lambda: nn.GELU(),
-    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
-    "relu2": lambda: _ReLUSquared(),
-}
-
 
 class _ReLUSquared(nn.Module):
     """relu(x)^2. Source: Primer (So et al., 2021)."""
@@ -31,6 +26,12 @@ class _ReLUSquared(nn.Module):
 
 
 register_fusion(_ReLUSquared, lambda module: "relu2")
+_ACTS: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, "tanh"),
+    "relu2": _ReLUSquared,
+}
 
 
 def _norm(
@@ -127,17 +128,11 @@ class GatedMLP(MLP):
         bias: bool = False,
         *,
         act: str = "silu",
-        norm: str | None = None,
-        eps: float = 1e-6,
-        recipe: Recipe | str = "fp8",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            width, hidden, bias, act=act, norm=norm, eps=eps, recipe=recipe, device=device,
-            dtype=dtype,
-        )  # fmt: skip
-        self.gate = Linear(width, hidden, bias, device, dtype, recipe=recipe)
+        super().__init__(width, hidden, bias, act=act, **options)
+        like = self.up.weight
+        self.gate = Linear(width, hidden, bias, like.device, like.dtype, recipe=self.up.recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Part([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]

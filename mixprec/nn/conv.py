@@ -57,12 +57,8 @@ class Conv2d(Layer, torch.nn.Conv2d):
     def from_conv(
         cls, conv: torch.nn.Conv2d, recipe: Recipe | str = "fp8", name: str = ""
     ) -> Conv2d:
-        """A Conv2d that shares the parameters, hooks and all other attributes of `conv`.
-
-        Handles of hooks that were registered on `conv` keep working. Raises ValueError if `forward`
-        of `conv` was replaced (by a wrapper or .compile()), which would be lost: convert first,
-        then wrap or compile.
-        """
+        """A Conv2d that shares the parameters, hooks and all other attributes of `conv`, as
+        `Linear.from_linear` does."""
         return cls._sharing(torch.nn.Conv2d, conv, recipe, name)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword

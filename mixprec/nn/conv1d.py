@@ -8,7 +8,6 @@ from ..functional import operands
 from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
 from ..functional.operands import Operand
-from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
 
@@ -24,12 +23,6 @@ class Conv1D(Layer):
 
     __module__ = "mixprec.nn"
     bias: torch.Tensor | None
-
-    @classmethod
-    def from_conv1d(
-        cls, conv1d: torch.nn.Module, recipe: Recipe | str = "fp8", name: str = ""
-    ) -> Conv1D:
-        return cls._sharing(type(conv1d), conv1d, recipe, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         recipe = _region.recipe_here(self._recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -44,7 +45,7 @@ class FusedSequential(FusedForward):
             part = self.parts.get(i, ())
             found = modules[i : i + len(part)]
             # Another module may have taken a place since.
-            if part and len(found) == len(part) and all(map(_same, found, part)):
+            if part and len(found) == len(part) and all(map(operator.is_, found, part)):
                 fused = _part_of(part)
                 if fused.is_fused(x):
                     with _region.without_modes():
@@ -142,8 +143,10 @@ def fuse(model: nn.Module) -> Found:
         elif around_layers:
             vars(module)["forward"] = Marked(module)
             found.shares[type(module).__name__] += layers > 1
-        if spec is None and not _is_torchs(module) and (layers or not module._modules):
-            found.unknown[type(module).__name__] += 1
+        name = type(module).__name__
+        torchs = type(module) is getattr(nn, name, None)
+        if spec is None and not torchs and (layers or not module._modules):
+            found.unknown[name] += 1
     return found
 
 
@@ -152,10 +155,6 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if fused_forward_of(module) is not None:
             del vars(module)["forward"]
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module) is getattr(nn, type(module).__name__, None)
 
 
 def _layers(module: nn.Module) -> Iterator[Layer]:
@@ -169,10 +168,6 @@ def _own_layers(module: nn.Module) -> Iterator[Layer]:
             yield child
         elif child is not None and type(child) in _CONTAINERS:
             yield from _own_layers(child)
-
-
-def _same(a: object, b: object) -> bool:
-    return a is b
 
 
 def _part_of(modules: tuple[Any, ...]) -> Part:

@@ -35,12 +35,6 @@ class Intercepted(Layer):
     one_product = False
     _warned = False
 
-    @classmethod
-    def from_module(
-        cls, module: nn.Module, recipe: Recipe | str = "fp8", name: str = ""
-    ) -> Intercepted:
-        return cls._sharing(type(module), module, recipe, name)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recipe = _region.recipe_here(self._recipe)
         if recipe is None:
@@ -56,9 +50,6 @@ class Intercepted(Layer):
                 stacklevel=2,
             )
         return result
-
-    def quantize_weight(self) -> None:
-        pass
 
     __repr__ = nn.Module.__repr__
 
@@ -84,9 +75,7 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.layer, self.recipe, self.found = layer, recipe, False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         run = _RUN.get(func)
         if run is None or (run is _grouped_mm and not _is_by_rows(*args, **kwargs)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,8 @@ from .conv1d import Conv1D
 from .imported import adapted_layer, imported_class
 from .linear import Linear
 
-__all__ = [
-    "Coverage",
-    "adapters",
-    "converter",
-    "coverage",
-    "leave_fast_paths",
-    "restore_fast_paths",
-]
+__all__ = ["Coverage", "adapters", "converter", "coverage"]
+__all__ += ["leave_fast_paths", "restore_fast_paths"]
 
 ADAPTER = "an adapter of peft"
 # The share of unsupported weights above which it is worth a warning.
@@ -51,11 +46,10 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
     if isinstance(module, nn.Conv2d) and plain == (nn.Conv2d.forward, nn.Conv2d._conv_forward):
         return Conv2d.from_conv
     if isinstance(module, nn.MultiheadAttention) and plain[0] is nn.MultiheadAttention.forward:
-        return MultiheadAttention.from_attention
-    if kind is imported_class("transformers.pytorch_utils", "Conv1D"):
-        return Conv1D.from_conv1d
-    layer = intercepted.layer_for(module)
-    return None if layer is None else layer.from_module
+        return partial(MultiheadAttention._sharing, nn.MultiheadAttention)
+    conv1d = kind is imported_class("transformers.pytorch_utils", "Conv1D")
+    layer = Conv1D if conv1d else intercepted.layer_for(module)
+    return None if layer is None else partial(layer._sharing, kind)
 
 
 def adapters(model: nn.Module) -> set[nn.Module]:

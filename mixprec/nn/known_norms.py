@@ -1,97 +1,98 @@
-"""The norms of other libraries, known by the identity of their classes."""
+"""The norms of other libraries, known by the identity of their classes; their output in 16 bits."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from .._local_gradients import LOW_PRECISION
 from .imported import imported_class
 
-__all__ = ["known_norms"]
+__all__ = ["as_input", "known_norms"]
 
 # transformers.models.NAME.modeling_NAME as NAME/Class, or NAME/FILE/Class where the file has
 # another name: the modules of transformers 5.23 that derive from nn.Module alone and own nothing
-# but the weights of a norm. (Those that derive from torch's norms need no entry.)
-_TRANSFORMERS = """
-afmoe/AfmoeRMSNorm aimv2/Aimv2RMSNorm apertus/ApertusRMSNorm arcee/ArceeRMSNorm aria/AriaTextRMSNorm
-axk1/AXK1RMSNorm axk2/AXK2RMSNorm bailing_hybrid/BailingHybridRMSNorm
-bailing_hybrid/BailingHybridRMSNormGated bamba/BambaRMSNormGated bamba/BambaRMSNorm beam/BeamRMSNorm
-bitnet/BitNetRMSNorm blt/BltRMSNorm chameleon/ChameleonRMSNorm clvp/ClvpRMSNorm
-cohere/CohereLayerNorm cohere2/Cohere2LayerNorm cohere2_moe/Cohere2MoeRMSNorm
-cohere2_moe/Cohere2MoeLayerNorm cohere_compass/CohereCompassLayerNorm
-cosmos3_edge/Cosmos3EdgeTextRMSNorm cpmant/CpmAntLayerNorm csm/CsmRMSNorm cwm/CwmRMSNorm
-deberta/DebertaLayerNorm deepseek_ocr2/DeepseekOcr2VisionRMSNorm
-deepseek_ocr2/DeepseekOcr2TextRMSNorm deepseek_v2/DeepseekV2RMSNorm deepseek_v3/DeepseekV3RMSNorm
-deepseek_v32/DeepseekV32RMSNorm deepseek_v4/DeepseekV4RMSNorm deimv2/Deimv2RMSNorm dia/DiaRMSNorm
-diffllama/DiffLlamaRMSNorm diffusion_gemma/DiffusionGemmaRMSNorm doge/DogeRMSNorm dots1/Dots1RMSNorm
-dots3_note/Dots3NoteRMSNorm embedding_gemma2/EmbeddingGemma2RMSNorm emu3/Emu3RMSNorm
-ernie4_5/Ernie4_5RMSNorm ernie4_5_moe/Ernie4_5_MoeRMSNorm ernie4_5_vl_moe/Ernie4_5_VLMoeRMSNorm
-esm/esmfold/EsmFoldLayerNorm eurobert/EuroBertRMSNorm evolla/EvollaRMSNorm exaone4/Exaone4RMSNorm
-exaone4_5/Exaone4_5_RMSNorm exaone_moe/ExaoneMoeRMSNorm falcon_h1/FalconH1RMSNormGated
-falcon_h1/FalconH1RMSNorm falcon_mamba/FalconMambaRMSNorm flex_olmo/FlexOlmoRMSNorm
-flint/FlintRMSNorm gemma/GemmaRMSNorm gemma2/Gemma2RMSNorm gemma3/Gemma3RMSNorm
-gemma3n/Gemma3nRMSNorm gemma3n/Gemma3nAudioCumulativeGroupNorm gemma4/Gemma4RMSNorm
-gemma4_unified/Gemma4UnifiedRMSNorm glm/GlmRMSNorm glm4/Glm4RMSNorm glm4_moe/Glm4MoeRMSNorm
-glm4_moe_lite/Glm4MoeLiteRMSNorm glm4v/Glm4vRMSNorm glm4v_moe/Glm4vMoeTextRMSNorm
-glm4v_moe/Glm4vMoeRMSNorm glm5_next/Glm5NextTextRMSNorm glm5_next/Glm5NextTextRMSNormGated
-glm5_next/Glm5NextRMSNorm glm_image/GlmImageRMSNorm glm_moe_dsa/GlmMoeDsaRMSNorm
-glm_ocr/GlmOcrRMSNorm gpt_oss/GptOssRMSNorm gradium_phonon_tts/GradiumPhononTTSTimestepNorm
-granite/GraniteRMSNorm granite4_vision/Granite4VisionTextRMSNorm
-granite_docling/GraniteDoclingTextRMSNorm granite_swa/GraniteSWARMSNorm granitemoe/GraniteMoeRMSNorm
-granitemoe_swa/GraniteMoeSWARMSNorm granitemoehybrid/GraniteMoeHybridRMSNormGated
-granitemoehybrid/GraniteMoeHybridRMSNorm granitemoeshared/GraniteMoeSharedRMSNorm
-helium/HeliumRMSNorm higgs_audio_v2/HiggsAudioV2RMSNorm hunyuan_v1_dense/HunYuanDenseV1RMSNorm
-hunyuan_v1_moe/HunYuanMoEV1RMSNorm hunyuan_vl/HunYuanVLRMSNorm hy_v3/HYV3RMSNorm hy_v4/HYV4RMSNorm
-hyperclovax/HyperCLOVAXRMSNorm idefics/IdeficsRMSNorm idefics2/Idefics2RMSNorm
-idefics3/Idefics3RMSNorm imagegpt/ImageGPTLayerNorm inkling/InklingRMSNorm inkling2/Inkling2RMSNorm
-internvl/InternVLVisionRMSNorm jamba/JambaRMSNorm jetmoe/JetMoeRMSNorm kimi_linear/KimiLinearRMSNorm
-kimi_linear/KimiLinearRMSNormGated kolibri1/Kolibri1RMSNorm kosmos2_5/Kosmos2_5LayerNorm
-kyutai_speech_to_text/KyutaiSpeechToTextRMSNorm laguna/LagunaRMSNorm lfm2/Lfm2RMSNorm
-lfm2_moe/Lfm2MoeRMSNorm lfm3/Lfm3RMSNorm lfm3_vl/Lfm3VlVisionRMSNorm lighton_ocr/LightOnOcrRMSNorm
-llama/LlamaRMSNorm llama4/Llama4TextRMSNorm longcat_flash/LongcatFlashRMSNorm longt5/LongT5LayerNorm
-mamba/MambaRMSNorm mamba2/MambaRMSNormGated mamba2/Mamba2RMSNorm mellum/MellumRMSNorm
-mimo_v2_flash/MiMoV2FlashRMSNorm minicpm3/MiniCPM3RMSNorm minimax/MiniMaxRMSNorm
-minimax_m2/MiniMaxM2RMSNorm minimax_m3_vl/MiniMaxM3VLRMSNorm ministral/MinistralRMSNorm
-ministral3/Ministral3RMSNorm mistral/MistralRMSNorm mistral3/Mistral3RMSNorm
-mistral4/Mistral4RMSNorm mistral_large4/MistralLarge4RMSNorm mixtral/MixtralRMSNorm
-mllama/MllamaTextRMSNorm mobilebert/NoNorm molmo2/Molmo2RMSNorm
-moonshine_streaming/MoonshineStreamingLayerNorm moshi/MoshiRMSNorm mt5/MT5LayerNorm
-muse_glimmer/MuseGlimmerRMSNorm muse_glimmer/MuseGlimmerTextCenteredRMSNorm
-muse_glimmer_assistant/MuseGlimmerAssistantRMSNorm muse_spark/MuseSparkRMSNorm
-muse_spark/MuseSparkTextCenteredRMSNorm muse_spark/MuseSparkTextInputScaledRMSNorm
-nemotron_h/NemotronHRMSNormGated nemotron_h/NemotronHRMSNorm nemotron_h_omni/NemotronH_Omni_RMSNorm
-neomme/NeoMMERMSNorm neucodec/NeuCodecRMSNorm olmo2/Olmo2RMSNorm olmo3/Olmo3RMSNorm
-olmo_hybrid/OlmoHybridRMSNormGated olmo_hybrid/OlmoHybridRMSNorm olmoe/OlmoeRMSNorm
-openai_privacy_filter/OpenAIPrivacyFilterRMSNorm ovis2/Ovis2RMSNorm paddleocr_vl/PaddleOCRRMSNorm
-pe_audio/PeAudioEncoderRMSNorm pe_audio_video/PeAudioVideoEncoderRMSNorm
-pe_video/PeVideoEncoderRMSNorm phi3/Phi3RMSNorm phi4_multimodal/Phi4MultimodalRMSNorm
-pix2struct/Pix2StructLayerNorm pixtral/PixtralRMSNorm pocket_tts/PocketTTSTimestepNorm
-pop2piano/Pop2PianoLayerNorm qianfan_ocr/QianfanOCRVisionRMSNorm qwen2/Qwen2RMSNorm
-qwen2_5_omni/Qwen2_5OmniRMSNorm qwen2_5_vl/Qwen2_5_VLRMSNorm qwen2_moe/Qwen2MoeRMSNorm
-qwen2_vl/Qwen2VLRMSNorm qwen3/Qwen3RMSNorm qwen3_5/Qwen3_5RMSNormGated qwen3_5/Qwen3_5RMSNorm
-qwen3_5_moe/Qwen3_5MoeRMSNormGated qwen3_5_moe/Qwen3_5MoeRMSNorm qwen3_moe/Qwen3MoeRMSNorm
-qwen3_next/Qwen3NextRMSNormGated qwen3_next/Qwen3NextRMSNorm
-qwen3_omni_moe/Qwen3OmniMoeThinkerTextRMSNorm qwen3_omni_moe/Qwen3OmniMoeTextRMSNorm
-qwen3_omni_moe/Qwen3OmniMoeRMSNorm qwen3_omni_moe/Qwen3OmniMoeCode2WavRMSNorm
-qwen3_vl/Qwen3VLTextRMSNorm qwen3_vl_moe/Qwen3VLMoeTextRMSNorm qwen4_exp/Qwen4ExpTextRMSNorm
-qwen4_exp/Qwen4ExpTextRMSNormGated recurrent_gemma/RecurrentGemmaRMSNorm sapiens2/Sapiens2RMSNorm
-seed_oss/SeedOssRMSNorm smollm3/SmolLM3RMSNorm solar_open/SolarOpenRMSNorm step3p7/Step3p7RMSNorm
-switch_transformers/SwitchTransformersLayerNorm t5/T5LayerNorm t5gemma/T5GemmaRMSNorm
-t5gemma2/T5Gemma2RMSNorm timesfm/TimesFmRMSNorm timesfm2_5/TimesFm2_5RMSNorm udop/UdopLayerNorm
-ultrabert/UltrabertRMSNorm ultravbert/UltraVBertRMSNorm umt5/UMT5LayerNorm
-unlimited_ocr/UnlimitedOcrTextRMSNorm vaultgemma/VaultGemmaRMSNorm vibevoice/VibeVoiceRMSNorm
-vibevoice_acoustic_tokenizer/VibeVoiceAcousticTokenizerRMSNorm vibevoice_asr/VibeVoiceAsrRMSNorm
-vitdet/VitDetLayerNorm voxtral_realtime/VoxtralRealtimeRMSNorm xcodec2/Xcodec2RMSNorm
-youtu/YoutuRMSNorm zamba/ZambaRMSNorm zamba2/Zamba2RMSNormGated zamba2/Zamba2RMSNorm
-zaya/ZayaRMSNorm zaya/ZayaQKNorm
+# but the weights of a norm. (Those that derive from torch's norms need no entry.) In the first list
+# the end of each name, RMSNorm, is left out.
+_RMS_NORMS = """
+afmoe/Afmoe aimv2/Aimv2 apertus/Apertus arcee/Arcee aria/AriaText axk1/AXK1 axk2/AXK2
+bailing_hybrid/BailingHybrid bamba/Bamba beam/Beam bitnet/BitNet blt/Blt chameleon/Chameleon
+clvp/Clvp cohere2_moe/Cohere2Moe cosmos3_edge/Cosmos3EdgeText csm/Csm cwm/Cwm
+deepseek_ocr2/DeepseekOcr2Vision deepseek_ocr2/DeepseekOcr2Text deepseek_v2/DeepseekV2
+deepseek_v3/DeepseekV3 deepseek_v32/DeepseekV32 deepseek_v4/DeepseekV4 deimv2/Deimv2 dia/Dia
+diffllama/DiffLlama diffusion_gemma/DiffusionGemma doge/Doge dots1/Dots1 dots3_note/Dots3Note
+embedding_gemma2/EmbeddingGemma2 emu3/Emu3 ernie4_5/Ernie4_5 ernie4_5_moe/Ernie4_5_Moe
+ernie4_5_vl_moe/Ernie4_5_VLMoe eurobert/EuroBert evolla/Evolla exaone4/Exaone4 exaone4_5/Exaone4_5_
+exaone_moe/ExaoneMoe falcon_h1/FalconH1 falcon_mamba/FalconMamba flex_olmo/FlexOlmo flint/Flint
+gemma/Gemma gemma2/Gemma2 gemma3/Gemma3 gemma3n/Gemma3n gemma4/Gemma4 gemma4_unified/Gemma4Unified
+glm/Glm glm4/Glm4 glm4_moe/Glm4Moe glm4_moe_lite/Glm4MoeLite glm4v/Glm4v glm4v_moe/Glm4vMoeText
+glm4v_moe/Glm4vMoe glm5_next/Glm5NextText glm5_next/Glm5Next glm_image/GlmImage
+glm_moe_dsa/GlmMoeDsa glm_ocr/GlmOcr gpt_oss/GptOss granite/Granite
+granite4_vision/Granite4VisionText granite_docling/GraniteDoclingText granite_swa/GraniteSWA
+granitemoe/GraniteMoe granitemoe_swa/GraniteMoeSWA granitemoehybrid/GraniteMoeHybrid
+granitemoeshared/GraniteMoeShared helium/Helium higgs_audio_v2/HiggsAudioV2
+hunyuan_v1_dense/HunYuanDenseV1 hunyuan_v1_moe/HunYuanMoEV1 hunyuan_vl/HunYuanVL hy_v3/HYV3
+hy_v4/HYV4 hyperclovax/HyperCLOVAX idefics/Idefics idefics2/Idefics2 idefics3/Idefics3
+inkling/Inkling inkling2/Inkling2 internvl/InternVLVision jamba/Jamba jetmoe/JetMoe
+kimi_linear/KimiLinear kolibri1/Kolibri1 kyutai_speech_to_text/KyutaiSpeechToText laguna/Laguna
+lfm2/Lfm2 lfm2_moe/Lfm2Moe lfm3/Lfm3 lfm3_vl/Lfm3VlVision lighton_ocr/LightOnOcr llama/Llama
+llama4/Llama4Text longcat_flash/LongcatFlash mamba/Mamba mamba2/Mamba2 mellum/Mellum
+mimo_v2_flash/MiMoV2Flash minicpm3/MiniCPM3 minimax/MiniMax minimax_m2/MiniMaxM2
+minimax_m3_vl/MiniMaxM3VL ministral/Ministral ministral3/Ministral3 mistral/Mistral
+mistral3/Mistral3 mistral4/Mistral4 mistral_large4/MistralLarge4 mixtral/Mixtral mllama/MllamaText
+molmo2/Molmo2 moshi/Moshi muse_glimmer/MuseGlimmer muse_glimmer/MuseGlimmerTextCentered
+muse_glimmer_assistant/MuseGlimmerAssistant muse_spark/MuseSpark muse_spark/MuseSparkTextCentered
+muse_spark/MuseSparkTextInputScaled nemotron_h/NemotronH nemotron_h_omni/NemotronH_Omni_
+neomme/NeoMME neucodec/NeuCodec olmo2/Olmo2 olmo3/Olmo3 olmo_hybrid/OlmoHybrid olmoe/Olmoe
+openai_privacy_filter/OpenAIPrivacyFilter ovis2/Ovis2 paddleocr_vl/PaddleOCR pe_audio/PeAudioEncoder
+pe_audio_video/PeAudioVideoEncoder pe_video/PeVideoEncoder phi3/Phi3 phi4_multimodal/Phi4Multimodal
+pixtral/Pixtral qianfan_ocr/QianfanOCRVision qwen2/Qwen2 qwen2_5_omni/Qwen2_5Omni
+qwen2_5_vl/Qwen2_5_VL qwen2_moe/Qwen2Moe qwen2_vl/Qwen2VL qwen3/Qwen3 qwen3_5/Qwen3_5
+qwen3_5_moe/Qwen3_5Moe qwen3_moe/Qwen3Moe qwen3_next/Qwen3Next
+qwen3_omni_moe/Qwen3OmniMoeThinkerText qwen3_omni_moe/Qwen3OmniMoeText qwen3_omni_moe/Qwen3OmniMoe
+qwen3_omni_moe/Qwen3OmniMoeCode2Wav qwen3_vl/Qwen3VLText qwen3_vl_moe/Qwen3VLMoeText
+qwen4_exp/Qwen4ExpText recurrent_gemma/RecurrentGemma sapiens2/Sapiens2 seed_oss/SeedOss
+smollm3/SmolLM3 solar_open/SolarOpen step3p7/Step3p7 t5gemma/T5Gemma t5gemma2/T5Gemma2
+timesfm/TimesFm timesfm2_5/TimesFm2_5 ultrabert/Ultrabert ultravbert/UltraVBert
+unlimited_ocr/UnlimitedOcrText vaultgemma/VaultGemma vibevoice/VibeVoice
+vibevoice_acoustic_tokenizer/VibeVoiceAcousticTokenizer vibevoice_asr/VibeVoiceAsr
+voxtral_realtime/VoxtralRealtime xcodec2/Xcodec2 youtu/Youtu zamba/Zamba zamba2/Zamba2 zaya/Zaya
 """
+_OTHERS = """
+bailing_hybrid/BailingHybridRMSNormGated bamba/BambaRMSNormGated cohere/CohereLayerNorm
+cohere2/Cohere2LayerNorm cohere2_moe/Cohere2MoeLayerNorm cohere_compass/CohereCompassLayerNorm
+cpmant/CpmAntLayerNorm deberta/DebertaLayerNorm esm/esmfold/EsmFoldLayerNorm
+falcon_h1/FalconH1RMSNormGated gemma3n/Gemma3nAudioCumulativeGroupNorm
+glm5_next/Glm5NextTextRMSNormGated gradium_phonon_tts/GradiumPhononTTSTimestepNorm
+granitemoehybrid/GraniteMoeHybridRMSNormGated imagegpt/ImageGPTLayerNorm
+kimi_linear/KimiLinearRMSNormGated kosmos2_5/Kosmos2_5LayerNorm longt5/LongT5LayerNorm
+mamba2/MambaRMSNormGated mobilebert/NoNorm moonshine_streaming/MoonshineStreamingLayerNorm
+mt5/MT5LayerNorm nemotron_h/NemotronHRMSNormGated olmo_hybrid/OlmoHybridRMSNormGated
+pix2struct/Pix2StructLayerNorm pocket_tts/PocketTTSTimestepNorm pop2piano/Pop2PianoLayerNorm
+qwen3_5/Qwen3_5RMSNormGated qwen3_5_moe/Qwen3_5MoeRMSNormGated qwen3_next/Qwen3NextRMSNormGated
+qwen4_exp/Qwen4ExpTextRMSNormGated switch_transformers/SwitchTransformersLayerNorm t5/T5LayerNorm
+udop/UdopLayerNorm umt5/UMT5LayerNorm vitdet/VitDetLayerNorm zamba2/Zamba2RMSNormGated
+zaya/ZayaQKNorm
+"""
+_TRANSFORMERS = [f"{entry}RMSNorm" for entry in _RMS_NORMS.split()] + _OTHERS.split()
 
 
 def known_norms() -> tuple[type[nn.Module], ...]:
     """The classes above that have been imported; nothing is imported here."""
     found = []
-    for entry in _TRANSFORMERS.split():
+    for entry in _TRANSFORMERS:
         *where, name = entry.split("/")
         path = f"transformers.models.{where[0]}.modeling_{where[-1]}"
         if (kind := imported_class(path, name)) is not None:
             found.append(kind)
     return tuple(found)
+
+
+def as_input(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+) -> object:
+    """A forward hook: the output in the dtype of the input, where that has 16 bits."""
+    x = next((i for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)), None)
+    if x is None or x.dtype not in LOW_PRECISION or not isinstance(output, torch.Tensor):
+        return output
+    return output.to(x.dtype)

@@ -12,11 +12,10 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import ParamsT
 
 from .. import _unrounded
-from .._local_gradients import LOW_PRECISION, PLAIN, local
+from .._local_gradients import LOW_PRECISION, local
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
-from ..ops._dispatch.checks import REALS
 from . import _grad_norms, _repr, _settings, _state8
 from ._batches import Batch, Batches
 from ._state import Policy, hide_states, show_states
@@ -70,10 +69,12 @@ class Optimizer(torch.optim.Optimizer):
         return f"{first}\n{_repr.lines(self)}{rest}"
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        raise NotImplementedError
+        for name in self.defaults:
+            if check := _settings.CHECKS.get(name):
+                check(who, name, group[name])
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        raise NotImplementedError
+        return self._moment_names
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         """Run the op on params of one group. tensors: params, grads, each moment of the group,
@@ -93,32 +94,12 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             self._check_group({**self.defaults, **param_group}, who)
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            wrong = None
-            if p.dtype not in REALS:
-                wrong = f"params must be fp32, bf16, fp16 or fp64, got {p.dtype}"
-                takes = p.is_complex() and who in ("AdamW", "Adam", "SGD")
-                wrong += f"; torch.optim.{who} takes complex ones" if takes else ""
-            elif p.layout != torch.strided:
-                wrong = f"params must be dense, got layout {p.layout}"
-            elif (
-                self._grad_dtype is not None
-                and p.dtype in LOW_PRECISION
-                and p.grad is not None
-                and p.grad.dtype != self._grad_dtype
-            ):
-                wrong = f"a param has a gradient in {p.grad.dtype} already, so grad_dtype cannot "
-                wrong += "be set: call zero_grad() first"
-            if wrong is not None:
-                self.param_groups.pop()
-                raise ValueError(f"{who}: {wrong}")
         group = self.param_groups[-1]
-        if len(set(group["params"])) < len(group["params"]):
+        try:
+            _settings.check_params(who, group["params"], self._grad_dtype)
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError(
-                f"{who}: params must hold each parameter once, got one twice; of tied weights pass "
-                "one, as model.parameters() does"
-            )
+            raise
         for p in group["params"]:  # whose masters a checkpoint before the first step is to hold
             if p.requires_grad and _unrounded.is_kept(p):
                 self._policy.prepare(p, self.state[p], self._moments(group))
@@ -137,6 +118,7 @@ class Optimizer(torch.optim.Optimizer):
     def _set_up_params(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         self._index = {id(p): i for i, p in enumerate(params)}
+        # Whether a param has 16 bits, on any rank, with or without a gradient.
         self._low = any(p.dtype in LOW_PRECISION for p in params)
         self._set_grad_dtype(params)
 
@@ -168,9 +150,8 @@ class Optimizer(torch.optim.Optimizer):
     def reload_model_params(self) -> None:
         """Take the values of the params into their masters at the next step.
 
-        Other code may write to a param in place, or assign `param.data`: the next step sees that.
-        It cannot see a write in place through `param.data` (as `p.data.add_(x)`), which leaves no
-        trace, and would overwrite the value with the master; call this after one.
+        Call this after a write in place through `param.data` (as `p.data.add_(x)`), which leaves no
+        trace, so that the step would overwrite it with the master. It sees all other writes.
         """
         self._batches.forget()
 
@@ -189,8 +170,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step found Inf or NaN and changed nothing, for code that wraps the
-        optimizer (a scheduler, a trainer). Waits for the device; `skipped` counts without that."""
+        """Whether the last step found Inf or NaN and changed nothing. Waits for the device;
+        `skipped` counts without that."""
         return self._last_skip is not None and bool(self._last_skip)
 
     def overflow_report(self, model: torch.nn.Module | None = None) -> list[Overflow]:
@@ -207,11 +188,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.grad_counts.underflows(namer([self], model))
 
     def _step_scaled(
-        self,
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor, *args: Any, **kwargs: Any
     ) -> float | None:
         """step(*args, **kwargs) for mixprec.GradScaler: unscale by grad_scale, set `found_inf` in
         place where a gradient is Inf or NaN, and skip where it is not 0.
@@ -247,15 +224,17 @@ class Optimizer(torch.optim.Optimizer):
             for batch in self._batches.of_group(g, group, self.state, self._moments(group))
         ]
         params = [p for group in self.param_groups for p in group["params"]]
-        plain = self.ranks.process_group is None and PLAIN.issuperset(map(type, params))
-        alone = plain or self.ranks.alone(params)
+        alone = self.ranks.alone(params)
         self._sums, self._last_skip = {}, None
         if not batches and alone:
             return loss
         grad_scale, found_inf = self._current_scaling()
         # Gradients that a scaler's unscale_ has checked are read again only for their norm.
         seen = found_inf is not None and grad_scale is None
-        must_read = self._clips() or grad_scale is not None or (self._any_low() and not seen)
+        self._low = self._low or self._batches.met_low_precision
+        limits = [self.max_grad_norm, *(g.get("max_grad_norm") for g in self.param_groups)]
+        clips = any(limit is not None for limit in limits)
+        must_read = clips or grad_scale is not None or (self._low and not seen)
         if found_inf is None and must_read:
             found_inf = torch.zeros((), dtype=torch.float32, device=params[0].device)
         unscale = None if grad_scale is None else inv_scale(grad_scale)
@@ -275,21 +254,12 @@ class Optimizer(torch.optim.Optimizer):
             self.skipped = self.skipped.to(found_inf.device)
             self._last_skip = found_inf.reshape(()) != 0
             self.skipped += self._last_skip
-        clips = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
-        self._update_batches(batches, unscale, clips, found_inf)
+        factors = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
+        self._update_batches(batches, unscale, factors, found_inf)
         if self._batches.met_main_grad:
             self._clear_main_grads()  # also where the step is skipped: model.zero_grad() cannot
         self._batches.remember()
         return loss
-
-    def _any_low(self) -> bool:
-        """Whether a param is 16 bits wide, on any rank, with or without a gradient."""
-        self._low = self._low or self._batches.met_low_precision
-        return self._low
-
-    def _clips(self) -> bool:
-        own = (group.get("max_grad_norm") for group in self.param_groups)
-        return self.max_grad_norm is not None or any(limit is not None for limit in own)
 
     def _update_batches(
         self,
@@ -337,8 +307,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _scales(self, batch: Batch) -> list[torch.Tensor]:
         """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
-        moments = self._moments(self.param_groups[batch.group])
-        names = [name + _state8.SUFFIX for name in moments]
+        names = [name + _state8.SUFFIX for name in self._moments(self.param_groups[batch.group])]
         return [s.get(name, s["step"]) for name in names for s in batch.states]
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,13 +321,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def fp32_state_dict(self) -> dict[str, Any]:
         """`state_dict()` with moments in 8 or 16 bits converted to FP32, without loss."""
-
-        def widened(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
-            state = _state8.decoded(state, moments, torch.float32)
-            narrow = (n for n in moments if n in state and state[n].dtype == torch.bfloat16)
-            return {**state, **{name: state[name].float() for name in narrow}}
-
-        return self._converted(widened)
+        return self._converted(_state8.widened)
 
     def _converted(
         self, convert: Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]
@@ -424,8 +387,7 @@ class Optimizer(torch.optim.Optimizer):
             self.defaults = state["defaults"]
         restored: defaultdict[Any, Any] = defaultdict(dict, show_states(state["state"]))
         for group in state["param_groups"]:
-            for name, value in self._optional.items():
-                group.setdefault(name, value)
+            group.update({**self._optional, **group})
             self._check_group(group, who)
             for p in group["params"] if loading else ():
                 if saved := restored.get(p):  # an empty one stays

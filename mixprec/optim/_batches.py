@@ -91,8 +91,14 @@ class Batches:
                 unchanged = set(zip(known.ids, known.addresses, known.versions, strict=True))
             each = zip(params, grads, states, addresses, versions, strict=True)
             for p, grad, of_param, address, version in each:
-                if (id(p), address, version) not in unchanged:
-                    self._prepare(p, grad, of_param, moments)
+                if (id(p), address, version) in unchanged:
+                    continue
+                if grad.layout != torch.strided:
+                    raise ValueError(
+                        f"{self._who}: gradients must be dense, got layout {grad.layout} for a "
+                        f"param of shape {tuple(p.shape)}; for an Embedding use sparse=False"
+                    )
+                self._policy.prepare(p, of_param, moments)
             kinds = {(_has_master(s), p.device) for s, p in zip(states, data, strict=True)}
             has_master = kinds.pop()[0] if len(kinds) == 1 else None
             now = (now[0], dtypes, list(map(len, states)), moments)
@@ -110,20 +116,6 @@ class Batches:
             batch.grads.append(grad)
             batch.states.append(of_param)
         yield from split.values()
-
-    def _prepare(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        state: dict[str, Any],
-        moments: tuple[str, ...],
-    ) -> None:
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"{self._who}: gradients must be dense, got layout {grad.layout} for a param of "
-                f"shape {tuple(p.shape)}; for an Embedding use sparse=False"
-            )
-        self._policy.prepare(p, state, moments)
 
     def remember(self) -> None:
         """Call after the step: later writes to the params are made by other code."""

@@ -12,8 +12,7 @@ from ..ops import export_master
 
 
 def fp32_state_dict(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 ) -> dict[str, Any]:
     """model.state_dict() with every 16-bit tensor in FP32: the master of a param if one of the
     optimizers has it, else the converted values. Tensors are copies; other entries are unchanged.
@@ -31,18 +30,15 @@ def fp32_state_dict(
             continue
         tensor = value.detach()
         if value.dtype in LOW_PRECISION:
-            tensor = _exact(name, tensor, states.get(id(value), {}))
+            state = states.get(id(value), {})
+            if "master" in state and not _same(tensor, state["master"]).all():
+                raise ValueError(
+                    f"fp32_state_dict: {name} was written after the last step and is no longer its "
+                    "master rounded; do a step first, or save model.state_dict()"
+                )
+            tensor = master_of(tensor, state)
         result[name] = tensor.clone()
     return result
-
-
-def _exact(name: str, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    if "master" in state and not _same(param, state["master"]).all():
-        raise ValueError(
-            f"fp32_state_dict: {name} was written after the last step and is no longer its master "
-            "rounded; do a step first, or save model.state_dict()"
-        )
-    return master_of(param, state)
 
 
 def master_of(param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._local_gradients import LOW_PRECISION
+from ..ops._dispatch.checks import REALS
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-MASTER_WEIGHTS = ("auto", "fp32", "remainder16", None)
-STATE_DTYPES = (torch.float32, torch.bfloat16, "int8")
+# The options that have few values, and how an error names these.
+_ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
+    "master_weights": (
+        ("auto", "fp32", "remainder16", None),
+        '"auto", "fp32", "remainder16" or None',
+    ),
+    "state_dtype": (
+        (torch.float32, torch.bfloat16, "int8"),
+        'torch.float32, torch.bfloat16 or "int8"',
+    ),
+    "grad_dtype": ((None, torch.float32), "torch.float32 or None"),
+}
 
 
 def check_number(who: str, name: str, value: Any, limit: float = math.inf) -> None:
@@ -24,7 +38,7 @@ def check_number(who: str, name: str, value: Any, limit: float = math.inf) -> No
         raise ValueError(f"{who}: {name} must be {meaning}, got {got}")
 
 
-def check_lr(who: str, lr: Any) -> None:
+def check_lr(who: str, name: str, lr: Any) -> None:
     """A number, or a tensor of one element, which is not read, to avoid a host sync."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
@@ -33,14 +47,14 @@ def check_lr(who: str, lr: Any) -> None:
                 f"{tuple(lr.shape)}, dtype {lr.dtype}"
             )
     else:
-        check_number(who, "lr", lr)
+        check_number(who, name, lr)
 
 
-def check_betas(who: str, betas: Any) -> None:
+def check_betas(who: str, name: str, betas: Any) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"{who}: betas must be two numbers in [0, 1), got {betas!r}")
+        raise ValueError(f"{who}: {name} must be two numbers in [0, 1), got {betas!r}")
     for i, beta in enumerate(betas):
-        check_number(who, f"betas[{i}]", beta, limit=1)
+        check_number(who, f"{name}[{i}]", beta, limit=1)
 
 
 def check_limit(who: str, name: str, limit: Any) -> None:
@@ -48,18 +62,47 @@ def check_limit(who: str, name: str, limit: Any) -> None:
         raise ValueError(f"{who}: {name} must be positive, got {limit!r}")
 
 
-def check_amsgrad(who: str, amsgrad: Any) -> None:
-    if amsgrad:
-        raise ValueError(
-            f"{who}: amsgrad must be False, got {amsgrad!r}: the largest exp_avg_sq is not kept; "
-            f"torch.optim.{who} keeps it"
-        )
+def check_off(who: str, name: str, value: Any) -> None:
+    """An option of torch's optimizers that these do not have."""
+    if value:
+        why = {
+            "amsgrad": f"the largest exp_avg_sq is not kept; torch.optim.{who} keeps it",
+            "differentiable": "an update in place has no derivative",
+        }
+        raise ValueError(f"{who}: {name} must be False, got {value!r}: {why[name]}")
 
 
-def check_differentiable(who: str, differentiable: Any) -> None:
-    if differentiable:
+# The settings of a group that mean the same in every optimizer.
+CHECKS: dict[str, Callable[[str, str, Any], None]] = {
+    "lr": check_lr,
+    "betas": check_betas,
+    **dict.fromkeys(("eps", "weight_decay", "dampening"), check_number),
+}
+
+
+def check_params(who: str, params: list[torch.Tensor], grad_dtype: torch.dtype | None) -> None:
+    for p in params:
+        wrong = None
+        if p.dtype not in REALS:
+            wrong = f"params must be fp32, bf16, fp16 or fp64, got {p.dtype}"
+            if p.is_complex() and who in ("AdamW", "Adam", "SGD"):
+                wrong += f"; torch.optim.{who} takes complex ones"
+        elif p.layout != torch.strided:
+            wrong = f"params must be dense, got layout {p.layout}"
+        elif (
+            grad_dtype is not None
+            and p.dtype in LOW_PRECISION
+            and p.grad is not None
+            and p.grad.dtype != grad_dtype
+        ):
+            wrong = f"a param has a gradient in {p.grad.dtype} already, so grad_dtype cannot be "
+            wrong += "set: call zero_grad() first"
+        if wrong is not None:
+            raise ValueError(f"{who}: {wrong}")
+    if len(set(params)) < len(params):
         raise ValueError(
-            f"{who}: differentiable must be False: an update in place has no derivative"
+            f"{who}: params must hold each parameter once, got one twice; of tied weights pass "
+            "one, as model.parameters() does"
         )
 
 
@@ -84,37 +127,24 @@ class Options:
                 f"{who}: {', '.join(unknown)} is no argument; the options of every optimizer are "
                 f"{', '.join(known)}"
             )
-        parsed = cls(**options)
-        parsed._check(who)
-        return parsed
+        given = cls(**options)
+        given._check(who)
+        return given
 
     def _check(self, who: str) -> None:
-        if self.master_weights not in MASTER_WEIGHTS:
-            raise ValueError(
-                f'{who}: master_weights must be "auto", "fp32", "remainder16" or None, '
-                f"got {self.master_weights!r}"
-            )
-        if self.state_dtype not in STATE_DTYPES:
-            raise ValueError(
-                f'{who}: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
-                f"got {self.state_dtype!r}"
-            )
-        if not isinstance(self.stochastic_rounding, bool):
-            raise ValueError(
-                f"{who}: stochastic_rounding must be True or False, got "
-                f"{self.stochastic_rounding!r}"
-            )
-        if self.stochastic_rounding and self.master_weights not in ("auto", None):
+        masters, is_random, seed = self.master_weights, self.stochastic_rounding, self.seed
+        for name, (allowed, meaning) in _ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{who}: {name} must be {meaning}, got {value!r}")
+        if not isinstance(is_random, bool):
+            raise ValueError(f"{who}: stochastic_rounding must be True or False, got {is_random!r}")
+        if is_random and masters not in ("auto", None):
             raise ValueError(
                 f"{who}: stochastic_rounding is for bf16 params without masters, got "
-                f"master_weights={self.master_weights!r}; use one or the other"
+                f"master_weights={masters!r}; use one or the other"
             )
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"{who}: seed must be an int in [0, 2^63), got {self.seed!r}")
-        if self.grad_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"{who}: grad_dtype must be torch.float32 or None, got {self.grad_dtype!r}"
-            )
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"{who}: seed must be an int in [0, 2^63), got {seed!r}")
         check_limit(who, "max_grad_norm", self.max_grad_norm)
         check_limit(who, "max_grad_value", self.max_grad_value)
         if self.max_grad_norm is not None and self.max_grad_value is not None:

@@ -59,6 +59,13 @@ def decoded(state: dict[str, Any], moments: tuple[str, ...], dtype: torch.dtype)
     return result
 
 
+def widened(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
+    """The state with moments in FP32 instead of codes or BF16."""
+    state = decoded(state, moments, torch.float32)
+    narrow = (n for n in moments if n in state and state[n].dtype == torch.bfloat16)
+    return {**state, **{name: state[name].float() for name in narrow}}
+
+
 def portable(state: dict[str, Any], moments: tuple[str, ...]) -> dict[str, Any]:
     """A state to save: the codes of a DTensor as BF16, since other ranks would cut other blocks."""
     sharded = any(is_sharded(state[name]) for name in _of_codes(state, moments))

@@ -8,7 +8,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ..ops import lion_
-from . import _settings
 from ._base import Optimizer
 
 __all__ = ["Lion"]
@@ -38,14 +37,6 @@ class Lion(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, options)
-
-    def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        _settings.check_lr(who, group["lr"])
-        _settings.check_number(who, "weight_decay", group["weight_decay"])
-        _settings.check_betas(who, group["betas"])
-
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._moment_names
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         beta1, beta2 = group["betas"]

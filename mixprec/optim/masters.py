@@ -82,9 +82,6 @@ class Masters(Optimizer):
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
         """`kind` checks them."""
 
-    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ()
-
     def _forget(self) -> None:
         self._policy = self._wide = _Wide("fp32", torch.float32, False)
         self._inner: torch.optim.Optimizer | None = None

@@ -11,10 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
-from ..ops import adamw_, muon_direction_, sgd_
+from ..ops import muon_direction_, sgd_
 from . import _settings
 from ._base import Optimizer
 from ._batches import Batch
+from .adamw import AdamW
 
 __all__ = ["Muon"]
 
@@ -32,7 +33,6 @@ class Muon(Optimizer):
     and eps are its arguments; ns_dtype="fp8" casts the operands of its products to E4M3 instead of
     bf16. ratio: by adjust_lr_fn, None or "original": sqrt(max(1, rows / columns));
     "match_rms_adamw": 0.2 * sqrt(max(rows, columns)), with which lr and weight_decay are AdamW's.
-    Arguments and results are those of torch.optim.Muon, apart from the rounding of the products.
 
     Params that are not 2-D, and all of a group with use_muon=False (to be set for embeddings and
     the output layer), are updated as by `AdamW`, with the settings in `adamw` (lr, betas, eps,
@@ -40,11 +40,10 @@ class Muon(Optimizer):
     groups, which have `use_muon` True and False. Settings that a group has itself hold for both.
 
     state_dtype: torch.float32 or torch.bfloat16; moments saved in 8 bits load into either, exactly.
-    The other options are as for `AdamW`, and so are skipping, scaling and errors: one overflow
-    skips the step of all params, and one norm clips them. A sharded matrix (DTensor) is gathered,
-    orthogonalized on each rank, and each rank updates its part. state[param]: `momentum_buffer`, or
-    `exp_avg` and `exp_avg_sq`; `step`; `master` or `remainder`. Without masters, state dicts of
-    matrices can be exchanged with torch.optim.Muon in both directions.
+    The other options, skipping, scaling and errors are as for `AdamW`. A sharded matrix (DTensor)
+    is gathered and orthogonalized on each rank. state[param]: `momentum_buffer`, or `exp_avg` and
+    `exp_avg_sq`; `step`; `master` or `remainder`. Without masters, state dicts of matrices can be
+    exchanged with torch.optim.Muon in both directions.
     Source: Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024).
     """
 
@@ -84,20 +83,10 @@ class Muon(Optimizer):
                 "also loads states that were saved in 8 bits"
             )
         self._adamw = {**_ADAMW, **(adamw or {})}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "betas": self._adamw["betas"],
-            "use_muon": True,
-            "maximize": maximize,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
+        defaults |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype}
+        defaults |= {"betas": self._adamw["betas"], "use_muon": True, "maximize": maximize}
         super().__init__(params, defaults, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -127,11 +116,8 @@ class Muon(Optimizer):
         return kinds
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        _settings.check_lr(who, group["lr"])
-        for name in ("eps", "weight_decay"):
-            _settings.check_number(who, name, group[name])
+        super()._check_settings(group, who)
         _settings.check_number(who, "momentum", group["momentum"], limit=1)
-        _settings.check_betas(who, group["betas"])
         numbers, steps = group["ns_coefficients"], group["ns_steps"]
         if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
             raise ValueError(f"{who}: ns_coefficients must be three numbers, got {numbers!r}")
@@ -161,15 +147,7 @@ class Muon(Optimizer):
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         if not group["use_muon"]:
-            beta1, beta2 = group["betas"]
-            adamw_(
-                *tensors,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                **options,
-            )
+            AdamW._update(group, *tensors, **options)
             return
         params, grads, buffers, masters, steps = tensors
         of_param = ("lr", "stochastic_rounding")

@@ -46,14 +46,12 @@ class SGD(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
-        _settings.check_differentiable(type(self).__name__, differentiable)
+        _settings.check_off(type(self).__name__, "differentiable", differentiable)
         super().__init__(params, defaults, options)
 
     def _check_settings(self, group: dict[str, Any], who: str) -> None:
-        _settings.check_lr(who, group["lr"])
-        for name in ("momentum", "weight_decay"):
-            _settings.check_number(who, name, group[name])
-        _settings.check_number(who, "dampening", group["dampening"])
+        super()._check_settings(group, who)
+        _settings.check_number(who, "momentum", group["momentum"])
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"{who}: nesterov needs a momentum above 0 and no dampening, got momentum="

@@ -168,7 +168,7 @@ def test_a_norm_of_transformers_stays_and_returns_the_dtype_of_its_input() -> No
 @pytest.mark.slow
 def test_every_known_norm_is_in_transformers_and_owns_vectors() -> None:
     pytest.importorskip("transformers")
-    entries = known_norms._TRANSFORMERS.split()
+    entries = known_norms._TRANSFORMERS
     for entry in entries:
         where = entry.split("/")[:-1]
         importlib.import_module(f"transformers.models.{where[0]}.modeling_{where[-1]}")

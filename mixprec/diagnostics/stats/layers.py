@@ -67,10 +67,8 @@ def product_fp32(
 ) -> torch.Tensor | None:
     """The output of torch's own module in FP32; None for an unknown kind of layer."""
     x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-    if isinstance(layer, nn.Linear):
-        return nn.functional.linear(x, weight, bias)
-    if isinstance(layer, Conv1D):
-        return nn.functional.linear(x, weight.t(), bias)
+    if isinstance(layer, (nn.Linear, Conv1D)):
+        return nn.functional.linear(x, as_operand(layer, "w", weight), bias)
     if isinstance(layer, nn.Conv2d):
         return layer._conv_forward(x, weight, bias)  # applies any padding_mode
     return None

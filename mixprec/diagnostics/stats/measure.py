@@ -20,36 +20,26 @@ __all__ = ["FIELDS", "cast_sums", "decibels", "largest_kept", "output_sums", "sq
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
 # added; for amax and the scales the extremes are kept.
 FIELDS = (
-    "elements",
-    "amax",
-    "scale_min",
-    "scale_max",
-    "overflow",
-    "underflow",
-    "inf",
-    "nan",
-    "signal",
-    "noise",
+    *("elements", "amax", "scale_min", "scale_max"),
+    *("overflow", "underflow", "inf", "nan", "signal", "noise"),
 )
 
 
-def _stacked(values: dict[str, torch.Tensor | float]) -> torch.Tensor:
-    """FIELDS in their order; NaN for a field that is not given."""
-    device = next(v.device for v in values.values() if isinstance(v, torch.Tensor))
-    fields = [values.get(name, math.nan) for name in FIELDS]
-    return torch.stack(
-        [
-            v.detach().double().reshape(())
-            if isinstance(v, torch.Tensor)
-            else torch.full((), v, dtype=torch.float64, device=device)
-            for v in fields
-        ]
-    )
-
-
-def _amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x|: NaN if any element is NaN."""
-    return x.abs().amax() if x.numel() else x.new_zeros(())
+def _stacked(wide: torch.Tensor, **more: torch.Tensor | float) -> torch.Tensor:
+    """FIELDS of a tensor in FP32, in their order; NaN for a field that is not in `more`."""
+    values = {
+        "elements": float(wide.numel()),
+        "amax": wide.abs().amax() if wide.numel() else wide.new_zeros(()),  # NaN if any is NaN
+        "inf": torch.isinf(wide).sum(),
+        "nan": torch.isnan(wide).sum(),
+        **more,
+    }
+    fields = []
+    for name in FIELDS:
+        v = values.get(name, math.nan)
+        v = v if isinstance(v, torch.Tensor) else wide.new_full((), v, dtype=torch.float64)
+        fields.append(v.detach().double().reshape(()))
+    return torch.stack(fields)
 
 
 def squares(ref: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,19 +93,10 @@ def cast_sums(
         scales = 1.0 / scale_inv
         none = scales.new_ones(())
         low, high = (scales.amin(), scales.amax()) if scales.numel() else (none, none)
-    sums: dict[str, torch.Tensor | float] = {
-        "elements": float(x.numel()),
-        "amax": _amax(wide),
-        "scale_min": low,
-        "scale_max": high,
-        "overflow": overflow.sum(),
-        "underflow": ((wide != 0) & (kept == 0)).sum(),
-        "inf": torch.isinf(wide).sum(),
-        "nan": torch.isnan(wide).sum(),
-    }
+    lost = {"overflow": overflow.sum(), "underflow": ((wide != 0) & (kept == 0)).sum()}
     if sqnr:
-        sums["signal"], sums["noise"] = squares(wide, kept)
-    return _stacked(sums)
+        lost["signal"], lost["noise"] = squares(wide, kept)
+    return _stacked(wide, scale_min=low, scale_max=high, **lost)
 
 
 def _decoded(
@@ -139,16 +120,9 @@ def output_sums(y: torch.Tensor, ref: torch.Tensor | None) -> torch.Tensor:
     """FIELDS of a layer's output y, whose scale is 1. ref: the same in FP32; without it overflow,
     underflow, signal and noise are NaN."""
     wide = y.detach().float()
-    sums: dict[str, torch.Tensor | float] = {
-        "elements": float(y.numel()),
-        "amax": _amax(wide),
-        "scale_min": 1.0,
-        "scale_max": 1.0,
-        "inf": torch.isinf(wide).sum(),
-        "nan": torch.isnan(wide).sum(),
-    }
+    lost = {}
     if ref is not None:
-        sums["overflow"] = (torch.isfinite(ref) & ~torch.isfinite(wide)).sum()
-        sums["underflow"] = ((ref != 0) & (wide == 0)).sum()
-        sums["signal"], sums["noise"] = squares(ref, wide)
-    return _stacked(sums)
+        lost["overflow"] = (torch.isfinite(ref) & ~torch.isfinite(wide)).sum()
+        lost["underflow"] = ((ref != 0) & (wide == 0)).sum()
+        lost["signal"], lost["noise"] = squares(ref, wide)
+    return _stacked(wide, scale_min=1.0, scale_max=1.0, **lost)

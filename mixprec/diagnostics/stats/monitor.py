@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,25 +17,6 @@ from . import measure, records
 from .layers import as_operand, measured_layers, product_fp32, recipe_layers, state_here
 
 __all__ = ["Monitor"]
-
-
-class _Sample(NamedTuple):
-    """One measured tensor of one call of a layer."""
-
-    step: int
-    layer: str
-    tensor: str
-    fmt: str
-    granularity: str
-    sums: torch.Tensor
-
-
-class _Scalar(NamedTuple):
-    """One number of a step, still on its device: a loss scale, a count."""
-
-    step: int
-    name: str
-    value: torch.Tensor
 
 
 class Monitor:
@@ -49,22 +30,17 @@ class Monitor:
 
     model: its modules that have a `recipe` (`mixprec.convert`) are watched. Steps 0, every,
     2 * every, ... are sampled. For x, w and g (the gradient of the output, loss scale included) of
-    each layer: amax; the scale of the cast (the layer's with delayed scaling, else derived by the
-    op; the smallest and the largest over rows or blocks); how many elements overflow (finite, and
-    saturate in FP8 or become Inf in 16 bits), underflow (nonzero, and become 0), are Inf, are NaN.
-    For the output y: amax, Inf and NaN. x and w are measured as cast for the forward GEMM, g as
-    cast for the grad_input GEMM. sqnr=True adds the SQNR of each cast, and of y against torch's
-    product in FP32, with how much of y overflows and underflows, at the cost of one FP32 product
-    per layer. scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler that
-    does not count them (torch's), or none, skipped steps are those missing in its `step` counts.
-    Several calls in one step (micro-batches, a layer used twice) are merged: largest amax, summed
-    counts.
+    each layer: amax; the scale of the cast (the smallest and the largest over rows or blocks); how
+    many elements overflow (finite, and saturate in FP8 or become Inf in 16 bits), underflow
+    (nonzero, and become 0), are Inf, are NaN. For the output y: amax, Inf and NaN. sqnr=True adds
+    the SQNR of each cast, and of y against torch's product in FP32, with how much of y overflows
+    and underflows. scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler
+    that does not count them (torch's), or none, skipped steps are those missing in its `step`
+    counts. Several calls in one step are merged: largest amax, summed counts. docs/stats.md says
+    what is not measured.
 
-    There is no host sync until `flush`, which transfers everything at once, and the model's results
-    do not change. In other steps a hook is one Python comparison. Not measured: passes without grad
-    mode, forward passes repeated by activation checkpointing (each counts once), code compiled by
-    torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the weights of a
-    layer that FSDP shards by itself. `close` removes the hooks.
+    There is no host sync until `flush`, and the model's results do not change. In other steps a
+    hook is one Python comparison. `close` removes the hooks.
 
     TypeError if `model` is not a module; ValueError if it has no layer with a recipe or `every` is
     not an int of 1 or more.
@@ -89,8 +65,9 @@ class Monitor:
         self.scaler, self.optimizer = scaler, optimizer
         self.steps = 0  # that ended
         self.records: list[dict[str, Any]] = []  # one for each sampled step, after flush()
-        self._samples: list[_Sample] = []
-        self._scalars: list[_Scalar] = []
+        # On their devices: the sums of a tensor in a call of a layer; step, name and number.
+        self._samples: list[tuple[records.Key, torch.Tensor]] = []
+        self._scalars: list[tuple[int, str, torch.Tensor]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._written: dict[Any, int] = {}  # how many records a file or writer has
         if optimizer is not None:
@@ -116,12 +93,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self.attach()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start_step(self) -> None:
@@ -156,7 +128,7 @@ class Monitor:
         self._note("", torch.zeros((), device="cpu"))
 
     def _note(self, name: str, value: torch.Tensor) -> None:
-        self._scalars.append(_Scalar(self.steps, name, value.detach().double().reshape(())))
+        self._scalars.append((self.steps, name, value.detach().double().reshape(1)))
 
     def _note_loss_scale(self) -> None:
         scale = getattr(self.scaler, "_scale", None)
@@ -189,7 +161,7 @@ class Monitor:
             sums = measure.cast_sums(t, role, recipe, delayed, sqnr=self.sqnr)
             granularity = getattr(recipe, f"{role}_granularity")
             fmt = getattr(recipe, role).name
-            self._samples.append(_Sample(step, name, role, fmt, granularity, sums))
+            self._samples.append(((step, name, role, fmt, granularity), sums))
 
         def after_backward(g: torch.Tensor) -> None:
             if self._sampling and self.steps == step:
@@ -215,26 +187,23 @@ class Monitor:
                 bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
                 ref = product_fp32(layer, x.detach(), weight, bias)
             fmt = str(y.dtype).removeprefix("torch.")
-            sums = measure.output_sums(y, ref)
-            self._samples.append(_Sample(step, name, "y", records.SHORT.get(fmt, fmt), "", sums))
+            key = step, name, "y", records.SHORT.get(fmt, fmt), ""
+            self._samples.append((key, measure.output_sums(y, ref)))
 
     def flush(self) -> list[dict[str, Any]]:
         """Transfer the measurements since the last flush to the host at once, add them to
         `records`, and return these. The only method that waits for the device."""
-        rows = [s.sums for s in self._samples]
-        width = len(measure.FIELDS)
-        with torch.no_grad():
-            flat = [*rows, *(s.value.reshape(1) for s in self._scalars)]
-            home = next((t.device for t in flat if t.device.type != "cpu"), torch.device("cpu"))
-            together = torch.cat([t.to(home, non_blocking=True) for t in flat]) if flat else None
-        numbers = [] if together is None else together.tolist()
         samples, self._samples = self._samples, []
         scalars, self._scalars = self._scalars, []
-        keys = [(s.step, s.layer, s.tensor, s.fmt, s.granularity) for s in samples]
-        values = [numbers[i * width : (i + 1) * width] for i in range(len(samples))]
-        of_steps = numbers[len(samples) * width :]
-        named = [(s.step, s.name, v) for s, v in zip(scalars, of_steps, strict=True)]
-        records.add(self.records, list(zip(keys, values, strict=True)), named)
+        parts = [*(sums for _, sums in samples), *(value for *_, value in scalars)]
+        home = next((t.device for t in parts if t.device.type != "cpu"), torch.device("cpu"))
+        with torch.no_grad():
+            moved = [t.to(home, non_blocking=True) for t in parts]
+            numbers = iter(torch.cat(moved).tolist() if moved else ())
+        width = len(measure.FIELDS)
+        tensors = [(key, [*itertools.islice(numbers, width)]) for key, _ in samples]
+        named = [(step, name, next(numbers)) for step, name, _ in scalars]
+        records.add(self.records, tensors, named)
         return self.records
 
     def table(self, limit: int | None = None) -> str:

@@ -9,19 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...amp.rules import power
+from ..report_table import aligned
 from .measure import FIELDS, decibels
 
-__all__ = [
-    "SHORT",
-    "Key",
-    "Record",
-    "add",
-    "append_jsonl",
-    "badness",
-    "finite",
-    "scalars",
-    "table",
-]
+__all__ = ["SHORT", "Key", "Record", "add", "append_jsonl", "badness", "finite", "scalars", "table"]
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _NAME = 23  # columns of the table for a layer's name; 80 in all
@@ -116,18 +107,10 @@ def table(record: Record, limit: int | None) -> str:
     cells = [header, *(tuple(_cells(row)) for row in rows[:limit])]
     if not any(row["sqnr"] is not None and math.isfinite(row["sqnr"]) for row in rows):
         cells = [line[:-1] for line in cells]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
-    rule = "-" * max(map(len, lines))
+    lines = [", ".join(parts), *aligned(cells, left=(0, 1))]
     if limit is not None and len(rows) > limit:
         lines.append(f"... and {len(rows) - limit} more")
-    return "\n".join([", ".join(parts), lines[0], rule, *lines[1:]])
+    return "\n".join(lines)
 
 
 def _cells(row: Record) -> Iterator[str]:

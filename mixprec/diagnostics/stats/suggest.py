@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...recipes import ROLES
+from ..report_table import aligned
 from .products import BARS, PRODUCTS, below_bar
 
 __all__ = ["Measured", "Overrides", "sqnr_table"]
@@ -65,19 +66,12 @@ def sqnr_table(measured: Mapping[str, Measured], limit: int | None) -> str:
         order = sorted(layers, key=lambda name: _margin(layers[name]))
         left_out += len(order) - len(order[:limit])
         cells += [(recipe, *_cells(name, layers[name])) for name in order[:limit]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 2 <= i < len(header) - 1 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = aligned(cells, left=(0, 1, len(header) - 1))
     if left_out:
         lines.append(f"... and {left_out} more, all with a larger margin")
     bars = " and ".join(f"{bar:g} for {name}" for name, bar in BARS.items())
     title = f"SQNR in dB against FP32, worst layers first; * is below the bar: {bars}"
-    return "\n".join([title, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return "\n".join([title, *lines])
 
 
 def _cells(name: str, row: Mapping[str, Any]) -> Iterator[str]:
