@@ -7,8 +7,6 @@ import torch
 from .ops._dispatch import library
 from .recipes import Recipe
 
-__all__ = ["is_available", "why_not", "why_not_cuda"]
-
 # The first compute capability whose tensor cores support a format, and its name.
 _NEEDED = {"fp16": ((7, 0), "Volta"), "bf16": ((8, 0), "Ampere"), "fp8": ((8, 9), "Ada or Hopper")}
 _GENERATIONS = (

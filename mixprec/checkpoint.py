@@ -21,8 +21,6 @@ from ._atomic import replace_file
 from ._checkpoint_file import FORMAT, VERSION, check_plain, read, write
 from ._local_gradients import is_sharded
 
-__all__ = ["FORMAT", "VERSION", "load_checkpoint", "save_checkpoint"]
-
 # What torch.compile(module) puts into the names of the module's entries.
 _COMPILED = "_orig_mod."
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Ranks", "agree_found_", "reduce_gradients_in_fp32"]
-
 
 @dataclass
 class _Plan:

@@ -22,8 +22,6 @@ from .ops import dequantize, quantize
 from .ops.int8 import dequantize_int8, quantize_int8
 from .quantized import Quantized
 
-__all__ = ["FrozenLayer", "FrozenLinear", "FrozenReport", "freeze"]
-
 FORMATS = ("int8", "fp8")
 TRAINED = "peft trains it as a whole"
 

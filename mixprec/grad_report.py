@@ -10,8 +10,6 @@ import torch
 
 from .ops import underflow_share
 
-__all__ = ["GradCounts", "Overflow", "Table", "Underflow", "namer", "worst_first"]
-
 
 class Table(NamedTuple):
     """The counts on one device."""

@@ -13,8 +13,6 @@ from .nn.convert import cast_parameters, convert
 from .optim import AdamW
 from .recipes import Recipe
 
-__all__ = ["FIDELITIES", "Fidelity", "lean"]
-
 
 class Fidelity(NamedTuple):
     """What is kept in fewer bits, besides bf16 parameters with 16 more bits beside them."""

@@ -8,8 +8,6 @@ import torch
 
 from .formats import Format
 
-__all__ = ["Quantized"]
-
 
 class Quantized(NamedTuple):
     """x ~ data * scale_inv, as returned by `mixprec.quantize`.

@@ -21,8 +21,6 @@ from .rules import NEVER, TORCH_STATE, check, power
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["GradScaler"]
-
 _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 

@@ -6,8 +6,6 @@ from collections import deque
 
 import torch
 
-__all__ = ["Lagged"]
-
 
 class Lagged:
     """The latest value of a small tensor whose copy to the host has completed."""

@@ -8,9 +8,6 @@ import torch
 
 from .._local_gradients import gradient_of, local
 
-__all__ = ["any_flag", "gradients", "has_fp16_gradient", "has_gradient", "params_of"]
-__all__ += ["steps_alone", "unscales_itself"]
-
 
 def any_flag(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """One flag on `device`, 0.0 or 1.0: whether any is not 0 (Inf and NaN are not)."""

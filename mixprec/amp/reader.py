@@ -12,8 +12,6 @@ from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import grad_stats_
 from .optimizers import any_flag, gradients, params_of
 
-__all__ = ["GradReader", "check_"]
-
 
 def check_(
     grads: list[torch.Tensor],

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NEVER", "TORCH_STATE", "check", "power"]
-
 TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 # The growth interval that represents static scaling, which torch does not have.
 NEVER = 2**31 - 1

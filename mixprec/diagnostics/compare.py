@@ -22,8 +22,6 @@ from ..recipes import Recipe
 from .report import KINDS, Report, Row
 from .training_run import TrainingRun, torch_formats
 
-__all__ = ["Batches", "compare"]
-
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
 

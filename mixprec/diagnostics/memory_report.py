@@ -22,8 +22,6 @@ from . import plotting
 from .report_table import aligned, readable
 from .unchanged import unchanged
 
-__all__ = ["MemoryReport", "memory_report", "recorder", "row_names"]
-
 # What an optimizer of mixprec may hold before its first step.
 _MASTERS = {"master", "remainder"}
 KINDS = ("linear", "attention", "activation", "norm", "loss", "other")

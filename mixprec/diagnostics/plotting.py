@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .report import Report
     from .stats.records import Record
 
-__all__ = ["plot_memory", "plot_records", "plot_report", "save", "smooth"]
-
 # Distinguishable with most color vision deficiencies (Okabe and Ito, 2008).
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#D55E00"
 # Equal curves overlap: later ones are thinner and dashed, so that all are visible.

@@ -15,8 +15,6 @@ from . import plotting, report_table
 from .stats.records import finite
 from .stats.suggest import Overrides, sqnr_table
 
-__all__ = ["KINDS", "Report", "Row"]
-
 KINDS = ("forward", "grad_input", "grad_weight")
 
 

@@ -10,8 +10,6 @@ from ..amp.rules import power
 if TYPE_CHECKING:
     from .report import Report, Row
 
-__all__ = ["aligned", "notes", "readable", "rows"]
-
 
 def rows(report: Report) -> list[list[str]]:
     """The table as lists of strings, the header first."""

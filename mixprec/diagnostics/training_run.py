@@ -21,8 +21,6 @@ from .memory_report import recorder
 from .report import Row
 from .stats.products import model_sqnr
 
-__all__ = ["TrainingRun", "checksum", "tensor_bytes", "torch_formats"]
-
 MAX_NOT_FINITE = 10  # losses in a row that are Inf or NaN before a run is ended as diverged
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["unchanged"]
-
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Iterator[None]:

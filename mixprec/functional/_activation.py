@@ -11,8 +11,6 @@ from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
-__all__ = ["activation"]
-
 
 class _Activation(torch.autograd.Function):
     @staticmethod

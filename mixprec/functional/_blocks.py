@@ -14,8 +14,6 @@ from ._fused import Norm, run_fused
 from ._linear import check_input
 from ._products import Product
 
-__all__ = ["mlp", "norm_linear"]
-
 
 def _layers(
     op: str,

@@ -19,8 +19,6 @@ from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 from ._products import Product
 from .operands import NOTHING, Matrix, Operand, OperandCast
 
-__all__ = ["Norm", "run_fused"]
-
 
 class Norm(NamedTuple):
     """The settings of a norm: subtract_mean is True for LayerNorm, False for RMSNorm."""

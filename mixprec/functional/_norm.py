@@ -11,8 +11,6 @@ from ..ops._dispatch.casts import Cast
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
 
-__all__ = ["norm"]
-
 
 class _Norm(torch.autograd.Function):
     @staticmethod

@@ -14,8 +14,6 @@ from ..recipes import Recipe
 from ._observed import observe
 from .operands import Delayed, Matrix, Operand
 
-__all__ = ["Product", "add_grad_input", "forward", "grad_bias", "grad_input", "grad_weight"]
-
 
 class Product(NamedTuple):
     """A linear layer, beside its weight and bias: see the arguments of `linear`."""

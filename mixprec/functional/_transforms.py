@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 
 from ..recipes import Recipe
 
-__all__ = ["run_transformed"]
-
 _TORCH = (
     "run the forward pass inside mixprec.autocast(enabled=False), where layers compute as torch's"
 )

@@ -20,9 +20,6 @@ from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op
 from ..recipes import DELAYED_ROLES, Recipe
 
-__all__ = ["Delayed", "Matrix", "Operand", "OperandCast", "cast", "cast_input", "share_casts"]
-__all__ += ["saved_tensors_hooks"]
-
 _UNCAST = Cast(torch.float32)  # of an op that computes values and casts them
 _APART = ("row", "block1x128", "mx")  # the transpose has other scales
 

@@ -17,8 +17,6 @@ from .packed import Kept, Packer, Saved
 from .plan import form_of
 from .running import Op, Watch, current, is_held_by_owner
 
-__all__ = ["Bits", "ModuleHook", "check", "compress_saved", "recorded"]
-
 Bits = int | str | Mapping[str, int | str | None]
 _MODES: dict[object, int] = {"int8": 8, "int4": 4, 8: 8, 4: 4}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

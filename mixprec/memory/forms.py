@@ -14,8 +14,6 @@ import torch
 from ..ops import saved_values as values
 from .packed import Form, Make, Pieces
 
-__all__ = ["GLU", "Exact", "Gate", "Limited", "Linear", "Mask", "Negative", "Rows", "Wide"]
-
 
 @dataclass(frozen=True)
 class Linear(Form):

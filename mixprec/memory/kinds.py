@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from .running import Op
 
-__all__ = ["KINDS", "NAMES", "OF_MODULES", "is_result", "is_weight", "kind_of", "newest_operand"]
-
 KINDS: dict[str, tuple[str, ...]] = {
     "linear": (
         *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d"),

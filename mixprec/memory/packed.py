@@ -15,8 +15,6 @@ from .._context import context, replaced
 from ..ops.pack import pack, unpack
 from ..ops.saved_values import rounded_at_random
 
-__all__ = ["Codes", "Form", "Kept", "Make", "Packer", "Parts", "Pieces", "Saved", "Version"]
-
 
 class Codes:
     """The codes and ranges of `pack`, of a tensor's elements in row-major order."""

@@ -12,8 +12,6 @@ from .kinds import is_result, kind_of
 from .packed import Form
 from .running import Op
 
-__all__ = ["form_of"]
-
 # Of the modes "int8" and "int4". Measured with examples/train_gpt.py: with every tensor in 4 bits
 # the GPT does not train; with those of attention in 8 bits and losses as they are it does. What ops
 # without a kind save is kept: their backward may divide by it, take its exponential or inverse, or

@@ -15,8 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._context import context, replaced
 
-__all__ = ["Op", "Watch", "current", "is_held_by_owner", "keep_as_is", "running", "saved_as"]
-
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _MHA = functional.multi_head_attention_forward
 

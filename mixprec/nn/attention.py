@@ -11,8 +11,6 @@ from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
 
-__all__ = ["MultiheadAttention"]
-
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

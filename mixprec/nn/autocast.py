@@ -13,8 +13,6 @@ from .._context import context, replaced
 from ..recipes import Recipe
 from . import _region
 
-__all__ = ["FP32_OPS", "autocast", "table"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The ops that lose too much precision in 16 bits, with their names in torch. The list is that of

@@ -14,8 +14,6 @@ from ._fused import Part
 from .known import register_fusion
 from .linear import Linear
 
-__all__ = ["MLP", "GatedMLP", "NormLinear"]
-
 
 class _ReLUSquared(nn.Module):
     """relu(x)^2. Source: Primer (So et al., 2021)."""

@@ -12,8 +12,6 @@ from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
 
-__all__ = ["Conv2d"]
-
 
 class Conv2d(Layer, torch.nn.Conv2d):
     """y = x * weight + bias, a convolution with operands in the formats of `recipe`.

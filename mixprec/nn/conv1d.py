@@ -11,8 +11,6 @@ from ..functional.operands import Operand
 from . import _region
 from ._layer import Layer
 
-__all__ = ["Conv1D"]
-
 
 class Conv1D(Layer):
     """y = x @ weight + bias with weight [K, N], cast as that of `Linear` is.

@@ -23,8 +23,6 @@ from .fuse import fuse as fuse_parts
 from .fuse import unfuse
 from .known_norms import as_input, known_norms
 
-__all__ = ["ModuleFilter", "cast_parameters", "convert", "convert_to_float8_training"]
-
 logger = logging.getLogger("mixprec")
 
 ModuleFilter = Callable[[nn.Module, str], bool]

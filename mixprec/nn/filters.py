@@ -9,8 +9,6 @@ from torch import nn
 from ..functional import is_pointwise
 from ..recipes import Recipe
 
-__all__ = ["worthwhile"]
-
 logger = logging.getLogger("mixprec")
 
 

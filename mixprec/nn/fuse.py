@@ -21,8 +21,6 @@ from ._one_pass import FusedNorm, one_pass_class
 from ._sdpa import AttentionMode
 from .known import MLPSpec, load_tables, spec_of
 
-__all__ = ["Found", "FusedMLP", "FusedSequential", "Marked", "fuse", "unfuse"]
-
 _SEQUENTIAL = nn.Sequential.forward
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward pass
 

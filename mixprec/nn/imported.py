@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["adapted_layer", "imported_class"]
-
 
 def imported_class(module: str, name: str) -> Any:
     """The class `name` of `module`; None if that has not been imported, or has no such class."""

@@ -16,8 +16,6 @@ from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
 
-__all__ = ["Experts", "Intercepted", "layer_for"]
-
 _PRODUCTS = frozenset({"linear", "conv2d", "grouped_mm"})
 
 

@@ -18,9 +18,6 @@ from .conv1d import Conv1D
 from .imported import adapted_layer, imported_class
 from .linear import Linear
 
-__all__ = ["Coverage", "adapters", "converter", "coverage"]
-__all__ += ["leave_fast_paths", "restore_fast_paths"]
-
 ADAPTER = "an adapter of peft"
 # The share of unsupported weights above which it is worth a warning.
 MOST_UNSUPPORTED = 0.2

@@ -12,8 +12,6 @@ from torch import nn
 
 from ..ops.act_quantize import KINDS
 
-__all__ = ["MLPSpec", "NormSpec", "Spec", "load_tables", "register_fusion", "spec_of"]
-
 
 class NormSpec(NamedTuple):
     """x / sqrt(mean(x^2) + eps) * weight; with subtract_mean, the same of x - mean(x), plus bias.

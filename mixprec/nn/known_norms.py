@@ -8,8 +8,6 @@ from torch import nn
 from .._local_gradients import LOW_PRECISION
 from .imported import imported_class
 
-__all__ = ["as_input", "known_norms"]
-
 # transformers.models.NAME.modeling_NAME as NAME/Class, or NAME/FILE/Class where the file has
 # another name: the modules of transformers 5.23 that derive from nn.Module alone and own nothing
 # but the weights of a norm. (Those that derive from torch's norms need no entry.) In the first list

@@ -12,8 +12,6 @@ from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
 
-__all__ = ["Linear"]
-
 
 class Linear(Layer, torch.nn.Linear):
     """y = x @ weight^T + bias with the operands of all three GEMMs in the formats of `recipe`.

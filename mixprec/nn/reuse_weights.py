@@ -10,8 +10,6 @@ import torch
 from .._local_gradients import is_sharded
 from . import Layer
 
-__all__ = ["reuse_weights"]
-
 
 @contextlib.contextmanager
 def reuse_weights(model: torch.nn.Module) -> Iterator[None]:

@@ -12,8 +12,6 @@ from ._layer import Layer
 from ._subclass import inject_parametrizations, original_class
 from .fuse import unfuse
 
-__all__ = ["unconvert"]
-
 logger = logging.getLogger("mixprec")
 
 

@@ -12,9 +12,6 @@ from ._dispatch.op import Op
 from ._reference.exp import exp_fp32
 from .quantize import quantize_reference
 
-__all__ = ["KINDS", "act_backward_op", "act_backward_reference", "act_quantize"]
-__all__ += ["act_quantize_op", "act_quantize_reference"]
-
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 # Phi(-t) = e^(-t^2 / 2) * s * q(s - 3/4), s = 1 / (1 + 11/32 t): the polynomial q, from the

@@ -9,8 +9,6 @@ import torch
 
 from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["adamw_", "adamw_op"]
-
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
 

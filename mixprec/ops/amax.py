@@ -7,8 +7,6 @@ import torch
 from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
-__all__ = ["amax", "amax_op", "amax_reference"]
-
 
 def amax_reference(x: torch.Tensor) -> torch.Tensor:
     """max |x| in FP32; NaN if any element is NaN, else Inf if any is; 0 for an empty tensor."""

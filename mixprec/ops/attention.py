@@ -7,9 +7,6 @@ import torch
 from ._dispatch import autocast, checks, example_inputs
 from ._dispatch.op import Op
 
-__all__ = ["attention", "attention_backward", "attention_backward_op"]
-__all__ += ["attention_backward_reference", "attention_op", "attention_reference"]
-
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -8,8 +8,6 @@ from ..quantized import Quantized
 from ._reference import block_formats
 from .dequantize_mx import dequantize_mx_op
 
-__all__ = ["check_not_simulated", "decode", "decode_quantized", "is_block", "unpacked"]
-
 
 def is_block(x: object) -> bool:
     return isinstance(x, Quantized) and x.columns is not None

@@ -11,13 +11,6 @@ from ._dispatch import checks, example_inputs, overlap
 from ._dispatch.op import Op
 from .scale import scale_from_amax
 
-__all__ = [
-    "UNUSED",
-    "delayed_scales_op",
-    "update_delayed_scales_",
-    "update_delayed_scales_reference_",
-]
-
 UNUSED = -1.0  # marks an amax as unused: nothing was cast since the last update
 
 

@@ -10,8 +10,6 @@ from ._dispatch.op import Op
 from ._reference import block_formats, scale_layout
 from .dequantize_mx import dequantize_mx_op
 
-__all__ = ["LOW", "dequantize", "dequantize_op", "dequantize_reference"]
-
 LOW = (*checks.FP8, torch.float16, torch.bfloat16)
 
 

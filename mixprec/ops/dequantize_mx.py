@@ -8,8 +8,6 @@ from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 from ._reference import block_codes, block_formats, scale_layout
 
-__all__ = ["dequantize_mx_op", "dequantize_mx_reference"]
-
 
 def dequantize_mx_reference(
     data: torch.Tensor,

@@ -11,19 +11,6 @@ from ._reference import gemm_scales, tensor_core
 from ._reference.gemm_scales import Operands
 from .block_operands import check_not_simulated, decode_quantized, is_block
 
-__all__ = [
-    "accumulate",
-    "gemm",
-    "gemm_accumulate_",
-    "gemm_accumulate_op",
-    "gemm_accumulate_reference_",
-    "gemm_op",
-    "gemm_reference",
-    "gemm_simulated_op",
-    "gemm_simulated_reference",
-    "run",
-]
-
 Operand = torch.Tensor | Quantized
 
 

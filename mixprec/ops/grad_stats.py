@@ -10,8 +10,6 @@ from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 from .unscale import COUNTS, count_reference
 
-__all__ = ["grad_stats_", "grad_stats_op", "grad_stats_reference_"]
-
 
 def grad_stats_reference_(
     grads: list[torch.Tensor],

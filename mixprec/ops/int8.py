@@ -6,8 +6,6 @@ import torch
 
 from ._dispatch import checks
 
-__all__ = ["dequantize_int8", "quantize_int8"]
-
 _MAX = 127.0  # -128 is not used: the codes are symmetric
 
 

@@ -8,8 +8,6 @@ import torch
 
 from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["lion_", "lion_op"]
-
 
 def _sign(c: torch.Tensor) -> torch.Tensor:
     """1, -1 or +0; NaN for NaN, where torch.sign gives 0."""

@@ -8,8 +8,6 @@ import torch
 
 from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["muon_direction_", "muon_direction_op"]
-
 
 def _formula(
     p: torch.Tensor,

@@ -12,9 +12,6 @@ from ._dispatch.op import Op
 from ._reference import scale_layout
 from .quantize import quantize_reference
 
-__all__ = ["norm_backward_op", "norm_backward_reference", "norm_quantize"]
-__all__ += ["norm_quantize_op", "norm_quantize_reference"]
-
 LANES = 256  # partial sums of a row
 BAND = 64  # rows summed one after the other for dweight and dbias
 

@@ -11,9 +11,6 @@ from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 from ._reference import rounding
 
-__all__ = ["BITS", "GROUP", "pack", "pack_op", "pack_reference", "packed_sizes"]
-__all__ += ["unpack", "unpack_op", "unpack_reference"]
-
 BITS = (8, 4, 2)
 # Elements that share a minimum and a step, which take 0.25 bits of each. Groups of 64 have a tenth
 # less error on normal values for 0.25 bits more.

@@ -16,8 +16,6 @@ from .amax import amax_reference
 from .quantize_mx import quantize_mx_op, quantize_mx_reference
 from .scale import scale_from_amax
 
-__all__ = ["cast_reference", "quantize", "quantize_op", "quantize_reference"]
-
 _FP8_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F}
 _FP8_INF = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 

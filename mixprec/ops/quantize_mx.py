@@ -11,8 +11,6 @@ from ._reference import block_codes, block_formats, rounding, scale_layout
 from .amax import amax_reference
 from .scale import scale_from_amax
 
-__all__ = ["quantize_mx_op", "quantize_mx_reference"]
-
 # data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
 BlockCast = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor

@@ -7,8 +7,6 @@ import torch
 from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
-__all__ = ["rotary", "rotary_op", "rotary_reference"]
-
 
 def rotary_reference(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool

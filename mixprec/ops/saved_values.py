@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["above", "between", "limited", "negative", "normalized", "not_normalized"]
-__all__ += ["pack_mask", "plus", "rounded_at_random", "score_error", "unpack_mask", "with_below"]
-__all__ += ["with_signs"]
-
 
 def limited(t: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
     """clamp, by which an Inf becomes NaN."""

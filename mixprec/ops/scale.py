@@ -11,24 +11,6 @@ from .. import formats
 from ._dispatch import checks, example_inputs
 from ._dispatch.op import Op
 
-__all__ = [
-    "COUNTERS",
-    "clip_coef",
-    "clip_coef_op",
-    "clip_coef_reference",
-    "inv_scale",
-    "inv_scale_op",
-    "inv_scale_reference",
-    "scale_from_amax",
-    "scale_from_amax_",
-    "scale_from_amax_op",
-    "scale_from_amax_reference_",
-    "underflow_share",
-    "update_scale_",
-    "update_scale_op",
-    "update_scale_reference_",
-]
-
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
 
 

@@ -8,8 +8,6 @@ import torch
 
 from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
 
-__all__ = ["sgd_", "sgd_op"]
-
 
 def _formula(
     p: torch.Tensor,

@@ -12,8 +12,6 @@ import torch
 from ._dispatch import checks, example_inputs, overlap
 from ._dispatch.op import Op
 
-__all__ = ["COUNTS", "count_reference", "unscale_", "unscale_op", "unscale_reference_"]
-
 COUNTS = 4  # Inf, NaN, zeros, subnormals
 
 

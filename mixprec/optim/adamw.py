@@ -11,8 +11,6 @@ from ..ops import adamw_
 from . import _settings
 from ._base import Optimizer
 
-__all__ = ["Adam", "AdamW"]
-
 
 class AdamW(Optimizer):
     """AdamW (decoupled weight decay) for fp32, bf16, fp16 and fp64 params, in FP32 arithmetic.

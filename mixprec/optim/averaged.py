@@ -11,8 +11,6 @@ from torch.optim import swa_utils
 from .._local_gradients import LOW_PRECISION
 from ._fp32 import master_of
 
-__all__ = ["AveragedModel"]
-
 
 class AveragedModel(swa_utils.AveragedModel):
     """torch.optim.swa_utils.AveragedModel, in FP32 and from the masters of `optimizer`.

@@ -10,8 +10,6 @@ from torch.optim.optimizer import ParamsT
 from ..ops import lion_
 from ._base import Optimizer
 
-__all__ = ["Lion"]
-
 
 class Lion(Optimizer):
     """Lion: steps of the size lr in the direction of a sign, for fp32, bf16, fp16 and fp64 params.

@@ -26,8 +26,6 @@ from ._state import Policy, follow
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Masters"]
-
 
 class Masters(Optimizer):
     """An optimizer of another class, with FP32 masters of 16-bit params.

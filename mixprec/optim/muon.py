@@ -17,8 +17,6 @@ from ._base import Optimizer
 from ._batches import Batch
 from .adamw import AdamW
 
-__all__ = ["Muon"]
-
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 

@@ -11,8 +11,6 @@ from ..ops import sgd_
 from . import _settings
 from ._base import Optimizer
 
-__all__ = ["SGD"]
-
 
 class SGD(Optimizer):
     """SGD with momentum and Nesterov momentum, for fp32, bf16, fp16 and fp64 params.

@@ -9,8 +9,6 @@ from torch import nn
 
 from .layers import recipe_layers, state_here
 
-__all__ = ["flop_share"]
-
 
 def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
     """The share of the FLOPs of model(*args, **kwargs) that layers with a recipe compute by it.

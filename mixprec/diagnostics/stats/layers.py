@@ -12,8 +12,6 @@ from ...functional.operands import Delayed
 from ...nn import Conv1D, _region
 from ...recipes import Recipe
 
-__all__ = ["as_operand", "measured_layers", "product_fp32", "recipe_layers", "state_here"]
-
 
 def recipe_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of `model` that casts its operands by a recipe, once, with its path."""

@@ -15,8 +15,6 @@ from ...ops._reference.block_formats import BLOCK_FORMATS
 from ...ops.dequantize_mx import dequantize_mx_op
 from ...recipes import Recipe
 
-__all__ = ["FIELDS", "cast_sums", "decibels", "largest_kept", "output_sums", "squares"]
-
 # What `cast_sums` and `output_sums` return, in this order, FP64. Sums of two parts of a tensor are
 # added; for amax and the scales the extremes are kept.
 FIELDS = (

@@ -16,8 +16,6 @@ from .. import plotting
 from . import measure, records
 from .layers import as_operand, measured_layers, product_fp32, recipe_layers, state_here
 
-__all__ = ["Monitor"]
-
 
 class Monitor:
     """Statistics of every tensor that is cast, at every `every`-th step of training.

@@ -16,8 +16,6 @@ from ..unchanged import unchanged
 from .layers import as_operand, measured_layers, product_fp32, state_here
 from .measure import FIELDS, cast_sums, decibels, squares
 
-__all__ = ["BARS", "PRODUCTS", "REMEDIES", "Sqnr", "below_bar", "model_sqnr", "product_sqnr"]
-
 PRODUCTS = ("y", "grad_input", "grad_weight")
 Sqnr = dict[str, float | None]
 

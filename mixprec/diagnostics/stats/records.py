@@ -12,8 +12,6 @@ from ...amp.rules import power
 from ..report_table import aligned
 from .measure import FIELDS, decibels
 
-__all__ = ["SHORT", "Key", "Record", "add", "append_jsonl", "badness", "finite", "scalars", "table"]
-
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _NAME = 23  # columns of the table for a layer's name; 80 in all
 

@@ -10,8 +10,6 @@ from ...recipes import ROLES
 from ..report_table import aligned
 from .products import BARS, PRODUCTS, below_bar
 
-__all__ = ["Measured", "Overrides", "sqnr_table"]
-
 Measured = Mapping[str, Mapping[str, Any]]  # by layer, as `model_sqnr` returns it
 _NAME = 26
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-__all__ = ["BLOCK", "hadamard"]
-
 BLOCK = 16
 _SIGNS = 0x2D9A  # bit i: whether element i of a block changes its sign; 8 of 16 do, in no pattern
 
