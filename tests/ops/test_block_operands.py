@@ -121,28 +121,6 @@ def test_a_block_with_a_number_that_is_none_is_lost_alone() -> None:
             assert wide[1, :32].isfinite().all()
 
 
-@for_each(
-    "arguments, error, match",
-    [
-        (("e2m1",), ValueError, "quantize: granularity must be \"mx\" for e2m1, got 'tensor'"),
-        (("e3m2", None, False, "nvfp4"), ValueError, "e2m1 with \"nvfp4\", got e3m2 with 'nvfp4'"),
-        (("bf16", None, False, "mx"), ValueError, "quantize: fmt must be one of e4m3, e5m2, .* bf"),
-        (("e4m3", 2.0, False, "mx"), ValueError, "quantize: scale must be left out with granul"),
-        (("e4m3", None, False, "mx", False), ValueError, "power_of_two_scale must be left out"),
-        (("e4m3", None, False, "mx", True, "up"), ValueError, "scale_mode must be one of"),
-        (("e2m1", None, False, "nvfp4", True, "ceil"), ValueError, 'scale_mode must be "rceil"'),
-        (("e4m3", None, False, "mx", True, "rceil", 1.5), TypeError, "quantize: seed must be an"),
-        (("e4m3", None, False, "tensor", True, "ceil"), ValueError, "scale_mode is for the gran"),
-        (("e4m3", None, False, "row", True, "rceil", 3), ValueError, "seed is for the granulari"),
-    ],
-)
-def test_arguments_that_do_not_fit(
-    arguments: tuple[object, ...], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        mixprec.quantize(torch.ones(4, 8), *arguments)
-
-
 def test_operands_that_do_not_fit() -> None:
     q, other = cast((M, K), E2M1, "mx"), cast((N, K + 1), E2M1, "mx")
     with pytest.raises(ValueError, match=r"a .* and b .* must agree in K"):

@@ -6,7 +6,6 @@ import math
 
 import independent as ind
 import numpy as np
-import pytest
 import torch
 from cases import (
     FP8,
@@ -143,33 +142,3 @@ def test_a_scale_per_column(backend: str) -> None:
             q = wrap(data.t())._replace(scale_inv=scale_inv.t())
             want = ind.narrow(expected_by_blocks(data, scale_inv), torch.bfloat16)
             ind.assert_bits(mixprec.dequantize(q, torch.bfloat16), want.T)
-
-
-HALF = wrap(torch.ones(2).half())
-TALL = wrap(torch.ones(130, 3).half())._replace(scale_inv=torch.ones(3, 1))
-
-
-@for_each(
-    "q, dtype, error, message",
-    [
-        (torch.ones(2), torch.float32, TypeError, "q must be a Quantized"),
-        (HALF, torch.int8, ValueError, "dtype must be float32.*int8"),
-        (HALF, torch.float64, ValueError, "dtype must be.*float64"),
-        (TALL, torch.float32, ValueError, r"one of .*\(130, 1\).*\(2, 1\).* got \(3, 1\)"),
-        *(
-            (HALF._replace(**changes), torch.float32, error, message)
-            for changes, error, message in (
-                ({"data": torch.ones(2)}, ValueError, "data must have dtype .*float32"),
-                ({"scale_inv": torch.ones(2)}, ValueError, r"one of .*\(1, 1\).* got \(2,\)"),
-                ({"scale_inv": torch.ones(()).double()}, ValueError, "must have dtype float32"),
-                ({"scale_inv": torch.ones((), device="meta")}, ValueError, "must be on data's"),
-                ({"data": torch.eye(2).half().to_sparse()}, ValueError, "must be a dense tensor"),
-                ({"data": None}, TypeError, "data must be a torch.Tensor"),
-                ({"data": torch.ones(2).half().requires_grad_()}, RuntimeError, "no derivative"),
-            )
-        ),
-    ],
-)
-def test_bad_input(q: object, dtype: torch.dtype, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^dequantize: .*{message}"):
-        mixprec.dequantize(q, dtype)  # type: ignore[arg-type]

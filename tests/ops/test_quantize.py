@@ -6,7 +6,6 @@ import math
 
 import independent as ind
 import numpy as np
-import pytest
 import torch
 from cases import (
     LARGE,
@@ -213,41 +212,3 @@ def test_a_scale_becomes_initialised_within_one_compiled_function(backend: str) 
     assert compiled(x, scale).item() == 2.0**-6  # 448 / 7 = 64
     scale.fill_(2.0)
     assert compiled(x, scale).item() == 0.5
-
-
-ONES = torch.ones(2, 3)
-
-
-META, GRAD = torch.ones(1, device="meta"), torch.ones(1, requires_grad=True)
-
-
-@for_each(
-    "args, error, message",
-    [
-        (([1.0], "e4m3"), TypeError, "x must be a torch.Tensor, got list"),
-        ((ONES.double(), "e4m3"), ValueError, "x must have dtype .*float64"),
-        ((ONES.int(), "e4m3"), ValueError, "x must have dtype .*int32"),
-        ((ONES.to(torch.float8_e5m2), "e4m3"), ValueError, "x must have dtype .*e5m2"),
-        ((ONES.to_sparse(), "e4m3"), ValueError, "x must be a dense tensor"),
-        ((ONES, "fp6"), ValueError, "fmt must be one of .*fp6"),
-        *(
-            ((ONES, "e4m3", scale), ValueError, "scale must be positive and finite, got")
-            for scale in (0.0, -1.0, math.nan, math.inf, 1e-60, 1e60)  # the last: 0, Inf in FP32
-        ),
-        *(
-            ((ONES, "e4m3", torch.tensor(scale)), ValueError, "scale must be positive")
-            for scale in (math.nan, -2.0, math.inf)
-        ),
-        ((ONES, "e4m3", "big"), (TypeError, ValueError), "scale must be"),
-        ((ONES, "e4m3", torch.zeros(1).double()), ValueError, "scale must hold one"),
-        ((ONES, "e4m3", torch.ones(2)), ValueError, "scale must hold one float32"),
-        ((ONES, "e4m3", META), ValueError, "scale must be on"),
-        ((ONES[0], "e4m3", None, True), ValueError, "transpose needs x of 2 or more"),
-        ((ONES * GRAD, "e4m3"), RuntimeError, "functional.linear"),
-        ((ONES, "e4m3", GRAD), RuntimeError, "no derivative"),
-        ((ONES, "e4m3", GRAD * 0), RuntimeError, "no derivative"),
-    ],
-)
-def test_bad_input(args: tuple, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^quantize: .*{message}"):
-        mixprec.quantize(*args)

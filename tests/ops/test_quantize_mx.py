@@ -262,31 +262,6 @@ def test_many_casts(fmt: str, mode: str) -> None:
         check(torch.where(bits.isfinite(), bits, 1.0) * 2.0**power, fmt, mode)
 
 
-ONES = torch.ones(2, 3)
-
-
-@for_each(
-    "x, fmt, mode, transpose, seed, error, message",
-    [
-        (1.0, "mxfp4", "rceil", False, None, (TypeError, AttributeError), "x must be|no attribute"),
-        (ONES.double(), "mxfp4", "rceil", False, None, ValueError, "x must have dtype float32, b"),
-        (ONES, "mxfp5", "rceil", False, None, ValueError, "fmt must be one of mxfp8_e4m3, .*mxfp5"),
-        (ONES, "mxfp4", "up", False, None, ValueError, 'scale_mode must be one of "floor", .*up'),
-        (ONES, "nvfp4", "even", False, None, ValueError, 'scale_mode must be "rceil".*even'),
-        (ONES[0], "mxfp4", "rceil", True, None, ValueError, "transpose needs x of 2 or more"),
-        (ONES, "mxfp4", "rceil", False, ONES[0, :1], ValueError, "seed must have dtype int64"),
-        (ONES, "mxfp4", "rceil", False, torch.tensor(1), ValueError, r"seed .* \(1,\), got \(\)"),
-        (ONES, "mxfp4", "rceil", False, seed_of(1).to("meta"), ValueError, "seed must be on x's"),
-    ],
-)
-def test_bad_input(
-    backend: str, x: torch.Tensor, fmt: str, mode: str, transpose: bool,
-    seed: torch.Tensor | None, error: type[Exception], message: str,
-) -> None:  # fmt: skip
-    with pytest.raises(error, match=message):
-        quantize_mx(x, fmt, mode, transpose, seed)
-
-
 def test_names() -> None:
     for name, block in BLOCK_FORMATS.items():
         assert block.element.name == mx.BLOCKS[name].spec.name
