@@ -63,27 +63,6 @@ def test_against_plain_numbers(
     assert [a.item() for a in amaxes] == [UNUSED] * n
 
 
-def test_a_training_run_in_plain_numbers(backend: str) -> None:
-    history, scale, amax = torch.zeros(3), torch.zeros(()), torch.tensor(UNUSED)
-    rows = [  # amax of the step -> scale of the next, history
-        (UNUSED, 0.0, [0, 0, 0]),  # not used: still without a scale
-        (0.0, 0.0, [0, 0, 0]),  # only zeros so far
-        (math.nan, 0.0, [0, 0, 0]),
-        (7.0, 64.0, [7, 0, 0]),
-        (100.0, 4.0, [100, 7, 0]),
-        (math.inf, 4.0, [100, 7, 0]),  # a skipped step leaves no trace
-        (UNUSED, 4.0, [100, 7, 0]),
-        (1.0, 4.0, [1, 100, 7]),
-        (1.0, 4.0, [1, 1, 100]),
-        (1.0, 256.0, [1, 1, 1]),  # the 100 is out of the window
-        (0.0, 256.0, [0, 1, 1]),
-    ]
-    for step, (number, want, recorded) in enumerate(rows):
-        amax.fill_(number)
-        update_delayed_scales_([history], [scale], [amax], [448.0])
-        assert (scale.tolist(), history.tolist()) == (want, recorded), f"step {step}"
-
-
 def test_both_backends_agree_on_any_layout() -> None:
     results = []
     for backend in ("cpp", "reference"):

@@ -73,22 +73,3 @@ def test_dimensions_and_strides(backend: str, fmt: str) -> None:
             for parts in (strided, turned):
                 again = dequantize_mx(*parts, scale_of, fmt, columns, torch.float32)
                 assert torch.equal(again, got)
-
-
-@for_each("fmt", BLOCK_FORMATS)
-def test_what_is_exact(fmt: str) -> None:
-    """Numbers that the format holds come back, and bf16 holds them."""
-    spec, size = mx.BLOCKS[fmt]
-    table = ind.decode_table(spec)[: spec.max_code + 1]
-    values = np.resize(np.concatenate([table, -table]), (9, size * 7))
-    values[:, ::size] = spec.max
-    x = torch.from_numpy(values * 2.0 ** np.arange(-40, 50, 10)[:, None]).float()
-    if fmt == "nvfp4":  # a tensor scale of 1
-        x = torch.from_numpy(values).float() * 448
-    data, data_t, scale, scale_t, of_tensor, _ = quantize_mx(x, fmt, "rceil", True, None)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(
-            dequantize_mx(data, scale, None, fmt, size * 7, dtype).double(), x.double()
-        )
-    assert fmt != "nvfp4" or of_tensor == 1
-    assert dequantize_mx(data_t, scale_t, None, fmt, 9, torch.float32).shape == (size * 7, 9)

@@ -154,11 +154,3 @@ def test_refusals() -> None:
                 mixprec.gemm(a, b)
             with pytest.raises(ValueError, match=match):
                 mixprec.gemm_accumulate_(torch.zeros(2, 2), a, b)
-
-
-@for_each("pair, arch", [(pair, arch) for arch, pair in CASES if arch == "hopper"])
-def test_one_hot_rows_select(pair: Pair, arch: str) -> None:
-    a = torch.eye(40)[:7].to(pair[0])
-    b = normal((40, 9), torch.float32).to(pair[1])
-    got = both_ways(a, b, None, None, None, torch.float32, False, arch)
-    assert torch.equal(got, b[:7].float())
