@@ -48,6 +48,14 @@ def same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], what: st
         ind.assert_same_bits(g, w, f"{what} result {i}")
 
 
+def same_quantized(got: mixprec.Quantized, want: mixprec.Quantized) -> None:
+    assert got[5:] == want[5:]
+    for g, w in zip(got[:5], want[:5], strict=True):
+        assert (g is None) == (w is None)
+        if w is not None:
+            ind.assert_same_bits(g, w)
+
+
 def wide(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The activation in FP64, from torch's functions of x that is not near their limits."""
     x = x.double()
@@ -147,10 +155,6 @@ def test_public_function(backend: str) -> None:
         q = act_quantize(x, "e4m3", up, kind="gelu", transpose=True, granularity=granularity)
         y = act_quantize_op(x, up, "gelu", *PLAIN)[0]
         want = mixprec.quantize(y, "e4m3", transpose=True, granularity=granularity)
-        assert q[5:] == want[5:]
-        pairs = [(g, w) for g, w in zip(q[:5], want[:5], strict=True) if w is not None]
-        assert sum(g is None for g in q[:5]) == 5 - len(pairs)
-        for got, expected in pairs:
-            ind.assert_same_bits(got, expected)
+        same_quantized(q, want)
     q = act_quantize(x, "bf16", scale=2.0)
     ind.assert_same_bits(q.data, (act_quantize_op(x, None, "silu", *PLAIN)[0] * 2).bfloat16())

@@ -110,13 +110,9 @@ def check(x: Inputs, causal: bool, scale: float) -> None:
 
 @for_each("shape, dtype, causal, scale", CASES)
 def test_values(
-    backend: str,
-    poisoned: None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    causal: bool,
+    backend: str, poisoned: None, shape: tuple[int, ...], dtype: torch.dtype, causal: bool,
     scale: float | None,
-) -> None:
+) -> None:  # fmt: skip
     check(inputs(shape, dtype), causal, shape[-1] ** -0.5 if scale is None else scale)
 
 

@@ -104,6 +104,7 @@ OF_B = (
     r"\[ceil\(K/128\), N\] = \(1, 5\) or \[ceil\(K/128\), ceil\(N/128\)\] = \(1, 1\), "
     r"got shape \(5,\)"
 )
+OUT_OF_RANGE = (-1.0, math.nan, math.inf, 2.0**127, 2.0**-127)
 NOT_POSITIVE = "scale must be positive and finite, got"
 
 
@@ -113,10 +114,13 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("amax", {"x": X.to(torch.float8_e5m2)}, "x must have dtype .*float8_e5m2"),
         ("quantize", {"x": X.to(torch.float8_e5m2)}, "x must have dtype .*e5m2"),
         ("quantize", {"fmt": "fp6"}, "fmt must be one of .*fp6"),
-        *(  # the last two: 0 and Inf in FP32
+        *(
             ("quantize", {"scale": scale}, NOT_POSITIVE)
-            for scale in (0.0, -1.0, math.nan, math.inf, NAN, -ONE, ONE / 0, 1e-60, 1e60)
+            for scale in (0.0, *OUT_OF_RANGE, *map(torch.tensor, OUT_OF_RANGE))
         ),
+        *(
+            ("quantize", {"scale": scale}, NOT_POSITIVE) for scale in (1e-60, 1e60)
+        ),  # 0, Inf in FP32
         ("quantize", {"scale": "big"}, "scale must be"),
         ("quantize", {"scale": FLAG.double()}, "scale must hold one"),
         ("quantize", {"scale": K}, "scale must hold one float32"),

@@ -6,6 +6,7 @@ import math
 
 import independent as ind
 import numpy as np
+import pytest
 import torch
 from cases import (
     LARGE,
@@ -212,3 +213,29 @@ def test_a_scale_becomes_initialised_within_one_compiled_function(backend: str) 
     assert compiled(x, scale).item() == 2.0**-6  # 448 / 7 = 64
     scale.fill_(2.0)
     assert compiled(x, scale).item() == 0.5
+
+
+@for_each("fmt", ["e4m3", "e5m2", "bf16"])
+@for_each("scale", [-2.0, math.inf, -math.inf, math.nan, 2.0**127, 2.0**-127])
+def test_a_scale_out_of_range_is_nan_everywhere(backend: str, scale: float, fmt: str) -> None:
+    """Nobody may read the scale before the kernel does."""
+    x = torch.tensor([[1.0, -2.0], [0.0, 448.0]])
+    given = torch.tensor(scale)
+    data, data_t, scale_inv, _, amax = torch.ops.mixprec.quantize(
+        x, mixprec.formats.parse(fmt).dtype, given, True, "tensor", True
+    )
+    assert data.float().isnan().all()
+    assert data_t.float().isnan().all()
+    assert scale_inv.isnan()
+    assert amax == 448.0
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_code_does_not_lose_the_sign_of_a_scale() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def cast(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return mixprec.dequantize(mixprec.quantize(x, mixprec.E4M3, scale))
+
+    x = torch.tensor([1.0, -2.0])
+    assert torch.equal(cast(x, torch.tensor(2.0)), x)
+    assert cast(x, torch.tensor(-2.0)).isnan().all()

@@ -21,22 +21,8 @@ from mixprec import Quantized
 BLOCKS = ("row", "block1x128", "block128x128")
 FP8 = (ind.E4M3, ind.E5M2)
 # Empties first; a vector; one less, one more than a block in each dimension; more than 2-D.
-SHAPES = (
-    (0,),
-    (0, 5),
-    (5, 0),
-    (4, 0, 3),
-    (),
-    (1,),
-    (129,),
-    (1, 1),
-    (1, 257),
-    (257, 1),
-    (127, 129),
-    (128, 128),
-    (130, 257),
-)
-SHAPES += ((2, 3, 5, 67),)
+SHAPES = ((0,), (0, 5), (5, 0), (4, 0, 3), (), (1,), (129,), (1, 1), (1, 257), (257, 1))
+SHAPES += ((127, 129), (128, 128), (130, 257), (2, 3, 5, 67))
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:
