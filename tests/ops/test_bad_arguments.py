@@ -96,6 +96,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "update_delayed_scales_": {
         "amax_histories": [K], "scales": [ONE], "amaxes": [ONE.clone()], "fmt_max": [448.0],
     },
+    "sgd_": {
+        "params": [torch.zeros(300)], "grads": [torch.zeros(300)], "masters": [],
+        "momentum_buffers": [torch.zeros(300).byte()], "steps": torch.zeros(1), "lr": 1.0,
+        "momentum": 0.9, "indices": (0,), "state_scales": [torch.zeros(2)],
+    },
     "unscale_": {"grads": [K], "inv_scale": ONE, "found_inf": FLAG},
     "grad_stats_": {"grads": [K], "inv_scale": None, "found_inf": FLAG, "sum_sq": SUM},
 }  # fmt: skip
@@ -287,6 +292,15 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("update_scale_", {"hysteresis_tracker": SEED}, "hysteresis_tracker must hold one int32"),
         ("update_scale_", {"found_inf": FLAG[:0]}, "found_inf must hold one float32"),
         ("update_scale_", {"counters": COUNTERS[:2]}, r"counters must have shape .* = \(3,\)"),
+        ("sgd_", {"state_scales": []}, r"momentum_buffers\[0\] is uint8, .*state_scales, got none"),
+        (
+            "sgd_",
+            {"state_scales": [K] * 2},
+            r"state_scales .*one tensor per state and .*got 2",
+        ),
+        ("sgd_", {"state_scales": [K[:3]]}, r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
+        ("sgd_", {"state_scales": [K[:2].double()]}, r"state_scales\[0\] must have dtype float32"),
+        ("sgd_", {"indices": ()}, r"bfloat16 or uint8 with indices .*, got uint8 without"),
         ("update_delayed_scales_", {"amaxes": K}, "amaxes must be a list of tensors, got Tensor"),
         ("update_delayed_scales_", {"amaxes": []}, "amaxes must be as many as scales, 1, got 0"),
         ("update_delayed_scales_", {"fmt_max": [1.0] * 3}, "fmt_max must be as many as .*, got 3"),
