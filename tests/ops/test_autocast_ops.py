@@ -10,10 +10,10 @@ import independent as ind
 import pytest
 import torch
 from cases import FP8, WIDE, for_each, normal
+from op_arguments import arguments
 from torch import nn
 
 import mixprec
-from mixprec import ops
 from mixprec.ops._dispatch import autocast
 from mixprec.ops._dispatch.op import OPS
 
@@ -169,33 +169,28 @@ def test_products_alone_have_a_rule() -> None:
                 assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mixprec::{name}", key), name
 
 
-@for_each("x_dtype", WIDE)
 @for_each("dtype", LOW)
-def test_casts_read_what_they_are_given(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    x = normal((6, 8), x_dtype) * 1.001
-    scale = torch.tensor(1 + 2.0**-20)
-    calls: dict[str, Callable[[], Any]] = {
-        "amax": lambda: mixprec.amax(x),
-        "quantize": lambda: mixprec.quantize(x, "e4m3", power_of_two_scale=False)[:3],
-        "quantize with a scale": lambda: mixprec.quantize(x, "e5m2", scale=scale)[:3],
-        "dequantize": lambda: mixprec.dequantize(mixprec.quantize(x, "e4m3")),
-        "act_quantize": lambda: mixprec.act_quantize(x, "e4m3", x)[:3],
-        "norm_quantize": lambda: mixprec.norm_quantize(x, "e4m3", torch.full((8,), 1 + 2.0**-20))[
-            0
-        ][:3],
-        "pack": lambda: ops.pack(x, 4),
-        "unpack": lambda: ops.unpack(*ops.pack(x, 8), 8, x.shape),
-        "inv_scale": lambda: ops.inv_scale(scale),
-        "clip_coef": lambda: ops.clip_coef(torch.tensor(9.0).double(), 2.0),
-    }
-    for name, call in calls.items():
-        want = call()
-        with torch.autocast("cpu", dtype):
-            got = call()
-        want, got = ((w,) if isinstance(w, torch.Tensor) else w for w in (want, got))
-        for g, w in zip(got, want, strict=True):
-            assert g.dtype == w.dtype, name
-            ind.assert_same_bits(g, w, name)
+@for_each("name", [name for name, op in OPS.items() if not op._operands])
+def test_other_ops_take_what_they_are_given(name: str, dtype: torch.dtype) -> None:
+    """FP32 numbers that no 16-bit format holds; results and what is written."""
+
+    def longer(x: Any) -> Any:
+        if isinstance(x, list):
+            return [longer(t) for t in x]
+        return x * 1.001 if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    def run(inside: bool) -> list[torch.Tensor]:
+        given = arguments(name, FP16 if name == "dequantize" else FP32, "contiguous")
+        named = zip(OPS[name].arguments, given, strict=True)
+        args = [x if key == "steps" else longer(x) for key, x in named]
+        with torch.autocast("cpu", dtype, enabled=inside):
+            result = OPS[name](*args)
+        results = [result] if isinstance(result, torch.Tensor) else list(result or ())
+        flat = [t for x in (*results, *args) for t in (x if isinstance(x, list) else [x])]
+        return [t for t in flat if isinstance(t, torch.Tensor)]
+
+    for got, want in zip(run(True), run(False), strict=True):
+        ind.assert_same_bits(got, want, name)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Muon"])

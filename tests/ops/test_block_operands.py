@@ -3,11 +3,9 @@ and test_dequantize_mx.py have the values."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from cases import LAYOUTS, Layout, for_each, normal, pairwise
+from cases import for_each, normal, pairwise
 from independent import assert_same_bits
 
 import mixprec
@@ -87,16 +85,6 @@ def test_products_with_plain_bf16(fmt: tuple[Format, str]) -> None:
         assert_same_bits(mixprec.gemm(a.float(), b.t(), out_dtype=torch.float32) * 2, y)
 
 
-@for_each("layout", LAYOUTS)
-def test_strides_of_x_do_not_matter(layout: Layout) -> None:
-    x = layout(normal((6, 33), torch.float32))
-    for fmt, granularity in FORMATS:
-        got, want = (
-            mixprec.quantize(t, fmt, granularity=granularity) for t in (x, x.clone().contiguous())
-        )
-        assert_same_bits(mixprec.dequantize(got), mixprec.dequantize(want))
-
-
 def test_seeds() -> None:
     x = torch.full((64, 64), 0.3)
     x[:, ::16] = 6.0
@@ -108,39 +96,6 @@ def test_seeds() -> None:
         assert torch.equal(one, same)
         assert not torch.equal(one, other)
         assert abs(float(one[:, 1:16].mean()) - 0.3) < 0.05
-
-
-def test_a_block_with_a_number_that_is_none_is_lost_alone() -> None:
-    for fmt, granularity in FORMATS:
-        for number in (math.inf, math.nan):
-            x = normal((4, 64), torch.float32)
-            x[1, 40] = number
-            wide = mixprec.dequantize(mixprec.quantize(x, fmt, granularity=granularity))
-            assert wide[1, 32:48].isnan().all()
-            assert wide[[0, 2, 3]].isfinite().all()
-            assert wide[1, :32].isfinite().all()
-
-
-@for_each(
-    "arguments, error, match",
-    [
-        (("e2m1",), ValueError, "quantize: granularity must be \"mx\" for e2m1, got 'tensor'"),
-        (("e3m2", None, False, "nvfp4"), ValueError, "e2m1 with \"nvfp4\", got e3m2 with 'nvfp4'"),
-        (("bf16", None, False, "mx"), ValueError, "quantize: fmt must be one of e4m3, e5m2, .* bf"),
-        (("e4m3", 2.0, False, "mx"), ValueError, "quantize: scale must be left out with granul"),
-        (("e4m3", None, False, "mx", False), ValueError, "power_of_two_scale must be left out"),
-        (("e4m3", None, False, "mx", True, "up"), ValueError, "scale_mode must be one of"),
-        (("e2m1", None, False, "nvfp4", True, "ceil"), ValueError, 'scale_mode must be "rceil"'),
-        (("e4m3", None, False, "mx", True, "rceil", 1.5), TypeError, "quantize: seed must be an"),
-        (("e4m3", None, False, "tensor", True, "ceil"), ValueError, "scale_mode is for the gran"),
-        (("e4m3", None, False, "row", True, "rceil", 3), ValueError, "seed is for the granulari"),
-    ],
-)
-def test_arguments_that_do_not_fit(
-    arguments: tuple[object, ...], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        mixprec.quantize(torch.ones(4, 8), *arguments)
 
 
 def test_operands_that_do_not_fit() -> None:

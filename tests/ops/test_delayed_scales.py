@@ -63,27 +63,6 @@ def test_against_plain_numbers(
     assert [a.item() for a in amaxes] == [UNUSED] * n
 
 
-def test_a_training_run_in_plain_numbers(backend: str) -> None:
-    history, scale, amax = torch.zeros(3), torch.zeros(()), torch.tensor(UNUSED)
-    rows = [  # amax of the step -> scale of the next, history
-        (UNUSED, 0.0, [0, 0, 0]),  # not used: still without a scale
-        (0.0, 0.0, [0, 0, 0]),  # only zeros so far
-        (math.nan, 0.0, [0, 0, 0]),
-        (7.0, 64.0, [7, 0, 0]),
-        (100.0, 4.0, [100, 7, 0]),
-        (math.inf, 4.0, [100, 7, 0]),  # a skipped step leaves no trace
-        (UNUSED, 4.0, [100, 7, 0]),
-        (1.0, 4.0, [1, 100, 7]),
-        (1.0, 4.0, [1, 1, 100]),
-        (1.0, 256.0, [1, 1, 1]),  # the 100 is out of the window
-        (0.0, 256.0, [0, 1, 1]),
-    ]
-    for step, (number, want, recorded) in enumerate(rows):
-        amax.fill_(number)
-        update_delayed_scales_([history], [scale], [amax], [448.0])
-        assert (scale.tolist(), history.tolist()) == (want, recorded), f"step {step}"
-
-
 def test_both_backends_agree_on_any_layout() -> None:
     results = []
     for backend in ("cpp", "reference"):
@@ -95,33 +74,6 @@ def test_both_backends_agree_on_any_layout() -> None:
                 update_delayed_scales_(histories, scales, amaxes, LIMITS[1:] * 10)
             results.append([ind.bits(torch.cat([t.flatten() for t in (*histories, *scales)]))])
     assert all(np.array_equal(results[0], other) for other in results)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"amaxes": torch.zeros(3)}, TypeError, "amaxes must be a list of tensors, got Tensor"),
-        ({"scales": [1.0]}, TypeError, r"scales\[0\] must be a torch.Tensor, got float"),
-        ({"amaxes": []}, ValueError, "amaxes must be as many as scales, 1, got 0"),
-        ({"fmt_max": LIMITS}, ValueError, "fmt_max must be as many as scales, 1, got 3"),
-        ({"amax_histories": [torch.zeros(2, 4)]}, ValueError, r"must be \[L\] with L of 1 or more"),
-        ({"amax_histories": [torch.zeros(0)]}, ValueError, r"must be \[L\] with L of 1 or more"),
-        ({"scales": [torch.zeros(1)]}, ValueError, r"scales\[0\] must have shape \[\] = \(\)"),
-        ({"scales": [torch.zeros(()).half()]}, ValueError, "must have dtype float32"),
-        ({"amax_histories": [torch.ones(1).expand(4)]}, ValueError, "must not share memory"),
-        ({"amaxes": [torch.zeros((), device="meta")]}, ValueError, "must be on scales"),
-        ({"fmt_max": [0.0]}, ValueError, "fmt_max must be positive and finite"),
-        ({"margin": 65}, ValueError, "margin must be an int between -64 and 64"),
-    ],
-)
-def test_errors_name_the_argument(
-    backend: str, change: dict[str, object], error: type[Exception], match: str
-) -> None:
-    good = {"amax_histories": [torch.zeros(4)], "scales": [torch.ones(())]}
-    arguments = {**good, "amaxes": [torch.ones(())], "fmt_max": LIMITS[:1], **change}
-    with pytest.raises(error, match=match):
-        update_delayed_scales_(**arguments)
-    assert good["scales"][0] == 1
 
 
 class DelayedScale(ctypes.Structure):

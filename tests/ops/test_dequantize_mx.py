@@ -7,7 +7,6 @@ import itertools
 import independent as ind
 import independent_mx as mx
 import numpy as np
-import pytest
 import torch
 from cases import WIDE, every_second, for_each, normal, transposed
 
@@ -74,53 +73,3 @@ def test_dimensions_and_strides(backend: str, fmt: str) -> None:
             for parts in (strided, turned):
                 again = dequantize_mx(*parts, scale_of, fmt, columns, torch.float32)
                 assert torch.equal(again, got)
-
-
-@for_each("fmt", BLOCK_FORMATS)
-def test_what_is_exact(fmt: str) -> None:
-    """Numbers that the format holds come back, and bf16 holds them."""
-    spec, size = mx.BLOCKS[fmt]
-    table = ind.decode_table(spec)[: spec.max_code + 1]
-    values = np.resize(np.concatenate([table, -table]), (9, size * 7))
-    values[:, ::size] = spec.max
-    x = torch.from_numpy(values * 2.0 ** np.arange(-40, 50, 10)[:, None]).float()
-    if fmt == "nvfp4":  # a tensor scale of 1
-        x = torch.from_numpy(values).float() * 448
-    data, data_t, scale, scale_t, of_tensor, _ = quantize_mx(x, fmt, "rceil", True, None)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(
-            dequantize_mx(data, scale, None, fmt, size * 7, dtype).double(), x.double()
-        )
-    assert fmt != "nvfp4" or of_tensor == 1
-    assert dequantize_mx(data_t, scale_t, None, fmt, 9, torch.float32).shape == (size * 7, 9)
-
-
-D, S = stored("mxfp4", np.zeros((2, 20)), np.zeros((2, 2)))
-ND, NS = stored("nvfp4", np.zeros((2, 20)), np.zeros((2, 3)))
-F32 = torch.float32
-
-
-@for_each(
-    "data, scale, of_tensor, fmt, columns, dtype, message",
-    [
-        (D.int(), S, None, "mxfp4", 40, F32, "data must have dtype uint8, got torch.int32"),
-        (D, S, None, "mxfp8_e4m3", 20, F32, "data must have dtype float8_e4m3fn, got .*uint8"),
-        (D, S.int(), None, "mxfp4", 40, F32, "scale_inv must have dtype uint8"),
-        (ND, S, None, "nvfp4", 40, F32, "scale_inv must have dtype float8_e4m3fn"),
-        (D, S, None, "fp4", 40, F32, "fmt must be one of mxfp8_e4m3, .*got 'fp4'"),
-        (D, S, None, "mxfp4", 38, F32, r"columns must fit data \(2, 20\) in mxfp4.*/ 2.*got 38"),
-        (D, S, None, "mxfp4", -40, F32, "columns must fit"),
-        (D, S[:, :1], None, "mxfp4", 40, F32, r"scale_inv .* \(2, 2\), got \(2, 1\)"),
-        (D, S, torch.tensor(1.0), "mxfp4", 40, F32, "tensor_scale_inv must be None for mxfp4"),
-        (ND, NS, torch.ones(2), "nvfp4", 40, F32, "tensor_scale_inv must hold one float32"),
-        (ND, NS, torch.ones(1).double(), "nvfp4", 40, F32, "tensor_scale_inv .*float64"),
-        (D, S.to("meta"), None, "mxfp4", 40, F32, "scale_inv must be on data's device"),
-        (D, S, None, "mxfp4", 40, torch.float64, "dtype must be float32, .*float64"),
-    ],
-)  # fmt: skip
-def test_bad_input(
-    backend: str, data: torch.Tensor, scale: torch.Tensor, of_tensor: torch.Tensor | None,
-    fmt: str, columns: int, dtype: torch.dtype, message: str,
-) -> None:  # fmt: skip
-    with pytest.raises(ValueError, match=f"^dequantize_mx: {message}"):
-        dequantize_mx(data, scale, of_tensor, fmt, columns, dtype)

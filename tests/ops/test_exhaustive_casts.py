@@ -114,7 +114,12 @@ def test_all_fp32_patterns(spec: ind.Spec) -> None:
                 assert q.amax.view(torch.int32).item() == first + CHUNK - 1, f"{where}: amax"
 
 
-ISAS = ("base", "avx2", "avx512", "avx512_bf16")
+ISAS: dict[str, set[str]] = {
+    "base": set(),
+    "avx2": {"avx2", "fma", "f16c", "bmi2"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx512_bf16"},
+}
 
 SCRIPT = """
 import independent as ind, mixprec, numpy as np, torch
@@ -131,31 +136,20 @@ print("casts agree")
 """
 
 
-def supported(isa: str) -> bool:
-    """Whether this processor has what `isa` needs, by the flags that Linux lists."""
-    needs = {
-        "base": set(),
-        "avx2": {"avx2", "fma", "f16c", "bmi2"},
-        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-        "avx512_bf16": {"avx512_bf16"},
-    }
+def flags_of_the_processor() -> set[str]:
+    """As Linux lists them."""
     info = Path("/proc/cpuinfo")
-    words = set(info.read_text().split()) if info.exists() else set()
-    return needs[isa] <= words
-
-
-def skip_unless_worth_it(isa: str) -> None:
-    if not supported(isa):
-        pytest.skip(f"this processor has no {isa}")
-    if library.C is not None and library.C.isa() == isa:
-        pytest.skip(f"{isa} is what all other tests run on here")
+    return set(info.read_text().split()) if info.exists() else set()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("isa", ISAS)
 def test_other_instruction_sets(isa: str) -> None:
     """Ties, boundaries, all 16-bit codes and 2^21 random patterns, in a process of its own."""
-    skip_unless_worth_it(isa)
+    if not ISAS[isa] <= flags_of_the_processor():
+        pytest.skip(f"this processor has no {isa}")
+    if library.C is not None and library.C.isa() == isa:
+        pytest.skip(f"{isa} is what all other tests run on here")
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), *sys.path])
     env = os.environ | {"MIXPREC_ISA": isa, "PYTHONPATH": path}

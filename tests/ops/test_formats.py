@@ -28,36 +28,20 @@ def test_properties_follow_from_the_definition(spec: ind.Spec) -> None:
     assert str(fmt) == spec.name
 
 
-def test_table_matches_the_written_figures() -> None:
-    assert [f.max for f in formats.FORMATS[:3]] == [448.0, 57344.0, 65504.0]
-    assert mixprec.BF16.max == pytest.approx(3.39e38, rel=1e-3)
-    assert [f.smallest_normal for f in formats.FORMATS] == [2**-6, 2**-14, 2**-14, 2**-126]
-    assert [f.smallest_subnormal for f in formats.FORMATS] == [2**-9, 2**-16, 2**-24, 2**-133]
-    assert [f.has_inf for f in formats.FORMATS] == [False, True, True, True]
+WORDS = {
+    mixprec.E4M3: ("e4m3", "E4M3", "float8_e4m3fn", torch.float8_e4m3fn),
+    mixprec.E5M2: ("e5m2", torch.float8_e5m2),
+    mixprec.FP16: ("fp16", "half", torch.float16),
+    mixprec.BF16: ("bf16", "bfloat16", torch.bfloat16, mixprec.BF16),
+    formats.E2M1: ("e2m1",),
+    formats.E3M2: (formats.E3M2,),
+}
 
 
-@for_each(
-    "word, fmt",
-    [
-        ("e4m3", mixprec.E4M3),
-        ("E4M3", mixprec.E4M3),
-        ("float8_e4m3fn", mixprec.E4M3),
-        (torch.float8_e4m3fn, mixprec.E4M3),
-        ("e5m2", mixprec.E5M2),
-        (torch.float8_e5m2, mixprec.E5M2),
-        ("fp16", mixprec.FP16),
-        ("half", mixprec.FP16),
-        (torch.float16, mixprec.FP16),
-        ("bf16", mixprec.BF16),
-        ("bfloat16", mixprec.BF16),
-        (torch.bfloat16, mixprec.BF16),
-        (mixprec.BF16, mixprec.BF16),
-        ("e2m1", formats.E2M1),
-        (formats.E3M2, formats.E3M2),
-    ],
-)
-def test_words(word: object, fmt: formats.Format) -> None:
-    assert formats.parse(word) is fmt
+@for_each("fmt", WORDS)
+def test_words(fmt: formats.Format) -> None:
+    for word in WORDS[fmt]:
+        assert formats.parse(word) is fmt
 
 
 @for_each("word", ["fp4", torch.uint8, "", None, 8, torch.float32, torch.int8, ["e4m3"]])

@@ -7,7 +7,6 @@ import math
 
 import independent as ind
 import numpy as np
-import pytest
 import torch
 from cases import (
     FP8,
@@ -17,56 +16,22 @@ from cases import (
     Layout,
     for_each,
     from_bits,
-    name,
     normal,
     pairwise,
     random_bits,
     small_integers,
     transposed,
 )
+from products import PAIRS, Pair, check_close, check_exact, formats, product
 
 import mixprec
-from mixprec.testing import assert_close, tolerance
 
-Pair = tuple[torch.dtype, torch.dtype]
-PAIRS = (
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.bfloat16),
-    *((a, b) for a in FP8 for b in FP8),
-)
 SIZES = (0, 1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100, 129, 257)
 # 225 of the 3375 triples: k runs along the diagonals, so every pair of values of (M, N), (M, K)
 # and (N, K) occurs exactly once.
 TRIPLES = tuple(
     (m, n, SIZES[(i + j) % len(SIZES)]) for i, m in enumerate(SIZES) for j, n in enumerate(SIZES)
 )
-
-
-def pair_id(pair: Pair) -> str:
-    return "-".join(name(d).removeprefix("float8_") for d in pair)
-
-
-formats = pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-
-
-def product(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
-    """a @ b of the decoded values in FP64."""
-    with np.errstate(invalid="ignore"):
-        return ind.values(a) @ ind.values(b)
-
-
-def check_exact(c: torch.Tensor, want: np.ndarray, what: str = "gemm") -> None:
-    """c is `want` after one rounding; the sign of a zero is left open."""
-    pattern = ind.narrow(want, c.dtype)
-    negative_zero = pattern == 1 << (8 * pattern.itemsize - 1)
-    ind.assert_bits(c + 0.0, np.where(negative_zero, 0, pattern).astype(pattern.dtype), what)
-
-
-def check_close(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, extra: float = 1.0) -> None:
-    """c is a @ b * extra within the bound of FP32 accumulation."""
-    a64, b64 = torch.from_numpy(ind.values(a) * extra), torch.from_numpy(ind.values(b))
-    want = a64 @ b64
-    assert_close(c, want, tolerance(want, a64, b64, c.dtype))
 
 
 @formats
@@ -91,7 +56,7 @@ def test_all_layouts(
         a = layout_a(small_integers((m, k), pair[0], seed=m))
         b = layout_b(small_integers((k, n), pair[1], seed=n))
         before = ind.bits(a), ind.bits(b)
-        check_exact(mixprec.gemm(a, b, out_dtype=torch.float32), product(a, b), pair_id(pair))
+        check_exact(mixprec.gemm(a, b, out_dtype=torch.float32), product(a, b))
         assert np.array_equal(ind.bits(a), before[0])
         assert np.array_equal(ind.bits(b), before[1])
         if layout_a in WRITABLE:
@@ -100,39 +65,23 @@ def test_all_layouts(
             check_exact(acc, ind.values(start) + product(a, b) * 2.0)
 
 
-@for_each("pair", [p for p in PAIRS if p[0] in FP8])
-def test_all_products_of_fp8_codes(backend: str, pair: Pair) -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    a, b = from_bits(codes, pair[0]).view(256, 1), from_bits(codes, pair[1]).view(1, 256)
-    with np.errstate(invalid="ignore"):
-        want = ind.values(a) * ind.values(b)  # exact in FP64, and in FP32
-    for out_dtype in WIDE:
-        check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), want, str(out_dtype))
-
-
-@for_each("dtype", [torch.float16, torch.bfloat16])
-def test_products_of_16_bit_codes(backend: str, dtype: torch.dtype) -> None:
-    """K = 1: one product, one rounding to FP32, overflowing ones included."""
-    a, b = random_bits(700, dtype, 1).view(700, 1), random_bits(700, dtype, 2).view(1, 700)
+@for_each("pair", PAIRS)
+def test_products_of_codes(backend: str, pair: Pair) -> None:
+    """K = 1: one product, one rounding; of all FP8 codes, or of 700 patterns of 16 bits. The
+    processor's BF16 dot product reads zero below 2^-126; such blocks are done in FP32."""
+    if pair[0] in FP8:
+        a, b = (from_bits(np.arange(256, dtype=np.uint8), dtype) for dtype in pair)
+    else:
+        a, b = (random_bits(700, dtype, seed) for seed, dtype in enumerate(pair))
+    a, b = a[:, None], b[None]
     with np.errstate(invalid="ignore", over="ignore"):
         want = ind.values(a) * ind.values(b)
-        c = mixprec.gemm(a, b, out_dtype=torch.float32)
-        if dtype == torch.bfloat16:  # sums may be flushed below FP32's normal numbers
-            tiny = np.abs(want) < 2.0**-125
-            want, c = np.where(tiny, 0.0, want), c.masked_fill(torch.from_numpy(tiny), 0.0)
-        check_exact(c, want)
-
-
-def test_bf16_subnormal_operands_are_exact(backend: str) -> None:
-    """The processor's BF16 dot product reads zero below 2^-126; such blocks are done in FP32."""
-    tiny = from_bits(np.array([1, 3, 0x40, 0x7F, 0x8001, 0x807F], np.uint16), torch.bfloat16)
-    big = torch.tensor([[1.0, 2.0**40, -3.0, 2.0**127]]).bfloat16()
-    exact = ind.values(tiny)[:, None] * ind.values(big)
-    for got in (
-        mixprec.gemm(tiny[:, None], big, out_dtype=torch.float32),
-        mixprec.gemm(big.t(), tiny[None], out_dtype=torch.float32).t(),
-    ):
-        np.testing.assert_array_equal(ind.values(got), exact)
+        for out_dtype in WIDE if pair[0] in FP8 else (torch.float32,):
+            c = mixprec.gemm(a, b, out_dtype=out_dtype)
+            if pair[0] == torch.bfloat16:  # sums may be flushed below FP32's normal numbers
+                tiny = np.abs(want) < 2.0**-125
+                want, c = np.where(tiny, 0.0, want), c.masked_fill(torch.from_numpy(tiny), 0.0)
+            check_exact(c, want, str(out_dtype))
 
 
 @for_each("at", [0, 1, 63, 4000])
@@ -204,17 +153,6 @@ def test_random_and_one_signed_data_within_the_bound(
             check_close(acc, a, b)
 
 
-def test_operands_larger_than_the_packing_buffer(two_threads: None) -> None:
-    """The CPU kernels pack 32 MB of an operand at a time: both sides in more than one block."""
-    large = small_integers((2950, 2950), torch.float16, seed=1)  # 33 MB as FP32 words
-    thin = small_integers((2950, 5), torch.float16, seed=2)
-    check_exact(mixprec.gemm(large, thin, out_dtype=torch.float32), product(large, thin))
-    check_exact(mixprec.gemm(thin.t(), large, out_dtype=torch.float32), product(thin.t(), large))
-    small = small_integers((2_900_000, 3), torch.float16, seed=3)
-    left, right = small.t(), small[:, 1:]  # K so long that few rows fit
-    check_close(mixprec.gemm(left, right, out_dtype=torch.float32), left, right)
-
-
 @for_each("pair, out_dtype", pairwise(PAIRS, WIDE))
 def test_nan_and_inf_propagate(backend: str, pair: Pair, out_dtype: torch.dtype) -> None:
     not_finite = (math.nan, math.inf, -math.inf)
@@ -237,150 +175,6 @@ def test_overflow_is_inf_as_ieee_says(backend: str) -> None:
             b = torch.tensor([[target // 2048.0], [target % 2048.0]]).half()
             check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.array([[target]]))
         assert mixprec.gemm(big, big, out_dtype=out_dtype).isposinf().all()
-
-
-@for_each("pair, out_dtype", pairwise(PAIRS, WIDE))
-def test_empty_sizes(backend: str, poisoned: None, pair: Pair, out_dtype: torch.dtype) -> None:
-    full = torch.tensor([1.5, -2.0, 0.25])
-    sizes = ((0, 3, 0), (1, 3, 0), (5, 3, 0), (64, 3, 0), (0, 3, 200), (200, 0, 130), (0, 0, 0))
-    for kind in GRANULARITIES:
-        for m, n, k in sizes:
-            a, b, bias = torch.ones(m, k).to(pair[0]), torch.ones(k, n).to(pair[1]), full[:n]
-            scales = {
-                "a_scale_inv": some_scales((m, k), kind, 1, (2.0,)),
-                "b_scale_inv": some_scales((n, k), kind, 2, (2.0,)).t(),
-            }
-            check_exact(mixprec.gemm(a, b, out_dtype=out_dtype), np.zeros((m, n)))
-            c = mixprec.gemm(a, b, **scales, bias=bias, out_dtype=out_dtype)
-            check_exact(c, np.zeros((m, n)) + ind.values(bias))
-            acc = torch.ones(m, n)
-            mixprec.gemm_accumulate_(acc, a, b, **scales)
-            assert (acc == 1).all()
-
-
-# The granularities of a's scales, as (rows per scale, K per scale); b's are the same of b^T.
-GRANULARITIES = {
-    "tensor": (None, None),
-    "row": (1, None),
-    "block1x128": (1, 128),
-    "block128x128": (128, 128),
-    "rows of 128": (128, None),
-}
-MIXED = [(x, y) for i, x in enumerate(GRANULARITIES) for j, y in enumerate(GRANULARITIES) if i + j]
-
-
-def some_scales(shape: tuple[int, int], kind: str, seed: int, values: tuple) -> torch.Tensor:
-    """Scales of `kind` for an operand of `shape` [rows, K], drawn from `values`."""
-    per = GRANULARITIES[kind]
-    size = [1 if p is None else -(-n // p) for n, p in zip(shape, per, strict=True)]
-    rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.choice(np.array(values, np.float32), size))
-
-
-def spread(scale_inv: torch.Tensor, shape: tuple[int, int], kind: str) -> np.ndarray:
-    """The scale of every element of an operand of `shape`, by looking each one up."""
-    s, per = ind.values(scale_inv), GRANULARITIES[kind]
-    r, k = (np.arange(n) // (p or n) if n else [] for n, p in zip(shape, per, strict=True))
-    return s[np.ix_(np.array(r, int), np.array(k, int))]
-
-
-# Ragged in every dimension; one block, less than one, several.
-BLOCKY = ((130, 257, 300), (1, 1, 1), (128, 128, 128), (5, 129, 256), (300, 3, 129), (33, 140, 511))
-
-
-@for_each("kinds", MIXED)
-def test_scales_of_blocks_on_small_integers(
-    backend: str, poisoned: None, two_threads: None, kinds: tuple[str, str]
-) -> None:
-    """Powers of two, whose sums stay below 2^24 units: exact, whatever is multiplied when."""
-    for i, (m, n, k) in enumerate(BLOCKY):
-        pair = PAIRS[i % len(PAIRS)]
-        a, b = small_integers((m, k), pair[0], 4, seed=i), small_integers((n, k), pair[1], 4, -i)
-        sa = some_scales((m, k), kinds[0], i, (0.5, 1.0, 4.0))
-        sb = some_scales((n, k), kinds[1], -i + 99, (0.25, 1.0, 2.0))
-        left = ind.values(a) * spread(sa, (m, k), kinds[0])
-        right = ind.values(b) * spread(sb, (n, k), kinds[1])
-        if i % 2:  # a transposed view of a contiguous table, and the other way around
-            sa, sb = transposed(sa), transposed(sb)
-        bias = small_integers((n,), torch.float32, seed=7)
-        out_dtype = WIDE[(i + len("".join(kinds))) % 3]
-        scales = {"a_scale_inv": sa, "b_scale_inv": sb.t()}
-        c = mixprec.gemm(a, b.t(), **scales, bias=bias, out_dtype=out_dtype)
-        check_exact(c, left @ right.T + ind.values(bias), f"{pair_id(pair)} {m} {n} {k}")
-        start = small_integers((m, n), torch.float32, seed=8)
-        acc = transposed(start)
-        mixprec.gemm_accumulate_(acc, a, b.t(), **scales)
-        check_exact(acc, ind.values(start) + left @ right.T)
-
-
-@for_each("kinds, out_dtype", [(k, WIDE[i % 3]) for i, k in enumerate(MIXED)])
-def test_scales_of_blocks_within_the_bound(
-    backend: str, kinds: tuple[str, str], out_dtype: torch.dtype
-) -> None:
-    """Scales that are no powers of two, wide apart, on random and on one-signed data."""
-    values = (0.1, 1.0, 3.7, 1e-3, 1 / 448)
-    for i, (m, n, k) in enumerate(((70, 257, 300), (9, 33, 1100))):
-        pair = PAIRS[(i + len(kinds[0])) % len(PAIRS)]
-        a, b = normal((m, k), torch.float32, i), normal((n, k), torch.float32, i + 9)
-        if i:
-            a, b = a.abs(), b.abs()
-        a, b = a.to(pair[0]), b.to(pair[1])
-        sa, sb = some_scales((m, k), kinds[0], i, values), some_scales((n, k), kinds[1], 5, values)
-        left = torch.from_numpy(ind.values(a) * spread(sa, (m, k), kinds[0]))
-        right = torch.from_numpy(ind.values(b) * spread(sb, (n, k), kinds[1])).t()
-        want = left @ right
-        c = mixprec.gemm(a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t(), out_dtype=out_dtype)
-        assert_close(c, want, tolerance(want, left, right, out_dtype))
-        again = mixprec.gemm(a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t(), out_dtype=out_dtype)
-        ind.assert_same_bits(again, c, "second run")
-        if out_dtype == torch.float32:
-            acc = torch.zeros(m, n)
-            mixprec.gemm_accumulate_(acc, a, b.t(), a_scale_inv=sa, b_scale_inv=sb.t())
-            assert_close(acc, want, tolerance(want, left, right, out_dtype))
-
-
-@formats
-def test_one_hot_rows_select_the_scaled_entry(backend: str, pair: Pair) -> None:
-    """Every element of b meets its own scale, which is another one in each block."""
-    m, n, k = 300, 150, 300
-    values = tuple(2.0**e for e in range(-20, 21))
-    rows = np.random.default_rng(0).permutation(k)
-    a = torch.zeros(m, k)
-    a[torch.arange(m), torch.from_numpy(rows)] = 1.0
-    a, b = a.to(pair[0]), small_integers((n, k), pair[1], seed=1)
-    for kind in GRANULARITIES:
-        s = some_scales((n, k), kind, 3, values)
-        want = (ind.values(b) * spread(s, (n, k), kind)).T[rows]
-        check_exact(mixprec.gemm(a, b.t(), b_scale_inv=s.t(), out_dtype=torch.float32), want, kind)
-        c = mixprec.gemm(b, a.t(), a_scale_inv=s, out_dtype=torch.float32)
-        check_exact(c, want.T, kind)
-
-
-def test_nan_stays_in_its_row_with_scales_of_blocks(backend: str) -> None:
-    a, b = small_integers((70, 300), FP8[1], seed=1), small_integers((300, 40), FP8[0])
-    s = some_scales((70, 300), "block1x128", 1, (0.5, 2.0))
-    for at in ((0, 0), (-1, -1), (3, 200)):
-        for bad in (math.nan, math.inf):
-            dirty = a.clone()
-            dirty[at] = bad
-            with np.errstate(invalid="ignore"):
-                want = (ind.values(dirty) * spread(s, (70, 300), "block1x128")) @ ind.values(b)
-            check_exact(mixprec.gemm(dirty, b, a_scale_inv=s, out_dtype=torch.float32), want)
-
-
-@for_each("kinds", [("row", "row"), ("block1x128", "block128x128"), ("tensor", "row")])
-def test_quantized_operands_bring_their_scales(backend: str, kinds: tuple[str, str]) -> None:
-    operands, values = [], []
-    for rows, fmt, kind in zip((140, 150), (mixprec.E4M3, mixprec.E5M2), kinds, strict=True):
-        t = small_integers((rows, 300), fmt.dtype, seed=rows)
-        s = some_scales(t.shape, kind, 1, (0.25, 0.5, 2.0))
-        operands.append(mixprec.Quantized(t, s, torch.zeros(()), None, None, fmt, kind))
-        values.append(ind.values(t) * spread(s, t.shape, kind))
-    (x, w), want = operands, values[0] @ values[1].T
-    got = mixprec.gemm(x, w.data.t(), b_scale_inv=w.scale_inv.t(), out_dtype=torch.float32)
-    check_exact(got, want)
-    check_exact(mixprec.gemm(x, w.t(), out_dtype=torch.float32), want)
-    check_exact(mixprec.gemm(w, x.t(), out_dtype=torch.float32), want.T)
 
 
 @formats
@@ -413,88 +207,3 @@ def test_accumulate_edges(backend: str) -> None:
     overflowing = torch.full((1, 1), 3e38)
     mixprec.gemm_accumulate_(overflowing, *[torch.full((1, 1), 1e19).bfloat16()] * 2)
     assert overflowing.isposinf().all()
-
-
-A, B = torch.ones(3, 4).half(), torch.ones(4, 5).half()
-BIAS = torch.ones(5)
-LONG = torch.ones(200, 300).half()
-ONE_NAN = torch.tensor([[1.0, 2.0, 3.0, math.nan, 1.0]])
-A8, B8 = mixprec.quantize(A, "e4m3"), mixprec.quantize(B, "e4m3")
-SCALES_OF_B = (
-    r"b_scale_inv must hold one element or have shape \[1, N\] = \(1, 5\), "
-    r"\[ceil\(K/128\), N\] = \(1, 5\) or \[ceil\(K/128\), ceil\(N/128\)\] = \(1, 1\), "
-    r"got shape \(5,\)"
-)
-
-
-@for_each(
-    "a, b, kwargs, error, message",
-    [
-        ([1.0], B, {}, TypeError, "a must be a torch.Tensor, got list"),
-        (A, None, {}, TypeError, "b must be a torch.Tensor, got NoneType"),
-        (A[0], B, {}, ValueError, r"a must be \[M, K\], got shape \(4,\)"),
-        (A, B.t(), {}, ValueError, r"agree in K, got a \(3, 4\) and b \(5, 4\)"),
-        (A.float(), B.float(), {}, ValueError, "got a torch.float32 and b torch.float32"),
-        (A, B.bfloat16(), {}, ValueError, "a and b must both be .*bfloat16"),
-        (A.int(), B.int(), {}, ValueError, "a and b must both be .*int32"),
-        (A, B.to("meta"), {}, ValueError, "b must be on a's device cpu, got meta"),
-        (A, B.to_sparse(), {}, ValueError, "b must be a dense tensor"),
-        (A, B, {"out_dtype": torch.float64}, ValueError, "out_dtype must be .*float64"),
-        (A, B, {"bias": BIAS[:4]}, ValueError, r"bias must have shape \[N\] = \(5,\), got \(4,\)"),
-        (A, B, {"bias": BIAS.double()}, ValueError, "bias must have dtype .*float64"),
-        (A, B, {"bias": BIAS.to("meta")}, ValueError, "bias must be on"),
-        (A, B, {"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
-        (A, B, {"a_scale_inv": 0.0}, ValueError, "a_scale_inv must be positive and finite"),
-        (A, B, {"a_scale_inv": torch.tensor(-1.0)}, ValueError, "a_scale_inv must be positive"),
-        (A, B, {"b_scale_inv": torch.tensor([math.nan])}, ValueError, "b_scale_inv must be pos"),
-        (A, B, {"b_scale_inv": torch.ones(5)}, ValueError, SCALES_OF_B),
-        (A, B, {"a_scale_inv": torch.ones(4, 1)}, ValueError, r"\[M, 1\] = \(3, 1\).*\(4, 1\)"),
-        (A, B, {"b_scale_inv": torch.ones(5, 1)}, ValueError, r"\[1, N\] = .*got shape \(5, 1\)"),
-        (A, B, {"a_scale_inv": torch.ones(3, 2)}, ValueError, r"a_scale_inv must .*\(3, 2\)"),
-        (LONG, LONG.t(), {"a_scale_inv": torch.ones(1, 3)}, ValueError, r"ceil\(M/128\).*\(2, 3\)"),
-        (LONG, LONG.t(), {"b_scale_inv": torch.ones(2, 3)}, ValueError, r"= \(3, 2\), .*\(2, 3"),
-        (A, B, {"a_scale_inv": torch.ones(3, 1).double()}, ValueError, "must have dtype float32"),
-        (A, B, {"a_scale_inv": torch.ones(3, 1).to("meta")}, ValueError, "a_scale_inv must be on"),
-        (A, B, {"b_scale_inv": ONE_NAN}, ValueError, "b_scale_inv must be positive and finite"),
-        (A, B, {"b_scale_inv": torch.ones(1, 5, requires_grad=True)}, RuntimeError, "detach"),
-        (A, B, {"a_scale_inv": torch.ones(1).half()}, ValueError, "a_scale_inv must hold one"),
-        (A.clone().requires_grad_(), B, {}, RuntimeError, "functional"),
-        (A, B.clone().requires_grad_(), {}, RuntimeError, "functional"),
-        (A, B, {"bias": BIAS.clone().requires_grad_()}, RuntimeError, "functional"),
-        (A8, B8, {"a_scale_inv": 1.0}, ValueError, "a is Quantized and brings its own a_scale_inv"),
-    ],
-)
-def test_bad_gemm_input(
-    a: object, b: object, kwargs: dict, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"^gemm: .*{message}"):
-        mixprec.gemm(a, b, **kwargs)  # type: ignore[arg-type]
-
-
-ACC = torch.zeros(3, 5)
-SHARED = torch.zeros(64)
-HALVES = SHARED.view(torch.float16)  # 128 of them in the same memory
-
-
-@for_each(
-    "acc, a, b, error, message",
-    [
-        (None, A, B, TypeError, "acc must be a torch.Tensor, got NoneType"),
-        (ACC.half(), A, B, ValueError, "acc must have dtype float32, got torch.float16"),
-        (ACC.t(), A, B, ValueError, r"acc must have shape \[M, N\] = \(3, 5\), got \(5, 3\)"),
-        (ACC[:, :1].expand(3, 5), A, B, ValueError, "acc is written in place"),
-        (torch.zeros(9).as_strided((3, 5), (1, 1)), A, B, ValueError, "acc is written in place"),
-        (ACC.to("meta"), A, B, ValueError, "acc must be on"),
-        (ACC, A.float(), B.float(), ValueError, "a and b must both be"),
-        (ACC, A, B[:3], ValueError, "agree in K"),
-        (ACC.clone().requires_grad_(), A, B, RuntimeError, "functional"),
-        (SHARED[:15].view(3, 5), HALVES[28:40].view(3, 4), B, ValueError, "a is read.*overlap"),
-        (SHARED[9:24].view(3, 5), A, HALVES[:20].view(4, 5), ValueError, "b is read.*overlap"),
-    ],
-)
-def test_bad_accumulate_input(
-    acc: object, a: torch.Tensor, b: torch.Tensor, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"^gemm_accumulate_: .*{message}"):
-        mixprec.gemm_accumulate_(acc, a, b)  # type: ignore[arg-type]
-    assert (ACC == 0).all()

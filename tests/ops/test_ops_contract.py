@@ -10,26 +10,17 @@ from typing import Any
 import independent as ind
 import pytest
 import torch
-from cases import FP8, WIDE, normal, permuted, small_integers
+from cases import FP8, WIDE, normal
+from op_arguments import FUSED, UPDATES, arguments
 
 import mixprec
 from mixprec import ops
 from mixprec.ops._dispatch.op import OPS
 
 LOW = (torch.float16, torch.bfloat16, *FP8)
-UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")
 SCALARS = ("update_scale_", "inv_scale", "clip_coef", "update_delayed_scales_")
-FUSED = ("norm_quantize", "norm_backward", "act_quantize", "act_backward")
 BLOCKS = ("quantize_mx", "dequantize_mx")
 ARRANGEMENTS = ("contiguous", "permuted", "empty")
-
-
-def tensor(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str) -> torch.Tensor:
-    """Small integers: exact in every format, so that functional and in-place runs compare equal."""
-    if arrangement == "empty":
-        shape = (0, *shape[1:])
-    x = small_integers(shape, dtype, limit=4)
-    return permuted(x) if arrangement == "permuted" else x
 
 
 def cases() -> list[tuple[str, str, torch.dtype, str]]:
@@ -54,85 +45,6 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
         if op not in SCALARS:
             table.append((op, "reference", kinds[0], "permuted"))
     return table
-
-
-def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
-    """Positional arguments of the raw op, in the schema's order."""
-    one, flag = torch.ones(()), torch.zeros(1)
-    x = tensor((4, 6), dtype, arrangement)
-    if op == "amax":
-        return (x,)
-    if op == "quantize":
-        return x, torch.float8_e4m3fn, one, True, "tensor", True
-    if op in FUSED:
-        cast = torch.float8_e4m3fn, None, True, "block1x128", True
-        k, column = torch.ones(6), torch.ones(x.shape[0])
-        return {
-            "norm_quantize": (x, x.clone(), k, k.bfloat16(), 1e-5, True, *cast),
-            "norm_backward": (x.clone(), x, k, column, column + 1, x + 1, True),
-            "act_quantize": (x, x.clone(), "gelu", *cast),
-            "act_backward": (x.clone(), x, x + 1, "silu", *cast),
-        }[op]
-    if op == "dequantize":
-        return x, one, torch.bfloat16
-    if op == "quantize_mx":
-        return x, "nvfp4", "rceil", True, torch.ones(1, dtype=torch.int64)
-    if op == "dequantize_mx":
-        data = tensor((4, 3), torch.uint8, arrangement)
-        scales = tensor((4, 1), torch.uint8, arrangement)
-        return data, scales, None, "mxfp4", 6, dtype
-    if op == "pack":
-        return x, 4, 2**40, 3
-    if op == "unpack":
-        codes = torch.arange(x.numel() // 2, dtype=torch.uint8)
-        ranges = torch.full(((x.numel() + 127) // 128, 2), 0.5, dtype=torch.bfloat16)
-        return codes, ranges, 4, list(x.shape), dtype
-    if op in ("attention", "attention_backward"):
-        q = tensor((2, 4, 5, 8), dtype, arrangement)
-        k, v = (tensor((q.shape[0], 2, 7, 8), dtype, arrangement) for _ in range(2))
-        out, logsumexp = OPS["attention"].handle()(q, k, v, True, 0.25)
-        more = (q.clone(), q, k, v, out, logsumexp) if op != "attention" else (q, k, v)
-        return *more, True, 0.25
-    if op == "rotary":
-        return tensor((2, 3, 5, 8), dtype, arrangement), one.expand(5, 4), one.expand(5, 4), False
-    if op in ("gemm", "gemm_accumulate_", "gemm_simulated"):
-        b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
-        if op != "gemm_accumulate_":
-            gpu = ["hopper"] if op == "gemm_simulated" else []
-            return x, b, one, None, torch.ones(5).bfloat16(), torch.float32, False, *gpu
-        acc = torch.zeros((x.shape[0], 5))
-        acc = permuted(acc) if arrangement == "permuted" else acc
-        return acc, x, b, None, one
-    counts = torch.zeros((2, 4), dtype=torch.int64)
-    if op == "unscale_":
-        return [x, tensor((3,), torch.float32, "contiguous")], one * 0.5, flag, counts
-    if op == "grad_stats_":
-        grads = [x, tensor((3,), torch.float32, "contiguous")]
-        return grads, one, flag, torch.zeros(2).double(), counts
-    if op in UPDATES:
-        real = torch.float64 if dtype == torch.float64 else torch.float32
-        wide = [tensor((4, 6), real, arrangement) for _ in range(3)]
-        masters = [wide[2]] if real != dtype and op != "sgd_" else []
-        states, scales = [wide[0], wide[1].abs()][: len(OPS[op].states)], []
-        if real == torch.float32:  # the first state in 8 bits
-            states[0] = torch.zeros_like(states[0], dtype=torch.uint8)
-            scales = [torch.ones((x.numel() + 255) // 256), torch.ones(0)][: len(states)]
-        settings = [*OPS[op].examples.args[1]]
-        options = (1e-3, settings, False, 1e9, True, 7, [4], None, one, one, flag)
-        return [x], [x.clone()], states, scales, masters, torch.ones(1), *options
-    if op == "scale_from_amax_":
-        same = [tensor((4, 6), dtype, arrangement) for _ in range(3)]
-        return *same, torch.float8_e5m2, 1, True
-    if op == "update_scale_":
-        trackers = [torch.ones(1, dtype=torch.int32) for _ in range(2)]
-        counters, settings = torch.zeros(3).long(), (2.0, 0.5, 1, 0.0, 1e9, 1, 0.5)
-        return torch.ones(1), *trackers, counters, flag, torch.ones(()), *settings
-    if op == "inv_scale":
-        return (one * 4,)
-    if op == "update_delayed_scales_":
-        histories, scales = [torch.ones(4), torch.zeros(4)], [torch.ones(()), torch.zeros(())]
-        return histories, scales, [one * 2, one * 3], [448.0, 57344.0], 0, True, False
-    return one.double(), 0.5
 
 
 @pytest.mark.parametrize(("op", "variant", "dtype", "arrangement"), cases(), ids=str)
@@ -261,36 +173,32 @@ def test_mutating_ops_compile(op: str) -> None:
 
 def test_raw_ops_give_no_silent_gradients() -> None:
     """An op without a formula must not let backward run as if it were a constant."""
-    x = torch.ones(4, 4, requires_grad=True)
+    x, plain = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+    half, number = plain.half(), torch.ones(1, requires_grad=True)
     for call in (
         lambda: mixprec.amax(x),
         lambda: mixprec.quantize(x, "e4m3"),
+        lambda: mixprec.quantize(plain, "e4m3", number),
+        lambda: mixprec.quantize(plain, "e4m3", number * 0),
+        lambda: mixprec.dequantize(mixprec.quantize(plain, "e4m3")._replace(scale_inv=number)),
         lambda: mixprec.act_quantize(x.detach(), "bf16", x),
         lambda: mixprec.norm_quantize(x.detach(), "bf16", x[0]),
         lambda: ops.pack(x, 8),
         lambda: ops.attention(*[x.view(1, 1, 4, 4)] * 3, True, 1.0),
         lambda: ops.rotary(x.view(1, 1, 4, 4), torch.ones(4, 2), torch.ones(4, 2)),
-        lambda: mixprec.gemm(x.half(), x.half()),
+        lambda: ops.rotary(plain.view(1, 1, 4, 4), torch.ones(4, 2), x[:, :2]),
+        lambda: mixprec.gemm(x.half(), half),
+        lambda: mixprec.gemm(half, x.half()),
+        lambda: mixprec.gemm(half, half, bias=x[0]),
+        lambda: mixprec.gemm(half, half, b_scale_inv=x[:1]),
         lambda: mixprec.gemm_accumulate_(torch.zeros(4, 4), x.half(), x.half()),
+        lambda: mixprec.gemm_accumulate_(x, half, half),
         lambda: mixprec.unscale_([x], torch.ones(()), torch.zeros(1)),
     ):
         with pytest.raises(RuntimeError, match="no derivative"):
             call()
         with torch.no_grad():
             call()
-
-
-def test_raw_torch_ops_refuse_bad_arguments_too() -> None:
-    """torch.ops.mixprec.* reached directly: an error, not a crash."""
-    half, grad = torch.ones(2, 3).half(), torch.ones(3)
-    grads = [grad, torch.ones(1).expand(4)]
-    for variant in ("cpp", "reference"):
-        for a, b in ((half, half), (half.float(), half.float().t())):
-            with pytest.raises((ValueError, RuntimeError), match="gemm"):
-                OPS["gemm"].handle(variant)(a, b, None, None, None, torch.float32, False)
-        with pytest.raises((ValueError, RuntimeError), match="unscale_"):
-            OPS["unscale_"].handle(variant)(grads, torch.tensor(0.5), torch.zeros(1), None)
-        assert (grad == 1).all()
 
 
 def test_memory_does_not_grow() -> None:

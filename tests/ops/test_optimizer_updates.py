@@ -118,18 +118,6 @@ def test_large(two_threads: None, rule: Rule) -> None:
             ind.assert_same_bits(one, two, f"second run, {dtype}")
 
 
-@every_rule
-def test_every_setting_has_its_effect(backend: str, rule: Rule) -> None:
-    for settings in rule.settings:
-        for dtype in (F32, F64):
-            lists = Lists()
-            lists.add((401,), dtype, step=2)
-            plain = lists.clone()
-            check(rule, lists, **settings)
-            plain.call(rule)
-            assert not torch.equal(lists.params[0], plain.params[0]), f"no effect: {settings}"
-
-
 def test_bias_correction_at_any_step(backend: str) -> None:
     """Another step for every param of a list; finite where an FP32 counter stands still."""
     for betas in ((0.9, 0.999), (0.95, 0.95), (0.5, 0.99999)):
@@ -217,22 +205,18 @@ def test_found_inf_skips_everything(backend: str, rule: Rule) -> None:
         check(rule, with_masters, found_inf=flag)
 
 
-T, META = torch.ones(3), torch.ones(3, device="meta")
+T = torch.ones(3)
 
 
 @for_each(
     "changes, error, message",
     [
         ({"params": T}, TypeError, "params must be a list of tensors, got Tensor"),
-        ({"params": [T.int()]}, ValueError, r"params\[0\] must have dtype .*int32"),
         ({"params": [torch.ones(9).as_strided((2, 3), (1, 1))]}, ValueError, r"params\[0\] is wr"),
         ({"params": [T.clone().requires_grad_()]}, RuntimeError, "no derivative"),
-        ({"grads": [None]}, TypeError, r"grads\[0\] must be a torch.Tensor, got NoneType"),
         ({"grads": [T, T]}, ValueError, r"grads must have one tensor per param \(1\), got 2"),
         ({"grads": [T[:2]]}, ValueError, r"grads\[0\] must have shape"),
         ({"grads": [T.double()]}, ValueError, r"grads\[0\] must have dtype .*float64"),
-        ({"grads": [META]}, ValueError, r"grads\[0\] must be on"),
-        ({"grads": [T.to_sparse()]}, ValueError, r"grads\[0\] must be a dense tensor"),
         ({"states": [T, T]}, ValueError, r"STATE must have one tensor per param \(1\), got 2"),
         ({"states": T}, TypeError, "STATE must be a list of tensors, got Tensor"),
         ({"states": [T.half()]}, ValueError, r"STATE\[0\] must have dtype float32"),
@@ -246,10 +230,6 @@ T, META = torch.ones(3), torch.ones(3, device="meta")
         ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
         ({"indices": [-1]}, ValueError, r"indices must be in \[0, 2\^30\)"),
         ({"lr": T[:1].half()}, ValueError, "lr_tensor must hold one float32"),
-        ({"lr": META[:1]}, ValueError, "lr_tensor must be on"),
-        ({"inv_scale": 0.5}, TypeError, "inv_scale must be a torch.Tensor, got float"),
-        ({"clip": T[:1].double()}, ValueError, "clip must hold one float32"),
-        ({"found_inf": torch.zeros(1).bool()}, ValueError, "found_inf must hold one float32"),
     ],
 )
 @every_rule
@@ -265,7 +245,7 @@ def test_bad_input(rule: Rule, changes: dict, error: type[Exception], message: s
     with pytest.raises(error, match=f"^{rule}: .*{message.replace('STATE', last)}"):
         rule.op(**args)
     for t, saved in zip(tensors, before, strict=True):
-        assert t.is_meta or torch.equal(t, saved), "written before the error"
+        assert torch.equal(t, saved), "written before the error"
     assert torch.equal(T, torch.ones(3))
 
 

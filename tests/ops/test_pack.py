@@ -89,24 +89,15 @@ def test_every_bit_pattern(bits: int, dtype: torch.dtype) -> None:
     """Groups with Inf or NaN are NaN, and no other one is touched by them."""
     x = random_bits(1 << 14, dtype).view(-1, GROUP) / 4  # their range is finite
     x[::2] = torch.where(x[::2].isfinite(), x[::2], 0.0)
-    _, ranges, y = both(x, bits)
+    x[-1, 3] = math.inf
+    assert both(x.view(-1)[:-84], bits)[2][-44:].isnan().all()  # the group that is not full
+    codes, ranges, y = both(x, bits)
     finite = x.isfinite().all(1)
     assert finite.sum() >= len(x) // 2
     assert torch.equal(y.isnan().all(1), ~finite)
     assert torch.equal(y.isnan().any(1), ~finite)
     assert (ranges[~finite, 1] == 0).all()
-
-
-@for_each("bits", BITS)
-def test_one_bad_value_anywhere(backend: str, bits: int) -> None:
-    for bad, at in itertools.product((math.inf, -math.inf, math.nan), (128, 200, 255, 256)):
-        x = torch.zeros(300)
-        x[at] = bad
-        codes, _, y = both(x, bits)
-        group = slice(at // GROUP * GROUP, (at // GROUP + 1) * GROUP)
-        assert y[group].isnan().all()
-        assert y.isnan().sum() == len(y[group])
-        assert (codes == 0).all()
+    assert (codes.view(len(x), -1)[~finite] == 0).all()
 
 
 @for_each("bits", BITS)
@@ -196,45 +187,3 @@ def test_layout_of_the_codes() -> None:
         codes, _ = pack(x, bits)
         number = sum(int(v) << (i * bits) for i, v in enumerate(x.tolist()))
         assert int.from_bytes(np.asarray(codes).tobytes(), "little") == number
-
-
-ONES = torch.ones(3)
-CODES, RANGES = torch.zeros(2, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.bfloat16)
-
-
-@for_each(
-    "x, bits, error, message",
-    [
-        (1.0, 8, TypeError, "x must be a torch.Tensor, got float"),
-        (ONES.double(), 8, ValueError, "x must have dtype float32, bfloat16, float16, got.*64"),
-        (ONES.to_sparse(), 8, ValueError, "x must be a dense tensor"),
-        (ONES, 3, ValueError, "bits must be 8, 4 or 2, got 3"),
-        (ONES.clone().requires_grad_(), 8, RuntimeError, "no derivative.*no_grad"),
-    ],
-)
-def test_bad_input_of_pack(x: object, bits: int, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^pack: .*{message}"):
-        pack(x, bits)  # type: ignore[arg-type]
-
-
-@for_each(
-    "codes, ranges, bits, shape, dtype, error, message",
-    [
-        ([1], RANGES, 4, (3,), torch.float32, TypeError, "codes must be a torch.Tensor, got list"),
-        (CODES.int(), RANGES, 4, (3,), torch.float32, ValueError, "codes must have dtype uint8"),
-        (CODES, RANGES.float(), 4, (3,), torch.float32, ValueError, "ranges must have .*bfloat16"),
-        (CODES, RANGES.to("meta"), 4, (3,), torch.float32, ValueError, "ranges must be on codes'"),
-        (CODES, RANGES, 5, (3,), torch.float32, ValueError, "bits must be 8, 4 or 2, got 5"),
-        (CODES, RANGES, 4, (-3,), torch.float32, ValueError, "shape must have no negative size"),
-        (CODES, RANGES, 4, (5,), torch.float32, ValueError, r"codes .*\(5,\) in 4 bits = \(3,\)"),
-        (CODES, RANGES, 8, (3,), torch.float32, ValueError, r"codes .*in 8 bits = \(3,\), got \(2"),
-        (CODES, RANGES[:0], 4, (3,), torch.float32, ValueError, r"ranges .*\(1, 2\), got \(0, 2"),
-        (CODES, RANGES, 4, (3,), torch.float64, ValueError, "dtype must be float32, .*float64"),
-    ],
-)
-def test_bad_input_of_unpack(
-    codes: object, ranges: torch.Tensor, bits: int, shape: tuple[int, ...], dtype: torch.dtype,
-    error: type[Exception], message: str,
-) -> None:  # fmt: skip
-    with pytest.raises(error, match=f"^unpack: .*{message}"):
-        unpack(codes, ranges, bits, shape, dtype)  # type: ignore[arg-type]

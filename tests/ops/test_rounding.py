@@ -67,20 +67,6 @@ def test_only_the_two_neighbours_and_on_average_the_value(backend: str) -> None:
         assert abs(share - part) <= 6 * max(part * (1 - part), 1e-6) ** 0.5 / 200
 
 
-def test_streams_steps_seeds_and_params_draw_apart(backend: str) -> None:
-    value = torch.full((512,), 1.0 + 2.0**-8)
-    seen = {tuple(store(value, seed=s, indices=[i]).tolist()) for s in (0, 1) for i in (0, 1)}
-    assert len(seen) == 4
-    param, buffer, steps = torch.zeros(512).bfloat16(), torch.zeros(512).bfloat16(), torch.zeros(1)
-    draws = set()
-    for _ in range(3):
-        param.zero_()
-        sgd_([param], [-value], [buffer], [], steps, lr=1.0, momentum=1e-30,
-             stochastic_rounding=True, indices=[0])  # fmt: skip
-        draws |= {tuple(param.tolist()), tuple((-buffer).tolist())}
-    assert len(draws) == 6
-
-
 def test_split_and_join_lose_nothing() -> None:
     edges = [0, 0x8000, 0x7FFF, 0x18000, 0x17FFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000]
     edges += [0x7F7F7FFF, 0x7F800000, 0x00000001, 0x00008000, 0x007FFFFF]
@@ -94,18 +80,6 @@ def test_split_and_join_lose_nothing() -> None:
     assert torch.equal(nearest, even), "the param is not the nearest"
     away = param.float().abs() >= masters.bfloat16().float().abs()
     assert away[finite].all(), "a tie went towards zero"
-
-
-def test_the_kernel_keeps_fp32_in_param_and_remainder(backend: str) -> None:
-    masters = random_bits(10_000, torch.float32)
-    masters = torch.where(masters.abs() < 1e38, masters, 1.0)
-    param, remainder = rounding.split_master(masters)
-    whole = masters.clone()
-    for i in range(3):
-        grad = random_bits(10_000, torch.float32, seed=i).clamp(-1e30, 1e30).nan_to_num()
-        sgd_([param], [grad], [], [remainder], torch.zeros(1), lr=0.01)
-        sgd_([whole], [grad], [], [], torch.zeros(1), lr=0.01)
-        ind.assert_same_bits(rounding.join_master(param, remainder), whole)
 
 
 def test_a_param_that_was_set_to_zero_stays_zero(backend: str) -> None:

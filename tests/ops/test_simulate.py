@@ -13,7 +13,6 @@ from test_tensor_core import BF16, CASES, E4M3, F16, Pair
 
 import mixprec
 from mixprec.ops._reference.tensor_core import ARCHITECTURES, formats
-from mixprec.ops.gemm import gemm_simulated_op
 
 SHAPES = ((1, 1, 1), (5, 33, 70), (9, 17, 300), (4, 16, 128), (3, 2, 0), (0, 4, 5))
 
@@ -155,15 +154,3 @@ def test_refusals() -> None:
                 mixprec.gemm(a, b)
             with pytest.raises(ValueError, match=match):
                 mixprec.gemm_accumulate_(torch.zeros(2, 2), a, b)
-    args = *[torch.zeros(2, 2).half()] * 2, None, None, None, torch.float32, False, "p100"
-    for run in (torch.ops.mixprec.gemm_simulated_reference, gemm_simulated_op):
-        with pytest.raises(ValueError, match=r"^gemm_simulated: arch must be one of"):
-            run(*args)
-
-
-@for_each("pair, arch", [(pair, arch) for arch, pair in CASES if arch == "hopper"])
-def test_one_hot_rows_select(pair: Pair, arch: str) -> None:
-    a = torch.eye(40)[:7].to(pair[0])
-    b = normal((40, 9), torch.float32).to(pair[1])
-    got = both_ways(a, b, None, None, None, torch.float32, False, arch)
-    assert torch.equal(got, b[:7].float())

@@ -142,25 +142,3 @@ def test_updates_agree_with_the_reference(op: str) -> None:
 
     for i, (got, want) in enumerate(zip(run("cpp"), run("reference"), strict=True)):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=str(i))
-
-
-def test_bad_input() -> None:
-    param, codes = torch.zeros(300), torch.zeros(300, dtype=torch.uint8)
-
-    def call(scales: list[torch.Tensor], indices: tuple[int, ...] = (0,)) -> None:
-        sgd_([param], [param], [codes], [], torch.zeros(1), lr=1.0, momentum=0.9, indices=indices,
-             state_scales=scales)  # fmt: skip
-
-    for scales, message in (
-        ([], r"momentum_buffers\[0\] is uint8, which needs state_scales, got none"),
-        (
-            [torch.zeros(2)] * 2,
-            r"state_scales must have one tensor per state and param .*got 2",
-        ),
-        ([torch.zeros(3)], r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
-        ([torch.zeros(2).double()], r"state_scales\[0\] must have dtype float32"),
-    ):
-        with pytest.raises(ValueError, match=f"^sgd_: {message}"):
-            call(scales)
-    with pytest.raises(ValueError, match=r"bfloat16 or uint8 with indices .*, got uint8 without"):
-        call([torch.zeros(2)], ())

@@ -7,7 +7,6 @@ import random
 
 import independent as ind
 import numpy as np
-import pytest
 import torch
 from cases import (
     GRADS,
@@ -121,49 +120,3 @@ def test_overflow_made_by_unscaling_is_found(backend: str) -> None:
         grads[1][-1] = value
         run(grads, inv_scale)
         assert torch.isinf(grads[1][-1])
-
-
-def test_raw_inf_is_found_even_where_the_product_is_finite(backend: str) -> None:
-    """A collapsed scale: inf * 0 is NaN; and nothing hides a raw Inf."""
-    for inv_scale in (0.0, 1e-30):
-        found_inf = torch.zeros(())
-        mixprec.unscale_([torch.tensor([1.0, math.inf])], torch.tensor(inv_scale), found_inf)
-        assert found_inf.item() == 1.0
-
-
-ONE, FLAG = torch.ones(()), torch.zeros(1)
-
-
-@for_each(
-    "grads, inv_scale, found_inf, error, message",
-    [
-        (ONE, ONE, FLAG, TypeError, "grads must be a list of tensors, got Tensor"),
-        ([ONE, 1.0], ONE, FLAG, TypeError, r"grads\[1\] must be a torch.Tensor, got float"),
-        ([ONE.int()], ONE, FLAG, ValueError, r"grads\[0\] must have dtype .*int32"),
-        ([torch.ones(3).to_sparse()], ONE, FLAG, ValueError, r"grads\[0\] must be a dense"),
-        ([torch.ones(2, device="meta")], ONE, FLAG, ValueError, r"grads\[0\] must be on"),
-        ([ONE.expand(4)], ONE, FLAG, ValueError, r"grads\[0\] is written in place"),
-        ([torch.ones(6).as_strided((3, 3), (1, 1))], ONE, FLAG, ValueError, "is written in place"),
-        ([ONE], 0.5, FLAG, TypeError, "inv_scale must be a torch.Tensor, got float"),
-        ([ONE], ONE.double(), FLAG, ValueError, "inv_scale must hold one float32"),
-        ([ONE], ONE.to("meta"), FLAG, ValueError, "inv_scale must be on"),
-        ([ONE], ONE, True, TypeError, "found_inf must be a torch.Tensor, got bool"),
-        ([ONE], ONE, torch.zeros(2), ValueError, "found_inf must hold one float32"),
-        ([ONE], ONE, torch.zeros(1, dtype=torch.bool), ValueError, "found_inf must hold one"),
-        ([ONE.clone().requires_grad_()], ONE, FLAG, RuntimeError, "no derivative.*no_grad"),
-    ],
-)
-def test_bad_input(
-    grads: object, inv_scale: object, found_inf: object, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=f"^unscale_: .*{message}"):
-        mixprec.unscale_(grads, inv_scale, found_inf)  # type: ignore[arg-type]
-
-
-def test_nothing_is_written_before_an_error(backend: str) -> None:
-    good, found_inf = torch.full((5,), math.inf), torch.zeros(1)
-    for last in (torch.ones(1).expand(3), torch.ones(2).int(), torch.ones(2, device="meta")):
-        with pytest.raises(ValueError, match=r"grads\[1\]"):
-            mixprec.unscale_([good, last], torch.tensor(0.0), found_inf)
-        assert torch.isinf(good).all()
-        assert found_inf.item() == 0.0
