@@ -118,8 +118,10 @@ def test_other_ops_and_wanted_dtypes_are_left_alone() -> None:
         assert F.relu(x).dtype == torch.bfloat16
         assert torch.arange(4).sum().dtype == torch.int64
         assert x.double().sum().dtype == torch.float64
-    with mixprec.autocast(enabled=False):
+    with mixprec.autocast("bf16"), mixprec.autocast(enabled=False):
         assert x.exp().dtype == torch.bfloat16
+        with mixprec.autocast():
+            assert x.exp().dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", [None, "bf16"])

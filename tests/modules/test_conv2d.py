@@ -198,17 +198,6 @@ def test_strides_do_not_matter(layout: Callable[..., torch.Tensor], recipe: Reci
             assert_close(b, a, 0.02 + 2.0**-7 * a.abs(), rms=2.0**-8)
 
 
-def test_main_grad_takes_the_weight_gradient() -> None:
-    for kernel in (1, 3):
-        x, w, bias = operands_of((2, 4, 6, 5), (8, 4, kernel, kernel))
-        conv2d(x, w, bias).sum().backward()
-        want, w.grad = w.grad, None
-        w.main_grad = torch.ones_like(w)
-        conv2d(x, w, bias).sum().backward()
-        assert w.grad is None
-        assert_close(w.main_grad, want + 1, 1e-5 + 1e-6 * want.abs())
-
-
 @for_each(
     "change, error, match",
     [

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from cases import for_each, normal
-from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import operands
@@ -95,23 +93,6 @@ def test_formats_without_instructions_are_refused() -> None:
         assert not torch.equal(run(recipe, arch, None)[0], run(recipe, None, None)[0])
 
 
-def test_a_thread_has_its_own_block() -> None:
-    found: list[torch.Tensor] = []
-    with mixprec.simulate("hopper"):
-        thread = threading.Thread(target=lambda: found.extend(run("fp8", None, None)))
-        thread.start()
-        thread.join()
-    assert all(map(torch.equal, found, run("fp8", None, None)))
-
-
-def test_recomputed_layers() -> None:
-    layer, x = layer_of("fp8"), normal((M, K), torch.float32).requires_grad_()
-    with mixprec.simulate("hopper"):
-        y = checkpoint(layer, x, use_reentrant=False)
-        y.backward(normal((M, N), torch.float32, 1))
-    assert torch.equal(layer[0].weight.grad, run("fp8", "hopper", None)[2])
-
-
 def test_second_derivatives() -> None:
     """The products of higher derivatives are simulated like the block they are computed in."""
     layer, x = layer_of("bf16"), normal((M, K), torch.float32).requires_grad_()
@@ -122,18 +103,6 @@ def test_second_derivatives() -> None:
             seconds += torch.autograd.grad(g.square().sum(), x)
     assert not torch.equal(*seconds)
     assert torch.allclose(*seconds, rtol=0.05, atol=0.5)
-
-
-def test_compiled_code_follows_the_block(fresh_compiler: None) -> None:
-    layer, x = layer_of("fp8"), normal((M, K), torch.float32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for arch in (None, "hopper", "ada", None):
-        with inside(arch):
-            got = compiled(x)
-            got.backward(normal((M, N), torch.float32, 1))
-        assert torch.equal(got.detach(), run("fp8", arch, None)[0]), arch
-        assert torch.equal(layer[0].weight.grad, run("fp8", arch, None)[2]), arch
-        layer.zero_grad()
 
 
 def test_compiled_block(fresh_compiler: None) -> None:
