@@ -20,9 +20,16 @@ LOW = (torch.bfloat16, torch.float16)
 DOC = Path(__file__).resolve().parents[2] / "docs" / "autocast.md"
 
 
+class Twice(nn.Linear):
+    """With a forward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
 def model(recipe: str = "fp8") -> nn.Sequential:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), Twice(48, 8))
     return mixprec.convert(plain, recipe)  # type: ignore[return-value]
 
 

@@ -12,7 +12,7 @@ from cases import LAYOUTS, WIDE, Layout, for_each, name, nearest, normal, pairwi
 from layer_cases import BLOCK_MIXES, OPS, leaf, linear, value
 
 from mixprec.formats import E4M3, E5M2
-from mixprec.functional import _products, matmul, operands
+from mixprec.functional import _products, matmul, mlp, operands
 from mixprec.ops._reference.gemm_scales import Operands
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close, sqnr, tolerance
@@ -194,6 +194,19 @@ def test_matmul_is_linear_without_the_transpose(recipe: str) -> None:
     for got, want in ((c.detach(), y.detach()), (grad_a, grad_x), (grad_b, grad_w.t())):
         assert_close(got, want, 2e-6)
     assert matmul(a, b, recipe=recipe, out_dtype=torch.float16).dtype == torch.float16
+
+
+def test_the_biases_of_mlp() -> None:
+    shapes = {"x": (9, 16), "up": (32, 16), "down": (8, 32), "up_bias": (32,), "down_bias": (8,)}
+    shapes |= {"gate": (32, 16), "gate_bias": (32,)}
+    t = {k: leaf(normal(s, torch.float32, seed=i)) for i, (k, s) in enumerate(shapes.items())}
+    gate = F.silu(F.linear(t["x"], t["gate"], t["gate_bias"]))
+    hidden = gate * F.linear(t["x"], t["up"], t["up_bias"])
+    want = F.linear(hidden, t["down"], t["down_bias"])
+    got = mlp(**t, act="silu", recipe="bf16")
+    results = ([y, *torch.autograd.grad(y.square().sum(), t.values())] for y in (want, got))
+    for a, b in zip(*results, strict=True):
+        assert sqnr(a, b) > 35
 
 
 # --- overflow stays visible ----------------------------------------------------------------------

@@ -12,72 +12,79 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import for_each, normal
+from cases import for_each, normal, pairwise
+from independent import assert_same_lists
 from ranks import on_ranks
 from torch import nn
 
 import mixprec
 from mixprec import scaling
-from mixprec.nn import Linear
+from mixprec.nn import Conv2d, Linear
 from mixprec.nn.convert import convert
 from mixprec.ops.delayed_scales import UNUSED
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import plain_state_dict, update_scales
 
 DELAYED = RECIPES["fp8-delayed"]
-SHORT = replace(DELAYED, name="short", history=2)
+KINDS = ("linear", "1x1", "3x3")
 
 
-def make(recipe: Recipe | str = DELAYED, bias: bool = False) -> Linear:
-    return Linear(4, 4, bias=bias, recipe=recipe)
+def make(recipe: Recipe | str = DELAYED, bias: bool = False, kind: str = "linear") -> nn.Module:
+    if kind == "linear":
+        return Linear(4, 4, bias=bias, recipe=recipe)
+    return Conv2d(4, 4, int(kind[0]), bias=bias, recipe=recipe)
 
 
-def amaxes(layer: Linear) -> list[float]:
+def amaxes(layer: nn.Module) -> list[float]:
     """What was seen of x and g since the last update."""
     return [layer.amax.item(), layer.grad_amax.item()]
 
 
 def run(layer: nn.Module, x: float = 1.0, g: float = 1.0) -> None:
     """A pass forward and backward with these as the largest input and gradient."""
-    leaf = torch.full((2, 4), x).requires_grad_()
-    layer(leaf).backward(torch.full((2, 4), g))
+    shape = (2, 4) if isinstance(layer, Linear) else (2, 4, *layer.kernel_size)
+    y = layer(torch.full(shape, x).requires_grad_())
+    y.backward(torch.full_like(y, g))
 
 
-def test_the_first_step_takes_the_scale_of_its_own_amax() -> None:
-    layer, current = make(), Linear(4, 4, bias=False)
+@for_each("kind", KINDS)
+def test_the_first_step_takes_the_scale_of_its_own_amax(kind: str) -> None:
+    layer, current = make(kind=kind), make("fp8", kind=kind)
     current.load_state_dict(plain_state_dict(layer))
-    x, results = normal((8, 4), torch.float32) * 1e3, []
+    shape = (8, 4) if kind == "linear" else (8, 4, 5, 5)
+    x, results = normal(shape, torch.float32) * 1e3, []
     for module in (layer, current):
         leaf = x.clone().requires_grad_()
         y = module(leaf)
-        y.backward(normal((8, 4), torch.float32, seed=1) * 1e-6)
+        y.backward(normal(y.shape, torch.float32, seed=1) * 1e-6)
         results.append([y.detach(), leaf.grad, module.weight.grad])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+    assert_same_lists(*results)
     assert layer.scale.tolist() == [0.0] * 2
 
 
-def test_a_step_casts_with_the_scale_of_the_one_before() -> None:
-    layer = make(SHORT)
+@for_each("margin", [0, 2])
+@for_each("kind", KINDS)
+def test_a_step_casts_with_the_scale_of_the_one_before(kind: str, margin: int) -> None:
+    layer = make(replace(DELAYED, name="short", history=2, margin=margin), kind=kind)
     with torch.no_grad():
         layer.weight.fill_(0.5)
-    rows = [  # amax of x, amax of g -> scales of x and g after the step
+    rows = [  # amax of x, amax of g -> scales of x and g after the step, without the margin
         (7.0, 1.0, 64.0, 32768.0),
         (1.0, 8.0, 64.0, 4096.0),  # the window holds two steps
         (1.0, 1.0, 256.0, 4096.0),
         (1.0, 1.0, 256.0, 32768.0),
     ]
-    for x, g, x_scale, g_scale in rows:
+    for x, g, *scales in rows:
         before = layer.scale.clone()
         run(layer, x, g)
         assert torch.equal(layer.scale, before), "nothing may change inside a step"
         assert amaxes(layer) == [x, g]
         update_scales(layer)
-        assert layer.scale.tolist() == [x_scale, g_scale]
+        assert layer.scale.tolist() == [scale * 2.0**-margin for scale in scales]
         assert amaxes(layer) == [UNUSED] * 2
     # E4M3 holds 448: with scale 256, what is larger than 1.75 saturates in the first step.
-    y = layer(torch.full((1, 4), 7.0))
-    assert y.tolist() == [[1.75 * 0.5 * 4] * 4]
+    y = layer(torch.full((1, *layer.weight[0].shape), 7.0))
+    assert y.flatten().tolist() == [1.75 * 2**margin * 0.5 * layer.weight[0].numel()] * 4
 
 
 def test_a_weight_is_scaled_by_its_own_amax() -> None:
@@ -110,21 +117,19 @@ def test_what_was_not_used_is_not_rolled() -> None:
     assert (used.amax_history[1] > 0).sum() == 3
 
 
-def test_without_grad_mode_nothing_is_recorded() -> None:
-    layer = make().eval()
+@for_each("kind", KINDS)
+def test_without_grad_mode_nothing_is_recorded(kind: str) -> None:
+    layer = make(kind=kind).eval()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            layer(torch.full((2, 4), 9.0))
+            layer(torch.full((2, 4, 3, 3) if kind != "linear" else (2, 4), 9.0))
     assert amaxes(layer) == [UNUSED] * 2
-    before = layer.scale.clone()
-    update_scales(layer)
-    assert torch.equal(layer.scale, before)
 
 
 @for_each("number", [math.inf, math.nan])
-@for_each("where", ["x", "g"])
-def test_a_step_that_is_not_finite_leaves_no_trace(where: str, number: float) -> None:
-    layer = make()
+@for_each("where, kind", pairwise(["x", "g"], KINDS))
+def test_a_step_that_is_not_finite_leaves_no_trace(where: str, kind: str, number: float) -> None:
+    layer = make(kind=kind)
     run(layer, 2.0, 3.0)
     update_scales(layer)
     before = {name: t.clone() for name, t in layer.state_dict().items()}
@@ -135,9 +140,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(where: str, number: float) ->
     update_scales(layer)
     for name in scaling.SAVED:
         assert torch.equal(layer.state_dict()[name][row], before[name][row]), name
-    run(layer, 2.0, 3.0)
-    update_scales(layer)
-    assert layer.amax_history[row, 0] == {"x": 2.0, "g": 3.0}[where]
 
 
 @for_each("make_optimizer", [torch.optim.SGD, mixprec.optim.AdamW])
@@ -180,10 +182,10 @@ def test_a_frozen_base_is_updated_too() -> None:
 
 def test_what_is_left_of_another_model_does_not_end_the_training_of_this_one() -> None:
     """A layer whose state was replaced, with a warning, and one that was only traced, without."""
-    bad, good = (Linear(4, 4, recipe="fp8-delayed") for _ in range(2))
+    bad, good = make(), make()
     bad.name, bad.scale = "old", torch.zeros(3)
     with torch._subclasses.FakeTensorMode():
-        fake = Linear(4, 4, recipe="fp8-delayed")
+        fake = make()
     optimizer = torch.optim.SGD(good.parameters(), lr=0.1)
     good(torch.ones(2, 4)).sum().backward()
     with pytest.warns(UserWarning, match="^the scales of old cannot be updated and stay as they"):
@@ -199,30 +201,29 @@ def test_what_is_left_of_another_model_does_not_end_the_training_of_this_one() -
 
 
 def test_copies_that_share_buffers_are_updated_once() -> None:
-    layer = Linear(4, 4, recipe="fp8-delayed")
+    layer = make()
     shallow = copy.copy(layer)
     shallow._buffers = layer._buffers
     scaling.follow(shallow)
-    layer(torch.ones(2, 4)).sum().backward()
+    run(layer)
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     assert layer.amax_history[0].tolist()[:2] == [1.0, 0.0]
 
 
 def test_one_op_call_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = convert(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), "fp8-delayed")
-    model(torch.ones(2, 4)).sum().backward()
+    model = nn.ModuleList([make(kind=kind) for kind in KINDS])
+    for layer in model:
+        run(layer)
     calls: list[int] = []
-    update = scaling.update_delayed_scales_
-    spy = lambda *a, **k: (calls.append(len(a[0])), update(*a, **k))  # noqa: E731
-    monkeypatch.setattr(scaling, "update_delayed_scales_", spy)
+    monkeypatch.setattr(scaling, "update_delayed_scales_", lambda *a, **k: calls.append(len(a[0])))
     update_scales(model)
-    assert calls == [10]
+    assert calls == [6]
 
 
 # --- state -----------------------------------------------------------------------------------
 
 
-def trained() -> Linear:
+def trained() -> nn.Module:
     layer = make(bias=True)
     run(layer, 3.0)
     update_scales(layer)
