@@ -254,6 +254,8 @@ def test_overflow_in_a_cast() -> None:
         ({"x": torch.zeros(2, 5)}, ValueError, r"K = 4 .* got shape \(2, 5\)"),
         ({"x": torch.zeros(2, 4).double()}, ValueError, "linear: x must have dtype float32"),
         ({"x": torch.zeros(2, 4).long()}, ValueError, "linear: x must have dtype float32"),
+        ({"x": torch.zeros(2, 4).cfloat()}, ValueError, "linear: x must have .* torch.complex64"),
+        ({"x": torch.zeros(2, 4).to_sparse()}, ValueError, "x must be a dense tensor, got layout"),
         ({"weight": torch.zeros(3, 4, 1)}, ValueError, r"linear: weight must be \[N, K\]"),
         ({"weight": torch.zeros(3, 4).double()}, ValueError, "linear: weight must have dtype"),
         ({"weight": torch.zeros(3, 4, device="meta")}, ValueError, "weight must be on x's device"),
