@@ -81,7 +81,8 @@ def test_a_norm_of_transformers_stays_and_returns_the_dtype_of_its_input() -> No
         assert len(norm._forward_hooks) == 1
         assert norm.weight.dtype == torch.float32
         for dtype in (LOW, torch.float16, torch.float32):
-            assert norm(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+            x = torch.ones(2, 4, dtype=dtype)
+            assert norm(x).dtype == norm(hidden_states=x).dtype == dtype
 
 
 @pytest.mark.slow

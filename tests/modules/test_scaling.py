@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import for_each, normal, pairwise
+from cases import for_each, pairwise
 from independent import assert_same_lists
 from ranks import on_ranks
 from torch import nn
@@ -46,21 +46,6 @@ def run(layer: nn.Module, x: float = 1.0, g: float = 1.0) -> None:
     y.backward(torch.full_like(y, g))
 
 
-@for_each("kind", KINDS)
-def test_the_first_step_takes_the_scale_of_its_own_amax(kind: str) -> None:
-    layer, current = make(kind=kind), make("fp8", kind=kind)
-    current.load_state_dict(plain_state_dict(layer))
-    shape = (8, 4) if kind == "linear" else (8, 4, 5, 5)
-    x, results = normal(shape, torch.float32) * 1e3, []
-    for module in (layer, current):
-        leaf = x.clone().requires_grad_()
-        y = module(leaf)
-        y.backward(normal(y.shape, torch.float32, seed=1) * 1e-6)
-        results.append([y.detach(), leaf.grad, module.weight.grad])
-    assert_same_lists(*results)
-    assert layer.scale.tolist() == [0.0] * 2
-
-
 @for_each("margin", [0, 2])
 @for_each("kind", KINDS)
 def test_a_step_casts_with_the_scale_of_the_one_before(kind: str, margin: int) -> None:
@@ -84,17 +69,6 @@ def test_a_step_casts_with_the_scale_of_the_one_before(kind: str, margin: int) -
     # E4M3 holds 448: with scale 256, what is larger than 1.75 saturates in the first step.
     y = layer(torch.full((1, *layer.weight[0].shape), 7.0))
     assert y.flatten().tolist() == [1.75 * 2**margin * 0.5 * layer.weight[0].numel()] * 4
-
-
-def test_a_weight_is_scaled_by_its_own_amax() -> None:
-    """It starts at zero and doubles from step to step, as under Adam: nothing of it saturates."""
-    layer = make()
-    for largest in (0.0, 0.001, 0.0021, 0.5, 100.0):
-        with torch.no_grad():
-            layer.weight.fill_(largest)
-        y = layer(torch.eye(4))
-        assert y.max().item() == pytest.approx(largest, rel=2**-4)
-        update_scales(layer)
 
 
 def test_what_was_not_used_is_not_rolled() -> None:
