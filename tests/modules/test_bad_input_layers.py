@@ -110,8 +110,6 @@ def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: flo
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
-OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
-
 
 @for_each(
     "key, wrong, message",
@@ -121,7 +119,6 @@ OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", histor
         ("2.amax_history", torch.ones(2, 4), r"shape \(2, 16\) .* recipe fp8-delayed.* \(2, 4\)"),
         ("2.scale", torch.tensor([1, math.nan]), r"2\.scale must be 0 or between .* got \[nan\]"),
         ("2.scale", torch.tensor([math.inf, 1]), r"2\.scale must be 0 or between .* got \[inf\]"),
-        ("2.scale", torch.tensor([-1.0, 0]), r"2\.scale must be 0 or between .* got \[-1\.0\]"),
         ("2.scale", torch.tensor([1e-45, 0]), r"2\.scale must be 0 or between .* file is damaged"),
         ("2.scale", [1.0], "got <class 'list'>"),
         ("2.amax_history", torch.full((2, 16), math.inf), r"finite, 0 or more, got \[inf, inf,"),
@@ -141,22 +138,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_model_trains_on(
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict({**state, key: wrong})
     for name, value in model.state_dict().items():
-        if name == key and "weight" not in key:
-            assert not value.any(), "as before the first step"
-        else:
-            assert torch.equal(value, state[name]), name
+        reset = name == key and "weight" not in key  # as before the first step
+        assert torch.equal(value, torch.zeros_like(value) if reset else state[name]), name
     step(model, optimizer, scaler, batch(2))
     assert not scaler.last_step_skipped
-    assert all(t.isfinite().all() for t in model.state_dict().values())
-    assert all((t > 0).all() for name, t in model.state_dict().items() if name.endswith("scale"))
-
-
-def test_the_checkpoint_of_another_recipe() -> None:
-    short = make(OTHER_HISTORY)
-    with pytest.raises(RuntimeError, match=r"0\.amax_history must have shape \(2, 4\) .* mine"):
-        short.load_state_dict(make("fp8-delayed").state_dict())
-    plain = make("fp8")
-    plain.load_state_dict(short.state_dict())  # its scales are nothing to a current recipe
-    assert not dict(plain.named_buffers())
-    with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
-        plain.load_state_dict({"scale": torch.ones(3)})
+    after = model.state_dict()
+    assert all(t.isfinite().all() for t in after.values())
+    assert all((after[f"{layer}.scale"] > 0).all() for layer in "02")

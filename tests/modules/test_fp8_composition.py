@@ -193,17 +193,6 @@ def test_made_on_the_meta_device(recipe: str, kind: str) -> None:
     assert_same(train(model), train(source))
 
 
-@for_each("recipe", NAMES)
-def test_deepcopy_and_averaged_models(recipe: str) -> None:
-    model = make(recipe)
-    ema = torch.optim.swa_utils.AveragedModel(model)
-    for _ in range(2):  # the first one copies
-        ema.update_parameters(model)
-    want = train(copy.deepcopy(model))
-    assert_same(train(model), want)
-    assert_same(train(ema.module), want)
-
-
 @for_each("recipe", ["fp8-delayed", "mxfp4", "nvfp4"])
 def test_resuming_is_not_noticed(recipe: str, tmp_path: Path) -> None:
     """Scales and histories, or the random numbers of stochastic rounding, go on as they were."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import LAYOUTS, WIDE, Layout, for_each, name, nearest, normal, pairwise, small_integers
+from independent import assert_same_lists
 from layer_cases import BLOCK_MIXES, OPS, leaf, linear, value
 
 from mixprec.formats import E4M3, E5M2
@@ -102,34 +103,30 @@ def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
             x, w = leaf(x), leaf(w)
             y = linear(x, w, recipe=recipe)
             results.append([y, *torch.autograd.grad(y, (x, w), g)])
-        for got, want in zip(*results, strict=True):
-            assert torch.equal(got, want)
+        assert_same_lists(*results)
 
 
 def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
+    x, w = (
+        leaf(small_integers((2, 3, 16), torch.float32)),
+        leaf(small_integers((5, 16), torch.float32)),
+    )
     gemm, seen = _products.gemm, []
 
     def spy(given: Operands, *args: object) -> object:
-        seen.append((given.a, given.b))
+        seen.append((given.a.stride(1), given.b.stride(0)))
         return gemm(given, *args)
 
     def run() -> list[torch.Tensor]:
-        x = leaf(small_integers((2, 3, 16), torch.float32))
-        w = leaf(small_integers((5, 16), torch.float32, seed=1))
         y = linear(x, w)
         return [y, *torch.autograd.grad(y, (x, w), small_integers((2, 3, 5), y.dtype, seed=2))]
 
     strided = run()
     monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
     monkeypatch.setattr(_products, "gemm", spy)
-    copied = run()
-    assert len(seen) == 3
-    for a, b in seen:
-        assert a.stride(1) == 1, "a [M, K] is not K-major"
-        assert b.stride(0) == 1, "b [K, N] is not K-major"
-    for got, want in zip(copied, strided, strict=True):
-        assert torch.equal(got, want)
+    assert_same_lists(run(), strided)
+    assert seen == [(1, 1)] * 3, "a [M, K] and b [K, N] are K-major"
 
 
 def noise(role: str, recipe: Recipe) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import for_each, normal, pairwise
+from independent import assert_same_lists
 from layer_cases import OPS, leaf, linear
 from torch.utils.checkpoint import checkpoint
 
@@ -171,8 +172,7 @@ def test_autocast_outside_does_not_change_the_arithmetic(
             y = op(x, w, recipe=recipe)
         with torch.autocast("cpu", dtype, enabled=backward_too):
             got = torch.autograd.grad(y.sum(), (x, w))
-        for a, b in zip((y, *got), (plain, *want), strict=True):
-            assert torch.equal(a, b)
+        assert_same_lists([y, *got], [plain, *want])
 
 
 @pytest.mark.parametrize(
@@ -198,4 +198,4 @@ def test_compiles_without_graph_breaks(recipe: str, kind: str, fresh_compiler: N
             torch.manual_seed(0)
             y = run(*tensors)
             results.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert_same_lists(*results)

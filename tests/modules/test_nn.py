@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import WIDE, for_each, normal, pairwise
+from independent import assert_same_lists
 from layer_cases import unused_scales
 from torch import nn
 
@@ -222,7 +223,7 @@ def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
             y = F.relu(layer(x), inplace=inplace)
             y.sum().backward()
             results.append([y.detach(), layer.weight.grad])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert_same_lists(*results)
 
 
 @pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
