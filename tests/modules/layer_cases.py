@@ -16,7 +16,7 @@ from mixprec.recipes import Recipe
 
 # Elements of other formats, and two kinds of blocks in one product.
 BLOCK_MIXES = (
-    Recipe("mxfp6", "e3m2", "e2m3", "e3m2", *(True, "mx", "mx", "mx")),
+    Recipe("mxfp6", "e3m2", "e2m3", "e3m2", *(True, "mx", "mx", "mx"), scale_mode="even"),
     Recipe("w4a8", "e4m3", "e2m1", "e5m2", *(True, "mx", "nvfp4", "mx"), scale_mode="ceil"),
 )
 
