@@ -20,9 +20,16 @@ LOW = (torch.bfloat16, torch.float16)
 DOC = Path(__file__).resolve().parents[2] / "docs" / "autocast.md"
 
 
+class Twice(nn.Linear):
+    """With a forward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
 def model(recipe: str = "fp8") -> nn.Sequential:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+    plain = nn.Sequential(nn.Linear(32, 48), nn.GELU(), Twice(48, 8))
     return mixprec.convert(plain, recipe)  # type: ignore[return-value]
 
 
@@ -50,20 +57,17 @@ def test_regions_choose_the_recipe() -> None:
 
 def test_a_decorator_and_an_exception_restore_what_held() -> None:
     converted, x = model(), torch.randn(4, 32)
+    region = mixprec.autocast("fp16")
 
-    @mixprec.autocast("fp16")
+    @region
     def run() -> set[str]:
         """a docstring"""
         return formats(converted, x)
 
     assert run() == {"fp16"}
     assert run.__doc__ == "a docstring"
-    with pytest.raises(ZeroDivisionError), mixprec.autocast("bf16"):
+    with pytest.raises(ZeroDivisionError), region, region:  # one object may be entered again
         _ = 1 / 0
-    assert formats(converted, x) == {"e4m3"}
-    context = mixprec.autocast("bf16")
-    with context, context:  # one object may be entered again
-        assert formats(converted, x) == {"bf16"}
     assert formats(converted, x) == {"e4m3"}
 
 
@@ -78,21 +82,14 @@ CALLS = {
     "exp": lambda x: x.exp(),
     "log": lambda x: torch.log(x.abs() + 1),
     "pow": lambda x: x**3,
-    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
     "softmax": lambda x: F.softmax(x, -1),
     "torch.softmax": lambda x: torch.softmax(x, -1),
-    "log_softmax": lambda x: x.log_softmax(-1),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
     "norm": lambda x: x.norm(),
     "vector_norm": lambda x: torch.linalg.vector_norm(x),
     "sum": lambda x: x.sum(),
-    "mean": lambda x: x.mean(-1),
-    "cumsum": lambda x: x.cumsum(0),
-    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
     "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)),
-    "logsumexp": lambda x: torch.logsumexp(x, 0),
 }
 
 
@@ -105,7 +102,7 @@ def test_delicate_ops_compute_and_return_fp32(call: str, dtype: torch.dtype) -> 
     with mixprec.autocast():
         y = CALLS[call](x)
     assert y.dtype == torch.float32
-    if call not in ("log", "rsqrt", "bce"):  # those have 16-bit ops inside the call
+    if call not in ("log", "bce"):  # those have 16-bit ops inside the call
         assert torch.equal(y, CALLS[call](x.float()))
 
 
@@ -118,8 +115,10 @@ def test_other_ops_and_wanted_dtypes_are_left_alone() -> None:
         assert F.relu(x).dtype == torch.bfloat16
         assert torch.arange(4).sum().dtype == torch.int64
         assert x.double().sum().dtype == torch.float64
-    with mixprec.autocast(enabled=False):
+    with mixprec.autocast("bf16"), mixprec.autocast(enabled=False):
         assert x.exp().dtype == torch.bfloat16
+        with mixprec.autocast():
+            assert x.exp().dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", [None, "bf16"])
@@ -150,15 +149,11 @@ def test_bad_recipes() -> None:
         mixprec.autocast("fp8-delayed")
 
 
-def test_every_name_is_one_of_torchs() -> None:
+def test_the_table_of_the_docs_is_that_of_the_code() -> None:
+    inside = re.search(r"<!-- table -->\n(.*?)\n<!-- end -->", DOC.read_text(), re.S)
+    assert inside is not None
+    assert inside[1] == "\n".join(table())
     places = (torch, torch.Tensor, F, torch.special, torch.linalg)
     for group, names in FP32_OPS.items():
         for name in names:
             assert any(hasattr(place, name) for place in places), f"{group}: {name}"
-
-
-def test_the_table_of_the_docs_is_that_of_the_code() -> None:
-    text = DOC.read_text()
-    inside = re.search(r"<!-- table -->\n(.*?)\n<!-- end -->", text, re.S)
-    assert inside is not None
-    assert inside[1] == "\n".join(table())

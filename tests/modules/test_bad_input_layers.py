@@ -16,6 +16,7 @@ from torch import nn
 import mixprec
 from mixprec import Recipe, convert
 from mixprec.recipes import RECIPES
+from mixprec.scaling import SAVED
 
 NAMES = tuple(RECIPES)
 IN, OUT = 24, 8
@@ -45,27 +46,13 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert not different
 
 
-# --- a batch that does not fit -------------------------------------------------------------------
-
-ONES = torch.ones(2, IN)
-BATCHES = [
-    (ONES.int(), "x must have dtype float32, .* got torch.int32"),
-    (ONES.cfloat(), "x must have dtype .* got torch.complex64"),
-    (ONES.to(torch.float8_e4m3fn), "x must have dtype .* got torch.float8_e4m3fn"),
-    (torch.ones(2, 7), r"x must be \[..., K\] with K = 24 .* shape \(2, 7\)"),
-    (None, "x must be a torch.Tensor, got NoneType"),
-    (ONES.to_sparse(), "x must be a dense tensor, got layout"),
-    (ONES.to("meta"), "weight must be on x's device meta, got cpu"),
-]
-
-
 @for_each("recipe", NAMES)
-def test_a_batch_that_does_not_fit(recipe: str) -> None:
+def test_a_batch_that_does_not_fit_changes_nothing(recipe: str) -> None:
     model = make(recipe)
     model(batch(0)).sum().backward()
     before = snapshot(model)
-    for x, message in BATCHES:
-        with pytest.raises((ValueError, TypeError), match=f"^linear: {message}"):
+    for x in (torch.ones(2, 7), torch.ones(2, IN).int(), None):
+        with pytest.raises((ValueError, TypeError), match=r"^linear: x must"):
             model(x)
     assert_same(snapshot(model), before)
 
@@ -99,36 +86,29 @@ def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: flo
         for i in range(2):
             step(model, optimizer, scaler, batch(i))
         if bad:
-            before = snapshot(model)
-            x = batch(7)
+            before, x = snapshot(model), batch(7)
             if where == "x":
                 x[2, 3] = number
             y = step(model, optimizer, scaler, x, number if where == "g" else 1.0)
-            if where == "x":
-                assert y[2].isfinite().logical_not().all(), "the row that it is in"
-                assert y[[0, 1, 3, 4, 5]].isfinite().all(), "and no other"
+            finite = [where == "g" or row != 2 for row in range(6)]
+            assert y.isfinite().all(1).tolist() == finite, "no other row than the one that it is in"
             assert scaler.last_step_skipped
-            after = snapshot(model)
-            rows = ["xg".index(role) for role in {"g", where}]
+            after, rows = snapshot(model), ["xg".index(role) for role in {"g", where}]
             for state in (before, after):
-                for name in (n for n in state if n.endswith(("scale", "amax_history"))):
-                    state[name] = state[name][rows]
+                state |= {n: t[rows] for n, t in state.items() if n.endswith(SAVED)}
             assert_same(after, before)
         assert int(scaler.skipped) == bad
         for i in range(2, 4):
             step(model, optimizer, scaler, batch(i))
         runs.append(snapshot(model))
     without, with_bad = runs
-    for name in (n for n in without if n.endswith("amax_history")):
-        for state in runs:
-            assert state[name].isfinite().all()
+    for state in runs:
+        assert all(t.isfinite().all() for n, t in state.items() if n.endswith("amax_history"))
     different = {n for n in without if not torch.equal(without[n], with_bad[n])}
-    assert all(n.endswith(("amax_history", ".scale")) for n in different), different
+    assert all(n.endswith(SAVED) for n in different), different
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
-
-OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
 
 
 @for_each(
@@ -139,7 +119,6 @@ OTHER_HISTORY = Recipe("mine", "e4m3", "e4m3", "e5m2", scaling="delayed", histor
         ("2.amax_history", torch.ones(2, 4), r"shape \(2, 16\) .* recipe fp8-delayed.* \(2, 4\)"),
         ("2.scale", torch.tensor([1, math.nan]), r"2\.scale must be 0 or between .* got \[nan\]"),
         ("2.scale", torch.tensor([math.inf, 1]), r"2\.scale must be 0 or between .* got \[inf\]"),
-        ("2.scale", torch.tensor([-1.0, 0]), r"2\.scale must be 0 or between .* got \[-1\.0\]"),
         ("2.scale", torch.tensor([1e-45, 0]), r"2\.scale must be 0 or between .* file is damaged"),
         ("2.scale", [1.0], "got <class 'list'>"),
         ("2.amax_history", torch.full((2, 16), math.inf), r"finite, 0 or more, got \[inf, inf,"),
@@ -159,22 +138,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_model_trains_on(
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict({**state, key: wrong})
     for name, value in model.state_dict().items():
-        if name == key and "weight" not in key:
-            assert not value.any(), "as before the first step"
-        else:
-            assert torch.equal(value, state[name]), name
+        reset = name == key and "weight" not in key  # as before the first step
+        assert torch.equal(value, torch.zeros_like(value) if reset else state[name]), name
     step(model, optimizer, scaler, batch(2))
     assert not scaler.last_step_skipped
-    assert all(t.isfinite().all() for t in model.state_dict().values())
-    assert all((t > 0).all() for name, t in model.state_dict().items() if name.endswith("scale"))
-
-
-def test_the_checkpoint_of_another_recipe() -> None:
-    short = make(OTHER_HISTORY)
-    with pytest.raises(RuntimeError, match=r"0\.amax_history must have shape \(2, 4\) .* mine"):
-        short.load_state_dict(make("fp8-delayed").state_dict())
-    plain = make("fp8")
-    plain.load_state_dict(short.state_dict())  # its scales are nothing to a current recipe
-    assert not dict(plain.named_buffers())
-    with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
-        plain.load_state_dict({"scale": torch.ones(3)})
+    after = model.state_dict()
+    assert all(t.isfinite().all() for t in after.values())
+    assert all((after[f"{layer}.scale"] > 0).all() for layer in "02")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import WIDE, for_each, pairwise
 from torch import nn
 
 import mixprec
@@ -25,42 +26,44 @@ def test_int8_by_hand() -> None:
     w = torch.tensor([[254.0, -1.0, 3.0], [0.0, 0.0, 0.0], [-1e-45, 0.0, 0.0]])
     data, scale_inv = quantize_int8(w)
     # first row: scale 127 / 254 = 0.5; -0.5 and 1.5 are ties, rounded to the even code
-    assert data[0].tolist() == [127, 0, 2]
-    assert data[1].tolist() == [0, 0, 0]
+    assert data[:2].tolist() == [[127, 0, 2], [0, 0, 0]]
     assert scale_inv[:2, 0].tolist() == [2.0, 1.0]
-    assert bool(torch.isfinite(scale_inv).all())
-    assert torch.equal(
-        dequantize_int8(data, scale_inv, torch.float32)[0], w.new_tensor([254, 0, 4])
-    )
+    assert scale_inv.isfinite().all()
+    assert dequantize_int8(data, scale_inv, torch.float32)[0].tolist() == [254.0, 0.0, 4.0]
+    assert quantize_int8(torch.ones(2, 0))[1].tolist() == [[1.0], [1.0]]
 
 
-def test_int8_error_is_at_most_half_a_step() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        w = (torch.randn(65, 257) * torch.logspace(-3, 3, 65)[:, None]).to(dtype)
-        data, scale_inv = quantize_int8(w)
-        assert data.dtype == torch.int8
-        assert int(data.abs().max()) == 127
-        error = (dequantize_int8(data, scale_inv, torch.float32) - w.float()).abs()
-        assert bool((error <= 0.5001 * scale_inv).all())
+@for_each("dtype", WIDE)
+def test_int8_error_is_at_most_half_a_step(dtype: torch.dtype) -> None:
+    w = (torch.randn(65, 257) * torch.logspace(-3, 3, 65)[:, None]).to(dtype)
+    data, scale_inv = quantize_int8(w)
+    assert data.dtype == torch.int8
+    assert int(data.abs().max()) == 127
+    error = (dequantize_int8(data, scale_inv, torch.float32) - w.float()).abs()
+    assert (error <= 0.5001 * scale_inv).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_weight_that_is_not_finite_is_refused_by_name(fmt: str) -> None:
-    for bad in (float("nan"), float("inf")):
-        model = mlp()
-        with torch.no_grad():
-            model[2].weight[3, 4] = bad
-        with pytest.raises(ValueError, match=r"freeze: 2: .* must be finite"):
-            mixprec.freeze(model, fmt)
-        assert type(model[0]) is nn.Linear  # nothing was changed
-
-
-def test_int8_refuses_what_it_cannot_hold() -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w must be \[N, K\], got shape \(3,\)"):
         quantize_int8(torch.ones(3))
     with pytest.raises(ValueError, match="w must have dtype"):
         quantize_int8(torch.ones(3, 3, dtype=torch.int32))
-    assert quantize_int8(torch.ones(2, 0))[1].tolist() == [[1.0], [1.0]]
+    with pytest.raises(ValueError, match="fmt must be one of"):
+        mixprec.freeze(mlp(), "int4")
+    with pytest.raises(ValueError, match="compute_dtype must be"):
+        mixprec.freeze(mlp(), compute_dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        mixprec.freeze(torch.ones(2))
+
+
+@for_each("fmt, bad", pairwise(FORMATS, [float("nan"), float("inf")]))
+def test_a_weight_that_is_not_finite_is_refused_by_name(fmt: str, bad: float) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[3, 4] = bad
+    with pytest.raises(ValueError, match=r"freeze: 2: .* must be finite"):
+        mixprec.freeze(model, fmt)
+    assert type(model[0]) is nn.Linear  # nothing was changed
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -69,23 +72,21 @@ def test_outputs_are_close_to_the_trained_model(fmt: str) -> None:
     x = torch.randn(4, 7, 96)
     expected = model(x)
     limit = 35.0 if fmt == "int8" else 25.0
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in WIDE:
         frozen, report = mixprec.freeze(copy.deepcopy(model), fmt)
         y = frozen.to(dtype)(x.to(dtype))
-        assert y.dtype == dtype
-        assert y.shape == expected.shape
+        assert (y.dtype, y.shape) == (dtype, expected.shape)
         assert mixprec.testing.sqnr(expected, y) >= limit
         assert all(layer.sqnr >= limit for layer in report.layers)
         assert frozen[0].weight.element_size() == 1
         assert frozen[0].weight_scale_inv.dtype == torch.float32
 
-    model, report = mixprec.freeze(model, fmt)
+    frozen, report = mixprec.freeze(model, fmt)
     first = report.layers[0]
     assert (first.name, first.shape) == ("0", (130, 96))
     assert (first.bytes_before, first.bytes_after) == (4 * 130 * 96, 130 * 96 + 4 * 130)
     assert report.bytes_before == 4 * (130 * 96 + 130 + 33 * 130)
-    held = sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    assert report.bytes_after == held
+    assert report.bytes_after == sum(t.nbytes for t in frozen.state_dict().values())
     assert "the whole model: " in str(report)
     assert "130 x 96" in str(report)
 
@@ -96,7 +97,7 @@ def test_save_and_load_on_meta(fmt: str, tmp_path: Path) -> None:
     x = torch.randn(5, 96)
     torch.save(model.state_dict(), tmp_path / "frozen.pt")
     with torch.device("meta"):
-        empty = nn.Sequential(nn.Linear(96, 130), nn.GELU(), nn.Linear(130, 33, bias=False))
+        empty = mlp()
     empty, report = mixprec.freeze(empty, fmt)
     assert all(layer.sqnr != layer.sqnr for layer in report.layers)  # nan: nothing to compare
     empty.load_state_dict(torch.load(tmp_path / "frozen.pt", weights_only=True), assign=True)
@@ -130,19 +131,20 @@ class Adapted(nn.Module):
         self.lora_B = nn.Linear(2, 16, bias=False)
 
 
+class Own(nn.Linear):
+    pass
+
+
+class Twice(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
 def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = SimpleNamespace(BaseTunerLayer=Adapted)
     monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", module)
-
-    class Own(nn.Linear):
-        pass
-
-    class Twice(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
     layers = {"adapted": Adapted(), "own": Own(16, 16), "twice": Twice(16, 16)}
     model = nn.ModuleDict({**layers, "attention": nn.MultiheadAttention(16, 2)})
     mixprec.convert(model, "bf16")
@@ -156,26 +158,12 @@ def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward(
         model["attention"](x, x, x)
 
 
-def test_converted_models_freeze_to_the_same() -> None:
-    model = mlp()
-    plain, _ = mixprec.freeze(copy.deepcopy(model), "fp8")
-    ours, _ = mixprec.freeze(mixprec.convert(model, "fp8"), "fp8")
-    x = torch.randn(3, 96)
-    assert torch.equal(plain(x), ours(x))
-
-
 def test_what_stays_and_why() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(10, 16)
-            self.body = nn.Linear(16, 16)
-            self.head = nn.Linear(16, 10, bias=False)
-            self.head.weight = self.embedding.weight
-
-    model, report = mixprec.freeze(Tied(), "int8")
-    assert isinstance(model.body, FrozenLinear)
-    assert type(model.head) is nn.Linear
+    parts = {"body": nn.Linear(16, 16), "embedding": nn.Embedding(10, 16)}
+    model = nn.ModuleDict({**parts, "head": nn.Linear(16, 10, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    model, report = mixprec.freeze(model, "int8")
+    assert [type(m) for m in model.values()] == [FrozenLinear, nn.Embedding, nn.Linear]
     assert report.left == {"head": "its weight is shared with another module"}
     _, report = mixprec.freeze(mlp(), module_filter_fn=lambda m, fqn: fqn == "2")
     assert [layer.name for layer in report.layers] == ["2"]
@@ -193,20 +181,13 @@ def test_a_root_that_is_a_linear_and_gradients_to_the_input() -> None:
     assert "in_features=8, out_features=4, bias=True, int8/row" in repr(root)
 
 
-def test_under_compile() -> None:
-    model, _ = mixprec.freeze(mlp(), "int8")
-    x = torch.randn(2, 96)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), model(x))
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="fmt must be one of"):
-        mixprec.freeze(mlp(), "int4")
-    with pytest.raises(ValueError, match="compute_dtype must be"):
-        mixprec.freeze(mlp(), compute_dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
-        mixprec.freeze(torch.ones(2))
+def test_of_a_converted_model_and_under_compile() -> None:
+    model, x = mlp(), torch.randn(3, 96)
+    plain, _ = mixprec.freeze(copy.deepcopy(model), "fp8")
+    ours, _ = mixprec.freeze(mixprec.convert(model, "fp8"), "fp8")
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(compiled(x), plain(x))
 
 
 def test_the_report_says_how_much_is_frozen_and_warns() -> None:

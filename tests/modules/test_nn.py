@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import WIDE, for_each, normal, pairwise
+from independent import assert_same_lists
+from layer_cases import unused_scales
 from torch import nn
 
 import mixprec
 from mixprec import functional
-from mixprec.functional.operands import Delayed
 from mixprec.nn import Conv2d, Linear, _loss_scaling
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import plain_state_dict, update_scales
@@ -31,19 +32,13 @@ Kind = tuple[Make, Make, tuple[int, ...], Callable, Callable]
 
 
 def kind_of_conv(kernel: int) -> Kind:
-    def make(**options: Any) -> Conv2d:
-        return Conv2d(4, 6, kernel, 2, **options)
-
-    def plain(**options: Any) -> nn.Conv2d:
-        return nn.Conv2d(4, 6, kernel, 2, **options)
-
-    def torchs(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, w, b, 2)
-
-    def ours(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-        return functional.conv2d(x, w, b, 2, **options)
-
-    return make, plain, (2, 4, 9, 7), torchs, ours
+    return (
+        lambda **options: Conv2d(4, 6, kernel, 2, **options),
+        lambda **options: nn.Conv2d(4, 6, kernel, 2, **options),
+        (2, 4, 9, 7),
+        functools.partial(F.conv2d, stride=2),
+        functools.partial(functional.conv2d, stride=2),
+    )
 
 
 KINDS: dict[str, Kind] = {
@@ -65,10 +60,9 @@ def test_computes_the_function(kind: str, recipe: str, dtype: torch.dtype) -> No
     layer = make(dtype=dtype, recipe=recipe)
     assert isinstance(layer, type(plain()))
     for x_dtype in WIDE:
-        x, state = normal(shape, x_dtype), None
+        x = normal(shape, x_dtype)
         y = layer(x)
-        if layer.recipe.is_delayed:
-            state = Delayed(torch.zeros(2), torch.zeros(()), torch.zeros(()))
+        state = unused_scales() if layer.recipe.is_delayed else None
         want = function(x, layer.weight, layer.bias, recipe=recipe, delayed=state)
         assert y.dtype == x_dtype
         assert torch.equal(y, want)
@@ -77,13 +71,14 @@ def test_computes_the_function(kind: str, recipe: str, dtype: torch.dtype) -> No
 
 
 @for_each("kind", KINDS)
-def test_under_autocast_the_output_has_the_autocast_dtype(kind: str) -> None:
+def test_under_autocast_the_output_has_the_autocast_dtype(kind: str, fresh_compiler: None) -> None:
     make, _, shape, *_ = KINDS[kind]
-    layer = make()
-    x = normal(shape, torch.float32).requires_grad_()
+    layer, x = make(), normal(shape, torch.float32).requires_grad_()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
             y = layer(x)
+            assert torch.equal(compiled(x), y)
             with torch.autocast("cpu", enabled=False):
                 assert layer(x).dtype == torch.float32
         assert y.dtype == dtype
@@ -119,9 +114,6 @@ def test_state_dict_and_initialisation_are_those_of_torch(kind: str) -> None:
     assert list(ours.state_dict()) == list(plain.state_dict()) == ["weight", "bias"]
     delayed = make(recipe="fp8-delayed")
     assert list(delayed.state_dict()) == STATE
-    delayed.load_state_dict(plain.state_dict())
-    assert torch.equal(delayed.weight, plain.weight)
-    make_plain().load_state_dict(plain_state_dict(delayed))
     delayed.scale.fill_(2.0)
     delayed.reset_parameters()
     assert delayed.scale.tolist() == [0.0, 0.0]
@@ -231,7 +223,7 @@ def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
             y = F.relu(layer(x), inplace=inplace)
             y.sum().backward()
             results.append([y.detach(), layer.weight.grad])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert_same_lists(*results)
 
 
 @pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
@@ -239,8 +231,7 @@ def test_the_output_may_be_written_to(kind: str, recipe: str) -> None:
 def test_trains_like_fp32(recipe: str) -> None:
     """As low as in FP32, within 3 % of the loss at the start (FP8 noise: 1.5 %); 10 % in 4 bits."""
     x = normal((256, 16), torch.float32)
-    target = torch.sin(x @ normal((16, 4), torch.float32, seed=1) / 4)
-    losses = []
+    target, losses = torch.sin(x @ normal((16, 4), torch.float32, seed=1) / 4), []
     for converted in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
@@ -251,32 +242,15 @@ def test_trains_like_fp32(recipe: str) -> None:
             loss = F.mse_loss(model(x), target)
             loss.backward()
             optimizer.step()
-        losses.append(loss.item())
-    start, (want, got) = target.square().mean().item(), losses
-    assert want < 0.05 * start
-    noise = 0.03 if RECIPES[recipe].x.bits > 4 else 0.1
-    assert got < want + noise * start, (got, want, start)
-
-
-@for_each("kind", KINDS)
-def test_compiled_under_autocast(kind: str) -> None:
-    make, _, shape, *_ = KINDS[kind]
-    layer, x = make(), normal(shape, torch.float32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), layer(x))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = compiled(x)
-        assert y.dtype == torch.bfloat16
-        assert torch.equal(y, layer(x))
+        losses.append(loss.item() / target.square().mean().item())
+    want, got = losses
+    assert want < 0.05
+    assert got < want + (0.03 if RECIPES[recipe].x.bits > 4 else 0.1)
 
 
 def test_setting_the_recipe_brings_and_drops_the_scales() -> None:
     layer = Linear(16, 8)
-    for recipe, keys in (
-        ("fp8-delayed", STATE),
-        ("fp8-rowwise", STATE[:2]),
-        ("fp8-delayed", STATE),
-    ):
+    for recipe, keys in (("fp8-delayed", STATE), ("fp8", STATE[:2]), ("fp8-delayed", STATE)):
         layer.recipe = recipe
         assert layer.recipe is RECIPES[recipe]
         assert list(layer.state_dict()) == keys
@@ -285,33 +259,26 @@ def test_setting_the_recipe_brings_and_drops_the_scales() -> None:
     assert layer.scale.tolist() == [2.0] * 2
     with pytest.raises(ValueError, match='recipe must be "bf16"'):
         layer.recipe = "fp9"
-    assert layer.recipe is RECIPES["fp8-delayed"]
 
 
 def test_fp16_without_a_scaler_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_loss_scaling, "_warned", False)
-    layers = {recipe: Linear(4, 4, recipe=recipe) for recipe in ("bf16", "fp16")}
-    x = torch.ones(2, 4)
 
-    def step(recipe: str, scaler: mixprec.GradScaler | None) -> None:
-        optimizer = mixprec.optim.AdamW(layers[recipe].parameters())
-        loss = layers[recipe](x).sum()
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+    def step(recipe: str, scaler: mixprec.GradScaler) -> None:
+        layer = Linear(4, 4, recipe=recipe)
+        optimizer = mixprec.optim.AdamW(layer.parameters())
+        scaler.scale(layer(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step("bf16", None)
+        step("bf16", mixprec.GradScaler(enabled=False))
         step("fp16", mixprec.GradScaler())
     with pytest.warns(UserWarning, match="fp16 recipe is being trained without loss scaling"):
         step("fp16", mixprec.GradScaler(enabled=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step("fp16", None)
+        step("fp16", mixprec.GradScaler(enabled=False))
 
 
 # --- convolutions alone ------------------------------------------------------------------------
@@ -334,24 +301,3 @@ def test_padding_as_torch_does(recipe: str, padding: int | str, mode: str) -> No
     if mode in ("zeros", "reflect"):
         with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
             ours([1.0])
-
-
-def test_delayed_scales_of_a_convolution() -> None:
-    """The scale of a step comes from the amax of the steps before; the weight's from its own."""
-    for kernel in (1, 3):
-        layer = Conv2d(4, 6, kernel, bias=False, recipe="fp8-delayed")
-        x = normal((2, 4, 5, 5), torch.float32)
-        for factor in (1.0, 4.0):
-            y = layer(x * factor)
-            y.backward(torch.full_like(y, factor))
-        assert layer.amax == 4 * x.abs().max()
-        assert layer.grad_amax == 4.0
-        update_scales(layer)
-        fits = 2.0 ** torch.floor(torch.log2(448 / (4 * x.abs().max())))
-        assert layer.scale.tolist() == [fits, 57344 / 4 // 8192 * 8192]
-        with torch.no_grad():
-            layer(x * 100)
-        assert layer.amax == -1.0, "a pass without grad mode records nothing"
-        layer(x * torch.inf)
-        update_scales(layer)
-        assert layer.scale[0] == fits

@@ -9,42 +9,70 @@ import pytest
 import torch
 from cases import for_each
 
-from mixprec.formats import BF16, E2M1, E4M3, E5M2, FP16, Format
+from mixprec.formats import BF16, E4M3, E5M2, FP16, Format
 from mixprec.recipes import GEMMS, RECIPES, Recipe
+
+FP8 = "x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
+NVFP4 = "x e2m1/nvfp4, w e2m1/nvfp4, g e2m1/nvfp4"
 
 
 def test_the_named_recipes() -> None:
-    assert list(RECIPES) == [
-        *("bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"),
-        *("mxfp8", "mxfp4", "nvfp4"),
-    ]
-    fp8 = Recipe.parse("FP8")
-    assert fp8 == Recipe("fp8", E4M3, E4M3, E5M2, power_of_two_scale=True)
+    assert {name: str(recipe) for name, recipe in RECIPES.items()} == {
+        "bf16": "bf16",
+        "fp16": "fp16",
+        "fp8": f"fp8: {FP8}",
+        "fp8-delayed": f"fp8-delayed: {FP8}, delayed(16,max)",
+        "fp8-rowwise": "fp8-rowwise: x e4m3/row, w e4m3/row, g e4m3/row",
+        "fp8-block": "fp8-block: x e4m3/block1x128, w e4m3/block128x128, g e4m3/block1x128",
+        "mxfp8": "mxfp8: x e4m3/mx, w e4m3/mx, g e4m3/mx",
+        "mxfp4": "mxfp4: x e2m1/mx, w e2m1/mx, g e2m1/mx, stochastic_rounding(g)",
+        "nvfp4": f"nvfp4: {NVFP4}, stochastic_rounding(g), hadamard",
+    }
+
+
+@for_each(
+    "name, changes, words",
+    [
+        ("bf16", {"name": "mine"}, "mine: bf16"),
+        ("fp16", {"clip_activations": True}, "fp16, clip_activations"),
+        (
+            "fp8-delayed",
+            {"history": 4, "amax_of": "most_recent", "margin": 1},
+            f"fp8-delayed: {FP8}, delayed(4,most_recent), margin 1",
+        ),
+        (
+            "fp8",
+            {"power_of_two_scale": False, "fast_accum": ["forward"]},
+            f"fp8: {FP8}, any scale, fast_accum(forward)",
+        ),
+        (
+            "mxfp4",
+            {"x": "e3m2", "scale_mode": "even", "stochastic_rounding": ["g", "x"]},
+            "mxfp4: x e3m2/mx, w e2m1/mx, g e2m1/mx, scale_mode even, stochastic_rounding(x,g)",
+        ),
+    ],
+)
+def test_a_recipe_prints_all_of_itself(name: str, changes: dict[str, object], words: str) -> None:
+    recipe = replace(RECIPES[name], **changes)
+    assert str(recipe) == words
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_what_follows_from_the_formats() -> None:
+    properties = {
+        "needs_loss_scaling": {"fp16"},
+        "is_scaled": RECIPES.keys() - {"bf16", "fp16"},
+        "is_block": {"mxfp8", "mxfp4", "nvfp4"},
+        "is_fp8": {"fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8"},
+        "is_delayed": {"fp8-delayed"},
+    }
+    for property, names in properties.items():
+        assert {name for name, recipe in RECIPES.items() if getattr(recipe, property)} == names
+    fp8 = RECIPES["fp8"]
     assert fp8.forward == (E4M3, E4M3)
     assert fp8.grad_input == fp8.grad_weight == (E5M2, E4M3)
-    assert Recipe.parse("bf16").forward == (BF16, BF16)
-    assert [name for name, r in RECIPES.items() if r.needs_loss_scaling] == ["fp16"]
-    assert [name for name, r in RECIPES.items() if not r.is_scaled] == ["bf16", "fp16"]
-    assert [name for name, r in RECIPES.items() if r.is_block] == ["mxfp8", "mxfp4", "nvfp4"]
-    assert [name for name, r in RECIPES.items() if r.is_scaled and not r.is_fp8] == [
-        *("mxfp4", "nvfp4"),
-    ]
-    assert [name for name, r in RECIPES.items() if r.is_delayed] == ["fp8-delayed"]
-    delayed = Recipe.parse("fp8-delayed")
-    assert (delayed.history, delayed.amax_of, delayed.margin) == (16, "max", 0)
-    rows = Recipe.parse("fp8-rowwise")
-    assert {rows.x_granularity, rows.w_granularity, rows.g_granularity} == {"row"}
-    block = Recipe.parse("fp8-block")
-    granularities = (block.x_granularity, block.w_granularity, block.g_granularity)
-    assert granularities == ("block1x128", "block128x128", "block1x128")
-    assert {f for r in (rows, block) for f in (r.x, r.w, r.g)} == {E4M3}
-    mxfp8, mxfp4, nvfp4 = (RECIPES[name] for name in ("mxfp8", "mxfp4", "nvfp4"))
-    assert [r.block_format("g") for r in (mxfp8, mxfp4, nvfp4)] == ["mxfp8_e4m3", "mxfp4", "nvfp4"]
-    assert block.block_format("x") is None
-    assert mxfp4.grad_weight == nvfp4.forward == (E2M1, E2M1)
-    stochastic = {r.name: r.stochastic_rounding for r in RECIPES.values() if r.stochastic_rounding}
-    assert stochastic == {"mxfp4": ("g",), "nvfp4": ("g",)}
-    assert [name for name, r in RECIPES.items() if r.hadamard] == ["nvfp4"]
+    formats = {"fp8-block": None, "mxfp8": "mxfp8_e4m3", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+    assert {name: RECIPES[name].block_format("g") for name in formats} == formats
 
 
 def test_recipes_are_values() -> None:
@@ -53,54 +81,12 @@ def test_recipes_are_values() -> None:
     assert Recipe.parse(own) is own
     with pytest.raises(FrozenInstanceError):
         own.x = E4M3  # type: ignore[misc]
-    fp8 = Recipe.parse("fp8")
-    assert fp8 == replace(fp8)
+    fp8 = Recipe.parse("FP8")
+    assert fp8 == replace(fp8) == Recipe("fp8", E4M3, E4M3, E5M2)
     assert len({fp8, replace(fp8), replace(fp8, scaling="delayed")}) == 2
     assert replace(fp8, fast_accum=True).fast_accum == GEMMS
     assert replace(fp8, fast_accum=False).fast_accum == ()
     assert replace(fp8, fast_accum=["grad_weight", "forward"]).fast_accum == GEMMS[::2]
-
-
-def test_a_recipe_prints_all_of_itself() -> None:
-    fp8 = Recipe.parse("fp8")
-    tensors = "x e4m3/tensor, w e4m3/tensor, g e5m2/tensor"
-    for recipe, words in (
-        (Recipe.parse("bf16"), "bf16"),
-        (Recipe("mine", FP16, FP16, FP16), "mine: fp16"),
-        (replace(RECIPES["fp16"], clip_activations=True), "fp16, clip_activations"),
-        (fp8, f"fp8: {tensors}"),
-        (Recipe.parse("fp8-delayed"), f"fp8-delayed: {tensors}, delayed(16,max)"),
-        (
-            replace(fp8, name="d", scaling="delayed", history=4, amax_of="most_recent", margin=1),
-            f"d: {tensors}, delayed(4,most_recent), margin 1",
-        ),
-        (
-            replace(fp8, power_of_two_scale=False, fast_accum=["forward"]),
-            f"fp8: {tensors}, any scale, fast_accum(forward)",
-        ),
-        (
-            Recipe.parse("fp8-block"),
-            "fp8-block: x e4m3/block1x128, w e4m3/block128x128, g e4m3/block1x128",
-        ),
-        (
-            replace(RECIPES["mxfp4"], x="e3m2", scale_mode="even", stochastic_rounding=["g", "x"]),
-            "mxfp4: x e3m2/mx, w e2m1/mx, g e2m1/mx, scale_mode even, stochastic_rounding(x,g)",
-        ),
-        (
-            Recipe.parse("nvfp4"),
-            "nvfp4: x e2m1/nvfp4, w e2m1/nvfp4, g e2m1/nvfp4, stochastic_rounding(g), hadamard",
-        ),
-    ):
-        assert str(recipe) == words
-    assert len({str(recipe) for recipe in RECIPES.values()}) == len(RECIPES)
-
-
-@for_each("name", RECIPES)
-def test_there_and_back_through_json(name: str) -> None:
-    fast = RECIPES[name].is_scaled and not RECIPES[name].is_block
-    options = {"fast_accum": fast, "clip_activations": name == "fp16"}
-    recipe = replace(RECIPES[name], **options)
-    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
 def test_damaged_dicts_are_refused() -> None:
@@ -193,45 +179,32 @@ def test_formats_that_no_gemm_multiplies_are_refused(formats: tuple[Format, ...]
     [
         ("fp8", {"scaling": "static"}, "scaling must be one of 'current', 'delayed', got 'static'"),
         ("fp8", {"w_granularity": "column"}, "w_granularity must be one of 'tensor', 'row', 'blo"),
-        ("fp8", {"x_granularity": None}, "x_granularity must be one of"),
         ("fp8", {"history": 16}, "history must be None unless scaling is 'delayed', got 16"),
         ("fp8", {"amax_of": "max"}, "amax_of must be None unless scaling is 'delayed'"),
         ("fp8", {"margin": 1}, "margin must be 0 unless scaling is 'delayed', got 1"),
         ("fp8", {"power_of_two_scale": 2}, "power_of_two_scale must be True or False, got 2"),
         ("fp8", {"fast_accum": "forward"}, "fast_accum must be True, False or some of"),
         ("fp8", {"fast_accum": ["backward"]}, "fast_accum must be True, False or some of"),
-        ("fp8", {"fast_accum": 1.5}, "fast_accum must be True, False or some of"),
         ("fp8", {"name": ""}, "name must be a string that says something"),
         ("fp8-rowwise", {"scaling": "delayed"}, "x_granularity must be 'tensor', the only one"),
-        ("fp8-block", {"margin": 1}, "margin must be 0"),
-        ("fp8-delayed", {"g_granularity": "row"}, "g_granularity must be 'tensor', the only one"),
         ("fp8-delayed", {"history": 0}, "history must be an int of 1 or more, got 0"),
         ("fp8-delayed", {"history": True}, "history must be an int of 1 or more"),
         ("fp8-delayed", {"amax_of": "mean"}, "amax_of must be one of 'max', 'most_recent'"),
         ("fp8-delayed", {"margin": 65}, "margin must be an int between -64 and 64, got 65"),
-        ("fp8-delayed", {"margin": 0.5}, "margin must be an int between"),
         ("bf16", {"scaling": "delayed"}, "scaling must be 'current': bf16 operands have no scale"),
         ("bf16", {"x_granularity": "row"}, "x_granularity must be 'tensor': bf16 operands have no"),
-        ("fp16", {"power_of_two_scale": False}, "power_of_two_scale must be True: fp16 operands"),
         ("fp8", {"clip_activations": True}, "clip_activations must be False: .* and x is e4m3"),
-        ("bf16", {"clip_activations": True}, "clip_activations must be False: .* and x is bf16"),
         ("fp16", {"clip_activations": 1}, "clip_activations must be True or False, got 1"),
-        ("fp16", {"fast_accum": True}, r"fast_accum must be \(\): fp16 operands"),
-        ("fp16", {"g_granularity": "mx"}, "g_granularity must be 'tensor': fp16 operands"),
         ("fp8", {"x": "e2m1"}, "x_granularity must be 'mx' or 'nvfp4' for e2m1, got 'tensor'"),
         ("fp8", {"w_granularity": "nvfp4"}, "x_granularity must be 'mx' for e4m3, because all th"),
         ("nvfp4", {"g": "e4m3"}, "g_granularity must be 'mx' for e4m3, .* got 'nvfp4'"),
-        ("mxfp8", {"w_granularity": "block128x128"}, "w_granularity must be 'mx' for e4m3"),
         ("mxfp8", {"scaling": "delayed"}, "scaling must be 'current': block formats have their"),
         ("mxfp8", {"fast_accum": True}, r"fast_accum must be \(\): block formats have their own"),
-        ("mxfp8", {"power_of_two_scale": False}, "power_of_two_scale must be True: block formats"),
         ("mxfp8", {"scale_mode": "up"}, "scale_mode must be one of 'floor', "),
         ("nvfp4", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
         ("mxfp4", {"stochastic_rounding": "g"}, "stochastic_rounding must be some of"),
-        ("mxfp4", {"stochastic_rounding": ("y",)}, "stochastic_rounding must be some of"),
         ("mxfp4", {"hadamard": 1}, "hadamard must be True or False, got 1"),
         ("fp8", {"hadamard": True}, "hadamard must be False: it is for the block formats"),
-        ("fp8", {"scale_mode": "ceil"}, "scale_mode must be 'rceil': it is for the block formats"),
         ("bf16", {"stochastic_rounding": ("g",)}, r"stochastic_rounding must be \(\): bf16 oper"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,33 +53,30 @@ class Task:
 
     def by_loop(self) -> list[Tensors]:
         torch.manual_seed(1)
-        return [self.eager(x) for x in self.xs]
+        found = []
+        for x in self.xs:
+            x = x.clone().requires_grad_()
+            wanted = [*self.layer.parameters(), x]
+            y = self.layer(x).float().square().sum()
+            found.append(torch.autograd.grad(y, wanted))
+        return found
 
-    def eager(self, x: torch.Tensor) -> Tensors:
-        x = x.clone().requires_grad_()
-        wanted = [*self.layer.parameters(), x]
-        return torch.autograd.grad(self.layer(x).float().square().sum(), wanted)
 
-
-@for_each("recipe", STATELESS)
-def test_grad_and_gradients_of_each_sample(recipe: str) -> None:
-    for kind in LAYERS:
-        for dtype in (torch.float32, torch.bfloat16):
-            task = Task(kind, recipe, dtype)
-            of_each = grad(task.loss, argnums=(0, 1))
-            want = task.by_loop()
-            torch.manual_seed(1)
-            for x, expected in zip(task.xs, want, strict=True):
-                of_params, of_x = of_each(task.params, x)
-                same([*of_params.values(), of_x], expected)
-            same(
-                vmap(task.layer, **task.random)(task.xs),
-                torch.stack([task.layer(x) for x in task.xs]),
-            )
-            torch.manual_seed(1)
-            of_params, of_x = vmap(of_each, (None, 0), **task.random)(task.params, task.xs)
-            if kind != "block" or not task.random:  # two layers draw in another order
-                same([*of_params.values(), of_x], [torch.stack(t) for t in zip(*want, strict=True)])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("kind, recipe", [(kind, recipe) for recipe in STATELESS for kind in LAYERS])
+def test_grad_and_gradients_of_each_sample(kind: str, recipe: str, dtype: torch.dtype) -> None:
+    task = Task(kind, recipe, dtype)
+    of_each, want = grad(task.loss, argnums=(0, 1)), task.by_loop()
+    torch.manual_seed(1)
+    for x, expected in zip(task.xs, want, strict=True):
+        of_params, of_x = of_each(task.params, x)
+        same([*of_params.values(), of_x], expected)
+    outputs = torch.stack([task.layer(x) for x in task.xs])
+    same(vmap(task.layer, **task.random)(task.xs), outputs)
+    torch.manual_seed(1)
+    of_params, of_x = vmap(of_each, (None, 0), **task.random)(task.params, task.xs)
+    if kind != "block" or not task.random:  # two layers draw in another order
+        same([*of_params.values(), of_x], [torch.stack(t) for t in zip(*want, strict=True)])
 
 
 @for_each("recipe", ["bf16", "fp8", "mxfp8"])
@@ -109,9 +107,6 @@ def test_other_transforms(recipe: str) -> None:
     for n, model in enumerate(models):
         model(x).square().sum().backward()
         same([params[name].grad[n] for name in params], [p.grad for p in model.parameters()])
-
-
-CLIP = dataclasses.replace(RECIPES["fp16"], name="fp16-clip", clip_activations=True)
 
 
 @for_each("recipe", ["bf16", "fp8-block"])
@@ -168,7 +163,8 @@ def test_second_derivatives_and_forward_mode_are_refused(kind: str) -> None:
 
 def test_recipes_with_state_are_refused() -> None:
     x = torch.randn(4, 32)
-    for recipe, what in (("fp8-delayed", "fp8-delayed, which keeps state"), (CLIP, "fp16-clip")):
+    clip = dataclasses.replace(RECIPES["fp16"], name="fp16-clip", clip_activations=True)
+    for recipe, what in (("fp8-delayed", "fp8-delayed, which keeps state"), (clip, "fp16-clip")):
         for make, shape in LAYERS.values():
             layer = mixprec.convert(make(), recipe)
             with pytest.raises(RuntimeError, match=f"do not support recipe {what}.*enabled=False"):
@@ -192,10 +188,7 @@ def test_the_backend_is_that_of_the_forward_pass() -> None:
 
 def test_stats_leave_out_what_torch_func_runs() -> None:
     task = Task("linear", "fp8")
-
-    def run() -> None:
-        vmap(grad(lambda x: task.layer(x).sum()))(task.xs)
-
+    run = functools.partial(vmap(grad(lambda x: task.layer(x).sum())), task.xs)
     with Monitor(task.layer, every=1) as monitor:
         run()
         monitor.step()

@@ -1,19 +1,26 @@
-"""use_backend belongs to the thread that enters it, and a backward pass to its forward pass."""
+"""autocast, use_backend and simulate belong to the thread that enters them, and a backward pass to
+its forward pass."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, normal
+from independent import assert_same_lists
+from test_autocast import formats
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import attention, conv2d, linear, norm_linear, rotary
 from mixprec.functional._norm import norm
+from mixprec.ops._dispatch import simulation
 
 
 class Ops(TorchDispatchMode):
@@ -76,30 +83,75 @@ def test_backward_runs_on_the_backend_of_its_forward_pass(name: str) -> None:
         assert ran(lambda: mixprec.amax(torch.ones(3))) == {True}
 
 
-def test_threads_do_not_see_each_other_and_leave_nothing_behind() -> None:
+def recipe_in_force() -> set[str]:
+    return formats(mixprec.nn.Linear(32, 32), torch.randn(4, 32))
+
+
+def runs_references() -> set[bool]:
+    return ran(lambda: mixprec.amax(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("enter", "one", "other", "state", "states"),
+    [
+        (mixprec.autocast, "bf16", "fp16", recipe_in_force, ({"e4m3"}, {"bf16"}, {"fp16"})),
+        (mixprec.use_backend, "reference", "cpp", runs_references, ({False}, {True}, {False})),
+        (mixprec.simulate, "hopper", "ada", simulation.current, (None, "hopper", "ada")),
+    ],
+)
+def test_threads_do_not_see_each_other_and_leave_nothing_behind(
+    enter: Callable[[str], Any], one: str, other: str, state: Callable[[], object], states: tuple
+) -> None:
     """Two blocks that overlap in time, ended in the order in which they began."""
+    outside, inside_of_one, inside_of_other = states
     entered, left, found = threading.Event(), threading.Event(), []
 
-    def amax() -> set[bool]:
-        return ran(lambda: mixprec.amax(torch.ones(3)))
-
-    def other() -> None:
-        found.append(amax())
-        with mixprec.use_backend("cpp"):
-            found.append(amax())
+    def run() -> None:
+        found.append(state())
+        with enter(other):
+            found.append(state())
             entered.set()
             assert left.wait(60)
-        found.append(amax())
+        found.append(state())
 
-    thread = threading.Thread(target=other)
-    with mixprec.use_backend("reference"):
+    thread = threading.Thread(target=run)
+    with enter(one):
         thread.start()
         assert entered.wait(60)
-        assert amax() == {True}
+        assert state() == inside_of_one
     left.set()
     thread.join()
-    assert found == [{False}] * 3
-    assert amax() == {False}
+    assert found == [outside, inside_of_other, outside]
+    assert state() == outside
+
+
+def step(layer: torch.nn.Module, run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """y and the gradient of the weight."""
+    y = run(normal((48, 320), torch.float32).requires_grad_())
+    y.square().sum().backward()
+    grad, layer.weight.grad = layer.weight.grad, None
+    return [y.detach(), grad]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("enter", "blocks"),
+    [(mixprec.autocast, ("bf16", "fp16")), (mixprec.simulate, ("hopper", "ada"))],
+)
+def test_compiled_and_recomputed_layers_follow_the_block(
+    enter: Callable[[str], Any], blocks: tuple[str, ...]
+) -> None:
+    layer = mixprec.nn.Linear(320, 24)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    outside = step(layer, layer)
+    for name in (None, *blocks, None):
+        with nullcontext() if name is None else enter(name):
+            want = step(layer, layer)
+            assert torch.equal(want[0], outside[0]) == (name is None)
+            assert_same_lists(step(layer, compiled), want)
+            for reentrant in (False, True):
+                again = functools.partial(checkpoint, layer, use_reentrant=reentrant)
+                assert_same_lists(step(layer, again), want)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

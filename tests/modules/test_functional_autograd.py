@@ -1,0 +1,201 @@
+"""linear and conv2d in autograd and torch.compile: what is saved and skipped, derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import for_each, normal, pairwise
+from independent import assert_same_lists
+from layer_cases import OPS, leaf, linear
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec import functional
+from mixprec.functional import _observed, observed
+from mixprec.recipes import RECIPES, Recipe
+from mixprec.testing import sqnr
+
+NAMES = tuple(RECIPES)
+EVERY = pairwise(NAMES, list(OPS))
+
+
+# --- what is saved and what is skipped ------------------------------------------------------------
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Lists what is saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, lambda t: t)
+        self.tensors: list[torch.Tensor] = []
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        self.tensors.append(t)
+        return t
+
+
+@for_each("recipe", ["bf16", "fp16"])
+def test_16_bits_save_the_tensors_themselves(recipe: str) -> None:
+    dtype = Recipe.parse(recipe).x.dtype
+    x, w = leaf(normal((6, 4, 16), dtype)), leaf(normal((8, 16), dtype))
+    saved = Saved()
+    with saved:
+        linear(x, w, recipe=recipe)
+    assert {t.data_ptr() for t in saved.tensors} == {x.data_ptr(), w.data_ptr()}
+
+
+@for_each("recipe, kind", EVERY)
+def test_gradients_that_nobody_needs_cost_nothing(recipe: str, kind: str) -> None:
+    op, x_shape, w_shape = OPS[kind]
+    parsed = Recipe.parse(recipe)
+    fx, fw, fg = parsed.x.name, parsed.w.name, parsed.g.name
+    for x_grad, w_grad, bias_grad in (
+        (True, True, True),
+        (True, False, False),  # frozen weight
+        (False, True, True),  # first layer
+        (False, False, True),  # only the bias is trained
+    ):
+        x = normal(x_shape, torch.float32).requires_grad_(x_grad)
+        w = normal(w_shape, torch.float32, seed=1).requires_grad_(w_grad)
+        bias = torch.zeros(8).requires_grad_(bias_grad)
+        seen: list[tuple[str, str, str, str]] = []
+        saved = Saved()
+        with observed(lambda *call, into=seen: into.append(call)):
+            with saved:
+                y = op(x, w, bias, recipe=recipe, name="block.0")
+            assert seen == [("forward", "block.0", fx, fw)]
+            y.backward(torch.ones_like(y))
+        want = [("grad_input", "block.0", fg, fw)] if x_grad else []
+        want += [("grad_weight", "block.0", fg, fx)] if w_grad else []
+        assert seen[1:] == want
+        assert [t.grad is not None for t in (x, w, bias)] == [x_grad, w_grad, bias_grad]
+        if not parsed.is_block:  # tests/modules/test_block_recipes.py counts what those save
+            low = [t for t in saved.tensors if t.dtype != torch.float32]
+            assert sum(t.numel() for t in low) == w.numel() * x_grad + x.numel() * w_grad
+            assert all(t.itemsize == parsed.x.bits // 8 for t in low)
+
+
+def test_saved_16_bit_tensors_are_guarded_against_being_overwritten() -> None:
+    for recipe in ("bf16", "fp8"):
+        x, w = normal((6, 16), torch.bfloat16), leaf(normal((8, 16), torch.bfloat16))
+        y = linear(x, w, recipe=recipe)
+        x.zero_()
+        if recipe == "bf16":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:  # saved its own bytes
+            y.sum().backward()
+            assert w.grad.norm() > 0
+
+
+def test_observers_nest_and_end_with_their_block() -> None:
+    x, w = normal((2, 4), torch.float32), normal((3, 4), torch.float32)
+    outer, inner = [], []
+
+    def fail(*call: object) -> None:
+        inner.append(call)
+        raise KeyError
+
+    with observed(lambda *call: outer.append(call)):
+        with pytest.raises(KeyError), observed(fail):
+            linear(x, w)
+        linear(x, w)
+    linear(x, w)
+    assert (len(outer), len(inner)) == (1, 1)
+    assert _observed._observer is None
+
+
+# --- together with the rest of torch --------------------------------------------------------------
+
+
+def derivatives(op: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """First, second and third derivatives of a sum of op(x, weight, bias)."""
+    y = op(*tensors).sin().sum()
+    found: list[torch.Tensor] = []
+    for order in range(3):
+        grads = torch.autograd.grad(y, tensors, create_graph=order < 2)
+        found += grads
+        y = sum((grad / grad.detach().norm()).square().sum() for grad in grads)
+    return found
+
+
+@for_each("recipe, kind", EVERY)
+def test_higher_derivatives(recipe: str, kind: str) -> None:
+    op, x_shape, w_shape = OPS[kind]
+    run = functools.partial(op, recipe=recipe)
+    torchs = torch.nn.functional.linear if kind == "linear" else torch.nn.functional.conv2d
+    shapes = (x_shape, w_shape, w_shape[:1])
+    tensors = [leaf(normal(s, torch.float32, seed=i) / 2) for i, s in enumerate(shapes)]
+    with functional.twice_differentiable():
+        got = derivatives(run, tensors)
+    once = torch.autograd.grad(run(*tensors).sin().sum(), tensors)
+    assert all(map(torch.equal, got[:3], once))
+    least = {4: 3, 8: 10, 16: 35}[Recipe.parse(recipe).x.bits]
+    for ours, exact in zip(got, derivatives(torchs, tensors), strict=True):
+        assert sqnr(exact, ours) > least
+    with pytest.raises(RuntimeError, match=r"create_graph=True: .*twice_differentiable\(\)"):
+        torch.autograd.grad(run(*tensors).sum(), tensors[0], create_graph=True)
+
+
+def test_a_gradient_penalty_of_a_model() -> None:
+    """A loss that is linear in y, a recomputed block, an output that is saturated."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.SiLU()) for _ in range(2)]
+    model, x = torch.nn.Sequential(*blocks), leaf(normal((4, 16), torch.float32))
+    found = []
+    for recipe in (None, "fp16"):
+        if recipe:
+            mixprec.convert(model, dataclasses.replace(Recipe.parse(recipe), clip_activations=True))
+        with functional.twice_differentiable():
+            y = checkpoint(model[0], x, use_reentrant=False)
+            (grad,) = torch.autograd.grad(model[1](y).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), list(model.parameters())[:-1]))
+    for exact, ours in zip(*found, strict=True):
+        assert sqnr(exact, ours) > 35
+
+
+@for_each("dtype", [torch.bfloat16, torch.float16])
+@for_each("recipe, kind", EVERY)
+def test_autocast_outside_does_not_change_the_arithmetic(
+    recipe: str, kind: str, dtype: torch.dtype
+) -> None:
+    op, x_shape, w_shape = OPS[kind]
+    x, w = leaf(normal(x_shape, torch.float32)), leaf(normal(w_shape, torch.float32, seed=1))
+    plain = op(x, w, recipe=recipe)
+    want = torch.autograd.grad(plain.sum(), (x, w))
+    for backward_too in (False, True):
+        with torch.autocast("cpu", dtype):
+            y = op(x, w, recipe=recipe)
+        with torch.autocast("cpu", dtype, enabled=backward_too):
+            got = torch.autograd.grad(y.sum(), (x, w))
+        assert_same_lists([y, *got], [plain, *want])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        *((n, "linear") for n in NAMES if n not in ("mxfp8", "mxfp4")),  # nvfp4 has all they have
+        *(("fp8", "1x1"), ("fp8-block", "3x3")),
+    ],
+)
+def test_compiles_without_graph_breaks(recipe: str, kind: str, fresh_compiler: None) -> None:
+    op, x_shape, w_shape = OPS[kind]
+
+    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.relu(op(x, w, bias, recipe=recipe))
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    w, bias = normal(w_shape, torch.float32, seed=1), normal((8,), torch.float32, seed=2)
+    for more in (0, 5):  # the second size is traced with symbolic shapes
+        shape = (x_shape[0] + more, *x_shape[1:2], *(n + more for n in x_shape[2:]))
+        tensors = [leaf(t) for t in (normal(shape, torch.float32), w, bias)]
+        results = []
+        for run in (step, compiled):
+            torch.manual_seed(0)
+            y = run(*tensors)
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), tensors)])
+        assert_same_lists(*results)

@@ -1,0 +1,164 @@
+"""Weights that are cast once for several passes, and weight gradients that go to main_grad."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from cases import for_each, nearest, normal, pairwise
+from test_fp8_composition import EVERY, NAMES, batch, compiled, make, train
+from torch import nn
+
+import mixprec
+from mixprec.functional import operands
+from mixprec.nn import Linear
+from mixprec.nn.reuse_weights import reuse_weights
+from mixprec.recipes import RECIPES
+from mixprec.testing import sqnr
+
+pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
+
+
+def casts_of_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    seen: list[tuple[int, ...]] = []
+    cast = operands.cast
+
+    def spy(x: torch.Tensor, role: str, *args: object, **kwargs: object) -> object:
+        if role == "w":
+            seen.append(tuple(x.shape))
+        return cast(x, role, *args, **kwargs)
+
+    monkeypatch.setattr(operands, "cast", spy)
+    return seen
+
+
+@for_each("recipe, kind", EVERY)
+def test_each_weight_is_cast_once_a_step(
+    recipe: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = make(recipe, kind), casts_of_weights(monkeypatch)
+    train(model, micro_batches=3, around=reuse_weights)
+    if kind == "mlp":
+        assert len(seen) == 3 * 4, "steps times layers"
+    elif RECIPES[recipe].is_scaled:
+        assert len(seen) == 3 * 5
+        assert model[0].wide._quantized_weight is None
+
+
+def test_cast_weights_are_freed_when_the_block_ends() -> None:
+    model = make("fp8")
+    with contextlib.suppress(KeyError), reuse_weights(model):
+        data = weakref.ref(model[0].up._quantized_weight.operand.data)
+        with reuse_weights(model):  # the outermost counts
+            pass
+        assert data() is not None
+        raise KeyError
+    gc.collect()
+    assert data() is None
+    assert model[0].up._quantized_weight is None
+
+
+def test_without_grad_mode_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("fp8")
+    seen = casts_of_weights(monkeypatch)
+    with torch.no_grad(), reuse_weights(model):
+        model(batch(0))
+        model(batch(1))
+    assert len(seen) == 8
+    with reuse_weights(model), torch.no_grad():  # and what is kept may be read without
+        model(batch(0))
+    assert len(seen) == 12
+
+
+def test_a_weight_that_changes_inside_the_block_is_noticed() -> None:
+    for kind, first in (("mlp", "up"), ("cnn", "stem")):
+        model = make("fp8", kind)
+        optimizer = mixprec.optim.AdamW(model.parameters())
+        with reuse_weights(model):
+            model(batch(0, kind)).sum().backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match=rf"weight of 0\.{first} was changed inside the"):
+                model(batch(0, kind))
+        model(batch(0, kind))
+    with pytest.raises(TypeError, match=r"reuse_weights: model must be a torch.nn.Module"):
+        reuse_weights([model]).__enter__()
+
+
+def test_another_weight_that_stands_in_is_cast_itself() -> None:
+    layer = Linear(8, 8, bias=False)
+    other = {"weight": torch.ones(8, 8)}
+    x = torch.ones(2, 8)
+    with reuse_weights(layer):
+        y = torch.func.functional_call(layer, other, (x,))
+    assert y.tolist() == [[8.0] * 8] * 2
+
+
+# --- main_grad ---------------------------------------------------------------------------------
+
+
+LAYERS = {  # and shapes of an input
+    "linear": (lambda: nn.Linear(64, 32), (15, 64)),
+    "1x1": (lambda: nn.Conv2d(16, 8, 1), (2, 16, 6, 5)),
+    "3x3": (lambda: nn.Conv2d(16, 8, 3), (2, 16, 6, 5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "compile"),
+    [
+        *((*case, False) for case in pairwise(NAMES, list(LAYERS))),
+        *((recipe, "linear", True) for recipe in ("bf16", "fp8", "fp8-delayed", "nvfp4")),
+    ],
+)
+def test_main_grad_takes_the_weight_gradients(
+    recipe: str, kind: str, compile: bool, fresh_compiler: None
+) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[kind]
+    plain = mixprec.cast_parameters(mixprec.convert(make(), nearest(recipe)), torch.bfloat16)
+    main = copy.deepcopy(plain)
+    main.weight.main_grad = torch.zeros_like(main.weight, dtype=torch.float32)
+    forward = compiled(main) if compile else main
+    exact = torch.zeros(main.weight.shape)
+    for i in range(3):
+        x = normal(shape, torch.bfloat16, seed=i)
+        y = plain(x)
+        exact += torch.autograd.grad(y, plain.weight, torch.ones_like(y))[0].float()
+        forward(x).backward(torch.ones_like(y))
+    assert main.weight.grad is None
+    assert main.bias.grad is not None
+    if RECIPES[recipe].x.bits > 4:  # sums of so few bits may be exact in bf16
+        assert not torch.equal(main.weight.main_grad, main.weight.main_grad.bfloat16().float())
+    assert sqnr(exact, main.weight.main_grad) > 45  # bf16's rounding of the three
+    before = main.weight.detach().clone()
+    mixprec.optim.AdamW(main.parameters()).step()
+    assert not torch.equal(before, main.weight)
+
+
+def test_main_grad_gives_way_to_a_gradient_that_is_there() -> None:
+    """Under DDP, whose hooks need it: mixprec's own writes main_grad and leaves grad in place."""
+    layer = Linear(8, 8)
+    layer(torch.ones(2, 8)).sum().backward()
+    layer.weight.main_grad = torch.zeros(8, 8)
+    layer(torch.ones(2, 8)).sum().backward()
+    assert layer.weight.main_grad.count_nonzero() == 0
+    assert layer.weight.grad.flatten()[0] == 4.0
+
+
+@for_each(
+    "wrong, match",
+    [
+        (torch.zeros(8, 8).bfloat16(), "weight.main_grad must have dtype float32, got"),
+        (torch.zeros(8), "weight.main_grad must have shape weight's shape"),
+        ([1.0], "weight.main_grad must be a torch.Tensor, got list"),
+    ],
+)
+def test_a_main_grad_that_does_not_fit(wrong: object, match: str) -> None:
+    layer = Linear(8, 8)
+    layer.weight.main_grad = wrong
+    with pytest.raises((ValueError, TypeError), match=match):
+        layer(torch.ones(2, 8))
