@@ -19,6 +19,7 @@ from cases import name, small_integers
 from emulated.hopper import runner
 from emulated.hopper.mutations import MUTATIONS, REPORTED, Mutation, mutated
 from emulated.shim import runner as shim
+from emulated.shim.gemm_args import scale_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = re.compile(r"\{(true|false), Accumulate::(\w+), (\d+), (\d+), (\d), (\d), (true|false)\}")
@@ -147,13 +148,13 @@ def test_scales_bias_and_one_rounding(row: Row, dtype: torch.dtype) -> None:
     a_scale, b_scale = (2.0 ** torch.randint(-2, 3, (size,), generator=g) for size in (m, n))
     bias = torch.randint(-9, 10, (n,), generator=g).to(dtype)
     want = (problem.product * a_scale[:, None]) * b_scale + bias.float()
-    scales = (runner.scale_view(a_scale), runner.scale_view(b_scale))
+    scales = (scale_view(a_scale), scale_view(b_scale))
     loaded = runner.library(torch.bfloat16, torch.bfloat16)
     for seed, tma in enumerate([True, False, True]):
         options = {"scales": scales, "bias": bias, "tma_store": tma}
         check(loaded, row, problem, seed, dtype, want, **options)
     one = torch.tensor(0.25)
-    scales = (runner.scale_view(one), runner.scale_view(one))
+    scales = (scale_view(one), scale_view(one))
     check(loaded, row, problem, 4, dtype, problem.product / 16, scales=scales)
 
 
@@ -206,7 +207,7 @@ def test_scales_of_blocks(row: Row, shifts: tuple[int, int]) -> None:
     scales = [2.0 ** torch.randint(-2, 3, (c, (k + 127) // 128), generator=g) for c in counts]
     a = per_chunk(problem.a.float(), scales[0], shifts[0])
     b = per_chunk(problem.b.float().t(), scales[1], shifts[1]).t()
-    views = [runner.scale_view(s, shift) for s, shift in zip(scales, shifts, strict=True)]
+    views = [scale_view(s, shift) for s, shift in zip(scales, shifts, strict=True)]
     loaded = runner.library(E4M3, E4M3, "scaled")
     for seed in range(2):
         check(loaded, row, problem, seed, want=a @ b, chunk_scales=views, stages=2)
