@@ -14,12 +14,25 @@ from typing import Any
 
 import independent as ind
 import torch
-from emulated.ops import reference
 
+import mixprec.ops.dequantize_mx
+import mixprec.ops.quantize_mx  # noqa: F401 (defines the ops)
+from mixprec.ops._dispatch.op import OPS
+
+TRITON = [name for name, op in OPS.items() if op.triton is not None]
 Shape = tuple[int, ...]
 CPU = torch.device("cpu")
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GUARD = 32  # bytes behind each tensor
+
+
+def reference(name: str) -> Callable[..., Any]:
+    return OPS[name].handle("reference")
+
+
+def launcher(name: str) -> Callable[..., Any]:
+    """Triton's, with arguments in the schema's order."""
+    return OPS[name].launcher()
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

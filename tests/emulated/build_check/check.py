@@ -6,9 +6,9 @@
 Asks the disassembler about the object files that setup.py has compiled of csrc/cuda/*.cu, for every
 GPU generation (with MIXPREC_WERROR=1, so that a warning, a spilled register or a serialised wgmma
 ended the build): no stack and no local memory; 16-byte loads and stores in the kernels that move
-tensors; in the Hopper GEMM what each instance declares (hopper.py). Then loads the built libraries
-and takes an optimizer step on fake CUDA tensors, where anything that waits for the device raises.
-Results go to FILE as JSON; a table comes last. Exit status 1 if anything is not as it should be.
+tensors; in the Hopper GEMM what each instance declares (machine_code.py). Then loads the built
+libraries and takes an optimizer step on fake CUDA tensors, where what waits for the device raises.
+Results go to FILE as JSON. Exit status 1 if anything is not as it should be.
 --summary writes the few facts per kernel that docs/kernels.md shows.
 """
 
@@ -237,13 +237,6 @@ def main() -> int:
     if args.summary is not None:
         short = {**facts, "gpus": args.gpus.split(","), "kernels": summary(rows)}
         args.summary.write_text(json.dumps(short, indent=1) + "\n")
-    print(f"{'kernel':64} {'registers':>12} {'shared':>7} {'stack':>8}")
-    for name in sorted(names):
-        same = [row for row in rows if row["name"] == name]
-        registers = sorted({row["registers"] for row in same})
-        span = f"{registers[0]}-{registers[-1]}" if len(registers) > 1 else str(registers[0])
-        shared, stack = (max(row[word] for row in same) for word in ("shared", "stack"))
-        print(f"{name[:64]:64} {span:>12} {shared:>7} {stack:>8}")
     print(*wrong, sep="\n")
     print(f"{len(kernels)} kernels for {args.gpus}: {'all is well' if not wrong else 'see above'}")
     return 1 if wrong else 0

@@ -27,14 +27,26 @@ Problem = namedtuple(
 )
 Gpu = namedtuple("Gpu", "major minor sms shared_bytes", defaults=(9, 0, 132, 232448))
 Override = namedtuple("Override", "tile_config splits group", defaults=(-1, 0, 0))
-TileConfig = namedtuple(
-    "TileConfig", "fp8 accumulate block_m block_n consumers cluster base chunk_elements"
-)
 Tiles = namedtuple("Tiles", "m_tiles n_tiles splits group")
 Config = namedtuple(
     "Config",
     "tile_config stages tiles chunks_per_split grid shared_bytes workspace_bytes tma_store",
 )
+
+
+class TileConfig(
+    namedtuple(
+        "Fields", "index fp8 accumulate block_m block_n consumers cluster base chunk_elements"
+    )
+):
+    @property
+    def sums(self) -> str:
+        return Accumulate(self.accumulate).name
+
+    def __str__(self) -> str:
+        return f"{self.index}_{self.sums}_{self.block_m}x{self.block_n}x{self.cluster}"
+
+
 H200, PLANNED = Gpu(), Override()
 
 
@@ -49,6 +61,10 @@ def compiled() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def tile_configs() -> list[TileConfig]:
+    return [TileConfig(i, *row) for i, row in enumerate(compiled().tile_configs())]
 
 
 def _numbers(asked: Problem) -> list[int]:

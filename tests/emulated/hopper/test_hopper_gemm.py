@@ -7,51 +7,24 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from cases import name, small_integers
+from emulated.gemm_plan import plan
+from emulated.gemm_plan.plan import TileConfig as Row
 from emulated.hopper import runner
 from emulated.hopper.mutations import MUTATIONS, REPORTED, Mutation, mutated
-from emulated.shim import runner as shim
 from emulated.shim.gemm_args import scale_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ROWS = re.compile(r"\{(true|false), Accumulate::(\w+), (\d+), (\d+), (\d), (\d), (true|false)\}")
 
 
-class Row(NamedTuple):
-    """A row of csrc/cuda/gemm/config/tile_configs.h."""
-
-    index: int
-    fp8: bool
-    sums: str
-    block_m: int
-    block_n: int
-    consumers: int
-    cluster: int
-
-    def __str__(self) -> str:
-        return f"{self.index}_{self.sums}_{self.block_m}x{self.block_n}x{self.cluster}"
-
-
-def rows() -> list[Row]:
-    text = (shim.CSRC / "cuda" / "gemm" / "config" / "tile_configs.h").read_text()
-    found = [
-        Row(i, m[0] == "true", m[1], *map(int, m[2:6])) for i, m in enumerate(ROWS.findall(text))
-    ]
-    count = re.search(r"std::array<TileConfig, (\d+)>", text)
-    assert count is not None
-    assert len(found) == int(count[1]), "tile_configs.h has an unexpected format"
-    return found
-
-
-ALL_ROWS = rows()
+ALL_ROWS = plan.tile_configs()
 SIXTEEN = [r for r in ALL_ROWS if not r.fp8]
 EIGHT = [r for r in ALL_ROWS if r.fp8]
 LAYOUTS = ("NN", "NT", "TN", "TT")  # a, b: N as the shape says, T transposed

@@ -15,6 +15,9 @@
 
 #include "fibers.h"
 
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
 namespace cuda_on_cpu {
 
 namespace {
@@ -26,7 +29,7 @@ using Why = std::function<std::string()>;
 
 struct Fiber {
   Stack stack;
-  Position position;
+  uint3 thread_idx, block_idx;
   State state = State::done;
   int rank = 0, thread = 0;  // block within the cluster, thread within the block
   int exchanges = 0;
@@ -143,7 +146,7 @@ void report_deadlock() {
     for (int t = 0; t < threads_per_block; ++t) {
       const Fiber& fiber = fibers[b * stride + t];
       if (fiber.state == State::done) continue;
-      auto& entry = reasons[text("block %u: ", fiber.position.block.x) + (*fiber.why)()];
+      auto& entry = reasons[text("block %u: ", fiber.block_idx.x) + (*fiber.why)()];
       if (entry.second++ == 0) entry.first = t;
     }
   }
@@ -166,6 +169,8 @@ void step_one() {
     ready[drawn] = ready.back();
     ready.pop_back();
     running = next;
+    threadIdx = next->thread_idx;
+    blockIdx = next->block_idx;
     scheduler_stack.switch_to(next->stack);
     running = nullptr;
   }
@@ -212,7 +217,6 @@ std::string formatted(const char* format, va_list arguments) {
 
 }  // namespace
 
-const Position& position() { return running->position; }
 int thread_of_block() { return running->thread; }
 int block_rank() { return running->rank; }
 int block_threads() { return threads_per_block; }
@@ -244,8 +248,7 @@ void fail(const char* format, ...) {
     end_launch(error);
     throw Failure{};
   }
-  const Position& at = running->position;
-  end_launch(error + text(" (block %u, thread %d)", at.block.x, running->thread));
+  end_launch(error + text(" (block %u, thread %d)", running->block_idx.x, running->thread));
   to_scheduler();  // for good
   std::abort();
 }
@@ -330,7 +333,7 @@ void fence() {
 
 cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
                 const std::function<void()>& kernel) {
-  const dim3 grid = config.gridDim, block = config.blockDim;
+  const dim3 grid = gridDim = config.gridDim, block = blockDim = config.blockDim;
   size_t threads = size_t{block.x} * block.y * block.z, count = size_t{grid.x} * grid.y * grid.z;
   size_t cluster = 1;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
@@ -364,7 +367,8 @@ cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
       uint3 place = coordinates(c * cluster + b, grid);
       for (int t = 0; t < stride; ++t) {
         Fiber& fiber = fibers[b * stride + t];
-        fiber.position = {coordinates(t, block), place, block, grid};
+        fiber.thread_idx = coordinates(t, block);
+        fiber.block_idx = place;
         fiber.rank = b;
         fiber.thread = t;
         fiber.state = State::done;

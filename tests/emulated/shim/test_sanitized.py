@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import normal, small_integers
-from emulated.agreement import Agreement, tensors
-from emulated.ops import reference
+from emulated.agreement import Agreement, reference, tensors
 from emulated.shim import runner
 from emulated.values.test_updates import KINDS, RULES, arguments, mixes
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FP8, WIDE, name, normal, offset, padded_rows
-from emulated.ops import OPS, TRITON, launcher
+from emulated.agreement import OPS, TRITON, launcher
 from emulated.shim.runner import ROOT
 from emulated.triton_compiled.helpers import Launch, record_launches
 from emulated.values.test_updates import BF16, F32, INT16, RATES, RULES, Mix, arguments
