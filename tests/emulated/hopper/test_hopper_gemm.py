@@ -131,24 +131,15 @@ def test_scales_bias_and_one_rounding(row: Row, dtype: torch.dtype) -> None:
     check(loaded, row, problem, 4, dtype, problem.product / 16, scales=scales)
 
 
-@pytest.mark.parametrize("tma", [True, False], ids=["tma", "plain"])
-@pytest.mark.parametrize("row", [SMALL, WIDE], ids=str)
-def test_accumulate(row: Row, tma: bool) -> None:
-    problem = Problem(ragged(row), (torch.float16, torch.float16), "TN")
-    loaded = runner.library(torch.float16, torch.float16)
-    for seed in range(2):
-        options = {"accumulate": True, "tma_store": tma}
-        check(loaded, row, problem, seed, want=problem.product + 5.0, **options)
-
-
 @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
 @pytest.mark.parametrize("row", SIXTEEN, ids=str)
-def test_split_k(row: Row, accumulate: bool) -> None:
+def test_split_k_and_accumulation(row: Row, accumulate: bool) -> None:
     problem = Problem(ragged(row), (torch.bfloat16, torch.bfloat16), "NT")
     want = problem.product + (5.0 if accumulate else 0.0)
     loaded = runner.library(torch.bfloat16, torch.bfloat16)
-    for seed, splits in enumerate((2, 3)):
-        check(loaded, row, problem, seed, want=want, splits=splits, accumulate=accumulate)
+    for seed, (splits, tma) in enumerate(((1, True), (1, False), (2, True), (3, True))):
+        options = {"splits": splits, "tma_store": tma, "accumulate": accumulate}
+        check(loaded, row, problem, seed, want=want, **options)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 300, 64), (65, 8, 72), (130, 129, 520)])
@@ -186,37 +177,23 @@ def test_scales_of_blocks(row: Row, shifts: tuple[int, int]) -> None:
         check(loaded, row, problem, seed, want=a @ b, chunk_scales=views, stages=2)
 
 
-def relative_error(row: Row, a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of a product with the short accumulators of the tensor cores."""
-    loaded = runner.library(E4M3, E4M3, row.sums)
-    out = torch.full((a.shape[0], b.shape[1]), torch.nan)
-    loaded.truncate_fp8_sums(1)
-    error = runner.gemm(loaded, row.index, a, b, out, seed=0)
-    loaded.truncate_fp8_sums(0)
-    assert error == 0
-    exact = a.double() @ b.double()
-    return float((out - exact).norm() / exact.norm())
-
-
 def test_promotion_keeps_fp8_sums_accurate() -> None:
-    """K = 4096, all positive: the case that breaks a short accumulator (docs/numerics.md)."""
+    """K = 4096, all positive: the case that breaks the short accumulators of the tensor cores
+    (docs/numerics.md)."""
     g = torch.Generator().manual_seed(3)
     a = torch.rand(16, 4096, generator=g).to(E4M3)
     b = torch.rand(16, 4096, generator=g).to(E4M3).t()
+    exact, out = a.double() @ b.double(), torch.full((16, 16), torch.nan)
     errors = {}
     for sums in ("promoted", "direct"):
         row = next(r for r in EIGHT if r.sums == sums and r.consumers == 1)
-        errors[sums] = relative_error(row, a, b)
+        loaded = runner.library(E4M3, E4M3, sums)
+        loaded.truncate_fp8_sums(1)
+        assert runner.gemm(loaded, row.index, a, b, out, seed=0) == 0
+        loaded.truncate_fp8_sums(0)
+        errors[sums] = float((out - exact).norm() / exact.norm())
     assert errors["promoted"] < 2e-3, errors
     assert errors["direct"] > 2e-2, errors
-
-
-def test_small_integers_are_exact_in_short_accumulators_too() -> None:
-    row = next(r for r in EIGHT if r.sums == "promoted" and r.consumers == 1)
-    loaded = runner.library(E5M2, E4M3, row.sums)
-    loaded.truncate_fp8_sums(1)
-    check(loaded, row, Problem((40, 56, 520), (E5M2, E4M3)), 0)
-    loaded.truncate_fp8_sums(0)
 
 
 # ---- mutations of the kernel ----

@@ -145,7 +145,7 @@ LAUNCHES: list[tuple[str, list[Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "calls", "names"), LAUNCHES, ids=name)
+@pytest.mark.parametrize(("op", "calls", "names"), LAUNCHES, ids=[op for op, *_ in LAUNCHES])
 def test_which_kernels_are_launched(
     launched: list[Launch], op: str, calls: list[Any], names: str
 ) -> None:
