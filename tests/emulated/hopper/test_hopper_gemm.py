@@ -55,22 +55,16 @@ class Problem:
         self.product = a.float() @ b.float()
 
 
-def output(problem: Problem, dtype: torch.dtype, fill: float, tma: bool) -> torch.Tensor:
-    """A tensor that C is to lie in, with a guard above, below and to the right."""
-    m, n = problem.product.shape
-    line = 16 // dtype.itemsize
-    width = (n + 2 * line) // line * line + (0 if tma else 1)
-    return torch.full((m + 4, width), fill, dtype=dtype)
-
-
 def check(
     loaded: ctypes.CDLL, row: Row, problem: Problem, seed: int, dtype: torch.dtype = torch.float32,
     want: torch.Tensor | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """One launch: no error, C as it should be, nothing beside it written."""
-    room = output(problem, dtype, 5.0, options.get("tma_store", True))
-    before, (m, n) = room.clone(), problem.product.shape
-    out = room[2 : m + 2, :n]
+    """One launch: no error, C as it should be, nothing above, below or beside it written."""
+    m, n = problem.product.shape
+    line = 16 // dtype.itemsize
+    width = (n + 2 * line) // line * line + (not options.get("tma_store", True))
+    room = torch.full((m + 4, width), 5.0, dtype=dtype)
+    before, out = room.clone(), room[2 : m + 2, :n]
     error = runner.gemm(loaded, row.index, problem.a, problem.b, out, seed=seed, **options)
     assert error == 0, f"seed {seed}: error {error}, {loaded.last_error().decode()}"
     before[2 : m + 2, :n] = (problem.product if want is None else want).to(dtype)
