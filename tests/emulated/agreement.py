@@ -14,12 +14,25 @@ from typing import Any
 
 import independent as ind
 import torch
-from emulated.ops import reference
 
+import mixprec.ops.dequantize_mx
+import mixprec.ops.quantize_mx  # noqa: F401 (defines the ops)
+from mixprec.ops._dispatch.op import OPS
+
+TRITON = [name for name, op in OPS.items() if op.triton is not None]
 Shape = tuple[int, ...]
 CPU = torch.device("cpu")
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GUARD = 32  # bytes behind each tensor
+
+
+def reference(name: str) -> Callable[..., Any]:
+    return OPS[name].handle("reference")
+
+
+def launcher(name: str) -> Callable[..., Any]:
+    """Triton's, with arguments in the schema's order."""
+    return OPS[name].launcher()
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -77,26 +90,33 @@ def assert_bits(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], what:
             assert torch.equal(g, w), label
 
 
+class Budget:
+    """What kernels are quick enough for; quick: they can take every combination."""
+
+    most: int
+    quick: bool
+
+    def affordable(self, shapes: Iterable[Shape]) -> list[Shape]:
+        """Those of at most `most` elements, or (M, N, K) of as many multiplications."""
+        return [shape for shape in shapes if prod(shape) <= self.most]
+
+    def some(self, values: Sequence[Any], turn: int) -> Sequence[Any]:
+        """All of them, or one in turn where each takes long."""
+        return values if self.quick else (values[turn % len(values)],)
+
+
 @dataclass(frozen=True)
-class Agreement:
-    """run: the function of an op's name; dense: it takes contiguous tensors alone; quick: it can
-    take every combination; count: of the tensors in a long list."""
+class Agreement(Budget):
+    """run: the function of an op's name; dense: it takes contiguous tensors alone; count: of the
+    tensors in a long list."""
 
     run: Callable[[str], Callable[..., Any]]
     want: Callable[[str], Callable[..., Any]] = reference
     device: torch.device = CPU
     dense: bool = False
     quick: bool = True
-    most: int = 1 << 19  # elements
+    most: int = 1 << 19
     count: int = 2000
-
-    def affordable(self, shapes: Iterable[Shape]) -> list[Shape]:
-        """Those shapes that the kernels are quick enough for."""
-        return [shape for shape in shapes if prod(shape) <= self.most]
-
-    def some(self, values: Sequence[Any], turn: int) -> Sequence[Any]:
-        """All of them, or one in turn where each takes long."""
-        return values if self.quick else (values[turn % len(values)],)
 
     def few(self, *values: Any) -> tuple[Any, ...]:
         """All of them, or the first two where a launch takes milliseconds."""

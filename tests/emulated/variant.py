@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import pytest
 import torch
-from emulated.agreement import Shape, assert_bits, assert_nothing_beside, moved, tensors
+from emulated.agreement import Budget, assert_bits, assert_nothing_beside, moved, tensors
 
 import mixprec
 
 
 @dataclass
-class Variant:
-    """Runs calls by one backend; None where it refuses a call.
-
-    most: multiplications that it is quick enough for; quick: it can take every combination.
-    """
+class Variant(Budget):
+    """Runs calls by one backend; None where it refuses a call."""
 
     backend: str
     device: torch.device
@@ -58,14 +54,6 @@ class Variant:
         for x in tensors([there, read]):
             assert_nothing_beside(x, op.__name__)
         return result
-
-    def affordable(self, shapes: Iterable[Shape]) -> list[Shape]:
-        """Those (M, N, K) that it is quick enough for."""
-        return [shape for shape in shapes if prod(shape) <= self.most]
-
-    def some(self, values: Sequence[Any], turn: int) -> Sequence[Any]:
-        """All of them, or one in turn where each takes long."""
-        return values if self.quick else (values[turn % len(values)],)
 
     def finish(self) -> None:
         for reason in sorted(self.refusals):

@@ -6,9 +6,8 @@
 Asks the disassembler about the object files that setup.py has compiled of csrc/cuda/*.cu, for every
 GPU generation (with MIXPREC_WERROR=1, so that a warning, a spilled register or a serialised wgmma
 ended the build): no stack and no local memory; 16-byte loads and stores in the kernels that move
-tensors; in the Hopper GEMM what each instance declares (hopper.py). Then loads the built libraries
-and takes an optimizer step on fake CUDA tensors, where anything that waits for the device raises.
-Results go to FILE as JSON; a table comes last. Exit status 1 if anything is not as it should be.
+tensors; in the Hopper GEMM what each instance declares (machine_code.py). Then loads the built
+libraries. Results go to FILE as JSON. Exit status 1 if anything is not as it should be.
 --summary writes the few facts per kernel that docs/kernels.md shows.
 """
 
@@ -153,30 +152,6 @@ def loaded() -> list[str]:
     return [f"without a CUDA kernel: {without}"] if without else []
 
 
-def fake_step() -> list[str]:
-    """An optimizer step on fake CUDA tensors, as shapes alone: a host sync raises."""
-    import mixprec
-
-    wrong = []
-    with torch._subclasses.FakeTensorMode():
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            params = [torch.nn.Parameter(torch.ones(8, 5, dtype=dtype, device="cuda"))]
-            optimizer = mixprec.optim.AdamW(params, max_grad_norm=1.0)
-            scaler = mixprec.GradScaler()
-            scaler._lagged.push = lambda _: None  # pinned memory cannot be fake
-            scaler.scale(torch.ones((), device="cuda"))
-            try:
-                for explicit in (False, True):
-                    params[0].grad = torch.ones(8, 5, dtype=dtype, device="cuda")
-                    if explicit:
-                        scaler.unscale_(optimizer)
-                    scaler.step(optimizer)
-                    scaler.update()
-            except Exception as error:
-                wrong.append(f"a step in {dtype}: {type(error).__name__}: {error}")
-    return wrong
-
-
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
     most shared memory and spilled bytes."""
@@ -229,7 +204,7 @@ def main() -> int:
     names = {kernel.name for kernel in kernels}
     if "9.0a" in args.gpus.split(","):
         wrong += missing_gemms(names)
-    wrong += loaded() + fake_step()
+    wrong += loaded()
     rows: list[dict[str, Any]] = [kernel._asdict() for kernel in kernels]
     args.report.parent.mkdir(parents=True, exist_ok=True)
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "kernels": rows}
@@ -237,13 +212,6 @@ def main() -> int:
     if args.summary is not None:
         short = {**facts, "gpus": args.gpus.split(","), "kernels": summary(rows)}
         args.summary.write_text(json.dumps(short, indent=1) + "\n")
-    print(f"{'kernel':64} {'registers':>12} {'shared':>7} {'stack':>8}")
-    for name in sorted(names):
-        same = [row for row in rows if row["name"] == name]
-        registers = sorted({row["registers"] for row in same})
-        span = f"{registers[0]}-{registers[-1]}" if len(registers) > 1 else str(registers[0])
-        shared, stack = (max(row[word] for row in same) for word in ("shared", "stack"))
-        print(f"{name[:64]:64} {span:>12} {shared:>7} {stack:>8}")
     print(*wrong, sep="\n")
     print(f"{len(kernels)} kernels for {args.gpus}: {'all is well' if not wrong else 'see above'}")
     return 1 if wrong else 0

@@ -23,15 +23,17 @@ void barrier_wait(const void* b, uint32_t parity, bool cluster_scope);
 
 // ---- tma.cpp ----
 void prefetch_map(const CUtensorMap* map);
-void tma_load(const void* to, const CUtensorMap* map, const void* b, int x, int y, uint32_t blocks,
-              bool multicast);
-void tma_store(const CUtensorMap* map, const void* from, int x, int y, bool add);
+void tma_load(const void* to, const CUtensorMap* map, const void* b, int x, int y);
+void tma_load_multicast(const void* to, const CUtensorMap* map, const void* b, int x, int y,
+                        uint32_t blocks);
+void tma_store(const CUtensorMap* map, const void* from, int x, int y);
+void tma_add(const CUtensorMap* map, const void* from, int x, int y);
 void tma_store_commit();
-void tma_store_wait(int groups, bool only_read);
+void tma_store_wait_read(int groups);
 
 // ---- shared_words.cpp ----
 void fence_async_proxy();
-void store_shared(void* to, const void* from, int bytes);
+void store_shared(float* to, float x, float y);
 
 // ---- wgmma.cpp ----
 enum class Format { bf16, fp16, e4m3, e5m2 };

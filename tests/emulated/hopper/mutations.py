@@ -1,8 +1,13 @@
-"""Ways to break csrc/cuda/gemm/kernel/gemm_sm90.cuh and gemm_store_sm90.cuh, one line each."""
+"""Ways to break csrc/cuda/gemm/kernel/gemm_sm90.cuh and gemm_store_sm90.cuh, one line each, and a
+copy of the sources that has all of them, of which one at a time is in force."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import NamedTuple
+
+from emulated.shim import runner
 
 KERNEL, STORE = "gemm_sm90.cuh", "gemm_store_sm90.cuh"
 
@@ -18,23 +23,58 @@ class Mutation(NamedTuple):
 
 FULL_WAIT = "barrier_wait<remote>(shared.full(ring.stage), ring.parity);"
 EMPTY_WAIT = "barrier_wait<(T::kCluster > 1)>(shared.empty(ring.stage), ring.parity ^ 1);"
+FULL_INIT = "barrier_init(shared.full(stage), 1);"
 RELEASE = "release(shared, previous);"
 ARRIVE = "if (lane == 0) barrier_arrive(shared.empty(stage));"
 ARRIVE_FOR_ALL = (
     "if (threadIdx.x % 128 == 0) for (int i = 0; i < 4; ++i) barrier_arrive(shared.empty(stage));"
 )
-STEP = "(b_at + step * b_step, "
+STEP, LEADING, STRIDE = "b_at + ", "(b_at + step * b_step, ", "chunk_bytes, 1024), accum"
+COMMIT, WAIT = "wgmma_commit();", "wgmma_wait_for(acc[part]);"
 BOX_BARRIER = "named_barrier(1 + consumer, 128);"
 BOX_WAIT = "if (leader) tma_store_wait_read<1>();"
-WORDS = "((2 * pair + word) ^ (row % 8))"
+UNSWIZZLED = "(to + (word - (word ^ row % 8)) * 16), acc"
+WORDS = "((2 * pair + word) ^ (row % 8)) * 16"
 
 # fmt: off
+# Misuse that the model reports in every order of execution: `what` is a part of what it says.
+REPORTED = (
+    Mutation("parity 2", "direct", "ring.parity ^ 1", "ring.parity + 2"),
+    Mutation("a count of 0", "direct", "4 * T::kConsumers", "0 * T::kConsumers"),
+    Mutation("no mbarrier was initialised", "direct", FULL_INIT, ";"),
+    Mutation("is one already", "direct", FULL_INIT, FULL_INIT * 2),
+    Mutation("is not 8-byte aligned", "direct", "(T::kConsumers))", "(T::kConsumers) + 4)"),
+    Mutation("without fence.mbarrier_init", "direct", "barrier_init_fence();", ";"),
+    Mutation("without fence.mbarrier_init", "cluster", "barrier_init_fence();", ";"),
+    Mutation(".acquire.cta, but", "cluster", "wait<(T::kCluster > 1)>", "wait<false>"),
+    Mutation("no block 2", "cluster", "lane < T::kCluster", "lane <= T::kCluster"),
+    Mutation("block mask 0x7", "cluster", "(1 << T::kCluster) - 1", "7"),
+    Mutation("128-byte", "direct", "tma_load(to, a_map", "tma_load((char*)to + 64, a_map"),
+    Mutation("128-byte", "direct", "store(out_map, box", "store(out_map, box + 64", file=STORE),
+    Mutation("TMA store may read", "direct", "tma_store_wait_read<0>();", ";"),
+    Mutation("without fence.proxy.async", "direct", "fence_async_proxy();", ";", file=STORE),
+    Mutation("TMA or wgmma may read", "direct", "tma_store_commit();", ";", file=STORE),
+    Mutation("no wgmma.fence", "direct", "wgmma_fence();", ";"),
+    Mutation("no wgmma.fence", "promoted", "wgmma_fence();", ";", 1),
+    Mutation("written while a wgmma runs", "direct", COMMIT, COMMIT + "acc[0][3] = 1.0f;"),
+    Mutation("issue different", "direct", "accumulate || step > 0", "threadIdx.x != 200"),
+    Mutation("reserved bits", "direct", STRIDE, "chunk_bytes, 1024) | 1ull << 46, accum"),
+    Mutation("outside of the block", "direct", STEP, STEP + "(1 << 17) + "),
+    Mutation("start with the swizzle", "direct", STEP, STEP + "256 + "),
+    Mutation("deadlock", "direct", WAIT, "if (threadIdx.x % 32 != 8) " + WAIT),
+    Mutation("deadlock", "direct", "ring.parity ^ 1", "ring.parity"),
+    Mutation("deadlock", "direct", "(full, T::kStageBytes)", "(full, 1 << 18)"),
+    Mutation("deadlock", "direct", "more_registers<232>", "more_registers<240>"),
+    Mutation("inc 40: the warp has 168", "direct", "fewer_registers<40>", "more_registers<40>"),
+    Mutation("deadlock", "direct", "if constexpr (balance) f", "if (threadIdx.x > 31) f"),
+    Mutation("barrier 16", "direct", "1 + consumer, 128", "16 - consumer, 128", file=STORE),
+    Mutation("100 threads", "direct", "consumer, 128", "consumer, 100", file=STORE),
+)
 IN_KERNEL = (
     Mutation("no wait for TMA", "direct", FULL_WAIT, ";"),
     Mutation("no wait for TMA", "promoted", FULL_WAIT, ";", 1),
     Mutation("no wait for a free stage", "direct", EMPTY_WAIT, ";"),
     Mutation("no wait for a free stage", "cluster", EMPTY_WAIT, ";"),
-    Mutation("wrong phase bit", "direct", "ring.parity ^ 1", "ring.parity"),
     Mutation("wrong phase bit", "direct", "(ring.stage), ring.parity);", "(ring.stage), 0);"),
     Mutation("phase bit kept", "direct", "parity ^= 1;", ";"),
     Mutation("early release", "direct", RELEASE, "release(shared, ring.stage);"),
@@ -42,36 +82,69 @@ IN_KERNEL = (
     Mutation("one warp releases for four", "direct", ARRIVE, ARRIVE_FOR_ALL),
     Mutation("release at one block", "cluster", "(stage), lane)", "(stage), cluster_rank())"),
     Mutation("no last release", "direct", RELEASE, ";", 1),
-    Mutation("no wgmma fence", "direct", "wgmma_fence();", ";"),
-    Mutation("no wgmma fence", "promoted", "wgmma_fence();", ";", 1),
-    Mutation("no wgmma commit", "direct", "wgmma_commit();", ";"),
-    Mutation("no wgmma wait", "direct", "wgmma_wait_for(acc[part]);", ";"),
-    Mutation("no wgmma wait", "promoted", "wgmma_wait_for(partial);", ";"),
-    Mutation("wrong stride", "direct", "chunk_bytes, 1024), accum", "chunk_bytes, 2048), accum"),
-    Mutation("wrong leading", "direct", STEP + "chunk_bytes", STEP + "1024"),
-    Mutation("old sums kept", "direct", "accumulate || step > 0", "true"),
+    Mutation("too few arrivals", "direct", "4 * T::kConsumers", "2 * T::kConsumers"),
     Mutation("fewer bytes expected", "direct", "(full, T::kStageBytes)", "(full, T::kABytes)"),
     Mutation("multicast to itself", "cluster", "(1 << T::kCluster) - 1", "1 << rank"),
-    Mutation("scope of the block", "cluster", "wait<(T::kCluster > 1)>", "wait<false>"),
-    Mutation("no fence of the init", "direct", "barrier_init_fence();", ";"),
     Mutation("no barrier after init", "direct", "__syncthreads();", ";"),
     Mutation("no cluster barrier after init", "cluster", "cluster_sync();", ";"),
     Mutation("block exits early", "cluster", "cluster_sync();", ";", 1),
-    Mutation("too many registers", "direct", "more_registers<232>", "more_registers<240>"),
-    Mutation("too few arrivals", "direct", "4 * T::kConsumers", "2 * T::kConsumers"),
-    Mutation("exit with unread stores", "direct", "tma_store_wait_read<0>();", ";"),
+    Mutation("no wgmma commit", "direct", COMMIT, ";"),
+    Mutation("no wgmma wait", "direct", WAIT, ";"),
+    Mutation("no wgmma wait", "promoted", "wgmma_wait_for(partial);", ";"),
+    Mutation("wrong stride", "direct", STRIDE, "chunk_bytes, 2048), accum"),
+    Mutation("wrong leading", "direct", LEADING + "chunk_bytes", LEADING + "1024"),
+    Mutation("old sums kept", "direct", "accumulate || step > 0", "true"),
 )
 IN_STORE = (
-    Mutation("no proxy fence", "direct", "fence_async_proxy();", ";"),
     Mutation("box used too early", "direct", BOX_WAIT, ";"),
     Mutation("box used too early", "direct", "wait_read<1>", "wait_read<2>"),
     Mutation("no barrier before the box", "direct", BOX_BARRIER, ";"),
     Mutation("no barrier before TMA", "direct", BOX_BARRIER, ";", 1),
     Mutation("both consumers at one barrier", "direct", "1 + consumer, 128", "1, 128"),
-    Mutation("no commit of stores", "direct", "tma_store_commit();", ";"),
-    Mutation("no swizzle of fp32", "direct", "(word ^ (row % 8)) * 16 + at", "word * 16 + at"),
-    Mutation("no swizzle of stmatrix", "direct", WORDS, "(2 * pair + word)"),
+    Mutation("two counts at one barrier", "direct", "1 + consumer, 128", "1, 128 << consumer"),
+    Mutation("no swizzle of fp32", "direct", "(to), acc", UNSWIZZLED),
+    Mutation("no swizzle of stmatrix", "direct", WORDS, "(2 * pair + word) * 16"),
+    Mutation("stmatrix at an odd address", "direct", WORDS, WORDS + " + 8"),
 )
 # fmt: on
 
-MUTATIONS = (*IN_KERNEL, *(m._replace(file=STORE) for m in IN_STORE))
+MUTATIONS = (*REPORTED, *IN_KERNEL, *(m._replace(file=STORE) for m in IN_STORE))
+
+
+def statement(text: str, first: int, last: int) -> slice:
+    """The statement around text[first:last]."""
+    depth = 0
+    while first > 0 and not (depth <= 0 and text[first - 1] in ";{}"):
+        first -= 1
+        depth += (text[first] == ")") - (text[first] == "(")
+    return slice(first, text.index(";", last - 1) + 1)
+
+
+def with_mutations(file: str, text: str) -> str:
+    """`mutation` (ptx_sm90.cuh) is the number of the one in force, from 1 on."""
+    choices: dict[tuple[int, int], str] = {}
+    for number, it in enumerate(MUTATIONS, start=1):
+        if it.file != file:
+            continue
+        at = -1
+        for _ in range(it.occurrence + 1):
+            at = text.find(it.old, at + 1)
+            assert at >= 0, f"{it.what}: {it.old!r} is not there"
+        end = at + len(it.old)
+        whole = statement(text, at, end)
+        place = (whole.start, whole.stop)
+        changed = text[whole.start : at] + it.new + text[end : whole.stop]
+        choices[place] = choices.get(place, "") + f"if (mutation == {number}) {{{changed}\n}} else "
+    for (first, last), choice in sorted(choices.items(), reverse=True):
+        text = f"{text[:first]}\n{choice}{{{text[first:last]}\n}}{text[last:]}"
+    return text
+
+
+def mutated(folder: Path) -> Path:
+    """A copy of csrc with every mutation in it."""
+    copy = folder / "csrc"
+    shutil.copytree(runner.CSRC, copy, ignore=shutil.ignore_patterns("*.cpp", "*.cu"))
+    for name in (KERNEL, STORE):
+        file = copy / "cuda" / "gemm" / "kernel" / name
+        file.write_text(with_mutations(name, file.read_text()))
+    return copy

@@ -46,28 +46,6 @@ void with(Format format, const F& f) {
   }
 }
 
-// f(row, k, element) for the rows [first, first + rows).
-template <class T, class F>
-void for_elements(const uint8_t* shared, const std::vector<uint32_t>& words, bool mn_major,
-                  int all_rows, int first, int rows, const F& f) {
-  constexpr int in_word = 16 / sizeof(T), depth = kStepBytes / sizeof(T);
-  if (mn_major) {
-    for (int k = 0; k < depth; ++k) {
-      for (int row = first; row < first + rows; ++row) {
-        const uint8_t* word = shared + words[(k * all_rows + row) / in_word];
-        f(row - first, k, value<T>(word + row % in_word * sizeof(T)));
-      }
-    }
-    return;
-  }
-  for (int row = first; row < first + rows; ++row) {
-    for (int k = 0; k < depth; ++k) {
-      const uint8_t* word = shared + words[row * 2 + k / in_word];
-      f(row - first, k, value<T>(word + k % in_word * sizeof(T)));
-    }
-  }
-}
-
 }  // namespace
 
 std::vector<uint32_t> operand_words(uint64_t bits, Format format, bool mn_major, int rows,
@@ -104,20 +82,18 @@ std::vector<uint32_t> operand_words(uint64_t bits, Format format, bool mn_major,
   return words;
 }
 
-void decode_rows(const uint8_t* shared, const std::vector<uint32_t>& words, Format format,
-                 bool mn_major, int all_rows, int first, int rows, float* to) {
+void decode(const uint8_t* shared, const std::vector<uint32_t>& words, Format format, bool mn_major,
+            int all_rows, int first, int rows, float* to, int row_stride, int k_stride) {
   with(format, [&](auto t) {
-    constexpr int depth = kStepBytes / sizeof t;
-    for_elements<decltype(t)>(shared, words, mn_major, all_rows, first, rows,
-                              [&](int row, int k, float x) { to[row * depth + k] = x; });
-  });
-}
-
-void decode_columns(const uint8_t* shared, const std::vector<uint32_t>& words, Format format,
-                    bool mn_major, int rows, float* to) {
-  with(format, [&](auto t) {
-    for_elements<decltype(t)>(shared, words, mn_major, rows, 0, rows,
-                              [&](int row, int k, float x) { to[k * rows + row] = x; });
+    constexpr int in_word = 16 / sizeof t, depth = kStepBytes / sizeof t;
+    for (int row = first; row < first + rows; ++row) {
+      for (int k = 0; k < depth; ++k) {
+        int word = mn_major ? (k * all_rows + row) / in_word : row * 2 + k / in_word;
+        int element = (mn_major ? row : k) % in_word;
+        to[(row - first) * row_stride + k * k_stride] =
+            value<decltype(t)>(shared + words[word] + element * sizeof t);
+      }
+    }
   });
 }
 

@@ -16,11 +16,8 @@ constexpr int element_bytes(Format f) { return f == Format::bf16 || f == Format:
 std::vector<uint32_t> operand_words(uint64_t descriptor, Format format, bool mn_major, int rows,
                                     const char* who);
 
-// to[row][k] of the words, as floats.
-void decode_rows(const uint8_t* shared, const std::vector<uint32_t>& words, Format format,
-                 bool mn_major, int all_rows, int first, int rows, float* to);
-// to[k][row].
-void decode_columns(const uint8_t* shared, const std::vector<uint32_t>& words, Format format,
-                    bool mn_major, int rows, float* to);
+// The words as floats: rows [first, first + rows) of all_rows, `row_stride` and `k_stride` apart.
+void decode(const uint8_t* shared, const std::vector<uint32_t>& words, Format format, bool mn_major,
+            int all_rows, int first, int rows, float* to, int row_stride, int k_stride);
 
 }  // namespace cuda_on_cpu::sm90

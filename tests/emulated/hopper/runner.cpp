@@ -79,6 +79,7 @@ extern "C" {
 
 void seed(uint64_t value) { cuda_on_cpu::set_seed(value); }
 const char* last_error() { return cuda_on_cpu::last_error(); }
+void mutate(int number) { mutation = number; }
 void truncate_fp8_sums(int on) { cuda_on_cpu::sm90::truncate_fp8_sums(on != 0); }
 
 int gemm(const Call* c) {

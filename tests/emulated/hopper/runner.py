@@ -77,14 +77,6 @@ def _operand(x: torch.Tensor, k: int) -> Operand:
     return Operand(x.data_ptr(), x.stride(1 - k if major == 0 else k) * size, major)
 
 
-def scale_view(scale: torch.Tensor | None, shift: int = 0) -> ScaleView:
-    """scale: fp32 [], [rows] or [rows, chunks], rows being groups of 2 ** shift of them."""
-    if scale is None:
-        return ScaleView()
-    strides = (*scale.stride(), 0, 0)[:2]
-    return ScaleView(scale.data_ptr(), *strides, shift)
-
-
 def gemm(
     loaded: ctypes.CDLL,
     row: int,

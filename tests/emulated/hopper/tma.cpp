@@ -60,7 +60,7 @@ struct Load final : Task {
     ++loading[rank];
   }
 
-  void write(int line, std::vector<uint32_t>& words) {
+  void write_line(int line, std::vector<uint32_t>& words) {
     uint8_t* shared = shared_of(rank);
     for (int byte = 0; byte < line_bytes(map); byte += map.element_size) {
       const uint8_t* from = element(map, int64_t{x} + byte / map.element_size, int64_t{y} + line);
@@ -81,7 +81,7 @@ struct Load final : Task {
     std::vector<uint32_t> words;
     for (size_t i = 0; i < count; ++i) {
       size_t drawn = draw(lines.size());
-      write(lines[drawn], words);
+      write_line(lines[drawn], words);
       lines[drawn] = lines.back();
       lines.pop_back();
     }
@@ -91,17 +91,45 @@ struct Load final : Task {
   }
 };
 
-enum class Progress { issued, read, written };
-
+// One box on its way out of a block; a step reads it, the next one writes it.
 struct Store {
   CUtensorMap map;
   int x, y, rank;
   uint32_t at;
   bool add;
-  const void* key;  // who waits for it
-  Progress progress = Progress::issued;
+  const void* key;        // who waits for it
   bool released = false;  // its thread knows that it was read
   std::vector<uint8_t> box = {};
+
+  bool was_read() const { return !box.empty(); }
+
+  void read() {
+    box.resize(box_bytes(map));
+    uint8_t* to = box.data();
+    for_words(map, at, [&](uint32_t word) {
+      std::memcpy(to, shared_of(rank) + word, 16);
+      to += 16;
+    });
+  }
+
+  void write() const {
+    const uint8_t* from = box.data();
+    for (int line = 0; line < map.box_outer; ++line) {
+      for (int i = 0; i < map.box_inner; ++i, from += map.element_size) {
+        uint8_t* to = element(map, int64_t{x} + i, int64_t{y} + line);
+        if (to == nullptr) continue;
+        if (add) {
+          float value, old;
+          std::memcpy(&value, from, 4);
+          std::memcpy(&old, to, 4);
+          value += old;
+          std::memcpy(to, &value, 4);
+        } else {
+          std::memcpy(to, from, map.element_size);
+        }
+      }
+    }
+  }
 };
 
 struct StoreTask final : Task {
@@ -109,45 +137,11 @@ struct StoreTask final : Task {
 
   explicit StoreTask(std::shared_ptr<Store> store) : store(std::move(store)) {}
 
-  void read(Store& s) {
-    s.box.resize(box_bytes(s.map));
-    for (int line = 0; line < s.map.box_outer; ++line) {
-      for (int byte = 0; byte < line_bytes(s.map); byte += 16) {
-        std::memcpy(s.box.data() + line * line_bytes(s.map) + byte,
-                    shared_of(s.rank) + place(s.map, s.at, line, byte), 16);
-      }
-    }
-    s.progress = Progress::read;
-  }
-
-  void write(Store& s) {
-    const uint8_t* from = s.box.data();
-    for (int line = 0; line < s.map.box_outer; ++line) {
-      for (int i = 0; i < s.map.box_inner; ++i, from += s.map.element_size) {
-        uint8_t* to = element(s.map, int64_t{s.x} + i, int64_t{s.y} + line);
-        if (to == nullptr) continue;
-        if (s.add) {
-          float value, old;
-          std::memcpy(&value, from, 4);
-          std::memcpy(&old, to, 4);
-          value += old;
-          std::memcpy(to, &value, 4);
-        } else {
-          std::memcpy(to, from, s.map.element_size);
-        }
-      }
-    }
-    s.progress = Progress::written;
-  }
-
   bool step() override {
-    if (store->progress == Progress::issued) {
-      read(*store);
-    } else {
-      write(*store);
-    }
+    bool last = store->was_read();
+    last ? store->write() : store->read();
     wake(store->key);
-    return store->progress == Progress::written;
+    return last;
   }
 };
 
@@ -155,10 +149,40 @@ struct StoreTask final : Task {
 using Group = std::vector<std::shared_ptr<Store>>;
 struct Stores {
   Group open;
-  std::deque<Group> committed;
+  std::deque<Group> committed;  // and not yet waited for
 };
 std::vector<Stores> stores;  // per thread
 std::vector<std::shared_ptr<Store>> unread;
+
+// Into the same offset of each block of the mask, signalling the mbarrier of the same offset there.
+void load(const void* to, const CUtensorMap* map, const void* b, int x, int y, uint32_t blocks) {
+  yield();
+  check_map(map, "TMA load");
+  uint32_t at = offset_of(to, box_bytes(*map), 128, "TMA load");
+  uint32_t barrier = offset_of(b, 8, 8, "TMA load");
+  if (blocks == 0 || blocks >> cluster_blocks() != 0) fail("TMA load: block mask %#x", blocks);
+  for (int rank = 0; rank < cluster_blocks(); ++rank) {
+    if ((blocks >> rank & 1) == 0) continue;
+    if (has_exited(rank)) fail("TMA load: block %d of the cluster has exited", rank);
+    check_for_tma(rank, barrier);
+    for_words(*map, at, [&](uint32_t word) { begin_write(rank, word, "TMA load"); });
+    add_task(std::make_unique<Load>(*map, x, y, rank, at, barrier));
+  }
+}
+
+void issue_store(const CUtensorMap* map, const void* from, int x, int y, bool add) {
+  const char* what = add ? "TMA add" : "TMA store";
+  yield();
+  check_map(map, what);
+  if (add && !map->is_float) fail("TMA add: the tensor is not fp32");
+  uint32_t at = offset_of(from, box_bytes(*map), 128, what);
+  for_words(*map, at, [&](uint32_t word) { begin_read(block_rank(), word, what); });
+  Store issued = {*map, x, y, block_rank(), at, add, &stores[thread_id()]};
+  auto store = std::make_shared<Store>(std::move(issued));
+  stores[thread_id()].open.push_back(store);
+  unread.push_back(store);
+  add_task(std::make_unique<StoreTask>(store));
+}
 
 }  // namespace
 
@@ -181,37 +205,18 @@ void check_exit_of_tma(int rank) {
 
 void prefetch_map(const CUtensorMap* map) { check_map(map, "prefetch.tensormap"); }
 
-// ".multicast::cluster": into the same offset of each block of the mask, signalling the mbarrier of
-// the same offset there.
-void tma_load(const void* to, const CUtensorMap* map, const void* b, int x, int y, uint32_t blocks,
-              bool multicast) {
-  yield();
-  check_map(map, "TMA load");
-  uint32_t at = offset_of(to, box_bytes(*map), 128, "TMA load");
-  uint32_t barrier = offset_of(b, 8, 8, "TMA load");
-  if (!multicast) blocks = 1u << block_rank();
-  if (blocks == 0 || blocks >> cluster_blocks() != 0) fail("TMA load: block mask %#x", blocks);
-  for (int rank = 0; rank < cluster_blocks(); ++rank) {
-    if ((blocks >> rank & 1) == 0) continue;
-    if (has_exited(rank)) fail("TMA load: block %d of the cluster has exited", rank);
-    check_for_tma(rank, barrier);
-    for_words(*map, at, [&](uint32_t word) { begin_write(rank, word, "TMA load"); });
-    add_task(std::make_unique<Load>(*map, x, y, rank, at, barrier));
-  }
+void tma_load(const void* to, const CUtensorMap* map, const void* b, int x, int y) {
+  load(to, map, b, x, y, 1u << block_rank());
 }
-
-void tma_store(const CUtensorMap* map, const void* from, int x, int y, bool add) {
-  const char* what = add ? "TMA add" : "TMA store";
-  yield();
-  check_map(map, what);
-  if (add && !map->is_float) fail("TMA add: the tensor is not fp32");
-  uint32_t at = offset_of(from, box_bytes(*map), 128, what);
-  for_words(*map, at, [&](uint32_t word) { begin_read(block_rank(), word, what); });
-  Store issued = {*map, x, y, block_rank(), at, add, &stores[thread_id()]};
-  auto store = std::make_shared<Store>(std::move(issued));
-  stores[thread_id()].open.push_back(store);
-  unread.push_back(store);
-  add_task(std::make_unique<StoreTask>(store));
+void tma_load_multicast(const void* to, const CUtensorMap* map, const void* b, int x, int y,
+                        uint32_t blocks) {
+  load(to, map, b, x, y, blocks);
+}
+void tma_store(const CUtensorMap* map, const void* from, int x, int y) {
+  issue_store(map, from, x, y, false);
+}
+void tma_add(const CUtensorMap* map, const void* from, int x, int y) {
+  issue_store(map, from, x, y, true);
 }
 
 void tma_store_commit() {
@@ -221,31 +226,21 @@ void tma_store_commit() {
 }
 
 // Only when this returns may anyone know that the memory was read: until then it counts as read.
-void tma_store_wait(int groups, bool only_read) {
-  Stores& s = stores[thread_id()];
-  size_t due = s.committed.size() - std::min(s.committed.size(), static_cast<size_t>(groups));
-  Progress goal = only_read ? Progress::read : Progress::written;
-  auto reached = [&] {
-    for (size_t g = 0; g < due; ++g) {
-      for (const auto& store : s.committed[g]) {
-        if (store->progress < goal) return false;
-      }
-    }
-    return true;
+void tma_store_wait_read(int groups) {
+  std::deque<Group>& committed = stores[thread_id()].committed;
+  size_t due = committed.size() - std::min(committed.size(), static_cast<size_t>(groups));
+  auto were_read = [&] {
+    return std::all_of(committed.begin(), committed.begin() + due, [](const Group& group) {
+      return std::all_of(group.begin(), group.end(), [](auto& s) { return s->was_read(); });
+    });
   };
-  wait_until(&s, reached, [&] { return text("cp.async.bulk.wait_group %d", groups); });
-  for (size_t g = 0; g < due; ++g) {
-    for (const auto& store : s.committed[g]) {
-      if (store->released) continue;
+  wait_until(&stores[thread_id()], were_read,
+             [&] { return text("cp.async.bulk.wait_group.read %d", groups); });
+  for (; due > 0; --due, committed.pop_front()) {
+    for (const auto& store : committed.front()) {
       store->released = true;
       for_words(store->map, store->at, [&](uint32_t word) { end_read(store->rank, word); });
     }
-  }
-  while (!s.committed.empty() &&
-         std::all_of(s.committed.front().begin(), s.committed.front().end(),
-                     [](const auto& store) { return store->progress == Progress::written; }) &&
-         due-- > 0) {
-    s.committed.pop_front();
   }
   std::erase_if(unread, [](const auto& store) { return store->released; });
 }

@@ -11,18 +11,26 @@ namespace {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
-struct Named {
+struct Barrier {
   int expected = 0, arrived = 0;
   uint64_t round = 0;
+
+  void arrive_and_wait(const char* what, int id) {
+    if (++arrived == expected) {
+      arrived = 0;
+      ++round;
+      wake(this);
+      yield();
+      return;
+    }
+    wait_until(
+        this, [this, before = round] { return round != before; },
+        [&] { return text("%s %d, %d of %d threads", what, id, arrived, expected); });
+  }
 };
 
-struct ClusterBarrier {
-  int arrived = 0;
-  uint64_t round = 0;
-};
-
-std::array<Named, 16> named[kMaxBlocks];
-ClusterBarrier cluster;
+std::array<Barrier, 16> named[kMaxBlocks];
+Barrier cluster;
 int registers_left[kMaxBlocks];             // in the pool of the block
 std::vector<int> registers_of, changes_of;  // per warp of the cluster
 
@@ -33,7 +41,7 @@ int warp_id() { return block_rank() * warps_per_block() + thread_of_block() / 32
 
 void clear_warps() {
   for (auto& of_block : named) of_block.fill({});
-  cluster = {};
+  cluster = {cluster_blocks() * block_threads()};
   // As many as a launch can give to each thread, in steps of 8.
   int each = std::min(65536 / block_threads() / 8 * 8, 248);
   registers_of.assign(static_cast<size_t>(cluster_blocks()) * warps_per_block(), each);
@@ -70,22 +78,12 @@ void named_barrier(int id, int threads) {
   if (threads < 32 || threads % 32 != 0 || threads > block_threads()) {
     fail("barrier.cta: %d threads", threads);
   }
-  Named& b = named[block_rank()][id];
+  Barrier& b = named[block_rank()][id];
   if (b.arrived == 0) b.expected = threads;
   if (b.expected != threads) {
     fail("barrier.cta %d: for %d threads here, for %d elsewhere", id, threads, b.expected);
   }
-  if (++b.arrived == b.expected) {
-    b.arrived = 0;
-    ++b.round;
-    wake(&b);
-    yield();
-    return;
-  }
-  uint64_t round = b.round;
-  wait_until(
-      &b, [&] { return b.round != round; },
-      [&] { return text("barrier %d, %d of %d threads", id, b.arrived, b.expected); });
+  b.arrive_and_wait("barrier", id);
 }
 
 uint32_t cluster_rank() { return static_cast<uint32_t>(block_rank()); }
@@ -94,17 +92,7 @@ uint32_t cluster_rank() { return static_cast<uint32_t>(block_rank()); }
 // arrived is not modelled: a kernel that needs it deadlocks here.
 void cluster_sync() {
   __syncwarp();  // .aligned
-  if (++cluster.arrived == cluster_blocks() * block_threads()) {
-    cluster.arrived = 0;
-    ++cluster.round;
-    wake(&cluster);
-    yield();
-    return;
-  }
-  uint64_t round = cluster.round;
-  wait_until(
-      &cluster, [&] { return cluster.round != round; },
-      [&] { return text("barrier.cluster, %d threads arrived", cluster.arrived); });
+  cluster.arrive_and_wait("barrier.cluster", 0);
 }
 
 // PTX ISA, "setmaxnreg": .inc waits until the pool of the block has enough.

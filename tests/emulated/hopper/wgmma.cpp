@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <map>
 
 #include "math/tensor_core.h"
 #include "operand.h"
@@ -44,7 +43,6 @@ struct InFlight {
 struct Thread {
   int64_t issued = 0;
   std::deque<int64_t> groups;  // committed: number of wgmmas issued up to each
-  int64_t grouped = 0;
   bool fenced = false;
   std::vector<InFlight> flying;
 };
@@ -100,8 +98,8 @@ void compute(Op& op, int rank, int w) {
   static float a[16 * kStepBytes], b[kStepBytes * 256];
   const uint8_t* shared = shared_of(rank);
   int depth = kStepBytes / element_bytes(op.shape.a), n = op.shape.n;
-  decode_rows(shared, op.a_words, op.shape.a, op.shape.a_mn_major, 64, 16 * w, 16, a);
-  decode_columns(shared, op.b_words, op.shape.b, op.shape.b_mn_major, n, b);
+  decode(shared, op.a_words, op.shape.a, op.shape.a_mn_major, 64, 16 * w, 16, a, depth, 1);
+  decode(shared, op.b_words, op.shape.b, op.shape.b_mn_major, n, 0, n, b, 1, n);
   float* c = op.sums->value.data() + static_cast<size_t>(16 * w) * n;
   if (!op.accumulate) std::fill(c, c + 16 * n, 0.0f);
   if (truncate_sums && element_bytes(op.shape.a) == 1) {
@@ -238,7 +236,7 @@ void wgmma_fence() { threads[thread_id()].fenced = true; }
 
 void wgmma_commit() {
   Thread& thread = threads[thread_id()];
-  thread.groups.push_back(thread.grouped = thread.issued);
+  thread.groups.push_back(thread.issued);
 }
 
 // Returns when all but the last `groups` groups of the warp are done. Only then may anyone know

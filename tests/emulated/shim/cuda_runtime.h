@@ -78,17 +78,14 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 
+// Of the running fiber.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
 namespace cuda_on_cpu {
 
 constexpr int kDeviceSms = 4;  // few: blocks walk over several pieces
 const char* last_error();      // what the last launch that failed said
-
-// Where the running fiber stands.
-struct Position {
-  uint3 thread, block;
-  dim3 block_dim, grid_dim;
-};
-const Position& position();
 
 void set_seed(uint64_t seed);
 // Runs kernel() once per thread of every block. The blocks of a cluster live together; clusters
@@ -122,26 +119,6 @@ T from_bits(uint64_t bits) {
 }
 
 }  // namespace cuda_on_cpu
-
-// Objects, not macros: gridDim and blockDim are also members of cudaLaunchConfig_t.
-template <auto get>
-struct CudaCoordinate {
-  operator unsigned() const { return get(cuda_on_cpu::position()); }
-};
-constexpr struct {
-  CudaCoordinate<[](const auto& p) { return p.thread.x; }> x;
-  CudaCoordinate<[](const auto& p) { return p.thread.y; }> y;
-} threadIdx;
-constexpr struct {
-  CudaCoordinate<[](const auto& p) { return p.block.x; }> x;
-  CudaCoordinate<[](const auto& p) { return p.block.y; }> y;
-} blockIdx;
-constexpr struct {
-  CudaCoordinate<[](const auto& p) { return p.block_dim.x; }> x;
-} blockDim;
-constexpr struct {
-  CudaCoordinate<[](const auto& p) { return p.grid_dim.x; }> x;
-} gridDim;
 
 // The barrier on the line that MIXPREC_WITHOUT_BARRIER names ("amax.cuh:25") does nothing.
 inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {

@@ -32,3 +32,11 @@ def epilogue(
         result.bias, result.bias_dtype = bias.data_ptr(), DTYPES.index(bias.dtype)
     result.a_scale, result.b_scale = a_scale or ScaleView(), b_scale or ScaleView()
     return result
+
+
+def scale_view(scale: torch.Tensor | None, shift: int = 0) -> ScaleView:
+    """scale: fp32 [], [rows] or [rows, chunks], rows being groups of 2 ** shift of them."""
+    if scale is None:
+        return ScaleView()
+    strides = (*scale.stride(), 0, 0)[:2]
+    return ScaleView(scale.data_ptr(), *strides, shift)

@@ -1,5 +1,6 @@
 // The kernels of csrc/cuda as plain C functions over host memory: every argument is a number of 64
 // bits, an address, or an array of addresses. Each returns 0 or CUDA's error code.
+#include <array>
 #include <vector>
 
 #include "cuda/fused/act_quantize.cuh"
@@ -69,42 +70,11 @@ int run_step(const std::vector<StepTensor>& tensors, double lr, const double* se
   return step(tensors, make_rule<Rule>(lr, settings), args, of_tensors.data(), sms, nullptr);
 }
 
-// What the shim itself must get right, one number per primitive and thread.
-void primitives_kernel(int* out) {
-  int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  int* shared = static_cast<int*>(cuda_on_cpu::dynamic_shared());
-  out += (static_cast<int>(blockIdx.x) * threads + t) * 6;
-  shared[t] = t;
-  __syncwarp();
-  out[0] = shared[t ^ 1];
-  __syncthreads();
-  out[1] = shared[threads - 1 - t];
-  out[2] = __shfl_down_sync(0xFFFFFFFFu, t, 2);
-  out[3] = static_cast<int>(__ballot_sync(0xFFFFFFFFu, t % 3 == 0));
-  out[4] = __syncthreads_or(t == 40);
-  out[5] = __syncthreads_or(0);
-}
-
-// Thread 0 waits for its block, its warp for thread 0.
-void deadlock_kernel() {
-  if (threadIdx.x == 0) {
-    __syncthreads();
-  } else {
-    __syncwarp();
-  }
-}
-
 }  // namespace
 
 extern "C" {
 
 void seed(int64_t value) { cuda_on_cpu::set_seed(value); }
-
-int primitives(int64_t blocks, int64_t threads, int* out) {
-  return launch(primitives_kernel, blocks, threads, threads * int64_t{sizeof(int)}, nullptr, out);
-}
-
-int deadlock() { return launch(deadlock_kernel, 1, 64, 0, nullptr); }
 
 int unscale(int64_t count, const int64_t* dtypes, void** data, const int64_t* numels,
             const float* inv_scale, float* found_inf, int64_t* counts, int64_t sms) {
@@ -255,16 +225,9 @@ int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, co
                    inv_scale, clip,          found_inf,
                    max_value, maximize != 0, stochastic_rounding != 0,
                    seed};
-  switch (op) {
-    case 0:
-      return run_step<AdamW>(tensors, lr, settings, args, sms);
-    case 1:
-      return run_step<Sgd>(tensors, lr, settings, args, sms);
-    case 2:
-      return run_step<Lion>(tensors, lr, settings, args, sms);
-    default:
-      return run_step<MuonDirection>(tensors, lr, settings, args, sms);
-  }
+  constexpr auto run =
+      std::array{run_step<AdamW>, run_step<Sgd>, run_step<Lion>, run_step<MuonDirection>};
+  return run[op](tensors, lr, settings, args, sms);
 }
 
 int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int64_t dtype,

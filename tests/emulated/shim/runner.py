@@ -41,7 +41,7 @@ DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64]
 
 
 def sources(csrc: Path = CSRC) -> list[Path]:
-    """Everything that the compiled programs depend on."""
+    """What any of the compiled programs may include."""
     folders = (csrc, HERE, HERE.parent / "hopper", HERE.parent / "device")
     return sorted(path for f in folders for path in f.rglob("*") if path.suffix in SUFFIXES)
 
@@ -54,7 +54,7 @@ def compile_(command: Sequence[str | Path], suffix: str, csrc: Path = CSRC) -> P
     words = [compiler, *FLAGS, *map(str, command)]
     key = hashlib.sha256(subprocess.check_output([compiler, "--version"]))
     key.update(" ".join(words).encode())  # without csrc, of which only the contents count
-    for path in sources(csrc):
+    for path in (*sources(csrc), *(word for word in command if isinstance(word, Path))):
         key.update(path.name.encode() + path.read_bytes())
     target = BUILD / f"{key.hexdigest()[:16]}{suffix}"
     BUILD.mkdir(parents=True, exist_ok=True)

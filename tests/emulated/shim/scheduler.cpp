@@ -1,54 +1,42 @@
-// The fibers of cuda_runtime.h. Compiled without ThreadSanitizer, also for the programs that are
-// checked by it: it learns of fibers, barriers and fences through the calls below, and must not see
-// the scheduler's own accesses.
+// The threads of cuda_runtime.h, each a fiber: which of them runs, what it waits for. Compiled
+// without ThreadSanitizer, also for the programs that are checked by it, which must not see the
+// scheduler's own accesses.
 #include "scheduler.h"
 
 #include <cuda_runtime.h>
-#include <sys/mman.h>
-#include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
-extern "C" {
-__attribute__((weak)) void* __tsan_get_current_fiber();
-__attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
-__attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
-__attribute__((weak)) void __tsan_acquire(void* address);
-__attribute__((weak)) void __tsan_release(void* address);
-}
+#include "fibers.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
 
 namespace cuda_on_cpu {
 
 namespace {
 
-constexpr unsigned kNoSync = 1;  // a switch orders nothing
-constexpr size_t kStack = 256 << 10;
 constexpr size_t kMaxParameters = 32764;
 
-enum class State { ready, block_barrier, warp_barrier, parked, done };
-
-// Where a switch goes on: __builtin_setjmp's. swapcontext would do, with a system call each time,
-// and sanitizers follow setjmp.
-using Place = void* [5];
+enum class State { ready, waiting, done };
+using Why = std::function<std::string()>;
 
 struct Fiber {
-  ucontext_t context;  // of its first entry
-  bool entered = false;
-  Place place;
-  void* stack = nullptr;
-  void* tsan = nullptr;
-  Position position;
+  Stack stack;
+  uint3 thread_idx, block_idx;
   State state = State::done;
   int rank = 0, thread = 0;  // block within the cluster, thread within the block
-  unsigned warp_mask = 0;
   int exchanges = 0;
-  const void* key = nullptr;  // while parked
-  const std::function<std::string()>* why = nullptr;
+  // While it waits: what wakes it, and of a warp's barrier the lanes that have to come.
+  const void* key = nullptr;
+  const Why* why = nullptr;
+  unsigned warp_mask = 0;
 };
 
 struct Warp {
@@ -71,8 +59,7 @@ Block blocks[kMaxBlocks];
 int threads_per_block = 0, blocks_alive = 0;
 size_t shared_size = 0;
 int stride = 0;  // fibers from one block to the next: whole warps
-Place scheduler_place;
-void* scheduler_tsan = nullptr;
+Stack scheduler_stack;
 Fiber* running = nullptr;
 std::vector<Fiber*> ready;
 const std::function<void()>* body = nullptr;
@@ -89,49 +76,27 @@ int eagerness = 0;
 bool skewed = false;
 int speed[kMaxThreads / 32];
 
-void acquire(char& token) {
-  if (__tsan_acquire) __tsan_acquire(&token);
-}
-void release(char& token) {
-  if (__tsan_release) __tsan_release(&token);
-}
+void to_scheduler() { running->stack.switch_to(scheduler_stack); }
 
-// Not in the function that calls __builtin_setjmp.
-[[noreturn, gnu::noinline]] void jump(Place& place) { __builtin_longjmp(place, 1); }
-
-[[gnu::noinline]] void to_scheduler() {
-  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(scheduler_tsan, kNoSync);
-  if (__builtin_setjmp(running->place) == 0) jump(scheduler_place);
-}
-
-[[gnu::noinline]] void to_fiber(Fiber* fiber) {
-  running = fiber;
-  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(fiber->tsan, kNoSync);
-  if (__builtin_setjmp(scheduler_place) == 0) {
-    if (fiber->entered) jump(fiber->place);
-    fiber->entered = true;
-    setcontext(&fiber->context);
-  }
-  running = nullptr;
-}
-
-int index_of(const Fiber* fiber) { return static_cast<int>(fiber - fibers); }
-int warp_of(const Fiber* fiber) { return index_of(fiber) / 32; }
+int warp_of(const Fiber* fiber) { return static_cast<int>(fiber - fibers) / 32; }
 
 void make_ready(Fiber* fiber) {
   fiber->state = State::ready;
   ready.push_back(fiber);
 }
 
+// The running fiber, from its next switch on.
+void wait_for(const void* key, const Why& why) {
+  running->state = State::waiting;
+  running->key = key;
+  running->why = &why;
+}
+
 // When all threads of the block that have not returned wait at its barrier.
-void open_block_barrier(int rank) {
-  Block& block = blocks[rank];
+void open_block_barrier(Block& block) {
   if (block.waiting == 0 || block.waiting != block.live) return;
   block.waiting = 0;
-  for (int t = 0; t < threads_per_block; ++t) {
-    Fiber* fiber = &fibers[rank * stride + t];
-    if (fiber->state == State::block_barrier) make_ready(fiber);
-  }
+  wake(&block);
 }
 
 void entry() {
@@ -139,26 +104,15 @@ void entry() {
   (*body)();
   release(launch_token);
   running->state = State::done;
-  int rank = running->rank;
-  bool last = --blocks[rank].live == 0;
-  open_block_barrier(rank);
-  if (last && units != nullptr) units->block_exits(rank);
+  Block& block = blocks[running->rank];
+  bool last = --block.live == 0;
+  open_block_barrier(block);
+  if (last && units != nullptr) units->block_exits(running->rank);
   to_scheduler();
 }
 
 void start(Fiber* fiber) {
-  if (fiber->stack == nullptr) {
-    fiber->stack =
-        mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (fiber->stack == MAP_FAILED) std::abort();
-    if (__tsan_create_fiber) fiber->tsan = __tsan_create_fiber(0);
-  }
-  getcontext(&fiber->context);
-  fiber->context.uc_stack.ss_sp = fiber->stack;
-  fiber->context.uc_stack.ss_size = kStack;
-  fiber->context.uc_link = nullptr;
-  makecontext(&fiber->context, entry, 0);
-  fiber->entered = false;
+  fiber->stack.start(entry);
   fiber->exchanges = 0;
   make_ready(fiber);
 }
@@ -176,10 +130,13 @@ size_t draw_ready() {
 }
 
 bool any_alive() {
-  for (int b = 0; b < blocks_alive; ++b) {
-    if (blocks[b].live > 0) return true;
-  }
-  return false;
+  return std::any_of(blocks, blocks + blocks_alive, [](const Block& b) { return b.live > 0; });
+}
+
+void end_launch(const std::string& error) {
+  error_text = error;
+  std::fprintf(stderr, "%s\n", error.c_str());
+  failed = true;
 }
 
 // Who waits where: threads that wait for the same in the same block are counted together.
@@ -189,19 +146,15 @@ void report_deadlock() {
     for (int t = 0; t < threads_per_block; ++t) {
       const Fiber& fiber = fibers[b * stride + t];
       if (fiber.state == State::done) continue;
-      std::string where = fiber.state == State::block_barrier  ? "__syncthreads"
-                          : fiber.state == State::warp_barrier ? "the lanes of its warp"
-                                                               : (*fiber.why)();
-      auto& entry = reasons[text("block %u: ", fiber.position.block.x) + where];
+      auto& entry = reasons[text("block %u: ", fiber.block_idx.x) + (*fiber.why)()];
       if (entry.second++ == 0) entry.first = t;
     }
   }
-  error_text = "deadlock: threads wait at barriers that others do not reach";
+  std::string all = "deadlock: threads wait at barriers that others do not reach";
   for (const auto& [where, who] : reasons) {
-    error_text += text("\n  %s: thread %d and %d more", where.c_str(), who.first, who.second - 1);
+    all += text("\n  %s: thread %d and %d more", where.c_str(), who.first, who.second - 1);
   }
-  std::fprintf(stderr, "%s\n", error_text.c_str());
-  failed = true;
+  end_launch(all);
 }
 
 void step_one() {
@@ -215,7 +168,11 @@ void step_one() {
     Fiber* next = ready[drawn];
     ready[drawn] = ready.back();
     ready.pop_back();
-    to_fiber(next);
+    running = next;
+    threadIdx = next->thread_idx;
+    blockIdx = next->block_idx;
+    scheduler_stack.switch_to(next->stack);
+    running = nullptr;
   }
 }
 
@@ -247,6 +204,11 @@ void draw_style() {
   for (int& s : speed) s = static_cast<int>(draw(1000));
 }
 
+uint3 coordinates(size_t i, dim3 size) {
+  return {static_cast<unsigned>(i % size.x), static_cast<unsigned>(i / size.x % size.y),
+          static_cast<unsigned>(i / size.x / size.y)};
+}
+
 std::string formatted(const char* format, va_list arguments) {
   char buffer[512];
   std::vsnprintf(buffer, sizeof buffer, format, arguments);
@@ -255,7 +217,6 @@ std::string formatted(const char* format, va_list arguments) {
 
 }  // namespace
 
-const Position& position() { return running->position; }
 int thread_of_block() { return running->thread; }
 int block_rank() { return running->rank; }
 int block_threads() { return threads_per_block; }
@@ -281,28 +242,25 @@ std::string text(const char* format, ...) {
 void fail(const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  error_text = formatted(format, arguments);
+  std::string error = formatted(format, arguments);
   va_end(arguments);
-  if (running != nullptr) {
-    error_text += text(" (block %u, thread %d)", running->position.block.x, running->thread);
+  if (running == nullptr) {
+    end_launch(error);
+    throw Failure{};
   }
-  std::fprintf(stderr, "%s\n", error_text.c_str());
-  failed = true;
-  if (running == nullptr) throw Failure{};
+  end_launch(error + text(" (block %u, thread %d)", running->block_idx.x, running->thread));
   to_scheduler();  // for good
   std::abort();
 }
 
-void park(const void* key, const std::function<std::string()>& why) {
-  running->state = State::parked;
-  running->key = key;
-  running->why = &why;
+void park(const void* key, const Why& why) {
+  wait_for(key, why);
   to_scheduler();
 }
 
 void wake(const void* key) {
   for (int f = 0; f < blocks_alive * stride; ++f) {
-    if (fibers[f].state == State::parked && fibers[f].key == key) make_ready(&fibers[f]);
+    if (fibers[f].state == State::waiting && fibers[f].key == key) make_ready(&fibers[f]);
   }
 }
 
@@ -312,11 +270,12 @@ void yield() {
 }
 
 void block_barrier() {
+  static const Why why = [] { return "__syncthreads"; };
   Block& block = blocks[running->rank];
   release(block.token);
-  running->state = State::block_barrier;
   ++block.waiting;
-  open_block_barrier(running->rank);
+  wait_for(&block, why);
+  open_block_barrier(block);
   to_scheduler();
   acquire(block.token);
 }
@@ -334,19 +293,21 @@ int block_or(int value) {
 
 // The last lane of the mask to come makes the others ready.
 void warp_wait(unsigned mask) {
-  Fiber* first = &fibers[warp_of(running) * 32];
-  running->state = State::warp_barrier;
+  static const Why why = [] { return "the lanes of its warp"; };
+  const Warp* warp = &warps[warp_of(running)];
+  Fiber* lanes = &fibers[warp_of(running) * 32];
+  wait_for(warp, why);
   running->warp_mask = mask;
-  for (int l = 0; l < 32; ++l) {
-    if ((mask >> l & 1) == 0) continue;
-    if (first[l].state != State::warp_barrier || first[l].warp_mask != mask) {
-      to_scheduler();
-      return;
+  auto each = [&](auto f) {  // true if it is of all lanes of the mask
+    for (int l = 0; l < 32; ++l) {
+      if ((mask >> l & 1) != 0 && !f(lanes[l])) return false;
     }
-  }
-  for (int l = 0; l < 32; ++l) {
-    if ((mask >> l & 1) != 0) make_ready(&first[l]);
-  }
+    return true;
+  };
+  bool all = each([&](const Fiber& f) {
+    return f.state == State::waiting && f.key == warp && f.warp_mask == mask;
+  });
+  if (all) each([](Fiber& f) { return make_ready(&f), true; });
   to_scheduler();
 }
 
@@ -372,7 +333,7 @@ void fence() {
 
 cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
                 const std::function<void()>& kernel) {
-  const dim3 grid = config.gridDim, block = config.blockDim;
+  const dim3 grid = gridDim = config.gridDim, block = blockDim = config.blockDim;
   size_t threads = size_t{block.x} * block.y * block.z, count = size_t{grid.x} * grid.y * grid.z;
   size_t cluster = 1;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
@@ -393,31 +354,25 @@ cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
     std::fprintf(stderr, "the shim runs at most %d threads at once\n", kMaxThreads);
     return cudaErrorInvalidConfiguration;
   }
-  if (__tsan_get_current_fiber) scheduler_tsan = __tsan_get_current_fiber();
+  scheduler_stack.adopt_this_thread();
   body = &kernel;
   failed = false;
   error_text.clear();
   if (units != nullptr) draw_style();
   std::vector<size_t> order(count / cluster);
-  for (size_t c = 0; c < order.size(); ++c) order[c] = c;
+  std::iota(order.begin(), order.end(), size_t{0});
   for (size_t c = order.size(); c > 1; --c) std::swap(order[c - 1], order[generator() % c]);
   for (size_t c : order) {
-    for (size_t b = 0; b < cluster; ++b) {
-      size_t at = c * cluster + b;
-      uint3 place = {static_cast<unsigned>(at % grid.x),
-                     static_cast<unsigned>(at / grid.x % grid.y),
-                     static_cast<unsigned>(at / grid.x / grid.y)};
-      for (size_t t = 0; t < threads; ++t) {
-        uint3 thread = {static_cast<unsigned>(t % block.x),
-                        static_cast<unsigned>(t / block.x % block.y),
-                        static_cast<unsigned>(t / block.x / block.y)};
+    for (int b = 0; b < blocks_alive; ++b) {
+      uint3 place = coordinates(c * cluster + b, grid);
+      for (int t = 0; t < stride; ++t) {
         Fiber& fiber = fibers[b * stride + t];
-        fiber.position = {thread, place, block, grid};
-        fiber.rank = static_cast<int>(b);
-        fiber.thread = static_cast<int>(t);
+        fiber.thread_idx = coordinates(t, block);
+        fiber.block_idx = place;
+        fiber.rank = b;
+        fiber.thread = t;
         fiber.state = State::done;
       }
-      for (int t = threads_per_block; t < stride; ++t) fibers[b * stride + t].state = State::done;
     }
     if (!run_cluster()) return cudaErrorLaunchFailure;
   }

@@ -11,25 +11,18 @@ import pytest
 import torch
 from cases import WIDE, name, normal
 from emulated.shim import runner
-from emulated.shim.gemm_args import Epilogue, ScaleView, epilogue
-from hypothesis import given
-from hypothesis import strategies as st
-
-
-class FinishCall(ctypes.Structure):
-    """gemm_finish.cpp: struct FinishCall."""
-
-    _fields_ = (
-        ("partial", ctypes.c_void_p),
-        ("splits", ctypes.c_int), ("m", ctypes.c_int), ("n", ctypes.c_int),
-        ("epilogue", Epilogue), ("sms", ctypes.c_int),
-    )  # fmt: skip
+from emulated.shim.gemm_args import Epilogue, epilogue, scale_view
 
 
 @cache
 def library() -> ctypes.CDLL:
     source = runner.HERE / "gemm_finish.cpp"
     return ctypes.CDLL(str(runner.compile_(["-O2", "-shared", runner.SCHEDULER, source], ".so")))
+
+
+def finish(partial: torch.Tensor, epilogue: Epilogue, sms: int) -> None:
+    sizes = (*partial.shape, ctypes.byref(epilogue), sms)
+    assert library().finish(ctypes.c_void_p(partial.data_ptr()), *sizes) == 0
 
 
 class Case(NamedTuple):
@@ -47,15 +40,15 @@ class Case(NamedTuple):
 
 def scale_of(
     length: int, rows_per: int | None, seed: int
-) -> tuple[ScaleView, torch.Tensor, torch.Tensor]:
-    """As the kernel takes it, its memory, and the scale of every row of a, or column of b."""
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The scale in memory, and that of every row of a, or column of b."""
     if rows_per is None:
-        return ScaleView(), torch.ones(0), torch.ones(length)
-    count = -(-length // rows_per) if rows_per else 1
-    scale = normal((count,), torch.float32, seed=seed).abs() + 0.25
-    view = ScaleView(scale.data_ptr(), min(rows_per, 1), 0, 7 if rows_per == 128 else 0)
-    each = scale.repeat_interleave(rows_per)[:length] if rows_per else scale.expand(length)
-    return view, scale, each
+        return None, torch.ones(length)
+    if rows_per == 0:
+        one = normal((), torch.float32, seed=seed).abs() + 0.25
+        return one, one.expand(length)
+    scale = normal((-(-length // rows_per),), torch.float32, seed=seed).abs() + 0.25
+    return scale, scale.repeat_interleave(rows_per)[:length]
 
 
 def check(case: Case, sms: int = 2) -> None:
@@ -64,8 +57,10 @@ def check(case: Case, sms: int = 2) -> None:
     partial = runner.misaligned((splits, m, n), torch.float32, 0)
     partial.copy_(normal((splits, m, n), torch.float32, seed=m + n))
     bias = None if case.bias is None else normal((n,), case.bias, seed=3)
-    a_view, _a_memory, of_row = scale_of(m, case.a_rows_per, 1)
-    b_view, _b_memory, of_column = scale_of(n, case.b_rows_per, 2)
+    (a_scale, of_row), (b_scale, of_column) = (
+        scale_of(length, rows_per, seed)
+        for length, rows_per, seed in ((m, case.a_rows_per, 1), (n, case.b_rows_per, 2))
+    )
     pitch = n + case.gap
     whole = runner.misaligned((m * pitch + 8,), case.dtype, case.offset)
     out = whole[: m * pitch].view(m, pitch)[:, :n]
@@ -82,20 +77,10 @@ def check(case: Case, sms: int = 2) -> None:
         value = value + bias.float()
     want.copy_(want.float() + value if case.accumulate else value)
 
-    finish = epilogue(whole, pitch, case.accumulate, bias, a_view, b_view)
-    call = FinishCall(partial.data_ptr() if splits else None, splits, m, n, finish, sms)
-    before = whole.clone()
-    assert library().finish(ctypes.byref(call)) == 0
+    shifts = (7 if per == 128 else 0 for per in (case.a_rows_per, case.b_rows_per))
+    views = map(scale_view, (a_scale, b_scale), shifts)
+    finish(partial, epilogue(whole, pitch, case.accumulate, bias, *views), sms)
     assert torch.equal(whole.view(torch.uint8), want_whole.view(torch.uint8)), case
-
-    if m * n and splits == 1:  # the same functions, where the sum is in a register
-        whole.copy_(before)
-        for row, col in {(0, 0), (m - 1, n - 1), (m // 2, n // 3)}:
-            library().store_one(
-                ctypes.byref(call), ctypes.c_int64(row), ctypes.c_int64(col),
-                ctypes.c_float(partial[0, row, col].item()),
-            )  # fmt: skip
-            ind.assert_same_bits(out[row, col], want[row, col], f"({row}, {col}) of {case}")
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=name)
@@ -130,22 +115,6 @@ def test_non_finite_values_come_through() -> None:
     out = torch.empty(1, 8)
     partial = torch.tensor([[[inf, -inf, inf, 1e38, 3e38, 0, 1, 2]]] * 2)
     partial[1, 0, 2] = -inf
-    call = FinishCall(partial.data_ptr(), 2, 1, 8, epilogue(out, 8), 1)
-    assert library().finish(ctypes.byref(call)) == 0
+    finish(partial, epilogue(out, 8), 1)
     ind.assert_same_bits(out[0], partial.sum(0)[0], "inf, nan and overflow")
     assert out[0].isnan().tolist() == [False, False, True] + [False] * 5
-
-
-scales = st.sampled_from((None, 0, 1, 128))
-
-
-@given(
-    st.builds(
-        Case, st.integers(0, 5), st.integers(1, 9), st.integers(1, 40), st.sampled_from(WIDE),
-        st.just(False), st.sampled_from((None, *WIDE)), scales, scales, st.integers(0, 9),
-        st.integers(0, 9),
-    ),
-    st.integers(1, 3),
-)  # fmt: skip
-def test_any_case(case: Case, sms: int) -> None:
-    check(case, sms)

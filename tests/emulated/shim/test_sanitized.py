@@ -10,15 +10,16 @@ import os
 import random
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import normal, small_integers
-from emulated.agreement import Agreement, tensors
-from emulated.ops import reference
+from emulated.agreement import Agreement, reference, tensors
 from emulated.shim import runner
 from emulated.values.test_updates import KINDS, RULES, arguments, mixes
 
@@ -116,36 +117,34 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Path]:
     return path
 
 
-def skip_without(sanitizer: str, folder: Path) -> None:
-    probe = folder / "probe.cpp"
-    probe.write_text("int main() {}")
-    flags = [f"-fsanitize={sanitizer}", str(probe), "-o", str(folder / "probe")]
-    if subprocess.run(["g++", *flags], capture_output=True).returncode != 0:
-        pytest.skip(
-            f"this g++ cannot link -fsanitize={sanitizer} (its run-time library is missing)"
-        )
-    ran = subprocess.run([folder / "probe"], capture_output=True, text=True)
+@cache
+def program(sanitizer: str) -> Path:
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder, "probe")
+        command = ["g++", f"-fsanitize={sanitizer}", "-x", "c++", "-", "-o", str(probe)]
+        if subprocess.run(command, input=b"int main() {}", capture_output=True).returncode != 0:
+            pytest.skip(f"this g++ cannot link -fsanitize={sanitizer} (no run-time library)")
+        ran = subprocess.run([probe], capture_output=True, text=True)
     if ran.returncode != 0:
         pytest.skip(f"-fsanitize={sanitizer} does not run on this machine: {ran.stderr[-300:]}")
-
-
-def sanitized(sanitizer: str, calls: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Returns 0, 1 where a value is wrong, 66 where the sanitizer has found something."""
     scheduler = runner.compile_(["-O1", "-c", runner.SCHEDULER], ".o")
     checks = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     # Not optimized where that takes a minute longer to compile than it saves in the run.
     level = "-O0" if "undefined" in sanitizer else "-O1"
-    program = runner.compile_(
-        [level, "-g1", *checks, scheduler, runner.HERE / "sanitized.cpp"], ".sanitized"
-    )
+    command = [level, "-g1", *checks, scheduler, runner.HERE / "sanitized.cpp"]
+    return runner.compile_(command, ".sanitized")
+
+
+def sanitized(sanitizer: str, calls: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Returns 0, 1 where a value is wrong, 66 where the sanitizer has found something."""
     options = "exitcode=66 halt_on_error=1"
     names = ("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS")
     env = os.environ | dict.fromkeys(names, options) | env
-    return subprocess.run([program, calls], capture_output=True, text=True, env=env, timeout=120)
+    command = [program(sanitizer), calls]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
 
 
-def test_the_kernels_stay_in_their_memory_and_aligned(tmp_path: Path, recorded: Path) -> None:
-    skip_without("address,undefined", tmp_path)
+def test_the_kernels_stay_in_their_memory_and_aligned(recorded: Path) -> None:
     done = sanitized("address,undefined", recorded)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -157,15 +156,13 @@ def barriers() -> list[str]:
     return [f"{file.name}:{i}" for file, i, line in lines if "__syncthreads();" in line]
 
 
-def test_no_barrier_is_missing(tmp_path: Path, recorded: Path) -> None:
-    skip_without("thread", tmp_path)
+def test_no_barrier_is_missing(recorded: Path) -> None:
     done = sanitized("thread", recorded)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(barriers()) >= 4, "no barriers found in csrc/cuda"
 
 
 @pytest.mark.parametrize("barrier", barriers())
-def test_every_barrier_is_needed(tmp_path: Path, recorded: Path, barrier: str) -> None:
-    skip_without("thread", tmp_path)
+def test_every_barrier_is_needed(recorded: Path, barrier: str) -> None:
     done = sanitized("thread", recorded, MIXPREC_WITHOUT_BARRIER=barrier)
     assert done.returncode in (1, 66), "neither a value nor ThreadSanitizer shows that it is gone"

@@ -19,32 +19,12 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels: runs without TRITON_INTERPRET", allow_module_level=True)
 
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mixprec.triton_kernels import launch
-
-
-def compile_for(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int,
-    multiples: tuple[str, ...] = (), **options: Any,
-) -> Any:  # fmt: skip
-    """multiples: arguments beside the pointers that are multiples of 16, as a launch finds out."""
-    names = [p.name for p in kernel.params]
-    assert set(names) == set(types) | set(constants), "the test names other arguments"
-    signature = {n: types.get(n, "constexpr") for n in names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if n in types and n in multiples
-    }
-    fixed = {(i,): constants[n] for i, n in enumerate(names) if n not in types}
-    source = ASTSource(kernel, signature, fixed, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def local_bytes(kernel: Any) -> int:
@@ -59,10 +39,6 @@ def local_bytes(kernel: Any) -> int:
     return sum(map(int, found[0]))
 
 
-def pointers_of(types: dict[str, str]) -> tuple[str, ...]:
-    return tuple(n for n, kind in types.items() if kind.startswith("*"))
-
-
 class OneGpu:
     """A Triton driver for compiling only."""
 
@@ -73,9 +49,7 @@ class OneGpu:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return (
-            self.capability
-        )  # compiled kernels are kept per device: not that of a GPU that may be here
+        return self.capability  # compiled kernels are kept per device: not with a GPU's own
 
     def get_current_stream(self, _: int) -> int:
         return 0

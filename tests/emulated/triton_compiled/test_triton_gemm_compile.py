@@ -12,17 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from cases import name
-from emulated.triton_compiled.helpers import compile_for, local_bytes, pointers_of
+from emulated.triton_compiled.helpers import local_bytes, record_launches
 
-from mixprec.triton_kernels import configs, gemm
-from mixprec.triton_kernels.gemm_kernel import gemm_kernel, reduce_kernel
+from mixprec.triton_kernels import configs, gemm, launch
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-POINTERS = {
-    "fp16": "*fp16", "bf16": "*bf16", "fp32": "*fp32", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5",
-}  # fmt: skip
-MULTIPLES = ("M", "N", "K", "lda", "ldb", "out_m")  # of 16 where a launch finds them so
+BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 FAMILIES = {
     capability: tuple(kind for arch, kind in configs.TILES if arch == capability)
     for capability in CAPABILITIES
@@ -33,19 +30,19 @@ EVERY = [(c, f, s) for c in CAPABILITIES for f in FAMILIES[c] for s in SHAPES]
 
 @dataclass(frozen=True)
 class Build:
-    """One instance of the kernel: a tile config of configs.py, and what the arguments decide."""
+    """A product with a tile config of configs.py, and what its arguments decide."""
 
     capability: int
     family: str
     size: str
-    a: str = ""  # formats; empty: bf16, or E4M3 and E5M2
-    b: str = ""
+    a: torch.dtype | None = None  # None: bf16, or E4M3 and E5M2
+    b: torch.dtype | None = None
     a_k_major: bool = True
     b_k_major: bool = True
     a_scale: str = "none"
     b_scale: str = "none"
-    bias: str | None = None
-    out: str = "bf16"
+    bias: torch.dtype | None = None
+    out: torch.dtype = BF16
     accumulate: bool = False
     split: bool = False
     tma: bool | None = None  # None: as the tile config says
@@ -61,43 +58,44 @@ class Build:
         return self.aligned and (self.config.tma if self.tma is None else self.tma)
 
     @property
-    def formats(self) -> tuple[str, str]:
-        a, b = ("e4m3", "e5m2") if "fp8" in self.family else ("bf16", "bf16")
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        a, b = (E4M3, E5M2) if "fp8" in self.family else (BF16, BF16)
         return self.a or a, self.b or b
 
+    def launch(self) -> None:
+        size = 512 if self.aligned else 511  # small, and more than one block of scales
+        sa, sb = scale(self.a_scale, size, size), scale(self.b_scale, size, 4)
+        sb = sb if sb is None else sb.t()
+        a, b = (matrix(size, dtype, self.aligned) for dtype in self.dtypes)
+        a, b = a if self.a_k_major else a.t(), b.t() if self.b_k_major else b
+        if self.accumulate:
+            gemm.gemm_accumulate_(matrix(size, self.out, self.aligned), a, b, sa, sb)
+            return
+        bias = None if self.bias is None else torch.zeros(size, dtype=self.bias)
+        gemm.gemm(a, b, sa, sb, bias, self.out, self.family.endswith("fast"))
 
-def built(it: Build) -> Any:
-    config = it.config
-    soft = it.family == "fp8 soft"
-    promote = it.family == "fp8" or "blocks" in (it.a_scale, it.b_scale)
-    constants: dict[str, Any] = {
-        "A": it.formats[0], "B": it.formats[1], "BIAS": it.bias, "OUT": it.out, "out_n": 1,
-        "A_K_MAJOR": it.a_k_major, "B_K_MAJOR": it.b_k_major, "A_SCALE": it.a_scale,
-        "B_SCALE": it.b_scale, "A_GROUP": 1, "B_GROUP": 128, "PROMOTE": promote,
-        "ACCUMULATE": it.accumulate, "SPLIT": it.split, "SOFT_CAST": soft, "SOFT_OUT": False,
-        "TMA": it.uses_tma, **gemm._constants(replace(config, flatten=it.flatten)),
-    }  # fmt: skip
-    options = {o: constants.pop(o) for o in ("num_warps", "num_stages")}
-    integers = ("M", "N", "K", "lda", "ldb", "out_m", "a_scale_m", "a_scale_k", "b_scale_n",
-                "b_scale_k", "split_k")  # fmt: skip
-    types = {**dict.fromkeys(integers, "i32"), "out": POINTERS["fp32" if it.split else it.out]}
-    for letter, fmt, block, k_major in (
-        ("a", it.formats[0], config.block_m, it.a_k_major),
-        ("b", it.formats[1], config.block_n, it.b_k_major),
-    ):
-        types[letter] = "*u8" if soft else POINTERS[fmt]
-        if it.uses_tma:
-            tile = (block, config.block_k) if k_major else (config.block_k, block)
-            types[letter] = f"tensordesc<{POINTERS[fmt][1:]}[{tile[0]},{tile[1]}]>"
-    for pointer, there in (
-        ("a_scale", it.a_scale != "none"), ("b_scale", it.b_scale != "none"), ("bias", it.bias)
-    ):  # fmt: skip
-        if there:
-            types[pointer] = POINTERS[it.bias or "fp32"] if pointer == "bias" else "*fp32"
-        else:
-            constants[pointer] = None
-    multiples = (*pointers_of(types), *MULTIPLES) if it.aligned else ()
-    return compile_for(gemm_kernel, types, constants, it.capability, multiples, **options)
+
+def scale(kind: str, rows: int, groups: int) -> torch.Tensor | None:
+    """groups: of rows that share the scales of a chunk of K, of which there are four."""
+    shapes = {"scalar": (), "rows": (rows, 1), "blocks": (groups, 4)}
+    return None if kind == "none" else torch.ones(shapes[kind])
+
+
+def matrix(size: int, dtype: torch.dtype, aligned: bool) -> torch.Tensor:
+    first = 0 if aligned else 1
+    return torch.zeros(size * size + first).to(dtype)[first:].view(size, size)
+
+
+def built(it: Build) -> list[Any]:
+    """The kernels that are launched for it: the GEMM's, and that of the parts of a split K."""
+    with pytest.MonkeyPatch.context() as patch:
+        launches = record_launches(patch, it.capability)
+        config = replace(it.config, flatten=it.flatten, tma=it.uses_tma)
+        patch.setattr(gemm, "_gpu", lambda _: (it.capability, 100))
+        patch.setattr(gemm, "pick", lambda *_: config)
+        patch.setattr(gemm, "split_k", lambda *_: 1 + it.split)
+        it.launch()
+    return [one.compiled for one in launches]
 
 
 def multiplications(ptx: str) -> dict[str, set[str]]:
@@ -112,7 +110,7 @@ def multiplications(ptx: str) -> dict[str, set[str]]:
 
 
 def expected_multiplication(it: Build) -> dict[str, set[str]]:
-    a, b = (f if f in ("e4m3", "e5m2", "bf16") else "f16" for f in it.formats)
+    a, b = (launch.FORMATS[dtype] for dtype in it.dtypes)
     if it.family == "fp8 soft":
         a, b = "f16", "f16"
     if it.capability == 100:
@@ -127,7 +125,7 @@ def fp32_sums(ptx: str) -> int:
 
 
 def check(it: Build) -> Any:
-    kernel = built(it)
+    kernel, *_ = built(it)
     ptx, config = kernel.asm["ptx"], it.config
     assert ".local" not in ptx, "local memory is used"
     limit = configs.SHARED_KIB[it.capability] * 1024
@@ -175,17 +173,17 @@ def test_layouts_and_epilogues(where: tuple[int, str, str]) -> None:
     another epilogue; the mixed ones without TMA; a part of a split K; scales along K."""
     a_turned, b_turned = {"a_k_major": False}, {"b_k_major": False}
     rows, one = {"a_scale": "rows", "b_scale": "rows"}, {"a_scale": "scalar", "b_scale": "scalar"}
-    check(Build(*where, **a_turned, **rows, bias="bf16", out="fp16"))
-    check(Build(*where, **b_turned, **one, accumulate=True, out="fp32"))
+    check(Build(*where, **a_turned, **rows, bias=BF16, out=torch.float16))
+    check(Build(*where, **b_turned, **one, accumulate=True, out=FP32))
     check(Build(*where, **a_turned, **b_turned))
-    check(Build(*where[:2], "thin", split=True, out="fp32"))
+    check(Build(*where[:2], "thin", split=True, out=FP32))
     if Build(*where).uses_tma:
         check(Build(*where, **a_turned, tma=False))
         check(Build(*where, **b_turned, tma=False))
     if "fp8" in where[1]:
-        check(Build(*where, a_scale="blocks", b_scale="blocks", bias="fp32"))
+        check(Build(*where, a_scale="blocks", b_scale="blocks", bias=FP32))
     if where[0] in (80, 89, 90):  # the epilogue with the most registers
-        kernel = built(Build(*where, accumulate=True, out="fp32", a_scale="rows"))
+        kernel, *_ = built(Build(*where, accumulate=True, out=FP32, a_scale="rows"))
         assert local_bytes(kernel) == 0, "registers are spilled"
 
 
@@ -197,33 +195,26 @@ def test_sizes_that_are_multiples_of_nothing(where: tuple[int, str, str]) -> Non
 @pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c >= 89])
 def test_pairs_of_fp8_formats(capability: int) -> None:
     """E4M3 with E5M2 is everywhere above; the rest where the formats are in the instruction."""
-    pairs = [("e5m2", "e4m3")]
-    pairs += [("e4m3", "e4m3"), ("e5m2", "e5m2")] if capability in (89, 90) else []
+    pairs = [(E5M2, E4M3)]
+    pairs += [(E4M3, E4M3), (E5M2, E5M2)] if capability in (89, 90) else []
     for a, b in pairs:
         check(Build(capability, "fp8", "large", a=a, b=b))
-    check(Build(capability, "fp8 fast", "small", a="e5m2", b="e5m2"))
+    check(Build(capability, "fp8 fast", "small", a=E5M2, b=E5M2))
 
 
 @pytest.mark.parametrize("family", ["16-bit", "fp8"])
 @pytest.mark.parametrize("capability", [90, 100])
 def test_flattened_loops_compile(capability: int, family: str) -> None:
     """For tile configs that a measurement may bring. Another buffer for the result comes on top."""
-    kernel = built(Build(capability, family, "small", flatten=True))
+    kernel, *_ = built(Build(capability, family, "small", flatten=True))
     assert ".local" not in kernel.asm["ptx"]
     assert kernel.metadata.shared <= configs.SHARED_KIB[capability] * 1024
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_reduction(capability: int) -> None:
-    pointers = {"parts": "*fp32", "out": "*bf16", "bias": "*bf16", "a_scale": "*fp32"}
-    integers = ("M", "N", "out_m", "a_scale_m", "b_scale_n", "split_k")
-    constants = {
-        "b_scale": None, "out_n": 1, "BIAS": "bf16", "OUT": "bf16", "A_SCALE": "rows",
-        "B_SCALE": "none", "A_GROUP": 1, "B_GROUP": 1, "ACCUMULATE": False, "SOFT_OUT": False,
-        "BLOCK_M": gemm.REDUCE_M, "BLOCK_N": gemm.REDUCE_N,
-    }  # fmt: skip
-    types = {**pointers, **dict.fromkeys(integers, "i32")}
-    kernel = compile_for(reduce_kernel, types, constants, capability, (*pointers, *MULTIPLES))
+    split = {"split": True, "bias": BF16, "a_scale": "rows"}
+    _, kernel = built(Build(capability, "16-bit", "thin", **split))
     assert ".local" not in kernel.asm["ptx"]
     assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", kernel.asm["ptx"])
     assert kernel.metadata.shared <= 48 * 1024

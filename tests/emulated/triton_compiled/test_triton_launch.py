@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from cases import FP8, WIDE, name, normal, offset, padded_rows
-from emulated.ops import OPS, TRITON, launcher
+from emulated.agreement import OPS, TRITON, launcher
 from emulated.shim.runner import ROOT
 from emulated.triton_compiled.helpers import Launch, record_launches
 from emulated.values.test_updates import BF16, F32, INT16, RATES, RULES, Mix, arguments
@@ -31,10 +32,6 @@ def test_the_folder_is_not_importable_under_its_own_name() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode != 0
     assert "mixprec.triton_kernels and cannot be imported as 'triton_kernels'" in done.stderr
-
-
-def kernels(launches: list[Launch]) -> list[str]:
-    return [one.name.removesuffix("_kernel") for one in launches]
 
 
 @pytest.mark.parametrize("op", TRITON)
@@ -85,28 +82,13 @@ def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype)
         for j, granularity in enumerate(("row", "block1x128", "block128x128")):
             args = (normal(shape, dtype), torch.float8_e5m2, None, (i + j) % 2 == 0, granularity)
             run("quantize")(*args, True)
-    for rule in ("decoupled", "momentum"):
-        options = {"seed": 1, "stochastic_rounding": True}
-        run(RULES[rule][0])(*arguments(rule, [Mix(dtype, dtype)], [(1,)], **options))
+    options = {"seed": 1, "stochastic_rounding": True}  # whatever the rule, the kernel is one
+    run("adamw_")(*arguments("decoupled", [Mix(dtype, dtype)], [(1,)], **options))
     for sums in (torch.ones(1), torch.ones(3)[1:]):
         run("clip_coef")(sums.double(), 1.0)
 
 
-every_rule = pytest.mark.parametrize("rule", ["decoupled", "momentum"])
-
-
-@every_rule
-def test_update_of_every_kind(launched: list[Launch], rule: str) -> None:
-    """Masters of both kinds, states of both, a rate on the device of both widths."""
-    op = RULES[rule][0]
-    for (masters, state), lr in zip(((None, BF16), (F32, F32), (INT16, BF16)), RATES, strict=True):
-        mixed = [Mix(BF16, BF16, masters, (state, state))] * 2
-        shapes = [(33,), (2048,)]
-        launcher(op)(*arguments(rule, mixed, shapes, lr_tensor=lr, stochastic_rounding=True))
-    assert kernels(launched) == 3 * ["step_constants", "step", "step"]
-
-
-@every_rule
+@pytest.mark.parametrize("rule", ["decoupled", "momentum"])
 def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], rule: str) -> None:
     """Triton makes another for an integer of 1, of a multiple of 16, or of more than 32 bits."""
     op, mixed = RULES[rule][0], [Mix(BF16, BF16)] * 17
@@ -116,53 +98,58 @@ def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], rule: str) 
     assert len({id(one.compiled) for one in launched if one.name == "step_kernel"}) == 1
 
 
-def test_launches_of_quantize(launched: list[Launch]) -> None:
-    """To FP8 amax, which returns at once where a scale is given, then the cast; to 16 bits: one."""
-    run = launcher("quantize")
-    x = normal((64, 32), torch.bfloat16)
-    for dtype in FP8:
-        run(x, dtype, None, True, "tensor", True)
-        run(x, dtype, torch.ones(()), False, "tensor", True)
-    run(x, torch.float16, None, True, "tensor", True)
-    one_dtype = ["amax", "quantize_transpose", "amax", "quantize"]
-    assert kernels(launched) == [*one_dtype, *one_dtype, "quantize_transpose"]
+X, ONE, E4M3 = normal((64, 32), BF16), torch.ones(()), FP8[0]
+MX_SCALES, NVFP4_SCALES = torch.ones((64, 1), dtype=torch.uint8), torch.ones(64, 2).to(E4M3)
+CODES = torch.zeros((64, 16), dtype=torch.uint8)
+GRADS = [normal((n,), F32) for n in (5, 0, 50_000)]
 
 
-def test_launches_of_quantize_by_blocks(launched: list[Launch]) -> None:
-    """One, but for rows with transpose, whose scales need all tiles."""
-    run = launcher("quantize")
-    x = normal((64, 32), torch.bfloat16)
-    for granularity in ("row", "block1x128", "block128x128"):
-        for transpose in (False, True):
-            run(x, torch.float8_e4m3fn, None, transpose, granularity, True)
-    tiles = "quantize_tiles"
-    assert kernels(launched) == ["quantize_rows", "tile_maxima", tiles, tiles, tiles, tiles, tiles]
+def updates(rule: str) -> list[list[Any]]:
+    """Of three params, one of them empty; masters and states of every kind, and rates on the device
+    of both widths."""
+    kinds = (None, BF16), (F32, F32), (INT16, BF16)
+    mixed = [[Mix(BF16, BF16, masters, (state, state))] * 3 for masters, state in kinds]
+    shapes = [(33,), (0,), (2048,)]
+    return [
+        arguments(rule, mix, shapes, lr_tensor=lr, stochastic_rounding=True)
+        for mix, lr in zip(mixed, RATES, strict=True)
+    ]
 
 
-def test_launches_of_block_formats(launched: list[Launch]) -> None:
-    """One, but for NVFP4, whose scales need the amax of x; none for empty tensors."""
-    x = normal((64, 32), torch.bfloat16)
-    for fmt in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
-        for y, transpose in ((x, True), (x[:, 1:8], False), (x[:0], True)):
-            results = launcher("quantize_mx")(y, fmt, "rceil", transpose, None)
-            for size in (y.shape[1], 0):
-                data = results[0] if size else results[0][:0]
-                launcher("dequantize_mx")(data, results[2], None, fmt, size, BF16)
-    one, two = ["quantize_mx", "dequantize_mx"], ["amax", "quantize_mx", "dequantize_mx"]
-    assert kernels(launched) == 4 * one + 2 * two
+# An op, calls of it, and the kernels that are launched for them.
+LAUNCHES: list[tuple[str, list[Any], str]] = [
+    # To FP8 amax, which returns at once where a scale is given, then the cast; to 16 bits: one.
+    ("quantize", [(X, E4M3, None, True, "tensor", True), (X, FP8[1], ONE, False, "tensor", True)],
+     "amax quantize_transpose amax quantize"),
+    ("quantize", [(X, torch.float16, None, True, "tensor", True)], "quantize_transpose"),
+    # One, but for rows with transpose, whose scales need all tiles.
+    ("quantize", [(X, E4M3, None, turned, "row", True) for turned in (False, True)],
+     "quantize_rows tile_maxima quantize_tiles"),
+    ("quantize", [(X, E4M3, None, turned, by, True) for turned in (False, True)
+                  for by in ("block1x128", "block128x128")], 4 * "quantize_tiles "),
+    # One, but for NVFP4, whose scales need the amax of x; none for empty tensors.
+    *(("quantize_mx", [(x, fmt, "rceil", x is X, None) for x in (X, X[:, 1:8], X[:0])], names)
+      for fmt, names in (("mxfp8_e4m3", 2 * "quantize_mx "), ("mxfp4", 2 * "quantize_mx "),
+                         ("nvfp4", 2 * "amax quantize_mx "))),
+    ("dequantize_mx", [(X.to(E4M3), MX_SCALES, None, "mxfp8_e4m3", 32, BF16),
+                       (CODES, NVFP4_SCALES, None, "nvfp4", 32, BF16),
+                       (CODES[:0], NVFP4_SCALES[:0], None, "nvfp4", 0, BF16)],
+     "dequantize_mx dequantize_mx"),
+    # The constants of all params, then one launch a param; nothing for empty ones.
+    *((RULES[rule][0], updates(rule), 3 * "step_constants step step ")
+      for rule in ("decoupled", "momentum")),
+    # One a gradient; two where there is more than one partial sum to add; none for empty ones.
+    ("grad_stats_", [(GRADS, ONE, torch.zeros(()), torch.zeros(3).double(), None)],
+     "grad_stats grad_stats sum"),
+]  # fmt: skip
 
 
-@every_rule
-def test_launches_of_an_update(launched: list[Launch], rule: str) -> None:
-    """The constants of all params, then one launch a param; nothing for empty ones."""
-    op = RULES[rule][0]
-    launcher(op)(*arguments(rule, [Mix(F32, F32)] * 3, [(5,), (0,), (5000,)]))
-    assert kernels(launched) == ["step_constants", "step", "step"]
-    assert all(one.keywords["enable_fp_fusion"] is False for one in launched)
-
-
-def test_launches_of_grad_stats(launched: list[Launch]) -> None:
-    """One a gradient; two where there is more than one partial sum to add; none for empty ones."""
-    grads = [normal((n,), torch.float32) for n in (5, 0, 50_000)]
-    launcher("grad_stats_")(grads, torch.ones(()), torch.zeros(()), torch.zeros(3).double(), None)
-    assert kernels(launched) == ["grad_stats", "grad_stats", "sum"]
+@pytest.mark.parametrize(("op", "calls", "names"), LAUNCHES, ids=[op for op, *_ in LAUNCHES])
+def test_which_kernels_are_launched(
+    launched: list[Launch], op: str, calls: list[Any], names: str
+) -> None:
+    for args in calls:
+        launcher(op)(*args)
+    assert [one.stem for one in launched] == names.split()
+    fused = [one.keywords.get("enable_fp_fusion", "no word") for one in launched]
+    assert not op.endswith(("adamw_", "sgd_")) or not any(fused)

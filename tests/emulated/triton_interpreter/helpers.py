@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton
 import triton.language as tl
-from emulated.ops import OPS, TRITON, launcher
+from emulated.agreement import OPS, TRITON, launcher
 from triton.runtime import interpreter
 
 from mixprec.ops._dispatch import backends

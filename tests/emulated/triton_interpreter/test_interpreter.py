@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import FP8, contiguous, from_bits, name, small_integers, transposed
-from emulated.ops import OPS, TRITON
+from emulated.agreement import OPS, TRITON
 from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu, tl, triton
 
 import mixprec

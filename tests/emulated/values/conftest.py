@@ -8,8 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from emulated.agreement import CPU, Agreement
-from emulated.ops import launcher
+from emulated.agreement import CPU, Agreement, launcher
 from emulated.shim import runner
 from emulated.variant import Variant
 

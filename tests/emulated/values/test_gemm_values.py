@@ -149,26 +149,6 @@ def test_scales_and_bias(variant: Variant, kinds: tuple[str, str], out: torch.dt
     variant.finish()
 
 
-@formats
-def test_one_hot_rows_select_exactly(variant: Variant, pair: Pair) -> None:
-    """Layout and scale errors that random data hides."""
-    for i, (m, n, k) in enumerate(
-        variant.affordable(((40, 129, 300), (192, 256, 128), (3, 257, 33)))
-    ):
-        b = normal((k, n), torch.float32, seed=m).to(pair[1])
-        rows = torch.randint(0, k, (m,), generator=torch.Generator().manual_seed(n))
-        a = torch.zeros(m, k)
-        a[torch.arange(m), rows] = 1.0
-        a, want = a.to(pair[0]), b.double()[rows]
-        for order_a, order_b in variant.some(ORDERS, i):
-            left, right = order_a(a), order_b(b)
-            got = variant.gemm(left, right, a_scale_inv=2.0, out_dtype=torch.float32)
-            check(got, want * 2.0, f"{m} {n} {k}")
-            got = variant.gemm(right.t(), left.t(), b_scale_inv=0.5, out_dtype=torch.float32)
-            check(got, want.t() * 0.5, f"{m} {n} {k} transposed")
-    variant.finish()
-
-
 @pytest.mark.parametrize("out", WIDE, ids=name)
 @formats
 def test_random_and_one_signed_data(variant: Variant, pair: Pair, out: torch.dtype) -> None:

@@ -135,9 +135,21 @@ def test_updates(agree: Agreement, rule: str, kind: tuple[Any, Any]) -> None:
         check(agree, rule, found[i::4], [shape], stochastic_rounding=i % 2 == 0)
 
 
+NUMBERS: dict[str, list[dict[str, Any]]] = {
+    "decoupled": [{"lr": 0.0, "weight_decay": 0.0}, {"beta1": 0.0, "beta2": 0.0}, {"eps": 0.0},
+                  {"eps": 1e-30, "lr": 1e10, "weight_decay": 0.3},
+                  {"beta1": 0.95, "beta2": 0.99999, "lr": 3.3e-5}],
+    "momentum": [{"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0},
+                 {"lr": 3e4, "weight_decay": 0.3, "dampening": 1.0, "nesterov": True}],
+    "lion": [{"lr": 0.0, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.0},
+             {"lr": 1e10, "weight_decay": 0.3, "beta1": 0.95, "beta2": 0.98}],
+    "muon": [{"momentum": 0.0, "nesterov": False}],
+}  # fmt: skip
+
+
 @every_op
 def test_options(agree: Agreement, rule: str) -> None:
-    """What the gradient and the rate depend on, in both widths of the arithmetic."""
+    """What the gradient and the rate depend on and numbers, in both widths of the arithmetic."""
     mixed = [Mix(F16, F16), Mix(F64, F64, None, (F64, F64))]
     flags = {"decoupled": "decoupled_weight_decay", "momentum": "nesterov", "muon": "nesterov"}
     flag = (flags[rule],) if rule in flags else ()
@@ -146,6 +158,7 @@ def test_options(agree: Agreement, rule: str) -> None:
     cases = [
         *(dict(zip(("maximize", "max_value", "lr_tensor", *flag), c, strict=True)) for c in signs),
         *(dict(zip(("inv_scale", "clip", "found_inf"), c, strict=True)) for c in given),
+        *NUMBERS[rule],
     ]
     for options in cases:
         if options.get("found_inf") is not None:
@@ -163,26 +176,6 @@ def test_updates_skip(agree: Agreement, rule: str, found_inf: float) -> None:
         args[1] = [torch.full_like(g, NAN) for g in args[1]]
         before = [t.clone() for t in tensors(args)]
         assert_bits(tensors(agree(RULES[rule][0], args)), before)
-
-
-@pytest.mark.parametrize(
-    ("rule", "numbers"),
-    [
-        ("decoupled", {"lr": 0.0, "weight_decay": 0.0}),
-        ("decoupled", {"beta1": 0.0, "beta2": 0.0}),
-        ("decoupled", {"eps": 0.0}),
-        ("decoupled", {"eps": 1e-30, "lr": 1e10, "weight_decay": 0.3}),
-        ("decoupled", {"beta1": 0.95, "beta2": 0.99999, "lr": 3.3e-5}),
-        ("momentum", {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}),
-        ("lion", {"lr": 0.0, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.0}),
-        ("lion", {"lr": 1e10, "weight_decay": 0.3, "beta1": 0.95, "beta2": 0.98}),
-        ("muon", {"momentum": 0.0, "nesterov": False}),
-        ("momentum", {"lr": 3e4, "weight_decay": 0.3, "dampening": 1.0, "nesterov": True}),
-    ],
-    ids=name,
-)
-def test_numbers_of_updates(agree: Agreement, rule: str, numbers: dict[str, float]) -> None:
-    check(agree, rule, [Mix(F16, F16, F32), Mix(F64, F64, F64, (F64, F64))], **numbers)
 
 
 @pytest.mark.parametrize("kind", KINDS[:-2], ids=name)
