@@ -93,15 +93,6 @@ class FrozenLinear(nn.Module):
                 self._buffers[name] = moved if name == "bias" else moved.to(buffer.dtype)
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Takes the codes under `weight` too, where version 0.1 put them."""
-        old, new = f"{prefix}weight", f"{prefix}weight_codes"
-        if old in state_dict and new not in state_dict and state_dict[old].element_size() == 1:
-            state_dict[new] = state_dict.pop(old)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def extra_repr(self) -> str:
         n, k = self.weight.shape
         return f"in_features={k}, out_features={n}, bias={self.bias is not None}, {self.fmt}/row"

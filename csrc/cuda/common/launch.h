@@ -1,5 +1,5 @@
 // All kernels are launched through these functions. They use neither torch nor <<<>>>, so that the
-// kernels also compile as plain C++ with tests/emulated/cuda_runtime.h in place of
+// kernels also compile as plain C++ with tests/emulated/shim/cuda_runtime.h in place of
 // CUDA's header.
 #pragma once
 
@@ -12,7 +12,6 @@ namespace mixprec::cuda {
 
 constexpr int kThreads = 256;    // per block, in all kernels but the GEMM
 constexpr int kBlocksPerSm = 8;  // of kThreads threads: a full SM
-constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
 // kernel(args...) on `stream`. Returns errors of the launch, not of the execution.
 template <class... Params, class... Args>

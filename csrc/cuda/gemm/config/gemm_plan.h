@@ -37,8 +37,6 @@ struct DeviceProperties {
 // others leave the choice to the planner.
 struct ConfigOverride {
   int tile_config = -1, splits = 0, group = 0;
-
-  constexpr bool is_empty() const { return tile_config < 0 && splits == 0 && group == 0; }
 };
 
 struct GemmConfig {

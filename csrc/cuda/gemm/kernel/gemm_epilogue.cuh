@@ -28,17 +28,4 @@ MIXPREC_HD float finished(const Epilogue& e, float sum, int64_t row, int64_t col
   return with_bias(e, scaled(e, sum, row, col), col);
 }
 
-// The only rounding; O is the type of e.out_dtype.
-template <class O>
-MIXPREC_HD void store_finished(const Epilogue& e, float value, int64_t row, int64_t col) {
-  O* to = static_cast<O*>(e.out) + row * e.pitch + col;
-  if (e.accumulate) value += decode(*to);
-  *to = Convert<O>::encode(value);
-}
-
-MIXPREC_HD void store_finished(const Epilogue& e, float value, int64_t row, int64_t col) {
-  with_float(e.out_dtype,
-             [&](auto t) { store_finished<typename decltype(t)::type>(e, value, row, col); });
-}
-
 }  // namespace mixprec::cuda
