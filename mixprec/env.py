@@ -4,5 +4,7 @@ import sys
 
 from .diagnostics.env import build, describe, machine, main, report, self_test, variants, versions
 
+__all__ = ["build", "describe", "machine", "main", "report", "self_test", "variants", "versions"]
+
 if __name__ == "__main__":
     sys.exit(main())
