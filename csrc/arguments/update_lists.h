@@ -80,8 +80,9 @@ class UpdateCheck {
 
   CheckedParam check_param(size_t i) const {
     const Tensor &param = a_.params[i], &grad = a_.grads[i];
-    CheckedParam found = {dtype_of(param, "a param of the optimizer's step"),
-                          dtype_of(grad, "a grad of the optimizer's step")};
+    CheckedParam found = {};
+    found.param = dtype_of(param, "a param of the optimizer's step");
+    found.grad = dtype_of(grad, "a grad of the optimizer's step");
     Sizes sizes = param.sizes();
     Dtype p = found.param, g = found.grad;
     bool narrow = p != Dtype::f64;

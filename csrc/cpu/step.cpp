@@ -15,7 +15,9 @@ class Step {
       : lists_(std::move(lists)), seed_(seed), states_(lists_.states_each()) {
     std::vector<CheckedParam> checked = UpdateCheck(lists_).run();
     for (const CheckedParam& c : checked) {
-      StepArrays arrays = {c.param, c.grad, {c.state[0], c.state[1]}};
+      StepArrays arrays = {};
+      arrays.param_dtype = c.param, arrays.grad_dtype = c.grad;
+      std::copy(c.state, c.state + 2, arrays.state_dtype);
       arrays.stochastic = c.stochastic;
       if (!lists_.masters.empty()) {
         arrays.master_kind = c.remainder ? Master::remainder : Master::real;
