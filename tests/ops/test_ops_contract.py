@@ -194,6 +194,7 @@ def test_raw_ops_give_no_silent_gradients() -> None:
         lambda: mixprec.gemm_accumulate_(torch.zeros(4, 4), x.half(), x.half()),
         lambda: mixprec.gemm_accumulate_(x, half, half),
         lambda: mixprec.unscale_([x], torch.ones(()), torch.zeros(1)),
+        lambda: ops.grad_stats_([x], None, torch.zeros(1), torch.zeros(1).double()),
     ):
         with pytest.raises(RuntimeError, match="no derivative"):
             call()
