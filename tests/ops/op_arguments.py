@@ -22,7 +22,8 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, arrangement: str) -> torc
 
 
 def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
-    """Positional arguments of the raw op, in the schema's order."""
+    """Positional arguments of the raw op, in the schema's order; those of an op that is not listed
+    are its first example, whatever dtype and arrangement."""
     one, flag = torch.ones(()), torch.zeros(1)
     x = tensor((4, 6), dtype, arrangement)
     if op == "amax":
@@ -88,13 +89,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op == "scale_from_amax_":
         same = [tensor((4, 6), dtype, arrangement) for _ in range(3)]
         return *same, torch.float8_e5m2, 1, True
-    if op == "update_scale_":
-        trackers = [torch.ones(1, dtype=torch.int32) for _ in range(2)]
-        counters, settings = torch.zeros(3).long(), (2.0, 0.5, 1, 0.0, 1e9, 1, 0.5)
-        return torch.ones(1), *trackers, counters, flag, torch.ones(()), *settings
-    if op == "inv_scale":
-        return (one * 4,)
     if op == "update_delayed_scales_":
         histories, scales = [torch.ones(4), torch.zeros(4)], [torch.ones(()), torch.zeros(())]
         return histories, scales, [one * 2, one * 3], [448.0, 57344.0], 0, True, False
-    return one.double(), 0.5
+    return tuple(next(iter(OPS[op].examples("cpu"))))

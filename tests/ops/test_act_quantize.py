@@ -1,18 +1,14 @@
-"""act_quantize and act_backward: the activations, and that the cast is that of quantize."""
+"""act_quantize and act_backward: the activations. test_fused_casts.py has the casts."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-import independent as ind
 import torch
-from cases import LAYOUTS, SHAPES, WIDE, Layout, for_each, normal, pairwise, random_bits
+from cases import WIDE, for_each, normal, random_bits
+from test_fused_casts import PLAIN, compare
 
-import mixprec
-from mixprec.ops import act_quantize
-from mixprec.ops._dispatch.casts import Cast
-from mixprec.ops._reference import scale_layout
 from mixprec.ops.act_quantize import (
     KINDS,
     act_backward_op,
@@ -20,40 +16,8 @@ from mixprec.ops.act_quantize import (
     act_quantize_op,
     act_quantize_reference,
 )
-from mixprec.ops.quantize import quantize_reference
 
 FP32 = torch.float32
-PLAIN = Cast(FP32)  # the values themselves
-CASTS = [
-    PLAIN,
-    Cast(torch.bfloat16),
-    Cast(torch.float16, torch.tensor(3.0), True, "tensor", True),
-    Cast(torch.float8_e4m3fn, None, True, "tensor", False),
-    Cast(torch.float8_e4m3fn, torch.tensor(0.0), False, "tensor", True),
-    Cast(torch.float8_e5m2, torch.tensor(37.0), True, "tensor", True),
-    *(
-        Cast(fp8, None, transpose, granularity, True)
-        for fp8, (transpose, granularity) in zip(
-            itertools.cycle((torch.float8_e4m3fn, torch.float8_e5m2)),
-            itertools.product((False, True), ("row", "block1x128", "block128x128", "mx", "mx")),
-        )
-    ),
-]
-
-
-def same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], what: str = "") -> None:
-    assert len(got) == len(want)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert (g.shape, g.stride()) == (w.shape, w.stride()), f"{what} result {i}"
-        ind.assert_same_bits(g, w, f"{what} result {i}")
-
-
-def same_quantized(got: mixprec.Quantized, want: mixprec.Quantized) -> None:
-    assert got[5:] == want[5:]
-    for g, w in zip(got[:5], want[:5], strict=True):
-        assert (g is None) == (w is None)
-        if w is not None:
-            ind.assert_same_bits(g, w)
 
 
 def wide(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -111,50 +75,6 @@ def test_every_bit_pattern(kind: str, dtype: torch.dtype, gate: bool) -> None:
     x = random_bits(1 << 16, dtype).view(64, 1024)
     up = random_bits(1 << 16, dtype, seed=1).view(64, 1024) if gate else None
     g = random_bits(1 << 16, dtype, seed=2).view(64, 1024)
-    same(act_quantize_op(x, up, kind, *PLAIN), act_quantize_reference(x, up, kind, PLAIN))
-    same(act_backward_op(g, x, up, kind, *PLAIN), act_backward_reference(g, x, up, kind, PLAIN))
-
-
-@for_each("layout, cast, kind, dtype", pairwise(LAYOUTS, CASTS, KINDS, WIDE))
-def test_casts_shapes_and_layouts(
-    poisoned: None, layout: Layout, cast: Cast, kind: str, dtype: torch.dtype
-) -> None:
-    """The casts of the values are those of quantize, and the kernels are the references."""
-    for i, shape in enumerate(SHAPES):
-        of_shape = cast._replace(transpose=cast.transpose and len(shape) >= 2)
-        x, up = layout(normal(shape, dtype, seed=i)), normal(shape, dtype, seed=i + 1)
-        other = up if (i + len(kind)) % 2 else None
-        got = act_quantize_op(x, other, kind, *of_shape)
-        same(got, quantize_reference(act_quantize_op(x, other, kind, *PLAIN)[0], of_shape))
-        same(got, act_quantize_reference(x, other, kind, of_shape), str(shape))
-        g = layout(normal(shape, WIDE[i % 3], seed=i + 2))
-        want = act_backward_reference(g, x, other, kind, of_shape)
-        same(act_backward_op(g, x, other, kind, *of_shape), want, str(shape))
-
-
-@for_each("cast", CASTS)
-def test_large(poisoned: None, two_threads: None, cast: Cast) -> None:
-    x, up, g = (normal((193, 1031), torch.bfloat16, seed=i) for i in range(3))
-    x[100, 7], up[192, 1030] = 60.0, math.nan if cast.granularity in ("row", "mx") else -50.0
-    same(act_quantize_op(x, up, "silu", *cast), act_quantize_reference(x, up, "silu", cast))
-    same(act_backward_op(g, x, up, "silu", *cast), act_backward_reference(g, x, up, "silu", cast))
-
-
-def test_values_that_are_computed_twice(two_threads: None) -> None:
-    """So many elements that they are not kept while the amax is searched for."""
-    x = normal((1 << 11,), torch.bfloat16).repeat(2049).view(2049, -1)
-    x[2048, 2047] = 11.0
-    cast = Cast(torch.float8_e4m3fn, transpose=True)
-    same(act_quantize_op(x, None, "relu2", *cast), act_quantize_reference(x, None, "relu2", cast))
-    same(act_backward_op(x, x, x, "relu2", *cast), act_backward_reference(x, x, x, "relu2", cast))
-
-
-def test_public_function(backend: str) -> None:
-    x, up = normal((7, 130), torch.bfloat16), normal((7, 130), torch.bfloat16, seed=1)
-    for granularity in scale_layout.FUSED:
-        q = act_quantize(x, "e4m3", up, kind="gelu", transpose=True, granularity=granularity)
-        y = act_quantize_op(x, up, "gelu", *PLAIN)[0]
-        want = mixprec.quantize(y, "e4m3", transpose=True, granularity=granularity)
-        same_quantized(q, want)
-    q = act_quantize(x, "bf16", scale=2.0)
-    ind.assert_same_bits(q.data, (act_quantize_op(x, None, "silu", *PLAIN)[0] * 2).bfloat16())
+    compare(act_quantize_op(x, up, kind, *PLAIN), act_quantize_reference(x, up, kind, PLAIN), "y")
+    got = act_backward_op(g, x, up, kind, *PLAIN)
+    compare(got, act_backward_reference(g, x, up, kind, PLAIN), "dx")

@@ -11,8 +11,6 @@ from cases import LARGE, LAYOUTS, SHAPES, WIDE, Layout, for_each, from_bits, nor
 
 import mixprec
 
-FLT_MAX = 3.4028234663852886e38
-
 
 def check(x: torch.Tensor) -> None:
     before = ind.bits(x).copy()
@@ -35,10 +33,13 @@ def test_large(two_threads: None, dtype: torch.dtype, shape: tuple[int, ...]) ->
     flat = x.view(-1)
     for i in (0, 1, flat.numel() // 2, flat.numel() - 2, flat.numel() - 1):
         before = flat[i].clone()
-        flat[i] = -100.0  # above every other magnitude, and negative
-        assert mixprec.amax(x).item() == 100.0, f"element {i} was not read"
+        for value in (-100.0, math.inf, -math.inf, math.nan):  # each the largest magnitude
+            flat[i] = value
+            check(x)
+            check(x.t() if x.dim() == 2 else x[i % 2 :])
         flat[i] = before
-    check(x.t() if x.dim() == 2 else x[1:])
+    flat[0], flat[-1] = math.nan, math.inf
+    check(x)
 
 
 @for_each("dtype", WIDE)
@@ -56,31 +57,3 @@ def test_every_16_bit_magnitude(backend: str, dtype: torch.dtype) -> None:
     check(codes[want < math.inf])
     check(codes[want <= math.inf])
     check(codes)
-
-
-SPECIAL = [
-    ([0.0], 0.0),
-    ([-0.0, 0.0], 0.0),
-    ([2.0**-149], 2.0**-149),
-    ([-(2.0**-149), 0.0], 2.0**-149),
-    ([FLT_MAX, -1.0], FLT_MAX),
-    ([1.0, -FLT_MAX], FLT_MAX),
-    ([math.inf, 1.0], math.inf),
-    ([1.0, -math.inf], math.inf),
-    ([math.nan, 1.0], math.nan),
-    ([math.inf, math.nan], math.nan),
-    ([math.nan, -math.inf], math.nan),
-    ([-math.nan], math.nan),
-]
-
-
-@for_each("values, want", SPECIAL)
-@for_each("size", [2, 40, 1000, 70001])
-def test_special_values_anywhere(
-    backend: str, two_threads: None, size: int, values: list[float], want: float
-) -> None:
-    for first in (0, (size - len(values)) // 2, size - len(values)):
-        x = torch.zeros(size)
-        x[first : first + len(values)] = torch.tensor(values)
-        got = mixprec.amax(x)
-        assert got.item() == want or (math.isnan(want) and math.isnan(got.item())), (first, got)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import FP8, WIDE, for_each, normal
 from op_arguments import arguments
-from torch import nn
+from test_global_state import train
 
 import mixprec
 from mixprec.ops._dispatch import autocast
@@ -197,34 +197,9 @@ def test_other_ops_take_what_they_are_given(name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_scaler_and_optimizer_inside_a_region(dtype: torch.dtype, optimizer: str) -> None:
     """A user may put the whole step into it: no bit of params, FP32 state or loss scale changes."""
-
-    def train(inside: bool) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = mixprec.convert(nn.Sequential(nn.Linear(K, 16), nn.Linear(16, N)), "bf16")
-        model = mixprec.cast_parameters(model, BF16)
-        options = {"momentum": 0.9} if optimizer == "SGD" else {}
-        kind = getattr(mixprec.optim, optimizer)
-        optim = kind(model.parameters(), lr=1e-2, max_grad_norm=0.5, **options)
-        scaler = mixprec.GradScaler(init_scale=2.0**10, growth_interval=2)
-        for step in range(4):
-            loss = model(normal((M, K), BF16, seed=step)).float().square().mean()
-            scaler.scale(loss).backward()
-            with torch.autocast("cpu", dtype, enabled=inside):
-                if step == 1:
-                    scaler.unscale_(optim)
-                scaler.step(optim)
-                scaler.update()
-                optim.zero_grad()
-        tensors = {n: p.detach() for n, p in model.named_parameters()}
-        for i, state in optim.state_dict()["state"].items():
-            tensors |= {f"{i}.{key}": value for key, value in state.items()}
-        return {**tensors, "scale": torch.tensor(scaler.get_scale())}
-
-    want, got = train(False), train(True)
-    assert want.keys() == got.keys()
-    assert any(key.endswith("master") for key in want)
-    for key, value in want.items():
-        assert value.dtype == got[key].dtype, key
-        ind.assert_same_bits(got[key].double(), value.double(), key)
-    assert {v.dtype for k, v in got.items() if k.endswith(("master", "exp_avg_sq"))} == {FP32}
-    assert want["scale"] == 2.0**12
+    region, kind = (
+        functools.partial(torch.autocast, "cpu", dtype),
+        getattr(mixprec.optim, optimizer),
+    )
+    want, got = train(BF16, "bf16", kind), train(BF16, "bf16", kind, region)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -15,28 +15,6 @@ from mixprec.ops._dispatch import arch, backends, library, self_check
 from mixprec.ops._dispatch.op import OPS, Op
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nothing is chosen, compared or logged yet."""
-    for op in OPS.values():
-        for name in ("_chosen", "_able", "agreed", "left_out"):
-            monkeypatch.setattr(op, name, {})
-        monkeypatch.setattr(op, "_warned", False)
-    return monkeypatch
-
-
-@pytest.fixture
-def gpu(fresh: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As on a GPU of compute capability 9.0 with everything built. The tensors are on the CPU, and
-    what is chosen for them is looked at, not run."""
-    fresh.setattr(library, "TRITON_ERROR", None)
-    fresh.setattr(library, "CUDA_ERROR", None)
-    fresh.setattr(library, "CUDA_ARCHS", "8.0;9.0a;12.0+PTX")
-    fresh.setattr(library, "has_cuda_kernel", lambda op: True)
-    fresh.setattr(library, "capability", lambda index: (9, 0))
-    return fresh
-
-
 def test_the_kernels_are_built_and_chosen_on_the_cpu() -> None:
     assert library.LOAD_ERROR is None
     assert library.C is not None

@@ -21,23 +21,6 @@ from mixprec.ops._dispatch.op import Op
 from mixprec.ops.gemm import gemm_accumulate_op, gemm_op
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """As on a GPU of compute capability 9.0 with everything built, without any entry."""
-    monkeypatch.setattr(library, "TRITON_ERROR", None)
-    monkeypatch.setattr(library, "CUDA_ERROR", None)
-    monkeypatch.setattr(library, "CUDA_ARCHS", "9.0a")
-    monkeypatch.setattr(library, "has_cuda_kernel", lambda op: True)
-    monkeypatch.setitem(library._capabilities, 0, (9, 0))
-    for op in (gemm_op, gemm_accumulate_op):
-        monkeypatch.setattr(op, "_able", {})
-        monkeypatch.setattr(op, "agreed", {})
-    monkeypatch.setenv("MIXPREC_TUNED", "/nowhere/gemm_table.json")
-    gemm_table.table.cache_clear()
-    yield monkeypatch
-    gemm_table.table.cache_clear()
-
-
 def chosen(args: tuple[Any, ...]) -> str:
     return gemm_op.backend_of_call(0, args)
 
@@ -57,8 +40,7 @@ def test_without_an_entry_torch_where_it_is_exact_else_ours(gpu: pytest.MonkeyPa
     acc = torch.zeros(32, 48)
     assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ONE, ONE)) == "vendor"
     assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ROW, ONE)) == "cuda"
-    gpu.setitem(library._capabilities, 0, (8, 0))
-    gpu.setattr(library, "CUDA_ARCHS", "8.0")
+    gpu.setattr(library, "capability", lambda index: (8, 0))
     gemm_op._able.clear()
     assert chosen(CAN["bf16"]) == "vendor"
     assert chosen(CAN["fp8"]) == "triton", "the CUDA kernel is Hopper's"
@@ -75,8 +57,7 @@ def test_the_error_lists_every_variant_with_its_reason(gpu: pytest.MonkeyPatch) 
     with mixprec.use_backend("cuda"):
         assert chosen(CAN["bf16"]) == "cuda", "overridden"
     gpu.setattr(gemm_table, "DEFAULT", ("vendor", "cuda", "triton"))
-    gpu.setitem(library._capabilities, 0, (8, 0))
-    gpu.setattr(library, "CUDA_ARCHS", "8.0")
+    gpu.setattr(library, "capability", lambda index: (8, 0))
     gpu.setattr(library, "TRITON_ERROR", "triton is not installed")
     gemm_op._able.clear()
     reasons = r"vendor: torch._scaled_mm needs .* 8\.9 .*; cuda: .*Hopper.* 8\.0; triton: .*not"

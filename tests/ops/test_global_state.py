@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -45,22 +45,32 @@ def test_kernels_agree_with_their_references(name: str, state: Any) -> None:
     assert found is None
 
 
-def train(dtype: torch.dtype, recipe: str) -> list[Any]:
-    """Four steps, of which the second overflows; everything that is to stay the same."""
+def train(
+    dtype: torch.dtype,
+    recipe: str,
+    kind: type[torch.optim.Optimizer] = mixprec.optim.AdamW,
+    region: Callable[[], Any] = contextlib.nullcontext,
+) -> list[Any]:
+    """Four steps, of which the second overflows, with the optimizer and the scaler in the region;
+    everything that is to stay the same."""
     torch.manual_seed(0)
     cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     model = torch.nn.Sequential(torch.nn.Linear(32, 16, **cpu), torch.nn.Linear(16, 8, **cpu))
     model = mixprec.cast_parameters(mixprec.convert(model, recipe), dtype)
-    optimizer = mixprec.optim.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    options = {"momentum": 0.9} if kind is mixprec.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=1e-2, max_grad_norm=1.0, **options)
     scaler = mixprec.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for step in range(4):
         x = torch.randn(4, 32, **cpu).to(dtype)
         x[0, 0] = torch.inf if step == 1 else x[0, 0]
         scaler.scale(model(x).float().square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        mixprec.update_scales(model)
-        optimizer.zero_grad()
+        with region():
+            if step == 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            mixprec.update_scales(model)
+            optimizer.zero_grad()
     norm = optimizer.grad_norm
     assert norm is not None
     assert int(optimizer.skipped) == int(scaler.skipped) == 1

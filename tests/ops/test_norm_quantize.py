@@ -1,4 +1,5 @@
-"""norm_quantize and norm_backward: the sums' order, the norms, and that the cast is quantize's."""
+"""norm_quantize and norm_backward: the sums' order and the norms. test_fused_casts.py has the
+casts."""
 
 from __future__ import annotations
 
@@ -7,25 +8,12 @@ import math
 import independent as ind
 import numpy as np
 import torch
-from cases import LAYOUTS, WIDE, Layout, for_each, normal, pairwise
-from test_act_quantize import CASTS, PLAIN, same, same_quantized
+from cases import for_each, normal
+from test_fused_casts import PLAIN
 
-import mixprec
-from mixprec.ops import norm_quantize
-from mixprec.ops._dispatch.casts import Cast
-from mixprec.ops._reference import scale_layout
-from mixprec.ops.norm_quantize import (
-    norm_backward_op,
-    norm_backward_reference,
-    norm_quantize_op,
-    norm_quantize_reference,
-)
-from mixprec.ops.quantize import quantize_reference
+from mixprec.ops.norm_quantize import norm_backward_op, norm_quantize_op
 
 F32 = np.float32
-SHAPES = ((0,), (0, 5), (5, 0), (4, 0, 3), (1,), (7,), (257,), (13, 17), (63, 65), (65, 256))
-SHAPES += ((130, 1), (3, 1031), (2, 3, 513), (129, 129))
-Given = tuple[torch.Tensor | None, ...]
 
 
 def row_sum(x: np.ndarray) -> F32:
@@ -47,12 +35,6 @@ def column_sums(x: np.ndarray) -> np.ndarray:
             of_band = of_band + row
         total = total + of_band
     return total
-
-
-def vectors(k: int, i: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """weight and bias or not, of any dtype."""
-    weight = normal((k,), WIDE[i % 3], seed=90) if i % 4 else None
-    return weight, normal((k,), WIDE[(i + 1) % 3], seed=91) if i % 3 else None
 
 
 @for_each("subtract_mean, k", [(mean, k) for mean in (True, False) for k in (1, 255, 256, 700)])
@@ -104,56 +86,6 @@ def test_against_torch_in_fp64(backend: str, subtract_mean: bool) -> None:
         torch.testing.assert_close(have.double(), leaf.grad, rtol=2e-6, atol=2e-5)
 
 
-@for_each("layout, cast, dtype, subtract_mean", pairwise(LAYOUTS, CASTS, WIDE, (True, False)))
-def test_casts_shapes_and_layouts(
-    poisoned: None, layout: Layout, cast: Cast, dtype: torch.dtype, subtract_mean: bool
-) -> None:
-    """The casts of the values are those of quantize, and the kernels are the references."""
-    for i, shape in enumerate(SHAPES):
-        of_shape = cast._replace(transpose=cast.transpose and len(shape) >= 2)
-        x, res = layout(normal(shape, dtype, seed=i)), layout(normal(shape, dtype, seed=i + 1))
-        given = x, res if i % 2 else None, *vectors(shape[-1], i), 1e-5, subtract_mean
-        got = norm_quantize_op(*given, *of_shape)
-        same(got[:5], quantize_reference(norm_quantize_op(*given, *PLAIN)[0], of_shape))
-        same(got, norm_quantize_reference(*given, of_shape), str(shape))
-
-
-@for_each("layout, dtype, g_dtype, subtract_mean", pairwise(LAYOUTS, WIDE, WIDE, (True, False)))
-def test_backward_shapes_and_layouts(
-    poisoned: None, layout: Layout, dtype: torch.dtype, g_dtype: torch.dtype, subtract_mean: bool
-) -> None:
-    for i, shape in enumerate(SHAPES):
-        x, g = layout(normal(shape, dtype, seed=i)), layout(normal(shape, g_dtype, seed=i + 1))
-        weight, bias = vectors(shape[-1], i)
-        mean, rstd = norm_quantize_op(x, None, None, None, 1e-5, subtract_mean, *PLAIN)[6:]
-        g_total = layout(normal(shape, WIDE[i % 3], seed=i + 2)) if i % 2 else None
-        given = g, x, weight, mean, rstd, g_total, bias is not None
-        same(norm_backward_op(*given), norm_backward_reference(*given), str(shape))
-
-
-@for_each("cast", CASTS)
-def test_large(poisoned: None, two_threads: None, cast: Cast) -> None:
-    x, res, g = (normal((193, 1031), torch.bfloat16, seed=i) for i in range(3))
-    x[100, 7], g[192, 1030] = 600.0, math.nan
-    given = x, res, *vectors(1031, 5), 1e-6, cast[2]
-    *got, total, mean, rstd = norm_quantize_op(*given, *cast)
-    same((*got, total, mean, rstd), norm_quantize_reference(*given, cast))
-    given = g, total, given[2], mean, rstd, res, True
-    same(norm_backward_op(*given), norm_backward_reference(*given))
-
-
-@for_each("subtract_mean", [True, False])
-def test_values_that_are_computed_twice(two_threads: None, subtract_mean: bool) -> None:
-    """So many elements that they are not kept while the amax is searched for."""
-    x, res = (
-        normal((1 << 11,), torch.bfloat16, seed=i).repeat(2049).view(2049, -1) for i in (0, 1)
-    )
-    res[2048, 2047] = 700.0
-    cast = Cast(torch.float8_e4m3fn, transpose=True)
-    given = x, res, *vectors(2048, 5), 1e-6, subtract_mean
-    same(norm_quantize_op(*given, *cast), norm_quantize_reference(*given, cast))
-
-
 @for_each("subtract_mean", [True, False])
 def test_special_values(backend: str, subtract_mean: bool) -> None:
     """NaN and Inf make their row NaN, and no other; a constant row is 0 (LayerNorm) or finite."""
@@ -170,20 +102,3 @@ def test_special_values(backend: str, subtract_mean: bool) -> None:
     large = torch.full((2, 5), 3e38)  # its sum and its squares overflow
     y = norm_quantize_op(large, None, None, None, 1e-5, subtract_mean, *PLAIN)[0]
     assert y.isnan().all()
-
-
-def test_public_function(backend: str) -> None:
-    x, res = normal((7, 130), torch.bfloat16), normal((7, 130), torch.bfloat16, seed=1)
-    weight, bias = normal((130,), torch.float32, seed=2), normal((130,), torch.float32, seed=3)
-    for granularity in scale_layout.FUSED:
-        q, total = norm_quantize(
-            x, "e5m2", weight, bias, eps=1e-3, residual=res, transpose=True, granularity=granularity
-        )
-        ind.assert_same_bits(total, (x.float() + res.float()).bfloat16())
-        y = norm_quantize_op(x, res, weight, bias, 1e-3, False, *PLAIN)[0]
-        want = mixprec.quantize(y, "e5m2", transpose=True, granularity=granularity)
-        same_quantized(q, want)
-    q, total = norm_quantize(x, "bf16", subtract_mean=True, scale=2.0)
-    assert total is x
-    y = norm_quantize_op(x, None, None, None, 1e-5, True, *PLAIN)[0]
-    ind.assert_same_bits(q.data, (y * 2).bfloat16())

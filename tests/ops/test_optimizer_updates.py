@@ -173,20 +173,6 @@ def test_sign(backend: str) -> None:
     ind.assert_same_bits(lists.params[0], want)
 
 
-@given(st.sampled_from(RULES), st.integers(1, 100), st.integers(0, 1 << 30), st.booleans())
-def test_lists(rule: Rule, count: int, seed: int, masters: bool) -> None:
-    rng = random.Random(seed)
-    lists = Lists()
-    for i in range(count):
-        dtype = rng.choice(WIDE if masters else (*WIDE, F64))
-        grad = dtype if dtype == F64 else rng.choice(WIDE)
-        shape = rng.choice([(0,), (1,), (), (5, 0), (17,), (3, 7), (64,)])
-        layouts = tuple(rng.choice(WRITABLE) for _ in range(5))
-        lists.add(shape, dtype, grad, master=masters, step=rng.choice([0, 1, 9]),
-                  layouts=layouts, seed=i)  # fmt: skip
-    check(rule, lists, inv_scale=rng.choice([1.0, 2.0**-12, 0.3]))
-
-
 @every_rule
 def test_found_inf_skips_everything(backend: str, rule: Rule) -> None:
     plain, with_masters, remainders = Lists(), Lists(), Lists()

@@ -188,17 +188,3 @@ def test_t_and_transposed(backend: str, granularity: str) -> None:
         want.transposed()
     with pytest.raises(ValueError, match=r"Quantized\.t: data must be 2-D"):
         mixprec.quantize(x[0], "e4m3", granularity=granularity).t()
-
-
-@for_each("granularity", BLOCKS)
-@for_each("variant", ["quantize", "quantize_reference"])
-def test_opcheck(variant: str, granularity: str) -> None:
-    raw = getattr(torch.ops.mixprec, variant).default
-    for x in (normal((131, 140), torch.bfloat16).t(), torch.ones(0, 3), torch.ones(3, 0)):
-        args = (x, torch.float8_e4m3fn, None, True, granularity, True)
-        torch.library.opcheck(raw, args)
-        real = raw(*args)
-        with torch._subclasses.FakeTensorMode() as mode:
-            fake = raw(mode.from_tensor(x), *args[1:])
-        for r, f in zip(real, fake, strict=True):
-            assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)

@@ -134,23 +134,13 @@ def oracle(arch: str, pair: Pair, *abc: torch.Tensor) -> torch.Tensor:
     return c
 
 
-def compare_with_oracle(arch: str, pair: Pair, count: int) -> None:
-    core = tensor_core(arch, pair[0])
-    assert core is not None
-    for done in range(0, count, 20000):
-        size = min(20000, count - done)
-        a, b, c = operands(pair, size, 2 * max(core.terms, 32 // pair[0].itemsize), done)
-        assert_same_bits(in_cpp(arch, pair, a, b, c), oracle(arch, pair, a, b, c))
-
-
-def test_an_independent_model() -> None:
-    for arch, pair in CASES:
-        compare_with_oracle(arch, pair, 100)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_an_independent_model_of_many_sums(arch: str) -> None:
-    for case, pair in CASES:
-        if case == arch:
-            compare_with_oracle(arch, pair, 100_000)
+@pytest.mark.parametrize("count", [100, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_an_independent_model(arch: str, count: int) -> None:
+    for pair in (pair for case, pair in CASES if case == arch):
+        core = tensor_core(arch, pair[0])
+        assert core is not None
+        for done in range(0, count, 20000):
+            size = min(20000, count - done)
+            a, b, c = operands(pair, size, 2 * max(core.terms, 32 // pair[0].itemsize), done)
+            assert_same_bits(in_cpp(arch, pair, a, b, c), oracle(arch, pair, a, b, c))
