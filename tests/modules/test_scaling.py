@@ -214,12 +214,6 @@ def test_state_dicts(assign: bool) -> None:
     assert set(saved) == {"weight", "bias", *scaling.SAVED}, "the file was written to"
 
 
-def test_the_plain_state_dict_of_a_model() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.BatchNorm1d(4))
-    keys = list(plain.state_dict())
-    assert list(plain_state_dict(mixprec.convert(plain, "fp8-delayed"))) == keys
-
-
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
     layer = trained()
@@ -254,8 +248,6 @@ def test_errors() -> None:
         update_scales([make()])
     with pytest.raises(TypeError, match=r"process_group must be a ProcessGroup .*, got 'gloo'"):
         update_scales(make(), "gloo")
-    with pytest.raises(ValueError, match=r"fp8-delayed has delayed scaling, .*nn.Linear"):
-        mixprec.functional.linear(torch.ones(2, 4), torch.ones(4, 4), recipe="fp8-delayed")
 
 
 # --- ranks (of several precisions and wrappers: tests/training/test_fp8_ranks.py) ------------
