@@ -298,14 +298,12 @@ def test_a_name_that_the_user_took() -> None:
             return nn.functional.linear(x, self.weight, self.bias) * self.scale
 
     model, x = nn.Sequential(Scaled(), nn.Linear(16, 16)), torch.ones(1, 32)
-    state, expected = model.state_dict(), model(x)
+    expected = model(x)
     for _ in range(2):  # the second time, of a layer that is converted already
         with pytest.raises(ValueError, match="convert: 0 has an attribute 'scale' of its own, and"):
             mixprec.convert(model, "fp8-delayed")
         assert not any("1.scale" in name for name in model.state_dict())
         torch.testing.assert_close(mixprec.convert(model, "bf16")(x), expected, rtol=2e-2, atol=0.1)
-    model.load_state_dict(state)
-    assert torch.equal(mixprec.unconvert(model)(x), expected)
 
 
 def test_what_is_left_is_reported(

@@ -111,11 +111,7 @@ def test_state_dict_and_initialisation_are_those_of_torch(kind: str) -> None:
     ours = make()
     assert torch.equal(ours.weight, plain.weight)
     assert list(ours.state_dict()) == list(plain.state_dict()) == ["weight", "bias"]
-    delayed = make(recipe="fp8-delayed")
-    assert list(delayed.state_dict()) == STATE
-    delayed.scale.fill_(2.0)
-    delayed.reset_parameters()
-    assert delayed.scale.tolist() == [0.0, 0.0]
+    assert list(make(recipe="fp8-delayed").state_dict()) == STATE
 
 
 @for_each("kind, recipe", pairwise(list(KINDS), ["bf16", "fp8-delayed"]))
