@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -123,10 +123,7 @@ def test_copies_and_pickles(kind: str, recipe: str) -> None:
     layer(x).sum().backward()
     update_scales(layer)
     before = {name: t.clone() for name, t in layer.state_dict().items()}
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(other) is type(layer)
         assert (other.recipe, other.name) == (layer.recipe, "stem")
         y = other(50 * x)
