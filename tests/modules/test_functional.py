@@ -258,7 +258,6 @@ def test_overflow_in_a_cast() -> None:
         ({"bias": torch.zeros(4)}, ValueError, r"bias must have shape \[N\] = \(3,\), got \(4,\)"),
         ({"bias": torch.zeros(3).long()}, ValueError, "linear: bias must have dtype"),
         ({"out_dtype": torch.float64}, ValueError, "linear: out_dtype must be float32, bfloat16"),
-        ({"recipe": "fp9"}, ValueError, 'recipe must be "bf16"'),
     ],
 )
 def test_errors_name_the_argument(
