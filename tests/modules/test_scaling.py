@@ -206,6 +206,12 @@ def test_state_dicts(assign: bool) -> None:
     assert set(saved) == {"weight", "bias", *scaling.SAVED}, "it was written to"
 
 
+def test_the_plain_state_dict_of_a_model() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.BatchNorm1d(4))
+    keys = list(plain.state_dict())
+    assert list(plain_state_dict(mixprec.convert(plain, "fp8-delayed"))) == keys
+
+
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scales_stay_fp32_in_any_model(dtype: torch.dtype) -> None:
     layer = trained()
