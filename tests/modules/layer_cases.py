@@ -1,11 +1,14 @@
-"""linear and conv2d as tests call them, and the numbers that an operand stands for once cast."""
+"""linear and conv2d as tests call them, classes derived from torch's layers, what autograd saves,
+and the numbers that an operand stands for once cast."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 import mixprec
 from mixprec import functional
@@ -21,8 +24,44 @@ BLOCK_MIXES = (
 )
 
 
+class Own(nn.Linear):
+    """A subclass without a forward pass of its own."""
+
+
+class Twice(nn.Linear):
+    """With a forward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Adapted(nn.Module):
+    """In the place of peft's, as it wraps a layer: y = base_layer(x) + B(A(x))."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(width, width)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(width, 8, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, width, bias=False)})
+
+
 def leaf(t: torch.Tensor) -> torch.Tensor:
     return t.detach().requires_grad_()
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """What is saved for backward inside."""
+    found: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        found.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield found
 
 
 def unused_scales() -> Delayed:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import for_each
+from layer_cases import Twice
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,13 +19,6 @@ from mixprec.nn.autocast import FP32_OPS, table
 
 LOW = (torch.bfloat16, torch.float16)
 DOC = Path(__file__).resolve().parents[2] / "docs" / "autocast.md"
-
-
-class Twice(nn.Linear):
-    """With a forward pass of its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
 
 
 def model(recipe: str = "fp8") -> nn.Sequential:
@@ -134,17 +128,7 @@ def test_under_compile(recipe: str | None) -> None:
     assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
 
 
-def test_with_torchs_autocast() -> None:
-    converted, x = model(), torch.randn(4, 32)
-    with torch.autocast("cpu", torch.bfloat16), mixprec.autocast():
-        y = converted(x)
-        assert y.dtype == torch.bfloat16
-        assert F.softmax(y, -1).dtype == torch.float32
-
-
-def test_bad_recipes() -> None:
-    with pytest.raises(ValueError, match="recipe must be"):
-        mixprec.autocast("fp9")
+def test_a_recipe_with_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fp8-delayed.*convert"):
         mixprec.autocast("fp8-delayed")
 

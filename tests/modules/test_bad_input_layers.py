@@ -18,7 +18,6 @@ from mixprec import Recipe, convert
 from mixprec.recipes import RECIPES
 from mixprec.scaling import SAVED
 
-NAMES = tuple(RECIPES)
 IN, OUT = 24, 8
 pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
 
@@ -46,7 +45,7 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert not different
 
 
-@for_each("recipe", NAMES)
+@for_each("recipe", RECIPES)
 def test_a_batch_that_does_not_fit_changes_nothing(recipe: str) -> None:
     model = make(recipe)
     model(batch(0)).sum().backward()
@@ -73,7 +72,7 @@ def step(
 
 @for_each("number", [math.nan, math.inf, -math.inf])
 @for_each("where", ["x", "g"])
-@for_each("recipe", NAMES)
+@for_each("recipe", RECIPES)
 def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: float) -> None:
     """It is seen in the output or in found_inf, costs one step, and the parameters are those of a
     run without that batch, to the bit. Delayed scaling records what was finite in it (x before an

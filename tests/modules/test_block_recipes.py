@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import for_each, nearest, normal, pairwise
 from independent import assert_same_lists
-from layer_cases import BLOCK_MIXES, leaf
+from layer_cases import BLOCK_MIXES, leaf, saved_tensors
 
 import mixprec
 from mixprec import functional
@@ -95,15 +95,10 @@ def test_codes_and_scales_are_what_is_saved(recipe: Recipe, kind: str) -> None:
     x_shape, w_shape, *saved = SAVED[kind]
     x, w = torch.randn(x_shape, requires_grad=True), torch.randn(w_shape, requires_grad=True)
     op = getattr(functional, kind, functional.conv2d)
-    low: list[torch.Tensor] = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        assert t.dtype not in (torch.bfloat16, torch.float16), "a decoded copy"
-        low.extend([t] if t.dtype != torch.float32 else [])
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_tensors() as found:
         op(x, w, recipe=recipe)
+    low = [t for t in found if t.dtype != torch.float32]
+    assert not {torch.bfloat16, torch.float16} & {t.dtype for t in low}, "a decoded copy"
     want = 0
     for role, (rows, columns) in zip("xw", saved, strict=True):
         if recipe.hadamard and role == "x" and kind != "3x3":

@@ -53,6 +53,8 @@ def test_what_an_op_saves_decides(bits: str, linear: int, activation: int) -> No
     for run, expected in (
         (lambda: F.linear(x, w), {of_linear, weight}),
         (lambda: F.linear(x, w.t().contiguous()), {of_linear, weight}),
+        (lambda: mixprec.functional.linear(x, w, recipe="bf16"), {of_linear, weight}),
+        (lambda: mixprec.functional.linear(x, w, recipe="fp8"), {weight}),  # in 8 bits already
         (lambda: x @ x.transpose(-1, -2), {("attention", 8)}),
         (lambda: F.gelu(x), {("activation", activation)}),
         (lambda: F.layer_norm(x, (32,)), {("norm", activation), ("norm", None)}),  # rstd, mean

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import threading
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,6 @@ from blocks import equal, gradients, model_and_batch
 from cases import for_each
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
@@ -29,42 +26,13 @@ def compressed(
     model: nn.Module,
     x: torch.Tensor,
     run: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    bits: str = "int8",
     seed: int | None = 0,
 ) -> Gradients:
     def inside(x: torch.Tensor) -> torch.Tensor:
-        with mixprec.compress_saved(bits, seed=seed):
+        with mixprec.compress_saved("int8", seed=seed):
             return (run or model)(x)
 
     return gradients(model, x, inside)
-
-
-def error(a: Gradients, b: Gradients) -> float:
-    """The largest relative error of a gradient, in the Frobenius norm. The outputs are equal."""
-    assert a.keys() == b.keys()
-    assert torch.equal(a["y"], b["y"])
-    return max(float((a[key] - b[key]).norm() / b[key].norm()) for key in a)
-
-
-REGIONS = [
-    *((recipe, nullcontext) for recipe in (None, "bf16", "fp8")),
-    ("fp8", partial(torch.autocast, "cpu", torch.bfloat16)),
-    ("fp8", partial(mixprec.autocast, "bf16")),
-]
-
-
-@for_each("recipe, region", REGIONS)
-@for_each("bits, bound", [("int8", 0.06), ("int4", 0.3)])
-def test_gradients_are_close(recipe: str | None, region: Any, bits: str, bound: float) -> None:
-    model, x = model_and_batch()
-    if recipe is not None:
-        mixprec.convert(model, recipe)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with region():
-            return model(x)
-
-    assert 0 < error(compressed(model, x, run, bits), gradients(model, x, run)) < bound
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -143,29 +111,6 @@ def test_backward_twice_and_second_derivatives() -> None:
         assert 0 < (packed[key] - plain[key]).norm() < 0.05 * plain[key].norm()
 
 
-def test_threads_do_not_see_each_other_and_exceptions_restore() -> None:
-    found: list[Any] = []
-    x = torch.randn(128, 64, requires_grad=True)
-
-    def other() -> None:
-        y = F.gelu(x * 2)
-        found.append(y.grad_fn._saved_self)  # type: ignore[union-attr]
-
-    def fail() -> None:
-        with mixprec.compress_saved("int8"):
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-            with mixprec.compress_saved("int4"):
-                _ = 1 / 0
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    other()
-    assert len(found) == 2
-    assert all(torch.equal(kept, x * 2) for kept in found)
-
-
 def test_patterns_in_several_threads() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     mixprec.convert(model, "bf16", saved={"0": 4, "1": None})
@@ -184,11 +129,8 @@ def test_convert_runs_the_model_compressed_until_unconvert() -> None:
         return run(model, x)
 
     expected = drawn(partial(compressed, seed=None), plain)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
     twin = copy.deepcopy(model)
-    for m in (model, twin, torch.load(buffer, weights_only=False)):
+    for m in (model, twin, pickle.loads(pickle.dumps(model))):
         assert equal(drawn(gradients, m), expected)
     assert twin.forward.module is twin
     assert model.state_dict().keys() == plain.state_dict().keys()

@@ -1,5 +1,5 @@
-"""autocast, use_backend and simulate belong to the thread that enters them, and a backward pass to
-its forward pass."""
+"""autocast, use_backend, simulate and compress_saved belong to the thread that enters them, and a
+backward pass to its forward pass."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import torch
 from cases import for_each, normal
 from independent import assert_same_lists
 from test_autocast import formats
+from test_compress_saved import bits_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import attention, conv2d, linear, norm_linear, rotary
 from mixprec.functional._norm import norm
+from mixprec.memory.compress_saved import recorded
 from mixprec.ops._dispatch import simulation
 
 
@@ -91,12 +93,20 @@ def runs_references() -> set[bool]:
     return ran(lambda: mixprec.amax(torch.ones(3)))
 
 
+def bits_saved() -> set[int | None]:
+    found: set[int | None] = set()
+    with recorded(lambda kind, t: found.add(bits_of(t))):
+        torch.nn.functional.gelu(leaf(64, 64) * 1)
+    return found
+
+
 @pytest.mark.parametrize(
     ("enter", "one", "other", "state", "states"),
     [
         (mixprec.autocast, "bf16", "fp16", recipe_in_force, ({"e4m3"}, {"bf16"}, {"fp16"})),
         (mixprec.use_backend, "reference", "cpp", runs_references, ({False}, {True}, {False})),
         (mixprec.simulate, "hopper", "ada", simulation.current, (None, "hopper", "ada")),
+        (mixprec.compress_saved, "int8", "int4", bits_saved, ({None}, {8}, {4})),
     ],
 )
 def test_threads_do_not_see_each_other_and_leave_nothing_behind(

@@ -16,7 +16,6 @@ from mixprec.formats import E4M3, E5M2
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close
 
-NAMES = tuple(RECIPES)
 LOW = tuple(name for name, recipe in RECIPES.items() if not recipe.is_scaled)
 SCALED = tuple(name for name, recipe in RECIPES.items() if recipe.is_scaled)
 MIXES = (
@@ -195,7 +194,6 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
         ({"weight": torch.zeros(6, 4, 3, 3).long()}, ValueError, "weight must have dtype"),
         ({"weight": torch.zeros(6, 4, 3, 3, device="meta")}, ValueError, "weight must be on x's"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias must have shape \[O\] = \(6,\), got \(4,\)"),
-        ({"bias": torch.zeros(6).long()}, ValueError, "conv2d: bias must have dtype"),
         ({"stride": 0}, ValueError, "stride must be an int of 1 or more, or a pair of them, got 0"),
         ({"dilation": 1.5}, ValueError, "conv2d: dilation must be an int of 1 or more"),
         ({"padding": (-1, 0)}, ValueError, "conv2d: padding must be an int of 0 or more"),
@@ -203,8 +201,6 @@ def test_16_bits_are_torch_s_own(recipe: str) -> None:
         ({"padding": "same", "stride": 2}, ValueError, r'padding "same" needs a stride of 1'),
         ({"groups": 0}, ValueError, "groups must be an int of 1 or more that divides O = 6, got 0"),
         ({"groups": 4}, ValueError, "that divides O = 6, got 4"),
-        ({"out_dtype": torch.float64}, ValueError, "conv2d: out_dtype must be float32, bfloat16"),
-        ({"recipe": "fp9"}, ValueError, 'recipe must be "bf16"'),
         ({"recipe": "fp8-delayed"}, ValueError, "delayed scaling, whose .* use mixprec.nn.Conv2d"),
         ({"clipped": torch.zeros(2)}, ValueError, "conv2d: clipped must hold one int64"),
     ],

@@ -14,8 +14,6 @@ from mixprec.nn.convert import convert, convert_to_float8_training
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.scaling import SAVED
 
-NAMES = tuple(RECIPES)
-
 
 class Block(nn.Module):
     def __init__(self, width: int = 16) -> None:
@@ -53,7 +51,7 @@ def snapshot(model: nn.Module) -> list[tuple[str, int, torch.dtype, bool]]:
     ]
 
 
-@for_each("recipe", [*NAMES, Recipe("own", "e4m3", "e4m3", "e4m3")])
+@for_each("recipe", [*RECIPES, Recipe("own", "e4m3", "e4m3", "e4m3")])
 def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe) -> None:
     model = Tied()
     model.blocks[1].up.weight.requires_grad_(False)
@@ -133,16 +131,6 @@ def test_converting_again_sets_the_new_recipe(caplog: pytest.LogCaptureFixture) 
     assert snapshot(model) == before
 
 
-def test_the_training_flag_and_the_meta_device_survive() -> None:
-    with torch.device("meta"):
-        model = Block()
-    model.up.eval()
-    convert(model, "fp8")
-    assert (model.up.training, model.down.training) == (False, True)
-    assert model(torch.empty(3, 16, device="meta")).device.type == "meta"
-    assert all(p.is_meta for p in model.parameters())
-
-
 def test_convert_refuses_before_it_changes_anything() -> None:
     for second in (nn.Linear(4, 4), nn.Conv2d(1, 1, 1)):
         model = nn.Sequential(nn.Linear(4, 4), second)
@@ -201,5 +189,3 @@ def test_the_name_that_torchao_users_know() -> None:
     assert model[1].recipe == Recipe.parse("fp8")
     convert_to_float8_training(model, config="rowwise")
     assert {m.recipe.name for m in model} == {"fp8-rowwise"}
-    with pytest.raises(ValueError, match='recipe must be "bf16"'):
-        convert_to_float8_training(model, config=object())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_cases import Adapted, Own, Twice
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -45,15 +46,6 @@ def test_what_convert_leaves() -> None:
     assert kinds.converter(Conv1D(4, 4)) is not None
     for module in (other(4, 4), nn.Linear(2, 2, dtype=torch.complex64)):
         assert kinds.converter(module) is None
-
-
-class Named(nn.Linear):
-    """A subclass without a forward pass of its own."""
-
-
-class Twice(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
 
 
 class Standardized(nn.Conv2d):
@@ -96,11 +88,11 @@ class Packed(nn.Module):
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "subclass": lambda: Named(32, 16),
+    "subclass": lambda: Own(32, 16),
     "Conv1D": lambda: Conv1D(16, 32),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(32, 16)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(32, 16)),
-    "parametrized subclass": lambda: parametrizations.weight_norm(Named(32, 16)),
+    "parametrized subclass": lambda: parametrizations.weight_norm(Own(32, 16)),
 }
 OWN_FORWARD: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: Twice(32, 16),
@@ -157,11 +149,11 @@ def test_computes_what_a_plain_layer_with_the_same_weight_does(kind: str, recipe
 
 
 def test_parametrizations_can_be_removed_and_added() -> None:
-    layer, x = mixprec.convert(parametrizations.weight_norm(Named(32, 16)), "bf16"), torch.ones(32)
+    layer, x = mixprec.convert(parametrizations.weight_norm(Own(32, 16)), "bf16"), torch.ones(32)
     y = layer(x)
     parametrize.remove_parametrizations(layer, "weight")
     assert torch.equal(layer(x), y)
-    assert isinstance(layer, (Named, mixprec.nn.Linear))
+    assert isinstance(layer, (Own, mixprec.nn.Linear))
     parametrizations.weight_norm(layer)
     torch.testing.assert_close(layer(x), y)
 
@@ -277,12 +269,15 @@ def test_unconvert_of_a_layer_and_what_it_refuses() -> None:
     assert type(layer) is nn.Linear
     assert torch.equal(compiled(x), plain)
 
-    class Own(mixprec.nn.Linear):
+    class Derived(mixprec.nn.Linear):
         pass
 
     wrapped = mixprec.convert(nn.Linear(2, 2), "bf16")
     wrapped.forward = wrapped.forward
-    for wrong, match in ((Own(2, 2), "1 is a Own, a class derived"), (wrapped, "1 has its own fo")):
+    for wrong, match in (
+        (Derived(2, 2), "1 is a Derived, a class derived"),
+        (wrapped, "1 has its own fo"),
+    ):
         model = nn.Sequential(mixprec.nn.Linear(2, 2), wrong)
         with pytest.raises(ValueError, match=f"^unconvert: {match}"):
             mixprec.unconvert(model)
@@ -303,26 +298,12 @@ def test_a_name_that_the_user_took() -> None:
             return nn.functional.linear(x, self.weight, self.bias) * self.scale
 
     model, x = nn.Sequential(Scaled(), nn.Linear(16, 16)), torch.ones(1, 32)
-    state, expected = model.state_dict(), model(x)
+    expected = model(x)
     for _ in range(2):  # the second time, of a layer that is converted already
         with pytest.raises(ValueError, match="convert: 0 has an attribute 'scale' of its own, and"):
             mixprec.convert(model, "fp8-delayed")
         assert not any("1.scale" in name for name in model.state_dict())
         torch.testing.assert_close(mixprec.convert(model, "bf16")(x), expected, rtol=2e-2, atol=0.1)
-    model.load_state_dict(state)
-    assert torch.equal(mixprec.unconvert(model)(x), expected)
-
-
-class Adapted(nn.Module):
-    """In the place of peft's: as it wraps a layer: y = base_layer(x) + B(A(x))."""
-
-    adapter_layer_names = ("lora_A", "lora_B")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(64, 64)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 8, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, 64, bias=False)})
 
 
 def test_what_is_left_is_reported(
@@ -335,7 +316,7 @@ def test_what_is_left_is_reported(
 
     tied, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
     head.weight = tied.weight
-    model = nn.ModuleDict({"adapted": Adapted(), "tied": tied, "head": head, "packed": Packed()})
+    model = nn.ModuleDict({"adapted": Adapted(64), "tied": tied, "head": head, "packed": Packed()})
     model["unused"] = nn.Embedding(64, 32)  # which no product reads, so that it does not count
     packed = "(there is no such layer in mixprec.nn)"
     adapter = "Linear 11.1% (an adapter of peft)"
@@ -351,4 +332,4 @@ def test_what_is_left_is_reported(
     converted = [name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)]
     assert converted == ["adapted.base_layer", "head"]
     del sys.modules["peft.tuners.tuners_utils"]  # then it is a class that only looks like peft's
-    assert report(nn.Sequential(Adapted())).endswith("100% of the weights")
+    assert report(nn.Sequential(Adapted(64))).endswith("100% of the weights")

@@ -2,23 +2,15 @@
 
 Inductor fuses what lies between our ops into loops of its own. Where each operation there is exact
 or rounds once (ReLU, an addition), all bits are equal to eager's, scales and histories too. Only
-sums over many elements may be added up in another order: they differ by at most
-(n - 1) * 2^-24 * sum |x| from the exact sum (Higham 2002, section 4.2), by twice that from each
-other.
-
-With layer norm and GELU, inputs of layers differ in their last bits, which decides between two
-codes where an input lies beside a step of a cast. After some layers two runs agree only as far as
-two independent roundings do: by sqrt(2) times the error of the casts themselves. Relative to the
-root mean square, that error is at most q = s / sqrt(12), s = 2^-3 the largest distance of E4M3
-codes and 2^-2 of E5M2's. The gradient of the first of four layers passes 12 casts to E4M3 (of x and
-w) and four to E5M2; added up in squares: sqrt(2 * (12 * q_e4m3^2 + 4 * q_e5m2^2)) = 0.27. A
-micro-batch that is lost or counted twice changes an accumulated gradient by more than 0.5.
+the gradients of biases, sums over many elements, may be added up in another order: they differ by
+at most (n - 1) * 2^-24 * sum |x| from the exact sum (Higham 2002, section 4.2), by twice that from
+each other.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import re
 import tempfile
 from collections.abc import Iterator
 
@@ -30,9 +22,7 @@ from torch import nn
 
 import mixprec
 
-WIDTH, MICRO_BATCHES = 32, 2
-E4M3_ERROR, E5M2_ERROR = 2**-3 / math.sqrt(12), 2**-2 / math.sqrt(12)
-TOLERANCE = math.sqrt(2 * (12 * E4M3_ERROR**2 + 4 * E5M2_ERROR**2))
+WIDTH, ROWS, MICRO_BATCHES = 32, 30, 2
 
 
 @functools.cache
@@ -57,29 +47,32 @@ def inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Block(nn.Module):
-    def __init__(self, norm: nn.Module, act: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.act = norm, act
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+        return x + self.down(torch.relu(self.up(x)))
 
 
-def train(model: nn.Sequential, compiled: bool, steps: int) -> dict[str, torch.Tensor]:
-    """What each step leaves: outputs, gradients, parameters, scales and histories, by name."""
+def train(recipe: str, compiled: bool) -> dict[str, torch.Tensor]:
+    """What each step leaves: outputs, gradients, weights, scales and histories, by name. Biases are
+    not trained."""
+    torch.manual_seed(0)
+    model = mixprec.convert(nn.Sequential(Block(), Block()), recipe)
     forward = checkpointed(model)
     if compiled:
         forward = torch.compile(forward, backend="inductor", fullgraph=True)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
     left: dict[str, torch.Tensor] = {}
-    for step in range(steps):
-        optimizer.zero_grad()
+    for step in range(3):
+        model.zero_grad()
         for i in range(MICRO_BATCHES):
-            y = forward(normal((6, 5, WIDTH), torch.float32, seed=10 * step + i))
+            y = forward(normal((ROWS, WIDTH), torch.float32, seed=10 * step + i))
             y.backward(normal(y.shape, torch.float32, seed=10 * step + i + 5) / 64)
             left[f"{step}: y of {i}"] = y.detach()
-        grads = {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.requires_grad}
+        grads = {f"grad of {n}": p.grad for n, p in model.named_parameters()}
         optimizer.step()
         state = {**grads, **dict(model.named_parameters()), **dict(model.named_buffers())}
         left |= {f"{step}: {name}": t.detach().clone() for name, t in state.items()}
@@ -88,49 +81,14 @@ def train(model: nn.Sequential, compiled: bool, steps: int) -> dict[str, torch.T
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp8-rowwise"])
 def test_every_bit_where_rounding_leaves_no_freedom(recipe: str) -> None:
-    """Three steps; with biases, of which the sums that are their gradients are not trained on."""
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        blocks = (Block(nn.Identity(), nn.ReLU()) for _ in range(2))
-        model = mixprec.convert(nn.Sequential(*blocks), recipe)
-        for name, p in model.named_parameters():
-            p.requires_grad_(not name.endswith("bias"))
-        results.append(train(model, compiled, steps=3))
-    eager, inductor = results
+    eager, inductor = (train(recipe, compiled) for compiled in (False, True))
     assert eager.keys() == inductor.keys()
     assert any("amax_history" in name for name in eager) == (recipe == "fp8-delayed")
     assert not torch.equal(eager["0: 0.up.weight"], eager["2: 0.up.weight"])
-    different = [name for name in eager if not torch.equal(eager[name], inductor[name])]
-    assert not different
-
-
-def test_sums_over_rows_within_their_bound() -> None:
-    """The gradients of biases: each is the sum of g over 30 rows, twice, in some order."""
-    eager, inductor = (
-        train(nn.Sequential(mixprec.nn.Linear(WIDTH, WIDTH)), compiled, steps=1)[
-            "0: grad of 0.bias"
-        ]
-        for compiled in (False, True)
-    )
-    given = [normal((30, WIDTH), torch.float32, seed=i + 5) / 64 for i in range(MICRO_BATCHES)]
-    magnitude = torch.stack(given).abs().sum((0, 1))
-    n = 30 * MICRO_BATCHES
-    assert ((eager - inductor).abs() <= 2 * (n - 1) * 2**-24 * magnitude).all()
-    assert (eager != 0).all()
-
-
-def test_layer_norm_and_gelu_between_the_layers() -> None:
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        blocks = (Block(nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(2))
-        results.append(train(mixprec.convert(nn.Sequential(*blocks), "fp8-delayed"), compiled, 2))
-    eager, inductor = results
-    for name, want in eager.items():
-        if name.endswith(".scale"):  # powers of two, of the history, which is compared
-            scale = inductor[name]
-            assert ((scale > 0) & (scale == torch.exp2(torch.log2(scale).round()))).all()
-        elif not name.endswith(".amax"):  # which starts anew
-            error = ((inductor[name] - want).norm() / want.norm().clamp_min(1e-30)).item()
-            assert error <= TOLERANCE, f"{name}: {error:.3g}"
+    for step in range(3):  # of the last layer, whose g is given
+        name, n = f"{step}: grad of 1.down.bias", ROWS * MICRO_BATCHES
+        given = [normal((ROWS, WIDTH), torch.float32, 10 * step + i + 5) / 64 for i in (0, 1)]
+        bound = 2 * (n - 1) * 2**-24 * torch.cat(given).abs().sum(0)
+        assert ((eager[name] - inductor[name]).abs() <= bound).all()
+    different = {name for name in eager if not torch.equal(eager[name], inductor[name])}
+    assert not {name for name in different if not re.search("grad of .*bias", name)}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import WIDE, for_each, pairwise
+from layer_cases import Adapted, Own, Twice
 from torch import nn
 
 import mixprec
@@ -22,8 +23,9 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(96, 130), nn.GELU(), nn.Linear(130, 33, bias=False))
 
 
-def test_int8_by_hand() -> None:
-    w = torch.tensor([[254.0, -1.0, 3.0], [0.0, 0.0, 0.0], [-1e-45, 0.0, 0.0]])
+@for_each("dtype", WIDE)
+def test_int8_by_hand(dtype: torch.dtype) -> None:
+    w = torch.tensor([[254.0, -1.0, 3.0], [0.0, 0.0, 0.0], [-1e-45, 0.0, 0.0]]).to(dtype)
     data, scale_inv = quantize_int8(w)
     # first row: scale 127 / 254 = 0.5; -0.5 and 1.5 are ties, rounded to the even code
     assert data[:2].tolist() == [[127, 0, 2], [0, 0, 0]]
@@ -31,16 +33,6 @@ def test_int8_by_hand() -> None:
     assert scale_inv.isfinite().all()
     assert dequantize_int8(data, scale_inv, torch.float32)[0].tolist() == [254.0, 0.0, 4.0]
     assert quantize_int8(torch.ones(2, 0))[1].tolist() == [[1.0], [1.0]]
-
-
-@for_each("dtype", WIDE)
-def test_int8_error_is_at_most_half_a_step(dtype: torch.dtype) -> None:
-    w = (torch.randn(65, 257) * torch.logspace(-3, 3, 65)[:, None]).to(dtype)
-    data, scale_inv = quantize_int8(w)
-    assert data.dtype == torch.int8
-    assert int(data.abs().max()) == 127
-    error = (dequantize_int8(data, scale_inv, torch.float32) - w.float()).abs()
-    assert (error <= 0.5001 * scale_inv).all()
 
 
 def test_what_is_refused() -> None:
@@ -115,37 +107,19 @@ def test_codes_never_pass_for_weights() -> None:
         loaded.load_state_dict(mlp().state_dict())
 
 
-class Adapted(nn.Module):
-    """In the place of peft's: y = base_layer(x) + lora_B(lora_A(x))."""
-
-    adapter_layer_names = ("lora_A", "lora_B")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer, self.lora_A = nn.Linear(16, 16), nn.Linear(16, 2, bias=False)
-        self.lora_B = nn.Linear(2, 16, bias=False)
-
-
-class Own(nn.Linear):
-    pass
-
-
-class Twice(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
-
-
 def test_adapters_stay_trainable_and_subclasses_are_judged_by_their_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = SimpleNamespace(BaseTunerLayer=Adapted)
     monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", module)
-    layers = {"adapted": Adapted(), "own": Own(16, 16), "twice": Twice(16, 16)}
+    layers = {"adapted": Adapted(16), "own": Own(16, 16), "twice": Twice(16, 16)}
     model = nn.ModuleDict({**layers, "attention": nn.MultiheadAttention(16, 2)})
     mixprec.convert(model, "bf16")
     model, report = mixprec.freeze(model)
     assert {layer.name for layer in report.layers} == {"adapted.base_layer", "own"}
-    assert report.left == dict.fromkeys(["adapted.lora_A", "adapted.lora_B"], "an adapter of peft")
+    assert set(report.left.items()) == {
+        (f"adapted.lora_{name}.default", "an adapter of peft") for name in "AB"
+    }
     assert all(p.requires_grad for p in model["adapted"].parameters())
     assert isinstance(model["twice"], Twice)
     x = torch.randn(3, 2, 16)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import WIDE, for_each, normal, pairwise
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from mixprec.functional import attention
 from mixprec.functional._attention import run_attention
@@ -107,16 +106,6 @@ def test_autocast_casts_the_operands(dtype: torch.dtype) -> None:
     for x, y in zip(got[1:], want[1:], strict=True):
         assert x.dtype == torch.float32
         ind.assert_same_bits(x, y.float())
-
-
-def test_checkpoint() -> None:
-    args = operands(t=200)
-
-    def again(*x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(attention, *x, causal=True, use_reentrant=False)
-
-    for x, y in zip(with_grads(again, args), with_grads(attention, args, causal=True), strict=True):
-        ind.assert_same_bits(x, y)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from cases import for_each
+from layer_cases import Own
 from torch import nn
 
 import mixprec
 from mixprec.diagnostics.stats import Monitor, products
-
-
-class Own(nn.Linear):
-    """Without a forward pass of its own."""
 
 
 class Scaled(nn.Linear):

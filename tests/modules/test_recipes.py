@@ -100,35 +100,25 @@ def test_damaged_dicts_are_refused() -> None:
     assert Recipe.from_dict({k: settings[k] for k in ("name", "x", "w", "g")}).name == "fp8"
 
 
-@for_each(
-    "word, name",
-    [
-        ("mixed_float16", "fp16"),
-        ("mixed_bfloat16", "bf16"),
-        ("bfloat16", "bf16"),
-        ("16-mixed", "fp16"),
-        ("bf16-mixed", "bf16"),
-        ("params=float32,compute=bfloat16,output=float32", "bf16"),
-        ("params=full, compute=half, output=float32", "fp16"),
-        ("p=f32,c=f16,o=f32", "fp16"),
-        ("compute=bf16", "bf16"),
-        ("tensorwise", "fp8"),
-        ("rowwise", "fp8-rowwise"),
-        ("DelayedScaling", "fp8-delayed"),
-        ("Float8CurrentScaling", "fp8"),
-        ("Float8BlockScaling", "fp8-block"),
-        (" FP8-Block ", "fp8-block"),
-        ("fp8_delayed", "fp8-delayed"),
-        ("HYBRID", "fp8"),
-        ("blockwise", "fp8-block"),
-        ("MXFP8BlockScaling", "mxfp8"),
-        ("NVFP4BlockScaling", "nvfp4"),
-        ("MXFP4", "mxfp4"),
-        (str(torch.bfloat16), "bf16"),
-    ],
-)
-def test_names_in_other_libraries(word: str, name: str) -> None:
-    assert Recipe.parse(word) is RECIPES[name]
+NAMES = {
+    "bf16": ["mixed_bfloat16", "bfloat16", str(torch.bfloat16), "bf16-mixed", "compute=bf16",
+             "params=float32,compute=bfloat16,output=float32"],
+    "fp16": ["mixed_float16", "16-mixed", "p=f32,c=f16,o=f32",
+             "params=full, compute=half, output=float32"],
+    "fp8": ["tensorwise", "Float8CurrentScaling", "HYBRID"],
+    "fp8-rowwise": ["rowwise"],
+    "fp8-delayed": ["DelayedScaling", "fp8_delayed"],
+    "fp8-block": ["Float8BlockScaling", " FP8-Block ", "blockwise"],
+    "mxfp8": ["MXFP8BlockScaling"],
+    "nvfp4": ["NVFP4BlockScaling"],
+    "mxfp4": ["MXFP4"],
+}  # fmt: skip
+
+
+@for_each("name", NAMES)
+def test_names_in_other_libraries(name: str) -> None:
+    for word in NAMES[name]:
+        assert Recipe.parse(word) is RECIPES[name], word
 
 
 @for_each(
