@@ -21,7 +21,7 @@ assert not {{"accelerate", "transformers", "lightning", "peft"}} & {{
 """
 
 
-@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
 def test_an_absent_package_breaks_only_its_adapter(name: str) -> None:
     command = [sys.executable, "-c", PROGRAM.format(name=name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
