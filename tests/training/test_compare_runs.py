@@ -40,52 +40,42 @@ def test_one_model_at_a_time_is_in_memory() -> None:
     assert len(made) == len(RECIPES)
 
 
-def test_schedule_optimizer_and_count_are_used() -> None:
-    seen: list[float] = []
+def test_schedule_optimizer_count_steps_and_progress_are_used() -> None:
+    """Validation is in evaluation mode; the caller's mode is not the training's."""
+    rates: list[float] = []
+    modes: list[tuple[bool, bool]] = []
+    calls: list[tuple] = []
 
-    class Watched(torch.optim.SGD):
+    class WatchedSGD(torch.optim.SGD):
         def step(self, closure: None = None) -> None:
-            seen.append(self.param_groups[0]["lr"])
+            rates.append(self.param_groups[0]["lr"])
             super().step()
 
-    report = mixprec.compare(
-        MLP,
-        data(3),
-        ("fp32",),
-        make_optimizer=lambda model: Watched(model.parameters(), lr=0.5),
-        schedule=lambda step: 1 / (step + 1),
-        count=lambda batch: batch[0].numel(),
-    )
-    assert seen == [0.5, 0.25, 0.5 / 3]
-    row = report["fp32"]
-    assert row.units == [SAMPLES * K] * 3
-    assert row.skipped_steps == 0
-    assert row.optimizer_bytes == 0, "SGD without momentum keeps nothing"
-
-
-def test_steps_limit_the_batches_and_progress_is_told() -> None:
-    calls = []
-    report = mixprec.compare(
-        MLP, data(9), ("fp32", "fp8"), steps=4, progress=lambda *call: calls.append(call)
-    )
-    assert [row.recipe for row in mixprec.compare(MLP, data(1), "fp8").rows] == ["fp8"]
-    assert [row.steps for row in report.rows] == [4, 4]
-    expected = [(r.recipe, i + 1, 4, loss) for r in report.rows for i, loss in enumerate(r.losses)]
-    assert calls == expected
-
-
-def test_validation_is_in_evaluation_mode() -> None:
-    modes = []
-
-    class Watched(MLP):
+    class WatchedMLP(MLP):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             modes.append((self.training, torch.is_grad_enabled()))
             return super().forward(x, y)
 
-    with torch.no_grad():  # the caller's mode is not the training's
-        mixprec.compare(Watched, data(2), ("fp32",), validation=data(1))
+    with torch.no_grad():
+        report = mixprec.compare(
+            WatchedMLP,
+            data(9),
+            "fp8",
+            steps=3,
+            make_optimizer=lambda model: WatchedSGD(model.parameters(), lr=0.5),
+            schedule=lambda step: 1 / (step + 1),
+            count=lambda batch: batch[0].numel(),
+            progress=lambda *call: calls.append(call),
+            validation=data(1),
+        )
         assert not torch.is_grad_enabled()
-    assert modes == [(True, True), (True, True), (False, False)]
+    (row,) = report.rows
+    assert rates == [0.5, 0.25, 0.5 / 3]
+    assert modes == [(True, True)] * 3 + [(False, False)]
+    assert calls == [("fp8", i + 1, 3, loss) for i, loss in enumerate(row.losses)]
+    assert row.units == [SAMPLES * K] * 3
+    assert (row.steps, row.skipped_steps) == (3, 0)
+    assert row.optimizer_bytes == 0, "SGD without momentum keeps nothing"
 
 
 def test_a_shuffling_loader_gives_every_recipe_the_same_order() -> None:
