@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
+import pytest
+
 import mixprec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +212,28 @@ print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()
     heavy = [m for m in new if re.match(r"(triton|torch\._(dynamo|inductor)|numpy|matplotlib)", m)]
     assert not heavy
     assert not cuda_initialized
+
+
+WITHOUT = """
+import sys
+sys.modules[{name!r}] = None  # as if it were not installed
+import mixprec.integrations
+try:
+    import mixprec.integrations.{name}
+except ImportError as error:
+    print(error)
+assert not {{"accelerate", "transformers", "lightning", "peft"}} & {{
+    name for name, module in sys.modules.items() if module is not None
+}}
+"""
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+def test_an_absent_package_breaks_only_its_adapter(name: str) -> None:
+    command = [sys.executable, "-c", WITHOUT.format(name=name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"mixprec.integrations.{name} needs ")
+    assert done.stdout.count("\n") == 1
 
 
 def test_public_names_are_documented() -> None:

@@ -72,9 +72,8 @@ def test_the_callback_after_many_skips_gets_the_report(make: Make) -> None:
 
 
 def test_what_the_callback_raises_arrives() -> None:
-    p = param(4)
-    optimizer, stop = our_adamw([p]), Mock(side_effect=TimeoutError)
-    scaler = GradScaler(max_consecutive_skips=1, on_max_skips=stop)
+    p, stop = param(4), Mock(side_effect=TimeoutError)
+    optimizer, scaler = our_adamw([p]), GradScaler(max_consecutive_skips=1, on_max_skips=stop)
     with pytest.raises(TimeoutError):
         iterate(scaler, optimizer, p, NAN)
     assert scaler.get_scale() == 2.0**15
