@@ -176,7 +176,7 @@ def test_several_optimizers(makes: tuple[Make, Make]) -> None:
 
 @every_optimizer
 def test_the_error_after_many_skips_names_the_worst_parameter(make: Make) -> None:
-    """And again after as many more. (test_a_copied_scaler_goes_on_as_the_original has good steps.)"""
+    """And again after as many more. (test_a_copied_scaler_... has good steps between.)"""
     model = Model()
     optimizer = make(model.parameters())
     scaler = GradScaler(max_consecutive_skips=3, model=model)
