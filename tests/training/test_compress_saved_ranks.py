@@ -17,7 +17,6 @@ import mixprec
 from mixprec.memory.compress_saved import recorded
 from mixprec.memory.packed import Saved
 
-WORLD = 2
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*backward hooks.*"),
@@ -53,7 +52,7 @@ def all_kinds() -> dict[tuple[str, bool], Any]:
 
 
 def test_gradients_are_close_and_the_same_each_time() -> None:
-    ranks = on_ranks(WORLD, all_kinds)
+    ranks = on_ranks(2, all_kinds)
     for name, (first, again, plain, count) in ranks[0].items():
         assert all(map(torch.equal, first, again)), name
         assert all(map(torch.equal, first, ranks[1][name][0])), name  # reduced over the ranks
