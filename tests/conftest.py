@@ -24,7 +24,6 @@ SLOW_FILES = (
     "tests/integrations/test_*.py",
     "tests/modules/test_fp8_inductor.py",
     "tests/training/test_distributed*.py",
-    "tests/training/test_fp8_ranks*.py",
     "tests/tooling/test_accuracy.py",
     "tests/tooling/test_bench*.py",
     "tests/tooling/test_commands.py",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -239,21 +237,6 @@ def test_wrong_combinations(call: Any, message: str) -> None:
 def test_torch_optimizer_of_fp32_params() -> None:
     """Trainer: torch's optimizers, clipped by Lightning, where nothing is scaled or 16 bits wide"""
     trainer_fit(MixprecPrecision("fp8"), torch.optim.SGD, gradient_clip_val=0.5)
-
-
-def test_without_lightning() -> None:
-    """Without the package: `import mixprec.integrations` works, the module says what it needs"""
-    code = """
-import sys
-sys.modules["lightning"] = None
-import mixprec, mixprec.integrations
-try:
-    import mixprec.integrations.lightning
-except ImportError as error:
-    print(error)
-"""
-    output = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert "mixprec.integrations.lightning needs the package lightning" in output
 
 
 @pytest.mark.parametrize("name", ["train_lightning.py", "train_fabric.py"])

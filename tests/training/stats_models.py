@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
+from independent import BY_DTYPE, cast, decode_table
 from torch import nn
 
 import mixprec
 from mixprec.diagnostics.stats import Monitor
-from mixprec.formats import E4M3
 
 Row = dict[str, Any]
 
@@ -45,18 +45,10 @@ def measured(model: nn.Module, *xs: torch.Tensor, **options: Any) -> Monitor:
     return monitor
 
 
-def quarters(x: torch.Tensor, bits: int, lowest: int) -> torch.Tensor:
-    """x rounded to `bits` mantissa bits, with the spacing constant below 2^lowest; FP64."""
-    x = x.double()
-    exponent = torch.where(x == 0, 0.0, x.abs().clamp(min=2.0**-300).log2().floor())
-    step = 2.0 ** (exponent.clamp(min=lowest) - bits)
-    return (x / step).round() * step
-
-
 def by_hand(t: torch.Tensor, fmt: mixprec.Format) -> torch.Tensor:
     """t cast to FP8 with a power of two as its scale, and back; FP64."""
-    scale = 2.0 ** math.floor(math.log2(fmt.max / t.abs().max().item()))
-    return quarters(t * scale, *((3, -6) if fmt is E4M3 else (2, -14))) / scale
+    spec, scale = BY_DTYPE[fmt.dtype], 2.0 ** math.floor(math.log2(fmt.max / t.abs().max().item()))
+    return torch.from_numpy(decode_table(spec)[cast(t, scale, spec)]) / scale
 
 
 class Net(nn.Module):

@@ -20,6 +20,7 @@ from compare_task import MLP, RECIPES, SAMPLES, STEPS, K, data
 from torch import nn
 
 import mixprec
+from mixprec.diagnostics.report import Report, Row
 
 
 def test_one_model_at_a_time_is_in_memory() -> None:
@@ -40,52 +41,42 @@ def test_one_model_at_a_time_is_in_memory() -> None:
     assert len(made) == len(RECIPES)
 
 
-def test_schedule_optimizer_and_count_are_used() -> None:
-    seen: list[float] = []
+def test_schedule_optimizer_count_steps_and_progress_are_used() -> None:
+    """Validation is in evaluation mode; the caller's mode is not the training's."""
+    rates: list[float] = []
+    modes: list[tuple[bool, bool]] = []
+    calls: list[tuple] = []
 
-    class Watched(torch.optim.SGD):
+    class WatchedSGD(torch.optim.SGD):
         def step(self, closure: None = None) -> None:
-            seen.append(self.param_groups[0]["lr"])
+            rates.append(self.param_groups[0]["lr"])
             super().step()
 
-    report = mixprec.compare(
-        MLP,
-        data(3),
-        ("fp32",),
-        make_optimizer=lambda model: Watched(model.parameters(), lr=0.5),
-        schedule=lambda step: 1 / (step + 1),
-        count=lambda batch: batch[0].numel(),
-    )
-    assert seen == [0.5, 0.25, 0.5 / 3]
-    row = report["fp32"]
-    assert row.units == [SAMPLES * K] * 3
-    assert row.skipped_steps == 0
-    assert row.optimizer_bytes == 0, "SGD without momentum keeps nothing"
-
-
-def test_steps_limit_the_batches_and_progress_is_told() -> None:
-    calls = []
-    report = mixprec.compare(
-        MLP, data(9), ("fp32", "fp8"), steps=4, progress=lambda *call: calls.append(call)
-    )
-    assert [row.recipe for row in mixprec.compare(MLP, data(1), "fp8").rows] == ["fp8"]
-    assert [row.steps for row in report.rows] == [4, 4]
-    expected = [(r.recipe, i + 1, 4, loss) for r in report.rows for i, loss in enumerate(r.losses)]
-    assert calls == expected
-
-
-def test_validation_is_in_evaluation_mode() -> None:
-    modes = []
-
-    class Watched(MLP):
+    class WatchedMLP(MLP):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             modes.append((self.training, torch.is_grad_enabled()))
             return super().forward(x, y)
 
-    with torch.no_grad():  # the caller's mode is not the training's
-        mixprec.compare(Watched, data(2), ("fp32",), validation=data(1))
+    with torch.no_grad():
+        report = mixprec.compare(
+            WatchedMLP,
+            data(9),
+            "fp8",
+            steps=3,
+            make_optimizer=lambda model: WatchedSGD(model.parameters(), lr=0.5),
+            schedule=lambda step: 1 / (step + 1),
+            count=lambda batch: batch[0].numel(),
+            progress=lambda *call: calls.append(call),
+            validation=data(1),
+        )
         assert not torch.is_grad_enabled()
-    assert modes == [(True, True), (True, True), (False, False)]
+    (row,) = report.rows
+    assert rates == [0.5, 0.25, 0.5 / 3]
+    assert modes == [(True, True)] * 3 + [(False, False)]
+    assert calls == [("fp8", i + 1, 3, loss) for i, loss in enumerate(row.losses)]
+    assert row.units == [SAMPLES * K] * 3
+    assert (row.steps, row.skipped_steps) == (3, 0)
+    assert row.optimizer_bytes == 0, "SGD without momentum keeps nothing"
 
 
 def test_a_shuffling_loader_gives_every_recipe_the_same_order() -> None:
@@ -233,3 +224,39 @@ def test_plot_without_matplotlib(
     with pytest.raises(ImportError, match=r"pip install 'mixprec\[demo\]'"):
         report.plot(tmp_path / "r.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def made_up(**validation: float) -> Report:
+    """Two recipes of 20 steps each; the losses of the last two are 1 and 3, or 2 and 4."""
+    rows = [
+        Row(name, "complete", validation.get(name), [9.0] * 18 + last, loss_scale=scale)
+        for name, last, scale in (("fp32", [1.0, 3.0], None), ("fp16", [2.0, 4.0], 65536.0))
+    ]
+    return Report(rows=rows)
+
+
+def test_without_validation_the_end_of_training_is_compared() -> None:
+    found = made_up()
+    header, fp32, fp16 = found.table()
+    assert header[1] == "train loss"
+    assert [fp32[1], fp16[1], fp16[2]] == ["2.0000", "3.0000", "+50.00%"]
+    assert found.difference(found["fp16"]) == pytest.approx(0.5)
+
+
+def test_with_validation_no_training_loss_stands_in_for_a_missing_one() -> None:
+    header, fp32, fp16 = made_up(fp32=1.5).table()
+    assert header[1] == "loss"
+    assert [fp32[1], fp16[1], fp16[2]] == ["1.5000", "-", "-"]
+
+
+def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
+    sizes = dict.fromkeys(("parameter_bytes", "gradient_bytes", "optimizer_bytes"), 29_900_000_000)
+    done = {"losses": [0.1], "seconds": [1e-5], "units": [10], "saved_bytes": 31_620_000, **sizes}
+    rows = [Row("fp32", "complete", **done), Row("fp8-delayed", "complete", 1.25, **done)]
+    found = Report("samples", "bits/byte", rows=[*rows, Row("fp16", "KeyboardInterrupt")])
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[3].split() == [
+        "fp8-delayed", "1.2500", "-", "1,000,000", *["29.9", "GB"] * 3, "31.6", "MB",
+    ]  # fmt: skip
+    assert lines[5:] == ["fp16: KeyboardInterrupt, 0 of 1 steps"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import math
 import os
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cases import nearest
 from distributed_models import (
     BF16,
     FP16,
@@ -30,8 +33,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mixprec
-from mixprec._local_gradients import gradient_of
-from mixprec.distributed import reduce_gradients_in_fp32
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*backward hooks.*")
 
 
 @dataclass(frozen=True)
@@ -42,18 +45,22 @@ class Setup:
     params: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
     optimizer: str = "mixprec"  # or of torch: "fused", or "foreach", which clips through torch
-    hook: bool = False
     moments: Any = torch.float32
     sizes: tuple[int, ...] = (6, 5, 7, 3, 1)  # over four ranks uneven shards, and empty ones
+    recipe: str = ""  # of layers, whose steps are of several micro-batches
+    reuse: bool = False  # reuse_weights around the micro-batches
 
 
 MAX_NORM, STEPS, BAD_STEP, BAD_RANK = 0.02, 6, 2, 1
 
 
-def data(setup: Setup, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x, y = (torch.randn(4, setup.sizes[i], generator=generator) for i in (0, -1))
-    return x.to(setup.compute), y
+def data(setup: Setup, step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches, of sizes that differ: the largest x is on the one rank, then on the other."""
+    generator, made = torch.Generator().manual_seed(100 * step + rank), []
+    for _ in range(3 if setup.recipe else 1):
+        x, y = (torch.randn(4, setup.sizes[i], generator=generator) for i in (0, -1))
+        made.append((x.to(setup.compute) * (1 + (step + rank) % 2 * 5), y))
+    return made
 
 
 class Training:
@@ -62,44 +69,63 @@ class Training:
     def __init__(self, setup: Setup, seed: int = 0, alone_with: int | None = None) -> None:
         self.setup, self.world = setup, alone_with
         self.model: nn.Module = make_model(*setup.sizes, seed=seed).to(setup.params)
+        if setup.recipe:  # without stochastic rounding, which draws by rank
+            mixprec.convert(self.model, nearest(setup.recipe))
         if alone_with is None:
             cast = setup.compute if setup.compute != setup.params else None
             self.model = wrapped(setup.wrap, self.model, cast)
-            if setup.hook:
-                reduce_gradients_in_fp32(self.model)
         self.params = list(self.model.parameters())
         # An eps well above the rounding errors of these small gradients, which Adam would magnify.
         options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-4}
         self.optimizer: torch.optim.Optimizer
         if setup.optimizer == "mixprec":
-            options |= {"max_grad_norm": MAX_NORM, "state_dtype": setup.moments}
+            # Norms of shards differ in their last bits, which a recipe must not.
+            clip = None if setup.recipe else MAX_NORM
+            options |= {"max_grad_norm": clip, "state_dtype": setup.moments}
             self.optimizer = mixprec.optim.AdamW(self.params, **options)
         else:
             options[setup.optimizer] = True
             self.optimizer = torch.optim.AdamW(self.params, **options)
         self.scaler = mixprec.GradScaler(init_scale=2.0**10, growth_interval=2)
 
-    def backward(self, step: int) -> None:
+    def backward(self, step: int, bad_rank: int | None = None) -> None:
+        """bad_rank: whose second micro-batch has a NaN."""
+
+        def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            found = data(self.setup, step, rank)
+            if rank == bad_rank:
+                found[1][0][0, 0] = math.nan
+            return found
+
         self.optimizer.zero_grad()
         if self.world is None:
-            x, y = data(self.setup, step, dist.get_rank())
-            self.scaler.scale(loss_of(self.model(x), y)).backward()
+            reuse = mixprec.reuse_weights(self.model) if self.setup.reuse else None
+            with reuse or contextlib.nullcontext():
+                *first, last = batches(dist.get_rank())
+                self.accumulate(first, False)
+                self.accumulate([last], True)
             return
-        ranks = ([data(self.setup, step, rank)] for rank in range(self.world))
+        ranks = map(batches, range(self.world))
         grads = gradients_in_turn(self.model, self.scaler, self.setup.compute, ranks)
         for p, grad in zip(self.params, grads, strict=True):
-            if self.setup.hook:
-                p.main_grad = grad
-            else:
-                p.grad = grad.to(p.dtype)
+            p.grad = grad.to(p.dtype)
+
+    def accumulate(self, batches: list[tuple[torch.Tensor, torch.Tensor]], sync: bool) -> None:
+        """Backward passes, after which the ranks communicate or do not."""
+        around: Any = contextlib.nullcontext()
+        if self.setup.wrap != "ddp":
+            self.model.set_requires_gradient_sync(sync)
+        elif not sync:
+            around = self.model.no_sync()
+        with around:
+            for x, y in batches:
+                self.scaler.scale(loss_of(self.model(x), y)).backward()
 
     def overflow(self, rank: int) -> None:
         """An Inf in one gradient; where it is sharded, in the part of one rank."""
         for p in self.params:
-            grad = gradient_of(p)
-            assert grad is not None
-            part = local_part(grad)
-            if part.numel() and (part is grad or rank == dist.get_rank()):
+            part = local_part(p.grad)
+            if part.numel() and (part is p.grad or rank == dist.get_rank()):
                 part.view(-1)[-1] = math.inf
                 return
 
@@ -109,6 +135,8 @@ class Training:
         if self.setup.optimizer == "foreach":
             self.scaler.unscale_(self.optimizer)
             norm = whole([nn.utils.clip_grad_norm_(self.params, MAX_NORM)])[0]
+        if self.setup.recipe:
+            mixprec.update_scales(self.model, dist.group.WORLD if self.world is None else None)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if isinstance(self.optimizer, mixprec.optim.AdamW):
@@ -119,8 +147,9 @@ class Training:
         """Norm and scale after each step, and the weights around the step that may overflow."""
         log: dict[str, list[Any]] = {"norms": [], "scales": [], "weights": []}
         for step in range(first, last):
-            self.backward(step)
-            if overflow and step == BAD_STEP:
+            bad = overflow and step == BAD_STEP
+            self.backward(step, BAD_RANK if bad and self.setup.recipe else None)
+            if bad and not self.setup.recipe:
                 self.overflow(BAD_RANK)
             log["norms"].append(self.step())
             log["scales"].append(self.scaler.get_scale())
@@ -132,6 +161,8 @@ class Training:
         """All that a checkpoint holds of the optimizer and the model, unsharded."""
         states = list(self.optimizer.state_dict()["state"].values())
         found = {key: whole(s[key] for s in states) for key in states[0]}
+        for name, buffer in self.model.named_buffers():
+            found[name.removeprefix("module.")] = whole([buffer])
         return {"param": whole(self.params), **found}
 
 
@@ -153,9 +184,16 @@ SETUPS: dict[int, tuple[Setup, ...]] = {
         Setup("ddp", params=BF16, compute=BF16),
         Setup("fsdp", params=FP16, compute=FP16),
         Setup("fsdp", params=BF16, compute=BF16),
+        Setup("ddp", recipe="fp8"),
+        Setup("ddp", recipe="fp8-delayed"),
+        Setup("ddp", recipe="fp8-delayed", reuse=True),
+        Setup("ddp", recipe="mxfp4"),
+        Setup("fsdp", compute=BF16, recipe="fp8"),
+        Setup("fsdp", compute=BF16, recipe="fp8-delayed", reuse=True),
+        Setup("fsdp", compute=BF16, recipe="fp8-rowwise", reuse=True),
+        Setup("fsdp", compute=BF16, recipe="nvfp4", reuse=True),
     ),
     4: (
-        Setup("ddp", params=BF16, compute=BF16, hook=True),
         Setup("fsdp", params=BF16, compute=BF16),
         Setup("fsdp"),
         Setup("fsdp", compute=BF16),
@@ -179,6 +217,7 @@ def test_training_is_that_of_a_single_process(world: int) -> None:
 
 
 def check_training(setup: Setup, alone: dict[bool, Any], results: list[dict[bool, Any]]) -> None:
+    """With a recipe in every bit: an FP32 sum of two ranks, halved, has one rounding."""
     for overflow, result in itertools.product((False, True), results):
         mine, expected, first = result[overflow], alone[overflow], results[0][overflow]
         assert mine["skipped"] == overflow
@@ -194,10 +233,40 @@ def check_training(setup: Setup, alone: dict[bool, Any], results: list[dict[bool
         for key, values in mine["state"].items():
             # A rounding up here may have been one down there.
             rtol = 2**-7 if values[0].dtype in (BF16, FP16) else 1e-5
-            torch.testing.assert_close(values, expected["state"][key], rtol=rtol, atol=1e-6)
+            limits = {"rtol": 0, "atol": 0} if setup.recipe else {"rtol": rtol, "atol": 1e-6}
+            torch.testing.assert_close(values, expected["state"][key], **limits)
+            if key.endswith("amax_history"):
+                recorded = (values[0] > 0).sum(1).tolist()
+                assert recorded == [STEPS - overflow] * 2, f"{key}: x and g"
             assert all(map(torch.equal, values, first["state"][key])), f"{key} differs by rank"
         # Exactly the step with the Inf was skipped.
         assert all(map(torch.equal, *mine["weights"])) == overflow
+
+
+OTHER = mixprec.Recipe("fp8-delayed", "e4m3", "e4m3", "e5m2", scaling="delayed", history=4)
+# Of the two ranks, and how the error on the first says that they differ.
+OTHERS: list[tuple[list[str | mixprec.Recipe], str]] = [
+    (["fp8-delayed", "fp8"], r"4 here and 0 on rank 1; .*'0: fp8-delayed: x e4m3"),
+    (["fp8-delayed", OTHER], r"4 here and 4 on rank 1; .*delayed\(16,max\).*delayed\(4,max\)"),
+    (["fp8", "fp8-delayed"], r"0 here and 4 on rank 1; .*'0: fp8-delayed: x e4m3"),
+]
+
+
+def check_other_recipes() -> None:
+    rank = dist.get_rank()
+    for recipes, differs in OTHERS:
+        model = mixprec.convert(make_model(6, 5, 7, 3, 1), recipes[rank])
+        loss_of(model(torch.ones(4, 6)), 0.0).backward()
+        before = copy.deepcopy(model.state_dict())
+        differs = f"all ranks of process_group must.*{'on rank 0' if rank else differs}"
+        with pytest.raises(ValueError, match=f"(?s)^update_scales: {differs}"):
+            mixprec.update_scales(model, dist.group.WORLD)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_ranks_with_other_recipes_are_refused() -> None:
+    """On both ranks, which leaves scales and histories as they were."""
+    on_ranks(2, check_other_recipes)
 
 
 SHARDED = Setup("fsdp", params=BF16, compute=BF16)

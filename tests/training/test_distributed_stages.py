@@ -1,4 +1,4 @@
-"""Ranks that hold different params, in a process group; and the example, on two ranks."""
+"""Ranks that hold different params, in a process group; sharded models; the example."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT, on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import mixprec
 
@@ -74,6 +76,15 @@ def check_stages() -> None:
 
 def test_a_process_group_of_ranks_with_different_params() -> None:
     on_ranks(2, check_stages)
+
+
+def test_convert_comes_before_sharding(one_rank: None) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)))
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
+    message = r"^convert: the parameters of 1\.1 are sharded: convert b"
+    with pytest.raises(ValueError, match=message):
+        mixprec.convert(model, "bf16")
+    assert type(model[0][1]) is nn.Linear, "nothing is changed"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from math import isnan
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from scalers import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from mixprec import ops
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import SGD
 
@@ -169,3 +171,31 @@ def test_last_step_skipped_of_an_optimizer(
     optimizer.zero_grad()
     optimizer.step()
     assert not optimizer.last_step_skipped, "a step without gradients was not skipped"
+
+
+def test_our_optimizer_survives_the_scale_0_of_torchs_scaler() -> None:
+    p = param(3)
+    optimizer = our_adamw([p])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-149)
+    iterate(scaler, optimizer, p, INF)
+    assert scaler.get_scale() == 0.0
+    for _ in range(3):
+        iterate(scaler, optimizer, p, 0.0, 0.0, 0.0)
+    assert torch.equal(p, torch.ones(3))
+
+
+@pytest.mark.exhaustive
+def test_more_than_2_to_the_31_elements() -> None:
+    """DeepSpeed did not update such tensors. Rows that overlap in memory: 200 KB hold 2^31 + 2^16
+    elements, of which only the last is not 1. (To write as many takes 8 GB: not here.)"""
+    rows, columns = 2**15 + 1, 2**16
+    for bad in (NAN, 0.0):
+        memory = torch.ones(rows + columns - 1, dtype=torch.bfloat16)
+        memory[-1] = bad
+        grad = memory.as_strided((rows, columns), (1, 1))
+        found_inf, counts = torch.zeros(()), torch.zeros(1, 4, dtype=torch.int64)
+        sum_sq = torch.zeros(1, dtype=torch.float64)
+        ops.grad_stats_([grad], None, found_inf, sum_sq, counts)
+        assert found_inf.item() == isnan(bad)
+        assert counts.tolist() == [[0, 1, 0, 0] if isnan(bad) else [0, 0, 1, 0]]
+        assert isnan(bad) or sum_sq.item() == rows * columns - 1

@@ -79,14 +79,6 @@ def test_equals_fp32_weights_that_are_rounded(kind: type, clip: float | None) ->
     assert torch.equal(fp32_state_dict(model, ours)["0"], ours.state[params[0]]["master"])
 
 
-def assert_same_state(got: Run, want: Run) -> None:
-    for p, q, a, b in zip(got.params, want.params, got.states, want.states, strict=True):
-        assert torch.equal(p, q)
-        assert a.keys() == b.keys()
-        for key, value in a.items():
-            torch.testing.assert_close(value, b[key], rtol=0, atol=0)
-
-
 @each_kind
 def test_a_run_resumed_at_any_step_is_the_uninterrupted_run(kind: type) -> None:
     """With masters of what cast_parameters rounded, from the first step on and before it."""
@@ -106,14 +98,14 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_run(kind: type) -> None:
         saved = run.optimizer.state_dict()
         other.optimizer.load_state_dict(through_a_file(saved))
         assert other.optimizer.state_dict()["param_groups"] == saved["param_groups"]
-        assert_same_state(other, run)
+        assert_same(other, run)
         if step == 0:
             assert torch.equal(run.states[0]["master"], exact[0][0])
         other.steps = step
         others += [other, copy.deepcopy(run), pickle.loads(pickle.dumps(run))]
         run.train()
     for other in others:
-        assert_same_state(other.train(3 - other.steps), run)
+        assert_same(other.train(3 - other.steps), run)
 
 
 def test_an_empty_state_stays_in_the_state_dict() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -169,7 +167,6 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
 
 
 def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     layers = {f"encoder_of_the_first_modality_with_a_long_name_{i}": nn.Linear(16, 16)
               for i in range(5)}  # fmt: skip
     model = mixprec.convert(nn.Sequential(OrderedDict(layers)), "fp8")
@@ -184,18 +181,3 @@ def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> Non
     assert lines[-1] == "... and 18 more"
     monitor.plot(tmp_path / "layers.png")
     assert (tmp_path / "layers.png").stat().st_size > 10_000
-
-
-def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    page = (Path(__file__).parents[2] / "docs" / "stats.md").read_text(encoding="utf-8")
-    page = page[: page.index("## How these figures were made")]
-    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert len(blocks) == 2
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert len((tmp_path / "numbers.jsonl").read_text().splitlines()) == 3
-    assert (tmp_path / "numbers.png").stat().st_size > 10_000
-    assert names["overrides"] == {}
