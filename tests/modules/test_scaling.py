@@ -248,7 +248,7 @@ def test_errors() -> None:
         update_scales(make(), "gloo")
 
 
-# --- ranks (of several precisions and wrappers: tests/training/test_fp8_ranks.py) ------------
+# --- ranks (of several precisions and wrappers: tests/training/test_distributed.py) ------------
 
 
 def on_one_rank(largest: list[float]) -> tuple[list[float], list[float], list[int]]:
