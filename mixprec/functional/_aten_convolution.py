@@ -14,6 +14,7 @@ from ..recipes import Recipe
 from . import operands
 from ._derivatives import differentiable, is_twice_differentiable, on_backend_of_forward
 from ._observed import observe
+from ._products import Product
 from .operands import NOTHING, Delayed, Matrix, Operand
 
 _aten = torch.ops.aten
@@ -148,15 +149,13 @@ class Convolution(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
+        product: Product,
         geometry: Geometry,
         recipe: Recipe,
-        delayed: Delayed | None,
-        quantized_weight: Operand | None,
         out_dtype: torch.dtype,
-        name: str,
         grad_enabled: bool,
     ) -> torch.Tensor:
+        main_grad, delayed, quantized_weight, name = product
         ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
         ctx.backend = context.backend
         ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
@@ -212,4 +211,4 @@ class Convolution(torch.autograd.Function):
                 grad_w = of_w.to(ctx.w_dtype)
         if need_bias:
             grad_bias = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 8
+        return grad_x, grad_w, grad_bias, *[None] * 5

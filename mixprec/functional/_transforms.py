@@ -33,9 +33,10 @@ def _state_of(arguments: dict[str, Any]) -> str | None:
     recipe = arguments.get("recipe")
     if isinstance(recipe, Recipe) and (recipe.is_delayed or recipe.clip_activations):
         return f"recipe {recipe.name}, which keeps state"
-    products = arguments.get("products", ())
-    mains = [arguments.get("main_grad"), *(product.main_grad for product in products)]
-    return "weights with main_grad" if any(main is not None for main in mains) else None
+    product = arguments.get("product")
+    products = arguments.get("products", () if product is None else (product,))
+    mains = any(product.main_grad is not None for product in products)
+    return "weights with main_grad" if mains else None
 
 
 def _requires_grad(t: torch.Tensor) -> bool:
