@@ -59,9 +59,12 @@ class Fused(torch.autograd.Function):
         ctx.backend = context.backend
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
-        need_x, need_w, need_bias = ctx.needs = _needs(ctx.needs_input_grad)
+        # Of x, the residual or the norm; of each weight; of each bias.
+        needs = ctx.needs_input_grad
+        need_x, need_w, need_bias = any(needs[:4]), needs[12::2], needs[13::2]
         first = products[:-1] if act else products
         need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
+        ctx.needs = need_x, need_w, need_bias, need_h
         # The weights that a gradient passes through: to x, and to what is before the activation.
         passes = [need_x if i < len(first) else need_h for i in range(len(products))]
 
@@ -120,8 +123,7 @@ class Fused(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
         recipe, products, gemms, act = ctx.recipe, ctx.products, ctx.gemms, ctx.act
-        need_x, need_w, need_bias = ctx.needs
-        total, norm_weight, mean, rstd = saved[:4]
+        need_x, need_w, need_bias, need_h = ctx.needs
         n = 10 + 3 * len(products)
         x_t, a_t, *weights = (Matrix(*saved[i : i + 3]) for i in range(4, n, 3))
         hidden = saved[n:]
@@ -129,7 +131,6 @@ class Fused(torch.autograd.Function):
         g_total = grads[-1] if len(grads) > (1 if act else len(products)) else None
         grad_wb: list[torch.Tensor | None] = [None] * (2 * len(products))
 
-        need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
         qgs: list[Operand | None] = []
         if act:
             g, last = grads[0], products[-1]
@@ -170,14 +171,9 @@ class Fused(torch.autograd.Function):
                 for i, of_h in enumerate(qgs)
                 if of_h is not None
             ]
-            dx, dw, db = _grad_of_x(ctx, sources, total, norm_weight, mean, rstd, g_total)
+            dx, dw, db = _grad_of_x(ctx, sources, saved[:4], g_total)
         residual = dx if ctx.needs_input_grad[1] else None
         return (dx, residual, dw, db, *[None] * 8, *grad_wb)
-
-
-def _needs(needs: Sequence[bool]) -> tuple[bool, list[bool], list[bool]]:
-    """Whether a gradient of x, the residual or the norm is needed; of each weight; of each bias."""
-    return any(needs[:4]), list(needs[12::2]), list(needs[13::2])
 
 
 def _operand_of_x(
@@ -240,10 +236,7 @@ def _through_activation(
 def _grad_of_x(
     ctx: Any,
     sources: Sequence[tuple[Gemms, Matrix, Matrix]],
-    total: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    of_norm: Any,
     g_total: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, of the norm's weight and of its bias. The products' are added in FP32."""
@@ -256,6 +249,7 @@ def _grad_of_x(
         gemms.add_grad_input(g, of_h, w_t)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
+    total, norm_weight, mean, rstd = of_norm
     g_total = None if g_total is None else g_total.view(total.shape)
     dx, dw, db = norm_backward_op(
         g.view(total.shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias

@@ -12,28 +12,28 @@ from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
 from . import operands
 from ._arguments import check_output, check_state, main_grad_of
-from ._derivatives import apply, differentiable, is_twice_differentiable, on_backend_of_forward
+from ._derivatives import (
+    Tensors,
+    apply,
+    differentiable,
+    is_twice_differentiable,
+    on_backend_of_forward,
+)
 from ._products import Gemms, Product, grad_bias
 from ._saturate import clips, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
 
 
-def _second(
-    ctx: Any,
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    u: torch.Tensor | None,
-    v: torch.Tensor | None,
-    s: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of g, x and weight, where u, v and s are those of the first gradients
+def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
+    """The gradients of the inputs g, x and weight, for those of the first gradients
 
     g @ weight, g^T @ x and sum(g).
     """
+    (g, x, weight), (u, v, s) = inputs, grads
+    recipe = Recipe.parse("bf16") if ctx.recipe.is_scaled else ctx.recipe  # one of 16 bits
 
     def times(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return linear(a, b, recipe=_wide(ctx.recipe), out_dtype=dtype)
+        return linear(a, b, recipe=recipe, out_dtype=dtype)
 
     def rows(t: torch.Tensor) -> torch.Tensor:
         return t.reshape(-1, t.shape[-1])
@@ -52,11 +52,6 @@ def _second(
         more = s.to(g.dtype).expand_as(g)
         of_g = more if of_g is None else of_g + more
     return of_g, of_x, of_weight
-
-
-def _wide(recipe: Recipe) -> Recipe:
-    """The 16-bit recipe for higher derivatives."""
-    return Recipe.parse("bf16") if recipe.is_scaled else recipe
 
 
 class _Linear(torch.autograd.Function):
@@ -102,9 +97,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @on_backend_of_forward
     @differentiable(_second)
-    def backward(
-        ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
         x_t, w_t = Matrix(*saved[:3]), Matrix(*saved[3:6])  # [K, M], [K, N]
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         of_x = of_w = None

@@ -17,4 +17,4 @@ def reference(name: str) -> Callable[..., Any]:
 
 
 def launcher(name: str) -> Callable[..., Any]:
-    return OPS[name].launcher()
+    return OPS[name].launcher

@@ -128,7 +128,7 @@ def test_backward_shapes_and_layouts(
         mean, rstd = norm_quantize_op(x, None, None, None, 1e-5, subtract_mean, *PLAIN)[6:]
         g_total = layout(normal(shape, WIDE[i % 3], seed=i + 2)) if i % 2 else None
         given = g, x, weight, mean, rstd, g_total, bias is not None
-        same(norm_backward_op(*given), norm_backward_reference(*given), str(shape))
+        same(norm_backward_op(*given), norm_backward_reference(given), str(shape))
 
 
 @for_each("cast", CASTS)
@@ -139,7 +139,7 @@ def test_large(poisoned: None, two_threads: None, cast: Cast) -> None:
     *got, total, mean, rstd = norm_quantize_op(*given, *cast)
     same((*got, total, mean, rstd), norm_quantize_reference(*given, cast))
     given = g, total, given[2], mean, rstd, res, True
-    same(norm_backward_op(*given), norm_backward_reference(*given))
+    same(norm_backward_op(*given), norm_backward_reference(given))
 
 
 @for_each("subtract_mean", [True, False])
