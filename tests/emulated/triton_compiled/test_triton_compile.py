@@ -118,12 +118,11 @@ BUILDS = [
 ]
 # What each kernel reads and writes in blocks of so many elements, and how often the code is there:
 # for full blocks and for the last one. The rest of the kernels only see a few scalars.
-OF_FP32 = ("norm_quantize", "norm_backward", "norm_bands", "act_quantize", "act_backward")
+OF_FP32 = ("norm_quantize", "norm_backward", "norm_bands", "activation")
 STATES = "first_ptr second_ptr master_ptr"
 ACCESSES = {
     "amax": (("BLOCK",), "x_ptr", "", 2),
-    "act_quantize": (("BLOCK",), "x_ptr up_ptr", "y_ptr", 2),
-    "act_backward": (("BLOCK",), "g_ptr x_ptr up_ptr", "dx_ptr dup_ptr", 2),
+    "activation": (("BLOCK",), "g_ptr x_ptr up_ptr", "y_ptr dup_ptr", 2),
     "quantize": (("BLOCK",), "x_ptr", "q_ptr", 2),
     "quantize_transpose": (("TILE_M", "TILE_K"), "x_ptr", "q_ptr q_t_ptr", 1),
     "quantize_rows": (("BLOCK",), "x_ptr x_ptr", "q_ptr", 1),
