@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .activations import activation
-from .launch import FORMATS, codes, on, soft_cast
+from .launch import codes_in_order, format_of, on, soft_cast
 from .quantize import quantize_values
 from .tiles import decode, load, store
 
@@ -17,51 +17,28 @@ BLOCK = 1024
 
 
 @triton.jit
-def _values(x_ptr, up_ptr, y_ptr, offsets, n, X: tl.constexpr, KIND: tl.constexpr,
-            SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    y, _ = activation(decode(load(x_ptr, offsets, n, FULL), X, SOFT_CAST), KIND)
+def _block(g_ptr, x_ptr, up_ptr, y_ptr, dup_ptr, offsets, n, G: tl.constexpr, X: tl.constexpr,
+           KIND: tl.constexpr, SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    y, slope = activation(decode(load(x_ptr, offsets, n, FULL), X, SOFT_CAST), KIND)
+    if g_ptr is not None:
+        g = decode(load(g_ptr, offsets, n, FULL), G, SOFT_CAST)
+        if up_ptr is not None:
+            store(dup_ptr, offsets, g * y, n, FULL)
+        y = g
     if up_ptr is not None:
         y = y * decode(load(up_ptr, offsets, n, FULL), X, SOFT_CAST)
+    if g_ptr is not None:
+        y = y * slope
     store(y_ptr, offsets, y, n, FULL)
 
 
 @triton.jit
-def act_quantize_kernel(
+def activation_kernel(
+    g_ptr,  # None: the forward pass
     x_ptr,
     up_ptr,  # None: no gate
-    y_ptr,  # fp32
-    n,
-    X: tl.constexpr,
-    KIND: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= n:
-        _values(x_ptr, up_ptr, y_ptr, offsets, n, X, KIND, SOFT_CAST, True)
-    else:
-        _values(x_ptr, up_ptr, y_ptr, offsets, n, X, KIND, SOFT_CAST, False)
-
-
-@triton.jit
-def _gradients(g_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, offsets, n, G: tl.constexpr, X: tl.constexpr,
-               KIND: tl.constexpr, SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    g = decode(load(g_ptr, offsets, n, FULL), G, SOFT_CAST)
-    value, slope = activation(decode(load(x_ptr, offsets, n, FULL), X, SOFT_CAST), KIND)
-    if up_ptr is not None:
-        store(dup_ptr, offsets, g * value, n, FULL)
-        g = g * decode(load(up_ptr, offsets, n, FULL), X, SOFT_CAST)
-    store(dx_ptr, offsets, g * slope, n, FULL)
-
-
-@triton.jit
-def act_backward_kernel(
-    g_ptr,
-    x_ptr,
-    up_ptr,  # None: no gate
-    dx_ptr,  # fp32
-    dup_ptr,  # fp32, if there is a gate
+    y_ptr,  # fp32; in the backward pass dx
+    dup_ptr,  # fp32, in the backward pass of a gate
     n,
     G: tl.constexpr,
     X: tl.constexpr,
@@ -72,45 +49,38 @@ def act_backward_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
-        _gradients(g_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, offsets, n, G, X, KIND, SOFT_CAST, True)
+        _block(g_ptr, x_ptr, up_ptr, y_ptr, dup_ptr, offsets, n, G, X, KIND, SOFT_CAST, True)
     else:
-        _gradients(g_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, offsets, n, G, X, KIND, SOFT_CAST, False)
+        _block(g_ptr, x_ptr, up_ptr, y_ptr, dup_ptr, offsets, n, G, X, KIND, SOFT_CAST, False)
+
+
+def _launch(
+    g: torch.Tensor | None, x: torch.Tensor, up: torch.Tensor | None, kind: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The activation, or with g the gradients of x and, if there is a gate, of up."""
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    dup = None if g is None or up is None else torch.empty_like(y)
+    if x.numel():
+        dtypes = [t.dtype for t in (g, x) if t is not None]
+        with on(x):
+            activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+                *map(codes_in_order, (g, x, up)), y, dup, x.numel(), G=format_of(g),
+                X=format_of(x), KIND=kind, SOFT_CAST=soft_cast(x.device, *dtypes), BLOCK=BLOCK,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return y, dup
 
 
 def act_quantize(
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    cast: Any,
+    x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: Any
 ) -> tuple[torch.Tensor, ...]:
-    x, gate = x.contiguous(), None if up is None else codes(up.contiguous())
-    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    if x.numel():
-        with on(x):
-            act_quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-                codes(x), gate, y, x.numel(), X=FORMATS[x.dtype], KIND=kind,
-                SOFT_CAST=soft_cast(x.device, x.dtype), BLOCK=BLOCK, enable_fp_fusion=False,
-            )  # fmt: skip
-    return quantize_values(y, cast)
+    return quantize_values(_launch(None, x, up, kind)[0], cast)
 
 
 def act_backward(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    cast: Any,
+    g: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: Any
 ) -> tuple[torch.Tensor, ...]:
-    g, x, gate = g.contiguous(), x.contiguous(), None if up is None else codes(up.contiguous())
-    dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    dup = None if up is None else torch.empty_like(dx)
-    if x.numel():
-        with on(x):
-            act_backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-                codes(g), codes(x), gate, dx, dup, x.numel(), G=FORMATS[g.dtype],
-                X=FORMATS[x.dtype], KIND=kind, SOFT_CAST=soft_cast(x.device, g.dtype, x.dtype),
-                BLOCK=BLOCK, enable_fp_fusion=False,
-            )  # fmt: skip
+    dx, dup = _launch(g, x, up, kind)
     of_x = quantize_values(dx, cast)
     if dup is not None:
         return *of_x, *quantize_values(dup, cast._replace(scale=None))

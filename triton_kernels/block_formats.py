@@ -26,11 +26,7 @@ _NAMES = {
     "mxfp8_e4m3": "e4m3", "mxfp8_e5m2": "e5m2", "mxfp6_e3m2": "e3m2", "mxfp6_e2m3": "e2m3",
     "mxfp4": "e2m1", "nvfp4": "e2m1",
 }  # fmt: skip
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # others: uint8
-
-
-def element(fmt: str) -> str:
-    return _NAMES[fmt]
+DTYPES = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}  # others: uint8
 
 
 def constants(fmt: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,20 +47,12 @@ def _mma_tiles(arch: int, tma: bool) -> dict[tuple[int, str], Tiles]:
         Config(64, 128, 64, 4, 3, tma=tma),
         Config(128, 128, 64, 8, 3, tma=tma),
     )
-    eight = (
-        Config(64, 64, 128, 4, 4, tma=tma),
-        Config(64, 128, 128, 4, 3, tma=tma),
-        Config(128, 128, 128, 8, 3, tma=tma),
-    )
     # Decoded in registers and put into shared memory once more, as fp16.
-    soft = (Config(64, 64, 64, 4, 3), Config(64, 128, 64, 4, 3), Config(128, 128, 64, 8, 3))
-    tiles: dict[tuple[int, str], Tiles] = {
-        (arch, "16-bit"): sixteen,
-        (arch, "16-bit blocks"): sixteen,
-    }
-    if arch < 89:
-        return {**tiles, (arch, "fp8 soft"): soft}
-    return {**tiles, (arch, "fp8"): eight, (arch, "fp8 fast"): eight}
+    soft = tuple(replace(tile, stages=3, tma=False) for tile in sixteen)
+    eight = tuple(replace(tile, block_k=128) for tile in sixteen)
+    of_fp8 = {"fp8 soft": soft} if arch < 89 else {"fp8": eight, "fp8 fast": eight}
+    kinds = {"16-bit": sixteen, "16-bit blocks": sixteen, **of_fp8}
+    return {(arch, kind): tiles for kind, tiles in kinds.items()}
 
 
 # None of these tiles has been measured: they follow from registers and shared memory. 128 x 256 in
@@ -174,10 +166,8 @@ def why_not(given: dict[str, Any], capability: int, itemsize: int) -> str | None
     if min(config.stages, config.group, config.per_sm) < 1:
         return "stages, group and per_sm must be at least 1"
     arch = known_arch(capability)
-    taken, limit = (
-        shared_bytes(config, arch, itemsize),
-        SHARED_KIB.get(capability, SHARED_KIB[arch]),
-    )
+    taken = shared_bytes(config, arch, itemsize)
+    limit = SHARED_KIB.get(capability, SHARED_KIB[arch])
     if taken > limit * 1024:
         return f"its tiles take {taken} bytes of shared memory, the GPU has {limit} KiB a block"
     return None

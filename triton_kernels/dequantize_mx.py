@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -66,14 +68,8 @@ def dequantize_mx_kernel(
     tl.store(out_ptr + m[:, None] * K + k[None, :], out, mask=inside)
 
 
-def dequantize_mx(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    tensor_scale_inv: torch.Tensor | None,
-    fmt: str,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def dequantize_mx(args: Any) -> torch.Tensor:
+    data, scale_inv, tensor_scale_inv, fmt, columns, dtype = args
     data, scale_inv = data.contiguous(), scale_inv.contiguous()
     out = torch.empty((*data.shape[:-1], columns) if data.dim() else (), dtype=dtype,
                       device=data.device)  # fmt: skip

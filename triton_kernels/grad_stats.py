@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -70,13 +72,8 @@ def sum_kernel(partial_ptr, count, sum_ptr, BLOCK: tl.constexpr):
     tl.store(sum_ptr, ordered_sum(partial_ptr, count, BLOCK))
 
 
-def grad_stats_(
-    grads: list[torch.Tensor],
-    inv_scale: torch.Tensor | None,
-    found_inf: torch.Tensor,
-    sum_sq: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
+def grad_stats_(args: Any) -> None:
+    grads, inv_scale, found_inf, sum_sq, counts = args
     programs = [triton.cdiv(grad.numel(), BLOCK * ROUNDS) for grad in grads]
     partial = torch.empty(max([0, *programs]), dtype=torch.float64, device=sum_sq.device)
     sum_sq.zero_()

@@ -29,6 +29,15 @@ def codes(x: torch.Tensor) -> torch.Tensor:
     return x.view(_CODES[x.element_size()]) if x.element_size() < 4 else x
 
 
+def codes_in_order(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The same for what may be absent, and has to be contiguous."""
+    return None if x is None else codes(x.contiguous())
+
+
+def format_of(x: torch.Tensor | None) -> str | None:
+    return None if x is None else FORMATS[x.dtype]
+
+
 @cache
 def _converts_fp8(device: torch.device) -> bool:
     """Whether the GPU can convert fp32 to fp8: NVIDIA's from compute capability 8.9 on."""

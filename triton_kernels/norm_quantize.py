@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import FORMATS, codes, on, soft_cast
+from .launch import FORMATS, codes, codes_in_order, format_of, on, soft_cast
 from .quantize import quantize_values
 from .tiles import decode, encode, int64
 
@@ -200,18 +200,6 @@ def norm_columns_kernel(
     tl.store(sums_ptr + (which * K + column), total, mask=column < K)
 
 
-def _codes(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else codes(t.contiguous())
-
-
-def _format(t: torch.Tensor | None) -> str | None:
-    return None if t is None else FORMATS[t.dtype]
-
-
-def _soft(x: torch.Tensor) -> bool:
-    return soft_cast(x.device, x.dtype)
-
-
 def norm_quantize(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -229,23 +217,16 @@ def norm_quantize(
     if M:
         with on(x):
             norm_quantize_kernel[(M,)](
-                codes(x), _codes(residual), _codes(weight), _codes(bias),
+                codes(x), codes_in_order(residual), codes_in_order(weight), codes_in_order(bias),
                 None if residual is None else codes(total), y, mean if subtract_mean else None,
-                rstd, K, eps, X=FORMATS[x.dtype], W=_format(weight), B=_format(bias),
-                SOFT_CAST=_soft(x), LANES=LANES, num_warps=1, **OPTIONS,
+                rstd, K, eps, X=FORMATS[x.dtype], W=format_of(weight), B=format_of(bias),
+                SOFT_CAST=soft_cast(x.device, x.dtype), LANES=LANES, num_warps=1, **OPTIONS,
             )  # fmt: skip
     return *quantize_values(y, cast), total, mean, rstd
 
 
-def norm_backward(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    g_total: torch.Tensor | None,
-    with_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def norm_backward(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g, x, weight, mean, rstd, g_total, with_bias = args
     g, x = g.contiguous(), x.contiguous()
     M, K = x.shape[:-1].numel(), x.shape[-1]
     means = mean.contiguous() if mean.numel() else None
@@ -254,13 +235,14 @@ def norm_backward(
     bands, across = triton.cdiv(M, BAND), triton.cdiv(K, COLUMNS)
     of_bands = torch.empty((2, bands, K), dtype=torch.float32, device=x.device)
     sums = torch.zeros((2, K), dtype=torch.float32, device=x.device)
-    formats = {"G": FORMATS[g.dtype], "X": FORMATS[x.dtype], "SOFT_CAST": _soft(x)}
+    soft = soft_cast(x.device, x.dtype)
+    formats = {"G": FORMATS[g.dtype], "X": FORMATS[x.dtype], "SOFT_CAST": soft}
     if x.numel():
         with on(x):
             norm_backward_kernel[(M,)](
-                codes(g), codes(x), _codes(weight), means, rstd, _codes(g_total), codes(dx), K,
-                W=_format(weight), T=_format(g_total), LANES=LANES, num_warps=1, **formats,
-                **OPTIONS,
+                codes(g), codes(x), codes_in_order(weight), means, rstd, codes_in_order(g_total),
+                codes(dx), K, W=format_of(weight), T=format_of(g_total), LANES=LANES, num_warps=1,
+                **formats, **OPTIONS,
             )  # fmt: skip
             if weight is not None or with_bias:
                 norm_bands_kernel[(bands * across,)](

@@ -151,7 +151,7 @@ def quantize_mx(
                 SOFT_CAST=soft_cast(x.device, x.dtype, torch.float8_e4m3fn),
                 TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-    codes_of = block_formats.DTYPES.get(block_formats.element(fmt), torch.uint8)
+    codes_of = block_formats.DTYPES.get(fmt, torch.uint8)
     scales = torch.float8_e4m3fn if nvfp4 else torch.uint8
     data, data_t = data.view(codes_of), data_t.view(codes_of)
     return (data, data_t, scale_inv.view(scales), scale_inv_t.view(scales), tensor_scale_inv, amax)

@@ -27,14 +27,8 @@ def scale_from_amax_kernel(scale_ptr, scale_inv_ptr, amax_ptr, n, fmt_max, two_t
     tl.store(scale_inv_ptr + offsets, tl.div_rn(tl.zeros_like(scale) + 1.0, scale), mask=inside)
 
 
-def scale_from_amax_(
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    margin: int,
-    power_of_two: bool,
-) -> None:
+def scale_from_amax_(args: Any) -> None:
+    scale, scale_inv, amax, dtype, margin, power_of_two = args
     if scale.numel() == 0:
         return
     flat = [t.contiguous() for t in (scale, scale_inv, amax)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -48,12 +49,8 @@ def unscale_kernel(
         _block(grad_ptr, inv_scale, found_inf_ptr, counts_ptr, offsets, n, G, SOFT_CAST, False)
 
 
-def unscale_(
-    grads: list[torch.Tensor],
-    inv_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
+def unscale_(args: Any) -> None:
+    grads, inv_scale, found_inf, counts = args
     if counts is not None:
         counts.zero_()
     with on(found_inf):

@@ -49,9 +49,7 @@ def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not weight.requires_grad or weight.grad is not None:
         return None
-    checks.has_dtype(op, "weight.main_grad", main_grad, (torch.float32,))
-    checks.has_shape(op, "weight.main_grad", main_grad, weight.shape, "weight's shape")
-    checks.on_device(op, "weight.main_grad", main_grad, weight.device, "weight")
+    checks.is_like(op, "weight.main_grad", main_grad, weight, (torch.float32,), "weight")
     hooks = weight._post_accumulate_grad_hooks
     traced = torch.compiler.is_compiling()  # it has been called before, or runs without the hook
     if weight.is_leaf and not traced and (hooks is None or _add_to_main_grad not in hooks.values()):

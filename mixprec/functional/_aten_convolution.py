@@ -12,8 +12,9 @@ from ..ops.dequantize import dequantize_op
 from ..ops.dequantize_mx import dequantize_mx_op
 from ..recipes import Recipe
 from . import operands
-from ._derivatives import differentiable, is_twice_differentiable, on_backend_of_forward
+from ._derivatives import Tensors, differentiable, is_twice_differentiable, on_backend_of_forward
 from ._observed import observe
+from ._products import Product
 from .operands import NOTHING, Delayed, Matrix, Operand
 
 _aten = torch.ops.aten
@@ -114,17 +115,10 @@ class Layout(NamedTuple):
         return torch.empty(self.shape, dtype=like.dtype, device=like.device, memory_format=order)
 
 
-def _second(
-    ctx: Any,
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    u: torch.Tensor | None,
-    v: torch.Tensor | None,
-    s: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of g, x and weight, where u, v and s are those of the gradients of x, weight
-    and bias: by torch's second derivative of a convolution, in the recipe's 16-bit dtype."""
+def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
+    """The gradients of the inputs g, x and weight, for those of the gradients of x, weight and
+    bias: by torch's second derivative of a convolution, in the recipe's 16-bit dtype."""
+    (g, x, weight), (u, v, s) = inputs, grads
     dtype = torch.bfloat16 if ctx.recipe.is_scaled else ctx.recipe.x.dtype
     if _in_fp32(x.new_empty(0, dtype=dtype)):
         dtype = torch.float32
@@ -148,15 +142,13 @@ class Convolution(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
+        product: Product,
         geometry: Geometry,
         recipe: Recipe,
-        delayed: Delayed | None,
-        quantized_weight: Operand | None,
         out_dtype: torch.dtype,
-        name: str,
         grad_enabled: bool,
     ) -> torch.Tensor:
+        main_grad, delayed, quantized_weight, name = product
         ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
         ctx.backend = context.backend
         ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
@@ -182,9 +174,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     @on_backend_of_forward
     @differentiable(_second)
-    def backward(
-        ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
         x_saved, w_saved = Matrix(*saved[:3]), Matrix(*saved[3:6])
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
@@ -197,10 +187,9 @@ class Convolution(torch.autograd.Function):
             w = w_layout.decode(w_saved) if need_x else w_layout.nothing(wide)
             if _in_fp32(wide):
                 wide, x, w = wide.float(), x.float(), w.float()
-            if need_x:
-                observe("grad_input", ctx.recipe, ctx.name)
-            if need_w:
-                observe("grad_weight", ctx.recipe, ctx.name)
+            for kind, need in (("grad_input", need_x), ("grad_weight", need_w)):
+                if need:
+                    observe(kind, ctx.recipe, ctx.name)
             mask = [need_x, need_w, False]
             of_x, of_w, _ = _aten.convolution_backward.default(
                 wide, x, w, None, *ctx.geometry.for_aten(), mask
@@ -212,4 +201,4 @@ class Convolution(torch.autograd.Function):
                 grad_w = of_w.to(ctx.w_dtype)
         if need_bias:
             grad_bias = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 8
+        return grad_x, grad_w, grad_bias, *[None] * 5

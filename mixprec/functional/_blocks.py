@@ -17,7 +17,6 @@ from ._products import Product
 
 def _layers(
     op: str,
-    x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     recipe: Recipe,
@@ -80,7 +79,7 @@ def norm_linear(
         biases: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
     else:
         biases = (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
-    products, tensors = _layers(op, x, weights, biases, recipe)
+    products, tensors = _layers(op, weights, biases, recipe)
     for w in weights:
         check_input(x, w)
     kind = _norm(op, norm, eps)
@@ -128,7 +127,7 @@ def mlp(
         raise ValueError(f"{op}: act must be one of {', '.join(KINDS)}, got {act!r}")
     weights = (up, down) if gate is None else (gate, up, down)
     biases = (up_bias, down_bias) if gate is None else (gate_bias, up_bias, down_bias)
-    products, tensors = _layers(op, x, weights, biases, recipe)
+    products, tensors = _layers(op, weights, biases, recipe)
     for w in weights[:-1]:
         check_input(x, w)
         if w.shape != up.shape or down.shape[1] != w.shape[0]:

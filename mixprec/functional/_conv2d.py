@@ -15,6 +15,7 @@ from ._arguments import check_output, check_state, main_grad_of
 from ._aten_convolution import Convolution, Geometry, encode, is_channels_last
 from ._derivatives import apply
 from ._linear import run_linear
+from ._products import Product
 from ._saturate import clips, saturate
 from .operands import Delayed, Operand
 
@@ -149,23 +150,13 @@ def conv2d(
     strides, dilations = _pair("stride", stride, 1), _pair("dilation", dilation, 1)
     pad, more = _padding(padding, weight.shape[2:], strides, dilations)
     check_state("conv2d", recipe, delayed, clipped, x.device, "mixprec.nn.Conv2d")
-    main_grad = main_grad_of("conv2d", weight)
+    main_grad, kept = main_grad_of("conv2d", weight), delayed if recipe.is_delayed else None
+    product = Product(main_grad, kept, quantized_weight, name)
     single = x.dim() == 3
     if single:
         x = x.unsqueeze(0)
     if recipe.is_scaled and is_pointwise(weight.shape[2:], pad, groups):
-        y = _pointwise(
-            x,
-            weight,
-            bias,
-            main_grad,
-            strides,
-            recipe,
-            out_dtype,
-            name,
-            delayed,
-            quantized_weight,
-        )
+        y = _pointwise(x, weight, bias, product, strides, recipe, out_dtype)
     else:
         if more != (0, 0):
             x = torch.nn.functional.pad(x, (0, more[1], 0, more[0]))
@@ -177,13 +168,10 @@ def conv2d(
                 x,
                 weight,
                 bias,
-                main_grad,
+                product,
                 Geometry(strides, pad, dilations, groups),
                 recipe,
-                delayed if recipe.is_delayed else None,
-                quantized_weight,
                 torch.float32 if clip else out_dtype,
-                name,
                 torch.is_grad_enabled(),
             )
         y = saturate(y, clipped) if clip else y
@@ -194,30 +182,18 @@ def _pointwise(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
+    product: Product,
     stride: tuple[int, int],
     recipe: Recipe,
     out_dtype: torch.dtype,
-    name: str,
-    delayed: Delayed | None,
-    quantized_weight: Operand | None,
 ) -> torch.Tensor:
     """y [B, H', W', O] = x [B, H', W', C] @ weight [O, C]^T, seen as [B, O, H', W']."""
     channels_last = is_channels_last(x)
     x = x[:, :, :: stride[0], :: stride[1]].permute(0, 2, 3, 1)
-    main_grad = None if main_grad is None else main_grad.flatten(1)
-    y = run_linear(
-        x,
-        weight.flatten(1),
-        bias,
-        main_grad,
-        recipe,
-        out_dtype,
-        name,
-        delayed,
-        quantized_weight,
-        None,
-    ).permute(0, 3, 1, 2)
+    if product.main_grad is not None:
+        product = product._replace(main_grad=product.main_grad.flatten(1))
+    y = run_linear(x, weight.flatten(1), bias, product, recipe, out_dtype, None)
+    y = y.permute(0, 3, 1, 2)
     return y if channels_last else y.contiguous()
 
 

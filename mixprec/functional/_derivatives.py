@@ -14,12 +14,12 @@ from .._context import context, replaced
 from ..memory.running import running
 from ._transforms import run_transformed
 
-_Tensors = tuple[torch.Tensor | None, ...]
+Tensors = tuple[torch.Tensor | None, ...]
 
 NO_SECOND = (
     "create_graph=True: layers with a recipe have second derivatives only where the forward "
+    "pass ran inside mixprec.functional.twice_differentiable()"
 )
-NO_SECOND += "pass ran inside mixprec.functional.twice_differentiable()"
 
 
 @contextlib.contextmanager
@@ -59,8 +59,8 @@ def on_backend_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Gradients(torch.autograd.Function):
     """The gradients of x, weight and bias as a function of g, x and weight.
 
-    second(ctx, g, x, weight, u, v, s) returns the gradients of the three for the incoming u, v and
-    s, those of the gradients of x, weight and bias.
+    second(ctx, (g, x, weight), (u, v, s)) returns the gradients of the three for the incoming u, v
+    and s, those of the gradients of x, weight and bias.
     """
 
     @staticmethod
@@ -76,10 +76,10 @@ class _Gradients(torch.autograd.Function):
     @on_backend_of_forward
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with twice_differentiable():  # where this runs for a third derivative
-            return *ctx.second(*ctx.saved_tensors, *grads), None, None
+            return *ctx.second(ctx.saved_tensors, grads), None, None
 
 
-def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
+def differentiable(second: Callable[..., Tensors]) -> Callable[..., Any]:
     """Decorator of backward(ctx, saved, g), whose forward pass set ctx.twice to
     `is_twice_differentiable()` and then saved x and weight last.
 
@@ -99,7 +99,7 @@ def differentiable(second: Callable[..., _Tensors]) -> Callable[..., Any]:
                 raise RuntimeError(NO_SECOND)
             nothing: list[None] = []
 
-            def first() -> _Tensors:
+            def first() -> Tensors:
                 outputs = backward(ctx, saved, g)
                 nothing.extend(outputs[3:])
                 return outputs[:3]

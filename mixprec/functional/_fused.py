@@ -14,9 +14,9 @@ from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ..recipes import Recipe
-from . import _products, operands
+from . import operands
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
-from ._products import Product
+from ._products import Gemms, Product, grad_bias
 from .operands import NOTHING, Matrix, Operand, OperandCast
 
 
@@ -55,12 +55,16 @@ class Fused(torch.autograd.Function):
     ) -> Any:
         weights, biases = weights_and_biases[0::2], weights_and_biases[1::2]
         ctx.norm, ctx.act, ctx.products, ctx.recipe, ctx.low = norm, act, products, recipe, low
-        ctx.simulated, ctx.backend = simulated, context.backend
+        gemms = ctx.gemms = [Gemms(recipe, p.name, simulated) for p in products]
+        ctx.backend = context.backend
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
-        need_x, need_w, need_bias = ctx.needs = _needs(ctx.needs_input_grad)
+        # Of x, the residual or the norm; of each weight; of each bias.
+        needs = ctx.needs_input_grad
+        need_x, need_w, need_bias = any(needs[:4]), needs[12::2], needs[13::2]
         first = products[:-1] if act else products
         need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
+        ctx.needs = need_x, need_w, need_bias, need_h
         # The weights that a gradient passes through: to x, and to what is before the activation.
         passes = [need_x if i < len(first) else need_h for i in range(len(products))]
 
@@ -77,8 +81,7 @@ class Fused(torch.autograd.Function):
         ]
         dtype = low if act else out_dtype
         outputs = [
-            _products.forward(recipe, p.name, qx.matrix, w.matrix, bias, dtype, simulated)
-            for p, w, bias in zip(first, qw, biases, strict=False)
+            gemms[i].forward(qx.matrix, qw[i].matrix, biases[i], dtype) for i in range(len(first))
         ]
         qa, hidden = None, []
         if act:
@@ -88,12 +91,7 @@ class Fused(torch.autograd.Function):
             how = OperandCast.make("x", recipe, last.delayed, x.device, need_w[-1] and grad_enabled)
             results = act_quantize_op(hidden[0], up, act, *how.cast)
             qa = how.operand(results, last.delayed if grad_enabled else None)
-            outputs = [
-                _products.forward(
-                    *(recipe, last.name, qa.matrix, qw[-1].matrix, biases[-1]),
-                    *(out_dtype, simulated),
-                )
-            ]
+            outputs = [gemms[-1].forward(qa.matrix, qw[-1].matrix, biases[-1], out_dtype)]
 
         saved_x = qx.saved_t if any(need_w[: len(first)]) else NOTHING
         saved_a = qa.saved_t if qa and need_w[-1] else NOTHING
@@ -124,10 +122,8 @@ class Fused(torch.autograd.Function):
         saved: Any = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(NO_SECOND)
-        recipe, products, low, act = ctx.recipe, ctx.products, ctx.low, ctx.act
-        simulated = ctx.simulated
-        need_x, need_w, need_bias = ctx.needs
-        total, norm_weight, mean, rstd = saved[:4]
+        recipe, products, gemms, act = ctx.recipe, ctx.products, ctx.gemms, ctx.act
+        need_x, need_w, need_bias, need_h = ctx.needs
         n = 10 + 3 * len(products)
         x_t, a_t, *weights = (Matrix(*saved[i : i + 3]) for i in range(4, n, 3))
         hidden = saved[n:]
@@ -135,7 +131,6 @@ class Fused(torch.autograd.Function):
         g_total = grads[-1] if len(grads) > (1 if act else len(products)) else None
         grad_wb: list[torch.Tensor | None] = [None] * (2 * len(products))
 
-        need_h = need_x or any(need_w[: len(first)]) or any(need_bias[: len(first)])
         qgs: list[Operand | None] = []
         if act:
             g, last = grads[0], products[-1]
@@ -144,25 +139,17 @@ class Fused(torch.autograd.Function):
             else:
                 qg = operands.cast(g, "g", recipe, last.delayed, use_t=need_w[-1])
                 if need_w[-1]:
-                    grad_wb[-2] = _products.grad_weight(
-                        recipe,
-                        last.name,
-                        qg.matrix_t,
-                        a_t,
-                        ctx.dtypes[-2],
-                        last.main_grad,
-                        simulated,
+                    grad_wb[-2] = gemms[-1].grad_weight(
+                        qg.matrix_t, a_t, ctx.dtypes[-2], last.main_grad
                     )
                 if need_bias[-1]:
-                    grad_wb[-1] = _products.grad_bias(g, ctx.dtypes[-1])
+                    grad_wb[-1] = grad_bias(g, ctx.dtypes[-1])
                 if need_h:
-                    g_a = _products.grad_input(
-                        recipe, last.name, qg.matrix, weights[-1], low, simulated
-                    )
+                    g_a = gemms[-1].grad_input(qg.matrix, weights[-1], ctx.low)
                     qgs, plain = _through_activation(ctx, g_a, hidden, first)
                     for i, of_bias in enumerate(plain):
                         if need_bias[i]:
-                            grad_wb[2 * i + 1] = _products.grad_bias(of_bias, ctx.dtypes[2 * i + 1])
+                            grad_wb[2 * i + 1] = grad_bias(of_bias, ctx.dtypes[2 * i + 1])
         else:
             for i, (p, g) in enumerate(zip(first, grads, strict=False)):
                 if g is None or not (need_x or need_w[i]):
@@ -170,29 +157,23 @@ class Fused(torch.autograd.Function):
                 else:
                     qgs.append(operands.cast(g, "g", recipe, p.delayed, use_t=need_w[i]))
                 if need_bias[i] and g is not None:
-                    grad_wb[2 * i + 1] = _products.grad_bias(g, ctx.dtypes[2 * i + 1])
+                    grad_wb[2 * i + 1] = grad_bias(g, ctx.dtypes[2 * i + 1])
 
         for i, (p, of_h) in enumerate(zip(first, qgs, strict=False)):
             if of_h is not None and need_w[i]:
-                grad_wb[2 * i] = _products.grad_weight(
-                    *(recipe, p.name, of_h.matrix_t, x_t),
-                    *(ctx.dtypes[2 * i], p.main_grad, simulated),
+                grad_wb[2 * i] = gemms[i].grad_weight(
+                    of_h.matrix_t, x_t, ctx.dtypes[2 * i], p.main_grad
                 )
         dx = dw = db = None
         if need_x:
             sources = [
-                (p, of_h.matrix, w_t)
-                for p, of_h, w_t in zip(first, qgs, weights, strict=False)
+                (gemms[i], of_h.matrix, weights[i])
+                for i, of_h in enumerate(qgs)
                 if of_h is not None
             ]
-            dx, dw, db = _grad_of_x(ctx, sources, total, norm_weight, mean, rstd, g_total)
+            dx, dw, db = _grad_of_x(ctx, sources, saved[:4], g_total)
         residual = dx if ctx.needs_input_grad[1] else None
         return (dx, residual, dw, db, *[None] * 8, *grad_wb)
-
-
-def _needs(needs: Sequence[bool]) -> tuple[bool, list[bool], list[bool]]:
-    """Whether a gradient of x, the residual or the norm is needed; of each weight; of each bias."""
-    return any(needs[:4]), list(needs[12::2]), list(needs[13::2])
 
 
 def _operand_of_x(
@@ -254,24 +235,21 @@ def _through_activation(
 
 def _grad_of_x(
     ctx: Any,
-    sources: Sequence[tuple[Product, Matrix, Matrix]],
-    total: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    sources: Sequence[tuple[Gemms, Matrix, Matrix]],
+    of_norm: Any,
     g_total: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, of the norm's weight and of its bias. The products' are added in FP32."""
     if not sources:
         return g_total, None, None
     one = ctx.low if ctx.norm else ctx.x_dtype
-    product, of_h, w_t = sources[0]
-    dtype = one if len(sources) == 1 else torch.float32
-    g = _products.grad_input(ctx.recipe, product.name, of_h, w_t, dtype, ctx.simulated)
-    for product, of_h, w_t in sources[1:]:
-        _products.add_grad_input(g, ctx.recipe, product.name, of_h, w_t, ctx.simulated)
+    gemms, of_h, w_t = sources[0]
+    g = gemms.grad_input(of_h, w_t, one if len(sources) == 1 else torch.float32)
+    for gemms, of_h, w_t in sources[1:]:
+        gemms.add_grad_input(g, of_h, w_t)
     if ctx.norm is None:
         return g.to(ctx.x_dtype).view(ctx.x_shape), None, None
+    total, norm_weight, mean, rstd = of_norm
     g_total = None if g_total is None else g_total.view(total.shape)
     dx, dw, db = norm_backward_op(
         g.view(total.shape), total, norm_weight, mean, rstd, g_total, ctx.has_bias

@@ -10,29 +10,30 @@ from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks, simulation
 from ..recipes import Recipe
-from . import _products, operands
+from . import operands
 from ._arguments import check_output, check_state, main_grad_of
-from ._derivatives import apply, differentiable, is_twice_differentiable, on_backend_of_forward
+from ._derivatives import (
+    Tensors,
+    apply,
+    differentiable,
+    is_twice_differentiable,
+    on_backend_of_forward,
+)
+from ._products import Gemms, Product, grad_bias
 from ._saturate import clips, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
 
 
-def _second(
-    ctx: Any,
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    u: torch.Tensor | None,
-    v: torch.Tensor | None,
-    s: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of g, x and weight, where u, v and s are those of the first gradients
+def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
+    """The gradients of the inputs g, x and weight, for those of the first gradients
 
     g @ weight, g^T @ x and sum(g).
     """
+    (g, x, weight), (u, v, s) = inputs, grads
+    recipe = Recipe.parse("bf16") if ctx.recipe.is_scaled else ctx.recipe  # one of 16 bits
 
     def times(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return linear(a, b, recipe=_wide(ctx.recipe), out_dtype=dtype)
+        return linear(a, b, recipe=recipe, out_dtype=dtype)
 
     def rows(t: torch.Tensor) -> torch.Tensor:
         return t.reshape(-1, t.shape[-1])
@@ -53,11 +54,6 @@ def _second(
     return of_g, of_x, of_weight
 
 
-def _wide(recipe: Recipe) -> Recipe:
-    """The 16-bit recipe for higher derivatives."""
-    return Recipe.parse("bf16") if recipe.is_scaled else recipe
-
-
 class _Linear(torch.autograd.Function):
     """y [..., N] = x [..., K] @ weight [N, K]^T + bias [N]."""
 
@@ -67,20 +63,18 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
+        product: Product,
         recipe: Recipe,
-        delayed: Delayed | None,
-        quantized_weight: Operand | None,
         out_dtype: torch.dtype,
-        name: str,
         grad_enabled: bool,
         simulated: str | None,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.name, ctx.simulated = recipe, name, simulated
-        ctx.backend = context.backend
+        ctx.recipe, ctx.backend = recipe, context.backend
+        ctx.gemms = Gemms(recipe, product.name, simulated)
         ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
+        main_grad, delayed, quantized_weight, _ = product
         ctx.delayed, ctx.main_grad = delayed, main_grad
         # Save only what the backward GEMMs need: w for grad_input, x for grad_weight. Both sum over
         # another dimension than the forward GEMM, so they take the transposes.
@@ -96,32 +90,25 @@ class _Linear(torch.autograd.Function):
         ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *((x, weight) if ctx.twice else ()))
-        y = _products.forward(recipe, name, qx.matrix, qw.matrix, bias, out_dtype, simulated)
+        y = ctx.gemms.forward(qx.matrix, qw.matrix, bias, out_dtype)
         # Not a view: autograd forbids in-place ops on it, such as nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @on_backend_of_forward
     @differentiable(_second)
-    def backward(
-        ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
         x_t, w_t = Matrix(*saved[:3]), Matrix(*saved[3:6])  # [K, M], [K, N]
-        recipe, name, simulated = ctx.recipe, ctx.name, ctx.simulated
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_w = grad_bias = None
+        of_x = of_w = None
         if need_x or need_w:
-            qg = operands.cast(g, "g", recipe, ctx.delayed, use_t=need_w)
+            qg = operands.cast(g, "g", ctx.recipe, ctx.delayed, use_t=need_w)
         if need_x:
-            grad_x = _products.grad_input(recipe, name, qg.matrix, w_t, ctx.x_dtype, simulated)
-            grad_x = grad_x.view(ctx.x_shape)
+            of_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype).view(ctx.x_shape)
         if need_w:
-            grad_w = _products.grad_weight(
-                recipe, name, qg.matrix_t, x_t, ctx.w_dtype, ctx.main_grad, simulated
-            )
-        if need_bias:
-            grad_bias = _products.grad_bias(g, ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, *[None] * 8
+            of_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.w_dtype, ctx.main_grad)
+        of_bias = grad_bias(g, ctx.bias_dtype) if need_bias else None
+        return of_x, of_w, of_bias, *[None] * 5
 
 
 def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -142,12 +129,9 @@ def run_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
+    product: Product,
     recipe: Recipe,
     out_dtype: torch.dtype,
-    name: str,
-    delayed: Delayed | None,
-    quantized_weight: Operand | None,
     clipped: torch.Tensor | None,
 ) -> torch.Tensor:
     """`linear`, for arguments that have been checked."""
@@ -158,12 +142,9 @@ def run_linear(
         x,
         weight,
         bias,
-        main_grad,
+        product,
         recipe,
-        delayed if recipe.is_delayed else None,
-        quantized_weight,
         torch.float32 if clip else out_dtype,
-        name,
         torch.is_grad_enabled(),
         simulation.current(),
     )
@@ -215,10 +196,9 @@ def linear(
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_output("linear", weight, bias, out_dtype, "[N]")
     check_state("linear", recipe, delayed, clipped, x.device, "mixprec.nn.Linear")
-    main_grad = main_grad_of("linear", weight)
-    return run_linear(
-        x, weight, bias, main_grad, recipe, out_dtype, name, delayed, quantized_weight, clipped
-    )
+    main_grad, kept = main_grad_of("linear", weight), delayed if recipe.is_delayed else None
+    product = Product(main_grad, kept, quantized_weight, name)
+    return run_linear(x, weight, bias, product, recipe, out_dtype, clipped)
 
 
 def matmul(

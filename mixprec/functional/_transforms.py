@@ -33,9 +33,10 @@ def _state_of(arguments: dict[str, Any]) -> str | None:
     recipe = arguments.get("recipe")
     if isinstance(recipe, Recipe) and (recipe.is_delayed or recipe.clip_activations):
         return f"recipe {recipe.name}, which keeps state"
-    products = arguments.get("products", ())
-    mains = [arguments.get("main_grad"), *(product.main_grad for product in products)]
-    return "weights with main_grad" if any(main is not None for main in mains) else None
+    product = arguments.get("product")
+    products = arguments.get("products", () if product is None else (product,))
+    mains = any(product.main_grad is not None for product in products)
+    return "weights with main_grad" if mains else None
 
 
 def _requires_grad(t: torch.Tensor) -> bool:
@@ -184,6 +185,10 @@ def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.view(torch.uint8) for part in parts]).view(dtype)
 
 
+def _no_second(ctx: Any, *given: Any) -> Any:
+    raise RuntimeError(_NO_SECOND)
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -212,9 +217,7 @@ class _Forward(torch.autograd.Function):
         )
         return None, *(next(found) if need else None for need in needs)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(_NO_SECOND)
+    jvp = staticmethod(_no_second)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: torch.Tensor) -> Any:
@@ -230,13 +233,7 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        raise RuntimeError(_NO_SECOND)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(_NO_SECOND)
+    backward = jvp = staticmethod(_no_second)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, gradients: _Gradients, *tensors: torch.Tensor) -> Any:

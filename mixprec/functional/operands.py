@@ -268,18 +268,9 @@ def _shareable(x: torch.Tensor, recipe: Recipe, delayed: Delayed | None) -> bool
 def _key(x: torch.Tensor, recipe: Recipe, use_t: bool, grad_enabled: bool) -> tuple[Any, ...]:
     # The weak reference keeps the address of a storage that is gone from another one.
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
-    return (
-        *(
-            StorageWeakRef(x.untyped_storage()),
-            x._version,
-            x.data_ptr(),
-            x.dtype,
-            x.shape,
-            x.stride(),
-            x.device,
-            stream,
-        ),
-        *(recipe, use_t, simulation.current(), context.backend),
-        # Nothing is shared across the beginning or end of these.
-        *(grad_enabled, saved_tensors_hooks(), tuple(_get_current_function_mode_stack())),
-    )
+    memory = StorageWeakRef(x.untyped_storage()), x._version, x.data_ptr(), x.device, stream
+    layout = x.dtype, x.shape, x.stride()
+    settings = recipe, use_t, simulation.current(), context.backend
+    # Nothing is shared across the beginning or end of these.
+    blocks = grad_enabled, saved_tensors_hooks(), tuple(_get_current_function_mode_stack())
+    return *memory, *layout, *settings, *blocks

@@ -11,6 +11,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._context import context, replaced
@@ -33,10 +34,8 @@ class Op(NamedTuple):
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        for value in (*self.args, *self.kwargs.values()):
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor):
-                    yield item
+        leaves = tree_leaves((self.args, self.kwargs))
+        return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def current(t: torch.Tensor | None = None) -> Op | None:

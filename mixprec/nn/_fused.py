@@ -175,6 +175,4 @@ def _product(
     if isinstance(layer, Conv1D):
         weight = weight.t()
         main_grad = None if main_grad is None else main_grad.t()
-    if not recipe.is_delayed:
-        delayed = None
     return Product(main_grad, delayed, quantized_weight, layer._path), weight, out_dtype

@@ -7,6 +7,7 @@ import torch
 from ..functional import operands
 from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
+from ..functional._products import Product
 from ..functional.operands import Operand
 from . import _region
 from ._layer import Layer
@@ -31,18 +32,9 @@ class Conv1D(Layer):
         check_input(x, weight)
         main_grad = main_grad_of("linear", self.weight)
         out_dtype, delayed, quantized_weight, clipped = self._state(x.dtype, x.device, recipe)
-        return run_linear(
-            x,
-            weight,
-            self.bias,
-            None if main_grad is None else main_grad.t(),
-            recipe,
-            out_dtype,
-            self._path,
-            delayed,
-            quantized_weight,
-            clipped,
-        )
+        main_grad = None if main_grad is None else main_grad.t()
+        product = Product(main_grad, delayed, quantized_weight, self._path)
+        return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 
     def _cast_weight(self) -> Operand:
         return operands.cast(self.weight.t(), "w", self.recipe, self._delayed(), use_t=True)

@@ -7,6 +7,7 @@ import torch
 from ..functional import operands
 from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
+from ..functional._products import Product
 from ..functional.operands import Operand
 from ..recipes import Recipe
 from . import _region
@@ -66,18 +67,9 @@ class Linear(Layer, torch.nn.Linear):
         with _region.without_modes():
             check_input(x, weight)
             out_dtype, delayed, quantized_weight, clipped = self._state(x.dtype, x.device, recipe)
-            return run_linear(
-                x,
-                weight,
-                self.bias,
-                main_grad_of("linear", weight),
-                recipe,
-                out_dtype,
-                self._path,
-                delayed,
-                quantized_weight,
-                clipped,
-            )
+            main_grad = main_grad_of("linear", weight)
+            product = Product(main_grad, delayed, quantized_weight, self._path)
+            return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 
     def _cast_weight(self) -> Operand:
         return operands.cast(self.weight, "w", self.recipe, self._delayed(), use_t=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
 
 _STEP_BITS = 25  # step is an fp32 count, exact up to 2^24
 
@@ -35,14 +35,9 @@ def _sqrt(v: torch.Tensor) -> torch.Tensor:
 
 
 def _formula(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    states: Tensors,
-    lr: torch.Tensor,
-    step: torch.Tensor,
-    settings: tuple[float, ...],
+    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
 ) -> tuple[torch.Tensor, Tensors]:
-    beta1, beta2, eps, weight_decay, decoupled_weight_decay = settings
+    lr, count, (beta1, beta2, eps, weight_decay, decoupled_weight_decay) = step
     (m, v), real = states, p.dtype
     # Without decay an infinite p is unchanged: 0 * Inf would be NaN.
     if decoupled_weight_decay:
@@ -52,9 +47,9 @@ def _formula(
         g = g + p * decay_of_grad
     m = m + (g - m) * rounded(1 - beta1, real)
     v = v * rounded(beta2, real) + (g * g) * rounded(1 - beta2, real)
-    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_correction(step, beta2))
+    inv_sqrt_bc2 = 1.0 / _sqrt(_bias_correction(count, beta2))
     denom = _sqrt(v) * inv_sqrt_bc2.to(real) + rounded(eps, real)
-    return p - (m / denom) * (lr / _bias_correction(step, beta1)).to(real), (m, v)
+    return p - (m / denom) * (lr / _bias_correction(count, beta1)).to(real), (m, v)
 
 
 adamw_op = UpdateOp(

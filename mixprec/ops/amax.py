@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 
 
@@ -29,7 +29,6 @@ amax_op = Op(
     reference=amax_reference,
     fake=_fake,
     check=_check,
-    examples=example_inputs.amax,
     triton="amax",
 )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
-from ._dispatch import autocast, checks, example_inputs
+from ._dispatch import autocast, checks
 from ._dispatch.op import Op
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -24,10 +27,14 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> tor
     return scores.masked_fill(hidden, -torch.inf)
 
 
+def _empty_rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Like x [B, H, T, D], in memory as [B, T, H, D]: what the projections read and write."""
+    b, h, t, d = x.shape
+    return x.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)
+
+
 def _rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x [B, H, T, D] in memory as [B, T, H, D]: what the projections read and write."""
-    y = x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=dtype)
-    return y.transpose(1, 2).copy_(x)
+    return _empty_rows_first(x, dtype).copy_(x)
 
 
 def attention_reference(
@@ -40,16 +47,8 @@ def attention_reference(
     return _rows_first(weights @ _by_query_head(v, q), q.dtype), logsumexp
 
 
-def attention_backward_reference(
-    g: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> Three:
+def attention_backward_reference(args: Any) -> Three:
+    g, q, k, v, out, logsumexp, causal, scale = args
     heads = k.shape[1], q.shape[1] // k.shape[1]
     rounded = g.to(q.dtype)  # once: of_weights and shared are of the same numbers
     wide_g = rounded.float()
@@ -86,32 +85,17 @@ def _check_operands(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     checks.has_shape(op, "v", v, k.shape, "[B, H_kv, S, D]")
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    _check_operands("attention", q, k, v)
-
-
-def _check_backward(
-    g: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-) -> None:
-    op = "attention_backward"
-    _check_operands(op, q, k, v)
-    for name, x, dtypes in (("g", g, checks.FLOATS), ("out", out, (q.dtype,))):
-        checks.has_dtype(op, name, x, dtypes)
-        checks.has_shape(op, name, x, q.shape, "q's shape")
+def _check_backward(args: Any) -> None:
+    op, q = "attention_backward", args.q
+    _check_operands(op, q, args.k, args.v)
+    for name, dtype, shape, meaning in (
+        ("g", checks.FLOATS, q.shape, "q's shape"),
+        ("out", (q.dtype,), q.shape, "q's shape"),
+        ("logsumexp", (torch.float32,), q.shape[:3], "[B, H, T]"),
+    ):
+        checks.has_dtype(op, name, x := getattr(args, name), dtype)
+        checks.has_shape(op, name, x, shape, meaning)
         checks.on_device(op, name, x, q.device, "q")
-    checks.has_dtype(op, "logsumexp", logsumexp, (torch.float32,))
-    checks.has_shape(op, "logsumexp", logsumexp, q.shape[:3], "[B, H, T]")
-    checks.on_device(op, "logsumexp", logsumexp, q.device, "q")
-
-
-def _empty_rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
-    return x.new_empty(shape, dtype=dtype).transpose(1, 2)
 
 
 def _fake(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,8 +112,7 @@ attention_op = Op(
     "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor out, Tensor logsumexp)",
     reference=attention_reference,
     fake=_fake,
-    check=_check,
-    examples=example_inputs.attention,
+    check=partial(_check_operands, "attention"),
     operands=("q", "k", "v"),
 )
 attention_backward_op = Op(
@@ -139,7 +122,6 @@ attention_backward_op = Op(
     reference=attention_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
-    examples=example_inputs.attention_backward,
 )
 
 

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._dispatch import checks, example_inputs, overlap
+from ._dispatch import checks, overlap
 from ._dispatch.op import Op
 from .scale import scale_from_amax
 
 UNUSED = -1.0  # marks an amax as unused: nothing was cast since the last update
 
 
-def update_delayed_scales_reference_(
-    amax_histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    amaxes: list[torch.Tensor],
-    fmt_max: list[float],
-    margin: int,
-    power_of_two: bool,
-    most_recent: bool,
-) -> None:
+def update_delayed_scales_reference_(args: Any) -> None:
+    amax_histories, scales, amaxes, fmt_max, margin, power_of_two, most_recent = args
     history, scale, amax = (torch.stack(t) for t in (amax_histories, scales, amaxes))
     recorded = torch.isfinite(amax) & (amax >= 0)
     rolled = torch.cat([amax[:, None], history[:, :-1]], 1)
@@ -38,16 +32,9 @@ def update_delayed_scales_reference_(
     torch._foreach_copy_(amaxes, [torch.full_like(scale[0], UNUSED)] * len(amaxes))
 
 
-def _check(
-    amax_histories: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    amaxes: Sequence[torch.Tensor],
-    fmt_max: Sequence[float],
-    margin: int,
-    power_of_two: bool,
-    most_recent: bool,
-) -> None:
+def _check(args: Any) -> None:
     op = "update_delayed_scales_"
+    amax_histories, scales, amaxes, fmt_max, margin, _, _ = args
     lists = {"amax_histories": amax_histories, "scales": scales, "amaxes": amaxes}
     for name, tensors in lists.items():
         checks.is_list(op, name, tensors)
@@ -84,7 +71,6 @@ delayed_scales_op = Op(
     "int margin, bool power_of_two, bool most_recent) -> ()",
     reference=update_delayed_scales_reference_,
     check=_check,
-    examples=example_inputs.update_delayed_scales,
 )
 
 

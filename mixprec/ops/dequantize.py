@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import block_formats, scale_layout
 from .dequantize_mx import dequantize_mx_op
@@ -48,7 +48,6 @@ dequantize_op = Op(
     reference=dequantize_reference,
     fake=_fake,
     check=_check,
-    examples=example_inputs.dequantize,
     triton="dequantize",
 )
 

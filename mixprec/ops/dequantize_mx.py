@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import block_codes, block_formats, scale_layout
 
 
-def dequantize_mx_reference(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    tensor_scale_inv: torch.Tensor | None,
-    fmt: str,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def dequantize_mx_reference(args: Any) -> torch.Tensor:
     """Return element * scale of the codes of `quantize_mx` as `dtype` (fp32, bf16 or fp16).
 
     data, scale_inv, fmt: of `quantize_mx`, data and scale_inv of any strides, or its data_t and
@@ -28,6 +23,7 @@ def dequantize_mx_reference(
     by one rounding to dtype; with tensor_scale_inv both products are rounded to FP32. A block whose
     scale is NaN is NaN. ValueError or TypeError names an invalid argument.
     """
+    data, scale_inv, tensor_scale_inv, fmt, columns, dtype = args
     block = block_formats.parse("dequantize_mx", fmt)
     m, size = scale_layout.as_matrix(data.shape)
     codes = data.reshape(m, size)
@@ -45,18 +41,11 @@ def _shape(data: torch.Tensor, columns: int) -> tuple[int, ...]:
     return (*data.shape[:-1], columns) if data.dim() else ()
 
 
-def _check(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    tensor_scale_inv: torch.Tensor | None,
-    fmt: str,
-    columns: int,
-    dtype: torch.dtype,
-) -> None:
+def _check(args: Any) -> None:
     op = "dequantize_mx"
+    data, scale_inv, tensor_scale_inv, fmt, columns, dtype = args
     block = block_formats.parse(op, fmt)
     checks.has_dtype(op, "data", data, (block.element.dtype,))
-    checks.is_tensor(op, "scale_inv", scale_inv)
     scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
     checks.has_dtype(op, "scale_inv", scale_inv, (scales,))
     checks.on_device(op, "scale_inv", scale_inv, data.device, "data")
@@ -88,6 +77,5 @@ dequantize_mx_op = Op(
     reference=dequantize_mx_reference,
     fake=_fake,
     check=_check,
-    examples=example_inputs.dequantize_mx,
     triton="dequantize_mx",
 )

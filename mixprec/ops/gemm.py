@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import autocast, checks, example_inputs, gemm_table, gemm_vendor, simulation
+from ._dispatch import autocast, checks, gemm_table, gemm_vendor, overlap, simulation
 from ._dispatch.op import Choice, Op
 from ._reference import gemm_scales, tensor_core
 from ._reference.gemm_scales import Operands
@@ -91,15 +91,8 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
         return False
     if x.numel() == 0 or y.numel() == 0:
         return False
-    (x0, x1), (y0, y1) = _span(x), _span(y)
-    return x0 < y1 and y0 < x1
-
-
-def _span(x: torch.Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """The byte range of x in its storage, from its first element to the end of its last."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    first, size = x.storage_offset(), x.dtype.itemsize
-    return first * size, (first + extent) * size
+    (x0, x1), (y0, y1) = overlap.extent(x), overlap.extent(y)
+    return bool(x0 < y1 and y0 < x1)
 
 
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
@@ -120,6 +113,8 @@ def _fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Ten
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+_REFUSALS = {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not}
+_CHOICE = Choice(gemm_table.order, _REFUSALS)
 gemm_op = Op(
     "gemm",
     "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, "
@@ -127,13 +122,9 @@ gemm_op = Op(
     reference=gemm_reference,
     fake=_fake,
     check=_check_gemm,
-    examples=example_inputs.gemm,
     triton="gemm",
     vendor=gemm_vendor.gemm_vendor,
-    choice=Choice(
-        gemm_table.order,
-        {"vendor": gemm_vendor.gemm_why_not, "cuda": gemm_table.cuda_why_not},
-    ),
+    choice=_CHOICE,
     operands=("a", "b"),
 )
 gemm_simulated_op = Op(
@@ -143,7 +134,6 @@ gemm_simulated_op = Op(
     reference=gemm_simulated_reference,
     fake=_fake,
     check=_check_simulated,
-    examples=example_inputs.gemm_simulated,
     operands=("a", "b"),
 )
 gemm_accumulate_op = Op(
@@ -151,13 +141,9 @@ gemm_accumulate_op = Op(
     "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv) -> ()",
     reference=gemm_accumulate_reference_,
     check=_check_accumulate,
-    examples=example_inputs.gemm_accumulate,
     triton="gemm",
     vendor=gemm_vendor.gemm_accumulate_vendor_,
-    choice=Choice(
-        gemm_table.order,
-        {"vendor": gemm_vendor.gemm_accumulate_why_not, "cuda": gemm_table.cuda_why_not},
-    ),
+    choice=_CHOICE,
     operands=("a", "b"),
 )
 
@@ -215,11 +201,12 @@ def _unpack_both(
 ) -> Operands:
     a_data, a_inv = _unpack(op, "a", a, a_scale_inv)
     b_data, b_inv = _unpack(op, "b", b, b_scale_inv)
-    for name, x, data, other in (("a", a, a_data, b), ("b", b, b_data, a)):
-        if is_block(other) and not is_block(x) and data.dtype != torch.bfloat16:
+    if is_block(a) != is_block(b):
+        name, dtype = ("b", b_data.dtype) if is_block(a) else ("a", a_data.dtype)
+        if dtype != torch.bfloat16:
             raise ValueError(
                 f"{op}: {name} must be bfloat16 or in a block format, as the other operand is, "
-                f"got {data.dtype}"
+                f"got {dtype}"
             )
     return Operands(a_data, b_data, a_inv, b_inv)
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 from .unscale import COUNTS, count_reference
 
 
-def grad_stats_reference_(
-    grads: list[torch.Tensor],
-    inv_scale: torch.Tensor | None,
-    found_inf: torch.Tensor,
-    sum_sq: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
+def grad_stats_reference_(args: Any) -> None:
+    grads, inv_scale, found_inf, sum_sq, counts = args
     for i, grad in enumerate(grads):
         wide = grad if grad.dtype == torch.float64 else grad.float()
         if inv_scale is not None:
@@ -29,14 +25,9 @@ def grad_stats_reference_(
             counts[i] = count_reference(grad, wide)
 
 
-def _check(
-    grads: Sequence[torch.Tensor],
-    inv_scale: torch.Tensor | None,
-    found_inf: torch.Tensor,
-    sum_sq: torch.Tensor,
-    counts: torch.Tensor | None,
-) -> None:
+def _check(args: Any) -> None:
     op = "grad_stats_"
+    grads, inv_scale, found_inf, sum_sq, counts = args
     checks.is_scalar(op, "found_inf", found_inf, torch.float32)
     if inv_scale is not None:
         checks.is_scalar(op, "inv_scale", inv_scale, torch.float32)
@@ -59,7 +50,6 @@ grad_stats_op = Op(
     "Tensor(c!)? counts) -> ()",
     reference=grad_stats_reference_,
     check=_check,
-    examples=example_inputs.grad_stats,
     triton="grad_stats",
 )
 

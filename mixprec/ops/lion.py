@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
 
 
 def _sign(c: torch.Tensor) -> torch.Tensor:
@@ -15,14 +15,9 @@ def _sign(c: torch.Tensor) -> torch.Tensor:
 
 
 def _formula(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    states: Tensors,
-    lr: torch.Tensor,
-    step: torch.Tensor,
-    settings: tuple[float, ...],
+    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
 ) -> tuple[torch.Tensor, Tensors]:
-    beta1, beta2, weight_decay = settings
+    lr, _, (beta1, beta2, weight_decay) = step
     (m,), real = states, p.dtype
     # Without decay an infinite p is unchanged: 0 * Inf would be NaN.
     decay = (lr * weight_decay).to(real)

@@ -6,18 +6,13 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
 
 
 def _formula(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    states: Tensors,
-    lr: torch.Tensor,
-    step: torch.Tensor,
-    settings: tuple[float, ...],
+    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
 ) -> tuple[torch.Tensor, Tensors]:
-    momentum, nesterov = settings
+    momentum, nesterov = step.settings
     (b,), weight = states, rounded(1 - momentum, g.dtype)
     b = b + (g - b) * weight
     return b + (g - b) * weight if nesterov else b, (b,)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..formats import Format
 from ..quantized import Quantized
-from ._dispatch import casts, checks, example_inputs
+from ._dispatch import casts, checks
 from ._dispatch.casts import Cast
 from ._dispatch.op import Op
 from ._reference import scale_layout
@@ -81,15 +83,7 @@ def norm_quantize_reference(
     return *quantize_reference(y.view(x.shape), cast), total, mean.view(-1), rstd.view(-1)
 
 
-def norm_backward_reference(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    g_total: torch.Tensor | None,
-    with_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def norm_backward_reference(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx in x's dtype, dweight and dbias fp32 [K] (empty without weight or with_bias):
 
         xhat    = (x - mean) * rstd;  gw = g * weight
@@ -100,6 +94,7 @@ def norm_backward_reference(
     empty mean: RMSNorm, without the first sum. g: the gradient of y, fp32, bf16 or fp16; g_total:
     that which reached total on another way, or None.
     """
+    g, x, weight, mean, rstd, g_total, with_bias = args
     m, k = scale_layout.as_matrix(x.shape)
     g_rows, scale = g.reshape(m, k).float(), rstd.view(m, 1)
     layer_norm = mean.numel() > 0
@@ -147,31 +142,24 @@ def _check(
     op = "norm_quantize"
     _check_x(op, x, weight)
     if residual is not None:
-        casts.like_x(op, "residual", residual, x, (x.dtype,))
+        checks.is_like(op, "residual", residual, x, (x.dtype,))
     if bias is not None:
         _check_vector(op, "bias", bias, x)
     casts.check_fused(op, x, cast)
 
 
-def _check_backward(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    g_total: torch.Tensor | None,
-) -> None:
-    op = "norm_backward"
-    _check_x(op, x, weight)
-    casts.like_x(op, "g", g, x, checks.FLOATS)
+def _check_backward(args: Any) -> None:
+    op, x = "norm_backward", args.x
+    _check_x(op, x, args.weight)
+    checks.is_like(op, "g", args.g, x, checks.FLOATS)
     rows, _ = scale_layout.as_matrix(x.shape)
-    for name, t in (("mean", mean), ("rstd", rstd)):
-        checks.has_dtype(op, name, t, (torch.float32,))
+    for name in ("mean", "rstd"):
+        checks.has_dtype(op, name, t := getattr(args, name), (torch.float32,))
         if name == "rstd" or tuple(t.shape) != (0,):  # no mean: RMSNorm
             checks.has_shape(op, name, t, (rows,), "[M], x's rows,")
         checks.on_device(op, name, t, x.device, "x")
-    if g_total is not None:
-        casts.like_x(op, "g_total", g_total, x, checks.FLOATS)
+    if args.g_total is not None:
+        checks.is_like(op, "g_total", args.g_total, x, checks.FLOATS)
 
 
 def _fake(
@@ -206,7 +194,6 @@ norm_quantize_op = Op(
     reference=norm_quantize_reference,
     fake=_fake,
     check=_check,
-    examples=example_inputs.norm_quantize,
     triton="norm_quantize",
 )
 
@@ -217,7 +204,6 @@ norm_backward_op = Op(
     reference=norm_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
-    examples=example_inputs.norm_backward,
     triton="norm_quantize",
 )
 

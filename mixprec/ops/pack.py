@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import rounding
 
@@ -126,7 +126,6 @@ pack_op = Op(
     reference=pack_reference,
     fake=_fake_pack,
     check=_check_pack,
-    examples=example_inputs.pack,
     triton="pack",
 )
 
@@ -159,7 +158,6 @@ unpack_op = Op(
     reference=unpack_reference,
     fake=_fake_unpack,
     check=_check_unpack,
-    examples=example_inputs.unpack,
     triton="pack",
 )
 

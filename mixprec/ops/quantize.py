@@ -8,10 +8,11 @@ import torch
 
 from .. import formats
 from ..quantized import Quantized
-from ._dispatch import casts, checks, example_inputs
+from ._dispatch import casts, checks
 from ._dispatch.casts import Cast
 from ._dispatch.op import Op
 from ._reference import block_formats, scale_layout
+from ._reference.scale_layout import contiguous_copy
 from .amax import amax_reference
 from .quantize_mx import quantize_mx_op, quantize_mx_reference
 from .scale import scale_from_amax
@@ -60,12 +61,7 @@ def _by_blocks(
     amax = scale_layout.block_amax(rows, granularity)
     scale = _scale(amax, None, dtype, power_of_two)
     data = cast_reference(rows, scale_layout.expand(scale, *rows.shape), dtype)
-    return _packed(data), _packed(1.0 / scale)
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy; `contiguous()` and `clone()` keep the strides of an empty tensor."""
-    return x.new_empty(x.shape).copy_(x)
+    return contiguous_copy(data), contiguous_copy(1.0 / scale)
 
 
 def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
@@ -81,13 +77,13 @@ def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
     rows = x.reshape(scale_layout.as_matrix(x.shape))
     if granularity == "tensor":
         used = _scale(amax, scale, dtype, power_of_two_scale).reshape(())
-        data, scale_inv = _packed(cast_reference(rows, used, dtype)), 1.0 / used
+        data, scale_inv = contiguous_copy(cast_reference(rows, used, dtype)), 1.0 / used
     else:
         data, scale_inv = _by_blocks(rows, dtype, granularity, power_of_two_scale)
     if not transpose:
         data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
     elif granularity == "tensor":
-        data_t, scale_inv_t = _packed(data.t()), scale_inv.new_empty((0,))
+        data_t, scale_inv_t = contiguous_copy(data.t()), scale_inv.new_empty((0,))
     else:
         data_t, scale_inv_t = _by_blocks(rows.t(), dtype, granularity, power_of_two_scale)
     return data.reshape(x.shape), data_t, scale_inv, scale_inv_t, amax
@@ -106,7 +102,6 @@ quantize_op = Op(
     reference=quantize_reference,
     fake=casts.fake,
     check=_check,
-    examples=example_inputs.quantize,
     triton="quantize",
 )
 
@@ -178,12 +173,12 @@ def quantize(
                 f"come from x, got {got!r}"
             )
         return _in_blocks(x, parsed, transpose, granularity, scale_mode, seed)
-    for name, given, default in (("scale_mode", scale_mode, "rceil"), ("seed", seed, None)):
-        if given is not default and given != default:
-            raise ValueError(
-                f'{op}: {name} is for the granularities "mx" and "nvfp4", got {given!r} with '
-                f"granularity {granularity!r}"
-            )
+    if scale_mode != "rceil" or seed is not None:
+        name, given = ("seed", seed) if scale_mode == "rceil" else ("scale_mode", scale_mode)
+        raise ValueError(
+            f'{op}: {name} is for the granularities "mx" and "nvfp4", got {given!r} with '
+            f"granularity {granularity!r}"
+        )
     if parsed not in formats.FORMATS:
         raise ValueError(f'{op}: granularity must be "mx" for {parsed}, got {granularity!r}')
     scale = casts.given_scale(op, scale, x)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..formats import E4M3
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference import block_codes, block_formats, rounding, scale_layout
+from ._reference.scale_layout import contiguous_copy
 from .amax import amax_reference
 from .scale import scale_from_amax
 
@@ -65,12 +66,7 @@ def _by_blocks(
     data = block_codes.encode(values, block.element, bits).reshape(padded.shape)[:, :k]
     if block.element.bits == 4:
         data = block_codes.join(data)
-    return _packed(data).view(block.element.dtype), _packed(codes)
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy; `contiguous()` and `clone()` keep the strides of an empty tensor."""
-    return x.new_empty(x.shape).copy_(x)
+    return contiguous_copy(data).view(block.element.dtype), contiguous_copy(codes)
 
 
 def quantize_mx_reference(
@@ -164,6 +160,5 @@ quantize_mx_op = Op(
     reference=quantize_mx_reference,
     fake=_fake,
     check=_check,
-    examples=example_inputs.quantize_mx,
     triton="quantize_mx",
 )

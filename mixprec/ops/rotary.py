@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 
 
@@ -42,7 +42,6 @@ rotary_op = Op(
     reference=rotary_reference,
     fake=_fake,
     check=_check,
-    examples=example_inputs.rotary,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import formats
-from ._dispatch import checks, example_inputs
+from ._dispatch import checks
 from ._dispatch.op import Op
 
 _EXPONENT = 0x7F800000  # the sign and mantissa bits of an fp32 masked away
@@ -33,36 +33,22 @@ def scale_from_amax(
     return torch.where(usable, scale.clamp(checks.MIN_SCALE, checks.MAX_SCALE), previous)
 
 
-def scale_from_amax_reference_(
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    margin: int,
-    power_of_two: bool,
-) -> None:
+def scale_from_amax_reference_(args: Any) -> None:
+    scale, scale_inv, amax, dtype, margin, power_of_two = args
     fmt_max = formats.parse(dtype).max
     scale.copy_(scale_from_amax(amax, fmt_max, margin, power_of_two, scale))
     scale_inv.copy_(1.0 / scale)
 
 
-def _check_scale_from_amax(
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    margin: int,
-) -> None:
-    op = "scale_from_amax_"
-    formats.parse(dtype, who=op)
-    for name, t in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
-        checks.has_dtype(op, name, t, (torch.float32,))
-        checks.has_shape(op, name, t, scale.shape, "scale's shape")
-        checks.on_device(op, name, t, scale.device, "scale")
-        if t is not amax:
+def _check_scale_from_amax(args: Any) -> None:
+    op, scale = "scale_from_amax_", args.scale
+    formats.parse(args.dtype, who=op)
+    for name in ("scale", "scale_inv", "amax"):
+        checks.is_like(op, name, t := getattr(args, name), scale, (torch.float32,), "scale")
+        if t is not args.amax:
             checks.is_writable(op, name, t)
-    if not isinstance(margin, int) or not -64 <= margin <= 64:
-        raise ValueError(f"{op}: margin must be an int between -64 and 64, got {margin!r}")
+    if not isinstance(args.margin, int) or not -64 <= args.margin <= 64:
+        raise ValueError(f"{op}: margin must be an int between -64 and 64, got {args.margin!r}")
 
 
 scale_from_amax_op = Op(
@@ -71,7 +57,6 @@ scale_from_amax_op = Op(
     "bool power_of_two) -> ()",
     reference=scale_from_amax_reference_,
     check=_check_scale_from_amax,
-    examples=example_inputs.scale_from_amax,
     triton="scale",
 )
 
@@ -111,7 +96,6 @@ inv_scale_op = Op(
     reference=inv_scale_reference,
     fake=lambda scale: torch.empty_like(scale),
     check=_check_inv_scale,
-    examples=example_inputs.inv_scale,
     triton="scale",
 )
 
@@ -146,7 +130,6 @@ clip_coef_op = Op(
     reference=clip_coef_reference,
     fake=_fake_clip_coef,
     check=_check_clip_coef,
-    examples=example_inputs.clip_coef,
     triton="scale",
 )
 
@@ -237,7 +220,6 @@ update_scale_op = Op(
     "float grow_on_underflow) -> ()",
     reference=update_scale_reference_,
     check=_check_update_scale,
-    examples=example_inputs.update_scale,
     triton="scale",
 )
 

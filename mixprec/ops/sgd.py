@@ -6,25 +6,20 @@ from typing import Any
 
 import torch
 
-from ._dispatch.optimizer_update import Tensors, UpdateOp, rounded
+from ._dispatch.optimizer_update import Step, Tensors, UpdateOp, rounded
 
 
 def _formula(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    states: Tensors,
-    lr: torch.Tensor,
-    step: torch.Tensor,
-    settings: tuple[float, ...],
+    p: torch.Tensor, g: torch.Tensor, states: Tensors, step: Step
 ) -> tuple[torch.Tensor, Tensors]:
-    momentum, dampening, weight_decay, nesterov = settings
+    lr, count, (momentum, dampening, weight_decay, nesterov) = step
     real = p.dtype
     if (decay := rounded(weight_decay, real)) != 0:  # 0 * Inf would be NaN
         g = g + p * decay
     if states:
         factor = rounded(momentum, real)
         later = states[0] * factor + g * rounded(1 - dampening, real)
-        b = torch.where(step == 1, g, later)
+        b = torch.where(count == 1, g, later)
         states = (b,)
         g = g + b * factor if nesterov else b
     return p - g * lr.to(real), states

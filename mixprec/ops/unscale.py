@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._dispatch import checks, example_inputs, overlap
+from ._dispatch import checks, overlap
 from ._dispatch.op import Op
 
 COUNTS = 4  # Inf, NaN, zeros, subnormals
@@ -69,7 +69,6 @@ unscale_op = Op(
     "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!)? counts) -> ()",
     reference=unscale_reference_,
     check=_check,
-    examples=example_inputs.unscale,
     triton="unscale",
 )
 

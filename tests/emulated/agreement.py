@@ -32,7 +32,7 @@ def reference(name: str) -> Callable[..., Any]:
 
 def launcher(name: str) -> Callable[..., Any]:
     """Triton's, with arguments in the schema's order."""
-    return OPS[name].launcher()
+    return OPS[name].launcher
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -83,7 +83,7 @@ def test_the_cuda_kernel_has_scales_along_k_for_fp8_only(head: tuple[Any, ...]) 
 
 def test_accumulate_is_the_fp32_product_added() -> None:
     def why_not(*args: Any) -> str | None:
-        return gemm_vendor.gemm_accumulate_why_not(gemm_accumulate_op.Args(*args), (9, 0))
+        return gemm_vendor.gemm_why_not(gemm_accumulate_op.Args(*args), (9, 0))
 
     acc = small_integers((32, 48), FP32, seed=5)
     want, args = acc.clone(), (A8, B8, ONE * 2, ONE / 4)

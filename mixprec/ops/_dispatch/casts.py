@@ -130,12 +130,3 @@ def quantized(results: tuple[torch.Tensor, ...], fmt: Format, cast: Cast) -> Qua
         granularity,
         columns=scale_layout.as_matrix(data.shape)[1] if granularity == "mx" else None,
     )
-
-
-def like_x(
-    op: str, name: str, t: torch.Tensor, x: torch.Tensor, allowed: tuple[torch.dtype, ...]
-) -> None:
-    """Require an argument of x's shape, on x's device."""
-    checks.has_dtype(op, name, t, allowed)
-    checks.has_shape(op, name, t, x.shape, "x's shape")
-    checks.on_device(op, name, t, x.device, "x")

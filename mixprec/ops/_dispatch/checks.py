@@ -57,6 +57,20 @@ def on_device(op: str, name: str, x: torch.Tensor, device: torch.device, owner: 
         raise ValueError(f"{op}: {name} must be on {owner}'s device {device}, got {x.device}")
 
 
+def is_like(
+    op: str,
+    name: str,
+    t: torch.Tensor,
+    other: torch.Tensor,
+    allowed: tuple[torch.dtype, ...],
+    owner: str = "x",
+) -> None:
+    """Require one of these dtypes, and the shape and device of the argument `owner`."""
+    has_dtype(op, name, t, allowed)
+    has_shape(op, name, t, other.shape, f"{owner}'s shape")
+    on_device(op, name, t, other.device, owner)
+
+
 def is_scalar(op: str, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     """One element of `dtype`, shape [] or [1]."""
     is_tensor(op, name, x)

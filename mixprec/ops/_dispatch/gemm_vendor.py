@@ -21,19 +21,10 @@ _flags = threading.RLock()  # they are global to the process, and backward runs 
 
 
 def gemm_why_not(args: Any, capability: Capability | None) -> str | None:
-    """Why torch has no single call for these arguments of gemm; None if it has."""
-    return _why_not(args, args.bias, args.out_dtype, capability)
-
-
-def gemm_accumulate_why_not(args: Any, capability: Capability | None) -> str | None:
-    """Why torch cannot give this product in FP32, to be added to acc; None if it can."""
-    return _why_not(args, None, torch.float32, capability)
-
-
-def _why_not(
-    args: Any, bias: torch.Tensor | None, out_dtype: torch.dtype, capability: Capability | None
-) -> str | None:
-    a = args.a
+    """Why torch has no single call for these arguments of gemm, or for the product in FP32 that
+    gemm_accumulate_ adds to acc; None if it has."""
+    a, bias = args.a, getattr(args, "bias", None)
+    out_dtype = getattr(args, "out_dtype", torch.float32)
     if a.dtype in checks.FP8:
         return _scaled_why_not(args, bias, out_dtype, capability)
     if args.a_scale_inv is not None or args.b_scale_inv is not None:

@@ -8,14 +8,14 @@ import logging
 import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._context import context
 from .._reference.gemm_scales import Operands
-from . import autocast, backends, checks, gemm_table, library, self_check
+from . import autocast, backends, checks, example_inputs, gemm_table, library, self_check
 from .casts import Cast
 
 logger = logging.getLogger("mixprec")
@@ -50,11 +50,12 @@ class Op:
     reference: the definition of the op in plain torch for any device: `mixprec::name_reference`.
     check: raises ValueError or TypeError for invalid arguments (the compiled kernels check again,
     in C++). fake: shapes, dtypes and strides of the results; None for an op without any. examples:
-    small inputs on a device, for the comparison with the reference before a GPU kernel
-    is first used. triton: the module of mixprec.triton_kernels with a function of the op's name,
-    imported when it is first launched. vendor: the equivalent in torch on a GPU. choice: which
-    variant is used for which calls on a GPU. operands: the arguments that torch.autocast casts; it
-    does not affect other arguments or ops without operands.
+    small inputs on a device, for the comparison with the reference before a GPU kernel is first
+    used; None: the function of `example_inputs` with the op's name. triton: the module of
+    mixprec.triton_kernels with a function of the op's name, imported when it is first launched.
+    vendor: the equivalent in torch on a GPU. choice: which variant is used for which calls on a
+    GPU. operands: the arguments that torch.autocast casts; it does not affect other arguments or
+    ops without operands.
     """
 
     def __init__(
@@ -64,15 +65,16 @@ class Op:
         *,
         reference: Function,
         check: Function,
-        examples: Callable[[str], Iterator[list[Any]]],
         fake: Function | None = None,
+        examples: Callable[[str], Iterator[list[Any]]] | None = None,
         triton: str | None = None,
         vendor: Function | None = None,
         choice: Choice | None = None,
         operands: tuple[str, ...] = (),
     ) -> None:
         parsed = torch._C.parse_schema(f"mixprec::{name}{schema}").arguments
-        self.name, self.examples, self.triton, self.choice = name, examples, triton, choice
+        self.name, self.triton, self.choice = name, triton, choice
+        self.examples = examples or getattr(example_inputs, name.removesuffix("_"))
         self.arguments = tuple(argument.name for argument in parsed)
         self.Args = namedtuple("Args", self.arguments)  # type: ignore[misc]
         self.check = self.by_name(check)
@@ -126,30 +128,29 @@ class Op:
         """The torch op of a variant."""
         return getattr(torch.ops.mixprec, self.variant_name(variant)).default
 
+    @cached_property
     def launcher(self) -> Function:
         """The launcher of the Triton kernel; imports Triton."""
-        return _launcher(self)
+        # That package does not import this one: pass it the measured tiles.
+        configs = importlib.import_module(f"{library.TRITON_PACKAGE}.configs")
+        configs.measured = gemm_table.tile  # type: ignore[attr-defined]
+        module = importlib.import_module(f"{library.TRITON_PACKAGE}.{self.triton}")
+        return self.by_name(getattr(module, self.name))
 
     def _define(self, schema: str, reference: Function, fake: Function | None) -> None:
-        meta = None if fake is None else self.by_name(fake)
+        def checked(function: Function) -> Function:
+            def run(*args: Any) -> Any:
+                self.check(*args)
+                return function(*args)
 
-        def checked_fake(*args: Any) -> Any:
-            self.check(*args)
-            return None if meta is None else meta(*args)
+            return run
 
-        def checked_triton(*args: Any) -> Any:
-            self.check(*args)
-            return self.launcher()(*args)
-
-        def checked_reference(*args: Any) -> Any:
-            self.check(*args)
-            return undisturbed(*args)
-
+        checked_fake = checked(self.by_name(fake or (lambda: None)))
         # The op defines its dtypes: torch.autocast must not change them.
-        undisturbed = self._without_autocast(reference)
-        variants = {"reference": (checked_reference, "CompositeExplicitAutograd")}
+        undisturbed = checked(self._without_autocast(reference))
+        variants = {"reference": (undisturbed, "CompositeExplicitAutograd")}
         if self.triton is not None:
-            variants["triton"] = (checked_triton, "CUDA")
+            variants["triton"] = (checked(lambda *args: self.launcher(*args)), "CUDA")
         if self._vendor is not None:
             variants["vendor"] = (self.checked_vendor, "CUDA")
         for op in (self.name, *map(self.variant_name, variants)):
@@ -279,23 +280,20 @@ class Op:
         """The torch op of a variant; None if it is left out because it computes wrong values."""
         if device == "cuda" and backend != "reference":
             return self_check.ready(self, backend, index, args)
-        if backend == "reference" and context.backend is None:
-            self._warn_of_reference(device)
-        return self.handle(backend)
-
-    def leave_out(self, backend: str, index: int, reason: str) -> None:
-        """Never choose `backend` on GPU `index` again."""
-        self.left_out[backend, index] = reason
-        self._able.pop(index, None)
-
-    def _warn_of_reference(self, device: str) -> None:
-        if not self._warned and not torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if backend == "reference" and context.backend is None and not (self._warned or tracing):
             self._warned = True
             logger.warning(
                 "%s runs as its plain torch reference on %s: no other variant can do it",
                 self.name,
                 device,
             )
+        return self.handle(backend)
+
+    def leave_out(self, backend: str, index: int, reason: str) -> None:
+        """Never choose `backend` on GPU `index` again."""
+        self.left_out[backend, index] = reason
+        self._able.pop(index, None)
 
     def __call__(self, *args: Any) -> Any:
         """Run the op on its chosen variant, with the operands as they are, also inside
@@ -340,12 +338,3 @@ def _mutated(tensors: list[torch.Tensor]) -> None:
     if torch.is_inference_mode_enabled():
         tensors = [t for t in tensors if not t.is_inference()]
     torch.autograd.graph.increment_version(tensors)
-
-
-@cache
-def _launcher(op: Op) -> Function:
-    # That package does not import this one: pass it the measured tiles.
-    configs = importlib.import_module(f"{library.TRITON_PACKAGE}.configs")
-    configs.measured = gemm_table.tile  # type: ignore[attr-defined]
-    module = importlib.import_module(f"{library.TRITON_PACKAGE}.{op.triton}")
-    return op.by_name(getattr(module, op.name))

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,16 @@ SCHEMA = (
     "Tensor? inv_scale, Tensor? clip, Tensor? found_inf) -> ()"
 )
 Tensors = Sequence[torch.Tensor]
-# formula(p, g, states, lr, count, settings): p and the states after a step. p, g, states: in the
-# dtype of the arithmetic; lr: fp64 []; count: fp32 [], of this step.
+# formula(p, g, states, step): p and the states after it, all in the dtype of the arithmetic.
 Formula = Callable[..., tuple[torch.Tensor, Tensors]]
+
+
+class Step(NamedTuple):
+    """What the formula of an optimizer reads for a step. lr: fp64 []; number: fp32 [], from 1."""
+
+    lr: torch.Tensor
+    number: torch.Tensor
+    settings: tuple[float, ...]
 
 
 def rounded(value: float, real: torch.dtype) -> float:
@@ -136,14 +143,8 @@ class _Update:
 def _reference(formula: Formula, args: Any) -> None:
     update = _Update(args)
     for i in range(len(args.params)):
-        p, states = formula(
-            update.master(i),
-            update.gradient(i),
-            update.read_states(i),
-            update.lr,
-            update.counts[i],
-            args.settings,
-        )
+        step = Step(update.lr, update.counts[i], args.settings)
+        p, states = formula(update.master(i), update.gradient(i), update.read_states(i), step)
         update.write_states(i, states)
         update.write_param(i, p)
 
@@ -323,5 +324,4 @@ def _check_scales(op: str, args: Any, states: list[tuple[str, torch.Tensor]]) ->
         if not scales:
             raise ValueError(f"{op}: {label} is uint8, which needs state_scales, got none")
         count, name = (state8.blocks(t.numel()),), f"state_scales[{i}]"
-        checks.is_tensor(op, name, scales[i])
         checks.is_table(op, name, scales[i], torch.float32, count, args.steps.device, "steps'")

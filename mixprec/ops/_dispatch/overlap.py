@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,11 +19,12 @@ def check_disjoint(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
     extents = defaultdict(list)
     for i, t in enumerate(tensors):
         if t.numel() > 0:
-            extents[t.untyped_storage()._cdata].append((*_extent(t), i))
+            begin, end = map(int, extent(t))
+            extents[t.untyped_storage()._cdata].append((begin, end, i))
     for found in extents.values():
         reaching: list[tuple[int, int, int]] = []  # those that may reach the next one
         for begin, end, i in sorted(found):
-            reaching = [extent for extent in reaching if extent[1] > begin]
+            reaching = [other for other in reaching if other[1] > begin]
             for first, _, j in reaching:
                 if first == begin or (_is_dense(tensors[i]) and _is_dense(tensors[j])):
                     raise ValueError(
@@ -32,14 +34,15 @@ def check_disjoint(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
             reaching.append((begin, end, i))
 
 
-def _extent(t: torch.Tensor) -> tuple[int, int]:
-    """Its first byte in the storage, and the one behind its last."""
-    size = t.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return int(t.storage_offset() * size), int((t.storage_offset() + last + 1) * size)
+def extent(t: torch.Tensor) -> tuple[Any, Any]:
+    """Its first byte in the storage, and the one behind its last, which torch.compile may not know
+    as numbers."""
+    first, size = t.storage_offset(), t.dtype.itemsize
+    last = first + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return first * size, (last + 1) * size
 
 
 def _is_dense(t: torch.Tensor) -> bool:
     """The elements fill a range of memory without gaps."""
-    begin, end = _extent(t)
+    begin, end = extent(t)
     return end - begin == t.numel() * t.element_size()

@@ -35,6 +35,11 @@ def as_matrix(shape: torch.Size) -> tuple[int, int]:
     return rows, shape[-1]
 
 
+def contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    """`contiguous()` and `clone()` keep the strides of an empty tensor."""
+    return x.new_empty(x.shape).copy_(x)
+
+
 def scale_shape(granularity: str, m: int, k: int) -> tuple[int, ...]:
     """The shape of the scales of an [m, k] tensor."""
     rows, cols = FUSED[granularity]

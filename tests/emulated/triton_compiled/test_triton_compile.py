@@ -112,11 +112,11 @@ BUILDS = [
     for capability, (step, others) in PARTS.items()
     for i, call in enumerate([*[*CASTS, *MX][::step], *OTHERS[others]])
 ]
-OF_FP32 = ("norm_quantize", "norm_backward", "norm_bands", "act_quantize", "act_backward")
+OF_FP32 = ("norm_quantize", "norm_backward", "norm_bands", "activation")
 # Kernels that read or write tensors in 16-byte words, and how many other accesses they need for a
 # few scalars.
 MOVING = dict.fromkeys(
-    ("amax", "act_quantize", "act_backward", "quantize", "quantize_transpose", "quantize_rows",
+    ("amax", "activation", "quantize", "quantize_transpose", "quantize_rows",
      "tile_maxima", "dequantize", "dequantize_blocks", "unscale", "grad_stats", "scale_from_amax"),
     4,
 ) | {"quantize_tiles": 22, "step": 28}  # fmt: skip
