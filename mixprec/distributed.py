@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._local_gradients import LOW_PRECISION, PLAIN, any_sharded, is_sharded
+from ._local_gradients import LOW_PRECISION, any_sharded, is_sharded
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -55,8 +55,7 @@ class Ranks:
         """Whether no other rank takes part: no process_group, no DTensor on two or more ranks."""
         if self.process_group is not None:
             return False
-        plain = PLAIN.issuperset(map(type, params)) or not any_sharded(params)
-        return plain or not _meshes(params)
+        return not any_sharded(params) or not _meshes(params)
 
     @torch.no_grad()
     def agree_(

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import ParamsT
 
 from .. import _unrounded
-from .._local_gradients import LOW_PRECISION, local
+from .._local_gradients import LOW_PRECISION, PLAIN, local
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
@@ -224,7 +224,8 @@ class Optimizer(torch.optim.Optimizer):
             for batch in self._batches.of_group(g, group, self.state, self._moments(group))
         ]
         params = [p for group in self.param_groups for p in group["params"]]
-        alone = self.ranks.alone(params)
+        plain = self.ranks.process_group is None and PLAIN.issuperset(map(type, params))
+        alone = plain or self.ranks.alone(params)
         self._sums, self._last_skip = {}, None
         if not batches and alone:
             return loss
