@@ -46,8 +46,9 @@ def save_checkpoint(
     in use, of its devices), of Python's `random` and, if it was imported, of `numpy.random`.
     torch.load(path, weights_only=True) reads the file.
 
-    Gradients are not saved. Raises ValueError, naming the entry, for a value that could not be
-    loaded or a tensor sharded over ranks (a DTensor); nothing is written in that case.
+    Gradients are not saved: call this between two steps, after clearing them. Raises ValueError,
+    naming the entry, for a value that could not be loaded or a tensor sharded over ranks (a
+    DTensor); nothing is written in that case.
     """
     if step is not None and type(step) is not int:
         raise ValueError(f"save_checkpoint: step must be an int, got {step!r}")

@@ -211,7 +211,8 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     which mixprec's optimizers use; `param.grad` is this average rounded. main_grad holds all
     gradients accumulated, also under no_sync(), up to the last backward pass that communicated;
     the optimizer's step() and zero_grad() drop it. For fp32 and fp64 params the only change is that
-    the sum is divided instead of each term. Communication doubles for 16-bit buckets.
+    the sum is divided instead of each term. Communication doubles for 16-bit buckets. (An
+    optimizer's grad_dtype=torch.float32 is a different option, which DDP does not support.)
 
     Raises TypeError unless given a DistributedDataParallel, and ValueError with
     find_unused_parameters=True: DDP does not write the gradients of params that no rank used.

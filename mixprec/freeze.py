@@ -184,18 +184,22 @@ def freeze(
 
     fmt: "int8" (scale 127 / amax of each output row) or "fp8" (E4M3, scale 448 / amax). nn.Linear,
     mixprec.nn.Linear and their subclasses without a forward pass of their own are replaced if
-    module_filter_fn(module, fqn) is true, except for the adapters of peft and its modules_to_save,
-    which stay trainable, and a layer whose weight is shared with another module. Add adapters
-    before freezing; merging them later decodes the weights of the layers that they adapt.
-    compute_dtype: dtype of the matrix product if the input is fp32.
+    module_filter_fn(module, fqn) is true. Not replaced are the adapters of peft and its
+    modules_to_save, which stay trainable, and a layer whose weight is shared with another module:
+    that one would keep its copy, and no memory would be saved. compute_dtype: dtype of the matrix
+    product if the input is fp32.
 
-    The report names what is left, and the share of the weights that is frozen; a warning says if
-    more than a fifth is in modules that are not linear layers.
+    Add adapters before freezing. Merging them later decodes the weights of the layers that they
+    adapt, which are nn.Linear from then on, in the dtype that they had.
+
+    The report names them, and the share of the weights that is frozen; a warning says if more than
+    a fifth is in modules that are not linear layers.
 
     The state_dict of the result holds the plain tensors `weight_codes`, `weight_scale_inv` and
-    `bias`. To load it, build the model (possibly on the meta device), call `freeze` on it and then
-    load_state_dict (with assign=True for meta tensors). Raises ValueError for an unknown fmt, or
-    for a weight that is not finite, naming the layer, before anything is changed.
+    `bias`: save it with torch.save or mixprec.save_checkpoint. To load it, build the model
+    (possibly on the meta device), call `freeze` on it and then load_state_dict (with assign=True
+    for meta tensors). Raises ValueError for an unknown fmt, or for a weight that is not finite,
+    naming the layer, before anything is changed.
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")

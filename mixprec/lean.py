@@ -55,8 +55,9 @@ def lean(
     `convert(model, recipe, saved=...)` and `optim.AdamW(model.parameters(), lr,
     master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
 
-    The table is computed from the parameters or, with `batch`, measured by `memory_report(model,
-    optimizer, batch, loss)` with the activations; the batch is cast to bf16 for the second column.
+    The table that is printed is computed from the parameters. With `batch`, both columns are
+    measured by `memory_report(model, optimizer, batch, loss)` instead, and have the activations;
+    its floating-point tensors are cast to bf16 for the second, as yours should be for training.
     ValueError for another fidelity, and those of the functions above.
     """
     if fidelity not in FIDELITIES:

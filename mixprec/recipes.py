@@ -36,7 +36,7 @@ class Recipe:
 
     x, w, g: a Format, its name or its torch dtype; all FP8 (in any mix), all fp16 or all bf16, or
     all block formats. 16-bit operands are cast as IEEE 754 says, without a scale. The other
-    settings are for FP8; docs/recipes.md has the recipes that are made of them:
+    settings are for FP8:
 
     x_granularity, w_granularity, g_granularity: which elements share a scale: "tensor", all; "row",
     a row; "block1x128", 128 elements of a row; "block128x128". Rows and blocks run along the
@@ -47,21 +47,24 @@ class Recipe:
     the number of steps, including the current one (16); amax_of: their "max" or the "most_recent".
     margin: delayed scales are divided by 2^margin. power_of_two_scale: round scales down to a power
     of two, which makes scaling exact. fast_accum: the GEMMs (True: all) whose sums may stay in the
-    shorter accumulator of FP8 tensor cores; no effect elsewhere, where sums are FP32.
+    shorter accumulator of FP8 tensor cores; no effect elsewhere. Otherwise sums are FP32 in every
+    recipe.
 
     Block formats have a granularity of their own for all three operands: "mx", 32 elements of a row
     share a power of two (E4M3, E5M2, E3M2, E2M3 or E2M1); "nvfp4", 16 elements share an E4M3 scale
-    and the tensor an FP32 one (E2M1). Settings for them, instead of history to fast_accum:
+    and the tensor an FP32 one (E2M1). They are multiplied as `gemm` multiplies them, decoded to
+    bf16 exactly; history to fast_accum above are not for them, but these are:
 
     scale_mode: how an "mx" scale is rounded, "floor", "ceil", "even" or "rceil" (`quantize`).
     stochastic_rounding: the roles whose elements are rounded up or down at random, with the exact
     value as the mean. Each cast draws its seed from torch's default generator of the device.
     hadamard: x and g are multiplied, in FP32 and for the grad_weight GEMM only, by an orthogonal
     16 x 16 matrix (Hadamard's, with fixed random signs) along each 16 of the M that it sums over.
-    Not for convolutions larger than 1 x 1.
+    The product is the same, but outliers are spread. Not for convolutions larger than 1 x 1.
 
     clip_activations, for fp16 only: finite values of an fp16 output y that would overflow to Inf
-    become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0.
+    become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0. By default
+    they become Inf.
 
     Raises ValueError, listing valid values, for unknown or contradictory settings.
 

@@ -116,14 +116,15 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
     process, unless `mixprec.scaling.set_automatic_updates(False)` was called; a second update
     without a forward pass in between does nothing. Call it yourself, before the optimizer's step,
     to pass a process_group: ranks that share the model but see different data, and will then share
-    the scales. Every rank must call it. This takes one all-reduce (MAX) of 2 numbers per tensor.
-    (With several micro-batches per step, DDP needs broadcast_buffers=False: a broadcast would
-    overwrite the amax of other ranks.)
+    the scales. Every rank must call it. This takes one all-reduce (MAX) of 2 numbers per tensor:
+    the amax, and whether it was Inf or NaN. The first call also compares the recipes. (With several
+    micro-batches per step, DDP must not broadcast buffers, which would overwrite the amax of other
+    ranks: use DistributedDataParallel(..., broadcast_buffers=False).)
 
     A tensor that was not cast in the step keeps its history, and so does one whose amax was Inf or
-    NaN. Forward passes without grad mode use the scales and record nothing. Raises TypeError if
-    `model` is not a module or process_group is not a group, ValueError if ranks have different
-    recipes or layers.
+    NaN. In the first step there is no scale to share yet, and each rank uses its own amax. Forward
+    passes without grad mode use the scales and record nothing. Raises TypeError if `model` is not a
+    module or process_group is not a group, ValueError if ranks have different recipes or layers.
     """
     if not isinstance(model, torch.nn.Module):
         got = type(model).__name__

@@ -41,13 +41,16 @@ class GradScaler(torch.amp.GradScaler):
     min_scale the scale never becomes 0, so training recovers from any number of overflows.
 
     max_consecutive_skips: after this many skipped updates in a row, update() raises a RuntimeError
-    that names the worst parameter, or calls on_max_skips with the overflow report; again after as
-    many further skips. On a GPU this, like `last_step_skipped`, lags a few updates behind.
-    model: whose names the reports use, if not those of an optimizer made with named_parameters().
+    that names the worst parameter and says whether its gradient held Inf or NaN; with on_max_skips
+    it calls this function with the overflow report instead. Both repeat after the same number of
+    further skips. Parameters have their names in `model`, if given, or those of an optimizer
+    constructed from named_parameters(). On a GPU this, like `last_step_skipped`, lags a few updates
+    behind, which avoids a host sync.
     grow_on_underflow: the scale may grow after a twentieth of growth_interval when more than this
     share of the nonzero gradients is subnormal in their dtype.
     process_group: with torch's optimizers, ranks that hold different parameters and must skip
-    together. (mixprec's take one themselves; for DTensors the ranks are known.)
+    together. (mixprec's optimizers take a process_group themselves; for DTensors the ranks are
+    known.)
 
     device: accepted for compatibility; the scale is created on the device of the first loss, and
     the scaler never disables itself. With mixprec's optimizers there is no host sync, gradients may

@@ -65,18 +65,24 @@ def compare(
         a Recipe         as the one above with the same formats
 
     fp16 trains with a mixprec.GradScaler, or with the scaler that make_scaler() returns.
-    module_filter_fn and fuse are those of `mixprec.convert`. cast_inputs: floating-point tensors of
-    a batch are cast to the parameters' dtype. The optimizer is mixprec.optim.AdamW with lr,
-    weight_decay and max_grad_norm, or the one that make_optimizer(model) returns; schedule(step),
-    step = 0, 1, ..., multiplies its learning rates. count(batch) returns how many units (named by
-    `unit`) a batch holds; if None, the size of the first dimension of its first tensor. loss_name
-    and loss_factor: how the report shows losses. progress(recipe, step, steps, loss) is called
-    after each step.
+    module_filter_fn(module, fqn) excludes layers from the conversion, and fuse fuses what it can,
+    as in `mixprec.convert`.
+    cast_inputs: floating-point tensors of a batch are cast to the parameters' dtype.
 
-    sqnr: after each complete run, measure every layer with a recipe in one pass over the last
-    batch, without an optimizer step: the signal to quantization noise ratio of the casts of x, w
-    and g, and of y, grad_input and grad_weight against the FP32 products of the same x, w and g, 20
-    log10(||ref|| / ||ref - got||) in dB. See `Report.sqnr_table` and `Report.suggest_overrides`.
+    The optimizer is mixprec.optim.AdamW with lr, weight_decay and max_grad_norm, or the one that
+    make_optimizer(model) returns; schedule(step), step = 0, 1, ..., multiplies its learning rates.
+    count(batch) returns how many units (named by `unit`) a batch holds; if None, the size of the
+    first dimension of its first tensor. loss_name and loss_factor: how the report shows losses.
+    progress(recipe, step, steps, loss) is called after each step.
+
+    sqnr: after each complete run, measure every layer with a recipe in one forward and backward
+    pass over the last batch, with the final weights and without an optimizer step. The signal to
+    quantization noise ratio, 20 log10(||ref|| / ||ref - got||) in dB, is that of the casts of x, w
+    and g (the gradient of the layer's output), and of y, grad_input and grad_weight against the
+    FP32 products of the same x, w and g: the error of this layer only, without that of preceding
+    layers. Off by default, because each layer is run again in the recipe and in FP32, and every x
+    and g is kept. Timings, memory figures and losses are not affected. See `Report.sqnr_table` and
+    `Report.suggest_overrides`.
 
     simulate: on a CPU, compute the GEMMs of the layers with a recipe as this GPU: "v100", "a100",
     "ada", "hopper" or "blackwell" (see `mixprec.simulate`). ValueError if it has no instructions

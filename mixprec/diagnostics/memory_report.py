@@ -116,11 +116,13 @@ def memory_report(
 
     Each storage counts once; what the model holds itself (parameters, buffers) and the batch do not
     count as saved. The states are all tensors in optimizer.state, of any optimizer; before its
-    first step, those of a copy of it after one step. Of DTensors, the local part counts.
+    first step, those of a copy of it, with a copy of the parameters, after one step. Of DTensors,
+    the local part counts.
 
-    Optimizer, gradients, random generators and the model are left as they were, except for what the
-    forward pass does to parameters, and to Python objects that an attribute keeps (such as a list
-    that it appends to). ValueError if the loss is not one number.
+    Optimizer, gradients and random generators are left as they were, and so is the model: buffers,
+    which a forward pass may change, replace, add or delete, and all other attributes of its
+    modules. Not undone is what its forward pass does to parameters, and to Python objects that an
+    attribute keeps (such as a list that it appends to). ValueError if the loss is not one number.
     """
     arguments = batch if isinstance(batch, (tuple, list, Mapping)) else (batch,)
     params = list(model.parameters())

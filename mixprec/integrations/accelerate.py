@@ -41,11 +41,16 @@ def attach(accelerator: AnyAccelerator, scaler: GradScaler | None = None) -> Any
     scaler: for FP16; `backward` scales the loss by it, and `save_state` and `load_state` include
     it. It may also drive optimizers of torch.
 
-    For each prepared optimizer of mixprec, `clip_grad_norm_` and `clip_grad_value_` set the limit
-    of its next step, which clips; the norm that is returned, fp32 [], is that of the unscaled
-    gradients before clipping, at the cost of one more pass over them. `step_was_skipped` and
-    `optimizer_step_was_skipped` say whether the last step found Inf or NaN and changed nothing;
-    prepared schedulers then stay where they are. Reading them waits for the device.
+    For each prepared optimizer of mixprec:
+
+    - `clip_grad_norm_` and `clip_grad_value_` set the limit of its next step, which clips in the
+      pass that updates; the gradients stay as they are until then. The norm that is returned, fp32
+      [], is that of the unscaled gradients before clipping. It takes one more pass over them: with
+      max_grad_norm given to the optimizer no call is needed, and `optimizer.grad_norm` has it after
+      the step.
+    - `step_was_skipped` and `optimizer_step_was_skipped` say whether the last step found Inf or NaN
+      and changed nothing, with or without a scaler. Prepared schedulers then stay where they are.
+      Reading them waits for the device.
 
     With delayed scales on several ranks, call `mixprec.update_scales(model, process_group)` before
     each step, and pass DistributedDataParallelKwargs(broadcast_buffers=False): `prepare` raises

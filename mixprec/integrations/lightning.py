@@ -37,12 +37,18 @@ class MixprecPrecision(Precision):
     they are. module_filter_fn and overrides are passed to `convert`. params: the dtype that
     `mixprec.cast_parameters` casts the parameters to; None leaves them. scaler: a GradScaler;
     None for a new one where params or a recipe is fp16, and for no loss scaling otherwise.
-    cast_inputs: with 16-bit params, cast floating-point inputs to that dtype (in Fabric those of
+
+    With 16-bit params, cast_inputs casts floating-point inputs to that dtype (in Fabric those of
     the model, in the Trainer the whole batch, targets included) and, in Fabric, outputs to FP32.
 
-    The optimizer clips inside its step. A skipped step leaves the schedulers that the Trainer steps
-    after each batch where they are. Hooks that run before the step see gradients that are still
-    scaled. docs/integrations.md is about clipping, skipped steps and checkpoints.
+    The optimizer clips inside its step: the Trainer's gradient_clip_val becomes its max_grad_norm
+    or max_grad_value. A skipped step leaves the schedulers that the Trainer steps after each batch
+    where they are; in your own loop ask `optimizer.last_step_skipped`. Hooks that run before the
+    step see gradients that are still scaled.
+
+    The Trainer's checkpoints hold the scaler and delayed scales, the latter apart from the model's
+    state dict, which stays that of the unconverted module. In Fabric save the plugin beside the
+    model and the optimizer: `fabric.save(path, {"model": ..., "precision": plugin})`.
 
     ValueError for an unknown recipe or dtype and, at the first step, for an optimizer that is not
     mixprec's where params have 16 bits or the loss is scaled, or for clipping by both the optimizer

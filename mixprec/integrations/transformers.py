@@ -30,7 +30,9 @@ __all__ = ["Trainer"]
 
 
 class Trainer(transformers.Trainer):
-    """transformers.Trainer in low precision; docs/integrations.md has an example.
+    """transformers.Trainer in low precision.
+
+        Trainer(model=model, args=args, train_dataset=..., recipe="fp8", params=torch.bfloat16)
 
     It is also a mixin for other trainers: `class LowPrecisionSFT(Trainer, SFTTrainer): pass`.
     Beside their arguments it takes:
@@ -38,14 +40,17 @@ class Trainer(transformers.Trainer):
     recipe: of `mixprec.convert`, a name or a Recipe. None leaves the model as it is.
     overrides: other recipes by path pattern, as in `mixprec.convert`.
     params: the dtype of `mixprec.cast_parameters`, torch.bfloat16 or torch.float16, with FP32
-    masters in the optimizer. None leaves the parameters as they are. Load the model in FP32.
+    masters in the optimizer. None leaves the parameters as they are. Load the model in FP32: of
+    weights that were loaded in 16 bits, the masters start with the rounded values.
     scaler: a mixprec.GradScaler. If None, one is made where a recipe or a parameter is fp16.
 
     The optimizer is mixprec.optim's AdamW (or SGD for optim="sgd") with the decay groups and the
     settings of the TrainingArguments; for other options pass optimizer_cls_and_kwargs=
-    (mixprec.optim.AdamW, {...}). "grad_norm" in the log is the unscaled norm before clipping. If a
-    gradient is Inf or NaN, the step changes nothing and the scheduler stays, for which the host
-    waits for the device once a step. A resumed run continues bit for bit.
+    (mixprec.optim.AdamW, {...}). It unscales, checks and clips to args.max_grad_norm inside its
+    step; "grad_norm" in the log is the unscaled norm before clipping. If a gradient is Inf or NaN,
+    the step changes nothing and the scheduler stays: asking for that waits for the device once a
+    step. Checkpoints hold the masters, the scaler and delayed scales: a resumed run continues bit
+    for bit.
 
     Raises ValueError for arguments that cannot be combined: bf16, fp16, bf16_full_eval,
     fp16_full_eval, deepspeed, fsdp, several GPUs in one process, delayed scales on several ranks

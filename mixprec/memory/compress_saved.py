@@ -50,20 +50,30 @@ def compress_saved(
 
     Each group of 128 elements x becomes codes and a range: x ~ min + code * step, rounded
     stochastically, so that what backward reads has the mean x. Where a derivative is not linear,
-    what is packed is chosen so that the gradients have the right mean. The forward pass is not
-    changed. docs/memory.md lists what each op saves, and what is kept as it is: parameters, their
-    views and casts, buffers, inputs; tensors that are integer, FP8, FP64, of a subclass such as
-    DTensor, or smaller than 4,096 elements; what a loss, or an op that is not listed, saves.
+    what is packed is chosen so that the gradients have the right mean: a bit for ReLU, limited
+    values for GELU, normalized ones for norms; see docs/memory.md. The forward pass is not changed.
+    A tensor is kept as it is if it is
 
-    A tensor that is modified in place later raises RuntimeError in backward, as without the block.
+      - a parameter, a view or cast of one, a buffer or an input, which are in memory anyway;
+      - integer, FP8, FP64, of a subclass such as DTensor, or smaller than 4,096 elements;
+      - a statistic (logsumexp, mean, rstd), saved by a loss, a mask of attention;
+      - q, k or v of a fused attention, in 16 bits; in FP32, they get 16 bits;
+      - saved by an op that docs/memory.md does not list, or that torch's function modes do not see
+        (another library's autograd.Function): its backward may divide by it, take its exponential
+        or compare it (amax).
+
+    A tensor that several ops save is packed once, where no gradient can pass through both. One that
+    is modified in place later raises RuntimeError in backward, as without the block.
 
     seed: of the random numbers, with a counter of the tensors packed in the block. None draws one
-    from torch's CPU generator when the first tensor is packed. Inf and NaN: all elements of the
-    group come back as NaN, so that an overflow reaches the gradients.
+    from torch's CPU generator when the first tensor is packed, so that torch.manual_seed determines
+    a run, and one that `load_checkpoint` resumes goes on with the same bits. Inf and NaN: all
+    elements of the group come back as NaN, so that an overflow reaches the gradients.
 
     The block holds for the thread that entered it and nests, the innermost one applies; without
-    grad mode and in code inside torch.compile it has no effect. ValueError for bits that are not
-    offered, for patterns without a model, and for a pattern that matches no module.
+    grad mode and in code inside torch.compile it has no effect. Inside torch.utils.checkpoint
+    nothing is saved but its inputs, as they are. ValueError for bits that are not offered, for
+    patterns without a model, and for a pattern that matches no module.
 
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
     """

@@ -70,13 +70,14 @@ class autocast(_region.Region):
             ...
         with mixprec.autocast(): ...            # each with its own recipe
 
-    Inside, exponentials, softmax, norms, losses and reductions of 16-bit tensors (`FP32_OPS`) run
-    in FP32 and return FP32, on every device; a dtype= argument takes precedence. torch.autocast is
-    not affected and can be combined with it. Regions nest: the innermost one applies, to the thread
-    that entered it. With enabled=False modules compute as if `convert` had not been called, and no
-    op is moved to FP32. With torch.utils.checkpoint, call loss.backward() inside it too: a layer
-    that is recomputed follows the region of that call (ops that the forward pass ran in FP32 do
-    not: torch then raises CheckpointError).
+    Inside, exponentials, softmax, norms, losses and reductions of 16-bit tensors run in FP32 and
+    return FP32, on every device, as torch.autocast does on CUDA only (`FP32_OPS` lists them; a
+    dtype= argument takes precedence). torch.autocast is not affected and can be combined with it.
+    Regions nest: the innermost one applies; leaving one, also by an exception, restores the
+    previous setting. With enabled=False modules compute as if `convert` had not been called, and no
+    op is moved to FP32. A region holds for the thread that entered it. With torch.utils.checkpoint,
+    call loss.backward() inside it too: a layer that is recomputed follows the region of that call
+    (ops that the forward pass ran in FP32 do not: torch then raises CheckpointError).
 
     recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
     delayed scaling, whose state belongs to the modules that `convert` made for it.

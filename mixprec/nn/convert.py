@@ -102,29 +102,37 @@ def convert(
     pattern, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, None to leave layers unchanged; the
     last matching pattern applies. If the model itself is such a layer, its replacement is returned.
     saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
-    `mixprec.compress_saved` with these bits; None removes that again. fuse: run norm -> linear,
-    linear -> activation -> linear and attention as one function each, and cast a tensor once that
-    several layers of one module take, where the modules' classes are known to be that
-    (docs/recipes.md lists them; `mixprec.nn.register_fusion` adds others). All else runs as it is;
-    one INFO line lists what was fused, what not and why. The roundings that change are those of
-    `mixprec.functional.norm_linear`, `mlp` and `attention`.
+    `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
+    save. fuse: run norm -> linear, linear -> activation -> linear and attention as one function
+    each where the modules' classes say that they are that: torch's norms and activations, in
+    nn.Sequential and wherever they stand, the norms and MLPs of Llama, Mistral, Qwen, Gemma, Phi
+    and GPT-2 of transformers, classes given to `mixprec.nn.register_fusion`, and torch's
+    scaled_dot_product_attention wherever it is called without a mask; and cast a tensor once that
+    several layers of one module take, such as those of query, key and value. All else runs as it
+    is. One INFO line lists what was fused, what not and why, and the classes that are not known.
+    Names, parameters and state dicts stay the same; the roundings that change are those of
+    `mixprec.functional.norm_linear`, `mlp` and `attention`. Hooks on a fused layer, or
+    `autocast(enabled=False)`, make it run unfused.
 
     Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
-    weights stay tied, and models on the meta device stay there. Names, state dicts, hooks, training
-    mode and other attributes are kept. Layers of mixprec.nn get the new recipe; if they already
-    have it, nothing changes, scales included. `mixprec.unconvert` is the inverse.
+    weights stay tied, and models on the meta device stay there. Hooks, training mode and other
+    attributes are kept. A module that occurs at several places is filtered once, by its first path,
+    and stays one module. Layers of mixprec.nn get the new recipe; if they already have it, nothing
+    changes, scales included. `mixprec.unconvert` is the inverse.
 
     Subclasses of nn.Linear and nn.Conv2d are replaced too and stay instances of their class, and so
-    are parametrized layers, nn.MultiheadAttention (its projections), the Conv1D of transformers,
-    and modules with stacked weights [E, N, K], the experts of a mixture. In a forward pass of their
-    own, calls of torch.nn.functional.linear, conv2d or grouped_mm use the recipe. The adapters of
-    peft are left as they are. A module that occurs at several places is filtered once, by its first
-    path. torch's encoder layers no longer take their fast path, which reads weights; another parent
-    that reads the weight of a layer instead of calling it computes as before.
+    are parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections),
+    the Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a
+    mixture. In a forward pass of their own, which has to call torch.nn.functional.linear, conv2d or
+    grouped_mm, these calls use the recipe. The adapters of peft are left as they are, beside the
+    layers that they adapt. torch's encoder layers no longer take their fast path, which reads
+    weights; another parent that reads the weight of a layer instead of calling it, such as the Swin
+    of torchvision, computes as before. In FP8, convolutions that are not 1 x 1 save memory, not
+    time: `mixprec.filters.worthwhile` leaves them out.
 
     One INFO line on the logger "mixprec" reports the number of layers, the share of the model's
-    weights that they hold (of its arithmetic: mixprec.stats.flop_share), and what else has weights,
-    with the reason why it was left.
+    weights that they hold, and what else has weights, with the reason why it was left. (For the
+    share of its arithmetic, which depends on the input: mixprec.stats.flop_share.)
 
     Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
     kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
@@ -252,24 +260,29 @@ def cast_parameters(
     dtype: bf16, fp16 or fp32. The parameters of normalization layers become or stay FP32: they are
     few, and their updates are small next to their values. These are torch's (`NORMS`), those of
     transformers (`known_norms`, such as LlamaRMSNorm), which get a hook that returns 16 bits for
-    16-bit input, and their subclasses; one INFO line on the logger "mixprec" lists other modules
-    with nothing but vectors. keep_fp32: patterns of the names of further parameters to keep in
-    FP32, such as ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity: optimizers,
-    ties and requires_grad are unaffected; existing gradients are cast too.
+    16-bit input, and their subclasses. Norms of other libraries are not known: one INFO line on the
+    logger "mixprec" lists the modules with nothing but vectors that were cast. keep_fp32: patterns
+    of the names of further parameters to keep in FP32, such as ["*.router.weight", "*.my_norm.*"].
+    Parameters keep their identity: optimizers, ties and requires_grad are unaffected; existing
+    gradients are cast too.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are: running statistics and the frequencies of
     rotary embeddings lose too much in 16 bits.
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
-    optimizer of mixprec is constructed with them and makes them its masters. False frees them now.
+    optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
+    lost to the first rounding. False frees them now, for inference or another optimizer.
 
     ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
     module, before anything is changed.
 
-    Not for FSDP2, which gathers FP32 parameters in 16 bits with
-    MixedPrecisionPolicy(param_dtype=torch.bfloat16). On CUDA, torch's layer_norm raises
-    RuntimeError for FP32 parameters and 16-bit input: run the model under torch.autocast there.
+    Not for FSDP2, which wants one dtype in each block: it gathers FP32 parameters in 16 bits with
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16), and its shards are the masters.
+
+    A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
+    computes in FP32 inside). On CUDA, torch's layer_norm raises RuntimeError for this combination:
+    run the model under torch.autocast there.
     """
     op = "cast_parameters"
     _is_module(op, model)

@@ -66,11 +66,13 @@ def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
 
     describe(module) returns a `NormSpec`, an `MLPSpec`, the name of an activation of
     `mixprec.act_quantize` ("silu", "gelu", "gelu_tanh", "relu2"), or None for a module that is to
-    run as it is. It is called by `convert` and in each forward pass, which must take one tensor.
-    Nothing checks that the description is right: compare outputs with and without fuse=True.
+    run as it is. It is called by `convert` and in each forward pass, so that it should read the
+    module's attributes. The forward pass must take one tensor. Nothing checks that the description
+    is right: compare outputs with and without fuse=True.
 
     Only modules of exactly this class are meant: a subclass, or a class or module whose `forward`
-    is replaced later, runs as it is. Register before unpickling a fused model, too. TypeError if
+    is replaced later, runs as it is. The description holds for the process: register before
+    unpickling a fused model, too. Registering a class again replaces its description. TypeError if
     kind is not a class of modules, or describe not callable.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):

@@ -18,40 +18,43 @@ class AdamW(Optimizer):
     The formula is that of `mixprec.ops.adamw_`, one call per group and kind of param; results
     agree with torch.optim.AdamW within a few units in the last place. lr (a number or a tensor on
     any device), betas, eps, weight_decay and maximize may differ between param groups.
-    docs/optimizers.md explains the options.
 
     master_weights: how 16-bit params are kept in FP32, where updates are applied.
       "auto", "fp32"  an FP32 copy in state[param]["master"], 4 bytes; the param is this rounded
       "remainder16"   for bf16 the 16 bits that the param lacks, in state[param]["remainder"],
                       2 bytes: the same FP32 values; fp16 params get an FP32 copy
       None            none: small updates are rounded away, unless rounding is stochastic
-    state_dtype: of the moments, torch.float32, or, rounded stochastically, torch.bfloat16 or
-    "int8": uint8 codes, of params of 4,096 elements and more, with one scale per 256 elements in
-    state[param]["exp_avg_scale"].
+    state_dtype: of the moments, torch.float32, torch.bfloat16, or "int8": uint8 codes, of params of
+    4,096 elements and more, with one scale per 256 elements in state[param]["exp_avg_scale"]. The
+    last two are always rounded stochastically (to nearest, exp_avg_sq would stop decaying).
     stochastic_rounding: bf16 params have no master ("auto") and are rounded up or down at random,
-    in proportion to the distance, from `seed`.
+    in proportion to the distance, from `seed`. The same seed gives the same bits.
     grad_dtype: torch.float32 lets autograd accumulate the gradients of 16-bit params in FP32 (not
-    under DDP: `distributed.reduce_gradients_in_fp32`). A param's `main_grad`, if there is one, is
-    used instead of its `grad`, and cleared by step().
+    under DDP, which has `distributed.reduce_gradients_in_fp32`). A param's `main_grad`, if there
+    is one, is used instead of its `grad`, and cleared by step().
     max_grad_norm: clips the norm of all gradients of all groups together, after unscaling, by
     min(1, max_grad_norm / (norm + 1e-6)); a group with its own "max_grad_norm" is clipped by the
     norm of that group. max_grad_value bounds each element. The norm is in `grad_norm`.
     process_group: ranks that hold different params, or parts of them, and must skip and clip
     together; for DTensors (FSDP2) the ranks are detected without it.
-    foreach, fused, capturable: accepted and ignored: the step is always fused and capturable.
+    foreach, fused, capturable: accepted for compatibility with torch.optim and ignored: the step is
+    always fused and capturable. amsgrad and differentiable must be False.
 
-    state[param]: `exp_avg`, `exp_avg_sq`, `master` or `remainder`, and `step`, FP32 on the param's
-    device, which counts applied steps. Without masters, state dicts can be exchanged with
-    torch.optim.AdamW in both directions.
+    A master is created at the first step. If other code has written a param since the last step,
+    its master takes the new value wherever it no longer rounds to the param (writes through `.data`
+    are not detected). state[param]: `exp_avg`, `exp_avg_sq`, `master` or `remainder`, and `step`,
+    FP32 on the param's device, which counts applied steps. State dicts keep all dtypes. Without
+    masters they can be exchanged with torch.optim.AdamW in both directions.
 
-    A step changes nothing when a gradient is Inf or NaN and a GradScaler drives the step,
-    max_grad_norm is set or a param has 16 bits. `skipped` counts such steps on the device, and
-    `overflow_report()` names the params. Otherwise gradients are not checked, as in torch.optim.
-    There is no host sync.
+    A step is skipped as a whole, leaving params, masters, moments and `step` unchanged, when a
+    gradient is Inf or NaN and a GradScaler drives the step, max_grad_norm is set or a param has 16
+    bits. `skipped` counts such steps on the device, and `overflow_report()` names the params.
+    Otherwise (fp32 params, no scaler, no clipping) gradients are not checked and a NaN reaches the
+    params, as in torch.optim. There is no host sync.
 
     With `mixprec.GradScaler` or `torch.amp.GradScaler`, gradients stay scaled and are unscaled
-    inside the update. Raises ValueError for settings out of range (amsgrad and differentiable must
-    be False), for complex and sparse params and, in step(), for sparse gradients.
+    inside the update. Raises ValueError for settings out of range, for complex and sparse params
+    and, in step(), for sparse gradients.
     Source: Decoupled Weight Decay Regularization (Loshchilov, Hutter, 2019).
     """
 

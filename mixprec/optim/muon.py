@@ -31,6 +31,7 @@ class Muon(Optimizer):
     and eps are its arguments; ns_dtype="fp8" casts the operands of its products to E4M3 instead of
     bf16. ratio: by adjust_lr_fn, None or "original": sqrt(max(1, rows / columns));
     "match_rms_adamw": 0.2 * sqrt(max(rows, columns)), with which lr and weight_decay are AdamW's.
+    Arguments and results are those of torch.optim.Muon, apart from the rounding of the products.
 
     Params that are not 2-D, and all of a group with use_muon=False (to be set for embeddings and
     the output layer), are updated as by `AdamW`, with the settings in `adamw` (lr, betas, eps,
@@ -38,10 +39,11 @@ class Muon(Optimizer):
     groups, which have `use_muon` True and False. Settings that a group has itself hold for both.
 
     state_dtype: torch.float32 or torch.bfloat16; moments saved in 8 bits load into either, exactly.
-    The other options, skipping, scaling and errors are as for `AdamW`. A sharded matrix (DTensor)
-    is gathered and orthogonalized on each rank. state[param]: `momentum_buffer`, or `exp_avg` and
-    `exp_avg_sq`; `step`; `master` or `remainder`. Without masters, state dicts of matrices can be
-    exchanged with torch.optim.Muon in both directions.
+    The other options are as for `AdamW`, and so are skipping, scaling and errors: one overflow
+    skips the step of all params, and one norm clips them. A sharded matrix (DTensor) is gathered,
+    orthogonalized on each rank, and each rank updates its part. state[param]: `momentum_buffer`, or
+    `exp_avg` and `exp_avg_sq`; `step`; `master` or `remainder`. Without masters, state dicts of
+    matrices can be exchanged with torch.optim.Muon in both directions.
     Source: Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024).
     """
 

@@ -28,17 +28,22 @@ class Monitor:
 
     model: its modules that have a `recipe` (`mixprec.convert`) are watched. Steps 0, every,
     2 * every, ... are sampled. For x, w and g (the gradient of the output, loss scale included) of
-    each layer: amax; the scale of the cast (the smallest and the largest over rows or blocks); how
-    many elements overflow (finite, and saturate in FP8 or become Inf in 16 bits), underflow
-    (nonzero, and become 0), are Inf, are NaN. For the output y: amax, Inf and NaN. sqnr=True adds
-    the SQNR of each cast, and of y against torch's product in FP32, with how much of y overflows
-    and underflows. scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler
-    that does not count them (torch's), or none, skipped steps are those missing in its `step`
-    counts. Several calls in one step are merged: largest amax, summed counts. docs/stats.md says
-    what is not measured.
+    each layer: amax; the scale of the cast (the layer's with delayed scaling, else derived by the
+    op; the smallest and the largest over rows or blocks); how many elements overflow (finite, and
+    saturate in FP8 or become Inf in 16 bits), underflow (nonzero, and become 0), are Inf, are NaN.
+    For the output y: amax, Inf and NaN. x and w are measured as cast for the forward GEMM, g as
+    cast for the grad_input GEMM. sqnr=True adds the SQNR of each cast, and of y against torch's
+    product in FP32, with how much of y overflows and underflows, at the cost of one FP32 product
+    per layer. scaler: its loss scale and skipped steps are recorded; optimizer: for a scaler that
+    does not count them (torch's), or none, skipped steps are those missing in its `step` counts.
+    Several calls in one step (micro-batches, a layer used twice) are merged: largest amax, summed
+    counts.
 
-    There is no host sync until `flush`, and the model's results do not change. In other steps a
-    hook is one Python comparison. `close` removes the hooks.
+    There is no host sync until `flush`, which transfers everything at once, and the model's results
+    do not change. In other steps a hook is one Python comparison. Not measured: passes without grad
+    mode, forward passes repeated by activation checkpointing (each counts once), code compiled by
+    torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the weights of a
+    layer that FSDP shards by itself. `close` removes the hooks.
 
     TypeError if `model` is not a module; ValueError if it has no layer with a recipe or `every` is
     not an int of 1 or more.
