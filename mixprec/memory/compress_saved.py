@@ -153,9 +153,8 @@ class _Modes(threading.local):
         self.stack = [mode]
 
     def leave(self) -> None:
-        if (
-            len(self.stack) > 1
-        ):  # in a thread that was in the module when the block began, it is not
+        # In a thread that was in the module when the block began, there is nothing to leave.
+        if len(self.stack) > 1:
             self.stack.pop()
 
 

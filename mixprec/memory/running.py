@@ -41,7 +41,7 @@ class Op(NamedTuple):
 def current(t: torch.Tensor | None = None) -> Op | None:
     """The op that runs now, or the part of it that saves t; None inside an autograd.Function of
     another library, compiled code, and whatever a backward pass computes again."""
-    op: Op | None = context.op
+    op: Op | None = context.op if torch._C._current_graph_task_id() == -1 else None
     return op and next((part for saved, part in op.parts if saved is t), op)
 
 

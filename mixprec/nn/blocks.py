@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -126,11 +125,17 @@ class GatedMLP(MLP):
         bias: bool = False,
         *,
         act: str = "silu",
-        **options: Any,
+        norm: str | None = None,
+        eps: float = 1e-6,
+        recipe: Recipe | str = "fp8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(width, hidden, bias, act=act, **options)
-        like = self.up.weight
-        self.gate = Linear(width, hidden, bias, like.device, like.dtype, recipe=self.up.recipe)
+        super().__init__(
+            width, hidden, bias, act=act, norm=norm, eps=eps, recipe=recipe, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+        self.gate = Linear(width, hidden, bias, device, dtype, recipe=recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Part([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]

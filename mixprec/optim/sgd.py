@@ -17,10 +17,11 @@ class SGD(Optimizer):
 
     The formula is that of `mixprec.ops.sgd_`; results agree with torch.optim.SGD within a few
     units in the last place. lr, momentum, dampening, weight_decay, nesterov and maximize may
-    differ between param groups. state[param]: `momentum_buffer` where momentum is not 0, `step`,
-    and `master` or `remainder`. Without masters, state dicts can be exchanged with torch.optim.SGD
-    in both directions. Options, skipping and scaling as for `AdamW`. Source: On the importance
-    of initialization and momentum in deep learning (Sutskever et al., 2013).
+    differ between param groups; with dampening, momentum must be on from the first step (or step()
+    raises ValueError). state[param]: `momentum_buffer` where momentum is not 0, `step`, and
+    `master` or `remainder`. Without masters, state dicts can be exchanged with torch.optim.SGD in
+    both directions. Options, skipping and scaling as for `AdamW`. Source: On the importance of
+    initialization and momentum in deep learning (Sutskever et al., 2013).
     """
 
     _optional: ClassVar[dict[str, Any]] = {"maximize": False, "nesterov": False}
@@ -57,7 +58,15 @@ class SGD(Optimizer):
             )
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._moment_names if group["momentum"] != 0 else ()
+        if group["momentum"] == 0:
+            return ()
+        states = [self.state[p] for p in group["params"] if p in self.state]
+        if group["dampening"] != 0 and any(s and "momentum_buffer" not in s for s in states):
+            raise ValueError(
+                "SGD: momentum that is switched on after the first step needs dampening=0, got "
+                f"dampening={group['dampening']}"
+            )
+        return self._moment_names
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         if group["momentum"] == 0:

@@ -45,7 +45,10 @@ def test_checkpoint_keeps_its_inputs(reentrant: bool) -> None:
         return checkpoint(model, x * 2, use_reentrant=reentrant)
 
     x = x.bfloat16()
-    assert equal(compressed(model, x, run), gradients(model, x, run))
+    plain = gradients(model, x, run)
+    assert equal(compressed(model, x, run), plain)
+    with mixprec.compress_saved({"0": "int8"}, model=torch.nn.Sequential(model)):  # not the loss
+        assert equal(gradients(model, x, run), plain), "backward inside of the block"
 
 
 def test_without_gradients_nothing_happens_and_nothing_is_left_on_tensors() -> None:

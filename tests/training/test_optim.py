@@ -105,6 +105,18 @@ def test_momentum_switched_on_and_off(dtype: torch.dtype) -> None:
         assert resumed.param_groups[0]["momentum"] == momentum
 
 
+def test_momentum_switched_on_late_is_not_dampened() -> None:
+    """torch's first buffer is the plain gradient, whenever it is made; ours in the first step."""
+    run = Run(KINDS["SGD"], torch.float32)
+    run.set(momentum=0.0, dampening=0.5)
+    run.train()
+    run.set(momentum=0.9)
+    before = clones(run.params)
+    with pytest.raises(ValueError, match=r"^SGD: momentum .* needs dampening=0, got dampening=0.5"):
+        run.train()
+    assert all(map(torch.equal, run.params, before))
+
+
 @kinds
 def test_a_tensor_lr_is_its_number(kind: Kind) -> None:
     """Written in place between steps, as schedules do; copied by a state dict."""
