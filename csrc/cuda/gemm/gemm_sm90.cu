@@ -118,11 +118,7 @@ GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out,
                         reinterpret_cast<uint64_t>(out.data) % 16 == 0;
   std::optional<GemmConfig> plan = plan_gemm(problem, gpu, forced());
   if (plan) return *plan;
-  std::string why;
-  for (const std::string& line : explain(problem, gpu, forced())) {
-    if (why.find(line) == std::string::npos) why += "; " + line;
-  }
-  STD_TORCH_CHECK(false, op, ": ", to_string(problem), why);
+  STD_TORCH_CHECK(false, op, ": ", to_string(problem), reasons_against(problem, gpu, forced()));
 }
 
 TensorMap map_of(const Output& out, int64_t m, int64_t n, const char* op) {
@@ -151,7 +147,7 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
   GemmConfig plan =
       plan_or_refuse(a, b, out, fast_accum, properties_of(a.tensor.get_device_index()), op);
   Instance kernel = instance_of(plan.tile_config, a, b);
-  STD_TORCH_CHECK(kernel.run != nullptr, op, ": no kernel for ", to_string(plan));
+  STD_TORCH_CHECK(kernel.run != nullptr, op, ": no kernel of tile config ", plan.tile_config);
 
   GemmArgs args = {};
   args.m = static_cast<int>(m);

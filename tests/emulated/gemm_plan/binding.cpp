@@ -58,14 +58,13 @@ PYBIND11_MODULE(gemm_plan, m) {
     for (const TileConfig& t : kTileConfigs) all.push_back(fields(t));
     return all;
   });
-  // None: explain() gives the reasons.
+  // None: reasons_against() gives the reasons.
   m.def("plan_gemm", [](const Problem& p, const Gpu& gpu, const Override& forced) {
     auto found = plan_gemm(problem(p), made<DeviceProperties>(gpu), made<ConfigOverride>(forced));
     return found ? std::optional(fields(*found)) : std::nullopt;
   });
-  // One line per tile config: the plan, or the reason against it.
-  m.def("explain", [](const Problem& p, const Gpu& gpu, const Override& forced) {
-    return explain(problem(p), made<DeviceProperties>(gpu), made<ConfigOverride>(forced));
+  m.def("reasons_against", [](const Problem& p, const Gpu& gpu, const Override& forced) {
+    return reasons_against(problem(p), made<DeviceProperties>(gpu), made<ConfigOverride>(forced));
   });
   // (m, n, split) of the tiles that one block of a persistent grid computes.
   auto tiles_in_order = [](const Tiles& of, int64_t first, int64_t stride) {

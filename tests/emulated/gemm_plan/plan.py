@@ -76,5 +76,5 @@ def plan_gemm(asked: Problem, gpu: Gpu = H200, forced: Override = PLANNED) -> Co
     return found and Config(*found)._replace(tiles=Tiles(*found[2]))
 
 
-def explain(asked: Problem, gpu: Gpu = H200, forced: Override = PLANNED) -> list[str]:
-    return compiled().explain(_numbers(asked), gpu, forced)
+def reasons_against(asked: Problem, gpu: Gpu = H200, forced: Override = PLANNED) -> list[str]:
+    return compiled().reasons_against(_numbers(asked), gpu, forced).split("; ")[1:]

@@ -163,9 +163,10 @@ inline std::optional<GemmConfig> best_on(int tile_config, const GemmProblem& p,
   return best;
 }
 
-// The cheapest config that the override allows; the first one of equals.
-inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const DeviceProperties& gpu,
-                                          const ConfigOverride& forced) {
+// The cheapest config that the override allows; the first one of equals. Nothing if no tile can
+// compute the problem, or not the one that is forced: reasons_against() gives the reasons.
+inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DeviceProperties& gpu,
+                                           const ConfigOverride& forced = {}) {
   std::optional<GemmConfig> best;
   for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
     bool requested = tile_config == forced.tile_config;
@@ -176,13 +177,6 @@ inline std::optional<GemmConfig> cheapest(const GemmProblem& p, const DeviceProp
     if (c && (!best || c->clocks < best->clocks)) best = c;
   }
   return best;
-}
-
-// By the override, else by the cost model. Nothing if no tile can compute the problem, or not the
-// one that is forced: explain() gives the reasons.
-inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DeviceProperties& gpu,
-                                           const ConfigOverride& forced = {}) {
-  return cheapest(p, gpu, forced);
 }
 
 }  // namespace mixprec::cuda::sm90
