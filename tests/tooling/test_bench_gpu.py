@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,26 @@ def test_a_case_runs(kind: str, dry_run: None) -> None:
     assert case.share is None or result["variants"]["cpp"]["share"] > 0
     assert table.lines(result)
     json.dumps(result)
+
+
+GEMMS = [case for kind, case in KINDS.items() if "/gemm" in kind]
+GEMMS += select(["gemm/fp16", "gemm/fp8-bf16", "gemm/fp8-fp32"], quick=True, device="cpu")
+
+
+@pytest.mark.parametrize("case", GEMMS, ids=lambda c: c.name)
+def test_a_product_that_is_off_by_a_thousandth_is_wrong(
+    case: Case, dry_run: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a hundredth where it is in bf16, whose own rounding is up to 0.4 %."""
+
+    def spoiled(right: Callable[..., Any], *args: Any, **options: Any) -> torch.Tensor:
+        returned = right(*args, **options)
+        c = args[0] if returned is None else returned  # of gemm_accumulate_
+        return c.mul_(1.01 if c.dtype == torch.bfloat16 else 1.001)
+
+    for name in ("gemm", "gemm_accumulate_"):
+        monkeypatch.setattr(mixprec, name, partial(spoiled, getattr(mixprec, name)))
+    assert "elements exceed the bound" in (case.make().check() or "")
 
 
 # One case, judged
