@@ -45,7 +45,7 @@ def suite() -> list[Shape]:
     return list(dict.fromkeys(shapes + ODD))
 
 
-# What a run that has to end in minutes measures; FULL=1 measures all.
+# What a run that has to end in minutes measures; make gpu-bench FULL=1 measures all.
 CORE: list[Shape] = [
     *((s, s, s) for s in (1024, 2048, 4096, 8192, 16384)),
     *((m, n, k) for n, k in LLAMA[:4] for m in (16, 8192)),

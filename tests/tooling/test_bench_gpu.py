@@ -72,6 +72,9 @@ def test_the_timer_sees_the_kernel_and_not_what_python_takes_to_queue_it() -> No
 def test_jobs_cover_the_cases() -> None:
     covered = [f"cuda/{op}" for _, ops in unattended.BENCH.values() for op in ops.split()]
     assert {c.name for c in select(covered)} == {c.name for c in GPU_CASES}
+    for full in (False, True):
+        commands = [job.command for job in unattended.jobs(ROOT, full) if "bench" in job.kind]
+        assert all(("--quick" not in command) == full for command in commands)
 
 
 # The first of every kind: the others differ in size, or in how Python calls them.
@@ -185,7 +188,7 @@ def test_a_job_that_hangs_ends_with_what_it_started(
         unattended.Job("fails", "a", ["sh", "-c", "echo why; exit 3"], 50),
         unattended.Job("works", "b", ["echo", "all is well"], 50),
     ]
-    monkeypatch.setattr(unattended, "jobs", lambda out: jobs)
+    monkeypatch.setattr(unattended, "jobs", lambda out, full: jobs)
     monkeypatch.setattr(sys, "argv", ["unattended.py", "--out", str(tmp_path)])
     assert unattended.main() == 1
     found = json.loads((tmp_path / "gpu.json").read_text())["jobs"]
