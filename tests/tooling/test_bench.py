@@ -20,7 +20,7 @@ from mixprec.bench.cases import select
 from mixprec.bench.cases.registry import Case, NotMeasured
 
 # Larger ones compute as smaller ones do, activations in int8 as in int4.
-LEFT_OUT = "/1024$|/4x512/|/llama|gpt2-head|saved/int8"
+LEFT_OUT = "/1024$|/4x512/|/llama|gpt2-head/fp8|saved/int8"
 
 
 @pytest.mark.parametrize(
