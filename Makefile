@@ -7,8 +7,8 @@ PYTHON ?=
 # What .venv is made of: the interpreter, and torch as pip should be asked for it.
 PYTHON3 ?= python3
 TORCH ?= torch==2.13.0
-# FULL=1: the longer demo. TESTS: these tests instead of the quick ones. WORKERS: processes of test,
-# test-slow, test-kernels. ARGS: more arguments for the program that runs.
+# FULL=1: the longer demo, every case of gpu-bench. TESTS: these tests instead of the quick ones.
+# WORKERS: processes of test, test-slow, test-kernels. ARGS: more arguments for the program that runs.
 FULL ?=
 TESTS ?=
 WORKERS ?= 2
@@ -101,8 +101,9 @@ gpu-test: needs-gpu-test $(READY)
 	@$(UNATTENDED) --jobs env,test,sanitize $(ARGS)
 
 #: make gpu-bench measure every GPU kernel against its baselines; results in the same folder
+#:                (FULL=1: every size, in 90 minutes)
 gpu-bench: needs-gpu-test $(READY)
-	@$(UNATTENDED) --jobs bench $(ARGS)
+	@$(UNATTENDED) --jobs bench $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
 # A GPT that fills the GPU (about 160 million parameters, 16,384 bytes of text a step), five
 # precisions, four minutes on an H200 if it reaches half of its peak.

@@ -45,6 +45,12 @@ def _percent(text: str) -> float:
     return float(match[1]) / 100
 
 
+def _samples(text: str) -> int:
+    if not text.isdigit() or int(text) < timer.MIN_SAMPLES:
+        raise argparse.ArgumentTypeError(f"must be {timer.MIN_SAMPLES} or more, got {text!r}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -60,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("op", nargs="*", help="an op, the start of a case's name, or a name; none: all")
     add("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
     add("--quick", action="store_true", help="fewer cases, shorter samples")
-    add("--samples", type=int, default=timer.MIN_SAMPLES, help="at least %(default)s")
+    add("--samples", type=_samples, default=timer.MIN_SAMPLES, help="at least %(default)s")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     add("--budget", type=float, default=math.inf, help="seconds, shared among the cases (GPU only)")
     add = command(_compare, "compare", "exit 1 if a case of NEW is slower than in OLD")

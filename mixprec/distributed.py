@@ -132,21 +132,6 @@ class Ranks:
         return Ranks, ()
 
 
-def agree_found_(
-    found_inf: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Set `found_inf` (fp32, one element) to 1.0 if it is not 0 on any of the ranks that share
-    `params` or are in process_group, else to 0.0: for the optimizers of other libraries.
-
-    Every rank must call it, with all params of the optimizer. Raises RuntimeError if one does not
-    answer.
-    """
-    none = torch.zeros(0, dtype=torch.float64, device=found_inf.device)
-    Ranks(process_group).agree_(found_inf, none, [], [], 0, params)
-
-
 def _meshes(params: Sequence[torch.Tensor]) -> list[DeviceMesh]:
     """The meshes of more than one rank that include this one, in the same order on all ranks.
 

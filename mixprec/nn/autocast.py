@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -111,15 +111,3 @@ class autocast(_region.Region):
                 return function(*args, **kwargs)
 
         return inside  # type: ignore[return-value]
-
-
-def table() -> Iterator[str]:
-    """The rows of the table in docs/autocast.md: groups of ops, where they run, their names."""
-    yield "| ops | 16-bit inputs inside `mixprec.autocast` | names in torch |"
-    yield "|---|---|---|"
-    layers = "`nn.Linear`, `nn.Conv2d`"
-    yield f"| layers of `convert` | the recipe of the region, or the module's own | {layers} |"
-    for group, names in FP32_OPS.items():
-        listed = ", ".join(f"`{name}`" for name in names if not name.startswith("__"))
-        yield f"| {group} | computed and returned in FP32 | {listed} |"
-    yield "| everything else | as torch computes it | |"

@@ -1,6 +1,6 @@
 """Everything for a machine with an NVIDIA GPU, on its own: tests, sanitizers, benchmarks.
 
-    python tests/gpu/unattended.py [--out FOLDER] [--jobs test,bench,…] [--limit SECONDS]
+    python tests/gpu/unattended.py [--out FOLDER] [--jobs test,bench,…] [--limit SECONDS] [--full]
 
 Each job is a program with a time limit of its own, in a process group that is ended as a whole: a
 kernel that hangs costs its own job only. What a job has said goes to FOLDER/<job>.txt as it comes,
@@ -64,7 +64,8 @@ def sanitizer(tool: str) -> list[str]:
     return [program, *options]
 
 
-def jobs(out: Path) -> list[Job]:
+def jobs(out: Path, full: bool = False) -> list[Job]:
+    """full: every case of the benchmark, in ten times the seconds."""
     python = [sys.executable, "-m"]
     found = [Job("env", "env", [*python, "mixprec.env"], 100)]
     for kernels, others in (("cuda", "triton"), ("triton", "cuda")):
@@ -88,8 +89,10 @@ def jobs(out: Path) -> list[Job]:
         )
         for tool, kernels in [*((tool, "cuda") for tool in SANITIZERS), ("memcheck", "triton")]
     ]
-    for group, (seconds, cases) in BENCH.items():
-        command = [*python, "mixprec.bench", "run", "--device", "cuda", "--quick"]
+    for group, (least, cases) in BENCH.items():
+        seconds = least * (10 if full else 1)
+        command = [*python, "mixprec.bench", "run", "--device", "cuda"]
+        command += [] if full else ["--quick"]
         command += ["--out", str(out / f"bench-{group}.json"), "--budget", str(0.7 * seconds)]
         words = [f"cuda/{case}" for case in cases.split()]
         found.append(Job(f"bench-{group}", f"bench-{group}", [*command, *words], seconds))
@@ -126,11 +129,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="default: bench/results/ and the GPU's name")
     parser.add_argument("--jobs", default="", help="beginnings of names: env,test,sanitize,bench")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds for all (%(default)s)")
+    parser.add_argument("--limit", type=float, help="seconds for all (540; 5400 with --full)")
+    parser.add_argument("--full", action="store_true", help="bench: every case, not the quick ones")
     args = parser.parse_args()
     out = (args.out or ROOT / "bench" / "results" / device.folder_name(device.name())).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [job for job in jobs(out) if job.name.startswith(tuple(args.jobs.split(",")))]
+    args.limit = args.limit or (5400.0 if args.full else 540.0)
+    wanted = tuple(args.jobs.split(","))
+    chosen = [job for job in jobs(out, args.full) if job.name.startswith(wanted)]
     end, done = time.monotonic() + args.limit, dict[str, dict[str, Any]]()
     about = {"environment": environment(quick=False) | {"gpu_name": device.name()}}
     about["gpu_before"] = device.snapshot()

@@ -128,6 +128,8 @@ def test_threads_do_not_see_each_other_and_leave_nothing_behind(
     with enter(one):
         thread.start()
         assert entered.wait(60)
+        with pytest.raises(ZeroDivisionError), enter(other):
+            _ = 1 / 0
         assert state() == inside_of_one
     left.set()
     thread.join()

@@ -248,21 +248,25 @@ def test_nothing_is_written_before_an_error_in_the_last_tensor(backend: str, rul
         assert torch.equal(t, saved)
 
 
-@given(st.sampled_from(RULES), st.integers(0, 1 << 30), st.integers(1, 30))
-def test_split_and_permuted_lists_give_the_same_bits(rule: Rule, seed: int, count: int) -> None:
-    rng = random.Random(seed)
-    lists = Lists()
+@given(st.sampled_from(RULES), st.integers(0, 1 << 30), st.integers(1, 100), st.booleans())
+def test_lists(rule: Rule, seed: int, count: int, masters: bool) -> None:
+    """Of mixed dtypes and layouts; split and permuted they give the same bits."""
+    rng, lists, dtypes = random.Random(seed), Lists(), WIDE if masters else (*WIDE, F64)
     for i in range(count):
-        lists.add(rng.choice([(0,), (5,), (16, 3)]), BF16, moments=BF16, step=i % 3, seed=i)
-    whole = lists.clone()
-    options = {"stochastic_rounding": True, "seed": seed}
-    whole.call(rule, indices=list(range(count)), **options)
-    order = rng.sample(range(count), count)
-    cut = rng.randrange(count + 1)
+        param, shape = rng.choice(dtypes), rng.choice([(0,), (1,), (), (5, 0), (17,), (16, 3)])
+        grad, moments = (F64, F64) if param == F64 else (rng.choice(WIDE), rng.choice([F32, BF16]))
+        layouts = tuple(rng.choice(WRITABLE) for _ in range(5))
+        lists.add(shape, param, grad, master=masters, moments=moments, step=rng.choice([0, 1, 9]),
+                  layouts=layouts, seed=i)  # fmt: skip
+    options = {"inv_scale": rng.choice([1.0, 2.0**-12, 0.3]), "seed": seed}
+    options["stochastic_rounding"], parts = not masters, lists.clone()
+    check(rule, lists, indices=list(range(count)), **options)
+    order, cut = rng.sample(range(count), count), rng.randrange(count + 1)
     for part in (order[:cut], order[cut:]):
-        params, grads, m, v = ([tensors[i] for i in part] for tensors in lists.lists()[:4])
-        Lists(params, grads, (m, v), [], lists.steps[part]).call(rule, indices=part, **options)
-    for got, want in zip(lists.lists(), whole.lists(), strict=True):
+        params, grads, m, v, exact = ([t[i] for i in part if t] for t in parts.lists())
+        steps = parts.steps[part]
+        Lists(params, grads, (m, v), exact, steps).call(rule, indices=part, **options)
+    for got, want in zip(parts.lists(), lists.lists(), strict=True):
         for one, two in zip(got, want, strict=True):
             ind.assert_same_bits(one, two)
 

@@ -17,13 +17,10 @@ import mixprec
 from mixprec.bench import __main__ as cli
 from mixprec.bench import device, results
 from mixprec.bench.cases import select
-from mixprec.bench.cases.registry import (
-    Case,
-    NotMeasured,
-)
+from mixprec.bench.cases.registry import Case, NotMeasured
 
 # Larger ones compute as smaller ones do, activations in int8 as in int4.
-LEFT_OUT = "/1024$|/4x512/|/llama|gpt2-head|saved/int8"
+LEFT_OUT = "/1024$|/4x512/|/llama|gpt2-head/fp8|saved/int8"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +81,7 @@ def test_list_bad_arguments_and_a_wrong_case(
     for arguments, message in (
         (["run", "nothing", "--out", out], "op must be one of attention, "),
         (["run", "overhead/amax", "--quick", "--out", f"{out}/r"], f"cannot write {out}"),
+        (["run", "overhead/amax", "--samples", "8"], "--samples: must be 9 or more, got '8'"),
         (["compare", "a", "b", "--fail-over", "5"], "must be a percentage such as 5%"),
     ):
         try:

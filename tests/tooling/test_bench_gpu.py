@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,9 @@ def test_the_timer_sees_the_kernel_and_not_what_python_takes_to_queue_it() -> No
 def test_jobs_cover_the_cases() -> None:
     covered = [f"cuda/{op}" for _, ops in unattended.BENCH.values() for op in ops.split()]
     assert {c.name for c in select(covered)} == {c.name for c in GPU_CASES}
+    for full in (False, True):
+        commands = [job.command for job in unattended.jobs(ROOT, full) if "bench" in job.kind]
+        assert all(("--quick" not in command) == full for command in commands)
 
 
 # The first of every kind: the others differ in size, or in how Python calls them.
@@ -91,6 +96,26 @@ def test_a_case_runs(kind: str, dry_run: None) -> None:
     assert case.share is None or result["variants"]["cpp"]["share"] > 0
     assert table.lines(result)
     json.dumps(result)
+
+
+GEMMS = [case for kind, case in KINDS.items() if "/gemm" in kind]
+GEMMS += select(["gemm/fp16", "gemm/fp8-bf16", "gemm/fp8-fp32"], quick=True, device="cpu")
+
+
+@pytest.mark.parametrize("case", GEMMS, ids=lambda c: c.name)
+def test_a_product_that_is_off_by_a_thousandth_is_wrong(
+    case: Case, dry_run: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a hundredth where it is in bf16, whose own rounding is up to 0.4 %."""
+
+    def spoiled(right: Callable[..., Any], *args: Any, **options: Any) -> torch.Tensor:
+        returned = right(*args, **options)
+        c = args[0] if returned is None else returned  # of gemm_accumulate_
+        return c.mul_(1.01 if c.dtype == torch.bfloat16 else 1.001)
+
+    for name in ("gemm", "gemm_accumulate_"):
+        monkeypatch.setattr(mixprec, name, partial(spoiled, getattr(mixprec, name)))
+    assert "elements exceed the bound" in (case.make().check() or "")
 
 
 # One case, judged
@@ -163,7 +188,7 @@ def test_a_job_that_hangs_ends_with_what_it_started(
         unattended.Job("fails", "a", ["sh", "-c", "echo why; exit 3"], 50),
         unattended.Job("works", "b", ["echo", "all is well"], 50),
     ]
-    monkeypatch.setattr(unattended, "jobs", lambda out: jobs)
+    monkeypatch.setattr(unattended, "jobs", lambda out, full: jobs)
     monkeypatch.setattr(sys, "argv", ["unattended.py", "--out", str(tmp_path)])
     assert unattended.main() == 1
     found = json.loads((tmp_path / "gpu.json").read_text())["jobs"]

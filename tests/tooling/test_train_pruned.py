@@ -34,7 +34,7 @@ def test_pruned_weights_stay_zero_and_the_others_move(
         if step == 2:
             before.update({name: p.detach().clone() for name, p in model.named_parameters()})
 
-    example.train(model, recipe, 0, 10, "glyphs", "cpu", after_step)
+    example.train(model, recipe, 0, 14, "glyphs", "cpu", after_step)
     shares = pruner.shares()
     assert list(shares) == forms
     assert all(0.699 < shares[form] < 0.701 for form in forms if form != "FP8")
@@ -45,7 +45,7 @@ def test_pruned_weights_stay_zero_and_the_others_move(
         weight = pruner.model.get_submodule(name).weight
         assert weight[mask == 0].count_nonzero() == 0
         moved = weight != before[f"{name}.weight"]
-        assert moved[mask == 1].float().mean() > 0.3, f"{name} is not trained any more"
+        assert moved[mask == 1].float().mean() > 0.5, f"{name} is not trained any more"
         moments = [pruner.optimizer.state[weight][key] for key in ("exp_avg", "exp_avg_sq")]
         assert all(m[mask == 0].count_nonzero() == 0 for m in moments)
         assert all(m[mask == 1].count_nonzero() > 0 for m in moments)

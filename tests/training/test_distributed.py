@@ -33,6 +33,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mixprec
+from mixprec.distributed import reduce_gradients_in_fp32
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*backward hooks.*")
 
@@ -45,6 +46,7 @@ class Setup:
     params: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
     optimizer: str = "mixprec"  # or of torch: "fused", or "foreach", which clips through torch
+    hook: bool = False  # reduce_gradients_in_fp32, which leaves the gradients in main_grad
     moments: Any = torch.float32
     sizes: tuple[int, ...] = (6, 5, 7, 3, 1)  # over four ranks uneven shards, and empty ones
     recipe: str = ""  # of layers, whose steps are of several micro-batches
@@ -74,6 +76,8 @@ class Training:
         if alone_with is None:
             cast = setup.compute if setup.compute != setup.params else None
             self.model = wrapped(setup.wrap, self.model, cast)
+            if setup.hook:
+                reduce_gradients_in_fp32(self.model)
         self.params = list(self.model.parameters())
         # An eps well above the rounding errors of these small gradients, which Adam would magnify.
         options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-4}
@@ -108,7 +112,10 @@ class Training:
         ranks = map(batches, range(self.world))
         grads = gradients_in_turn(self.model, self.scaler, self.setup.compute, ranks)
         for p, grad in zip(self.params, grads, strict=True):
-            p.grad = grad.to(p.dtype)
+            if self.setup.hook:
+                p.main_grad = grad
+            else:
+                p.grad = grad.to(p.dtype)
 
     def accumulate(self, batches: list[tuple[torch.Tensor, torch.Tensor]], sync: bool) -> None:
         """Backward passes, after which the ranks communicate or do not."""
@@ -124,8 +131,9 @@ class Training:
     def overflow(self, rank: int) -> None:
         """An Inf in one gradient; where it is sharded, in the part of one rank."""
         for p in self.params:
-            part = local_part(p.grad)
-            if part.numel() and (part is p.grad or rank == dist.get_rank()):
+            grad = p.main_grad if self.setup.hook else p.grad
+            part = local_part(grad)
+            if part.numel() and (part is grad or rank == dist.get_rank()):
                 part.view(-1)[-1] = math.inf
                 return
 
@@ -194,6 +202,7 @@ SETUPS: dict[int, tuple[Setup, ...]] = {
         Setup("fsdp", compute=BF16, recipe="nvfp4", reuse=True),
     ),
     4: (
+        Setup("ddp", params=BF16, compute=BF16, hook=True),
         Setup("fsdp", params=BF16, compute=BF16),
         Setup("fsdp"),
         Setup("fsdp", compute=BF16),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from mixprec.distributed import Ranks, agree_found_
+from mixprec.distributed import Ranks
 
 FLAGS = (0.0, 1.0, 2.0, -1.0, math.inf, math.nan)
 # Five rows over four ranks are 2, 2, 1 and 0; one row leaves three ranks without any.
@@ -123,10 +123,9 @@ def check_agreements() -> list[list[float]]:
     assert (found.item(), others) == (0.0, [8.0, 8.0])
     assert math.isnan(first), "Inf + NaN"
 
-    for process_group, asked in ((None, range(4)), (across, (0, 2))):
-        found = torch.tensor(2.0 if rank == 2 else 0.0)
-        agree_found_(found, sharded if process_group is None else [], process_group)
-        assert found.item() == float(rank in asked)
+    # Only the ranks of the group hear of an overflow on one of them.
+    doubled = [2 * norm for norm in by_scope]
+    agree(Ranks(across), whole, doubled, flag=2.0 * (rank == 2), found=rank in (0, 2))
     assert Ranks().alone(whole)
     assert Ranks().alone([nn.Parameter(whole[0])])
     assert Ranks().alone([distribute_tensor(whole[0], cube["part"], (Shard(0),))])

@@ -68,6 +68,37 @@ def test_a_step_that_overflows_changes_no_bit(kind: Kind, backend: str) -> None:
 
 
 @kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_120_overflows_reach_the_minimum_scale_and_leave_no_trace(
+    kind: Kind, dtype: torch.dtype
+) -> None:
+    """Training goes on as without any. (In fp16 the first gradients after them would underflow.)"""
+
+    def step(run: Run, scaler: GradScaler, number: int, bad: float = 1.0) -> None:
+        set_grads(run.params, number, scaler.scale(torch.ones(())).item())
+        run.params[3].grad[-1] *= bad
+        scaler.step(run.optimizer)
+        scaler.update()
+
+    for mix in kind.mixes[::4]:
+        calls: list[object] = []
+        watch = {"max_consecutive_skips": 40, "on_max_skips": calls.append}
+        run, calm = (Run(kind, dtype, lr=0.01, max_grad_norm=1.0, **mix) for _ in range(2))
+        scaler, other = (GradScaler(growth_interval=2, **watch) for _ in range(2))
+        for number in range(20):
+            for i in range(120 if number == 3 else 0):
+                before = run.copies()
+                step(run, scaler, number, math.inf if i % 2 else math.nan)
+                assert scaler.last_step_skipped
+                assert_same(run.tensors(), before)
+            assert number != 3 or scaler.get_scale() == 2.0**-24
+            step(run, scaler, number)
+            step(calm, other, number)
+            assert_same(run, calm)
+        assert (scaler.skipped, other.skipped, len(calls)) == (120, 0, 3)
+
+
+@kinds
 def test_under_torchs_scaler_as_under_ours(kind: Kind) -> None:
     """Unscaled inside the step, and by unscale_ before it; an overflow in either."""
     for i, mix in enumerate(kind.mixes):

@@ -6,6 +6,8 @@ in every kernel as its launcher launches it. What they compute is checked in tri
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from typing import Any
 
@@ -113,13 +115,29 @@ BUILDS = [
     for i, call in enumerate([*[*CASTS, *MX][::step], *OTHERS[others]])
 ]
 OF_FP32 = ("norm_quantize", "norm_backward", "norm_bands", "activation")
-# Kernels that read or write tensors in 16-byte words, and how many other accesses they need for a
-# few scalars.
-MOVING = dict.fromkeys(
-    ("amax", "activation", "quantize", "quantize_transpose", "quantize_rows",
-     "tile_maxima", "dequantize", "dequantize_blocks", "unscale", "grad_stats", "scale_from_amax"),
-    4,
-) | {"quantize_tiles": 22, "step": 28}  # fmt: skip
+# Arrays that kernels read and write in 16-byte words only (None: in others too), how often the code
+# is there, for full blocks and for the last one, and how many other accesses they need for a few
+# scalars.
+STATES = "first_ptr second_ptr master_ptr"
+MOVING: dict[str, tuple[str | None, str | None, int, int]] = {
+    "amax": ("x_ptr", "", 2, 4),
+    "activation": ("g_ptr x_ptr up_ptr", "y_ptr dup_ptr", 2, 4),
+    "quantize": ("x_ptr", "q_ptr", 2, 4),
+    "quantize_transpose": ("x_ptr", "q_ptr q_t_ptr", 1, 4),
+    "quantize_rows": ("x_ptr x_ptr", "q_ptr", 1, 4),
+    "quantize_mx": ("x_ptr", None, 1, 4),
+    "tile_maxima": ("x_ptr", "", 1, 4),
+    "quantize_tiles": ("x_ptr", "q_ptr q_t_ptr", 1, 22),
+    "dequantize": ("q_ptr", "out_ptr", 2, 4),
+    "dequantize_blocks": ("q_ptr", "out_ptr", 1, 4),
+    "dequantize_mx": (None, "out_ptr", 1, 4),
+    "pack": ("x_ptr", None, 2, 4),
+    "unpack": (None, "y_ptr", 2, 4),
+    "unscale": ("grad_ptr", "grad_ptr", 2, 4),
+    "grad_stats": ("grad_ptr", "", 2, 4),
+    "scale_from_amax": ("scale_ptr amax_ptr", "scale_ptr scale_inv_ptr", 1, 4),
+    "step": (f"param_ptr grad_ptr {STATES}", f"param_ptr {STATES}", 2, 28),
+}
 WORDS = {"v4.b32", "v2.b64"}  # of 16 bytes
 
 
@@ -162,30 +180,40 @@ def test_every_kernel(
 
 
 def check_accesses(one: Launch) -> None:
-    if one.stem.endswith(("pack", "_mx")):
-        return check_wide_side(one)
     if one.stem.startswith("norm"):  # a lane has eight elements of a row
         row_wise, ptx = one.stem in ("norm_quantize", "norm_backward"), one.compiled.asm["ptx"]
         assert not row_wise or all(counted(ptx, o).keys() & WORDS for o in ("ld", "st"))
         return
-    for operation in ("ld", "st"):
+    *arrays, paths, scalars = MOVING.get(one.stem, ("", "", 0, 99))
+    for operation, names in zip(("ld", "st"), arrays, strict=True):
+        if names is None:
+            continue
         counts = counted(one.compiled.asm["ptx"], operation)
         narrow = {width: count for width, count in counts.items() if width not in WORDS}
+        wide = sum(counts.values()) - sum(narrow.values())
+        # The compiler unrolls the loop of whole chunks, that of the last one, both or none.
+        unrolled = itertools.product((1, one.values.get("ROUNDS", 1)), repeat=paths)
+        allowed = {words(one, operation, names) * sum(times) for times in unrolled}
+        assert wide in allowed, f"{operation}: {wide} of 16 bytes, not {allowed}; {counts}"
         if one.values.get("FIRST") == "codes":  # of both states, in full blocks and the last one
             assert narrow.pop("v2.b32", 0) == 4, f"{operation}: 8 bytes, {counts}"
         assert set(narrow) <= {"b32", "b64"}, f"{operation}: narrow accesses, {counts}"
-        if one.stem in MOVING:
-            assert sum(narrow.values()) <= MOVING[one.stem], f"{operation}: {counts}"
+        assert sum(narrow.values()) <= scalars, f"{operation}: {counts}"
 
 
-def check_wide_side(one: Launch) -> None:
-    """The side of full precision in 16-byte accesses."""
-    into, v = one.stem in ("pack", "quantize_mx"), one.values
-    elements = 128 * v["GROUPS"] if "pack" in one.stem else v["TILE_M"] * v["TILE_K"]
-    array = v["x_ptr" if into else "y_ptr" if one.stem == "unpack" else "out_ptr"]
-    counts = counted(one.compiled.asm["ptx"], "ld" if into else "st")
-    least = elements * array.element_size() // (16 * 32 * v.get("num_warps", 4))
-    assert sum(counts.get(w, 0) for w in WORDS) >= least, counts
+def words(one: Launch, operation: str, names: str) -> int:
+    """Of 16 bytes that a thread has of a block of these arrays."""
+    v, step = one.values, one.stem == "step"
+    # An update reads no weights that it computes from an FP32 master, Muon's none at all.
+    computed = step and (v["RULE"] == "muon_direction" or v["master_ptr"] is not None)
+    if computed and operation == "ld" and not v["REMAINDER"]:
+        names = names.removeprefix("param_ptr ")
+    sizes = [v[name].element_size() for name in names.split() if v.get(name) is not None]
+    tile = [v[side] for side in ("TILE", "TILE", "TILE_M", "TILE_K") if side in v]
+    elements = math.prod(tile or [v.get("BLOCK", 128 * v.get("GROUPS", 0))])
+    # A thread has 8 elements of an update: states in 8 bits are 8 bytes, in one access.
+    width = sum(size for size in sizes if size > 1 or not step)
+    return elements * width // (16 * 32 * v.get("num_warps", 4))
 
 
 def check_conversions(one: Launch, capability: int) -> None:
