@@ -49,8 +49,7 @@ class GradScaler(torch.amp.GradScaler):
     grow_on_underflow: the scale may grow after a twentieth of growth_interval when more than this
     share of the nonzero gradients is subnormal in their dtype.
     process_group: with torch's optimizers, ranks that hold different parameters and must skip
-    together. (mixprec's optimizers take a process_group themselves; for DTensors the ranks are
-    known.)
+    together. (mixprec's take one themselves; for DTensors the ranks are known.)
 
     device: accepted for compatibility; the scale is created on the device of the first loss, and
     the scaler never disables itself. With mixprec's optimizers there is no host sync, gradients may
@@ -397,4 +396,5 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._reader = GradReader(self._reader.ranks)  # which a shallow copy does not share
         self._start_watch()

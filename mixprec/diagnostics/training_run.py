@@ -162,6 +162,8 @@ class TrainingRun:
         saved, record = recorder(self.model.parameters() if probe else ())
         with recorded(record) if probe else nullcontext():
             loss = self._loss(arguments)
+        if probe:
+            self.row.saved_bytes = sum(saved.values())
         clock.mark("forward")
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         clock.mark("backward")
@@ -176,7 +178,6 @@ class TrainingRun:
         self.optimizer_calls += self._was_called
         self._was_called = False
         if probe:
-            self.row.saved_bytes = sum(saved.values())
             self.row.gradient_bytes = tensor_bytes(p.grad for p in self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)
         number = loss.item()  # waits for a GPU, so that the time of the step is the whole step

@@ -172,9 +172,8 @@ class Layer(torch.nn.Module):
     def quantize_weight(self) -> None:
         """Cast the weight now, for all forward passes until `_quantized_weight` is None again."""
         weight = self.weight
-        nothing_to_cast = not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype
-        if nothing_to_cast or not self.one_product:
-            return
+        if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:
+            return  # nothing to cast
         with torch.no_grad():
             self._quantized_weight = QuantizedWeight(weight, weight._version, self._cast_weight())
 

@@ -36,6 +36,8 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
         for layer in model.modules() if torch.is_grad_enabled() else ():
             if not isinstance(layer, Layer) or layer._quantized_weight is not None:
                 continue
+            if not layer.one_product:  # it keeps no weight: do not evaluate a parametrization
+                continue
             if not is_sharded(layer.weight) and not layer.weight.is_inference():
                 mine.append(layer)
                 layer.quantize_weight()

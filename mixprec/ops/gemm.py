@@ -164,7 +164,7 @@ def run(
 
 def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> None:
     """`gemm_accumulate_` of plain tensors; see `run`."""
-    if simulated is not None and acc.device.type == "cpu":
+    if simulated is not None and operands.a.device.type == "cpu":
         if not torch.compiler.is_compiling():
             _check_accumulate(acc, operands)
         acc.add_(run(operands, None, torch.float32, False, simulated))

@@ -12,6 +12,13 @@ from . import _settings
 from ._base import Optimizer
 
 
+def update(group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+    """`adamw_` with the numbers of a group."""
+    beta1, beta2 = group["betas"]
+    numbers = {name: group[name] for name in ("eps", "weight_decay")}
+    adamw_(*tensors, beta1=beta1, beta2=beta2, **numbers, **options)
+
+
 class AdamW(Optimizer):
     """AdamW (decoupled weight decay) for fp32, bf16, fp16 and fp64 params, in FP32 arithmetic.
 
@@ -95,18 +102,8 @@ class AdamW(Optimizer):
                 f"{group['decoupled_weight_decay']}: AdamW decouples it, Adam does not"
             )
 
-    @staticmethod
-    def _update(group: dict[str, Any], *tensors: Any, **options: Any) -> None:
-        beta1, beta2 = group["betas"]
-        adamw_(
-            *tensors,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group.get("decoupled_weight_decay", True),
-            **options,
-        )
+    def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
+        update(group, *tensors, decoupled_weight_decay=self._decoupled, **options)
 
 
 class Adam(AdamW):

@@ -12,10 +12,9 @@ from torch.optim.optimizer import ParamsT
 from .._local_gradients import is_sharded
 from ..functional import orthogonalize
 from ..ops import muon_direction_, sgd_
-from . import _settings
+from . import _settings, adamw
 from ._base import Optimizer
 from ._batches import Batch
-from .adamw import AdamW
 
 _ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
@@ -147,7 +146,7 @@ class Muon(Optimizer):
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         if not group["use_muon"]:
-            AdamW._update(group, *tensors, **options)
+            adamw.update(group, *tensors, **options)
             return
         params, grads, buffers, masters, steps = tensors
         of_param = ("lr", "stochastic_rounding")

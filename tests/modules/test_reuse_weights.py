@@ -102,6 +102,17 @@ def test_another_weight_that_stands_in_is_cast_itself() -> None:
     assert y.tolist() == [[8.0] * 8] * 2
 
 
+def test_a_parametrization_is_not_evaluated_for_nothing() -> None:
+    """Attention keeps no weight; a power iteration of spectral norm would change results."""
+    plain = nn.MultiheadAttention(8, 2, bias=False)
+    norm = nn.utils.parametrizations.spectral_norm(plain, "in_proj_weight")
+    model = mixprec.convert(norm, "bf16")
+    before = copy.deepcopy(model.state_dict())
+    with reuse_weights(model):
+        pass
+    assert_same_lists(list(model.state_dict().values()), list(before.values()))
+
+
 # --- main_grad ---------------------------------------------------------------------------------
 
 

@@ -117,6 +117,18 @@ def test_momentum_switched_on_late_is_not_dampened() -> None:
     assert all(map(torch.equal, run.params, before))
 
 
+@pytest.mark.parametrize("key", [True, False, None])
+def test_the_class_decides_what_weight_decay_is(key: bool | None) -> None:
+    """Whatever is written into the group after its check."""
+    for kind in (KINDS["AdamW"], KINDS["Adam"]):
+        run, expected = (Run(kind, torch.float32, weight_decay=0.5) for _ in range(2))
+        for group in run.optimizer.param_groups:
+            group.pop("decoupled_weight_decay") if key is None else group.update(
+                decoupled_weight_decay=key
+            )
+        assert_same(run.train(), expected.train())
+
+
 @kinds
 def test_a_tensor_lr_is_its_number(kind: Kind) -> None:
     """Written in place between steps, as schedules do; copied by a state dict."""

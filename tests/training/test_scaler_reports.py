@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -64,6 +65,7 @@ def test_which_parameters_overflowed_and_how(make: Make, explicit: bool) -> None
         step(scaler, optimizer, explicit)
         expected = [Overflow("body.bias", 3, 0, 2), Overflow("body.weight", 15, 2, 1)]
         assert scaler.overflow_report() == expected
+        assert copy.copy(scaler).overflow_report() == []
         assert list(map(str, expected)) == [
             "body.bias: 2 NaN among 3",
             "body.weight: 1 NaN and 2 Inf among 15",
