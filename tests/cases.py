@@ -25,7 +25,6 @@ EMPTY: Shapes = ((0,), (0, 5), (5, 0), (4, 0, 3))
 VECTORS: Shapes = ((), (1,), (7,), (31,), (32,), (33,), (127,), (129,))
 MATRICES: Shapes = ((1, 1), (13, 17), (63, 65), (64, 64), (1, 1009), (1009, 1), (128, 257))
 SHAPES: Shapes = (*EMPTY, *VECTORS, *MATRICES, (2, 3, 5), (3, 1, 129), (2, 3, 2, 7))
-LARGE: Shapes = ((521, 523), ((1 << 18) + 1,))  # for the parallel paths of the kernels
 
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:

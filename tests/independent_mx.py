@@ -26,8 +26,6 @@ BLOCKS = {
     "mxfp4": Block(ind.E2M1, 32),
     "nvfp4": Block(ind.E2M1, 16),
 }
-CASES = [(f, m) for f in list(BLOCKS)[:-1] for m in ("floor", "ceil", "even", "rceil")]
-CASES.append(("nvfp4", "rceil"))
 
 
 def exponent(amax: np.ndarray, spec: ind.Spec, mode: str) -> np.ndarray:

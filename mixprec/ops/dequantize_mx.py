@@ -34,7 +34,7 @@ def dequantize_mx_reference(args: Any) -> torch.Tensor:
     if tensor_scale_inv is not None:
         scale = scale * tensor_scale_inv.reshape(())
     scale = scale.repeat_interleave(block.block, 1)[:, :columns]
-    return (wide * scale).to(dtype).reshape(_shape(data, columns))
+    return (wide * scale).to(dtype).reshape(_shape(data, columns)).contiguous()
 
 
 def _shape(data: torch.Tensor, columns: int) -> tuple[int, ...]:

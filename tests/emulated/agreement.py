@@ -123,10 +123,14 @@ class Agreement(Budget):
         return values if self.most > 1 << 16 else values[:2]
 
     def __call__(self, op: str, arguments: Sequence[Any]) -> list[Any]:
-        """Results and arguments after the call agree; returns those arguments. Sums of squares, in
-        an order of their own, agree to 13 digits (or are Inf or NaN), and two runs in every bit."""
+        """Results, which are contiguous, and arguments after the call agree; returns those
+        arguments. Sums of squares, in an order of their own, agree to 13 digits (or are Inf or
+        NaN), and two runs in every bit."""
         ours, same = (moved(list(arguments), d, self.dense) for d in (self.device, CPU))
-        got = [*tensors(self.run(op)(*ours)), *tensors(ours)]
+        got = tensors(self.run(op)(*ours))
+        for result in got:
+            assert result.is_contiguous(), op
+        got += tensors(ours)
         want = [*tensors(self.want(op)(*same)), *tensors(same)]
         after = moved(ours, CPU)
         if op == "grad_stats_":

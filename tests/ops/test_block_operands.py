@@ -1,5 +1,5 @@
-"""Block formats in quantize, dequantize, gemm and gemm_accumulate_; tests/ops/test_quantize_mx.py
-and test_dequantize_mx.py have the values."""
+"""Block formats in quantize, dequantize, gemm and gemm_accumulate_; test_values.py has
+the values."""
 
 from __future__ import annotations
 

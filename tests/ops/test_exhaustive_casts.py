@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import independent as ind
 import numpy as np
@@ -21,7 +17,6 @@ import torch
 from cases import name
 
 import mixprec
-from mixprec.ops._dispatch import library
 
 CHUNK = 1 << 20
 INF_PATTERN = 0x7F800000
@@ -90,49 +85,3 @@ def test_all_fp32_patterns(spec: ind.Spec) -> None:
                 assert q.amax.isnan()
             else:
                 assert q.amax.view(torch.int32).item() == first + CHUNK - 1, f"{where}: amax"
-
-
-ISAS: dict[str, set[str]] = {
-    "base": set(),
-    "avx2": {"avx2", "fma", "f16c", "bmi2"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512_bf16": {"avx512_bf16"},
-}
-
-SCRIPT = """
-import independent as ind, mixprec, numpy as np, torch
-from cases import from_bits, random_bits
-from test_quantize import boundaries, check, neighbours_of_ties
-for spec in ind.SPECS:
-    for dtype in (torch.float16, torch.bfloat16):
-        codes = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
-        check(mixprec.quantize(codes, spec.dtype, scale=1.0), codes, spec, 1.0)
-    x = torch.cat([neighbours_of_ties(spec), boundaries(spec)])
-    for part in (x, *random_bits(1 << 21, torch.float32).split(1 << 20)):
-        check(mixprec.quantize(part, spec.dtype, scale=1.0), part, spec, 1.0)
-print("casts agree")
-"""
-
-
-def flags_of_the_processor() -> set[str]:
-    """As Linux lists them."""
-    info = Path("/proc/cpuinfo")
-    return set(info.read_text().split()) if info.exists() else set()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("isa", ISAS)
-def test_other_instruction_sets(isa: str) -> None:
-    """Ties, boundaries, all 16-bit codes and 2^21 random patterns, in a process of its own."""
-    if not ISAS[isa] <= flags_of_the_processor():
-        pytest.skip(f"this processor has no {isa}")
-    if library.C is not None and library.C.isa() == isa:
-        pytest.skip(f"{isa} is what all other tests run on here")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    env = os.environ | {"MIXPREC_ISA": isa, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "casts agree" in done.stdout

@@ -142,7 +142,7 @@ def test_the_block() -> None:
 
 def test_refusals() -> None:
     x = torch.zeros(2, 2).half()
-    with mixprec.simulate("hopper"), pytest.raises(TypeError, match="acc must be a torch.Tensor"):
+    with mixprec.simulate("hopper"), pytest.raises(TypeError, match=r"acc must be a torch\.Tensor"):
         mixprec.gemm_accumulate_(None, x, x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^simulate: arch must be one of .*'v100'.*got 'p100'"):
         mixprec.simulate("p100")

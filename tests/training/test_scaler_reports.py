@@ -199,7 +199,7 @@ def test_the_error_after_many_skips_names_the_worst_parameter(make: Make) -> Non
 def test_underflow_is_of_the_last_step_and_of_scaled_gradients(make: Make, explicit: bool) -> None:
     """5 values that are subnormal until the scale has grown 2^4 times.
 
-    (tests/ops/test_unscale.py compares the counts of any values with the bits.)
+    (tests/ops/test_reference_values.py compares the counts of any values with the bits.)
     """
     p = param(8, dtype=torch.float16 if make in OURS else torch.float32)
     optimizer, scaler = make([p]), GradScaler(init_scale=2.0**4, growth_interval=1)

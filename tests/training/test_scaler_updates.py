@@ -148,7 +148,7 @@ def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
 def test_early_growth(make: Make) -> None:
     """After a twentieth of the interval, here 3 updates, if half of what is not zero is subnormal.
 
-    (tests/ops/test_scale.py has all of the rule.)
+    (tests/ops/test_reference_values.py has all of the rule.)
     """
     dtype = torch.float16 if make in OURS else torch.float32
     tiny = torch.finfo(dtype).smallest_normal / 4
@@ -197,7 +197,7 @@ def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[flo
 
 @every_optimizer
 def test_hysteresis_and_limits(make: Make) -> None:
-    """Megatron-LM's rule; tests/ops/test_scale.py compares it with one written in Python.
+    """Megatron-LM's rule; tests/ops/definitions.py has it in Python, for all of its states.
 
     An overflow takes one from the hysteresis, and backs off once that is used up; growth, after an
     interval without, fills it again.

@@ -52,7 +52,8 @@ void unpack_group(const uint8_t* in, const Bf16* range, Y* y) {
   }
   float minimum = decode(range[0]), step = decode(range[1]);
   float top = minimum + static_cast<float>((1 << bits) - 1) * step;
-  if (minimum > -0.5f * kLargest<Y> && top < 0.5f * kLargest<Y>) {
+  constexpr float half = 0.5f * kLargest<Y>;
+  if (__builtin_fabsf(minimum) < half && __builtin_fabsf(top) < half) {
     decode_group<false>(in, minimum, step, y);
   } else {
     decode_group<true>(in, minimum, step, y);

@@ -75,6 +75,20 @@ def test_activations(agree: Agreement, dtype: torch.dtype, turn: int) -> None:
             run("act_backward", [g, x, gate, KINDS[i // 2 % 4], *cast])
 
 
+def test_large_arrays(agree: Agreement) -> None:
+    """Also such that the CPU does not keep what it computes while it searches for the amax."""
+    for shape, casts in zip(((193, 1031), (2049, 2048)), (CASTS, CASTS[2:3]), strict=True):
+        row = (normal((1, 1031 if len(casts) > 1 else 64), BF16, seed=seed) for seed in range(3))
+        x, other, g = (t.repeat(shape[0], shape[1] // t.shape[1]) for t in row)
+        x[-1, -1], other[-1, -1], x[shape[0] // 2, 7] = 11.0, 700.0, -60.0
+        ones = torch.ones(shape[0])
+        for i, cast in enumerate(casts if agree.affordable([shape]) else ()):
+            agree("norm_quantize", [x, other, None, None, 1e-5, i % 2 == 0, *cast])
+            agree("norm_backward", [g, x, g[0], ones[:0], ones, other, True])
+            agree("act_quantize", [x, other, KINDS[i % 4], *cast])
+            agree("act_backward", [g, x, other, KINDS[i % 4], *cast])
+
+
 @every_dtype
 def test_any_bits(agree: Agreement, dtype: torch.dtype) -> None:
     """NaN and Inf, and values of every magnitude."""

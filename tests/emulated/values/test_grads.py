@@ -6,9 +6,10 @@ import math
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from cases import GRADS, SHAPES, WRITABLE, name, normal, random_bits, random_list
+from cases import GRADS, SHAPES, WRITABLE, from_bits, name, normal, random_bits, random_list
 from emulated.agreement import Agreement
 
 INF, NAN = math.inf, math.nan
@@ -81,13 +82,17 @@ def test_grads_that_take_several_launches(agree: Agreement) -> None:
 
 @pytest.mark.parametrize("dtype", GRADS, ids=name)
 def test_unscale_and_grad_stats_of_any_bits(agree: Agreement, dtype: torch.dtype) -> None:
-    """And a flag that is set is never cleared."""
+    """And a flag that is set is never cleared. 1.0005 makes Inf of the largest FP16 number."""
     every = random_bits(1 << 14, dtype)
+    if dtype.itemsize == 2 and agree.most >= 1 << 16:
+        every = from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     finite = every[every.isfinite()]
-    scales = (1.0, 2.0**-16, 2.0**24, 1 / 3, 2.0**100, 0.0, INF, NAN)
+    scales = (1.0, 2.0**-16, 2.0**24, 1 / 3, 1.0005, 2.0**127, 2.0**-126, 0.0, INF, NAN)
     check(agree, [every, torch.zeros(0, dtype=dtype), finite], scales)
     check(agree, [finite], scales)
-    assert check(agree, [finite], (2.0**-16, None), found=1.0) == [1.0, 1.0, 1.0]
+    for found in (1.0, 2.0):
+        for grads in ([finite[finite.abs() < 1]], [], [finite[:0]]):
+            assert check(agree, grads, (2.0**-16, None), found=found) == [found] * 3
 
 
 @pytest.mark.parametrize("dtype", GRADS, ids=name)
@@ -99,7 +104,8 @@ def test_unscale_finds_one_bad_element_anywhere(
     written its rounding to 16 bits."""
     overflow = bad == "overflow"
     for which, at in agree.few((-1, -1), (0, 0), (1, 17), (0, -1), (-1, 0), (-1, 1009)):
-        grads = [normal((n,), dtype, seed=n) for n in (33, 40, 4099)]
+        sizes = (33, 40, *(n for (n,) in agree.affordable(((4099,), (98_309,)))))
+        grads = [normal((n,), dtype, seed=n) for n in sizes]
         grads[which][at] = torch.finfo(dtype).max if overflow else bad
         found = check(agree, grads, (4.0,))
         assert found == [1.0, 0.0 if overflow and dtype == torch.float16 else 1.0], (which, at)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 
+import independent as ind
+import numpy as np
 import pytest
 import torch
 from cases import LAYOUTS, WIDE, Layout, name, normal, random_bits
 from emulated.agreement import Agreement
+from independent_mx import BLOCKS
 
 from mixprec.ops._reference.block_formats import BLOCK_FORMATS, SCALE_MODES, sizes
 
 # Around runs of 16, blocks, and tiles.
 SHAPES = ((), (0,), (0, 5), (5, 0), (1,), (17,), (1, 33), (33, 1), (2, 3, 47), (64, 64), (65, 129))
-LARGE = ((131, 656), (130, 272))
+LARGE = ((131, 656), (130, 272), (300, 70), (3, 40_001))
 SEED = torch.tensor([2**40 + 7])
+SEEDS = (None, SEED, torch.tensor([0]), None, torch.tensor([2**63 - 1]))
 
 every_dtype = pytest.mark.parametrize("dtype", WIDE, ids=name)
 every_format = pytest.mark.parametrize("fmt", BLOCK_FORMATS)
@@ -27,8 +31,8 @@ def modes(fmt: str) -> tuple[str, ...]:
 def round_trip(agree: Agreement, x: torch.Tensor, fmt: str, i: int, out: torch.dtype) -> None:
     """Both ways in; back from the results of the reference."""
     for j, mode in enumerate(agree.some(modes(fmt), i)):
-        seed = SEED + i if (i + j) % 3 == 0 else None
-        x, *_ = agree("quantize_mx", [x, fmt, mode, x.dim() > 1 and i % 4 < 3, seed])
+        args = [x, fmt, mode, x.dim() > 1 and i % 4 < 3, SEEDS[(i + j) % 5]]
+        x, *_ = agree("quantize_mx", args)
     data, _, scale_inv, _, tensor_inv, _ = agree.want("quantize_mx")(x, fmt, mode, False, None)
     tensor = tensor_inv if BLOCK_FORMATS[fmt].nvfp4 and i % 2 else None
     agree("dequantize_mx", [data, scale_inv, tensor, fmt, x.shape[-1] if x.dim() else 1, out])
@@ -59,32 +63,36 @@ def test_mx_of_every_kind_of_number(agree: Agreement, dtype: torch.dtype, fmt: s
         for seed in agree.some((None, SEED), i):
             for mode in agree.some(modes(fmt), i):
                 agree("quantize_mx", [x, fmt, mode, True, seed])
+    for value in (1e-45, -1e-40, 2.0**-126, 448.0, limits.max, -limits.max):  # the only one
+        x = torch.full((2, BLOCK_FORMATS[fmt].block + 3), value).to(dtype)
+        agree("quantize_mx", [x, fmt, "rceil", True, None])
 
 
 @every_format
 def test_mx_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
-    """Of every element, in blocks whose scale is 1 or, of nvfp4, 448; and so are amaxes around
-    every boundary of the scales."""
-    element = BLOCK_FORMATS[fmt].element
-    codes = torch.arange(1 << element.bits).to(torch.uint8)
-    values = codes.view(element.dtype).float() if element.bits == 8 else None
-    if values is None:
-        steps = torch.arange(0.0, 2 * element.max / element.smallest_subnormal)
-        values = steps * element.smallest_subnormal / 2
-    values = values[values.isfinite()].abs().clamp(max=element.max).unique()
-    ties = (values[1:] + values[:-1]) / 2
-    up = torch.nextafter(ties, torch.tensor(math.inf))
-    near = torch.cat([ties, up, torch.nextafter(ties, torch.tensor(0.0)), values])
-    rows = torch.cat([near, -near])
-    block = BLOCK_FORMATS[fmt].block
-    padded = torch.nn.functional.pad(rows, (0, -rows.numel() % (block - 1))).view(-1, block - 1)
-    x = torch.nn.functional.pad(padded, (1, 0), value=element.max)
-    agree("quantize_mx", [x, fmt, "rceil", False, None])
-    amaxes = torch.cat([near, near * 2.0**-130, near * 2.0**110])
-    scales = torch.nn.functional.pad(amaxes, (0, -amaxes.numel() % 4)).view(-1, 4)
-    for mode in modes(fmt):
-        one_a_block = torch.nn.functional.pad(scales[..., None], (0, block - 1)).flatten(1)
-        agree("quantize_mx", [one_a_block, fmt, mode, False, None])
+    """Of every element and at every scale (of nvfp4 with the scale 448 of the block); and so are
+    amaxes around every boundary of the scales."""
+    (element, block), pad = BLOCKS[fmt], torch.nn.functional.pad
+    codes = ind.decode_table(element)[: element.max_code + 1]
+    points = torch.from_numpy(np.concatenate([ind.midpoints(element)[:-1], codes]))
+    exponents = range(-130, 128 - int(math.log2(element.max)))
+    for exponent in (
+        exponents if agree.quick else (*exponents[:5], *exponents[4::17], exponents[-1])
+    ):
+        exact = (points * 2.0**exponent).float()
+        up, down = (torch.nextafter(exact, torch.tensor(to)) for to in (math.inf, 0.0))
+        near = torch.cat([exact, up, down])
+        rows = torch.cat([near, -near])
+        padded = pad(rows, (0, -rows.numel() % (block - 1))).view(-1, block - 1)
+        x = pad(padded, (1, 0), value=element.max * 2.0**exponent)
+        agree("quantize_mx", [x, fmt, "rceil", False, None])
+        if not BLOCK_FORMATS[fmt].nvfp4:  # other powers of two give the same
+            near = near[near.double() > element.max / 2 * 2.0**exponent]
+        scales = pad(near, (0, -near.numel() % 4)).view(-1, 4)
+        one_a_block = pad(scales[..., None], (0, block - 1)).flatten(1)
+        for mode in modes(fmt):
+            agree("quantize_mx", [one_a_block, fmt, mode, False, None])
+        agree("quantize_mx", [one_a_block[-1:, -block:], fmt, "rceil", False, None])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
@@ -107,6 +115,7 @@ def test_mx_of_every_code_and_scale(agree: Agreement, fmt: str) -> None:
         scale_inv = (torch.arange(256)[:, None] + torch.arange(across) * 37).to(torch.uint8)
         rows = slice(None, None, 1 if agree.most > 1 << 16 else 5)
         for out in agree.some(WIDE, i):
-            for tensor in (None, torch.tensor(0.37)) if block.nvfp4 else (None,):
+            for given in (None, 0.37, 1.0, 3e-38, 2.0**-126, 1e36) if block.nvfp4 else (None,):
+                tensor = None if given is None else torch.tensor(given)
                 scales = scale_inv.view(torch.float8_e4m3fn) if block.nvfp4 else scale_inv
                 agree("dequantize_mx", [data[rows], scales[rows], tensor, fmt, k, out])

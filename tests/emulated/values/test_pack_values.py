@@ -12,7 +12,7 @@ from emulated.agreement import Agreement
 BITS = (8, 4, 2)
 # Around the runs of a thread, the groups, and the blocks of threads.
 SHAPES = ((0,), (), (1,), (15,), (17,), (127,), (128,), (129,), (3, 5, 67), (4095,), (4097,))
-LARGE = ((8193,), (98309,))
+LARGE = ((8193,), (98309,), ((1 << 19) + 1,))
 
 every_dtype = pytest.mark.parametrize("dtype", WIDE, ids=name)
 every_bits = pytest.mark.parametrize("bits", BITS)

@@ -15,9 +15,9 @@ INF, NAN = math.inf, math.nan
 
 @pytest.mark.parametrize("dtype", [*FP8, torch.float16, torch.bfloat16], ids=name)
 def test_scale_from_amax(agree: Agreement, dtype: torch.dtype) -> None:
-    awkward = torch.tensor([0.0, -0.0, 1e-45, 2.0**-126, 1.0, 3.0, 448.0, 3.4e38, INF, NAN])
+    awkward = torch.tensor([0.0, -0.0, 1e-45, 2.0**-126, 1.0, 3.0, 448.0, 3.4e38, INF, NAN, -1.0])
     amax = torch.cat([awkward, random_bits(3000, torch.float32).abs()])
-    for margin, power_of_two in itertools.product((-64, 0, 3, 64), (False, True)):
+    for margin, power_of_two in itertools.product((-64, -2, 0, 3, 64), (False, True)):
         previous = torch.linspace(0.1, 9.0, amax.numel())
         args = [previous, torch.zeros_like(amax), amax, dtype, margin, power_of_two]
         agree("scale_from_amax_", args)
@@ -31,7 +31,8 @@ def test_scale_from_amax_layouts(agree: Agreement) -> None:
 
 def test_inv_scale_and_clip_coef(agree: Agreement) -> None:
     for x in [*random_bits(300, torch.float32), *torch.tensor([0.0, INF, NAN, 65536.0])]:
-        agree("inv_scale", [x.reshape(1)])
+        for shape in ((), (1,)):
+            agree("inv_scale", [x.reshape(shape)])
     sums = [*random_bits(40, torch.float64).abs(), *normal((10,), torch.float64).square() * 9]
     special = torch.tensor([0.0, INF, NAN, 1.0, -1.0], dtype=torch.float64)
     for x, max_norm in itertools.product([*sums, *special], (1e-30, 0.3, 1.0, 1e300, INF)):
@@ -43,7 +44,7 @@ def test_clip_coef_of_many_sums(agree: Agreement) -> None:
     for count in (0, 1, 2, 255, 256, 257, 1023, 1025, 5000):
         exact = torch.arange(count, dtype=torch.float64) % 97
         for max_norm in (0.1, 3.0, 77.7):
-            agree("clip_coef", [exact, max_norm])
+            agree("clip_coef", [exact.view(1, -1), max_norm])
         sums = normal((count,), torch.float64).square().to(agree.device)
         results = {agree.run("clip_coef")(sums, 0.3).item() for _ in range(4)}
         assert len(results) == 1
