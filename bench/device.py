@@ -100,11 +100,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def folder_name(name: str | None) -> str:
-    """Where results of this GPU go: "NVIDIA H200" -> "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", (name or "no-gpu").lower()).strip("-")
-
-
 def name() -> str | None:
     if DRY_RUN or not torch.cuda.is_available():
         return None

@@ -22,13 +22,9 @@ def _close(
 
 
 def gemm(
-    c: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    factor: float = 1.0,
-    *,
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0, *,
     most: tuple[int, int] = (2048, 2048),
-) -> str | None:
+) -> str | None:  # fmt: skip
     """c [M, N] against a [M, K] @ b [K, N] in FP64, within FP32 accumulation and one rounding.
 
     factor: of both scales together, a power of two. most: of so many rows and columns, from both

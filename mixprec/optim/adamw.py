@@ -15,8 +15,8 @@ from ._base import Optimizer
 def update(group: dict[str, Any], *tensors: Any, **options: Any) -> None:
     """`adamw_` with the numbers of a group."""
     beta1, beta2 = group["betas"]
-    numbers = {name: group[name] for name in ("eps", "weight_decay")}
-    adamw_(*tensors, beta1=beta1, beta2=beta2, **numbers, **options)
+    eps, weight_decay = group["eps"], group["weight_decay"]
+    adamw_(*tensors, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, **options)
 
 
 class AdamW(Optimizer):

@@ -132,7 +132,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="seconds for all (540; 5400 with --full)")
     parser.add_argument("--full", action="store_true", help="bench: every case, not the quick ones")
     args = parser.parse_args()
-    out = (args.out or ROOT / "bench" / "results" / device.folder_name(device.name())).resolve()
+    # "NVIDIA H200" -> "nvidia-h200"
+    folder = re.sub(r"[^a-z0-9]+", "-", (device.name() or "no-gpu").lower()).strip("-")
+    out = (args.out or ROOT / "bench" / "results" / folder).resolve()
     out.mkdir(parents=True, exist_ok=True)
     args.limit = args.limit or (5400.0 if args.full else 540.0)
     wanted = tuple(args.jobs.split(","))

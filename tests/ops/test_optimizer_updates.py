@@ -10,7 +10,14 @@ import torch
 from cases import WRITABLE, for_each
 from emulated.agreement import assert_bits, moved, tensors
 from emulated.values.test_updates import (
-    BF16, F32, KINDS, RULES, Mix, arguments, every_rule, mixes,
+    BF16,
+    F32,
+    KINDS,
+    RULES,
+    Mix,
+    arguments,
+    every_rule,
+    mixes,
 )  # fmt: skip
 from hypothesis import given
 from hypothesis import strategies as st
