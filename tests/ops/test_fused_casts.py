@@ -5,7 +5,7 @@ from __future__ import annotations
 import independent as ind
 import torch
 from cases import normal
-from definitions import PLAIN
+from definitions_fused import PLAIN
 
 import mixprec
 from mixprec.ops import act_quantize, norm_quantize

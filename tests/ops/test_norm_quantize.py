@@ -6,7 +6,7 @@ import math
 
 import torch
 from cases import for_each, normal
-from definitions import PLAIN
+from definitions_fused import PLAIN
 
 from mixprec.ops.norm_quantize import norm_backward_op, norm_quantize_op
 
