@@ -22,10 +22,10 @@ def unconvert(model: nn.Module) -> nn.Module:
     Modules keep their identity, and so their parameters, hooks, handles, names, training mode and
     all other attributes; optimizers go on with the same parameters. Recipes, the scales of delayed
     recipes and counters are dropped, so that the state dict is that of a model which was never
-    converted; nothing is fused or runs inside `compress_saved` any more.
-    Torch's encoder layers take their fast path again. Layers that were constructed as mixprec.nn's
-    become torch's too. A model without such layers stays as it is. After delayed recipes wrap the
-    model in DistributedDataParallel anew, which keeps a list of its buffers.
+    converted; nothing is fused or runs inside `compress_saved` any more, and torch's encoder layers
+    take their fast path again. Layers that were constructed as mixprec.nn's become torch's too. A
+    model without such layers stays as it is. After delayed recipes wrap the model in
+    DistributedDataParallel anew, which keeps a list of its buffers.
 
     What other functions changed stays: dtypes (`cast_parameters(model, torch.float32)` casts them
     back) and the 8-bit weights of `freeze`. `mixprec.autocast(enabled=False)` has the effect for a

@@ -1,4 +1,7 @@
-"""norm_quantize and act_quantize with their backward ops: in FP32, in the defined order."""
+"""norm_quantize and act_quantize with their backward ops: in FP32, in the defined order.
+
+Activations and their slopes are the reference's own: test_act_quantize.py has their values.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,6 @@ def norm_backward(
 def act_quantize(
     x: torch.Tensor, up: torch.Tensor | None, kind: str, *cast: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The activation itself is the reference's: test_act_quantize.py has its values."""
     y = wide(OPS["act_quantize"].handle("reference")(x, None, kind, *PLAIN)[0])
     with np.errstate(all="ignore"):
         return quantize(fp32(y if up is None else y * wide(up), *x.shape), *cast)

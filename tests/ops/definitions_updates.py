@@ -1,4 +1,7 @@
-"""One step of each optimizer, from reading its tensors to rounding what is written back."""
+"""One step of each optimizer, from reading its tensors to rounding what is written back.
+
+States in 8 bits are read and written by the reference's own code: test_state8.py has its values.
+"""
 
 from __future__ import annotations
 
