@@ -5,8 +5,9 @@
 
 namespace mixprec {
 
-// u8: optimizer states of 8 bits.
-enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64, u8 };
+// Of an optimizer's tensors only: u8, states of 8 bits; i16, the remainders of masters; none, no
+// tensor.
+enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64, u8, i16, none };
 
 constexpr int64_t element_size(Dtype d) {
   return d == Dtype::f64 ? 8 : d == Dtype::f32 ? 4 : d == Dtype::bf16 || d == Dtype::f16 ? 2 : 1;
@@ -28,7 +29,7 @@ struct Type {
 
 // f(Type<T>{}) for d, which is fp32, bf16 or fp16.
 template <class F>
-MIXPREC_HD void with_float(Dtype d, F&& f) {
+MIXPREC_HD auto with_float(Dtype d, F&& f) {
   switch (d) {
     case Dtype::f32:
       return f(Type<float>{});
@@ -41,7 +42,7 @@ MIXPREC_HD void with_float(Dtype d, F&& f) {
 
 // f(Type<T>{}) for d, which is an fp8 or 16-bit format.
 template <class F>
-MIXPREC_HD void with_low(Dtype d, F&& f) {
+MIXPREC_HD auto with_low(Dtype d, F&& f) {
   switch (d) {
     case Dtype::e4m3:
       return f(Type<E4m3>{});

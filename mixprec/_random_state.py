@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +31,16 @@ def get() -> dict[str, Any]:
         words = (*state["state"]["key"].tolist(), state["state"]["pos"])
         states["numpy"] = (3, words, state["gauss"] if state["has_gauss"] else None)
     return states
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """The states at the beginning of the block are those after it."""
+    states = get()
+    try:
+        yield
+    finally:
+        put(states)
 
 
 def check(where: str, states: Any) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._local_gradients import LOW_PRECISION, any_sharded, is_sharded
+from .ops._dispatch import checks
+from .ops._dispatch.overlap import is_dense
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,13 +43,7 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if process_group is not None:
-            import torch.distributed as dist
-
-            if not isinstance(process_group, dist.ProcessGroup):
-                raise TypeError(
-                    "Ranks: process_group must be a ProcessGroup that this rank is in, got "
-                    f"{process_group!r}"
-                )
+            checks.is_group("Ranks", process_group)
         self.process_group = process_group
         self._plan: _Plan | None = None
 
@@ -231,7 +227,7 @@ def _average_in_fp32(
         start = buffer.storage_offset()
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             # `grad` is contiguous, but DDP gives the gradient its param's strides, if dense.
-            strides = param.stride() if _is_dense(param) else grad.stride()
+            strides = param.stride() if is_dense(param) else grad.stride()
             offset = grad.storage_offset() - start
             # Filled at the end of the backward pass, when DDP has waited for the future below.
             param.main_grad = wide.as_strided(grad.size(), strides, offset)  # type: ignore[attr-defined]
@@ -245,10 +241,3 @@ def _average_in_fp32(
 
     work = dist.all_reduce(wide, group=group, async_op=True)
     return work.get_future().then(finish)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether memory has no gaps in some order of dimensions: then empty_like keeps strides."""
-    if tensor.is_contiguous():
-        return True
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

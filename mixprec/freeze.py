@@ -19,6 +19,7 @@ from .nn.convert import ModuleFilter
 from .nn.imported import adapted_layer, imported_class
 from .nn.kinds import ADAPTER, Coverage, adapters, coverage
 from .ops import dequantize, quantize
+from .ops._dispatch import checks
 from .ops.int8 import dequantize_int8, quantize_int8
 from .quantized import Quantized
 
@@ -205,8 +206,7 @@ def freeze(
         raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")
     if compute_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"freeze: compute_dtype must be bfloat16 or float16, got {compute_dtype}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"freeze: model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.is_module("freeze", model)
     before = _size(model)
     owners = Counter(
         param for module in model.modules() for param in module.parameters(recurse=False)

@@ -11,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE
+from .ops._dispatch.checks import MAX_SCALE, MIN_SCALE, is_group, is_module
 from .ops.delayed_scales import UNUSED, update_delayed_scales_
 from .recipes import DELAYED_ROLES, Recipe
 
@@ -126,18 +126,10 @@ def update_scales(model: torch.nn.Module, process_group: dist.ProcessGroup | Non
     passes without grad mode use the scales and record nothing. Raises TypeError if `model` is not a
     module or process_group is not a group, ValueError if ranks have different recipes or layers.
     """
-    if not isinstance(model, torch.nn.Module):
-        got = type(model).__name__
-        raise TypeError(f"update_scales: model must be a torch.nn.Module, got {got}")
+    is_module("update_scales", model)
     named = {name: m for name, m in model.named_modules() if has_state(m)}
     if process_group is not None:
-        import torch.distributed as dist
-
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(
-                "update_scales: process_group must be a ProcessGroup that this rank is in, got "
-                f"{process_group!r}"
-            )
+        is_group("update_scales", process_group)
         _agree(model, named, process_group)
         _share([amax for layer in named.values() for amax in _amaxes(layer)], process_group)
     _update(named.values())

@@ -38,11 +38,32 @@ inline ScalarType block_scale_type(BlockFormat format) {
   return format == BlockFormat::nvfp4 ? ScalarType::Float8_e4m3fn : ScalarType::Byte;
 }
 
-inline void check_seed(const std::optional<Tensor>& seed, const Tensor& x) {
-  if (!seed.has_value()) return;
-  STD_TORCH_CHECK(seed->dim() == 1 && seed->numel() == 1 &&
-                      seed->scalar_type() == ScalarType::Long && together(*seed, x),
-                  "quantize_mx: seed must be int64 [1] on x's device");
+struct BlockFormatCast {
+  Dtype x_dtype;
+  BlockFormat format;
+  ScaleMode mode;
+};
+
+// The checked arguments of quantize_mx.
+inline BlockFormatCast check_block_cast(const Tensor& x, const std::string& fmt,
+                                        const std::string& mode, bool transpose,
+                                        const MaybeTensor& seed) {
+  Dtype dtype = float_dtype(x, "quantize_mx: x");
+  STD_TORCH_CHECK(!transpose || x.dim() >= 2,
+                  "quantize_mx: transpose needs x of 2 or more dimensions");
+  BlockFormat format = block_format(fmt, "quantize_mx");
+  STD_TORCH_CHECK(
+      !seed.has_value() || (seed->dim() == 1 && seed->numel() == 1 &&
+                            seed->scalar_type() == ScalarType::Long && together(*seed, x)),
+      "quantize_mx: seed must be int64 [1] on x's device");
+  return {dtype, format, scale_mode(mode, format)};
+}
+
+// The shape of x, or of its codes, with another last dimension; that of one element stays.
+inline std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  if (!shape.empty()) shape.back() = last;
+  return shape;
 }
 
 // Returns [M, K] and checks that data and scale_inv are those of such a tensor.
@@ -52,8 +73,7 @@ inline std::pair<int64_t, int64_t> check_blocks(const Tensor& data, const Tensor
   STD_TORCH_CHECK(data.scalar_type() == element_type(format) && together(scale_inv, data) &&
                       scale_inv.scalar_type() == block_scale_type(format),
                   "dequantize_mx: data and scale_inv must have the dtypes of fmt, on one device");
-  int64_t rows = 1, size = 1;
-  for (int64_t d = 0; d < data.dim(); ++d) (d + 1 < data.dim() ? rows : size) *= data.size(d);
+  auto [rows, size] = as_matrix(data);
   STD_TORCH_CHECK(columns >= 0 && size == block_bytes(format, columns),
                   "dequantize_mx: columns must fit the last dimension of data");
   STD_TORCH_CHECK(scale_inv.dim() == 2 && scale_inv.size(0) == rows &&

@@ -27,11 +27,12 @@ struct UpdateLists {
 // What the checks find of a param and its tensors: computing it twice would be measurable with a
 // thousand small tensors.
 struct CheckedParam {
-  Dtype param, grad, state[2];
-  bool remainder;   // the master is one
-  bool stochastic;  // the param is rounded stochastically
-  bool contiguous;  // all tensors are, so that no memory order needs matching
-  bool random;      // random bits are drawn, in row-major order
+  Dtype param, grad;
+  Dtype master = Dtype::none;  // i16: a remainder
+  Dtype state[2] = {Dtype::none, Dtype::none};
+  bool stochastic = false;  // the param is rounded stochastically
+  bool contiguous = false;  // all tensors are, so that no memory order needs matching
+  bool random = false;      // random bits are drawn, in row-major order
 };
 
 class UpdateCheck {
@@ -80,7 +81,7 @@ class UpdateCheck {
 
   CheckedParam check_param(size_t i) const {
     const Tensor &param = a_.params[i], &grad = a_.grads[i];
-    CheckedParam found = {};
+    CheckedParam found;
     found.param = dtype_of(param, "a param of the optimizer's step");
     found.grad = dtype_of(grad, "a grad of the optimizer's step");
     Sizes sizes = param.sizes();
@@ -96,6 +97,7 @@ class UpdateCheck {
     found.contiguous = own && like;
 
     ScalarType real = narrow ? ScalarType::Float : ScalarType::Double;
+    Dtype wide = narrow ? Dtype::f32 : Dtype::f64;
     for (int s = 0; s < a_.states_each(); ++s) {
       const Tensor& t = a_.states[a_.place(s, i)];
       ScalarType type = t.scalar_type();
@@ -104,7 +106,7 @@ class UpdateCheck {
               "states must be fp32, bf16 or uint8 (fp64 for fp64 params)");
       found.contiguous = check_written(t, sizes) && found.contiguous;
       found.random = found.random || bf16 || u8;
-      found.state[s] = bf16 ? Dtype::bf16 : u8 ? Dtype::u8 : narrow ? Dtype::f32 : Dtype::f64;
+      found.state[s] = bf16 ? Dtype::bf16 : u8 ? Dtype::u8 : wide;
       if (!u8) continue;
       require(!a_.state_scales.empty(), "state_scales must hold the scales of states in uint8");
       check_table(a_.state_scales[a_.place(s, i)], ScalarType::Float, {state8_blocks(t.numel())},
@@ -113,8 +115,9 @@ class UpdateCheck {
     if (!a_.masters.empty()) {
       const Tensor& t = a_.masters[i];
       ScalarType type = t.scalar_type();
-      found.remainder = type == ScalarType::Short && p == Dtype::bf16;
-      require(found.remainder || type == real,
+      bool remainder = type == ScalarType::Short && p == Dtype::bf16;
+      found.master = remainder ? Dtype::i16 : wide;
+      require(remainder || type == real,
               "masters must be fp32, or int16 for bf16 params (fp64 for fp64 params)");
       found.contiguous = check_written(t, sizes) && found.contiguous;
     }

@@ -15,9 +15,7 @@ Tensor dequantize_mx(Tensor data, Tensor scale_inv, MaybeTensor tensor_scale_inv
 
   data = row_major(data);
   scale_inv = row_major(scale_inv);
-  std::vector<int64_t> shape(data.sizes().begin(), data.sizes().end());
-  if (!shape.empty()) shape.back() = columns;
-  Tensor out = empty(shape, type);
+  Tensor out = empty(with_last(data, columns), type);
   const uint8_t* q = static_cast<const uint8_t*>(data.const_data_ptr());
   const uint8_t* scales = static_cast<const uint8_t*>(scale_inv.const_data_ptr());
   const float* of_tensor = tensor_scale_inv.has_value() ? read_fp32(*tensor_scale_inv) : nullptr;

@@ -62,12 +62,6 @@ void by_columns(const BlockCastRule& rule, const void* x, int64_t rows, int64_t 
   });
 }
 
-Tensor data_like(const Tensor& x, BlockFormat f) {
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  if (!shape.empty()) shape.back() = block_bytes(f, shape.back());
-  return empty(shape, element_type(f));
-}
-
 }  // namespace
 
 // x [..., K], seed: int64 [1] -> data [..., bytes of K], data_t [K, bytes of M] (or [0, 0]),
@@ -77,16 +71,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
                                                                        std::string mode,
                                                                        bool transpose,
                                                                        MaybeTensor seed) {
-  Dtype dtype = float_dtype(x, "quantize_mx: x");
-  STD_TORCH_CHECK(!transpose || x.dim() >= 2,
-                  "quantize_mx: transpose needs x of 2 or more dimensions");
-  BlockFormat f = block_format(fmt, "quantize_mx");
-  ScaleMode how = scale_mode(mode, f);
-  check_seed(seed, x);
-
+  auto [dtype, f, how] = check_block_cast(x, fmt, mode, transpose, seed);
   x = row_major(x);
   auto [m, k] = as_matrix(x);
-  Tensor data = data_like(x, f), scale_inv = empty({m, blocks_of(f, k)}, block_scale_type(f));
+  Tensor data = empty(with_last(x, block_bytes(f, k)), element_type(f));
+  Tensor scale_inv = empty({m, blocks_of(f, k)}, block_scale_type(f));
   int64_t m_t = transpose ? m : 0, k_t = transpose ? k : 0;
   Tensor data_t = empty({k_t, block_bytes(f, m_t)}, element_type(f));
   Tensor scale_inv_t = transpose ? empty({k, blocks_of(f, m)}, block_scale_type(f))

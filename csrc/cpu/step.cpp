@@ -20,7 +20,7 @@ class Step {
       std::copy(c.state, c.state + 2, arrays.state_dtype);
       arrays.stochastic = c.stochastic;
       if (!lists_.masters.empty()) {
-        arrays.master_kind = c.remainder ? Master::remainder : Master::real;
+        arrays.master_kind = c.master == Dtype::i16 ? Master::remainder : Master::real;
       }
       rows_.push_back({arrays, c.contiguous, c.random});
     }

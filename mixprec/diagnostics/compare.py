@@ -6,13 +6,13 @@ import gc
 import platform
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import _unrounded, ops
+from .. import _random_state, _unrounded, ops
 from ..amp.grad_scaler import GradScaler
 from ..nn.convert import cast_parameters, convert
 from ..ops._dispatch import simulation
@@ -148,8 +148,10 @@ def compare(
             _unrounded.take(p)  # what an optimizer without masters of ours has left
         return TrainingRun(row, model, optimizer, scaler, device, cast_inputs, count)
 
+    if device.type == "cuda":
+        torch.cuda.init()  # its generators have states from then on
     try:
-        with _random_states_kept(device), torch.enable_grad(), block:
+        with _random_state.restored(), torch.enable_grad(), block:
             for row, recipe in zip(report.rows, chosen, strict=True):
                 _seed_all(seed)
                 run = prepare(row, recipe)
@@ -189,15 +191,3 @@ def _read(batches: Batches, steps: int | None) -> tuple[Iterable[Any], int | Non
 def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random states of torch (CPU and `device`) and of `random` at the end."""
-    state = random.getstate()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)

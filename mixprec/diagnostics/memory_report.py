@@ -226,18 +226,16 @@ def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @contextlib.contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, attributes and random generators at the end."""
-    random = _random_state.get()
     grads = [(p, p.grad) for p in model.parameters()]
     mains = [getattr(p, "main_grad", None) for p, _ in grads]
     try:
         for p, _ in grads:
             p.grad = None
-        with unchanged(model, [t for t in mains if t is not None]):
+        with _random_state.restored(), unchanged(model, [t for t in mains if t is not None]):
             yield
     finally:
         for p, grad in grads:
             p.grad = grad
-        _random_state.put(random)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,12 @@ import torch
 from .._context import context
 from ..ops._dispatch.casts import Cast
 from ..ops.act_quantize import act_backward_op, act_quantize_op
-from ._derivatives import NO_SECOND, apply, on_backend_of_forward
+from ._derivatives import NO_SECOND, on_backend_of_forward
 
 
-class _Activation(torch.autograd.Function):
+class Activation(torch.autograd.Function):
+    """The activation `kind` of `mixprec.act_quantize` of x, computed in FP32, in the dtype of x."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
         ctx.kind, ctx.backend = kind, context.backend
@@ -29,8 +31,3 @@ class _Activation(torch.autograd.Function):
             raise RuntimeError(NO_SECOND)
         dx = act_backward_op(g, x, None, ctx.kind, *Cast(x.dtype))[0]
         return dx.view(x.shape), None
-
-
-def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The activation `kind` of `mixprec.act_quantize` of x, computed in FP32, in the dtype of x."""
-    return apply("gelu", _Activation, x, kind)

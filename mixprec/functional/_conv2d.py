@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ..ops._dispatch import checks
+from ..ops._dispatch import autocast, checks
 from ..recipes import Recipe
 from . import operands
 from ._arguments import check_output, check_state, main_grad_of
@@ -161,7 +159,8 @@ def conv2d(
         if more != (0, 0):
             x = torch.nn.functional.pad(x, (0, more[1], 0, more[0]))
         clip = clips(recipe, out_dtype)
-        with _no_autocast(x.device.type):
+        # torch.autocast would cast the operands again, possibly bf16 to fp16.
+        with autocast.disabled(x.device.type):
             y = apply(
                 "conv2d",
                 Convolution,
@@ -195,10 +194,3 @@ def _pointwise(
     y = run_linear(x, weight.flatten(1), bias, product, recipe, out_dtype, None)
     y = y.permute(0, 3, 1, 2)
     return y if channels_last else y.contiguous()
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Off, because torch.autocast would cast the operands again, possibly bf16 to fp16."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)

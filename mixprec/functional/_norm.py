@@ -9,10 +9,12 @@ import torch
 from .._context import context
 from ..ops._dispatch.casts import Cast
 from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
-from ._derivatives import NO_SECOND, apply, on_backend_of_forward
+from ._derivatives import NO_SECOND, on_backend_of_forward
 
 
-class _Norm(torch.autograd.Function):
+class RowNorm(torch.autograd.Function):
+    """The norm of the last dimension of x as `norm_linear` describes it, rounded once, to dtype."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -46,15 +48,3 @@ class _Norm(torch.autograd.Function):
             db.to(ctx.bias_dtype) if with_bias else None,
             *[None] * 3,
         )
-
-
-def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    subtract_mean: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The norm of the last dimension of x as `norm_linear` describes it, rounded once, to dtype."""
-    return apply("norm", _Norm, x, weight, bias, eps, subtract_mean, dtype)

@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._context import context, replaced
+from ..ops._dispatch.overlap import is_dense
 from ..ops.pack import pack, unpack
 from ..ops.saved_values import rounded_at_random
 
@@ -138,16 +139,6 @@ class Kept:
         return self.tensor
 
 
-def _is_dense(t: torch.Tensor) -> bool:
-    """Whether the elements of t, in some order of its dimensions, fill a piece of memory."""
-    expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _with_strides(t: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
@@ -171,7 +162,7 @@ class Packer:
         """
         version, t = Version(t), t.detach()
         where: tuple[object, ...] = t.storage_offset(), t.numel(), t.is_neg()
-        stride, dense = t.stride(), _is_dense(t)
+        stride, dense = t.stride(), is_dense(t)
         if not dense:  # such as v in the projection of q, k and v: without the gaps
             stride = torch.empty_like(t, device="meta").stride()
         if not (dense and form.flat):

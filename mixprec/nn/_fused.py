@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..functional._arguments import main_grad_of
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._fused import Norm, run_fused
 from ..functional._linear import check_input
@@ -18,11 +17,10 @@ from ..memory.compress_saved import ModuleHook
 from ..ops._dispatch import checks
 from . import _region
 from ._fused_forward import own_forward
-from ._layer import Layer
 from .conv1d import Conv1D
 from .known import CALL, NormSpec, spec_of
 from .known_norms import as_input
-from .linear import Linear
+from .linear import Linear, product_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LINEAR = (Linear.forward, Conv1D.forward)
@@ -141,7 +139,7 @@ class Part:
         tensors: list[Any] = []
         out_dtype = dtype
         for layer in self.layers:
-            product, weight, out_dtype = _product(layer, x, dtype, recipe)
+            product, weight, out_dtype, _ = product_of(layer, layer.weight, dtype, recipe)
             products.append(product)
             tensors += [weight, layer.bias]
             if layer is not self.last:
@@ -163,16 +161,3 @@ class Part:
             a = self.act(outputs[0])
             outputs = (self.last(a if len(outputs) == 1 else a * outputs[1]),)
         return outputs if residual is None else (*outputs, total)
-
-
-def _product(
-    layer: Layer, x: torch.Tensor, dtype: torch.dtype, recipe: Any
-) -> tuple[Product, torch.Tensor, torch.dtype]:
-    """What a linear layer brings for an input of `dtype`, its weight as [N, K], and the dtype of
-    its output."""
-    out_dtype, delayed, quantized_weight, _ = layer._state(dtype, x.device, recipe)
-    main_grad, weight = main_grad_of("linear", layer.weight), layer.weight
-    if isinstance(layer, Conv1D):
-        weight = weight.t()
-        main_grad = None if main_grad is None else main_grad.t()
-    return Product(main_grad, delayed, quantized_weight, layer._path), weight, out_dtype

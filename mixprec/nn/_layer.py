@@ -8,6 +8,7 @@ import torch
 
 from .. import scaling
 from ..functional.operands import Delayed, Operand
+from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _loss_scaling
 from ._subclass import inject_parametrizations, new_instance
@@ -55,6 +56,7 @@ class Layer(torch.nn.Module):
     clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
     """
 
+    is_transposed = False  # its weight is [K, N]
     one_product = True  # y is one product of x and `weight`, which casts once or is repeated
     name = _Name()
     weight: torch.Tensor
@@ -145,7 +147,7 @@ class Layer(torch.nn.Module):
         """The output dtype and state for a forward pass with `recipe`, of an input of this dtype
         and device."""
         kind, out_dtype = device.type, dtype
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # meta has no autocast
+        if autocast.is_on(kind):
             out_dtype = torch.get_autocast_dtype(kind)
         if recipe is not self._recipe and recipe != self._recipe:
             return LayerState(out_dtype, None, None, None)  # that state belongs to its own recipe

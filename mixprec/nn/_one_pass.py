@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..functional._activation import activation
-from ..functional._derivatives import is_twice_differentiable
-from ..functional._norm import norm
+from ..functional._activation import Activation
+from ..functional._derivatives import apply, is_twice_differentiable
+from ..functional._norm import RowNorm
 from ..ops._dispatch import autocast, checks
 from . import _region
 from ._fused import PLAIN, activation_of, fits_norm, norm_of
@@ -33,7 +33,8 @@ class FusedNorm(FusedForward):
         if spec.promote and spec.weight is not None:
             dtype = torch.promote_types(dtype, spec.weight.dtype)
         with _region.without_modes():
-            return norm(x, spec.weight, spec.bias, spec.eps, spec.subtract_mean, dtype)
+            settings = spec.weight, spec.bias, spec.eps, spec.subtract_mean
+            return apply("norm", RowNorm, x, *settings, dtype)
 
 
 class FusedActivation(FusedForward):
@@ -45,7 +46,7 @@ class FusedActivation(FusedForward):
         if kind not in _KINDS or type(x) not in PLAIN or not _is_one_pass(x):
             return self.unfused(*args, **kwargs)
         with _region.without_modes():
-            return activation(x, kind)
+            return apply("gelu", Activation, x, kind)
 
 
 def one_pass_class(spec: Spec | None) -> type[FusedForward] | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..functional import operands
-from ..functional._arguments import main_grad_of
 from ..functional._linear import check_input, run_linear
-from ..functional._products import Product
 from ..functional.operands import Operand
 from . import _region
 from ._layer import Layer
+from .linear import product_of
 
 
 class Conv1D(Layer):
@@ -21,6 +20,7 @@ class Conv1D(Layer):
     """
 
     __module__ = "mixprec.nn"
+    is_transposed = True
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -28,12 +28,8 @@ class Conv1D(Layer):
         if recipe is None:
             y: torch.Tensor = super().forward(x)
             return y
-        weight = self.weight.t()
-        check_input(x, weight)
-        main_grad = main_grad_of("linear", self.weight)
-        out_dtype, delayed, quantized_weight, clipped = self._state(x.dtype, x.device, recipe)
-        main_grad = None if main_grad is None else main_grad.t()
-        product = Product(main_grad, delayed, quantized_weight, self._path)
+        check_input(x, self.weight.t())
+        product, weight, out_dtype, clipped = product_of(self, self.weight, x.dtype, recipe)
         return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 
     def _cast_weight(self) -> Operand:

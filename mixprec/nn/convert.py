@@ -15,6 +15,7 @@ from torch import nn
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded
 from ..memory.compress_saved import Bits, check
+from ..ops._dispatch import checks
 from ..recipes import Recipe
 from . import Layer, kinds
 from ._compressed import set_saved
@@ -40,11 +41,6 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm3d,
 )
 _CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _is_module(op: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _choose(
@@ -140,7 +136,7 @@ def convert(
     their names), a layer whose forward was replaced or one with an attribute of its own under a
     name that the recipe needs. After any exception the model is as it was.
     """
-    _is_module("convert", model)
+    checks.is_module("convert", model)
     if saved is not None:
         check(saved, model)
     with unchanged_on_error(model):
@@ -285,7 +281,7 @@ def cast_parameters(
     run the model under torch.autocast there.
     """
     op = "cast_parameters"
-    _is_module(op, model)
+    checks.is_module(op, model)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -14,6 +14,18 @@ from . import _region
 from ._layer import Layer
 
 
+def product_of(
+    layer: Layer, weight: torch.Tensor, dtype: torch.dtype, recipe: Recipe
+) -> tuple[Product, torch.Tensor, torch.dtype, torch.Tensor | None]:
+    """What a linear layer brings for an input of `dtype`: its weight, which may be computed anew
+    where it is read, as [N, K], the dtype of its output, and its count of clipped values."""
+    out_dtype, delayed, quantized_weight, clipped = layer._state(dtype, weight.device, recipe)
+    main_grad = main_grad_of("linear", weight)
+    if layer.is_transposed:
+        weight, main_grad = weight.t(), None if main_grad is None else main_grad.t()
+    return Product(main_grad, delayed, quantized_weight, layer._path), weight, out_dtype, clipped
+
+
 class Linear(Layer, torch.nn.Linear):
     """y = x @ weight^T + bias with the operands of all three GEMMs in the formats of `recipe`.
 
@@ -66,9 +78,7 @@ class Linear(Layer, torch.nn.Linear):
         weight = self.weight
         with _region.without_modes():
             check_input(x, weight)
-            out_dtype, delayed, quantized_weight, clipped = self._state(x.dtype, x.device, recipe)
-            main_grad = main_grad_of("linear", weight)
-            product = Product(main_grad, delayed, quantized_weight, self._path)
+            product, weight, out_dtype, clipped = product_of(self, weight, x.dtype, recipe)
             return run_linear(x, weight, self.bias, product, recipe, out_dtype, clipped)
 
     def _cast_weight(self) -> Operand:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from .._local_gradients import is_sharded
+from ..ops._dispatch import checks
 from . import Layer
 
 
@@ -28,9 +29,7 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
     A weight that is sharded over ranks (DTensor) is cast at each use, as without the block. Blocks
     nest: the outermost one applies. TypeError if `model` is not a module.
     """
-    if not isinstance(model, torch.nn.Module):
-        got = type(model).__name__
-        raise TypeError(f"reuse_weights: model must be a torch.nn.Module, got {got}")
+    checks.is_module("reuse_weights", model)
     mine: list[Layer] = []
     try:
         for layer in model.modules() if torch.is_grad_enabled() else ():

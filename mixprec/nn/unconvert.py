@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from ..ops._dispatch import checks
 from . import kinds
 from ._compressed import saved_of, set_saved
 from ._layer import Layer
@@ -35,8 +36,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     forward was replaced, as by a wrapper that calls the one of `convert`, and for one whose class
     was derived from mixprec.nn's, as by a subclass or by fully_shard of the layer itself.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unconvert: model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.is_module("unconvert", model)
     originals: dict[Layer, type[nn.Module]] = {}
     for fqn, module in model.named_modules():
         if not isinstance(module, Layer):

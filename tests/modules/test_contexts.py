@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import attention, conv2d, linear, norm_linear, rotary
-from mixprec.functional._norm import norm
+from mixprec.functional._derivatives import apply
+from mixprec.functional._norm import RowNorm
 from mixprec.memory.compress_saved import recorded
 from mixprec.ops._dispatch import simulation
 
@@ -68,7 +69,7 @@ FUNCTIONS: dict[str, Callable[[], torch.Tensor]] = {
     "norm_linear": lambda: norm_linear(leaf(4, 32), leaf(16, 32))[0],
     "attention": lambda: attention(leaf(1, 2, 3, 8), leaf(1, 2, 3, 8), leaf(1, 2, 3, 8)),
     "rotary": lambda: rotary(leaf(1, 2, 3, 8), torch.ones(3, 4), torch.ones(3, 4)),
-    "norm": lambda: norm(leaf(4, 32), leaf(32), None, 1e-6, False, torch.float32),
+    "norm": lambda: apply("norm", RowNorm, leaf(4, 32), leaf(32), None, 1e-6, False, torch.float32),
     "compress_saved": compressed,
     "twice_differentiable": twice,
 }

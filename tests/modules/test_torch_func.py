@@ -18,7 +18,8 @@ import mixprec
 from mixprec.diagnostics.stats import Monitor
 from mixprec.diagnostics.stats.products import model_sqnr
 from mixprec.functional import attention, linear, mlp, norm_linear, rotary
-from mixprec.functional._norm import norm
+from mixprec.functional._derivatives import apply
+from mixprec.functional._norm import RowNorm
 from mixprec.recipes import RECIPES
 
 Tensors = tuple[torch.Tensor, ...]
@@ -120,7 +121,7 @@ def test_fused_functions(recipe: str) -> None:
         "mlp": lambda x: (mlp(x, w, v, gate=u, act="silu", norm="rms", recipe=recipe),),
         "same": lambda x: (linear(x, x, recipe=recipe),),
         "twice": lambda x: norm_linear(x, w, residual=x, recipe=recipe),
-        "norm": lambda x: (norm(x, ones, None, 1e-6, False, torch.bfloat16),),
+        "norm": lambda x: (apply("norm", RowNorm, x, ones, None, 1e-6, False, torch.bfloat16),),
         "attention": lambda x: (attention(*(x.view(heads),) * 3, causal=True),),
         "rotary": lambda x: (rotary(x.view(heads), *turn),),
         "wide": lambda x: linear(x, w, recipe=recipe).square().unbind(),

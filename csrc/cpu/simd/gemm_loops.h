@@ -168,12 +168,10 @@ uint32_t pack_panel(const T* src, int64_t stride_i, int64_t stride_k, int64_t ro
 template <int pair, int width>
 bool pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
           uint32_t* out) {
-  uint32_t lost = 0;
-  with_low(dtype, [&](auto t) {
-    using T = typename decltype(t)::type;
-    lost = pack_panel<pair, width>(static_cast<const T*>(src), stride_i, stride_k, rows, k, out);
+  return with_low(dtype, [&](auto t) {
+    const auto* x = static_cast<const typename decltype(t)::type*>(src);
+    return pack_panel<pair, width>(x, stride_i, stride_k, rows, k, out) != 0;
   });
-  return lost != 0;
 }
 
 constexpr int kWordsAhead = 32;  // words of K, the time in which data comes from the L3 cache

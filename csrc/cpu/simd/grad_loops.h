@@ -92,10 +92,7 @@ bool sum_of_squares(const T* g, typename Unscale<T>::Real inv_scale, int64_t n, 
 // f(Type<T>{}) for the gradient's dtype.
 template <class F>
 bool with_grad(Dtype dtype, const F& f) {
-  if (dtype == Dtype::f64) return f(Type<double>{});
-  bool bad = false;
-  with_float(dtype, [&](auto t) { bad = f(t); });
-  return bad;
+  return dtype == Dtype::f64 ? f(Type<double>{}) : with_float(dtype, f);
 }
 
 bool unscale(Dtype dtype, void* g, float inv_scale, int64_t n, uint32_t* counts) {

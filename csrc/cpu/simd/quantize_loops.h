@@ -11,12 +11,10 @@ uint32_t amax_bits(const T* x, int64_t n) {
 }
 
 uint32_t amax(Dtype x_dtype, const void* x, int64_t n) {
-  uint32_t result = 0;
-  with_float(x_dtype, [&](auto t) {
+  return with_float(x_dtype, [&](auto t) {
     using X = typename decltype(t)::type;
-    result = amax_bits(static_cast<const X*>(x), n);
+    return amax_bits(static_cast<const X*>(x), n);
   });
-  return result;
 }
 
 template <bool known_finite, class X, class Q>
@@ -41,15 +39,13 @@ uint32_t quantize_row(const X* x, float scale, Q* q, int64_t n) {
 }
 
 uint32_t quantize(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q, int64_t n) {
-  uint32_t result = 0;
-  with_float(x_dtype, [&](auto tx) {
-    with_low(q_dtype, [&](auto tq) {
+  return with_float(x_dtype, [&](auto tx) {
+    return with_low(q_dtype, [&](auto tq) {
       using X = typename decltype(tx)::type;
       using Q = typename decltype(tq)::type;
-      result = quantize_row(static_cast<const X*>(x), scale, static_cast<Q*>(q), n);
+      return quantize_row(static_cast<const X*>(x), scale, static_cast<Q*>(q), n);
     });
   });
-  return result;
 }
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -179,16 +175,14 @@ uint32_t quantize_transpose_rows(const X* x, float scale, Q* q, Q* q_t, int64_t 
 
 uint32_t quantize_transpose(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void* q,
                             void* q_t, int64_t rows, int64_t cols, int64_t ld, int64_t ld_t) {
-  uint32_t result = 0;
-  with_float(x_dtype, [&](auto tx) {
-    with_low(q_dtype, [&](auto tq) {
+  return with_float(x_dtype, [&](auto tx) {
+    return with_low(q_dtype, [&](auto tq) {
       using X = typename decltype(tx)::type;
       using Q = typename decltype(tq)::type;
-      result = quantize_transpose_rows(static_cast<const X*>(x), scale, static_cast<Q*>(q),
-                                       static_cast<Q*>(q_t), rows, cols, ld, ld_t);
+      return quantize_transpose_rows(static_cast<const X*>(x), scale, static_cast<Q*>(q),
+                                     static_cast<Q*>(q_t), rows, cols, ld, ld_t);
     });
   });
-  return result;
 }
 
 // The hardware does not prefetch rows that are far apart, so a row is prefetched a few rows early

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/common/vec.cuh"
+#include "dispatch.h"
 #include "math/philox.h"
 #include "math/rounding.h"
 
@@ -13,12 +14,9 @@ namespace mixprec::cuda {
 
 constexpr int kGroup = 8;
 
-// How the elements of an array are stored. i16: the remainders of masters; u8: codes of a state.
-enum class Stored : uint32_t { absent, f32, bf16, f16, i16, f64, u8 };
-
 struct Array {
   void* data;
-  Stored stored;
+  Dtype dtype;
 };
 
 // The elements as stored in memory; 16-bit elements use the first words only. Real: the type of the
@@ -29,13 +27,13 @@ struct Group {
   static constexpr bool kDouble = sizeof(Real) == 8;
   uint32_t word[kGroup * sizeof(Real) / 4] = {};
 
-  static __device__ __forceinline__ int element_bytes(Stored s) {
-    return kDouble ? 8 : s == Stored::f32 ? 4 : s == Stored::u8 ? 1 : 2;
+  static __device__ __forceinline__ int element_bytes(Dtype d) {
+    return kDouble ? 8 : d == Dtype::f32 ? 4 : d == Dtype::u8 ? 1 : 2;
   }
 
   // Elements [i, i + count) of a, 0 < count <= 8, i a multiple of 8.
   __device__ __forceinline__ void load(const Array& a, int64_t i, int count) {
-    const int bytes = element_bytes(a.stored);
+    const int bytes = element_bytes(a.dtype);
     const char* from = static_cast<const char*>(a.data) + i * bytes;
     if (bytes == 1) {
       if (count == kGroup && reinterpret_cast<uint64_t>(from) % kGroup == 0) {
@@ -78,7 +76,7 @@ struct Group {
   }
 
   __device__ __forceinline__ void store(const Array& a, int64_t i, int count) const {
-    const int bytes = element_bytes(a.stored);
+    const int bytes = element_bytes(a.dtype);
     char* to = static_cast<char*>(a.data) + i * bytes;
     if (bytes == 1 && count == kGroup && reinterpret_cast<uint64_t>(to) % kGroup == 0) {
       *reinterpret_cast<uint2*>(to) = {word[0], word[1]};
@@ -124,13 +122,13 @@ struct Group {
     word[j / 4] = other | static_cast<uint32_t>(bits) << (8 * (j % 4));
   }
 
-  __device__ __forceinline__ void decode(Stored stored, Real (&x)[kGroup]) const {
+  __device__ __forceinline__ void decode(Dtype dtype, Real (&x)[kGroup]) const {
     if constexpr (kDouble) {
       __builtin_memcpy(x, word, sizeof x);
-    } else if (stored == Stored::f32) {
+    } else if (dtype == Dtype::f32) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) x[j] = bits_float(word[j]);
-    } else if (stored == Stored::bf16) {
+    } else if (dtype == Dtype::bf16) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) x[j] = Convert<Bf16>::decode({half(j)});
     } else {
@@ -140,13 +138,13 @@ struct Group {
   }
 
   // Rounds to nearest even.
-  __device__ __forceinline__ void encode(Stored stored, const Real (&x)[kGroup]) {
+  __device__ __forceinline__ void encode(Dtype dtype, const Real (&x)[kGroup]) {
     if constexpr (kDouble) {
       __builtin_memcpy(word, x, sizeof x);
-    } else if (stored == Stored::f32) {
+    } else if (dtype == Dtype::f32) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) word[j] = float_bits(x[j]);
-    } else if (stored == Stored::bf16) {
+    } else if (dtype == Dtype::bf16) {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) set_half(j, Convert<Bf16>::encode(x[j]).bits);
     } else {

@@ -9,46 +9,23 @@
 
 namespace mixprec::cuda {
 
-inline Stored stored_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return Stored::f32;
-    case ScalarType::BFloat16:
-      return Stored::bf16;
-    case ScalarType::Half:
-      return Stored::f16;
-    case ScalarType::Short:
-      return Stored::i16;
-    case ScalarType::Double:
-      return Stored::f64;
-    case ScalarType::Byte:
-      return Stored::u8;
-    default:
-      return Stored::absent;
-  }
-}
-
-inline Stored stored_of(const MaybeTensor& t) {
-  return t.has_value() ? stored_of(t->scalar_type()) : Stored::absent;
-}
-
 class ParamBundles {
  public:
   // Checks all tensors before any is copied or written.
   explicit ParamBundles(const UpdateLists& lists) : lists_(lists) {
     std::vector<CheckedParam> checked = UpdateCheck(lists).run();
     for (size_t i = 0; i < checked.size(); ++i) {
+      const CheckedParam& c = checked[i];
       Bundle& bundle = bundles_.emplace_back();
       auto& at = bundle.at;
+      bundle.dtype = {c.param, c.grad, c.master, c.state[0], c.state[1], Dtype::f32, Dtype::f32};
       at[kParam] = lists.params[i], at[kGrad] = lists.grads[i];
       if (!lists.masters.empty()) at[kMaster] = lists.masters[i];
       for (int k = 0; k < lists.states_each(); ++k) {
         at[kState + k] = lists.states[lists.place(k, i)];
-        if (checked[i].state[k] == Dtype::u8) {
-          at[kScale + k] = lists.state_scales[lists.place(k, i)];
-        }
+        if (c.state[k] == Dtype::u8) at[kScale + k] = lists.state_scales[lists.place(k, i)];
       }
-      bundle.random = checked[i].random;
+      bundle.random = c.random;
     }
   }
 
@@ -65,7 +42,7 @@ class ParamBundles {
       }
       StepTensor t = {};
       for (int a = 0; a < kStepArrays; ++a) {
-        t.stored[a] = stored_of(bundle.flat[a]);
+        t.dtype[a] = bundle.dtype[a];
         if (!bundle.flat[a].has_value()) continue;
         t.data[a] = a == kGrad ? const_cast<void*>(bundle.flat[a]->const_data_ptr())
                                : bundle.flat[a]->mutable_data_ptr();
@@ -91,6 +68,7 @@ class ParamBundles {
   // One param with its grad, master and states; flat: what the kernels read and write.
   struct Bundle {
     std::array<MaybeTensor, kStepArrays> at, flat;
+    std::array<Dtype, kStepArrays> dtype;
     bool random;
   };
 

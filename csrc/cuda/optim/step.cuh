@@ -18,14 +18,14 @@ enum StepArray { kParam, kGrad, kMaster, kState, kScale = kState + 2 };
 constexpr int kStepArrays = kScale + 2;
 
 struct StepTensor {
-  void* data[kStepArrays];     // device memory, numel elements each; scales: one per 256
-  Stored stored[kStepArrays];  // master, states: may be absent; f64: all present ones or none
+  void* data[kStepArrays];   // device memory, numel elements each; scales: one per 256
+  Dtype dtype[kStepArrays];  // of master and states perhaps none; f64: of all tensors or of none
   int64_t numel;
   int64_t index;  // for stochastic rounding
 };
 
 // The tags of a tensor: its position in the call's list, its index, the formats of its arrays.
-enum StepTag { kNumber, kIndex, kStored, kStepTags };
+enum StepTag { kNumber, kIndex, kDtypes, kStepTags };
 using StepLaunch = TensorList<kStepArrays, kStepTags>;
 
 // Arrays of state for which a rule has registers: as many as its last form uses.
@@ -46,10 +46,10 @@ struct StepChunk {
   __device__ __forceinline__ StepChunk(const StepLaunch& list, int tensor, const Rule& rule,
                                        const StepOfTensor<Rule>& of_tensor)
       : step(of_tensor.step), index(list.tag[kIndex][tensor]) {
-    uint32_t stored = list.tag[kStored][tensor];
+    uint32_t dtypes = list.tag[kDtypes][tensor];
 #pragma unroll
     for (int a = 0; a < kState + kStates; ++a) {
-      array[a] = {list.data[a][tensor], static_cast<Stored>(stored >> (4 * a) & 0xFu)};
+      array[a] = {list.data[a][tensor], static_cast<Dtype>(dtypes >> (4 * a) & 0xFu)};
     }
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
@@ -65,7 +65,7 @@ struct StepChunk {
 
   // Whether the param has states: known while compiling but for a rule whose first form has none.
   __device__ __forceinline__ bool has_state() const {
-    return Rule::states(0) > 0 || array[kState].stored != Stored::absent;
+    return Rule::states(0) > 0 || array[kState].dtype != Dtype::none;
   }
 };
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
                                            int64_t i, int count, unsigned lanes) {
   constexpr int states = kRuleStates<Rule>;
   const Array &param = c.array[kParam], &master = c.array[kMaster];
-  const bool has_master = master.stored != Stored::absent, split = master.stored == Stored::i16;
+  const bool has_master = master.dtype != Dtype::none, split = master.dtype == Dtype::i16;
   const bool has_state = c.has_state();
   Group<Real> weight, rest, grad, state[states];
   grad.load(c.array[kGrad], i, count);
@@ -109,20 +109,20 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
       p[j] = join_master({weight.half(j)}, static_cast<int16_t>(rest.half(j)));
     }
   } else {
-    weight.decode(has_master ? master.stored : param.stored, p);
+    weight.decode(has_master ? master.dtype : param.dtype, p);
   }
-  grad.decode(c.array[kGrad].stored, g);
+  grad.decode(c.array[kGrad].dtype, g);
 #pragma unroll
   for (int k = 0; k < states; ++k) {
     if constexpr (sizeof(Real) == 4) {
-      if (has_state && c.array[kState + k].stored == Stored::u8) {
+      if (has_state && c.array[kState + k].dtype == Dtype::u8) {
         float scale = c.scale[k][i / kState8Block];
         k == 0 ? decode_group<true>(state[k], scale, s[k])
                : decode_group<false>(state[k], scale, s[k]);
         continue;
       }
     }
-    state[k].decode(c.array[kState + k].stored, s[k]);
+    state[k].decode(c.array[kState + k].dtype, s[k]);
   }
 
   update_group<Rule>(c.variant, p, g, s, c.scalars);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
     const Array& a = c.array[kState + k];
     if (!has_state) break;
     if constexpr (sizeof(Real) == 4) {
-      if (a.stored == Stored::u8) {
+      if (a.dtype == Dtype::u8) {
         RandomStream of = random_stream(args.seed, c.step, c.index, kParamStream);
         float scale = k == 0 ? encode_group<true>(s[k], i, count, lanes, of, k, state[k])
                              : encode_group<false>(s[k], i, count, lanes, of, k, state[k]);
@@ -145,10 +145,10 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
         continue;
       }
     }
-    if (sizeof(Real) == 4 && a.stored == Stored::bf16) {
+    if (sizeof(Real) == 4 && a.dtype == Dtype::bf16) {
       state[k].encode(s[k], random(kFirstStateStream + k));
     } else {
-      state[k].encode(a.stored, s[k]);
+      state[k].encode(a.dtype, s[k]);
     }
     state[k].store(a, i, count);
   }
@@ -161,13 +161,13 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
     }
     rest.store(master, i, count);
   } else if (has_master) {
-    rest.encode(master.stored, p);
+    rest.encode(master.dtype, p);
     rest.store(master, i, count);
-    weight.encode(param.stored, p);
-  } else if (args.stochastic_rounding && param.stored == Stored::bf16) {
+    weight.encode(param.dtype, p);
+  } else if (args.stochastic_rounding && param.dtype == Dtype::bf16) {
     weight.encode(p, random(kParamStream));
   } else {
-    weight.encode(param.stored, p);
+    weight.encode(param.dtype, p);
   }
   weight.store(param, i, count);
 }
@@ -202,16 +202,16 @@ cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const
     if (error != cudaSuccess) return error;
     auto entry = [&](int64_t i, TensorEntry<kStepArrays, kStepTags>& e) {
       const StepTensor& t = tensors[i];
-      uint32_t stored = 0;
+      uint32_t dtypes = 0;
       for (int a = 0; a < kStepArrays; ++a) {
         e.data[a] = t.data[a];
-        stored |= static_cast<uint32_t>(t.stored[a]) << (4 * a);
+        dtypes |= static_cast<uint32_t>(t.dtype[a]) << (4 * a);
       }
       e.numel = t.numel;
       e.tag[kNumber] = static_cast<int32_t>(i);
       e.tag[kIndex] = static_cast<int32_t>(t.index);
-      e.tag[kStored] = static_cast<int32_t>(stored);
-      return t.numel > 0 && (t.stored[kParam] == Stored::f64) == wide;
+      e.tag[kDtypes] = static_cast<int32_t>(dtypes);
+      return t.numel > 0 && (t.dtype[kParam] == Dtype::f64) == wide;
     };
     auto* kernel = wide ? step_kernel<Rule, double> : step_kernel<Rule, float>;
     error = for_lists<kStepArrays, kStepTags>(count, entry, [&](const StepLaunch& list) {

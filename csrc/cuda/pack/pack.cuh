@@ -135,40 +135,36 @@ __global__ void __launch_bounds__(kThreads)
 
 // f(Int<bits>{}) for 8, 4 or 2 bits.
 template <class F>
-void with_bits(int64_t bits, const F& f) {
-  bits == 8 ? f(Int<8>{}) : bits == 4 ? f(Int<4>{}) : f(Int<2>{});
+auto with_bits(int64_t bits, const F& f) {
+  return bits == 8 ? f(Int<8>{}) : bits == 4 ? f(Int<4>{}) : f(Int<2>{});
 }
 
 inline cudaError_t pack(Dtype dtype, int64_t bits, const void* x, uint8_t* codes, Bf16* ranges,
                         int64_t count, int64_t seed, int64_t counter, int sms,
                         cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  cudaError_t error = cudaSuccess;
   int64_t blocks = (packed_groups(count) * kRunsOfGroup + kThreads - 1) / kThreads;
-  with_float(dtype, [&](auto t) {
-    with_bits(bits, [&](auto b) {
+  return with_float(dtype, [&](auto t) {
+    return with_bits(bits, [&](auto b) {
       using X = typename decltype(t)::type;
-      error = launch(pack_kernel<X, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0, stream,
-                     static_cast<const X*>(x), codes, ranges, count, static_cast<uint64_t>(seed),
-                     static_cast<uint64_t>(counter));
+      return launch(pack_kernel<X, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0, stream,
+                    static_cast<const X*>(x), codes, ranges, count, static_cast<uint64_t>(seed),
+                    static_cast<uint64_t>(counter));
     });
   });
-  return error;
 }
 
 inline cudaError_t unpack(Dtype dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges,
                           void* y, int64_t count, int sms, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  cudaError_t error = cudaSuccess;
   int64_t blocks = (count + kRun * kThreads - 1) / (kRun * kThreads);
-  with_float(dtype, [&](auto t) {
-    with_bits(bits, [&](auto b) {
+  return with_float(dtype, [&](auto t) {
+    return with_bits(bits, [&](auto b) {
       using Y = typename decltype(t)::type;
-      error = launch(unpack_kernel<Y, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0,
-                     stream, codes, ranges, static_cast<Y*>(y), count);
+      return launch(unpack_kernel<Y, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0,
+                    stream, codes, ranges, static_cast<Y*>(y), count);
     });
   });
-  return error;
 }
 
 }  // namespace mixprec::cuda

@@ -9,12 +9,10 @@ namespace mixprec::cuda {
 // x [rows, cols], row-major
 inline cudaError_t quantize(Dtype x_dtype, const void* x, const Quantize& a, int sms,
                             cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  with_float(x_dtype, [&](auto tx) {
+  return with_float(x_dtype, [&](auto tx) {
     using X = typename decltype(tx)::type;
-    error = quantize_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
+    return quantize_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
   });
-  return error;
 }
 
 }  // namespace mixprec::cuda

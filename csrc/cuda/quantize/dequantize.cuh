@@ -55,18 +55,16 @@ __global__ void __launch_bounds__(kThreads)
 inline cudaError_t dequantize(Dtype data_dtype, Dtype out_dtype, const void* data, void* out,
                               int64_t count, const ScaleGrid& grid, int sms, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  cudaError_t error = cudaSuccess;
-  with_low(data_dtype, [&](auto tq) {
-    with_float(out_dtype, [&](auto to) {
+  return with_low(data_dtype, [&](auto tq) {
+    return with_float(out_dtype, [&](auto to) {
       using Q = typename decltype(tq)::type;
       using O = typename decltype(to)::type;
       auto kernel =
           grid.rows_each == 0 ? dequantize_kernel<Q, O, false> : dequantize_kernel<Q, O, true>;
-      error = launch(kernel, grid_for(count / kVector<Q> / kThreads, sms), kThreads, 0, stream,
-                     static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
+      return launch(kernel, grid_for(count / kVector<Q> / kThreads, sms), kThreads, 0, stream,
+                    static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
     });
   });
-  return error;
 }
 
 }  // namespace mixprec::cuda

@@ -120,23 +120,19 @@ cudaError_t quantize_tiles(const Source& source, const Quantize& a, int sms, cud
 // Also for empty x: amax 0, scales 1. Granularities other than tensor: fp8 only.
 template <class Source>
 cudaError_t quantize_from(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
-  cudaError_t error = cudaErrorInvalidValue;
   auto run = [&](auto tq) {
     using Q = typename decltype(tq)::type;
-    if (a.granularity == Granularity::tensor) {
-      error = quantize_tensor<Q>(source, a, sms, stream);
-    } else if constexpr (sizeof(Q) == 1) {
+    if (a.granularity == Granularity::tensor) return quantize_tensor<Q>(source, a, sms, stream);
+    if constexpr (sizeof(Q) == 1) {
       bool rows = a.granularity == Granularity::row && !a.transpose;
-      error = rows ? quantize_rows<Q>(source, a, sms, stream)
-                   : quantize_tiles<Q>(source, a, sms, stream);
+      return rows ? quantize_rows<Q>(source, a, sms, stream)
+                  : quantize_tiles<Q>(source, a, sms, stream);
     }
+    return cudaErrorInvalidValue;
   };
-  if (a.q_dtype != Dtype::f32) {
-    with_low(a.q_dtype, run);
-  } else if constexpr (Source::kFused) {
-    run(Type<float>{});
-  }
-  return error;
+  if (a.q_dtype != Dtype::f32) return with_low(a.q_dtype, run);
+  if constexpr (Source::kFused) return run(Type<float>{});
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace mixprec::cuda

@@ -61,13 +61,11 @@ __global__ void __launch_bounds__(kThreads)
 inline cudaError_t dequantize_mx(Dtype out_dtype, const DequantizeMx& a, void* out, int sms,
                                  cudaStream_t stream) {
   if (a.rows * a.cols == 0) return cudaSuccess;
-  cudaError_t error = cudaSuccess;
-  with_float(out_dtype, [&](auto to) {
+  return with_float(out_dtype, [&](auto to) {
     using O = typename decltype(to)::type;
     int64_t blocks = grid_for(a.rows * ((a.cols + 15) / 16) / kThreads, sms);
-    error = launch(dequantize_mx_kernel<O>, blocks, kThreads, 0, stream, a, static_cast<O*>(out));
+    return launch(dequantize_mx_kernel<O>, blocks, kThreads, 0, stream, a, static_cast<O*>(out));
   });
-  return error;
 }
 
 }  // namespace mixprec::cuda

@@ -13,21 +13,9 @@ using QuantizedMx = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
 
-// x's shape, or data's, with another last dimension; that of one element stays.
-std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  if (!shape.empty()) shape.back() = last;
-  return shape;
-}
-
 QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool transpose,
                            MaybeTensor seed) {
-  Dtype dtype = float_dtype(x, "quantize_mx: x");
-  STD_TORCH_CHECK(!transpose || x.dim() >= 2,
-                  "quantize_mx: transpose needs x of 2 or more dimensions");
-  BlockFormat format = block_format(fmt, "quantize_mx");
-  ScaleMode how = scale_mode(mode, format);
-  check_seed(seed, x);
+  auto [dtype, format, how] = check_block_cast(x, fmt, mode, transpose, seed);
   OnDevice device(x);
   x = row_major(x);
   auto [m, k] = as_matrix(x);

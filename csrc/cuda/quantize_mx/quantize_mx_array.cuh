@@ -15,11 +15,10 @@ inline cudaError_t quantize_mx(Dtype dtype, const void* x, const QuantizeMx& a, 
     error = amax(dtype, x, a.rows.lines * a.rows.length, a.scratch, a.amax, sms, stream);
   }
   if (error != cudaSuccess) return error;
-  with_float(dtype, [&](auto t) {
+  return with_float(dtype, [&](auto t) {
     using X = typename decltype(t)::type;
-    error = quantize_mx_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
+    return quantize_mx_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
   });
-  return error;
 }
 
 }  // namespace mixprec::cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from ..._local_gradients import is_sharded
+from ...ops._dispatch import autocast, checks
 from .. import plotting
 from . import measure, records
 from .layers import as_operand, measured_layers, product_fp32, recipe_layers, state_here
@@ -57,9 +57,7 @@ class Monitor:
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            got = type(model).__name__
-            raise TypeError(f"Monitor: model must be a torch.nn.Module, got {got}")
+        checks.is_module("Monitor", model)
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"Monitor: every must be an int of 1 or more, got {every!r}")
         if not any(True for _ in measured_layers(model)):
@@ -169,7 +167,7 @@ class Monitor:
         def after_backward(g: torch.Tensor) -> None:
             if self._sampling and self.steps == step:
                 self._note_loss_scale()
-                with _no_autocast(g.device.type):
+                with autocast.disabled(g.device.type):
                     note("g", g)
 
         if y.requires_grad:
@@ -181,7 +179,7 @@ class Monitor:
         elif name in self._seen:
             return
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        with torch.no_grad(), _no_autocast(x.device.type):
+        with torch.no_grad(), autocast.disabled(x.device.type):
             note("x", x)
             ref, whole = None, not is_sharded(weight)  # else known in the forward only
             if whole:
@@ -247,10 +245,3 @@ def _applied(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     home = counts[0].device
     wide = [c.detach().double().reshape(()).to(home, non_blocking=True) for c in counts]
     return torch.stack(wide).max()
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Measure in FP32, also inside torch.autocast."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)

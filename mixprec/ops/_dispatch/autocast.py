@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ def cast_operand(x: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def is_on(device: str) -> bool:
-    return device in KEYS and torch.is_autocast_enabled(device)
+    return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
+
+
+def disabled(device: str) -> AbstractContextManager[Any]:
+    """A block without torch.autocast, for what casts by a rule of its own."""
+    return torch.autocast(device, enabled=False) if is_on(device) else nullcontext()
 
 
 def kernel(op: str, operands: tuple[int, ...], device: str) -> Callable[..., Any]:

@@ -22,6 +22,21 @@ def is_tensor(op: str, name: str, x: object) -> None:
         raise ValueError(f"{op}: {name} must be a dense tensor, got layout {x.layout}")
 
 
+def is_module(op: str, model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def is_group(op: str, process_group: object) -> None:
+    import torch.distributed as dist
+
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"{op}: process_group must be a ProcessGroup that this rank is in, got "
+            f"{process_group!r}"
+        )
+
+
 def is_sequence(op: str, name: str, tensors: object) -> None:
     """Require a list or tuple, not a tensor (which torch would split into rows)."""
     if not isinstance(tensors, (list, tuple)):

@@ -166,10 +166,7 @@ class Op:
         """Run the variant with torch.autocast off."""
 
         def undisturbed(*args: Any) -> Any:
-            kind = self._device(args).type
-            if not autocast.is_on(kind):
-                return function(*args)
-            with torch.autocast(kind, enabled=False):
+            with autocast.disabled(self._device(args).type):
                 return function(*args)
 
         return undisturbed

@@ -26,7 +26,7 @@ def check_disjoint(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
         for begin, end, i in sorted(found):
             reaching = [other for other in reaching if other[1] > begin]
             for first, _, j in reaching:
-                if first == begin or (_is_dense(tensors[i]) and _is_dense(tensors[j])):
+                if first == begin or (is_dense(tensors[i]) and is_dense(tensors[j])):
                     raise ValueError(
                         f"{op}: {name} are written in place, so no two of them may share memory, "
                         f"got {name}[{min(i, j)}] and {name}[{max(i, j)}], which do"
@@ -42,7 +42,11 @@ def extent(t: torch.Tensor) -> tuple[Any, Any]:
     return first * size, (last + 1) * size
 
 
-def _is_dense(t: torch.Tensor) -> bool:
-    """The elements fill a range of memory without gaps."""
-    begin, end = extent(t)
-    return end - begin == t.numel() * t.element_size()
+def is_dense(t: torch.Tensor) -> bool:
+    """The elements, in some order of the dimensions, fill a range of memory without gaps."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -205,9 +205,9 @@ int unpack(int64_t dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges
                                nullptr);
 }
 
-// op: which, in the order of runner.py. pointers, stored: [count][kStepArrays]; indices may be
+// op: which, in the order of runner.py. pointers, dtypes: [count][kStepArrays]; indices may be
 // null.
-int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, const int64_t* numels,
+int update(int64_t op, int64_t count, const int64_t* dtypes, void** pointers, const int64_t* numels,
            const int64_t* indices, float* steps, const float* lr_f32, const double* lr_f64,
            const float* inv_scale, const float* clip, const float* found_inf, double max_value,
            int64_t maximize, int64_t stochastic_rounding, int64_t seed, double lr,
@@ -216,7 +216,7 @@ int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, co
   for (int64_t i = 0; i < count; ++i) {
     for (int a = 0; a < kStepArrays; ++a) {
       tensors[i].data[a] = pointers[i * kStepArrays + a];
-      tensors[i].stored[a] = static_cast<Stored>(stored[i * kStepArrays + a]);
+      tensors[i].dtype[a] = static_cast<Dtype>(dtypes[i * kStepArrays + a]);
     }
     tensors[i].numel = numels[i];
     tensors[i].index = indices != nullptr ? indices[i] : 0;

@@ -37,7 +37,7 @@ FLAGS = f"""-std=c++20 -ffp-contract=off -fno-strict-aliasing -fPIC -I{HERE}
 SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 # csrc/dispatch.h: enum class Dtype
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8, torch.int16, None]
 
 
 def sources(csrc: Path = CSRC) -> list[Path]:
@@ -300,11 +300,6 @@ def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, shape: Sequence
     return y
 
 
-# csrc/cuda/common/group.cuh: enum class Stored
-STORED = (None, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.float64)
-STORED += (torch.uint8,)
-
-
 UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")  # in the order of kernels.cpp
 
 
@@ -318,13 +313,13 @@ def update(name: str, *args: Any) -> None:
     lists = (a.params, a.grads, a.masters, *states, *scales)  # enum StepArray
     columns = [t or none for t in lists]
     cells = [t for tensor in zip(*columns, strict=True) for t in tensor]
-    stored = _numbers([0 if t is None else STORED.index(t.dtype) for t in cells])
+    dtypes = _numbers([DTYPES.index(None if t is None else t.dtype) for t in cells])
     order = _numbers(a.indices) if a.indices else None
     wide = a.lr_tensor is not None and a.lr_tensor.dtype == torch.float64
     rates = (None, a.lr_tensor) if wide else (a.lr_tensor, None)
     settings = torch.tensor(a.settings, dtype=torch.float64)
     call(
-        "update", UPDATES.index(name), count, stored, cells,
+        "update", UPDATES.index(name), count, dtypes, cells,
         _numbers([p.numel() for p in a.params]), order, a.steps, *rates, a.inv_scale, a.clip,
         a.found_inf, a.max_value, a.maximize, a.stochastic_rounding, a.seed, a.lr, settings, _sms(),
     )  # fmt: skip

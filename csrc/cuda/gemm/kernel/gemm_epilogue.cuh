@@ -16,11 +16,10 @@ MIXPREC_HD float scaled(const Epilogue& e, float sum, int64_t row, int64_t col) 
 
 MIXPREC_HD float with_bias(const Epilogue& e, float value, int64_t col) {
   if (e.bias == nullptr) return value;
-  with_float(e.bias_dtype, [&](auto t) {
+  return with_float(e.bias_dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    value += decode(static_cast<const T*>(e.bias)[col]);
+    return value + decode(static_cast<const T*>(e.bias)[col]);
   });
-  return value;
 }
 
 // The value of C[row, col], or with `accumulate` the value that is added to it.

@@ -54,15 +54,13 @@ __global__ void __launch_bounds__(kThreads)
 
 inline cudaError_t gemm_finish(const float* partial, int splits, int m, int n, const Epilogue& e,
                                int sms, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  if (m == 0 || n == 0) return error;
-  with_float(e.out_dtype, [&](auto t) {
+  if (m == 0 || n == 0) return cudaSuccess;
+  return with_float(e.out_dtype, [&](auto t) {
     using O = typename decltype(t)::type;
     int64_t threads = int64_t{m} * n / kVector<O>;
-    error = launch(gemm_finish_kernel<O>, grid_for(threads / kThreads, sms), kThreads, 0, stream,
-                   partial, splits, m, n, e);
+    return launch(gemm_finish_kernel<O>, grid_for(threads / kThreads, sms), kThreads, 0, stream,
+                  partial, splits, m, n, e);
   });
-  return error;
 }
 
 }  // namespace mixprec::cuda
