@@ -51,7 +51,6 @@ def made(path: str, name: str) -> Iterator[nn.Module]:
 
 @pytest.mark.parametrize(("path", "name"), CLASSES)
 def test_the_description_is_what_the_class_computes(path: str, name: str) -> None:
-    torch.manual_seed(0)
     fused_any = False
     for module in made(path, name):
         x = torch.randn(2, 9, K)
@@ -124,7 +123,6 @@ def test_padding_packed_sequences_and_dropout_are_torchs() -> None:
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=100, attention_dropout=0.0,
     )  # fmt: skip
-    torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     plain = mixprec.convert(copy.deepcopy(model), "bf16")
     fused = mixprec.convert(model, "bf16", fuse=True)

@@ -64,6 +64,7 @@ def twice() -> torch.Tensor:
 
 FUNCTIONS: dict[str, Callable[[], torch.Tensor]] = {
     "linear": lambda: linear(leaf(4, 32), leaf(16, 32)),
+    "vmap": lambda: torch.vmap(linear, (0, None))(leaf(2, 4, 32), leaf(16, 32)),
     "conv2d": lambda: conv2d(leaf(1, 4, 5, 5), leaf(4, 4, 3, 3)),
     "norm_linear": lambda: norm_linear(leaf(4, 32), leaf(16, 32))[0],
     "attention": lambda: attention(leaf(1, 2, 3, 8), leaf(1, 2, 3, 8), leaf(1, 2, 3, 8)),

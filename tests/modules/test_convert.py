@@ -128,6 +128,8 @@ def test_converting_again_sets_the_new_recipe(caplog: pytest.LogCaptureFixture) 
     convert(model, "bf16", lambda module, fqn: fqn == "head")
     assert list(model.values()) == modules
     assert [m.recipe.name for m in modules] == ["fp8-delayed", "bf16", "fp8-delayed"]
+    keys = ["weight", "bias", *SAVED]
+    assert [list(m.state_dict()) for m in modules] == [keys, keys[:2], keys]
     assert snapshot(model) == before
 
 

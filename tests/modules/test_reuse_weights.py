@@ -133,7 +133,6 @@ LAYERS = {  # and shapes of an input
 def test_main_grad_takes_the_weight_gradients(
     recipe: str, kind: str, compile: bool, fresh_compiler: None
 ) -> None:
-    torch.manual_seed(0)
     make, shape = LAYERS[kind]
     plain = mixprec.cast_parameters(mixprec.convert(make(), nearest(recipe)), torch.bfloat16)
     main = copy.deepcopy(plain)
