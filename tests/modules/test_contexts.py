@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -193,8 +194,7 @@ def test_compiled_code_follows_the_block_of_its_thread() -> None:
             with mixprec.use_backend("reference"):
                 compiled(torch.ones(3))
 
-    thread = threading.Thread(target=both)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(both).result()
     both()
     assert found == [[False, False], [False, True]] * 4

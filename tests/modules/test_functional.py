@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from layer_cases import BLOCK_MIXES, OPS, leaf, linear, value
 from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import _products, matmul, mlp, operands
-from mixprec.ops._reference.gemm_scales import Operands
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close, sqnr, tolerance
 
@@ -110,11 +110,7 @@ def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
 def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
     x, w = (leaf(small_integers(shape, torch.float32)) for shape in ((2, 3, 16), (5, 16)))
-    gemm, seen = _products.gemm, []
-
-    def spy(given: Operands, *args: object) -> object:
-        seen.append((given.a.stride(1), given.b.stride(0)))
-        return gemm(given, *args)
+    gemm = Mock(wraps=_products.gemm)
 
     def run() -> list[torch.Tensor]:
         y = linear(x, w)
@@ -122,9 +118,10 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
 
     strided = run()
     monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
-    monkeypatch.setattr(_products, "gemm", spy)
+    monkeypatch.setattr(_products, "gemm", gemm)
     assert_same_lists(run(), strided)
-    assert seen == [(1, 1)] * 3, "a [M, K] and b [K, N] are K-major"
+    strides = [(call.args[0].a.stride(1), call.args[0].b.stride(0)) for call in gemm.mock_calls]
+    assert strides == [(1, 1)] * 3, "a [M, K] and b [K, N] are K-major"
 
 
 def noise(role: str, recipe: Recipe) -> float:
