@@ -52,9 +52,8 @@ def test_a_fused_model_is_as_accurate_as_the_unfused_one(recipe: str) -> None:
 def test_the_roundings_are_those_that_the_docstrings_name(recipe: str) -> None:
     """norm, cast, product in 16 bits, activation, cast, product, from single ops, bit for bit."""
     x, norm_weight = torch.randn(ROWS, WIDTH), torch.rand(WIDTH)
-    gate, up, down = (
-        torch.randn(s) / 7 for s in ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
-    )
+    gate, up = torch.randn(2, HIDDEN, WIDTH) / 7
+    down = torch.randn(WIDTH, HIDDEN) / 7
     r, low = RECIPES[recipe], torch.bfloat16
 
     def product(q: mixprec.Quantized, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

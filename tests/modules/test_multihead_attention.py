@@ -114,9 +114,8 @@ def test_a_transformer_is_converted_whole_and_runs_by_the_recipe_in_eval_mode(re
     with torch.no_grad(), observed(lambda kind, name, a, b: seen.add(name)):
         y = model(source, target, src_key_padding_mask=PADDING)
     assert len(seen) == 10, "two feed-forward layers of two, three attentions of two"
-    torch.testing.assert_close(
-        y, plain(source, target, src_key_padding_mask=PADDING), atol=0.5, rtol=0
-    )
+    expected = plain(source, target, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(y, expected, atol=0.5, rtol=0)
     if recipe == "fp8-delayed":
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(source, target), model(source, target))
