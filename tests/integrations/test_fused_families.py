@@ -51,7 +51,6 @@ def made(path: str, name: str) -> Iterator[nn.Module]:
 
 @pytest.mark.parametrize(("path", "name"), CLASSES)
 def test_the_description_is_what_the_class_computes(path: str, name: str) -> None:
-    torch.manual_seed(0)
     fused_any = False
     for module in made(path, name):
         x = torch.randn(2, 9, K)
@@ -82,9 +81,8 @@ def test_norms_keep_the_dtype_of_their_result(dtype: torch.dtype) -> None:
         for weights in (torch.float32, dtype):
             (module, _) = made(path, name)
             module = module.to(weights)
-            fused = mixprec.convert(
-                copy.deepcopy(nn.ModuleList([nn.Linear(2, 2), module])), fuse=True
-            )
+            both = nn.ModuleList([nn.Linear(2, 2), module])
+            fused = mixprec.convert(copy.deepcopy(both), fuse=True)
             x = torch.randn(3, K).to(dtype)
             y, got = module(x), fused[1](hidden_states=x) if "Gemma" not in name else fused[1](x=x)
             assert got.dtype == y.dtype, (name, weights)
@@ -124,7 +122,6 @@ def test_padding_packed_sequences_and_dropout_are_torchs() -> None:
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=100, attention_dropout=0.0,
     )  # fmt: skip
-    torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     plain = mixprec.convert(copy.deepcopy(model), "bf16")
     fused = mixprec.convert(model, "bf16", fuse=True)
@@ -135,12 +132,9 @@ def test_padding_packed_sequences_and_dropout_are_torchs() -> None:
     for options in ({}, {"attention_mask": padding}, {"position_ids": packed}, {"use_cache": True}):
         y, got = (m(input_ids=tokens, **options).logits for m in (plain, fused))
         assert float(sqnr(y, got)) > 30, [*options]
-    first, second = (
-        fused(
-            input_ids=torch.cat([tokens[:, :i], tokens[:, :i].flip(1)], 1), position_ids=ids
-        ).logits
-        for i, ids in ((9, torch.tensor([[*range(9), *range(9)]] * 2)), (9, None))
-    )
+    both, apart = torch.cat([tokens[:, :9], tokens[:, :9].flip(1)], 1), [*range(9), *range(9)]
+    packed = torch.tensor([apart] * 2)
+    first, second = (fused(input_ids=both, position_ids=ids).logits for ids in (packed, None))
     assert not torch.allclose(first, second, atol=1e-3), "packed sequences do not see each other"
     text = [m.generate(tokens[:, :8], max_new_tokens=8, do_sample=False) for m in (plain, fused)]
     assert torch.equal(*text)

@@ -40,21 +40,13 @@ LLAMA_PARTS = (
 def models() -> Iterator[tuple[Any, tuple[str, ...]]]:
     yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), LLAMA_PARTS
     yield transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)), LLAMA_PARTS
-    yield (
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
-        (
-            *(part for part in LLAMA_PARTS if part != "norm (5)"),
-            "norm (9)",  # with those of queries and keys
-        ),
-    )
+    qwen3 = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16))
+    yield qwen3, (LLAMA_PARTS[0], "norm (9)", LLAMA_PARTS[2])  # with those of queries and keys
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=64, **dropout
     )
-    yield (
-        transformers.GPT2LMHeadModel(config),
-        ("linear, activation, linear (2)",),
-    )
+    yield transformers.GPT2LMHeadModel(config), ("linear, activation, linear (2)",)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])

@@ -87,20 +87,13 @@ def fit(
     return trainer
 
 
-def trainer_options(case: Case) -> dict[str, Any]:
-    (kind, limit) = next(iter(case.clip.items()))
-    return {
-        "gradient_clip_val": limit,
-        "gradient_clip_algorithm": kind.removeprefix("max_grad_"),
-        "accumulate_grad_batches": case.accumulate,
-    }
-
-
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trainer(case: Case, manual: bool, tmp_path: Path) -> None:
     """Trainer: 50 steps with clipping, accumulation, an overflow and a resume from a checkpoint"""
-    options = {} if manual else trainer_options(case)
+    ((kind, limit),) = case.clip.items()
+    clip = {"gradient_clip_val": limit, "gradient_clip_algorithm": kind.removeprefix("max_grad_")}
+    options = {} if manual else {**clip, "accumulate_grad_batches": case.accumulate}
     data, path = batches(STEPS * case.accumulate), tmp_path / "half.ckpt"
     fit(Regression(case, manual), precision(case), 1, data, **options).save_checkpoint(path)
 

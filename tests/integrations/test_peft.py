@@ -41,14 +41,10 @@ def convert(model: Any) -> Any:
     return mixprec.cast_parameters(mixprec.convert(model, DELAYED), torch.bfloat16)
 
 
-def freeze(fmt: str, model: Any) -> Any:
-    return mixprec.freeze(model.to(torch.bfloat16), fmt)[0]
-
-
 BASES = {
     "converted to fp8-delayed": convert,
-    "frozen to int8": lambda model: freeze("int8", model),
-    "frozen to fp8": lambda model: freeze("fp8", model),
+    "frozen to int8": lambda model: mixprec.freeze(model.to(torch.bfloat16), "int8")[0],
+    "frozen to fp8": lambda model: mixprec.freeze(model.to(torch.bfloat16), "fp8")[0],
 }
 bases = pytest.mark.parametrize("base", BASES)
 methods = pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])

@@ -4,8 +4,8 @@ gradients, and the errors."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -137,19 +137,8 @@ def _attention(model: Program, values: Values, block: Any, option: float) -> Non
 
 
 def _thread(model: Program, values: Values, block: Any, option: float) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            block(values)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block, values).result()
 
 
 def _checkpoint(model: Program, values: Values, block: Any, option: float) -> None:

@@ -45,6 +45,12 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert not different
 
 
+@for_each("name", ["convert", "freeze", "reuse_weights", "unconvert", "update_scales"])
+def test_what_is_not_a_model_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: model must be a torch\.nn\.Module, got list"):
+        getattr(mixprec, name)([nn.Linear(4, 4)]).__enter__()  # reuse_weights is a block
+
+
 @for_each("recipe", RECIPES)
 def test_a_batch_that_does_not_fit_changes_nothing(recipe: str) -> None:
     model = make(recipe)

@@ -43,7 +43,6 @@ def test_parameters_are_cast_and_norms_stay(dtype: torch.dtype) -> None:
 
 
 def norms() -> list[tuple[nn.Module, tuple[int, ...]]]:
-    affine = {"affine": True, "track_running_stats": True}
     return [
         *((norm(8), (4, 8)) for norm in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)),
         (nn.GroupNorm(2, 8), (4, 8, 3)),
@@ -51,7 +50,7 @@ def norms() -> list[tuple[nn.Module, tuple[int, ...]]]:
         (nn.BatchNorm3d(8), (4, 8, 2, 3, 3)),
         (nn.InstanceNorm1d(8, affine=True), (4, 8, 5)),
         (nn.InstanceNorm2d(8, affine=True), (4, 8, 3, 3)),
-        (nn.InstanceNorm3d(8, **affine), (4, 8, 2, 3, 3)),
+        (nn.InstanceNorm3d(8, affine=True, track_running_stats=True), (4, 8, 2, 3, 3)),
     ]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -65,6 +66,7 @@ def twice() -> torch.Tensor:
 
 FUNCTIONS: dict[str, Callable[[], torch.Tensor]] = {
     "linear": lambda: linear(leaf(4, 32), leaf(16, 32)),
+    "vmap": lambda: torch.vmap(linear, (0, None))(leaf(2, 4, 32), leaf(16, 32)),
     "conv2d": lambda: conv2d(leaf(1, 4, 5, 5), leaf(4, 4, 3, 3)),
     "norm_linear": lambda: norm_linear(leaf(4, 32), leaf(16, 32))[0],
     "attention": lambda: attention(leaf(1, 2, 3, 8), leaf(1, 2, 3, 8), leaf(1, 2, 3, 8)),
@@ -193,8 +195,7 @@ def test_compiled_code_follows_the_block_of_its_thread() -> None:
             with mixprec.use_backend("reference"):
                 compiled(torch.ones(3))
 
-    thread = threading.Thread(target=both)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(both).result()
     both()
     assert found == [[False, False], [False, True]] * 4

@@ -160,7 +160,6 @@ def test_parametrizations_can_be_removed_and_added() -> None:
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped_mm"])
 def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
-    torch.manual_seed(0)
     x, offs = torch.randn(12, 32), torch.tensor([5, 5, 12], dtype=torch.int32)
     experts, plain = Experts(grouped), Experts(False)
     plain.load_state_dict(experts.state_dict())
@@ -239,7 +238,6 @@ def written(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_unconvert_leaves_nothing_behind(recipe: str) -> None:
-    torch.manual_seed(0)
     model = every_kind().eval()
     model["linear"].train()
     before, keys, expected = written(model), list(model.state_dict()), outputs(model)
@@ -282,8 +280,6 @@ def test_unconvert_of_a_layer_and_what_it_refuses() -> None:
         with pytest.raises(ValueError, match=f"^unconvert: {match}"):
             mixprec.unconvert(model)
         assert type(model[0]) is mixprec.nn.Linear
-    with pytest.raises(TypeError, match=r"^unconvert: model must be a torch.nn.Module, got list"):
-        mixprec.unconvert([])
 
 
 def test_a_name_that_the_user_took() -> None:

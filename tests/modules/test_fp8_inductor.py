@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-import tempfile
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,14 +35,10 @@ def no_compiler() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:  # nothing compiled before this test is used
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        torch._dynamo.reset()
-        if reason := no_compiler():
-            pytest.skip(reason)
-        yield
-        torch._dynamo.reset()
+def inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_compiler: None) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # and nothing from its cache
+    if reason := no_compiler():
+        pytest.skip(reason)
 
 
 class Block(nn.Module):

@@ -1,9 +1,11 @@
-"""linear and matmul: values and gradients against FP64, overflow, and what is refused."""
+"""linear and matmul: values and gradients against FP64, overflow, and what functions refuse."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ from cases import LAYOUTS, WIDE, Layout, for_each, name, nearest, normal, pairwi
 from independent import assert_same_lists
 from layer_cases import BLOCK_MIXES, OPS, leaf, linear, value
 
+from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import _products, matmul, mlp, operands
-from mixprec.ops._reference.gemm_scales import Operands
 from mixprec.recipes import RECIPES, Recipe
 from mixprec.testing import assert_close, sqnr, tolerance
 
@@ -107,15 +109,8 @@ def test_strides_do_not_matter(layout: Layout, recipe: Recipe) -> None:
 
 def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 tensor cores read operands with K contiguous: the same numbers from another layout."""
-    x, w = (
-        leaf(small_integers((2, 3, 16), torch.float32)),
-        leaf(small_integers((5, 16), torch.float32)),
-    )
-    gemm, seen = _products.gemm, []
-
-    def spy(given: Operands, *args: object) -> object:
-        seen.append((given.a.stride(1), given.b.stride(0)))
-        return gemm(given, *args)
+    x, w = (leaf(small_integers(shape, torch.float32)) for shape in ((2, 3, 16), (5, 16)))
+    gemm = Mock(wraps=_products.gemm)
 
     def run() -> list[torch.Tensor]:
         y = linear(x, w)
@@ -123,9 +118,10 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
 
     strided = run()
     monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
-    monkeypatch.setattr(_products, "gemm", spy)
+    monkeypatch.setattr(_products, "gemm", gemm)
     assert_same_lists(run(), strided)
-    assert seen == [(1, 1)] * 3, "a [M, K] and b [K, N] are K-major"
+    strides = [(call.args[0].a.stride(1), call.args[0].b.stride(0)) for call in gemm.mock_calls]
+    assert strides == [(1, 1)] * 3, "a [M, K] and b [K, N] are K-major"
 
 
 def noise(role: str, recipe: Recipe) -> float:
@@ -244,34 +240,61 @@ def test_overflow_in_a_cast() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
+W = torch.zeros(16, 8)
+CLIP = replace(RECIPES["fp16"], clip_activations=True)
+GOOD: dict[str, dict[str, object]] = {
+    "linear": {"x": torch.zeros(2, 4), "weight": torch.zeros(3, 4)},
+    "conv2d": {"x": torch.zeros(1, 4, 5, 5), "weight": torch.zeros(6, 4, 3, 3)},
+    "matmul": {"a": torch.zeros(2, 4), "b": torch.zeros(4, 3), "recipe": "fp8"},
+    "norm_linear": {"x": torch.zeros(3, 8), "weight": W},
+    "mlp": {"x": torch.zeros(3, 8), "up": W, "down": W.t()},
+    "attention": dict.fromkeys(("q", "k", "v"), torch.zeros(1, 2, 3, 8)),
+}
+
+
 @for_each(
-    "change, error, match",
+    "op, change, match",
     [
-        ({"x": [1.0]}, TypeError, "linear: x must be a torch.Tensor, got list"),
-        ({"x": torch.tensor(1.0)}, ValueError, r"linear: x must be \[..., K\] with K = 4"),
-        ({"x": torch.zeros(2, 4).double()}, ValueError, "linear: x must have dtype float32"),
-        ({"x": torch.zeros(2, 4).cfloat()}, ValueError, "linear: x must have .* torch.complex64"),
-        ({"x": torch.zeros(2, 4).to_sparse()}, ValueError, "x must be a dense tensor, got layout"),
-        ({"weight": torch.zeros(3, 4, 1)}, ValueError, r"linear: weight must be \[N, K\]"),
-        ({"weight": torch.zeros(3, 4).double()}, ValueError, "linear: weight must have dtype"),
-        ({"weight": torch.zeros(3, 4, device="meta")}, ValueError, "weight must be on x's device"),
-        ({"bias": torch.zeros(4)}, ValueError, r"bias must have shape \[N\] = \(3,\), got \(4,\)"),
-        ({"bias": torch.zeros(3).long()}, ValueError, "linear: bias must have dtype"),
-        ({"out_dtype": torch.float64}, ValueError, "linear: out_dtype must be float32, bfloat16"),
+        ("linear", {"x": [1.0]}, "x must be a torch.Tensor, got list"),
+        ("linear", {"x": torch.tensor(1.0)}, r"x must be \[..., K\] with K = 4"),
+        ("linear", {"x": torch.zeros(2, 4).double()}, "x must have dtype float32"),
+        ("linear", {"x": torch.zeros(2, 4).cfloat()}, "x must have .* torch.complex64"),
+        ("linear", {"x": torch.zeros(2, 4).to_sparse()}, "x must be a dense tensor, got layout"),
+        ("linear", {"weight": torch.zeros(3, 4, 1)}, r"weight must be \[N, K\]"),
+        ("linear", {"weight": torch.zeros(3, 4).double()}, "weight must have dtype"),
+        ("linear", {"weight": torch.zeros(3, 4, device="meta")}, "weight must be on x's device"),
+        ("linear", {"bias": torch.zeros(4)}, r"bias must have shape \[N\] = \(3,\), got \(4,\)"),
+        ("linear", {"bias": torch.zeros(3).long()}, "bias must have dtype"),
+        ("linear", {"out_dtype": torch.float64}, "out_dtype must be float32, bfloat16"),
+        ("conv2d", {"x": [1.0]}, "x must be a torch.Tensor, got list"),
+        ("conv2d", {"x": torch.zeros(4, 5)}, r"x must be \[B, C, H, W\] or \[C, H, W\]"),
+        ("conv2d", {"x": torch.zeros(1, 3, 5, 5)}, r"with C = 4 .* got shape \(1, 3, 5, 5\)"),
+        ("conv2d", {"x": torch.zeros(1, 4, 5, 5).double()}, "x must have dtype float32"),
+        ("conv2d", {"weight": torch.zeros(6, 4)}, r"weight must be \[O, C / groups, kh, kw\]"),
+        ("conv2d", {"weight": torch.zeros(6, 4, 3, 3).long()}, "weight must have dtype"),
+        ("conv2d", {"weight": torch.zeros(6, 4, 3, 3, device="meta")}, "weight must be on x's"),
+        ("conv2d", {"bias": torch.zeros(4)}, r"bias must have shape \[O\] = \(6,\), got \(4,\)"),
+        ("conv2d", {"stride": 0}, "stride must be an int of 1 or more, or a pair of them, got 0"),
+        ("conv2d", {"dilation": 1.5}, "dilation must be an int of 1 or more"),
+        ("conv2d", {"padding": (-1, 0)}, "padding must be an int of 0 or more"),
+        ("conv2d", {"padding": "full"}, 'padding must be "same", "valid" or a number, got'),
+        ("conv2d", {"padding": "same", "stride": 2}, r'padding "same" needs a stride of 1'),
+        ("conv2d", {"groups": 0}, "groups must be an int of 1 or more that divides O = 6, got 0"),
+        ("conv2d", {"groups": 4}, "that divides O = 6, got 4"),
+        ("conv2d", {"recipe": "fp8-delayed"}, "delayed scaling, whose .* use mixprec.nn.Conv2d"),
+        ("conv2d", {"clipped": torch.zeros(2)}, "clipped must hold one int64"),
+        ("linear", {"recipe": CLIP, "clipped": torch.zeros(())}, "clipped must hold one"),
+        ("matmul", {"b": torch.zeros(3, 4)}, r"a must be \[..., K\] and b \[K, N\]"),
+        ("matmul", {"b": torch.zeros(1, 4, 3)}, r"a must be \[..., K\] and b \[K, N\]"),
+        ("matmul", {"b": torch.zeros(4, 3).double()}, "b must have dtype"),
+        ("norm_linear", {"norm": "batch"}, 'norm must be "rms"'),
+        ("norm_linear", {"recipe": "fp8-delayed"}, "fp8-delayed keeps state"),
+        ("mlp", {"act": "tanh"}, "act must be one of silu"),
+        ("mlp", {"act": "silu", "down": W}, "up and gate must be"),
+        ("attention", {"k": None}, "k must be a torch.Tensor, got NoneType"),
     ],
 )
-def test_errors_name_the_argument(
-    change: dict[str, object], error: type[Exception], match: str
-) -> None:
-    args: dict[str, object] = {"x": torch.zeros(2, 4), "weight": torch.zeros(3, 4), "bias": None}
-    with pytest.raises(error, match=match):
-        linear(**(args | change))
-
-
-def test_matmul_errors() -> None:
-    a = torch.zeros(2, 4)
-    for b in (torch.zeros(3, 4), torch.zeros(1, 4, 3)):
-        with pytest.raises(ValueError, match=r"matmul: a must be \[..., K\] and b \[K, N\]"):
-            matmul(a, b, recipe="fp8")
-    with pytest.raises(ValueError, match="matmul: b must have dtype"):
-        matmul(a, torch.zeros(4, 3).double(), recipe="fp8")
+def test_errors_name_the_argument(op: str, change: dict[str, object], match: str) -> None:
+    error = TypeError if "torch.Tensor, got" in match else ValueError
+    with pytest.raises(error, match=f"^{op}: .*{match}"):
+        getattr(functional, op)(**GOOD[op] | change)

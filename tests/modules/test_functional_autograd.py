@@ -116,7 +116,6 @@ def test_higher_derivatives(recipe: str, kind: str) -> None:
 
 def test_a_gradient_penalty_of_a_model() -> None:
     """A loss that is linear in y, a recomputed block, an output that is saturated."""
-    torch.manual_seed(0)
     blocks = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.SiLU()) for _ in range(2)]
     model, x = torch.nn.Sequential(*blocks), leaf(normal((4, 16), torch.float32))
     found = []

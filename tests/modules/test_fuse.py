@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import (
-    HIDDEN,
-    ROWS,
-    WIDTH,
-    Block,
-    converted,
-    feed_forward,
-    gradients,
-    model_and_batch,
-)
+from blocks import HIDDEN, ROWS, WIDTH, Block, converted, feed_forward, gradients, model_and_batch
 from torch import nn
 
 import mixprec
@@ -60,11 +51,9 @@ def test_a_fused_model_is_as_accurate_as_the_unfused_one(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-block", "mxfp8"])
 def test_the_roundings_are_those_that_the_docstrings_name(recipe: str) -> None:
     """norm, cast, product in 16 bits, activation, cast, product, from single ops, bit for bit."""
-    torch.manual_seed(0)
     x, norm_weight = torch.randn(ROWS, WIDTH), torch.rand(WIDTH)
-    gate, up, down = (
-        torch.randn(s) / 7 for s in ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
-    )
+    gate, up = torch.randn(2, HIDDEN, WIDTH) / 7
+    down = torch.randn(WIDTH, HIDDEN) / 7
     r, low = RECIPES[recipe], torch.bfloat16
 
     def product(q: mixprec.Quantized, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,19 +146,11 @@ def test_a_fused_model_is_exported(strict: bool) -> None:
     assert float(sqnr(model(x), y)) > 25
 
 
-def test_errors() -> None:
-    x, w = torch.randn(3, 8), torch.randn(16, 8)
-    norm_linear, mlp = functional.norm_linear, functional.mlp
-    for message, call in (
-        ("act must be one of silu", lambda: mlp(x, w, w.t(), act="tanh")),
-        ("up and gate must be", lambda: mlp(x, w, w, act="silu")),
-        ('norm must be "rms"', lambda: norm_linear(x, w, norm="batch")),
-        ("fp8-delayed keeps state", lambda: norm_linear(x, w, recipe="fp8-delayed")),
-        ("K = 8", lambda: norm_linear(x[:, :4], w)),
-        ("act must be one of", lambda: MLP(8, 16, act="tanh")),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="act must be one of"):
+        MLP(8, 16, act="tanh")
+    with pytest.raises(ValueError, match="K = 8"):
+        functional.norm_linear(torch.randn(3, 4), torch.randn(16, 8))
 
 
 def test_diagnostics_see_fused_layers() -> None:

@@ -129,10 +129,8 @@ def test_what_is_not_fused_is_listed_with_the_reason(caplog: pytest.LogCaptureFi
     model[0].register_forward_hook(lambda *_: None)
     with caplog.at_level(logging.INFO, logger="mixprec"):
         mixprec.convert(model, "bf16", fuse=True)
-    assert (
-        "fused nothing; not fused: 0, because of hooks on a layer, norm or activation"
-        in caplog.text
-    )
+    reason = "fused nothing; not fused: 0, because of hooks on a layer, norm or activation"
+    assert reason in caplog.text
 
 
 class Norm(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -137,7 +136,9 @@ def test_automatic_updates_can_be_turned_off() -> None:
     assert layer.amax == 7.0
 
 
-def test_what_is_left_of_another_model_does_not_end_the_training_of_this_one() -> None:
+def test_what_is_left_of_another_model_does_not_end_the_training_of_this_one(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     """A layer whose state was replaced, with a warning, and one that was only traced, without."""
     bad, good = make(), make()
     bad.name, bad.scale = "old", torch.zeros(3)
@@ -150,9 +151,8 @@ def test_what_is_left_of_another_model_does_not_end_the_training_of_this_one() -
     assert good.scale.all(), "both are set"
     before = good.scale.clone()
     good(torch.ones(2, 4) * 100).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
+    optimizer.step()
+    assert not recwarn.list
     assert good.scale[0] < before[0]
     assert type(fake.amax) is not torch.Tensor
 
@@ -242,8 +242,6 @@ def test_meta_device(fill: str) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(TypeError, match=r"update_scales: model must be a torch.nn.Module, got lis"):
-        update_scales([make()])
     with pytest.raises(TypeError, match=r"process_group must be a ProcessGroup .*, got 'gloo'"):
         update_scales(make(), "gloo")
 
