@@ -81,7 +81,7 @@ def norm_linear(
         biases = (bias,) if isinstance(bias, torch.Tensor) else tuple(bias)
     products, tensors = _layers(op, weights, biases, recipe)
     for w in weights:
-        check_input(x, w)
+        check_input(x, w, op)
     kind = _norm(op, norm, eps)
     return run_fused(
         op, x, products, tensors, recipe, out_dtype or x.dtype, kind, norm_weight, norm_bias,
@@ -129,7 +129,7 @@ def mlp(
     biases = (up_bias, down_bias) if gate is None else (gate_bias, up_bias, down_bias)
     products, tensors = _layers(op, weights, biases, recipe)
     for w in weights[:-1]:
-        check_input(x, w)
+        check_input(x, w, op)
         if w.shape != up.shape or down.shape[1] != w.shape[0]:
             raise ValueError(
                 f"{op}: up and gate must be [H, K] and down [N, H], got "

@@ -111,9 +111,9 @@ class _Linear(torch.autograd.Function):
         return of_x, of_w, of_bias, *[None] * 5
 
 
-def check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
+def check_input(x: torch.Tensor, weight: torch.Tensor, op: str = "linear") -> None:
     """The checks of every call of a layer: x, and the dtype and device of its weight."""
-    op, k = "linear", weight.shape[1]
+    k = weight.shape[1]
     valid = isinstance(x, torch.Tensor) and x.dtype in checks.FLOATS
     if not valid or (not torch.compiler.is_compiling() and x.layout != torch.strided):
         checks.has_dtype(op, "x", x, checks.FLOATS)
