@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,15 +25,12 @@ CPU_SIZES = (
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> None:
+    set_threads(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=name)
-def test_sums_are_exact(dtype: torch.dtype, threads: int) -> None:
+def test_sums_are_exact(dtype: torch.dtype, threads: None) -> None:
     for i, (m, n, k) in enumerate(CPU_SIZES):
         a, b = small_integers((m, k), dtype, seed=i), small_integers((k, n), dtype, seed=-i)
         want = a.float() @ b.float()
@@ -68,7 +65,7 @@ def test_operands_larger_than_the_packing_buffer(two_threads: None) -> None:
 
 @pytest.mark.parametrize("at", [0, 511, 3000, 4099])
 @pytest.mark.parametrize(("m", "n"), [(500, 33), (20, 1100)])
-def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int, m: int, n: int, threads: int) -> None:
+def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int, m: int, n: int, threads: None) -> None:
     """K ends with a few elements of their own. Of either operand, in whole panels and remainders,
     whichever way they are packed."""
     orders = (contiguous, transposed)
