@@ -162,6 +162,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             r"one of .*\(130, 1\).*\(2, 1\).* got \(3, 1\)",
         ),
         ("dequantize", {"data": HALF[0], "scale_inv": K[:2]}, r"one of .*\(1, 1\).* got \(2,\)"),
+        ("dequantize_mx", {"data": CODES.view(torch.int8)}, "data must have dtype uint8, .*int8"),
         ("dequantize_mx", {"fmt": "mxfp8_e4m3"}, "data must have dtype float8_e4m3fn, .*uint8"),
         ("dequantize_mx", {"fmt": "nvfp4"}, "scale_inv must have dtype float8_e4m3fn"),
         ("dequantize_mx", {"fmt": "fp4"}, "fmt must be one of mxfp8_e4m3, .*got 'fp4'"),
@@ -310,6 +311,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             for changes, message in (
                 ({"grads": K}, "grads must be a list of tensors, got Tensor"),
                 ({"grads": [K, 1.0]}, r"grads\[1\] must be a torch.Tensor, got float"),
+                ({"inv_scale": ONE.to("meta")}, "inv_scale must be on"),
                 ({"found_inf": K}, "found_inf must hold one float32"),
             )
         ),
