@@ -25,6 +25,11 @@ def test_numbers(backend: str) -> None:
         update_scale_(*state, torch.tensor(found_inf), min_scale=2.0, max_scale=20.0, **rule)
         assert state[0].item() == want
     assert state[3].tolist() == [3, 2, 2]
+    want, rule = state[0].clone(), {"growth_factor": 1.1, "backoff_factor": 0.9}
+    for found_inf, factor in ((0.0, 1.1), (0.0, 1.1), (1.0, 0.9)) * 30:  # in FP64, rounded once
+        update_scale_(*state, torch.tensor(found_inf), growth_interval=1, **rule)
+        want = (want.double() * factor).float()
+        ind.assert_same_bits(state[0], want)
 
 
 def test_underflow_share() -> None:
