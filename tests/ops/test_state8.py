@@ -77,6 +77,19 @@ def test_rounding(kind: state8.Codes) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_average_decays_only_with_random_rounding(kind: state8.Codes) -> None:
+    """0.999^1000 of it is left; to nearest, all of it."""
+    generator = torch.Generator().manual_seed(0)
+    nearest = drawn = torch.ones(16 * BLOCK)
+    for _ in range(1000):
+        random = torch.randint(0, 2**16, (16, BLOCK), generator=generator)
+        nearest = decode(*encode(0.999 * nearest, kind), kind)
+        drawn = decode(*encode(0.999 * drawn, kind, random), kind)
+    assert (nearest == 1.0).all()
+    assert drawn.mean().item() == pytest.approx(0.999**1000, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_that_are_not_finite(kind: state8.Codes) -> None:
     """None of them becomes a number; what is too small becomes 0, or the least code."""
     for bad in (torch.inf, torch.nan, 3e38):
