@@ -1,13 +1,22 @@
-"""Fixtures of the tests of dispatch, which play a GPU on the CPU."""
+"""Fixtures: a number of threads; those of the tests of dispatch, which play a GPU on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from mixprec.ops._dispatch import gemm_table, library
 from mixprec.ops._dispatch.op import OPS
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """torch.set_num_threads, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 from definitions_casts import amax, dequantize, dequantize_mx, quantize, quantize_mx
 from definitions_fused import act_backward, act_quantize, norm_backward, norm_quantize
+from definitions_pack import pack, unpack
 from definitions_scalars import (
     clip_coef,
     grad_stats_,
@@ -22,5 +23,5 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (amax, quantize, dequantize, quantize_mx, dequantize_mx, unscale_, grad_stats_,
               scale_from_amax_, inv_scale, clip_coef, update_scale_, norm_quantize, norm_backward,
-              act_quantize, act_backward)
+              act_quantize, act_backward, pack, unpack)
 } | {op: partial(update_, op) for op in UPDATES}  # fmt: skip

@@ -162,11 +162,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             r"one of .*\(130, 1\).*\(2, 1\).* got \(3, 1\)",
         ),
         ("dequantize", {"data": HALF[0], "scale_inv": K[:2]}, r"one of .*\(1, 1\).* got \(2,\)"),
-        (
-            "dequantize_mx",
-            {"data": CODES.view(torch.int8)},
-            "data must have dtype uint8, got .*int8",
-        ),
+        ("dequantize_mx", {"data": CODES.view(torch.int8)}, "data must have dtype uint8, .*int8"),
         ("dequantize_mx", {"fmt": "mxfp8_e4m3"}, "data must have dtype float8_e4m3fn, .*uint8"),
         ("dequantize_mx", {"fmt": "nvfp4"}, "scale_inv must have dtype float8_e4m3fn"),
         ("dequantize_mx", {"fmt": "fp4"}, "fmt must be one of mxfp8_e4m3, .*got 'fp4'"),
@@ -299,7 +295,6 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             r"state_scales .*one tensor per state and .*got 2",
         ),
         ("sgd_", {"state_scales": [K[:3]]}, r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
-        ("sgd_", {"state_scales": [K[:2].double()]}, r"state_scales\[0\] must have dtype float32"),
         ("sgd_", {"indices": ()}, r"bfloat16 or uint8 with indices .*, got uint8 without"),
         ("update_delayed_scales_", {"amaxes": K}, "amaxes must be a list of tensors, got Tensor"),
         ("update_delayed_scales_", {"amaxes": []}, "amaxes must be as many as scales, 1, got 0"),
@@ -316,12 +311,8 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             for changes, message in (
                 ({"grads": K}, "grads must be a list of tensors, got Tensor"),
                 ({"grads": [K, 1.0]}, r"grads\[1\] must be a torch.Tensor, got float"),
-                ({"grads": [K.int()]}, r"grads\[0\] must have dtype .*int32"),
-                ({"inv_scale": 0.5}, "inv_scale must be a torch.Tensor, got float"),
-                ({"inv_scale": ONE.double()}, "inv_scale must hold one float32"),
                 ({"inv_scale": ONE.to("meta")}, "inv_scale must be on"),
                 ({"found_inf": K}, "found_inf must hold one float32"),
-                ({"found_inf": FLAG.bool()}, "found_inf must hold one"),
             )
         ),
         *(

@@ -1,16 +1,20 @@
-"""act_quantize and norm_quantize, the public functions: what they compute, cast as by quantize."""
+"""act_quantize and norm_quantize: what the public functions compute, cast as by quantize, and rows
+that are not finite. test_values.py has the values."""
 
 from __future__ import annotations
 
+import math
+
 import independent as ind
 import torch
-from cases import normal
+from cases import for_each, normal
 from definitions_fused import PLAIN
 
 import mixprec
 from mixprec.ops import act_quantize, norm_quantize
 from mixprec.ops._dispatch.op import OPS
 from mixprec.ops._reference import scale_layout
+from mixprec.ops.norm_quantize import norm_quantize_op
 
 
 def same_quantized(got: mixprec.Quantized, want: mixprec.Quantized) -> None:
@@ -39,3 +43,18 @@ def test_public_functions(backend: str) -> None:
     q, total = norm_quantize(x, "bf16", subtract_mean=True, scale=2.0)
     assert total is x
     ind.assert_same_bits(q.data, (y * 2).bfloat16())
+
+
+@for_each("subtract_mean", [True, False])
+def test_special_values(backend: str, subtract_mean: bool) -> None:
+    """NaN and Inf make their row NaN, and no other; a constant row is 0 (LayerNorm) or finite."""
+    x = normal((6, 300), torch.float32)
+    x[1, 299], x[3, 0], x[4] = math.inf, math.nan, 0.0
+    data, _, scale_inv, _, amax, *_ = norm_quantize_op(
+        x, None, None, None, 1e-5, subtract_mean, torch.float8_e4m3fn, None, False, "row", True
+    )
+    bad = torch.tensor([False, True, False, True, False, False])
+    assert torch.equal(data.float().isnan().any(1), bad)
+    assert (data[4].float() == 0).all()
+    assert scale_inv[[1, 3, 4], 0].tolist() == [1.0] * 3
+    assert amax.isnan()

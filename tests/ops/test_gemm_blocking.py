@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
-from cases import name, small_integers, transposed
+from cases import contiguous, name, small_integers, transposed
 from products import check_close, check_exact, product
 from test_gemm_scales import scaled
 
@@ -24,15 +25,12 @@ CPU_SIZES = (
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> None:
+    set_threads(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=name)
-def test_sums_are_exact(dtype: torch.dtype, threads: int) -> None:
+def test_sums_are_exact(dtype: torch.dtype, threads: None) -> None:
     for i, (m, n, k) in enumerate(CPU_SIZES):
         a, b = small_integers((m, k), dtype, seed=i), small_integers((k, n), dtype, seed=-i)
         want = a.float() @ b.float()
@@ -67,15 +65,13 @@ def test_operands_larger_than_the_packing_buffer(two_threads: None) -> None:
 
 @pytest.mark.parametrize("at", [0, 511, 3000, 4099])
 @pytest.mark.parametrize(("m", "n"), [(500, 33), (20, 1100)])
-def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int, m: int, n: int, threads: int) -> None:
-    """K ends with a few elements of their own."""
-    k = 4100
-    for of_a in (True, False):
-        a, b = torch.zeros(m, k).bfloat16(), torch.zeros(k, n).bfloat16()
+def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int, m: int, n: int, threads: None) -> None:
+    """K ends with a few elements of their own. Of either operand, in whole panels and remainders,
+    whichever way they are packed."""
+    orders = (contiguous, transposed)
+    for of_a, place, order in itertools.product((True, False), (0, 1, 18, -1), orders):
+        a, b = torch.zeros(m, 4100).bfloat16(), torch.zeros(4100, n).bfloat16()
         a[:, at], b[at] = 2.0**60, 2.0**60
-        if of_a:
-            a[m // 2 :, at] = 2.0**-130
-        else:
-            b[at, 20] = 2.0**-130
-        got = mixprec.gemm(a, b, out_dtype=torch.float32)
-        assert torch.equal(got.double(), a.double() @ b.double())
+        (a[:, at] if of_a else b[at])[place] = 2.0**-130
+        got = mixprec.gemm(order(a), order(b), out_dtype=torch.float32)
+        assert torch.equal(got, a[:, at, None].float() * b[at].float())

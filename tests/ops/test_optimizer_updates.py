@@ -1,34 +1,29 @@
-"""The optimizers' public functions: what they pass on and refuse, and lists that are split."""
+"""The optimizers' public functions: what they pass on and refuse."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from cases import WRITABLE, for_each
+from cases import for_each
 from emulated.agreement import assert_bits, moved, tensors
 from emulated.values.test_updates import (
     BF16,
     F32,
-    KINDS,
     RULES,
     Mix,
     arguments,
+    every_op,
     every_rule,
     mixes,
 )  # fmt: skip
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mixprec import ops
 from mixprec.ops._dispatch.op import OPS
 
 STATES = {"adamw_": ("exp_avgs", "exp_avg_sqs"), "sgd_": ("momentum_buffers",),
           "lion_": ("exp_avgs",), "muon_direction_": ("momentum_buffers",)}  # fmt: skip
-# A rule for each of them.
-every_op = pytest.mark.parametrize("rule", ["decoupled", "momentum", "lion", "muon"])
 
 
 def call(rule: str, args: list[Any], **changes: Any) -> None:
@@ -74,7 +69,6 @@ T = torch.ones(3)
         ({"states": [T.bfloat16()]}, ValueError, r"STATE\[0\] must have .*with indices"),
         ({"masters": [T.half()]}, ValueError, r"masters\[0\] must have dtype float32"),
         ({"steps": [T[:1]]}, TypeError, "steps must be a torch.Tensor, got list"),
-        ({"steps": torch.zeros(1).long()}, ValueError, "steps must have dtype float32"),
         ({"steps": torch.zeros(2)}, ValueError, r"steps must have shape .* = \(1,\)"),
         ({"max_value": 0.0}, ValueError, "max_value must be positive"),
         ({"stochastic_rounding": True}, ValueError, r"indices must have one number per param \(1"),
@@ -112,28 +106,3 @@ def test_nothing_is_written_before_an_error_in_the_last_tensor(backend: str, rul
 def test_no_params() -> None:
     for rule in RULES:
         call(rule, arguments(rule, []))
-
-
-@given(st.sampled_from([*RULES]), st.integers(0, 1 << 30), st.integers(1, 100), st.booleans())
-def test_split_and_permuted_lists_give_the_same_bits(
-    rule: str, seed: int, count: int, masters: bool
-) -> None:
-    """Of mixed dtypes and layouts."""
-    rng = random.Random(seed)
-    kinds = [kind for kind in KINDS if (kind[1] is not None) is masters]
-    mixed = [rng.choice(mixes(*rng.choice(kinds))) for _ in range(count)]
-    shapes = [rng.choice([(0,), (), (5,), (16, 3)]) for _ in range(count)]
-    layouts = rng.sample(WRITABLE, len(WRITABLE))
-    options = {"stochastic_rounding": not masters, "seed": seed}
-    whole, parts = (arguments(rule, mixed, shapes, layouts, **options) for _ in range(2))
-    call(rule, whole)
-    order, states = rng.sample(range(count), count), RULES[rule][1]
-    cut = rng.randrange(count + 1)
-    at = OPS["adamw_"].arguments.index("indices")
-    for part in (order[:cut], order[cut:]):
-        some = [[tensors[i] for i in part] for tensors in parts[:2]]
-        some += [[kept[k * count + i] for k in range(states) for i in part] for kept in parts[2:4]]
-        indices = [parts[at][i] for i in part]
-        some.append([parts[4][i] for i in part] if masters else [])
-        call(rule, [*some, parts[5][part], *parts[6:at], indices, *parts[at + 1 :]])
-    assert_bits(tensors(parts[:5]), tensors(whole[:5]))

@@ -1,13 +1,12 @@
-"""quantize, the public function, and its rule. test_values.py has every dtype, shape and layout."""
+"""quantize, the public function, and what it returns. test_values.py has the values."""
 
 from __future__ import annotations
 
-import math
-
 import independent as ind
 import numpy as np
+import pytest
 import torch
-from cases import for_each, from_bits, normal
+from cases import contiguous, for_each, from_bits, normal, transposed
 
 import mixprec
 from mixprec.ops._dispatch.op import OPS
@@ -29,27 +28,6 @@ def test_a_code_does_not_depend_on_its_position(backend: str, tail: int) -> None
         for value in ties[::4]:
             codes = ind.bits(mixprec.quantize(value.repeat(64 + tail), spec.dtype, scale=1.0).data)
             assert (codes == codes[0]).all(), f"{spec.name}: {value.item()} at {np.diff(codes)}"
-
-
-def test_the_rule_in_plain_numbers(backend: str) -> None:
-    """A few cases that a reader can check by eye."""
-    inf, nan = math.inf, math.nan
-    cases = {
-        ("e4m3", 1.0): [(448.0, 0x7E), (449.0, 0x7E), (1e30, 0x7E), (-1e30, 0xFE), (inf, 0x7F)],
-        ("e4m3", 2.0**120): [(3e38, 0x7E), (-3e38, 0xFE), (inf, 0x7F), (nan, 0x7F), (-0.0, 0x80)],
-        ("e5m2", 1.0): [(57344.0, 0x7B), (61440.0, 0x7B), (-1e9, 0xFB), (inf, 0x7C), (-inf, 0xFC)],
-        ("e5m2", 2.0**120): [(3e38, 0x7B), (-3e38, 0xFB), (inf, 0x7C), (nan, 0x7F), (0.0, 0x00)],
-        ("fp16", 1.0): [(65504.0, 0x7BFF), (65519.0, 0x7BFF), (65520.0, 0x7C00), (-inf, 0xFC00)],
-        ("bf16", 1.0): [(3.4e38, 0x7F80), (1.00390625, 0x3F80), (1.01171875, 0x3F82)],
-        ("e4m3", 2.0): [(2.0**-11, 0x00), (2.0**-11 * 1.001, 0x01), (1.5 * 2.0**-9, 0x03)],
-    }
-    for (fmt, scale), pairs in cases.items():
-        x = torch.tensor([value for value, _ in pairs])
-        got = ind.bits(mixprec.quantize(x, fmt, scale=scale).data)
-        is_nan = np.isnan(ind.values(x))
-        want = np.array([code for _, code in pairs], got.dtype)
-        assert np.array_equal(got[~is_nan], want[~is_nan]), (fmt, scale, got)
-        assert np.isnan(ind.decode_table(getattr(ind, fmt.upper()))[got[is_nan]]).all()
 
 
 @for_each("granularity", GRANULARITIES)
@@ -77,6 +55,29 @@ def test_fields(backend: str, transpose: bool, granularity: str) -> None:
         back = OPS["dequantize"](q.data, q.scale_inv, torch.float16)
         ind.assert_same_bits(mixprec.dequantize(q, torch.float16), back)
     assert np.array_equal(ind.bits(x), before)
+
+
+@for_each("granularity", GRANULARITIES)
+def test_t_and_transposed(backend: str, granularity: str) -> None:
+    x = normal((150, 260), torch.float32)
+    wide = mixprec.dequantize(mixprec.quantize(x, "e4m3", granularity=granularity))
+    for transpose in (False, True):
+        q = mixprec.quantize(x, "e4m3", transpose=transpose, granularity=granularity)
+        t = q.t()
+        assert t.shape == (260, 150)
+        ind.assert_same_bits(mixprec.dequantize(t), contiguous(wide.t()), "t() keeps the values")
+        ind.assert_same_bits(t.t().data, q.data)
+        ind.assert_same_bits(t.t().scale_inv, q.scale_inv)
+        copied = transpose and granularity in ("tensor", "block128x128")
+        assert t.data.is_contiguous() == copied
+        assert t.scale_inv.data_ptr() == q.scale_inv.data_ptr(), "a view"
+    other = q.transposed()
+    want = mixprec.quantize(transposed(x).t(), "e4m3", granularity=granularity)
+    ind.assert_same_bits(mixprec.dequantize(other), mixprec.dequantize(want))
+    with pytest.raises(ValueError, match=r"^Quantized\.transposed: .*transpose=True"):
+        want.transposed()
+    with pytest.raises(ValueError, match=r"Quantized\.t: data must be 2-D"):
+        mixprec.quantize(x[0], "e4m3", granularity=granularity).t()
 
 
 def test_one_compiled_function_reads_the_scale_of_each_call(

@@ -9,6 +9,7 @@ from emulated.values.test_casts import *  # noqa: F403 (the tests, with the fixt
 from emulated.values.test_fused import *  # noqa: F403
 from emulated.values.test_grads import *  # noqa: F403
 from emulated.values.test_mx_values import *  # noqa: F403
+from emulated.values.test_pack_values import *  # noqa: F403
 from emulated.values.test_scale_values import *  # noqa: F403
 from emulated.values.test_updates import *  # noqa: F403
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from cases import GRADS, normal
@@ -10,20 +11,18 @@ from cases import GRADS, normal
 from mixprec.ops import grad_stats_, unscale_
 
 
-def test_sums_have_the_same_bits_for_any_number_of_threads() -> None:
+def test_sums_have_the_same_bits_for_any_number_of_threads(
+    set_threads: Callable[[int], None],
+) -> None:
     """Of the kernels; the reference sums in torch's order."""
     grads = [normal((n,), d, seed=n) for n in (300_001, 17, 70_000) for d in GRADS]
     grads.append(normal((301, 997), torch.float32).t())
-    before = torch.get_num_threads()
-    try:
-        seen = set()
-        for threads in (1, 2, 3, 1, 2):
-            torch.set_num_threads(threads)
-            sum_sq = torch.zeros(len(grads), dtype=torch.float64)
-            grad_stats_(grads, torch.tensor(0.3), torch.zeros(1), sum_sq)
-            seen.add(tuple(sum_sq.tolist()))
-    finally:
-        torch.set_num_threads(before)
+    seen = set()
+    for threads in (1, 2, 3, 1, 2):
+        set_threads(threads)
+        sum_sq = torch.zeros(len(grads), dtype=torch.float64)
+        grad_stats_(grads, torch.tensor(0.3), torch.zeros(1), sum_sq)
+        seen.add(tuple(sum_sq.tolist()))
     assert len(seen) == 1
 
 
