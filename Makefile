@@ -105,18 +105,9 @@ gpu-test: needs-gpu-test $(READY)
 gpu-bench: needs-gpu-test $(READY)
 	@$(UNATTENDED) --jobs bench $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 
-# A GPT that fills the GPU (about 160 million parameters, 16,384 bytes of text a step), five
-# precisions, four minutes on an H200 if it reaches half of its peak.
-GPU_TRAIN := --layers 12 --width 1024 --context 1024 --batch 16 --steps 150 --lr 6e-4
 #: make gpu-train train a GPT of 160 million parameters on the GPU in five precisions
-gpu-train: needs-build $(READY)
-	@rm -rf build/gpu-train && mkdir -p build/run
-	@out="$(OUT)"; [ -n "$$out" ] || out="bench/results/$$(cd build/run && $(WITH) "$(PY)" -c \
-	  'from mixprec.bench import device; print(device.folder_name(device.name()))')"; mkdir -p "$$out"; \
-	$(WITH) "$(PY)" examples/train_gpt.py --device cuda $(GPU_TRAIN) --out build/gpu-train $(ARGS); \
-	status=$$?; for file in results.json loss.png; do \
-	  [ ! -f build/gpu-train/$$file ] || cp build/gpu-train/$$file "$$out/train-gpt-$$file"; done; \
-	exit $$status
+gpu-train: needs-gpu-test $(READY)
+	@$(UNATTENDED) --jobs train $(ARGS)
 
 #: make clean   remove .venv, build/ and everything compiled
 #:

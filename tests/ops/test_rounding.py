@@ -1,12 +1,18 @@
-"""Philox, whose bits rounding and packing use. test_values.py has what is rounded with them."""
+"""Philox, and that what is rounded with its bits is right on average. test_values.py has values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import independent as ind
+import independent_mx as mx
 import torch
 from cases import for_each
 
+import mixprec
+from mixprec.ops import pack, sgd_, unpack
 from mixprec.ops._reference import rounding
+from mixprec.ops.pack import BITS
 
 # Random123's known answers for Philox4x32-10: counter, key (low word first), result.
 KNOWN = [
@@ -26,3 +32,55 @@ def test_philox_known_answers(counter: tuple, key: tuple, want: tuple) -> None:
     got = rounding.philox(tuple(torch.tensor([c]) for c in counter), seed)
     assert got.tolist() == [list(want)]
     assert ind.philox(counter, seed) == list(want)
+
+
+# --- right on average ----------------------------------------------------------------------------
+
+DRAWS = 1 << 20
+Rounded = Callable[
+    [float], torch.Tensor
+]  # the share of the way from 1 up -> 0 for 1, 1 for the next
+
+
+def stored(part: float) -> torch.Tensor:
+    """In a bf16 param: p - (p - value) * 1, exactly."""
+    param, values = torch.zeros(DRAWS).bfloat16(), torch.full((DRAWS,), 1 + part * 2.0**-7)
+    options = {"lr": 1.0, "stochastic_rounding": True, "seed": 3, "indices": [0]}
+    sgd_([param], [-values], [], [], torch.zeros(1), **options)
+    return (param.double() - 1) * 2.0**7
+
+
+def packed(bits: int) -> Rounded:
+    def run(part: float) -> torch.Tensor:
+        x = torch.full((DRAWS // 128, 128), 1 + part)
+        x[:, 0], x[:, 1] = 0.0, 2**bits - 1
+        return unpack(*pack(x, bits, seed=11, counter=bits), bits, x.shape)[:, 2:].double() - 1
+
+    return run
+
+
+def in_blocks(fmt: str) -> Rounded:
+    spec, size = mx.BLOCKS[fmt]
+    granularity, unit = ("nvfp4", 448.0) if fmt == "nvfp4" else ("mx", 1.0)
+
+    def run(part: float) -> torch.Tensor:
+        x = torch.full((DRAWS // size, size), 1 + part * 2.0**-spec.mantissa_bits)
+        x[:, 0] = spec.max  # which is exact, and with which the scale is `unit`
+        q = mixprec.quantize(x * unit, spec.name, granularity=granularity, seed=5)
+        return (mixprec.dequantize(q)[:, 1:].double() / unit - 1) * 2.0**spec.mantissa_bits
+
+    return run
+
+
+ROUNDED = {"bf16": stored, **{f"{bits} bits": packed(bits) for bits in BITS}}
+ROUNDED |= {fmt: in_blocks(fmt) for fmt in mx.BLOCKS}
+
+
+@for_each("part", [0.0007, 0.25, 0.5, 0.7503, 0.999])
+@for_each("kind", ROUNDED)
+def test_only_the_two_neighbours_and_on_average_the_value(kind: str, part: float) -> None:
+    """Of 10^6 draws. Those of a row may share random bits: the deviation is that of their means."""
+    up = ROUNDED[kind](part)
+    assert set(up.unique().tolist()) == {0.0, 1.0}
+    means = up.view(1024, -1).mean(1)
+    assert abs(up.mean() - part) < 4.5 * means.std() / 32 + 2.0**-16
