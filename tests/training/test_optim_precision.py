@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import name
-from optimizers import (
-    LOW,
-    MOMENTS,
-    Kind,
-    Run,
-    assert_same,
-    kinds,
-    mixed,
-    parameters,
-    set_grads,
-)
+from optimizers import LOW, MOMENTS, Kind, Run, assert_same, kinds, mixed, parameters
 
 from mixprec.optim import SGD, Adam, AdamW, Lion
 
@@ -97,29 +87,6 @@ def test_the_seed_decides_every_bit(kind: Kind, mix: dict) -> None:
         for other in runs[i + 2 :]:
             pairs = zip(run.tensors(), other.tensors(), strict=True)
             assert any(not torch.equal(a, b) for a, b in pairs)
-
-
-@kinds
-def test_noise_depends_on_a_params_place_only(kind: Kind) -> None:
-    """Not on the groups, on who else has a gradient, nor on groups that are added later."""
-    runs = []
-    for case in ("plain", "groups", "no gradient", "added"):
-        params = parameters(torch.bfloat16, [(65,)] * 4)
-        groups: Any = params[:3]
-        if case == "groups":
-            groups = [{"params": params[:1]}, {"params": params[1:3]}]
-        optimizer = kind(groups, lr=0.01, stochastic_rounding=True, state_dtype=torch.bfloat16)
-        for step in range(4):
-            set_grads(params, step)
-            if case == "no gradient":
-                params[1].grad = None
-            if case == "added" and step == 2:
-                optimizer.add_param_group({"params": params[3]})
-            optimizer.step()
-        states = [optimizer.state[params[i]].values() for i in (0, 2)]
-        runs.append([params[0].detach(), params[2].detach(), *states[0], *states[1]])
-    for run in runs[1:]:
-        assert_same(run, runs[0])
 
 
 def test_two_params_and_two_steps_get_different_noise() -> None:

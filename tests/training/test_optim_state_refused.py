@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import name
-from optimizers import (
-    KINDS,
-    SHAPES,
-    Kind,
-    Run,
-    assert_same,
-    kinds,
-    parameters,
-    through_a_file,
-)
+from optimizers import KINDS, SHAPES, Kind, Run, assert_same, kinds, parameters, through_a_file
 
 from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
