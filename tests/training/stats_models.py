@@ -16,13 +16,9 @@ Row = dict[str, Any]
 
 
 def of(monitor: Monitor, layer: str, tensor: str, sample: int = -1) -> Row:
-    found = [
-        row
-        for row in monitor.records[sample]["tensors"]
-        if (row["layer"], row["tensor"]) == (layer, tensor)
-    ]
-    assert len(found) == 1, (layer, tensor, found)
-    return found[0]
+    rows = monitor.records[sample]["tensors"]
+    (found,) = (row for row in rows if (row["layer"], row["tensor"]) == (layer, tensor))
+    return found
 
 
 def one_linear(recipe: str = "fp8", bias: bool = True) -> nn.Sequential:

@@ -1,17 +1,20 @@
-"""fp32_state_dict, the weights that are trained."""
+"""fp32_state_dict, the weights that are trained, and AveragedModel, their averages in FP32."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from cases import normal
 from optimizers import LOW, Kind, Run, assert_same, kinds, master_of, through_a_file
+from torch.optim import swa_utils
 
-from mixprec.optim import SGD, AdamW, fp32_state_dict
+import mixprec
+from mixprec.optim import SGD, AdamW, AveragedModel, fp32_state_dict
 
 
 class Net(torch.nn.Module):
@@ -125,3 +128,44 @@ def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert fp32_state_dict(model, optimizer)["weight"].isnan().tolist() == [[True, False]]
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.999)},
+    "avg_fn": {"avg_fn": swa_utils.get_ema_avg_fn(0.9), "use_buffers": True},
+}
+
+
+def model_of(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+    return model.append(mixprec.convert(torch.nn.Linear(16, 4), "bf16")).to(dtype)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("masters", ["fp32", "remainder16"])
+def test_the_average_is_that_of_the_masters(average: str, masters: str) -> None:
+    """Torch's average of an FP32 model that holds the masters' values, in every bit."""
+    model = model_of(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-4, master_weights=masters)
+    averaged = AveragedModel(model, optimizer, **AVERAGES[average])
+    wide = copy.deepcopy(model).float()
+    expected = swa_utils.AveragedModel(wide, **AVERAGES[average])
+    for step in range(5):
+        model(normal((8, 8), torch.bfloat16, seed=step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+        wide.load_state_dict(fp32_state_dict(model, optimizer))
+        expected.update_parameters(wide)
+    got, want = (dict(each.state_dict()) for each in (averaged, expected))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_before_a_step_and_params_of_no_optimizer() -> None:
+    model = torch.nn.Linear(4, 4).half()
+    averaged = AveragedModel(model, [AdamW([model.weight])])
+    averaged.update_parameters(model)
+    assert torch.equal(averaged.module.weight, model.weight.float())
+    assert torch.equal(averaged.module.bias, model.bias.float())

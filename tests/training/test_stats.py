@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import torch
+from checkpoint_runs import as_bytes
 from stats_models import by_hand, measured, of, one_linear, one_step
 from torch import nn
 
@@ -80,9 +81,7 @@ def test_fp16_overflows_to_inf_and_underflows_to_zero() -> None:
     model = one_linear("fp16", bias=False)
     x = torch.ones(4, 16)
     x[0, 0], x[0, 1], x[0, 2], x[0, 3] = 70000.0, -1e9, 1e-9, 65519.0
-    with Monitor(model, sqnr=True) as monitor:
-        y = one_step(model, x)
-        monitor.step()
+    monitor, y = measured(model, x, sqnr=True), model(x)
     row = of(monitor, "0", "x")
     assert (row["overflow"], row["underflow"]) == (2 / 64, 1 / 64)
     assert (row["inf"], row["nan"], row["scale_min"]) == (0, 0, 1.0)
@@ -234,14 +233,10 @@ def test_a_model_is_as_before_after_it_was_measured() -> None:
     parts = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 4, 1))
     model = mixprec.convert(nn.Sequential(*parts), "fp8-delayed")
     x = torch.randn(2, 3, 8, 8)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    staged = [(b, b.clone()) for b in model.buffers()]
-    state = torch.get_rng_state()
+    parts = [*model.parameters(), *model.buffers()]
+    before = as_bytes([parts, model.state_dict(), torch.get_rng_state()])
     found = products.model_sqnr(model, lambda: model(x).square().sum().backward())
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, t in model.state_dict().items():
-        assert torch.equal(t, before[name]), name
-    assert all(torch.equal(b, value) for b, value in staged)
+    assert as_bytes([parts, model.state_dict(), torch.get_rng_state()]) == before
     assert not any(m._forward_hooks for m in model.modules())
     assert found.keys() == {"0", "3"}
     assert found["0"].keys() == {"recipe", "x", "w", "g", "y", "grad_weight", "remedy"}
