@@ -32,11 +32,13 @@ def one_step(model: nn.Module, x: torch.Tensor, g: torch.Tensor | None = None) -
     return y
 
 
-def measured(model: nn.Module, *xs: torch.Tensor, **options: Any) -> Monitor:
+def measured(
+    model: nn.Module, *xs: torch.Tensor, g: torch.Tensor | None = None, **options: Any
+) -> Monitor:
     """A step of each x, all of them sampled."""
     with Monitor(model, every=1, **options) as monitor:
         for x in xs:
-            one_step(model, x)
+            one_step(model, x, g)
             monitor.step()
     return monitor
 

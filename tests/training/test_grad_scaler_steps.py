@@ -50,16 +50,6 @@ def test_a_positional_closure_is_refused_and_none_is_not(make: Make) -> None:
     scaler.update()
 
 
-def test_a_step_that_fails_leaves_no_trace_on_the_optimizer() -> None:
-    p, scaler = param(4), GradScaler()
-    optimizer = our_adamw([p])
-    iterate(scaler, optimizer)
-    optimizer.state[p]["exp_avg"] = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"exp_avgs\[0\] must have"):
-        iterate(scaler, optimizer)
-    assert optimizer._current_scaling() == (None, None)
-
-
 @every_optimizer
 def test_flags_of_any_value_and_shape_are_taken(make: Make) -> None:
     """Two ranks that both overflow make 2.0, for which torch's fused optimizers do the step.

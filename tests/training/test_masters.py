@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import normal
-from optimizers import Params, Run, assert_same, set_grads, through_a_file, widened
+from optimizers import Params, Run, assert_same, clones, set_grads, through_a_file
 
 import mixprec
 from mixprec.optim import Masters, fp32_state_dict
@@ -42,7 +42,7 @@ def params_of(*dtypes: torch.dtype) -> Params:
 def test_equals_fp32_weights_that_are_rounded(kind: type, clip: float | None) -> None:
     """Also across an overflow, a scheduler, and params that get gradients later."""
     params = params_of(torch.bfloat16, torch.float16, torch.float32)
-    masters = widened(params)
+    masters = clones(params, torch.float32)
     ours = Masters(kind, params, max_grad_norm=clip, **KINDS[kind])
     torchs = kind(masters, **KINDS[kind])
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, torchs)]

@@ -10,6 +10,7 @@ import torch
 from cases import name
 from optimizers import LOW, Kind, Run, assert_same, clones, kinds, mixed, parameters, set_grads
 
+from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import AdamW
 
 
@@ -169,11 +170,15 @@ def test_a_state_that_someone_clears(kind: Kind) -> None:
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
 def test_dtypes_are_checked_again_at_the_step(key: str) -> None:
-    """FSDP and others write optimizer.state themselves, cast to the param's dtype."""
+    """FSDP and others write optimizer.state themselves, cast to the param's dtype. A step that
+    fails leaves no trace of its scaler on the optimizer."""
+    scaler = GradScaler()
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         run = Run(AdamW, torch.bfloat16).train()
         run.states[3][key] = run.states[3][key].to(dtype)
         before = run.copies()
+        set_grads(run.params, 1, scaler.scale(torch.ones(())).item())
         with pytest.raises(ValueError, match=rf"adamw_: {key}s\[3\] must have dtype float32"):
-            run.train()
+            scaler.step(run.optimizer)
         assert_same(run.tensors(), before)
+        assert run.optimizer._current_scaling() == (None, None)

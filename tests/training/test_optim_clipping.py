@@ -42,16 +42,9 @@ def test_each_group_may_have_its_own_limit(kind: Kind) -> None:
     """
     params = parameters(shapes=[(3, 5), (0,), (), (129,), (7,), (2, 3, 5)])
     other = clones(params)
+    groups = ((0, 1, 0.01), (1, 4, 0.02), (4, 5, 0.1), (5, 6, 0.01))
     optimizer, expected = (
-        kind(
-            [
-                {"params": ps[:1]},
-                {"params": ps[1:4], "lr": 0.02},
-                {"params": ps[4:5], "lr": 0.1},
-                {"params": ps[5:]},
-            ],
-            lr=0.01,
-        )
+        kind([{"params": ps[first:end], "lr": lr} for first, end, lr in groups])
         for ps in (params, other)
     )
     optimizer.max_grad_norm = 0.5

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import name
-from optimizers import (
-    KINDS,
-    SHAPES,
-    Kind,
-    Run,
-    assert_same,
-    kinds,
-    parameters,
-    set_grads,
-    through_a_file,
-)
+from optimizers import KINDS, Kind, Run, assert_same, kinds, parameters, set_grads, through_a_file
 
 from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
@@ -201,7 +191,7 @@ def damage(moment: str) -> list[tuple[Callable[[dict], object], str]]:
 
 @pytest.mark.parametrize("kind", [KINDS["AdamW"], KINDS["nesterov"]], ids=str)
 def test_a_damaged_state_is_refused_and_changes_nothing(kind: Kind) -> None:
-    run = Run(kind, parameters(shapes=(*SHAPES, (65, 70))), state_dtype="int8").train(2)
+    run = Run(kind, [*parameters(), *parameters(shapes=[(65, 70)])], state_dtype="int8").train(2)
     cases = damage("momentum_buffer" if kind.ours is SGD else "exp_avg")
     cases = [(change, f"^{kind}.load_state_dict: .*{message}") for change, message in cases]
     cases += [  # which torch refuses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from cases import name
 from optimizers import LOW, MOMENTS, Kind, Run, assert_same, kinds, mixed, parameters
 
-from mixprec.optim import SGD, Adam, AdamW, Lion
+from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
 
 @kinds
@@ -89,15 +90,20 @@ def test_the_seed_decides_every_bit(kind: Kind, mix: dict) -> None:
             assert any(not torch.equal(a, b) for a, b in pairs)
 
 
-def test_two_params_and_two_steps_get_different_noise() -> None:
-    """The same numbers twice: where they are rounded differs."""
-    params = [torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizer = SGD(params, lr=2.0**-9, stochastic_rounding=True)
+@pytest.mark.parametrize(
+    "make",
+    [partial(SGD, lr=2.0**-9), partial(Muon, lr=2.0**-9 * 512**0.5, weight_decay=0.0, ns_steps=0)],
+    ids=["SGD", "Muon"],
+)
+def test_two_params_and_two_steps_get_different_noise(make: Callable) -> None:
+    """The same numbers twice, which move by half a unit: where they are rounded differs."""
+    params = [torch.nn.Parameter(torch.ones(1, 512, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = make(params, stochastic_rounding=True)
     seen = set()
     for _ in range(2):
         for p in params:
             p.data.fill_(1.0)
             p.grad = torch.ones_like(p)
         optimizer.step()
-        seen |= {tuple(p.tolist()) for p in params}
+        seen |= {tuple(p[0].tolist()) for p in params}
     assert len(seen) == 4

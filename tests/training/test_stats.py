@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from checkpoint_runs import as_bytes
 from stats_models import by_hand, measured, of, one_linear, one_step
@@ -22,9 +23,7 @@ def test_an_fp8_cast_by_hand() -> None:
     x = torch.randn(8, 16)
     x[0, 0], x[1, 1], x[2, 2] = 100.0, 1e-6, 0.0
     g = torch.randn(8, 24)
-    with Monitor(model, sqnr=True) as monitor:
-        y = one_step(model, x, g)
-        monitor.step()
+    monitor, y = measured(model, x, g=g, sqnr=True), model(x)
     for tensor, t, fmt in (("x", x, E4M3), ("w", model[0].weight.detach(), E4M3), ("g", g, E5M2)):
         row = of(monitor, "0", tensor)
         amax = t.abs().max().item()
@@ -194,9 +193,7 @@ def test_clipped_outputs_are_counted() -> None:
     recipe = mixprec.Recipe("fp16", FP16, FP16, FP16, clip_activations=True)
     model = mixprec.convert(nn.Sequential(nn.Linear(16, 24, bias=False)), recipe).half()
     nn.init.ones_(model[0].weight)
-    with Monitor(model) as monitor:
-        model(torch.full((2, 16), 60000.0).half())
-        monitor.step()
+    monitor = measured(model, torch.full((2, 16), 60000.0).half())
     assert monitor.records[0]["clipped"] == {"0": 48}
     assert "48 activations clipped" in monitor.table()
 
@@ -218,11 +215,7 @@ def test_products_by_hand() -> None:
         "grad_weight": sqnr(g.double().t() @ plain.double(), qg.t() @ qx),
     }
     found = products.product_sqnr(layer, x, g)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        got = found[name]
-        assert got is not None
-        assert math.isclose(got, value, abs_tol=1e-4), name
+    assert found == pytest.approx(expected, abs=1e-4)
     assert layer.weight.grad is None
     layer.weight.requires_grad_(False)
     assert products.product_sqnr(layer, plain, g).keys() == {"x", "w", "g", "y"}
