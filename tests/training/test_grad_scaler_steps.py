@@ -138,11 +138,10 @@ def test_fp16_sparse_gradients_are_added_up_before_they_are_checked() -> None:
     assert [flag.item() for flag in flags.values()] == [1.0]
 
 
-SCALERS = (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
-
-
 @every_way
-@pytest.mark.parametrize("kind", [None, *SCALERS], ids=name)
+@pytest.mark.parametrize(
+    "kind", [None, GradScaler, torch.amp.GradScaler, ShardedGradScaler], ids=name
+)
 def test_last_step_skipped_of_an_optimizer(
     kind: type[torch.amp.GradScaler] | None, explicit: bool, one_rank: None
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,23 +107,16 @@ def test_every_found_inf_that_is_not_zero_skips(kind: Kind) -> None:
         assert (optimizer.state[p]["step"].item(), optimizer.skipped.item()) == (0, 1)
 
 
-def forbid_synchronization(patched: pytest.MonkeyPatch) -> None:
-    """All that would wait for a device raises."""
-
-    def synchronizes(*args: object) -> None:
-        raise AssertionError("this waits for the device")
-
-    for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
-        patched.setattr(torch.Tensor, method, synchronizes)
-    for function in ("equal", "is_nonzero", "allclose"):
-        patched.setattr(torch, function, synchronizes)
-
-
 @pytest.mark.filterwarnings("ignore:GradScaler.unscale_. unscaled gradients are rounded")
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a scaler, with one, and with unscale_; NaN in the last step."""
+    synchronizes = Mock(side_effect=AssertionError("this waits for the device"))
+    methods = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu")
     with monkeypatch.context() as patched:
-        forbid_synchronization(patched)
+        for method in methods:
+            patched.setattr(torch.Tensor, method, synchronizes)
+        for function in ("equal", "is_nonzero", "allclose"):
+            patched.setattr(torch, function, synchronizes)
         for kind in KINDS.values():
             for mix in kind.mixes:
                 params = mixed()
