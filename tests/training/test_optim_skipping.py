@@ -111,9 +111,8 @@ def test_every_found_inf_that_is_not_zero_skips(kind: Kind) -> None:
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a scaler, with one, and with unscale_; NaN in the last step."""
     synchronizes = Mock(side_effect=AssertionError("this waits for the device"))
-    methods = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu")
     with monkeypatch.context() as patched:
-        for method in methods:
+        for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
             patched.setattr(torch.Tensor, method, synchronizes)
         for function in ("equal", "is_nonzero", "allclose"):
             patched.setattr(torch, function, synchronizes)

@@ -16,7 +16,6 @@ from scalers import OURS, TORCHS, Make, torch_fused, torch_plain
 
 from mixprec.amp.grad_scaler import GradScaler
 
-Optimizer = torch.optim.Optimizer
 Call = tuple[str, tuple]
 NO_MINIMUM = 1e-38  # so low that ours, like torch, has none
 TORCH_FOR = dict(zip(OURS, TORCHS, strict=False))  # what torch runs in place of ours

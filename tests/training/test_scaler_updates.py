@@ -60,10 +60,8 @@ def test_counters(make: Make, explicit: bool) -> None:
 
 @every_optimizer
 def test_the_callback_after_many_skips_gets_the_report_and_may_raise(make: Make) -> None:
-    optimizer, callback = (
-        make([("weight", param(4))]),
-        Mock(side_effect=[None] * 3 + [TimeoutError]),
-    )
+    callback = Mock(side_effect=[None] * 3 + [TimeoutError])
+    optimizer = make([("weight", param(4))])
     scaler = GradScaler(max_consecutive_skips=2, on_max_skips=callback)
     for bad in ([INF], [NAN], [], [INF], [INF, NAN], [INF], [INF], [INF], [], [NAN]):
         iterate(scaler, optimizer, *bad)
