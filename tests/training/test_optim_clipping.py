@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import name
-from optimizers import Kind, Run, assert_same, clones, kinds, parameters, same_kinds, set_grads
+from optimizers import Kind, Run, assert_same, clones, kinds, parameters, set_grads
 
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import AdamW
@@ -34,9 +34,10 @@ def test_max_grad_value(kind: Kind, dtype: torch.dtype, scale: float) -> None:
     assert_same(run, expected)
 
 
-@same_kinds
+@kinds
 def test_each_group_may_have_its_own_limit(kind: Kind) -> None:
-    """A group with a max_grad_norm is clipped by its own norm, the others by theirs together.
+    """A group with a max_grad_norm is clipped by its own norm, the others by theirs together: the
+    matrices of Muon and its other params, too.
 
     After unscaling, where a scaler drives the step; and the gradients stay as they are.
     """
