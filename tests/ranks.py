@@ -37,10 +37,6 @@ PRELOAD = (  # torch._dynamo, which DDP imports, takes longest
 )
 
 
-class RankError(AssertionError):
-    """A rank raised, or did not end in time; the message holds every rank's traceback."""
-
-
 def _rank_main(
     rank: int,
     world: int,
@@ -78,8 +74,8 @@ def on_ranks(
 ) -> list[Any]:
     """What `function(**options)` returned on each rank, or KILLED where it ended its process.
 
-    Both must be picklable. timeout: seconds until a rank gives up on the others. Raises RankError,
-    with the tracebacks, where a rank raised or hung; no process is left behind.
+    Both must be picklable. timeout: seconds until a rank gives up on the others. Raises
+    AssertionError with the tracebacks where a rank raised or hung; no process is left behind.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, function.__module__])
@@ -125,5 +121,5 @@ def _results(ranks: list[Any], folder: str) -> list[Any]:
     if hung or raised:
         lines = [f"rank {rank} raised\n{text}" for rank, text in sorted(raised.items())]
         lines += [f"rank {rank} did not end and was killed" for rank in hung]
-        raise RankError("\n".join(lines))
+        raise AssertionError("\n".join(lines))
     return [by_rank.get(rank, {}).get("returned", KILLED) for rank in range(len(ranks))]

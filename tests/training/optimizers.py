@@ -108,8 +108,8 @@ def mixed() -> Params:
     return [torch.nn.Parameter(transposed(normal(s, d, seed=i))) for i, (s, d) in cases]
 
 
-def clones(params: Params) -> Params:
-    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+def clones(params: Params, dtype: torch.dtype | None = None) -> Params:
+    return [torch.nn.Parameter(p.detach().to(dtype or p.dtype, copy=True)) for p in params]
 
 
 def set_grads(params: Params, seed: int, scale: float = 1.0) -> None:
@@ -121,10 +121,6 @@ def tensors(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tens
     """Everything a step may write: params, then each one's state in a fixed order."""
     states = [optimizer.state[p] for p in params]
     return [p.detach() for p in params] + [s[key] for s in states for key in sorted(s)]
-
-
-def copies(optimizer: torch.optim.Optimizer, params: Params) -> list[torch.Tensor]:
-    return [t.clone() for t in tensors(optimizer, params)]
 
 
 def master_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> torch.Tensor:
@@ -177,11 +173,7 @@ class Run:
         return tensors(self.optimizer, self.params)
 
     def copies(self) -> list[torch.Tensor]:
-        return copies(self.optimizer, self.params)
-
-
-def widened(params: Params) -> Params:
-    return [torch.nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in params]
+        return [t.clone() for t in self.tensors()]
 
 
 def assert_same(got: Run | list[torch.Tensor], want: Run | list[torch.Tensor]) -> None:

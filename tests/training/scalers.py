@@ -60,7 +60,10 @@ def step(scaler: GradScaler, optimizer: Optimizer, explicit: bool = False) -> No
     scaler.update()
 
 
-def iterate(scaler: GradScaler, optimizer: Optimizer, p: torch.Tensor, *values: float) -> None:
-    """One iteration in which p's gradient starts with `values`, the rest ones."""
+def iterate(
+    scaler: GradScaler, optimizer: Optimizer, *values: float, explicit: bool = False
+) -> None:
+    """One iteration in which the param's gradient starts with `values`, the rest ones."""
+    (p,) = optimizer.param_groups[0]["params"]
     p.grad = filled(tuple(p.shape), *values, dtype=p.dtype)
-    step(scaler, optimizer)
+    step(scaler, optimizer, explicit)

@@ -16,13 +16,9 @@ Row = dict[str, Any]
 
 
 def of(monitor: Monitor, layer: str, tensor: str, sample: int = -1) -> Row:
-    found = [
-        row
-        for row in monitor.records[sample]["tensors"]
-        if (row["layer"], row["tensor"]) == (layer, tensor)
-    ]
-    assert len(found) == 1, (layer, tensor, found)
-    return found[0]
+    rows = monitor.records[sample]["tensors"]
+    (found,) = (row for row in rows if (row["layer"], row["tensor"]) == (layer, tensor))
+    return found
 
 
 def one_linear(recipe: str = "fp8", bias: bool = True) -> nn.Sequential:
@@ -36,11 +32,13 @@ def one_step(model: nn.Module, x: torch.Tensor, g: torch.Tensor | None = None) -
     return y
 
 
-def measured(model: nn.Module, *xs: torch.Tensor, **options: Any) -> Monitor:
+def measured(
+    model: nn.Module, *xs: torch.Tensor, g: torch.Tensor | None = None, **options: Any
+) -> Monitor:
     """A step of each x, all of them sampled."""
     with Monitor(model, every=1, **options) as monitor:
         for x in xs:
-            one_step(model, x)
+            one_step(model, x, g)
             monitor.step()
     return monitor
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -207,10 +208,7 @@ def test_code_in_a_file_is_not_run_and_torchs_advice_to_run_it_not_passed_on(pat
 
 
 def test_too_little_memory_is_not_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> None:
-        raise MemoryError
-
     save_checkpoint(path, step=1)
-    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(torch, "load", Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         load_checkpoint(path)

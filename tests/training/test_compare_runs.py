@@ -10,7 +10,6 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -102,12 +101,8 @@ def test_a_shuffling_loader_gives_every_recipe_the_same_order() -> None:
 
 def test_data_that_differs_between_recipes_is_refused() -> None:
     seeds = iter(range(100))
-
-    def shuffled() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return iter(data(2, seed=next(seeds)))
-
     with pytest.raises(ValueError, match=r"same for every recipe, but step 1 of bf16 got other"):
-        mixprec.compare(MLP, shuffled)
+        mixprec.compare(MLP, lambda: iter(data(2, seed=next(seeds))))
 
 
 def test_losses_that_are_not_finite_end_the_run_but_not_the_comparison(tmp_path: Path) -> None:

@@ -17,10 +17,7 @@ import mixprec
 from mixprec.memory.compress_saved import recorded
 from mixprec.memory.packed import Saved
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*backward hooks.*"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*backward hooks.*")]
 
 
 def gradients(kind: str, bits: Any, recompute: bool) -> tuple[list[torch.Tensor], int]:

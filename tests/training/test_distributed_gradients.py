@@ -50,9 +50,7 @@ def grads_given(dtype: torch.dtype, rank: int, step: int = 0) -> list[torch.Tens
 
 
 def average(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [
-        torch.stack([t.float() for t in ts]).sum(0) / len(ts) for ts in zip(*parts, strict=True)
-    ]
+    return [sum(t.float() for t in ts) / len(ts) for ts in zip(*parts, strict=True)]
 
 
 def check_gradients(params: Any, exact: list[torch.Tensor]) -> None:

@@ -44,9 +44,7 @@ def train_stages(stages: list[int] | None, optimizer: str) -> dict[str, Any]:
     params = [p for stage in here for p in stage_params(stage)]
     scaler = mixprec.GradScaler(init_scale=1024.0, process_group=group)
     if optimizer == "mixprec":
-        optim: torch.optim.Optimizer = mixprec.optim.AdamW(
-            params, lr=0.1, max_grad_norm=0.5, process_group=group
-        )
+        optim: Any = mixprec.optim.AdamW(params, lr=0.1, max_grad_norm=0.5, process_group=group)
     else:
         optim = torch.optim.AdamW(params, lr=0.1, **{optimizer: True})
     scales, norms = [], []

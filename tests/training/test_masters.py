@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import normal
-from optimizers import Params, Run, assert_same, set_grads, through_a_file, widened
+from optimizers import Params, Run, assert_same, clones, set_grads, through_a_file
 
 import mixprec
 from mixprec.optim import Masters, fp32_state_dict
@@ -42,7 +42,7 @@ def params_of(*dtypes: torch.dtype) -> Params:
 def test_equals_fp32_weights_that_are_rounded(kind: type, clip: float | None) -> None:
     """Also across an overflow, a scheduler, and params that get gradients later."""
     params = params_of(torch.bfloat16, torch.float16, torch.float32)
-    masters = widened(params)
+    masters = clones(params, torch.float32)
     ours = Masters(kind, params, max_grad_norm=clip, **KINDS[kind])
     torchs = kind(masters, **KINDS[kind])
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, torchs)]
@@ -117,14 +117,17 @@ def test_an_empty_state_stays_in_the_state_dict() -> None:
 
 
 class Unusual(torch.optim.Optimizer):
-    """Keeps a list, a name and a state of no param, and needs a step in FP32 on the device."""
+    """Keeps a list, a name and a state of no param, counts its steps in its groups, as
+    schedule-free optimizers do, and needs a step in FP32 on the device."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "capturable": True})
+        super().__init__(params, {"lr": 0.1, "capturable": True, "k": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.state["calls"] = self.state.get("calls", 0) + 1
+        for group in self.param_groups:
+            group["k"] += 1
         for p in (p for group in self.param_groups for p in group["params"]):
             if not (state := self.state[p]):
                 state |= {"parts": [torch.zeros_like(p)], "name": "sum", "step": torch.zeros(())}
@@ -168,20 +171,9 @@ def test_a_state_of_the_other_optimizer_and_weights_written_since() -> None:
     assert torch.equal(master[1:], before[1:])
 
 
-class Counting(torch.optim.Optimizer):
-    """Counts its steps in its groups, as schedule-free optimizers do."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"k": 0})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-
-
 def test_the_other_optimizer_steps_once_for_all_groups_and_keeps_its_settings() -> None:
     params = params_of(torch.bfloat16, torch.float32, torch.bfloat16)
-    optimizer = Masters(Counting, [{"params": params[:2]}])
+    optimizer = Masters(Unusual, [{"params": params[:2]}])
     set_grads(params, 0)
     optimizer.step()
     optimizer.add_param_group({"params": params[2:]})

@@ -7,17 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import for_each, name, normal
-from optimizers import (
-    KINDS,
-    Kind,
-    Run,
-    assert_close,
-    assert_same,
-    clones,
-    kinds,
-    same_kinds,
-    widened,
-)
+from optimizers import KINDS, Kind, Run, assert_close, assert_same, clones, kinds, same_kinds
 
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import SGD, Adam, AdamW
@@ -58,7 +48,7 @@ def test_a_master_is_an_fp32_run_and_the_param_its_rounding(
     modes = ((torch.bfloat16, "auto"), (torch.float16, "fp32"), (torch.bfloat16, "remainder16"))
     for dtype, mode in modes:
         run = Run(kind, dtype, master_weights=mode, **options)
-        wide = Run(kind, widened(run.params), **options)
+        wide = Run(kind, clones(run.params, torch.float32), **options)
         for _ in range(12):
             wide.follow(run.train())
         assert_same(run.masters(), wide.masters())
@@ -81,7 +71,7 @@ def test_groups_of_mixed_params() -> None:
         dtypes = (torch.bfloat16, torch.float32) * 3
         params = [torch.nn.Parameter(normal((5,), d, seed=i)) for i, d in enumerate(dtypes)]
         run = Run(lambda ps, make=kind: make(grouped(ps)), params)
-        expected = Run(lambda ps, make=kind.torch: make(grouped(ps)), widened(params))
+        expected = Run(lambda ps, make=kind.torch: make(grouped(ps)), clones(params, torch.float32))
         for _ in range(4):
             expected.follow(run.train())
         for master, w in zip(run.masters(), expected.params, strict=True):
@@ -93,7 +83,7 @@ def test_groups_of_mixed_params() -> None:
 def test_momentum_switched_on_and_off(dtype: torch.dtype) -> None:
     """As schedules do. A state dict with the buffer that is left over still loads."""
     run = Run(KINDS["SGD"], dtype)
-    expected = Run(KINDS["SGD"].torch, widened(run.params))
+    expected = Run(KINDS["SGD"].torch, clones(run.params, torch.float32))
     for momentum in (0.0, 0.9, 0.9, 0.0, 0.5):
         for each in (run, expected):
             each.set(momentum=momentum, dampening=0.0)

@@ -8,29 +8,24 @@ from collections import defaultdict
 import pytest
 import torch
 from cases import name
-from optimizers import (
-    LOW,
-    Kind,
-    Run,
-    assert_same,
-    clones,
-    kinds,
-    mixed,
-    parameters,
-    set_grads,
-)
+from optimizers import LOW, Kind, Run, assert_same, clones, kinds, mixed, parameters, set_grads
 
+from mixprec.amp.grad_scaler import GradScaler
 from mixprec.optim import AdamW
 
 
 @kinds
 def test_gradients_that_come_and_go(kind: Kind) -> None:
-    """As if each param had been trained alone with the gradients that it got.
+    """As if each param had been trained alone with the gradients that it got: its noise, too.
 
     Another set of params has gradients in each step; a group is added on the way.
     """
+
+    def several() -> list[torch.nn.Parameter]:
+        return [*mixed(), *parameters(torch.bfloat16, [(33,)])]
+
     for mix in kind.mixes:
-        params = mixed()
+        params = several()
         optimizer = kind(params[:3], lr=0.01, **mix)
         grads: list[list[torch.Tensor]] = [[] for _ in params]
         for step in range(6):
@@ -43,17 +38,16 @@ def test_gradients_that_come_and_go(kind: Kind) -> None:
                 elif step >= 2 or i < 3:
                     grads[i].append(p.grad.clone())
             optimizer.step()
-        assert [int(optimizer.state[p]["step"]) for p in params] == [3, 3, 4, 3, 2]
+        assert [int(optimizer.state[p]["step"]) for p in params] == [3, 3, 4, 3, 2, 3]
         for i, p in enumerate(params):
-            alone = Run(kind, mixed(), lr=0.01, **mix)
+            alone = Run(kind, several(), lr=0.01, **mix)
             for grad in grads[i]:
                 alone.params[i].grad = grad
                 alone.optimizer.step()
             assert set(alone.optimizer.state) == {alone.params[i]}
             assert torch.equal(alone.params[i], p)
-            want = alone.states[i]
-            assert want.keys() == optimizer.state[p].keys()
-            assert all(torch.equal(optimizer.state[p][key], t) for key, t in want.items())
+            got, want = (dict(state) for state in (optimizer.state[p], alone.states[i]))
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @kinds
@@ -176,11 +170,15 @@ def test_a_state_that_someone_clears(kind: Kind) -> None:
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
 def test_dtypes_are_checked_again_at_the_step(key: str) -> None:
-    """FSDP and others write optimizer.state themselves, cast to the param's dtype."""
+    """FSDP and others write optimizer.state themselves, cast to the param's dtype. A step that
+    fails leaves no trace of its scaler on the optimizer."""
+    scaler = GradScaler()
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         run = Run(AdamW, torch.bfloat16).train()
         run.states[3][key] = run.states[3][key].to(dtype)
         before = run.copies()
+        set_grads(run.params, 1, scaler.scale(torch.ones(())).item())
         with pytest.raises(ValueError, match=rf"adamw_: {key}s\[3\] must have dtype float32"):
-            run.train()
+            scaler.step(run.optimizer)
         assert_same(run.tensors(), before)
+        assert run.optimizer._current_scaling() == (None, None)

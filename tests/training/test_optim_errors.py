@@ -1,13 +1,16 @@
-"""Settings, options, gradients and params that the optimizers refuse."""
+"""What the optimizers refuse: settings, options, gradients, params, and states that do not fit."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from optimizers import Kind, Run, assert_same, kinds, parameters, set_grads
+from cases import name
+from optimizers import KINDS, Kind, Run, assert_same, kinds, parameters, set_grads, through_a_file
 
 from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
 
@@ -115,3 +118,134 @@ def test_sparse_gradients_and_params_of_other_dtypes_are_refused(kind: Kind) -> 
         assert (f"torch.optim.{who} takes complex ones" in str(error.value)) == told
     with pytest.raises(ValueError, match=f"^{who}: params must be dense, got layout torch.spars"):
         kind([torch.nn.Parameter(torch.eye(2).to_sparse())])
+
+
+THEIRS = "AdamW Adam SGD Muon RAdam NAdam Adamax Adagrad RMSprop Rprop ASGD Adadelta Adafactor"
+OTHERS = (*ALL, *(getattr(torch.optim, word) for word in THEIRS.split()))
+
+
+@pytest.mark.parametrize("kind", ALL, ids=name)
+def test_a_checkpoint_of_another_optimizer_is_refused(kind: type) -> None:
+    for other in OTHERS:
+        theirs, run = (Run(k, parameters(shapes=[(3, 5), (4, 6)]), lr=0.01) for k in (other, kind))
+        theirs.train().set(lr=0.02)
+        state = through_a_file(theirs.optimizer.state_dict())
+        if kind.__name__ == other.__name__:
+            run.train().optimizer.load_state_dict(state)
+            assert run.optimizer.param_groups[0]["lr"] == 0.02
+            continue
+        message = f"^{kind.__name__}.load_state_dict: .*(another optimizer|AdamW decouples it)"
+        assert_refused(run.train(), state, message)
+
+
+def assert_refused(run: Run, state: dict[str, Any], message: str) -> None:
+    """Which changes nothing."""
+    before, groups = run.copies(), run.optimizer.state_dict()["param_groups"]
+    with pytest.raises(ValueError, match=message):
+        run.optimizer.load_state_dict(state)
+    assert_same(run.tensors(), before)
+    assert run.optimizer.state_dict()["param_groups"] == groups
+    run.train()
+
+
+def entry(param: int = 3, **values: Any) -> Callable[[dict], object]:
+    return lambda state: state["state"][param].update(values)
+
+
+def group(**values: Any) -> Callable[[dict], object]:
+    return lambda state: state["param_groups"][0].update(values)
+
+
+def damage(moment: str) -> list[tuple[Callable[[dict], object], str]]:
+    """Param 3 has 129 elements, param 6 has moments in 8 bits."""
+    ones, codes, scale = torch.ones(129), f"{moment}_scale must be float32", f"{moment}_scale"
+    cases = [
+        (lambda s: s.pop("state"), "keys state and param_groups"),
+        (lambda s: s.pop("param_groups"), "keys state and param_groups"),
+        (lambda s: s.update(param_groups=[{}]), "a list of param groups"),
+        (lambda s: s.update(param_groups=[0]), "a list of param groups"),
+        (lambda s: s.update(state={0: 5}), "a dict per param"),
+        (lambda s: s.update(state=[]), "a dict per param"),
+        (group(lr=torch.tensor([0.1, 0.1])), "lr must be"),
+        *((entry(step=x), "step must be") for x in (-1.0, 0.5, math.nan, 2.0**24, ones[:2])),
+        (entry(**{moment: torch.zeros(1)}), f"{moment} must be a tensor of shape"),
+        (entry(**{moment: [0.0] * 129}), f"{moment} must be a tensor of shape"),
+        (entry(**{moment: ones.double()}), f"{moment} must have dtype"),
+        (entry(**{moment: ones.int()}), f"{moment} must have dtype"),
+        (entry(master=ones), "the state holds a master"),
+        (entry(remainder=ones.short()), "the state holds a remainder"),
+        (entry(max_exp_avg_sq=ones), "a state must hold .*another optimizer"),
+        (entry(acc_delta=ones), "a state must hold .*another optimizer"),
+        (entry(6, **{scale: torch.ones(36)}), rf"{codes} .*one per 256 elements .*\(36,\)"),
+        (entry(6, **{scale: torch.ones(18).half()}), f"{codes} .*got float16"),
+        (entry(6, **{scale: None}), f"{codes} .*got None"),
+        (entry(6, **{moment: torch.zeros(3).byte()}), f"{moment} must be a tensor of shape"),
+    ]
+    if moment == "exp_avg":
+        cases += [
+            (lambda s: s["state"][3].pop("exp_avg_sq"), "a state must hold step, exp_avg, exp_a"),
+            (group(amsgrad=True), "amsgrad must be False"),
+        ]
+    return cases
+
+
+@pytest.mark.parametrize("kind", [KINDS["AdamW"], KINDS["nesterov"]], ids=str)
+def test_a_damaged_state_is_refused_and_changes_nothing(kind: Kind) -> None:
+    run = Run(kind, [*parameters(), *parameters(shapes=[(65, 70)])], state_dtype="int8").train(2)
+    cases = damage("momentum_buffer" if kind.ours is SGD else "exp_avg")
+    cases = [(change, f"^{kind}.load_state_dict: .*{message}") for change, message in cases]
+    cases += [  # which torch refuses
+        (lambda s: s["param_groups"][0]["params"].pop(), "loaded state"),
+        (lambda s: s["param_groups"].append(dict(s["param_groups"][0])), "loaded state"),
+    ]
+    for change, message in cases:
+        state = copy.deepcopy(run.optimizer.state_dict())
+        change(state)
+        assert_refused(run, state, message)
+
+
+R16: dict[str, Any] = {"master_weights": "remainder16"}
+NONE: dict[str, Any] = {"master_weights": None}
+STOCHASTIC: dict[str, Any] = {"stochastic_rounding": True}
+PLACES: list[tuple[torch.dtype, dict, torch.dtype, dict, str]] = [
+    # (param, options of the writer, param, options of the reader, message)
+    (torch.bfloat16, {}, torch.bfloat16, R16, "holds a master, .* a bfloat16 param"),
+    (torch.bfloat16, {}, torch.bfloat16, NONE, "a master, .*master_weights=None"),
+    (torch.bfloat16, {}, torch.bfloat16, STOCHASTIC, "a master, .*stochastic_rounding=True"),
+    (torch.float16, {}, torch.float16, NONE, "holds a master, .* a float16 param"),
+    (torch.bfloat16, R16, torch.bfloat16, {}, "holds a remainder, .* bfloat16 param"),
+    (torch.bfloat16, R16, torch.bfloat16, NONE, "a remainder"),
+    # fp16, bf16 and fp32 runs continue one another through fp32_state_dict, not by a cast.
+    (torch.bfloat16, R16, torch.float16, R16, "holds a remainder, .* a float16 param"),
+    (torch.bfloat16, R16, torch.float32, R16, "holds a remainder, .* a float32 param"),
+]
+
+
+@kinds
+def test_masters_and_remainders_without_a_place_are_refused(kind: Kind) -> None:
+    for wrote_dtype, wrote, reads_dtype, reads, held in PLACES:
+        state = Run(kind, wrote_dtype, **wrote).train().optimizer.state_dict()
+        run = Run(kind, reads_dtype, **reads)
+        message = rf"load_state_dict: the state .*{held}.*delete the key"
+        with pytest.raises(ValueError, match=message):
+            run.optimizer.load_state_dict(state)
+        assert not run.optimizer.state
+        for s in state["state"].values():  # as it says
+            s.pop("master", None)
+            s.pop("remainder", None)
+        run.optimizer.load_state_dict(state)
+        run.train()
+
+
+@kinds
+def test_wrong_dtypes_of_masters_are_refused(kind: Kind) -> None:
+    for key, mix, wrong in (
+        ("remainder", R16, torch.int32),
+        ("remainder", R16, torch.float32),
+        ("master", {}, torch.bfloat16),
+        ("master", {}, torch.float64),
+    ):
+        run = Run(kind, torch.bfloat16, **mix).train()
+        state = copy.deepcopy(run.optimizer.state_dict())
+        state["state"][3][key] = state["state"][3][key].to(wrong)
+        assert_refused(run, state, rf"load_state_dict: {key} must have dtype .*, got")

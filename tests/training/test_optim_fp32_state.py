@@ -1,17 +1,101 @@
-"""fp32_state_dict, the weights that are trained."""
+"""The FP32 weights that are trained: the first ones, fp32_state_dict, and AveragedModel."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from cases import normal
 from optimizers import LOW, Kind, Run, assert_same, kinds, master_of, through_a_file
+from torch.optim import swa_utils
 
-from mixprec.optim import SGD, AdamW, fp32_state_dict
+import mixprec
+from mixprec import cast_parameters
+from mixprec.optim import SGD, AdamW, AveragedModel, fp32_state_dict
+
+STILL: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0}  # steps that move nothing
+
+
+def linear(seed: int = 0) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(32, 16)
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The masters after a step, then without gradients."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return list(fp32_state_dict(model, optimizer).values())
+
+
+def keeps_values(model: torch.nn.Module) -> bool:
+    return any(vars(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("cast_first", [True, False])
+@pytest.mark.parametrize("kind", ["fp32", "remainder16"])
+@pytest.mark.parametrize("dtype", LOW)
+def test_nothing_is_lost_to_the_first_rounding(
+    dtype: torch.dtype, kind: str, cast_first: bool
+) -> None:
+    model = linear()
+    if cast_first:
+        cast_parameters(model, dtype)
+    optimizer = AdamW(model.parameters(), master_weights=kind, **STILL)
+    cast_parameters(model, dtype)
+    for got, want in zip(stepped(model, optimizer), linear().parameters(), strict=True):
+        if kind == "remainder16" and dtype == torch.bfloat16:
+            # export_master moves a number that is halfway between two bf16 by one unit
+            torch.testing.assert_close(got, want.detach(), rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(got, want)
+    assert not keeps_values(model), "taken, and no longer kept"
+
+
+def test_the_first_remainders_hold_ties_too() -> None:
+    """Values halfway between two BF16 numbers, which the param has rounded to even."""
+    bits = torch.arange(0x3F80, 0x4080, dtype=torch.int32) << 16 | 0x8000
+    model = torch.nn.Linear(16, 16, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(bits.view(torch.float32).view(16, 16))
+    cast_parameters(model, torch.bfloat16)
+    optimizer = AdamW(model.parameters(), master_weights="remainder16")
+    kept = fp32_state_dict(model, optimizer)["weight"].view(torch.int32).flatten()
+    assert (kept - bits).abs().max() <= 1
+
+
+def test_a_checkpoint_before_the_first_step_holds_them() -> None:
+    model = cast_parameters(linear(), torch.bfloat16)
+    optimizer = AdamW(model.parameters(), **STILL)
+    other = cast_parameters(linear(), torch.bfloat16, keep_masters=False)
+    resumed = AdamW(other.parameters(), **STILL)
+    resumed.load_state_dict(optimizer.state_dict())
+    for each in ((model, optimizer), (other, resumed)):
+        assert torch.equal(stepped(*each)[0], linear().weight)
+
+
+def test_weights_that_are_loaded_afterwards_are_what_counts() -> None:
+    loaded = linear(seed=1).bfloat16()
+    model = cast_parameters(linear(), torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    (weight, _) = stepped(model, AdamW(model.parameters(), **STILL))
+    assert torch.equal(weight, loaded.weight.float())
+
+
+def test_nothing_is_kept_where_it_is_not_asked_for_or_needed() -> None:
+    frozen = linear().requires_grad_(False)
+    for model, options in ((linear(), {"keep_masters": False}), (frozen, {})):
+        assert not keeps_values(cast_parameters(model, torch.bfloat16, **options))
+    model = cast_parameters(linear(), torch.bfloat16)
+    assert keeps_values(model)
+    optimizer = AdamW(model.parameters(), master_weights=None)
+    assert not any("master" in s for s in optimizer.state.values())
+    assert not keeps_values(model)
 
 
 class Net(torch.nn.Module):
@@ -36,10 +120,6 @@ def low_net() -> Net:
     return model
 
 
-def copied(model: Net) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
 @kinds
 @pytest.mark.parametrize(("masters", "count"), [("auto", 1), ("remainder16", 2), (None, 2)])
 def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
@@ -51,13 +131,13 @@ def test_fp32_state_dict(kind: Kind, masters: str | None, count: int) -> None:
         for ps in ([params] if count == 1 else [params[:2], params[2:]])
     ]
     optimizers = [run.optimizer for run in runs]
-    own = copied(model)
+    own = copy.deepcopy(model.state_dict())
     low = {"embed.weight", "head.weight", "gain", "table"}
     for key, value in fp32_state_dict(model, optimizers).items():  # no masters yet
         assert torch.equal(value, own[key].float() if key in low else own[key])
     for run in runs:
         run.train(3)
-    own, twins = copied(model), copy.deepcopy(runs)
+    own, twins = copy.deepcopy((model.state_dict(), runs))
     state = fp32_state_dict(model, optimizers[0] if count == 1 else optimizers)
     assert list(state) == list(own)
     for key, value in state.items():
@@ -125,3 +205,44 @@ def test_an_fp32_state_dict_of_weights_that_are_nan() -> None:
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert fp32_state_dict(model, optimizer)["weight"].isnan().tolist() == [[True, False]]
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.999)},
+    "avg_fn": {"avg_fn": swa_utils.get_ema_avg_fn(0.9), "use_buffers": True},
+}
+
+
+def model_of(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+    return model.append(mixprec.convert(torch.nn.Linear(16, 4), "bf16")).to(dtype)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("masters", ["fp32", "remainder16"])
+def test_the_average_is_that_of_the_masters(average: str, masters: str) -> None:
+    """Torch's average of an FP32 model that holds the masters' values, in every bit."""
+    model = model_of(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-4, master_weights=masters)
+    averaged = AveragedModel(model, optimizer, **AVERAGES[average])
+    wide = copy.deepcopy(model).float()
+    expected = swa_utils.AveragedModel(wide, **AVERAGES[average])
+    for step in range(5):
+        model(normal((8, 8), torch.bfloat16, seed=step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+        wide.load_state_dict(fp32_state_dict(model, optimizer))
+        expected.update_parameters(wide)
+    got, want = (dict(each.state_dict()) for each in (averaged, expected))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_before_a_step_and_params_of_no_optimizer() -> None:
+    model = torch.nn.Linear(4, 4).half()
+    averaged = AveragedModel(model, [AdamW([model.weight])])
+    averaged.update_parameters(model)
+    assert torch.equal(averaged.module.weight, model.weight.float())
+    assert torch.equal(averaged.module.bias, model.bias.float())

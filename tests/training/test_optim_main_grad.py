@@ -129,8 +129,7 @@ def test_a_loop_with_main_grad_and_either_zero_grad(of_model: bool, set_to_none:
         optimizers[1].zero_grad()
     assert optimizers[0].skipped == optimizers[1].skipped == 1
     both = zip(optimizers, (layer, fresh), strict=True)
-    same = (tensors(each, list(module.parameters())) for each, module in both)
-    assert_same(*same)
+    assert_same(*(tensors(each, list(module.parameters())) for each, module in both))
 
 
 def test_gradients_from_elsewhere_are_added_to_main_grad() -> None:

@@ -21,6 +21,7 @@ from scalers import (
     every_optimizer,
     every_way,
     filled,
+    iterate,
     our_adamw,
     our_clipping_adamw,
     our_sgd,
@@ -89,8 +90,7 @@ def test_values_that_unscaling_makes_infinite_are_overflows(make: Make, explicit
     """A scale below 1: finite gradients that are infinite once unscaled."""
     p = param(6)
     optimizer, scaler = make([p]), GradScaler(init_scale=2.0**-10)
-    p.grad = filled((6,), 1e37, -1e37, NAN, INF, 1e30)
-    step(scaler, optimizer, explicit)
+    iterate(scaler, optimizer, 1e37, -1e37, NAN, INF, 1e30, explicit=explicit)
     assert [each[1:] for each in scaler.overflow_report()] == [(6, 3, 1)]
     assert torch.equal(p, torch.ones(6))
 

@@ -12,25 +12,13 @@ import torch
 from cases import normal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scalers import (
-    TORCHS,
-    Make,
-    our_adam,
-    our_adamw,
-    our_sgd,
-    torch_foreach,
-    torch_fused,
-    torch_plain,
-    torch_sgd,
-)
+from scalers import OURS, TORCHS, Make, torch_fused, torch_plain
 
 from mixprec.amp.grad_scaler import GradScaler
 
-Optimizer = torch.optim.Optimizer
 Call = tuple[str, tuple]
 NO_MINIMUM = 1e-38  # so low that ours, like torch, has none
-# What torch runs in place of ours.
-OURS = {our_sgd: torch_sgd, our_adamw: torch_plain, our_adam: torch_foreach}
+TORCH_FOR = dict(zip(OURS, TORCHS, strict=False))  # what torch runs in place of ours
 
 
 @dataclass
@@ -109,7 +97,7 @@ def assert_same(mine: Side, theirs: Side, exact: bool) -> None:
 def sides(makes: Sequence[Make], **scaler: Any) -> tuple[Side, Side]:
     return (
         Side(GradScaler(min_scale=NO_MINIMUM, **scaler), makes),
-        Side(torch.amp.GradScaler("cpu", **scaler), [OURS.get(make, make) for make in makes]),
+        Side(torch.amp.GradScaler("cpu", **scaler), [TORCH_FOR.get(make, make) for make in makes]),
     )
 
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -38,13 +38,11 @@ from mixprec.grad_report import Overflow
 @every_way
 @every_optimizer
 def test_counters(make: Make, explicit: bool) -> None:
-    p = param(4)
-    optimizer, scaler = make([p]), GradScaler()
+    optimizer, scaler = make([param(4)]), GradScaler()
     assert not scaler.last_step_skipped
     seen, read = [(0, 0)], [(scaler.skipped, scaler.applied_steps)]
     for i, bad in enumerate(([], [INF], [NAN], [], [INF], [])):
-        p.grad = filled((4,), *bad)
-        step(scaler, optimizer, explicit)
+        iterate(scaler, optimizer, *bad, explicit=explicit)
         seen.append((seen[-1][0] + len(bad), seen[-1][1] + (not bad)))
         read.append((scaler.skipped, scaler.applied_steps))
         assert scaler.last_step_skipped == bool(bad)
@@ -52,7 +50,7 @@ def test_counters(make: Make, explicit: bool) -> None:
     assert [(a.item(), b.item()) for a, b in read] == seen  # later steps do not write on them
     assert {(t.dtype, t.dim()) for pair in read for t in pair} == {(torch.int64, 0)}
     counts = scaler.state_dict()
-    p.grad = filled((4,), INF)
+    optimizer.param_groups[0]["params"][0].grad = filled((4,), INF)
     scaler.step(optimizer)
     scaler.update(2.0**16)  # a scale set by hand: not an update that says how the step went
     assert scaler.state_dict() | {"scale": 0} == counts | {"scale": 0}
@@ -61,39 +59,18 @@ def test_counters(make: Make, explicit: bool) -> None:
 
 
 @every_optimizer
-def test_the_callback_after_many_skips_gets_the_report(make: Make) -> None:
-    p, calls = param(4), []
-    optimizer = make([("weight", p)])
-    scaler = GradScaler(max_consecutive_skips=2, on_max_skips=calls.append)
-    for bad in ([INF], [NAN], [], [INF], [INF, NAN], [INF], [INF], [INF], [], [NAN], [NAN]):
-        iterate(scaler, optimizer, p, *bad)
-    found = [(0, 1), (1, 1), (1, 0), (0, 1)]  # Inf and NaN
-    assert calls == [[Overflow("weight", 4, *counts)] for counts in found]
-
-
-def test_what_the_callback_raises_arrives() -> None:
-    p, stop = param(4), Mock(side_effect=TimeoutError)
-    optimizer, scaler = our_adamw([p]), GradScaler(max_consecutive_skips=1, on_max_skips=stop)
+def test_the_callback_after_many_skips_gets_the_report_and_may_raise(make: Make) -> None:
+    callback = Mock(side_effect=[None] * 3 + [TimeoutError])
+    optimizer = make([("weight", param(4))])
+    scaler = GradScaler(max_consecutive_skips=2, on_max_skips=callback)
+    for bad in ([INF], [NAN], [], [INF], [INF, NAN], [INF], [INF], [INF], [], [NAN]):
+        iterate(scaler, optimizer, *bad)
     with pytest.raises(TimeoutError):
-        iterate(scaler, optimizer, p, NAN)
-    assert scaler.get_scale() == 2.0**15
-    iterate(scaler, optimizer, p)  # the iteration was ended properly
-    assert torch.all(p != 1)
-
-
-def test_an_overflow_reported_by_the_flag_alone() -> None:
-    """As when another rank overflowed: there is no worst parameter here to name."""
-    p = param(4)
-    optimizer, scaler = our_adamw([p]), GradScaler(max_consecutive_skips=1)
-    scaler.scale(torch.zeros(()))
-    p.grad = filled((4,))
-    scaler.unscale_(optimizer)
-    for flag in scaler._found_inf_per_device(optimizer).values():
-        flag.fill_(1.0)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"scale is 32768\. If it goes on"):
-        scaler.update()
-    assert scaler.overflow_report() == []
+        iterate(scaler, optimizer, NAN)
+    iterate(scaler, optimizer)  # the iteration was ended properly
+    assert not scaler.last_step_skipped
+    found = [(0, 1), (1, 1), (1, 0), (0, 1)]  # Inf and NaN
+    assert callback.call_args_list == [call([Overflow("weight", 4, *counts)]) for counts in found]
 
 
 COPIES: dict[str, Callable[[GradScaler], GradScaler]] = {
@@ -123,14 +100,13 @@ def test_a_copied_scaler_goes_on_as_the_original(way: str, make: Make) -> None:
     """Copied before any step: scale, trackers and counts, and when, and what, it raises."""
 
     def run(copied_before: int) -> list[Any]:
-        p, seen = param(4), []
-        optimizer, scaler = make([p]), GradScaler(**SETTINGS)
+        seen: list[Any] = []
+        optimizer, scaler = make([param(4)]), GradScaler(**SETTINGS)
         for i in range(16):
             if i == copied_before:
                 scaler = COPIES[way](scaler)
-            p.grad = filled((4,), *([NAN] if i % 9 < 7 else [1e-39]))
             try:
-                step(scaler, optimizer, explicit=i % 2 == 0)
+                iterate(scaler, optimizer, NAN if i % 9 < 7 else 1e-39, explicit=i % 2 == 0)
             except RuntimeError as error:
                 seen.append((i, str(error)))
             seen.append((scaler.state_dict(), scaler.last_step_skipped))
@@ -158,12 +134,10 @@ def test_early_growth(make: Make) -> None:
         (None, 60, 1.0),
         (0.25, None, 1.0),  # a static scale
     ):
-        p, seen = param(8, dtype=dtype), []
-        optimizer = make([p])
+        optimizer, seen = make([param(8, dtype=dtype)]), []
         scaler = GradScaler(init_scale=1.0, growth_interval=interval, grow_on_underflow=threshold)
         for _ in range(7):
-            p.grad = filled((8,), 0.0, 0.0, 0.0, 0.0, tiny, -tiny, dtype=dtype)
-            step(scaler, optimizer)
+            iterate(scaler, optimizer, 0.0, 0.0, 0.0, 0.0, tiny, -tiny)
             seen.append(scaler.get_scale())
         assert seen == [1, 1, factor, factor, factor, factor**2, factor**2], threshold
 
@@ -189,7 +163,7 @@ def scales_after(scaler: GradScaler, optimizer: Optimizer, bad: str) -> list[flo
     seen = []
     for letter in bad:
         before = p.detach().clone()
-        iterate(scaler, optimizer, p, *([INF] if letter == "x" else []))
+        iterate(scaler, optimizer, *([INF] if letter == "x" else []))
         assert torch.equal(p, before) == (letter == "x")
         seen.append(scaler.get_scale())
     return seen
@@ -221,11 +195,16 @@ def test_a_static_scale_stays_and_skips(make: Make) -> None:
 
 
 def test_static_and_dynamic_can_be_exchanged() -> None:
+    """And growth catches up with an interval that is lowered."""
     optimizer, scaler = our_sgd([param(4)]), GradScaler(init_scale=128.0, growth_interval=None)
-    scaler.set_growth_interval(2)
-    assert scales_after(scaler, optimizer, "..x.") == [128, 256, 128, 128]
-    scaler.set_growth_interval(None)
-    assert scales_after(scaler, optimizer, "..x.") == [128] * 4
+    for interval, bad, expected in (
+        (2, "..x.", [128, 256, 128, 128]),
+        (100, "...", [128] * 3),
+        (3, ".", [256]),
+        (None, "..x.", [256] * 4),
+    ):
+        scaler.set_growth_interval(interval)
+        assert scales_after(scaler, optimizer, bad) == expected
 
 
 def test_static_scales_between_torch_and_ours() -> None:

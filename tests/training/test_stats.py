@@ -6,7 +6,9 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
+from checkpoint_runs import as_bytes
 from stats_models import by_hand, measured, of, one_linear, one_step
 from torch import nn
 
@@ -21,9 +23,7 @@ def test_an_fp8_cast_by_hand() -> None:
     x = torch.randn(8, 16)
     x[0, 0], x[1, 1], x[2, 2] = 100.0, 1e-6, 0.0
     g = torch.randn(8, 24)
-    with Monitor(model, sqnr=True) as monitor:
-        y = one_step(model, x, g)
-        monitor.step()
+    monitor, y = measured(model, x, g=g, sqnr=True), model(x)
     for tensor, t, fmt in (("x", x, E4M3), ("w", model[0].weight.detach(), E4M3), ("g", g, E5M2)):
         row = of(monitor, "0", tensor)
         amax = t.abs().max().item()
@@ -80,9 +80,7 @@ def test_fp16_overflows_to_inf_and_underflows_to_zero() -> None:
     model = one_linear("fp16", bias=False)
     x = torch.ones(4, 16)
     x[0, 0], x[0, 1], x[0, 2], x[0, 3] = 70000.0, -1e9, 1e-9, 65519.0
-    with Monitor(model, sqnr=True) as monitor:
-        y = one_step(model, x)
-        monitor.step()
+    monitor, y = measured(model, x, sqnr=True), model(x)
     row = of(monitor, "0", "x")
     assert (row["overflow"], row["underflow"]) == (2 / 64, 1 / 64)
     assert (row["inf"], row["nan"], row["scale_min"]) == (0, 0, 1.0)
@@ -107,11 +105,7 @@ def test_inf_and_nan_are_counted_and_survive_json(tmp_path: Path) -> None:
     assert second.split()[1::6] == ["x", "2/1"]
     monitor.to_jsonl(tmp_path / "r.jsonl")
     (line,) = (tmp_path / "r.jsonl").read_text().splitlines()
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
-
-    json.loads(line, parse_constant=refuse)
+    json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
 
 
 def test_micro_batches_of_one_step_are_one_row() -> None:
@@ -142,11 +136,8 @@ def test_empty_tensors() -> None:
 def test_under_torch_autocast_the_reference_stays_fp32() -> None:
     model = one_linear("bf16")
     x = torch.randn(64, 16)
-    with Monitor(model, sqnr=True) as monitor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(x)
-        y.sum().backward()
-        monitor.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        monitor, y = measured(model, x, sqnr=True), model(x)
     row = of(monitor, "0", "y")
     ref = x @ model[0].weight.detach().t() + model[0].bias.detach()
     assert row["format"] == "bf16"
@@ -195,9 +186,7 @@ def test_clipped_outputs_are_counted() -> None:
     recipe = mixprec.Recipe("fp16", FP16, FP16, FP16, clip_activations=True)
     model = mixprec.convert(nn.Sequential(nn.Linear(16, 24, bias=False)), recipe).half()
     nn.init.ones_(model[0].weight)
-    with Monitor(model) as monitor:
-        model(torch.full((2, 16), 60000.0).half())
-        monitor.step()
+    monitor = measured(model, torch.full((2, 16), 60000.0).half())
     assert monitor.records[0]["clipped"] == {"0": 48}
     assert "48 activations clipped" in monitor.table()
 
@@ -219,11 +208,7 @@ def test_products_by_hand() -> None:
         "grad_weight": sqnr(g.double().t() @ plain.double(), qg.t() @ qx),
     }
     found = products.product_sqnr(layer, x, g)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        got = found[name]
-        assert got is not None
-        assert math.isclose(got, value, abs_tol=1e-4), name
+    assert found == pytest.approx(expected, abs=1e-4)
     assert layer.weight.grad is None
     layer.weight.requires_grad_(False)
     assert products.product_sqnr(layer, plain, g).keys() == {"x", "w", "g", "y"}
@@ -234,14 +219,10 @@ def test_a_model_is_as_before_after_it_was_measured() -> None:
     parts = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 4, 1))
     model = mixprec.convert(nn.Sequential(*parts), "fp8-delayed")
     x = torch.randn(2, 3, 8, 8)
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    staged = [(b, b.clone()) for b in model.buffers()]
-    state = torch.get_rng_state()
+    parts = [*model.parameters(), *model.buffers()]
+    before = as_bytes([parts, model.state_dict(), torch.get_rng_state()])
     found = products.model_sqnr(model, lambda: model(x).square().sum().backward())
-    assert torch.equal(torch.get_rng_state(), state)
-    for name, t in model.state_dict().items():
-        assert torch.equal(t, before[name]), name
-    assert all(torch.equal(b, value) for b, value in staged)
+    assert as_bytes([parts, model.state_dict(), torch.get_rng_state()]) == before
     assert not any(m._forward_hooks for m in model.modules())
     assert found.keys() == {"0", "3"}
     assert found["0"].keys() == {"recipe", "x", "w", "g", "y", "grad_weight", "remedy"}
