@@ -5,6 +5,7 @@
 
 #include "cuda/fused/act_quantize.cuh"
 #include "cuda/fused/norm_backward.cuh"
+#include "cuda/gemm/kernel/gemm_finish.cuh"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
 #include "cuda/optim/step.cuh"
@@ -228,6 +229,11 @@ int update(int64_t op, int64_t count, const int64_t* stored, void** pointers, co
   constexpr auto run =
       std::array{run_step<AdamW>, run_step<Sgd>, run_step<Lion>, run_step<MuonDirection>};
   return run[op](tensors, lr, settings, args, sms);
+}
+
+// For ctypes: sizes are ints.
+int finish(const float* partial, int splits, int m, int n, const Epilogue* epilogue, int sms) {
+  return gemm_finish(partial, splits, m, n, *epilogue, sms, nullptr);
 }
 
 int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int64_t dtype,
