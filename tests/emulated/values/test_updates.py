@@ -104,16 +104,8 @@ def arguments(
     counts = torch.tensor([steps[i % len(steps)] for i in range(len(mixed))])
     lr, *settings = (values.pop(name) for name in numbers)
     flat = [[x for of_state in lists for x in of_state] for lists in (states, scales)]
-    return [
-        params,
-        grads,
-        *flat,
-        masters,
-        counts,
-        lr,
-        [float(x) for x in settings],
-        *values.values(),
-    ]
+    settings = [float(x) for x in settings]
+    return [params, grads, *flat, masters, counts, lr, settings, *values.values()]
 
 
 def check(agree: Agreement, rule: str, *args: Any, **options: Any) -> list[Any]:
