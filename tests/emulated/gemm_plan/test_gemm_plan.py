@@ -205,23 +205,19 @@ REFUSED = (
 )
 
 
-def check_refused(asked: Any, reason: str, gpu: Any = H200) -> None:
-    assert plan_gemm(asked, gpu) is None, asked
-    lines = plan.reasons_against(asked, gpu)
-    assert lines
-    assert all(line.startswith(reason) for line in lines), lines
-
-
 def test_what_no_row_can_do_is_refused_with_the_reason() -> None:
-    for how, reason in REFUSED:
-        check_refused(problem(**({"m": 256, "n": 256, "k": 256} | how)), reason)
+    asked = [(problem(**({"m": 256, "n": 256, "k": 256} | how)), H200, why) for how, why in REFUSED]
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         gpu = Gpu(*capability, 132, 232448)
-        reason = "the GPU is not of compute capability 9.0"
-        check_refused(problem(256, 256, 256), reason, gpu)
-    for a, b in ((BF16, F16), (BF16, E4M3), (E5M2, F16), (F32, F32)):
-        asked = plan.Problem(64, 64, 64, a, b, F32)
-        check_refused(asked, "a and b are not both fp16, both bf16 or both FP8")
+        asked.append((problem(256, 256, 256), gpu, "the GPU is not of compute capability 9.0"))
+    for types in ((BF16, F16), (BF16, E4M3), (E5M2, F16), (F32, F32)):
+        why = "a and b are not both fp16, both bf16 or both FP8"
+        asked.append((plan.Problem(64, 64, 64, *types, F32), H200, why))
+    for it, gpu, why in asked:
+        assert plan_gemm(it, gpu) is None, it
+        lines = plan.reasons_against(it, gpu)
+        assert lines
+        assert all(line.startswith(why) for line in lines), lines
 
 
 def test_bolder_rows_are_only_taken_if_asked_for() -> None:
