@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-ACCUMULATE = (
-    "direct",
-    "promoted",
-    "scaled",
-)  # csrc/cuda/gemm/config/tile_configs.h: enum class Accumulate
+# csrc/cuda/gemm/config/tile_configs.h: enum class Accumulate
+ACCUMULATE = ("direct", "promoted", "scaled")
 FP8 = ("E4m3", "E5m2")
 MIXES = tuple((a, b) for a in FP8 for b in FP8)
 SIXTEEN = (("Bf16", "Bf16"), ("Fp16", "Fp16"))

@@ -100,17 +100,9 @@ int gemm(const Call* c) {
                    &out))) {
     return kMapRefused;
   }
-  GemmArgs args = {c->m,
-                   c->n,
-                   c->k,
-                   plan->chunks_per_split,
-                   c->stages > 0 ? c->stages : plan->stages,
-                   plan->tiles,
-                   c->epilogue,
-                   c->tma_store && whole,
-                   c->a_chunk,
-                   c->b_chunk,
-                   whole ? nullptr : c->partial};
+  GemmArgs args(c->m, c->n, c->k, plan->chunks_per_split, c->stages > 0 ? c->stages : plan->stages,
+                plan->tiles, c->epilogue, c->tma_store && whole, c->a_chunk, c->b_chunk,
+                whole ? nullptr : c->partial);
   cudaError_t error = found.run(a, b, out, args, plan->grid, nullptr);
   if (error != cudaSuccess || whole) return error;
   return gemm_finish(c->partial, plan->tiles.splits, c->m, c->n, c->epilogue, c->sms, nullptr);

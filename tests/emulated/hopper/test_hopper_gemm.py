@@ -147,28 +147,20 @@ def test_small_shapes(row: Row, shape: tuple[int, int, int]) -> None:
 # ---- FP8 ----
 
 
-def per_chunk(x: torch.Tensor, scale: torch.Tensor, shift: int) -> torch.Tensor:
-    """x [rows, K] times scale [rows >> shift, K / 128], element by element."""
-    rows = torch.arange(x.shape[0]) >> shift
-    return x * scale[rows][:, torch.arange(x.shape[1]) // 128]
-
-
 @pytest.mark.parametrize("shifts", [(0, 7), (0, 0), (7, 7)], ids=str)
 @pytest.mark.parametrize("row", [r for r in EIGHT if r.sums == "scaled"], ids=str)
 def test_scales_of_blocks(row: Row, shifts: tuple[int, int]) -> None:
-    m, n, k = ragged(row)
-    problem = Problem((m, n, k), (E4M3, E4M3), largest=2)
-    g = torch.Generator().manual_seed(2)
-    counts = [
-        (size + (1 << shift) - 1) >> shift for size, shift in zip((m, n), shifts, strict=True)
-    ]
-    scales = [2.0 ** torch.randint(-2, 3, (c, (k + 127) // 128), generator=g) for c in counts]
-    a = per_chunk(problem.a.float(), scales[0], shifts[0])
-    b = per_chunk(problem.b.float().t(), scales[1], shifts[1]).t()
+    problem, g = Problem(ragged(row), (E4M3, E4M3), largest=2), torch.Generator().manual_seed(2)
+    scaled, scales = [], []
+    for x, shift in zip((problem.a.float(), problem.b.float().t()), shifts, strict=True):
+        row_of, chunk_of = torch.arange(x.shape[0]) >> shift, torch.arange(x.shape[1]) // 128
+        counts = int(row_of[-1]) + 1, int(chunk_of[-1]) + 1
+        scales.append(2.0 ** torch.randint(-2, 3, counts, generator=g))
+        scaled.append(x * scales[-1][row_of][:, chunk_of])
     views = [scale_view(s, shift) for s, shift in zip(scales, shifts, strict=True)]
-    loaded = runner.library(E4M3, E4M3, "scaled")
+    loaded, want = runner.library(E4M3, E4M3, "scaled"), scaled[0] @ scaled[1].t()
     for seed in range(2):
-        check(loaded, row, problem, seed, want=a @ b, chunk_scales=views, stages=2)
+        check(loaded, row, problem, seed, want=want, chunk_scales=views, stages=2)
 
 
 def test_promotion_keeps_fp8_sums_accurate() -> None:

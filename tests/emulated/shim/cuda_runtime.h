@@ -96,7 +96,6 @@ cudaError_t run(const cudaLaunchConfig_t& config, size_t parameter_bytes,
 void* dynamic_shared();            // of the running block, 1024-byte aligned, filled with 0xFF
 void yield();                      // lets another fiber run
 void block_barrier();              // __syncthreads
-int block_or(int value);           // __syncthreads_or
 void warp_barrier(unsigned mask);  // __syncwarp
 // Each lane of the mask gives a value of at most 8 bytes; returns those of the warp's 32 lanes.
 const uint64_t* warp_exchange(unsigned mask, uint64_t value);
@@ -130,7 +129,6 @@ inline void __syncthreads(const char* file = __builtin_FILE(), int line = __buil
   }
   cuda_on_cpu::block_barrier();
 }
-inline int __syncthreads_or(int value) { return cuda_on_cpu::block_or(value); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cuda_on_cpu::warp_barrier(mask); }
 inline void __threadfence() { cuda_on_cpu::fence(); }
 
@@ -145,20 +143,6 @@ T __shfl_xor_sync(unsigned mask, T value, int bits) {
   return __shfl_sync(mask, value, cuda_on_cpu::lane() ^ bits);
 }
 
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned distance) {
-  int lane = cuda_on_cpu::lane(), source = lane + static_cast<int>(distance);
-  return __shfl_sync(mask, value, source < 32 ? source : lane);
-}
-
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  const uint64_t* votes = cuda_on_cpu::warp_exchange(mask, predicate != 0);
-  unsigned ballot = 0;
-  for (int l = 0; l < 32; ++l) {
-    if ((mask >> l & 1) != 0 && votes[l] != 0) ballot |= 1u << l;
-  }
-  return ballot;
-}
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   const uint64_t* values = cuda_on_cpu::warp_exchange(mask, value);
   uint64_t largest = 0;
@@ -167,7 +151,9 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   }
   return static_cast<unsigned>(largest);
 }
-inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __any_sync(unsigned mask, int predicate) {
+  return __reduce_max_sync(mask, predicate != 0) != 0;
+}
 
 // Relaxed, as in CUDA: what comes before and after is ordered by fences and barriers alone.
 template <class T>

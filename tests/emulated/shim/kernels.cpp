@@ -5,6 +5,7 @@
 
 #include "cuda/fused/act_quantize.cuh"
 #include "cuda/fused/norm_backward.cuh"
+#include "cuda/gemm/kernel/gemm_finish.cuh"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
 #include "cuda/optim/step.cuh"
@@ -45,19 +46,9 @@ Floats floats(const int64_t* dtypes, void** data, int which) {
 template <class Run>
 int cast(const int64_t* how, void** results, const float* scale, int64_t sms, const Run& run) {
   auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
-  Quantize args = {static_cast<Dtype>(how[0]),
-                   static_cast<Granularity>(how[1]),
-                   results[0],
-                   results[1],
-                   how[2],
-                   how[3],
-                   how[4] != 0,
-                   how[5] != 0,
-                   scale,
-                   numbers(2),
-                   numbers(3),
-                   numbers(4),
-                   nullptr};
+  Quantize args(static_cast<Dtype>(how[0]), static_cast<Granularity>(how[1]), results[0],
+                results[1], how[2], how[3], how[4] != 0, how[5] != 0, scale, numbers(2), numbers(3),
+                numbers(4), nullptr);
   std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
   args.scratch = scratch.data();
   return run(args);
@@ -121,17 +112,9 @@ int norm_quantize(const int64_t* dtypes, void** in, double eps, void* total, flo
 // in: g, x, weight, g_total
 int norm_backward(const int64_t* dtypes, void** in, int64_t rows, int64_t cols, const float* mean,
                   const float* rstd, void* dx, float* dweight, float* dbias, int64_t sms) {
-  NormGradients a = {{rows, cols, false},
-                     floats(dtypes, in, 0),
-                     floats(dtypes, in, 1),
-                     floats(dtypes, in, 2),
-                     floats(dtypes, in, 3),
-                     mean,
-                     rstd,
-                     dx,
-                     dweight,
-                     dbias,
-                     nullptr};
+  NormGradients a({rows, cols, false}, floats(dtypes, in, 0), floats(dtypes, in, 1),
+                  floats(dtypes, in, 2), floats(dtypes, in, 3), mean, rstd, dx, dweight, dbias,
+                  nullptr);
   std::vector<float> bands(2 * a.bands_down() * cols, __builtin_nanf(""));
   a.bands = bands.data();
   return mixprec::cuda::norm_backward(a, sms, nullptr);
@@ -172,15 +155,10 @@ int quantize_mx(int64_t x_dtype, const void* x, int64_t rows, int64_t cols, int6
   auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
   std::vector<uint32_t> scratch(partials_for(sms), kDirty);
   BlockFormat f = static_cast<BlockFormat>(format);
-  QuantizeMx args = {f,
-                     scale_rule(f, static_cast<ScaleMode>(mode), 0.0f),
-                     {bytes(0), bytes(2), rows, cols, kParamStream},
-                     {bytes(1), bytes(3), cols, rows, kFirstStateStream},
-                     transpose != 0,
-                     random_seed,
-                     numbers(5),
-                     numbers(4),
-                     scratch.data()};
+  QuantizeMx args(f, scale_rule(f, static_cast<ScaleMode>(mode), 0.0f),
+                  {bytes(0), bytes(2), rows, cols, kParamStream},
+                  {bytes(1), bytes(3), cols, rows, kFirstStateStream}, transpose != 0, random_seed,
+                  numbers(5), numbers(4), scratch.data());
   return mixprec::cuda::quantize_mx(static_cast<Dtype>(x_dtype), x, args, sms, nullptr);
 }
 
@@ -228,6 +206,11 @@ int update(int64_t op, int64_t count, const int64_t* dtypes, void** pointers, co
   constexpr auto run =
       std::array{run_step<AdamW>, run_step<Sgd>, run_step<Lion>, run_step<MuonDirection>};
   return run[op](tensors, lr, settings, args, sms);
+}
+
+// For ctypes: sizes are ints.
+int finish(const float* partial, int splits, int m, int n, const Epilogue* epilogue, int sms) {
+  return gemm_finish(partial, splits, m, n, *epilogue, sms, nullptr);
 }
 
 int scale_from_amax(float* scale, float* scale_inv, const float* amax, int64_t count, int64_t dtype,

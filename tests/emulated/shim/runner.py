@@ -207,13 +207,10 @@ def norm_backward(
     g_total: MaybeTensor, with_bias: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dx, sizes = _result(x.shape, x.dtype), scale_layout.as_matrix(x.shape)
-    sums = [
-        _result((sizes[1],), torch.float32) if wanted else None
-        for wanted in (weight is not None, with_bias)
-    ]
-    mean_or_none = mean if mean.numel() else None
+    wanted = (weight is not None, with_bias)
+    sums = [_result((sizes[1],), torch.float32) if of_it else None for of_it in wanted]
     inputs = _inputs(g, x, weight, g_total)
-    call("norm_backward", *inputs, *sizes, mean_or_none, rstd, dx, *sums, _sms())
+    call("norm_backward", *inputs, *sizes, mean if mean.numel() else None, rstd, dx, *sums, _sms())
     return dx, *(rstd.new_empty((0,)) if t is None else t for t in sums)
 
 
@@ -266,10 +263,7 @@ def quantize_mx(
         _result(() if block.nvfp4 else (0,), torch.float32),
         _result((), torch.float32),
     )
-    how = (
-        list(block_formats.BLOCK_FORMATS).index(fmt),
-        block_formats.SCALE_MODES.index(scale_mode),
-    )
+    how = list(block_formats.BLOCK_FORMATS).index(fmt), block_formats.SCALE_MODES.index(scale_mode)
     call("quantize_mx", x.dtype, x, rows, cols, *how, transpose, seed, results, _sms())
     return results
 

@@ -47,7 +47,6 @@ struct Warp {
 struct Block {
   int live = 0;     // threads that have not returned
   int waiting = 0;  // at the barrier of the block
-  int any = 0;
   char token;
 };
 
@@ -182,7 +181,7 @@ bool run_cluster() {
   release(launch_token);
   for (int b = 0; b < blocks_alive; ++b) {
     blocks[b].live = threads_per_block;
-    blocks[b].waiting = blocks[b].any = 0;
+    blocks[b].waiting = 0;
     std::memset(shared_memory[b], 0xFF, sizeof shared_memory[b]);
     for (int t = 0; t < threads_per_block; ++t) start(&fibers[b * stride + t]);
   }
@@ -278,17 +277,6 @@ void block_barrier() {
   open_block_barrier(block);
   to_scheduler();
   acquire(block.token);
-}
-
-int block_or(int value) {
-  Block& block = blocks[running->rank];
-  block.any |= value != 0;
-  block_barrier();
-  int any = block.any;
-  block_barrier();
-  block.any = 0;
-  block_barrier();
-  return any;
 }
 
 // The last lane of the mask to come makes the others ready.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import NamedTuple
 
 import independent as ind
@@ -14,15 +13,9 @@ from emulated.shim import runner
 from emulated.shim.gemm_args import Epilogue, epilogue, scale_view
 
 
-@cache
-def library() -> ctypes.CDLL:
-    source = runner.HERE / "gemm_finish.cpp"
-    return ctypes.CDLL(str(runner.compile_(["-O2", "-shared", runner.SCHEDULER, source], ".so")))
-
-
 def finish(partial: torch.Tensor, epilogue: Epilogue, sms: int) -> None:
     sizes = (*partial.shape, ctypes.byref(epilogue), sms)
-    assert library().finish(ctypes.c_void_p(partial.data_ptr()), *sizes) == 0
+    assert runner.library().finish(ctypes.c_void_p(partial.data_ptr()), *sizes) == 0
 
 
 class Case(NamedTuple):

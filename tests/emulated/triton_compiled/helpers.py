@@ -5,7 +5,6 @@ They need a process in which triton was imported without TRITON_INTERPRET.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles kernels: runs without TRITON_INTERPRET", allow_module_level=True)
 

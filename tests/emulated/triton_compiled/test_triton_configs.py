@@ -13,13 +13,14 @@ from mixprec.triton_kernels import configs
 
 SHAPES = ((64, 64), (65, 64), (8192, 8192))  # thin, small and large products
 GPU_SMS = 132
+Measured = dict[tuple[Any, ...], dict[str, Any]]
 LARGE = configs.TILES[90, "16-bit"][2]
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[Any, ...], dict[str, Any]]]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measured]:
     """What was measured: a tile for each (capability, family, M, N, K, bytes of an element)."""
-    tiles: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tiles: Measured = {}
     monkeypatch.setattr(configs, "measured", lambda *key: tiles.get(key))
     configs.pick.cache_clear()
     yield tiles
@@ -65,7 +66,7 @@ def test_split_k() -> None:
         assert configs.split_k(thin, 16, n, k, GPU_SMS) == parts, (n, k)
 
 
-def test_measured_tiles_come_first(measured: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+def test_measured_tiles_come_first(measured: Measured) -> None:
     tile = asdict(LARGE) | {"block_n": 128, "stages": 3}
     measured[90, "16-bit", 8192, 8192, 512, 2] = tile
     measured[80, "fp8", 8192, 8192, 512, 1] = tile  # decoded or not, FP8 was measured as such
@@ -96,10 +97,7 @@ def test_measured_tiles_come_first(measured: dict[tuple[Any, ...], dict[str, Any
     ids=str,
 )
 def test_tiles_that_make_no_sense(
-    measured: dict[tuple[Any, ...], dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-    change: dict[str, Any] | None,
-    message: str,
+    measured: Measured, caplog: pytest.LogCaptureFixture, change: Any, message: str
 ) -> None:
     """They are ignored with a warning, and the built-in tile is taken."""
     given = {} if change is None else asdict(LARGE) | change

@@ -6,23 +6,26 @@ arguments it would be launched with: names, types, sizes of 1, pointers that are
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-from cases import FP8, WIDE, name, normal, offset, padded_rows
+from cases import FP8, WIDE, contiguous, name, normal, offset, padded_rows, transposed
 from emulated.agreement import OPS, TRITON, launcher
 from emulated.shim.runner import ROOT
 from emulated.triton_compiled.helpers import Launch, record_launches
 from emulated.values.test_updates import BF16, F32, INT16, RATES, RULES, Mix, arguments
 
-from mixprec.triton_kernels import launch
+from mixprec.triton_kernels import gemm, launch
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """On a GPU with 132 multiprocessors."""
+    monkeypatch.setattr(gemm, "_gpu", lambda _: (90, 132))
     return record_launches(monkeypatch)
 
 
@@ -88,6 +91,44 @@ def test_awkward_sizes_and_addresses(launched: list[Launch], dtype: torch.dtype)
         run("clip_coef")(sums.double(), 1.0)
 
 
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(m, k).to(dtype), torch.zeros(n, k).to(dtype).t()
+
+
+def test_products_of_awkward_sizes_and_addresses(launched: list[Launch]) -> None:
+    sizes = ((1, 1, 1), (1, 7, 1), (7, 1, 33))
+    orders = (contiguous, transposed, offset, padded_rows)
+    for i, ((m, n, k), order) in enumerate(itertools.product(sizes, orders)):
+        a, b = operands(m, n, k, (torch.float16, FP8[1])[i % 2])
+        if i % 3:
+            bias = torch.zeros(n)
+            gemm.gemm(order(a), order(b), None, None, bias, torch.float16, False)
+        else:
+            scales = torch.ones(m, -(-k // 128)), torch.ones(-(-k // 128), 1)
+            gemm.gemm_accumulate_(torch.zeros(n, m).t(), order(a), order(b), *scales)
+    assert not any("\t.local" in one.compiled.asm["ptx"] for one in launched)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8[0]], ids=name)
+def test_how_a_product_is_launched(launched: list[Launch], dtype: torch.dtype) -> None:
+    a, b = operands(2048, 4096, 256, dtype)
+    gemm.gemm(a, b, torch.ones(()), torch.ones(1, 4096), None, BF16, False)
+    (one,) = launched
+    assert (one.name, one.grid) == ("gemm_kernel", (132,))
+    assert one.keywords["TMA"] is True
+    assert one.keywords["PROMOTE"] is (dtype in FP8)
+    assert (one.keywords["A_SCALE"], one.keywords["B_SCALE"]) == ("scalar", "rows")
+    assert "wgmma" in one.compiled.asm["ptx"]
+
+
+def test_how_a_split_product_is_launched(launched: list[Launch]) -> None:
+    gemm.gemm_accumulate_(torch.zeros(16, 512), *operands(16, 512, 8192, BF16), None, None)
+    first, second = launched
+    assert (first.name, second.name) == ("gemm_kernel", "reduce_kernel")
+    assert first.grid == (64,)  # 8 tiles, 8 parts
+    assert (first.keywords["SPLIT"], second.keywords["ACCUMULATE"]) == (True, True)
+
+
 @pytest.mark.parametrize("rule", ["decoupled", "momentum"])
 def test_one_kernel_for_all_seeds_and_params(launched: list[Launch], rule: str) -> None:
     """Triton makes another for an integer of 1, of a multiple of 16, or of more than 32 bits."""
@@ -102,6 +143,7 @@ X, ONE, E4M3 = normal((64, 32), BF16), torch.ones(()), FP8[0]
 MX_SCALES, NVFP4_SCALES = torch.ones((64, 1), dtype=torch.uint8), torch.ones(64, 2).to(E4M3)
 CODES = torch.zeros((64, 16), dtype=torch.uint8)
 GRADS = [normal((n,), F32) for n in (5, 0, 50_000)]
+EMPTY = [operands(*sizes, BF16) for sizes in ((0, 3, 5), (3, 0, 5), (3, 4, 0))]
 
 
 def updates(rule: str) -> list[list[Any]]:
@@ -141,6 +183,9 @@ LAUNCHES: list[tuple[str, list[Any], str]] = [
     # One a gradient; two where there is more than one partial sum to add; none for empty ones.
     ("grad_stats_", [(GRADS, ONE, torch.zeros(()), torch.zeros(3).double(), None)],
      "grad_stats grad_stats sum"),
+    ("gemm", [(a, b, None, None, None, BF16, False) for a, b in EMPTY], ""),
+    ("gemm_accumulate_", [(a.new_zeros(len(a), b.shape[1], dtype=F32), a, b, None, None)
+                          for a, b in EMPTY], ""),
 ]  # fmt: skip
 
 

@@ -7,7 +7,6 @@ process of their own: `make test-kernels` has one pytest run for them and one fo
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed (pip install triton)", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 if os.environ.get("TRITON_INTERPRET") != "1":
     reason = "runs under TRITON_INTERPRET=1, which make test-kernels sets"
     pytest.skip(reason, allow_module_level=True)

@@ -28,11 +28,7 @@ from emulated.variant import Variant
 
 from mixprec.testing import assert_close, tolerance
 
-PAIRS = (
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.bfloat16),
-    *itertools.product(FP8, FP8),
-)
+PAIRS = (*((x, x) for x in (torch.float16, torch.bfloat16)), *itertools.product(FP8, FP8))
 Pair = tuple[torch.dtype, torch.dtype]
 formats = pytest.mark.parametrize("pair", PAIRS, ids=name)
 ORDERS = tuple(itertools.product((contiguous, transposed), repeat=2))

@@ -111,17 +111,12 @@ def test_unscale_finds_one_bad_element_anywhere(
         assert found == [1.0, 0.0 if overflow and dtype == torch.float16 else 1.0], (which, at)
 
 
-def test_an_infinite_inverse_scale(agree: Agreement) -> None:
+def test_squares_beyond_fp32_and_an_infinite_inverse_scale(agree: Agreement) -> None:
     """Inf, and not the NaN of 0 * Inf behind the end of a list's last block."""
-    sums = torch.zeros(3).double()
-    grads = [torch.ones(n, dtype=d) for n, d in zip((1, 4099, 33), GRADS, strict=False)]
-    after = agree("grad_stats_", [grads, torch.tensor(INF), torch.tensor(0.0), sums, None])
-    assert after[3].tolist() == [INF] * 3
-
-
-def test_squares_beyond_fp32(agree: Agreement) -> None:
-    grads = [torch.empty(0), torch.full((70,), 3e38)]
-    sums = torch.zeros(2).double()
-    after = agree("grad_stats_", [grads, torch.tensor(1.0), torch.tensor(0.0), sums, None])
-    assert after[2].item() == 0.0
-    assert after[3].tolist() == [0.0, pytest.approx(70 * 9e76, rel=1e-6)]
+    large = [torch.empty(0), torch.full((70,), 3e38)]
+    ones = [torch.ones(n, dtype=d) for n, d in zip((1, 4099, 33), GRADS, strict=False)]
+    for grads, number, want in ((large, 1.0, [0.0, 70 * 9e76]), (ones, INF, [INF] * 3)):
+        inv_scale, flag, sums = torch.tensor(number), torch.tensor(0.0), torch.zeros(3).double()
+        after = agree("grad_stats_", [grads, inv_scale, flag, sums[: len(grads)], None])
+        assert after[2].item() == float(number == INF)
+        assert after[3].tolist() == pytest.approx(want, rel=1e-6)

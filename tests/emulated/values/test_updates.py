@@ -104,16 +104,8 @@ def arguments(
     counts = torch.tensor([steps[i % len(steps)] for i in range(len(mixed))])
     lr, *settings = (values.pop(name) for name in numbers)
     flat = [[x for of_state in lists for x in of_state] for lists in (states, scales)]
-    return [
-        params,
-        grads,
-        *flat,
-        masters,
-        counts,
-        lr,
-        [float(x) for x in settings],
-        *values.values(),
-    ]
+    settings = [float(x) for x in settings]
+    return [params, grads, *flat, masters, counts, lr, settings, *values.values()]
 
 
 def check(agree: Agreement, rule: str, *args: Any, **options: Any) -> list[Any]:
@@ -200,19 +192,7 @@ def test_updates_of_any_bits(agree: Agreement, rule: str, kind: tuple[Any, Any])
 
 def test_bias_correction_at_any_step(agree: Agreement) -> None:
     """Another step for every param of a list; finite where an FP32 counter stands still."""
-    steps = (
-        0.0,
-        1.0,
-        2.0,
-        7.0,
-        99.0,
-        1000.0,
-        12345.0,
-        999_999.0,
-        2.0**23 - 1,
-        2.0**24 - 1,
-        2.0**24,
-    )
+    steps = (*STEPS, 99.0, 1000.0, 12345.0, 999_999.0, 2.0**23 - 1)
     mixed = [mix for mix in (Mix(F32, F32), Mix(F64, F64, None, (F64, F64))) for _ in steps]
     for beta1, beta2 in ((0.9, 0.999), (0.95, 0.95), (0.5, 0.99999)):
         args = arguments("decoupled", mixed, ((33,),), steps=steps, beta1=beta1, beta2=beta2)

@@ -30,16 +30,9 @@ inline bool encode_map(const MapArgs& a, CUtensorMap* map) {
       (a.swizzle && box_bytes > 128)) {
     return false;
   }
-  *map = {const_cast<uint8_t*>(static_cast<const uint8_t*>(a.data)),
-          a.inner,
-          a.outer,
-          a.pitch,
-          size,
-          a.box_inner,
-          a.box_outer,
-          a.dtype == Dtype::f32,
-          a.swizzle,
-          CUtensorMap::kEncoded};
+  *map = CUtensorMap(const_cast<uint8_t*>(static_cast<const uint8_t*>(a.data)), a.inner, a.outer,
+                     a.pitch, size, a.box_inner, a.box_outer, a.dtype == Dtype::f32, a.swizzle,
+                     CUtensorMap::kEncoded);
   return true;
 }
 
