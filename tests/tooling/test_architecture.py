@@ -13,7 +13,6 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
 import pytest
-
 import mixprec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,3 +252,12 @@ def test_every_listed_name_exists() -> None:
         for public in module.__all__:  # a name in it, or a module that is imported on demand
             assert hasattr(module, public) or find_spec(f"{module.__name__}.{public}"), name
     assert set(dir(mixprec)) == {*mixprec.__all__, "__doc__", "__version__"}
+
+
+def test_planted_faults_fit_the_sources() -> None:
+    """Each of tests/faults changes one place of its file, and a test that is there catches it."""
+    pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    for fault in importlib.import_module("faults.run").read_faults([]):
+        text = (ROOT / fault["file"]).read_text(encoding="utf-8")
+        assert text.count(fault["old"]) == 1, (fault["file"], fault["why"])
+        assert (ROOT / fault["caught_by"].split(" -k ")[0]).exists(), fault["caught_by"]
