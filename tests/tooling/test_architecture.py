@@ -13,6 +13,7 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
 import pytest
+
 import mixprec
 
 ROOT = Path(__file__).resolve().parents[2]
