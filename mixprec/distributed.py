@@ -230,7 +230,9 @@ def _average_in_fp32(
             strides = param.stride() if is_dense(param) else grad.stride()
             offset = grad.storage_offset() - start
             # Filled at the end of the backward pass, when DDP has waited for the future below.
-            param.main_grad = wide.as_strided(grad.size(), strides, offset)  # type: ignore[attr-defined]
+            main: Any = wide.as_strided(grad.size(), strides, offset)
+            main.is_copy_of_grad = True  # a layer must not add to it where `grad` was cleared
+            param.main_grad = main  # type: ignore[attr-defined]
     ranks = dist.get_world_size(group)
 
     def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

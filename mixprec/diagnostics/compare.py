@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -191,3 +192,5 @@ def _read(batches: Batches, steps: int | None) -> tuple[Iterable[Any], int | Non
 def _seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed % 2**32)

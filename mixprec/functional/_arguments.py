@@ -47,7 +47,9 @@ def check_state(
 def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
     """weight.main_grad, to which the gradient is added, if there is one and `grad` is None."""
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not weight.requires_grad or weight.grad is not None:
+    if main_grad is None or getattr(main_grad, "is_copy_of_grad", False):
+        return None
+    if not weight.requires_grad or weight.grad is not None:
         return None
     checks.is_like(op, "weight.main_grad", main_grad, weight, (torch.float32,), "weight")
     hooks = weight._post_accumulate_grad_hooks

@@ -78,6 +78,8 @@ def compress_saved(
     Source: ActNN (Chen et al., 2021), GACT (Liu et al., 2022).
     """
     modes = check(bits, model)
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"compress_saved: seed must be an int of 64 bits, got {seed!r}")
     with nullcontext() if torch.compiler.is_compiling() else _hooks(*modes, seed):
         yield
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._local_gradients import is_sharded
 from ..ops._dispatch import checks
@@ -26,8 +27,8 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
     when the block is entered and freed when it exits, also by an exception. Weights must not change
     inside: a forward pass with a changed weight raises RuntimeError (not in compiled code, and
     writes through `.data` are not detected). Without grad mode the block has no effect.
-    A weight that is sharded over ranks (DTensor) is cast at each use, as without the block. Blocks
-    nest: the outermost one applies. TypeError if `model` is not a module.
+    A weight that is parametrized or sharded over ranks (DTensor) is cast at each use, as without.
+    Blocks nest: the outermost one applies. TypeError if `model` is not a module.
     """
     checks.is_module("reuse_weights", model)
     mine: list[Layer] = []
@@ -35,7 +36,7 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
         for layer in model.modules() if torch.is_grad_enabled() else ():
             if not isinstance(layer, Layer) or layer._quantized_weight is not None:
                 continue
-            if not layer.one_product:  # it keeps no weight: do not evaluate a parametrization
+            if not layer.one_product or is_parametrized(layer):  # it is not kept
                 continue
             if not is_sharded(layer.weight) and not layer.weight.is_inference():
                 mine.append(layer)

@@ -93,6 +93,8 @@ def test_errors(bits: Any, has_model: bool, message: str) -> None:
     if has_model or isinstance(bits, str):
         with pytest.raises(ValueError, match=message):
             mixprec.convert(model, "bf16", saved=bits)
+    with pytest.raises(ValueError, match="seed must be an int"):
+        mixprec.compress_saved(8, seed=2**63).__enter__()
 
 
 def test_backward_twice_and_second_derivatives() -> None:

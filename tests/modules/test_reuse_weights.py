@@ -107,6 +107,18 @@ def test_a_parametrization_is_not_evaluated_for_nothing() -> None:
     assert_same_lists(list(model.state_dict().values()), list(before.values()))
 
 
+@for_each("fuse", [False, True])
+def test_a_parametrization_is_evaluated_once_a_pass(fuse: bool) -> None:
+    """As in torch: the power iterations of spectral norm are as many."""
+    linear = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+    plain = nn.Sequential(nn.LayerNorm(32), linear)
+    model, x = mixprec.convert(copy.deepcopy(plain), "bf16", fuse=fuse), torch.ones(4, 32)
+    with reuse_weights(model):
+        model(x).sum().backward()
+    plain(x)
+    assert_same_lists(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
 # --- main_grad ---------------------------------------------------------------------------------
 
 

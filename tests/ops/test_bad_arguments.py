@@ -127,6 +127,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             ("quantize", {"scale": scale}, NOT_POSITIVE) for scale in (1e-60, 1e60)
         ),  # 0, Inf in FP32
         ("quantize", {"scale": "big"}, "scale must be"),
+        ("quantize", {"scale": True}, "scale must be a number or a tensor, got bool"),
         ("quantize", {"scale": FLAG.double()}, "scale must hold one"),
         ("quantize", {"scale": K}, "scale must hold one float32"),
         ("quantize", {"scale": ONE.to("meta")}, "scale must be on"),

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from compare_task import MLP, RECIPES, SAMPLES, STEPS, K, data
@@ -82,9 +83,11 @@ def test_a_shuffling_loader_gives_every_recipe_the_same_order() -> None:
     samples = torch.utils.data.TensorDataset(*(torch.cat(t) for t in zip(*data(4), strict=True)))
     loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True)
     state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = np.random.get_state()[1:3]
     one = mixprec.compare(MLP, loader, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python_state
+    np.testing.assert_equal(np.random.get_state()[1:3], numpy_state)
     orders = [row.data for row in one.rows]
     assert orders == [orders[0]] * 4
 
@@ -92,10 +95,15 @@ def test_a_shuffling_loader_gives_every_recipe_the_same_order() -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.rand(5)
+            np.random.rand(5)
 
-    assert mixprec.compare(DrawsMore, loader, ("bf16",), seed=3)["bf16"].data == orders[0]
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, y) * np.random.rand()
+
+    assert (first := mixprec.compare(DrawsMore, loader, "bf16", seed=3)["bf16"]).data == orders[0]
     torch.manual_seed(99)  # what was drawn before does not matter, the seed does
-    assert mixprec.compare(MLP, loader, ("bf16",), seed=3)["bf16"].losses == one["bf16"].losses
+    np.random.seed(99)
+    assert mixprec.compare(DrawsMore, loader, "bf16", seed=3)["bf16"].losses == first.losses
     assert mixprec.compare(MLP, loader, ("bf16",), seed=4)["bf16"].data != orders[0]
 
 

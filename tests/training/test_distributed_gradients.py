@@ -13,6 +13,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import mixprec
 from mixprec.distributed import reduce_gradients_in_fp32
 
 
@@ -99,7 +100,21 @@ def check_hook(dtype: torch.dtype, as_views: bool) -> None:
     )
 
 
+def check_converted() -> None:
+    """A layer does not add to what the hook left beside a `grad` that was cleared."""
+    ddp = DistributedDataParallel(mixprec.convert(nn.Linear(4, 4, dtype=BF16), "bf16"))
+    reduce_gradients_in_fp32(ddp)
+    seen = []
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4, dtype=BF16)).float().sum().backward()
+        seen.append([p.grad.clone() for p in ddp.parameters()])
+    assert seen[0][0].all()
+    assert all(all(map(torch.equal, seen[0], later)) for later in seen[1:])
+
+
 def check_hooks() -> None:
+    check_converted()
     for dtype, as_views in ((BF16, True), (FP16, False), (BF16, False)):
         check_hook(dtype, as_views)
     model: Any = nn.Linear(2, 2)

@@ -158,7 +158,7 @@ def positive_scale(
         if device.type != "cpu" or torch.compiler.is_compiling() or type(scale) is not torch.Tensor:
             return scale
         value = scale.item()
-    elif isinstance(scale, (int, float)):
+    elif isinstance(scale, (int, float)) and not isinstance(scale, bool):
         value = ctypes.c_float(scale).value  # rounded to FP32: 1e-60 is 0
         scale = torch.tensor(value, dtype=torch.float32, device=device)
     else:
