@@ -23,6 +23,7 @@ settings.load_profile("mixprec")
 SLOW_FILES = (
     "tests/integrations/test_*.py",
     "tests/modules/test_fp8_inductor.py",
+    "tests/ops/test_pack_panels.py",
     "tests/training/test_distributed*.py",
     "tests/tooling/test_accuracy.py",
     "tests/tooling/test_bench*.py",

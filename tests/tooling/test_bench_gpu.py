@@ -135,7 +135,6 @@ def measured(work: Workload, **more: Any) -> dict[str, Any]:
 
 
 def test_a_wrong_variant_is_not_timed_and_the_other_is(dry_run: None) -> None:
-
     differ = lambda: "values differ" if context.backend == "reference" else None  # noqa: E731
     result = measured(made_workload(check=differ))
     wrong = result["variants"]["reference"]
