@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from emulated.variant import thin
+from on_gpu import FAKE_DEVICE
 
 import mixprec
 
@@ -24,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: such as torch.compile, which takes long to load")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if FAKE_DEVICE:
+        thin(config, items)
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         for item in items:
             if "tests/gpu/" in item.nodeid:

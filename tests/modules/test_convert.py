@@ -45,10 +45,8 @@ class Tied(nn.Module):
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, int, torch.dtype, bool]]:
-    return [
-        (fqn, id(p), p.dtype, p.requires_grad)
-        for fqn, p in model.named_parameters(remove_duplicate=False)
-    ]
+    named = model.named_parameters(remove_duplicate=False)
+    return [(fqn, id(p), p.dtype, p.requires_grad) for fqn, p in named]
 
 
 @for_each("recipe", [*RECIPES, Recipe("own", "e4m3", "e4m3", "e4m3")])

@@ -16,7 +16,7 @@ from mixprec.testing import FP32_ROUNDOFF, assert_close
 
 # B, H, H_kv, T, S, D: one key, tiles of 96 with and without a rest, groups of heads.
 SHAPES = (
-    *((1, 1, 1, 1, 1, 8), (2, 2, 1, 7, 7, 20), (1, 4, 2, 65, 65, 64), (1, 2, 2, 130, 130, 80)),
+    *((1, 1, 1, 1, 1, 8), (3, 2, 1, 7, 7, 20), (1, 4, 2, 65, 65, 64), (1, 2, 2, 130, 130, 80)),
     *((1, 2, 1, 96, 96, 128), (2, 3, 3, 97, 200, 16), (1, 1, 1, 200, 97, 33)),
 )
 CASES = pairwise(SHAPES, WIDE, (False, True), (0.3, None, -0.2), (False, True, True, False))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import for_each
+from emulated.agreement import tensors
 from op_arguments import arguments
 
 import mixprec
@@ -26,11 +27,6 @@ WRONG: dict[str, Callable[[torch.Tensor], object]] = {
 
 def dtype_of(op: str) -> torch.dtype:
     return torch.bfloat16 if "gemm" in op or op == "dequantize" else torch.float32
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    """Of a tensor, a list or neither."""
-    return [t for t in (value if isinstance(value, list) else [value]) if torch.is_tensor(t)]
 
 
 def is_accepted(x: object, argument: str, before: torch.Tensor, owner: str) -> bool:

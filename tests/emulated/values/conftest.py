@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from emulated.agreement import CPU, Agreement, launcher
 from emulated.shim import runner
-from emulated.variant import Variant
+from emulated.variant import Variant, thin
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED:
@@ -19,12 +19,6 @@ elif importlib.util.find_spec("triton") is not None:
     from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu
 else:
     collect_ignore_glob = ["test_*"]
-
-
-# Products of parameters, of which the interpreter, a thousand times slower than a GPU, takes every
-# fourth: each value of each parameter, and most pairs of two.
-THINNED = ("test_all_layouts", "test_scales_and_bias", "test_random_and_one_signed_data",
-           "test_small_integers")  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,10 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if "test_infinities" in item.name and "[tall" in item.name and "e4m3" in item.name:
                 reason = "the interpreter itself converts the NaN of E4M3 to 480"
                 item.add_marker(pytest.mark.skip(reason=reason))
-        thinned = [i for i in items if getattr(i, "originalname", None) in THINNED]
-        dropped = {i for i in thinned if sum(i.callspec.indices.values()) % 4}  # type: ignore[attr-defined]
-        config.hook.pytest_deselected(items=[*dropped])
-        items[:] = [item for item in items if item not in dropped]
+        thin(config, items)
 
 
 @pytest.fixture
