@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -13,7 +13,19 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # types of tensors of whi
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     """`main_grad`, an FP32 gradient that some frameworks keep for a 16-bit param, else `grad`."""
     main = vars(param).get("main_grad")
-    return param.grad if main is None else main
+    return param.grad if main is None or (param.grad is None and is_copy(main)) else main
+
+
+def is_copy(main_grad: torch.Tensor | None) -> bool:
+    """Whether DDP wrote it with `grad`, and writes it anew: nothing is added to it."""
+    return getattr(main_grad, "is_copy_of_grad", False)
+
+
+def watch(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook`, once, whenever a backward pass has written `grad`, before DDP reads it."""
+    hooks = param._post_accumulate_grad_hooks
+    if hooks is None or hook not in hooks.values():
+        param.register_post_accumulate_grad_hook(hook)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

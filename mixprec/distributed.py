@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._local_gradients import LOW_PRECISION, any_sharded, is_sharded
+from ._local_gradients import LOW_PRECISION, any_sharded, is_copy, is_sharded, watch
 from .ops._dispatch import checks
 from .ops._dispatch.overlap import is_dense
 
@@ -190,8 +190,8 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     Registers a communication hook: each bucket is converted to FP32, summed over the ranks and
     divided by their number. The average of a 16-bit param is kept in `param.main_grad` (fp32),
     which mixprec's optimizers use; `param.grad` is this average rounded. main_grad holds all
-    gradients accumulated, also under no_sync(), up to the last backward pass that communicated;
-    the optimizer's step() and zero_grad() drop it. For fp32 and fp64 params the only change is that
+    gradients accumulated, also under no_sync(). It goes with `grad`, with the next backward pass,
+    and in the optimizer's step() and zero_grad(). For fp32 and fp64 params the only change is that
     the sum is divided instead of each term. Communication doubles for 16-bit buckets. (An
     optimizer's grad_dtype=torch.float32 is a different option, which DDP does not support.)
 
@@ -215,6 +215,12 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     )
 
 
+def _drop_copy(param: torch.Tensor) -> None:
+    """A hook: `grad` has changed, and if DDP communicates, it makes a new copy."""
+    if is_copy(vars(param).get("main_grad")):
+        param.main_grad = None  # type: ignore[attr-defined]
+
+
 def _average_in_fp32(
     group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -231,8 +237,9 @@ def _average_in_fp32(
             offset = grad.storage_offset() - start
             # Filled at the end of the backward pass, when DDP has waited for the future below.
             main: Any = wide.as_strided(grad.size(), strides, offset)
-            main.is_copy_of_grad = True  # a layer must not add to it where `grad` was cleared
+            main.is_copy_of_grad = True
             param.main_grad = main  # type: ignore[attr-defined]
+            watch(param, _drop_copy)
     ranks = dist.get_world_size(group)
 
     def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -18,9 +18,8 @@ from .recipes import DELAYED_ROLES, Recipe
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["BUFFERS", "SAVED", "after_load", "after_step", "follow", "forget", "has_state"]
-__all__ += ["keep_fp32", "loadable", "plain_state_dict", "reset", "set_automatic_updates"]
-__all__ += ["update_scales"]
+__all__ = ["BUFFERS", "after_step", "follow", "forget", "has_state", "keep_fp32", "loadable"]
+__all__ += ["plain_state_dict", "reset", "set_automatic_updates", "update_scales"]
 
 # Buffers of a layer with a delayed recipe, with an entry for each of x and g: the amax of earlier
 # steps, newest first [2, L], and the scale for the next cast [2], 0 where there is none yet.
@@ -28,11 +27,10 @@ __all__ += ["update_scales"]
 # projections often do, an optimizer like Adam doubles them in each of the first steps: with the
 # scale of the previous step most of their elements saturated, which raised the loss of a small GPT
 # by 1 to 4 %.
-SAVED = ("amax_history", "scale")
-# And the largest amax of x [] and of g [] since the last update. These are not saved, because a
-# checkpoint is written between steps. They are two buffers because a compiled backward pass writes
-# back a whole buffer as it was at the end of its own forward pass.
-BUFFERS = (*SAVED, "amax", "grad_amax")
+# And the largest amax of x [] and of g [] since the last update: of a step that torch's GradScaler
+# has skipped, too, which calls no optimizer. They are two buffers because a compiled backward pass
+# writes back a whole buffer as it was at the end of its own forward pass.
+BUFFERS = ("amax_history", "scale", "amax", "grad_amax")
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # layers with delayed scales
 _automatic = True
@@ -61,7 +59,7 @@ def reset(layer: torch.nn.Module, recipe: Recipe) -> None:
     """Give `layer` the initial buffers of a delayed recipe."""
     state = _fresh(recipe, layer.weight.device)  # type: ignore[arg-type]
     for name in BUFFERS:
-        layer.register_buffer(name, state[name], persistent=name in SAVED)
+        layer.register_buffer(name, state[name])
     follow(layer)
 
 
@@ -199,7 +197,7 @@ def plain_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     state = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
         if has_state(module):
-            for buffer in SAVED:
+            for buffer in BUFFERS:
                 state.pop(f"{name}.{buffer}" if name else buffer, None)
     return state
 
@@ -224,14 +222,14 @@ def loadable(
     fit are reported in `errors`.
     """
     state = dict(state_dict)
-    keys = {name: prefix + name for name in SAVED}
+    keys = {name: prefix + name for name in BUFFERS}
     if not has_state(layer):
         foreign = {key for name, key in keys.items() if not hasattr(layer, name)}
         return {key: value for key, value in state.items() if key not in foreign}
     recipe: Recipe = layer.recipe  # type: ignore[assignment]
     fresh = _fresh(recipe, torch.device("cpu"))
     if not all(key in state for key in keys.values()):
-        return {**state, **{keys[name]: fresh[name] for name in SAVED}}
+        return {**state, **{keys[name]: fresh[name] for name in BUFFERS}}
     for name, key in keys.items():
         want, got = fresh[name], state[key]
         if getattr(got, "shape", None) != want.shape or got.dtype != want.dtype:
@@ -254,11 +252,6 @@ def _unusable(name: str, saved: torch.Tensor) -> list[float]:
         return []
     low, high = (MIN_SCALE, MAX_SCALE) if name == "scale" else (0.0, torch.finfo(saved.dtype).max)
     usable = (saved == 0) | ((saved >= low) & (saved <= high))
+    if name.endswith("amax"):
+        usable |= (saved == UNUSED) | ~saved.isfinite()
     return saved[~usable].tolist()[:3]
-
-
-def after_load(layer: torch.nn.Module) -> None:
-    """Reset the buffers that are not saved. (assign=True leaves them on the meta device.)"""
-    if has_state(layer):
-        fresh = _fresh(layer.recipe, layer.scale.device)  # type: ignore[arg-type]
-        layer._buffers.update({name: fresh[name] for name in BUFFERS if name not in SAVED})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._local_gradients import is_copy, watch
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 from .operands import Delayed
@@ -47,21 +48,19 @@ def check_state(
 def main_grad_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
     """weight.main_grad, to which the gradient is added, if there is one and `grad` is None."""
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or getattr(main_grad, "is_copy_of_grad", False):
+    if main_grad is None or is_copy(main_grad):
         return None
     if not weight.requires_grad or weight.grad is not None:
         return None
     checks.is_like(op, "weight.main_grad", main_grad, weight, (torch.float32,), "weight")
-    hooks = weight._post_accumulate_grad_hooks
-    traced = torch.compiler.is_compiling()  # it has been called before, or runs without the hook
-    if weight.is_leaf and not traced and (hooks is None or _add_to_main_grad not in hooks.values()):
-        weight.register_post_accumulate_grad_hook(_add_to_main_grad)
+    if weight.is_leaf and not torch.compiler.is_compiling():  # which comes later, or has no hooks
+        watch(weight, _add_to_main_grad)
     return main_grad
 
 
 def _add_to_main_grad(weight: torch.Tensor) -> None:
     """A hook for gradients from elsewhere, such as those of an embedding tied to the layer."""
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and weight.grad is not None:
+    if main_grad is not None and weight.grad is not None and not is_copy(main_grad):
         main_grad.add_(weight.grad)
         weight.grad = None

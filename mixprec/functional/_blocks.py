@@ -135,6 +135,12 @@ def mlp(
                 f"{op}: up and gate must be [H, K] and down [N, H], got "
                 f"{', '.join(str(tuple(w.shape)) for w in weights)}"
             )
+    for used, name, tensor in (
+        (norm, "norm_weight", norm_weight), (norm, "norm_bias", norm_bias),
+        (gate, "gate_bias", gate_bias),
+    ):  # fmt: skip
+        if used is None and tensor is not None:
+            raise ValueError(f"{op}: {name} must be None without {name.split('_')[0]}")
     kind = _norm(op, norm, eps)
     (y,) = run_fused(
         op, x, products, tensors, recipe, out_dtype or x.dtype, kind, norm_weight, norm_bias,

@@ -225,7 +225,7 @@ class MixprecPrecision(Precision):
             state["scaler"] = self.scaler.state_dict()
         if self._in_trainer and (delayed := self._delayed()):
             state["scales"] = {
-                name: {key: layer._buffers[key].clone() for key in scaling.SAVED}  # type: ignore[union-attr]
+                name: {key: layer._buffers[key].clone() for key in scaling.BUFFERS}  # type: ignore[union-attr]
                 for name, layer in delayed.items()
             }
         return state
@@ -261,7 +261,7 @@ def _without_scales(
 ) -> None:
     """A hook of state_dict(). The Trainer loads it before the module is converted, when there is
     no place for scales."""
-    for name in scaling.SAVED:
+    for name in scaling.BUFFERS:
         state_dict.pop(prefix + name, None)
 
 

@@ -18,10 +18,11 @@ Self = TypeVar("Self", bound="Layer")
 
 
 class QuantizedWeight(NamedTuple):
-    """The cast weight that `mixprec.reuse_weights` stores in a layer, and its `version`."""
+    """The cast weight that `mixprec.reuse_weights` stores in a layer, of this state of it."""
 
     weight: torch.Tensor
     version: int
+    address: int
     operand: Operand
 
 
@@ -51,8 +52,8 @@ class Layer(torch.nn.Module):
     """What Linear and Conv2d share. Inherit from it before torch's module.
 
     A delayed recipe adds buffers, fp32 for parameters of any dtype, with an entry each for x and g:
-    amax_history [2, L], scale [2] (0: not initialized) and, not in state dicts, the amax since the
-    last update: amax [] of x, grad_amax [] of g. The weight is always scaled by its own amax.
+    amax_history [2, L], scale [2] (0: not initialized) and the amax since the last update: amax []
+    of x, grad_amax [] of g. The weight is always scaled by its own amax.
     clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
     """
 
@@ -164,12 +165,13 @@ class Layer(torch.nn.Module):
         reused = self._quantized_weight
         if reused is None or reused.weight is not self.weight:
             return None
-        if not torch.compiler.is_compiling() and self.weight._version != reused.version:
+        compiling, (weight, version, address, operand) = torch.compiler.is_compiling(), reused
+        if not compiling and (weight._version, weight.data_ptr()) != (version, address):
             raise RuntimeError(
                 f"reuse_weights: the weight of {self._path or 'a ' + type(self).__name__} was "
                 "changed inside the block; end the block before the optimizer's step"
             )
-        return reused.operand
+        return operand
 
     def quantize_weight(self) -> None:
         """Cast the weight now, for all forward passes until `_quantized_weight` is None again."""
@@ -177,7 +179,8 @@ class Layer(torch.nn.Module):
         if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:
             return  # nothing to cast
         with torch.no_grad():
-            self._quantized_weight = QuantizedWeight(weight, weight._version, self._cast_weight())
+            state = weight._version, weight.data_ptr()
+            self._quantized_weight = QuantizedWeight(weight, *state, self._cast_weight())
 
     def _cast_weight(self) -> Operand:
         raise NotImplementedError
@@ -204,7 +207,6 @@ class Layer(torch.nn.Module):
         errors = args[-1]
         state_dict = scaling.loadable(self, state_dict, prefix, errors)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        scaling.after_load(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by copying and unpickling."""

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._local_gradients import is_sharded
 from ..ops._dispatch import checks
 from . import Layer
+
+_kept: weakref.WeakSet[Layer] = weakref.WeakSet()  # the layers of all blocks
+
+# Registered once, and not before it is needed.
+_follow_steps = functools.cache(lambda: register_optimizer_step_post_hook(_after_step))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The steps of torch with fused=True change params, but not their versions."""
+    written = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
+    for layer in list(_kept):
+        weight = layer._quantized_weight
+        if weight is not None and id(weight.weight) in written:
+            layer._quantized_weight = weight._replace(version=-1)
 
 
 @contextlib.contextmanager
@@ -26,11 +44,12 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
     The copies (one byte per element in FP8, two where the transpose has its own scales) are created
     when the block is entered and freed when it exits, also by an exception. Weights must not change
     inside: a forward pass with a changed weight raises RuntimeError (not in compiled code, and
-    writes through `.data` are not detected). Without grad mode the block has no effect.
+    writes in place through `.data` are not detected). Without grad mode the block has no effect.
     A weight that is parametrized or sharded over ranks (DTensor) is cast at each use, as without.
     Blocks nest: the outermost one applies. TypeError if `model` is not a module.
     """
     checks.is_module("reuse_weights", model)
+    _follow_steps()
     mine: list[Layer] = []
     try:
         for layer in model.modules() if torch.is_grad_enabled() else ():
@@ -41,7 +60,9 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
             if not is_sharded(layer.weight) and not layer.weight.is_inference():
                 mine.append(layer)
                 layer.quantize_weight()
+        _kept.update(mine)
         yield
     finally:
         for layer in mine:
             layer._quantized_weight = None
+            _kept.discard(layer)

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import ParamsT
 
 from .. import _unrounded
-from .._local_gradients import LOW_PRECISION, PLAIN, local
+from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
 from ..distributed import Ranks
 from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
 from ..ops import inv_scale
@@ -138,11 +138,11 @@ class Optimizer(torch.optim.Optimizer):
         self._set_grad_dtype([p for group in self.param_groups for p in group["params"]])
 
     def _clear_main_grads(self, keep: bool = False) -> None:
-        """Zero in place the main_grad of params without a `grad`: the layer or framework adds to it
-        again. That of others is the copy of a `grad` that DDP made; it goes, unless to keep it."""
+        """Zero in place the main_grad of params without a `grad`, or to keep it: the layer or
+        framework adds to it again. A copy of `grad` goes."""
         for p in (p for group in self.param_groups for p in group["params"]):
             main = vars(p).get("main_grad")
-            if main is not None and (keep or p.grad is None):
+            if main is not None and (keep or p.grad is None) and not is_copy(main):
                 main.detach().zero_()
             elif main is not None:
                 p.main_grad = None
@@ -232,6 +232,12 @@ class Optimizer(torch.optim.Optimizer):
         grad_scale, found_inf = self._current_scaling()
         # Gradients that a scaler's unscale_ has checked are read again only for their norm.
         seen = found_inf is not None and grad_scale is None
+        of_torch = seen and self._scaling is None and self._batches.met_main_grad
+        if of_torch and any(gradient_of(p) is not p.grad for b in batches for p in b.params):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: torch.amp.GradScaler.unscale_ does not unscale "
+                "main_grad: use mixprec.GradScaler, or max_grad_norm in place of unscale_"
+            )
         self._low = self._low or self._batches.met_low_precision
         limits = [self.max_grad_norm, *(g.get("max_grad_norm") for g in self.param_groups)]
         clips = any(limit is not None for limit in limits)

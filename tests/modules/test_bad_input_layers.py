@@ -16,7 +16,7 @@ from torch import nn
 import mixprec
 from mixprec import Recipe, convert
 from mixprec.recipes import RECIPES
-from mixprec.scaling import SAVED
+from mixprec.scaling import BUFFERS
 
 IN, OUT = 24, 8
 pytestmark = pytest.mark.filterwarnings("ignore:a model with an fp16 recipe")
@@ -100,7 +100,7 @@ def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: flo
             assert scaler.last_step_skipped
             after, rows = snapshot(model), ["xg".index(role) for role in {"g", where}]
             for state in (before, after):
-                state |= {n: t[rows] for n, t in state.items() if n.endswith(SAVED)}
+                state |= {n: t[rows] for n, t in state.items() if n.endswith(BUFFERS[:2])}
             assert_same(after, before)
         assert int(scaler.skipped) == bad
         for i in range(2, 4):
@@ -110,7 +110,7 @@ def test_a_batch_with_a_number_that_is_none(recipe: str, where: str, number: flo
     for state in runs:
         assert all(t.isfinite().all() for n, t in state.items() if n.endswith("amax_history"))
     different = {n for n in without if not torch.equal(without[n], with_bad[n])}
-    assert all(n.endswith(SAVED) for n in different), different
+    assert all(n.endswith(BUFFERS[:2]) for n in different), different
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from mixprec.nn import Conv2d, Linear
 from mixprec.nn.convert import convert, convert_to_float8_training
 from mixprec.recipes import RECIPES, Recipe
-from mixprec.scaling import SAVED
+from mixprec.scaling import BUFFERS
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ def test_every_linear_is_replaced_and_no_parameter_touched(recipe: str | Recipe)
     before, keys = snapshot(model), list(model.state_dict())
     assert convert(model, recipe) is model
     assert snapshot(model) == before
-    assert [key for key in model.state_dict() if not key.endswith(SAVED)] == keys
+    assert [key for key in model.state_dict() if not key.endswith(BUFFERS)] == keys
     linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, nn.Linear)}
     blocks = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "down")]
     assert list(linears) == [*blocks, "head"]
@@ -126,7 +126,7 @@ def test_converting_again_sets_the_new_recipe(caplog: pytest.LogCaptureFixture) 
     convert(model, "bf16", lambda module, fqn: fqn == "head")
     assert list(model.values()) == modules
     assert [m.recipe.name for m in modules] == ["fp8-delayed", "bf16", "fp8-delayed"]
-    keys = ["weight", "bias", *SAVED]
+    keys = ["weight", "bias", *BUFFERS]
     assert [list(m.state_dict()) for m in modules] == [keys, keys[:2], keys]
     assert snapshot(model) == before
 

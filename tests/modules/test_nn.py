@@ -19,7 +19,7 @@ import mixprec
 from mixprec import functional
 from mixprec.nn import Conv2d, Linear, _loss_scaling
 from mixprec.recipes import RECIPES, Recipe
-from mixprec.scaling import SAVED, plain_state_dict, update_scales
+from mixprec.scaling import BUFFERS, plain_state_dict, update_scales
 from mixprec.testing import sqnr
 
 # What makes a layer, ours or torch's; the shape of an input; and torch's and our function.
@@ -92,7 +92,7 @@ def test_state_dict_and_initialisation_are_those_of_torch(kind: str) -> None:
     ours = make()
     assert torch.equal(ours.weight, plain.weight)
     assert list(ours.state_dict()) == list(plain.state_dict()) == ["weight", "bias"]
-    delayed = ["weight", "bias", *SAVED]
+    delayed = ["weight", "bias", *BUFFERS]
     assert list(make(recipe="fp8-delayed").state_dict()) == delayed
 
 

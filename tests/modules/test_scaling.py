@@ -203,7 +203,7 @@ def test_state_dicts(assign: bool) -> None:
     assert torch.equal(plain.weight, layer.weight)
     other.load_state_dict(plain.state_dict(), assign=assign)
     assert other.scale.tolist() == [0.0] * 2, "scales belong to the weights of before"
-    assert set(saved) == {"weight", "bias", *scaling.SAVED}, "it was written to"
+    assert set(saved) == {"weight", "bias", *scaling.BUFFERS}, "it was written to"
 
 
 def test_the_plain_state_dict_of_a_model() -> None:
