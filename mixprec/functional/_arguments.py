@@ -11,11 +11,7 @@ from .operands import Delayed
 
 
 def check_output(
-    op: str,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: object,
-    bias_shape: str,
+    op: str, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: object, bias_shape: str
 ) -> None:
     """Check the bias, [N] for N outputs of the weight, and the dtype of the result."""
     if bias is not None:

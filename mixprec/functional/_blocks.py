@@ -16,10 +16,7 @@ from ._products import Product
 
 
 def _layers(
-    op: str,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    recipe: Recipe,
+    op: str, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], recipe: Recipe
 ) -> tuple[list[Product], list[torch.Tensor | None]]:
     """The products and their tensors, after the checks of `linear` that do not depend on x."""
     if recipe.is_delayed or recipe.clip_activations:

@@ -202,11 +202,7 @@ def linear(
 
 
 def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    recipe: Recipe | str,
-    out_dtype: torch.dtype | None = None,
+    a: torch.Tensor, b: torch.Tensor, *, recipe: Recipe | str, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return q(a) @ q(b), [..., N], with gradients: `linear` without a bias and with b = weight^T.
 

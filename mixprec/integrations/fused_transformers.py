@@ -19,7 +19,7 @@ from ..nn.known import MLPSpec, NormSpec, Spec, register_fusion
 
 __all__ = ["CLASSES", "VERSIONS", "register"]
 
-VERSIONS = ("5.23",)
+VERSIONS = ("5.23", "5.24")
 
 
 def _rms_norm(m: Any) -> NormSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,23 +120,11 @@ class GatedMLP(MLP):
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        bias: bool = False,
-        *,
-        act: str = "silu",
-        norm: str | None = None,
-        eps: float = 1e-6,
-        recipe: Recipe | str = "fp8",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, width: int, hidden: int, bias: bool = False, *, act: str = "silu", **options: Any
     ) -> None:
-        super().__init__(
-            width, hidden, bias, act=act, norm=norm, eps=eps, recipe=recipe, device=device,
-            dtype=dtype,
-        )  # fmt: skip
-        self.gate = Linear(width, hidden, bias, device, dtype, recipe=recipe)
+        super().__init__(width, hidden, bias, act=act, **options)
+        up, recipe = self.up.weight, self.up.recipe
+        self.gate = Linear(width, hidden, bias, up.device, up.dtype, recipe=recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Part([self.gate, self.up], norm=self.norm, act=self.act, last=self.down)(x)[0]

@@ -72,10 +72,7 @@ def _activation(x: torch.Tensor, kind: str) -> Pair:
 
 
 def act_quantize_reference(
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    cast: Cast,
+    x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: Cast
 ) -> casts.Results:
     """Results not requested are empty."""
     y, _ = _activation(x.float(), kind)
@@ -85,11 +82,7 @@ def act_quantize_reference(
 
 
 def act_backward_reference(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    up: torch.Tensor | None,
-    kind: str,
-    cast: Cast,
+    g: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, kind: str, cast: Cast
 ) -> tuple[torch.Tensor, ...]:
     """The results of a cast of dx, then of dup (empty without up):
 

@@ -163,10 +163,7 @@ def _check_backward(args: Any) -> None:
 
 
 def _fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    subtract_mean: bool,
-    cast: Cast,
+    x: torch.Tensor, residual: torch.Tensor | None, subtract_mean: bool, cast: Cast
 ) -> Result:
     rows, _ = scale_layout.as_matrix(x.shape)
     total = x.new_empty((0,) if residual is None else x.shape)

@@ -276,45 +276,36 @@ class Optimizer(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         for batch in batches:
-            self._update_batch(batch, unscale, clips.get(batch.group), found_inf)
-
-    def _update_batch(
-        self,
-        batch: Batch,
-        unscale: torch.Tensor | None,
-        clip: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        group, device = self.param_groups[batch.group], batch.device
-        lists = [[s[name] for s in batch.states] for name in self._moments(group)]
-        masters = []
-        if batch.has_master:
-            masters = [s["master"] if "master" in s else s["remainder"] for s in batch.states]
-        lists.append(masters)
-        if batch.data is not batch.params:  # they are sharded
-            lists = [list(map(local, tensors)) for tensors in lists]
-        lr = group["lr"]
-        self._update(
-            group,
-            batch.data,
-            batch.grads,
-            *lists,
-            self._batches.steps(batch),
-            state_scales=self._scales(batch) if self._policy.state_dtype == _state8.CODES else [],
-            lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
-            maximize=group["maximize"],
-            max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
-            stochastic_rounding=self._policy.stochastic_rounding,
-            seed=self._seed,
-            indices=[self._index[id(p)] for p in batch.params] if self._policy.random else (),
-            inv_scale=_grad_norms.on(device, unscale),
-            clip=_grad_norms.on(device, clip),
-            found_inf=_grad_norms.on(device, found_inf),
-        )
+            group, device = self.param_groups[batch.group], batch.device
+            lists = [[s[name] for s in batch.states] for name in self._moments(group)]
+            states = batch.states if batch.has_master else []
+            lists.append([s.get("master", s.get("remainder")) for s in states])
+            if batch.data is not batch.params:  # they are sharded
+                lists = [list(map(local, tensors)) for tensors in lists]
+            lr = group["lr"]
+            self._update(
+                group,
+                batch.data,
+                batch.grads,
+                *lists,
+                self._batches.steps(batch),
+                state_scales=self._scales(batch),
+                lr=_grad_norms.on(device, lr) if isinstance(lr, torch.Tensor) else lr,
+                maximize=group["maximize"],
+                max_value=math.inf if self.max_grad_value is None else self.max_grad_value,
+                stochastic_rounding=self._policy.stochastic_rounding,
+                seed=self._seed,
+                indices=[self._index[id(p)] for p in batch.params] if self._policy.random else (),
+                inv_scale=_grad_norms.on(device, unscale),
+                clip=_grad_norms.on(device, clips.get(batch.group)),
+                found_inf=_grad_norms.on(device, found_inf),
+            )
 
     def _scales(self, batch: Batch) -> list[torch.Tensor]:
         """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
-        names = [name + _state8.SUFFIX for name in self._moments(self.param_groups[batch.group])]
+        coded = self._policy.state_dtype == _state8.CODES
+        moments = self._moments(self.param_groups[batch.group]) if coded else ()
+        names = [name + _state8.SUFFIX for name in moments]
         return [s.get(name, s["step"]) for name in names for s in batch.states]
 
     def state_dict(self) -> dict[str, Any]:

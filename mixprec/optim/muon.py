@@ -139,10 +139,10 @@ class Muon(Optimizer):
     def _moments_of(self, saved: dict[str, Any]) -> tuple[str, ...]:
         return self._moments({"use_muon": "exp_avg" not in saved})
 
-    def _update_batch(self, batch: Batch, *args: Any) -> None:
-        sharded = zip(batch.data, batch.params, strict=True)
-        self._whole = {id(part): p for part, p in sharded if is_sharded(p)}
-        super()._update_batch(batch, *args)
+    def _update_batches(self, batches: list[Batch], *args: Any) -> None:
+        parts = ((part, p) for b in batches for part, p in zip(b.data, b.params, strict=True))
+        self._whole = {id(part): p for part, p in parts if is_sharded(p)}
+        super()._update_batches(batches, *args)
 
     def _update(self, group: dict[str, Any], *tensors: Any, **options: Any) -> None:
         if not group["use_muon"]:

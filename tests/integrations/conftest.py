@@ -20,13 +20,15 @@ _outcomes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
 
 
 def package_of(path: Path) -> str:
-    return path.stem.removeprefix("test_")
+    name = path.stem.removeprefix("test_")
+    return "transformers" if name.startswith("fused") else name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE:
-            doc = (getattr(item, "obj", None).__doc__ or item.name).strip().splitlines()[0]
+            name = item.originalname.removeprefix("test_").replace("_", " ")
+            doc = (getattr(item, "obj", None).__doc__ or name).strip().splitlines()[0]
             item.user_properties.append(("integration", (package_of(item.path), doc)))
 
 

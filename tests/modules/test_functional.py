@@ -293,6 +293,8 @@ GOOD: dict[str, dict[str, object]] = {
         ("mlp", {"x": torch.zeros(3, 8).double()}, "x must have dtype float32"),
         ("mlp", {"act": "tanh"}, "act must be one of silu"),
         ("mlp", {"act": "silu", "down": W}, "up and gate must be"),
+        ("mlp", {"norm_weight": W[0]}, "norm_weight must be None without norm"),
+        ("mlp", {"gate_bias": W[0]}, "gate_bias must be None without gate"),
         ("attention", {"k": None}, "k must be a torch.Tensor, got NoneType"),
     ],
 )

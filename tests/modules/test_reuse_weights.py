@@ -7,6 +7,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -76,15 +77,21 @@ def test_without_grad_mode_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_weight_that_changes_inside_the_block_is_noticed() -> None:
-    for kind, first in (("mlp", "up"), ("cnn", "stem")):
+    ours, fused = mixprec.optim.AdamW, partial(torch.optim.SGD, lr=1e-3, fused=True)
+    for kind, first, cls in (("mlp", "up", ours), ("cnn", "stem", ours), ("mlp", "up", fused)):
         model = make("fp8", kind)
-        optimizer = mixprec.optim.AdamW(model.parameters())
+        optimizer = cls(model.parameters())
         with reuse_weights(model):
             model(batch(0, kind)).sum().backward()
-            optimizer.step()
+            optimizer.step()  # which leaves the versions of the params as they are, if fused
             with pytest.raises(RuntimeError, match=rf"weight of 0\.{first} was changed inside the"):
                 model(batch(0, kind))
         model(batch(0, kind))
+    with reuse_weights(model):
+        for p in model.parameters():
+            p.data = p.data.clone()
+        with pytest.raises(RuntimeError, match="was changed inside the"):
+            model(batch(0, kind))
 
 
 def test_another_weight_that_stands_in_is_cast_itself() -> None:

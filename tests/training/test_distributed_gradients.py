@@ -113,8 +113,30 @@ def check_converted() -> None:
     assert all(all(map(torch.equal, seen[0], later)) for later in seen[1:])
 
 
+def check_copies() -> None:
+    """main_grad holds for the `grad` that it was made with, and for no other."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4, dtype=BF16))
+    reduce_gradients_in_fp32(ddp)
+    weight, optimizer = ddp.module.weight, mixprec.optim.SGD(ddp.parameters(), lr=1.0)
+    x, scaler = torch.ones(2, 4, dtype=BF16), torch.amp.GradScaler("cpu")
+    for clear in (lambda: optimizer.zero_grad(set_to_none=False), ddp.zero_grad):
+        before = weight.float()
+        for model, expected in ((nn.Identity(), before), (ddp.module, before - 2)):
+            ddp(64 * x).float().sum().backward()
+            clear()
+            model(x.requires_grad_()).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (weight - expected).abs().max() < 0.1
+    scaler.scale(ddp(x).float().sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="unscale_ does not unscale main_grad"):
+        scaler.step(optimizer)
+
+
 def check_hooks() -> None:
     check_converted()
+    check_copies()
     for dtype, as_views in ((BF16, True), (FP16, False), (BF16, False)):
         check_hook(dtype, as_views)
     model: Any = nn.Linear(2, 2)

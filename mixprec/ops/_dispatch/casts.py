@@ -33,10 +33,7 @@ class Cast(NamedTuple):
 
 
 def check(
-    op: str,
-    x: torch.Tensor,
-    cast: Cast,
-    allowed: Iterable[str] = scale_layout.GRANULARITIES,
+    op: str, x: torch.Tensor, cast: Cast, allowed: Iterable[str] = scale_layout.GRANULARITIES
 ) -> None:
     """The arguments of a cast of values of x's shape."""
     dtype, scale, transpose, granularity, _ = cast

@@ -42,10 +42,7 @@ def rounded(value: float, real: torch.dtype) -> float:
 
 
 def unscaled(
-    grad: torch.Tensor,
-    real: torch.dtype,
-    factors: Iterable[torch.Tensor | None],
-    max_value: float,
+    grad: torch.Tensor, real: torch.dtype, factors: Iterable[torch.Tensor | None], max_value: float
 ) -> torch.Tensor:
     """grad in `real`, times each factor (one element) in turn, bounded by +-max_value."""
     g = grad.to(real)
