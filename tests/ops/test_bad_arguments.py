@@ -286,11 +286,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("update_scale_", {"found_inf": FLAG[:0]}, "found_inf must hold one float32"),
         ("update_scale_", {"counters": COUNTERS[:2]}, r"counters must have shape .* = \(3,\)"),
         ("sgd_", {"state_scales": []}, r"momentum_buffers\[0\] is uint8, .*state_scales, got none"),
-        (
-            "sgd_",
-            {"state_scales": [K] * 2},
-            r"state_scales .*one tensor per state and .*got 2",
-        ),
+        ("sgd_", {"state_scales": [K] * 2}, r"state_scales .*one tensor per state and .*got 2"),
         ("sgd_", {"state_scales": [K[:3]]}, r"state_scales\[0\] must .*\(2,\).*\(3,\)"),
         ("sgd_", {"indices": ()}, r"bfloat16 or uint8 with indices .*, got uint8 without"),
         ("update_delayed_scales_", {"amaxes": K}, "amaxes must be a list of tensors, got Tensor"),

@@ -8,20 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import name, small_integers
-from gemm_calls import (
-    A8,
-    B8,
-    BF16,
-    CAN,
-    CANNOT,
-    COLUMN,
-    FP32,
-    HALF,
-    ONE,
-    ROW,
-    arguments,
-    operands,
-)
+from gemm_calls import A8, B8, BF16, CAN, CANNOT, COLUMN, FP32, HALF, ONE, ROW, arguments, operands
 
 from mixprec.ops._dispatch import gemm_table, gemm_vendor
 from mixprec.ops.gemm import gemm_accumulate_op, gemm_op

@@ -18,10 +18,7 @@ def example(few_glyphs: Any) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("model", "recipe", "forms"),
-    [
-        ("vit", "fp32", ["param"]),
-        ("cnn", "fp8", ["param", "master", "FP8"]),
-    ],
+    [("vit", "fp32", ["param"]), ("cnn", "fp8", ["param", "master", "FP8"])],
 )
 def test_pruned_weights_stay_zero_and_the_others_move(
     example: ModuleType, model: str, recipe: str, forms: list[str]

@@ -28,11 +28,7 @@ MIXES: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer], dict[s
     "bf16 remainder16": (torch.bfloat16, Adam, {"master_weights": "remainder16"}),
     "bf16 stochastic": (torch.bfloat16, AdamW, STOCHASTIC),
     "fp16 master": (torch.float16, Adam, {"max_grad_norm": 0.5}),
-    "torch AdamW": (
-        torch.float32,
-        torch.optim.AdamW,
-        TORCH_SCALER,
-    ),
+    "torch AdamW": (torch.float32, torch.optim.AdamW, TORCH_SCALER),
 }
 
 
