@@ -22,7 +22,7 @@ def is_copy(main_grad: torch.Tensor | None) -> bool:
 
 
 def watch(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook`, once, whenever a backward pass has written `grad`, before DDP reads it."""
+    """Call `hook` after each backward pass that writes `grad`, before DDP reads it."""
     hooks = param._post_accumulate_grad_hooks
     if hooks is None or hook not in hooks.values():
         param.register_post_accumulate_grad_hook(hook)

@@ -190,8 +190,8 @@ def reduce_gradients_in_fp32(ddp_model: DistributedDataParallel) -> None:
     Registers a communication hook: each bucket is converted to FP32, summed over the ranks and
     divided by their number. The average of a 16-bit param is kept in `param.main_grad` (fp32),
     which mixprec's optimizers use; `param.grad` is this average rounded. main_grad holds all
-    gradients accumulated, also under no_sync(). It goes with `grad`, with the next backward pass,
-    and in the optimizer's step() and zero_grad(). For fp32 and fp64 params the only change is that
+    gradients accumulated, also under no_sync(). It is not used where `grad` is None, and dropped by
+    the next backward pass, step() and zero_grad(). For fp32 and fp64 params the only change is that
     the sum is divided instead of each term. Communication doubles for 16-bit buckets. (An
     optimizer's grad_dtype=torch.float32 is a different option, which DDP does not support.)
 

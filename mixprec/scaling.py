@@ -27,9 +27,9 @@ __all__ += ["plain_state_dict", "reset", "set_automatic_updates", "update_scales
 # projections often do, an optimizer like Adam doubles them in each of the first steps: with the
 # scale of the previous step most of their elements saturated, which raised the loss of a small GPT
 # by 1 to 4 %.
-# And the largest amax of x [] and of g [] since the last update: of a step that torch's GradScaler
-# has skipped, too, which calls no optimizer. They are two buffers because a compiled backward pass
-# writes back a whole buffer as it was at the end of its own forward pass.
+# And the largest amax of x [] and of g [] since the last update. Checkpoints have them because there
+# is no update after a step that torch's GradScaler skips. They are two buffers because a compiled
+# backward pass writes back a whole buffer as it was at the end of its own forward pass.
 BUFFERS = ("amax_history", "scale", "amax", "grad_amax")
 
 _layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # layers with delayed scales
@@ -228,6 +228,7 @@ def loadable(
         return {key: value for key, value in state.items() if key not in foreign}
     recipe: Recipe = layer.recipe  # type: ignore[assignment]
     fresh = _fresh(recipe, torch.device("cpu"))
+    state = {keys[name]: fresh[name] for name in BUFFERS[2:]} | state
     if not all(key in state for key in keys.values()):
         return {**state, **{keys[name]: fresh[name] for name in BUFFERS}}
     for name, key in keys.items():

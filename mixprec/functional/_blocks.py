@@ -106,7 +106,7 @@ def mlp(
     """Return act(z @ up^T) @ down^T, or (act(z @ gate^T) * (z @ up^T)) @ down^T, with z = norm(x).
 
     x: [..., K]; up, gate: [H, K]; down: [N, H]; biases are added to the products. act: "silu",
-    "gelu", "gelu_tanh" or "relu2" (relu(h)^2). norm: as in `norm_linear`; None: z = x.
+    "gelu", "gelu_tanh" or "relu2" (relu(h)^2). norm, norm_*: as in `norm_linear`; None: z = x.
 
     The norm and the activation write the operands of the GEMMs, and the backward pass of the
     activation those of its GEMMs. Backward keeps the two operands, the hidden products and, with a

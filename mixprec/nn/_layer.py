@@ -165,8 +165,9 @@ class Layer(torch.nn.Module):
         reused = self._quantized_weight
         if reused is None or reused.weight is not self.weight:
             return None
-        compiling, (weight, version, address, operand) = torch.compiler.is_compiling(), reused
-        if not compiling and (weight._version, weight.data_ptr()) != (version, address):
+        weight, version, address, operand = reused
+        eager = not torch.compiler.is_compiling()
+        if eager and (weight._version, weight.data_ptr()) != (version, address):
             raise RuntimeError(
                 f"reuse_weights: the weight of {self._path or 'a ' + type(self).__name__} was "
                 "changed inside the block; end the block before the optimizer's step"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from .._local_gradients import is_sharded
 from ..ops._dispatch import checks
 from . import Layer
 
-_kept: weakref.WeakSet[Layer] = weakref.WeakSet()  # the layers of all blocks
+_kept: set[Layer] = set()  # the layers of the blocks that any thread is in
 
 # Registered once, and not before it is needed.
 _follow_steps = functools.cache(lambda: register_optimizer_step_post_hook(_after_step))

@@ -192,7 +192,7 @@ def test_state_dicts(assign: bool) -> None:
     layer, other, plain = trained(), make(bias=True), nn.Linear(4, 4)
     saved = copy.deepcopy(layer.state_dict())
     run(other, 100.0)
-    other.load_state_dict(saved, assign=assign)
+    other.load_state_dict(dict([*saved.items()][:-2]), assign=assign)  # without amaxes: unused ones
     assert_same_lists(list(other.state_dict().values()), list(layer.state_dict().values()))
     assert amaxes(other) == [UNUSED] * 2, "a step that was under way is over"
     run(skipped := copy.deepcopy(layer), 50.0)  # torch's GradScaler skips it, without a word
