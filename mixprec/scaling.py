@@ -27,7 +27,7 @@ __all__ += ["plain_state_dict", "reset", "set_automatic_updates", "update_scales
 # projections often do, an optimizer like Adam doubles them in each of the first steps: with the
 # scale of the previous step most of their elements saturated, which raised the loss of a small GPT
 # by 1 to 4 %.
-# And the largest amax of x [] and of g [] since the last update. Checkpoints have them because there
+# And the largest amax of x [] and of g [] since the last update. They are saved because there
 # is no update after a step that torch's GradScaler skips. They are two buffers because a compiled
 # backward pass writes back a whole buffer as it was at the end of its own forward pass.
 BUFFERS = ("amax_history", "scale", "amax", "grad_amax")
