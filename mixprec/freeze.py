@@ -194,7 +194,7 @@ def freeze(
     adapt, which are nn.Linear from then on, in the dtype that they had.
 
     The report names them, and the share of the weights that is frozen; a warning says if more than
-    a fifth is in modules that are not linear layers.
+    5% is in modules that are not linear layers.
 
     The state_dict of the result holds the plain tensors `weight_codes`, `weight_scale_inv` and
     `bias`: save it with torch.save or mixprec.save_checkpoint. To load it, build the model

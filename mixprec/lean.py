@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ._local_gradients import LOW_PRECISION
 from .diagnostics.memory_report import MemoryReport, memory_report
 from .nn.convert import cast_parameters, convert
 from .optim import AdamW
@@ -58,13 +60,21 @@ def lean(
     The table that is printed is computed from the parameters. With `batch`, both columns are
     measured by `memory_report(model, optimizer, batch, loss)` instead, and have the activations;
     its floating-point tensors are cast to bf16 for the second, as yours should be for training.
-    ValueError for another fidelity, and those of the functions above.
+    ValueError for another fidelity, and those of the functions above. Warns if parameters that are
+    trained have 16 bits already: what they were rounded from is lost.
     """
     if fidelity not in FIDELITIES:
         offered = ", ".join(f'"{name}"' for name in FIDELITIES)
         raise ValueError(f"lean: fidelity must be one of {offered}, got {fidelity!r}")
     state_dtype, saved = FIDELITIES[fidelity]
     options = {"master_weights": "remainder16", "state_dtype": state_dtype, **options}
+    low = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
+    if low:
+        warnings.warn(
+            f"lean: model must be in FP32 for its weights to keep all bits, and {len(low)} of its "
+            f"parameters have 16 bits already ({low[0]}, ...): load it with dtype=torch.float32",
+            stacklevel=2,
+        )
     # These raise before the model is changed.
     Recipe.parse(recipe)
     AdamW([nn.Parameter(torch.zeros(1))], lr, **options)

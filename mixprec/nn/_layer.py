@@ -11,7 +11,7 @@ from ..functional.operands import Delayed, Operand
 from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _loss_scaling
-from ._subclass import inject_parametrizations, new_instance
+from ._subclass import class_for, inject_parametrizations
 
 CLIPPED = "clipped"  # the buffer, int64 []
 Self = TypeVar("Self", bound="Layer")
@@ -112,37 +112,21 @@ class Layer(torch.nn.Module):
             vars(self).pop(name, None)
 
     @classmethod
-    def _sharing(
-        cls: type[Self],
-        kind: type[torch.nn.Module],
-        module: torch.nn.Module,
-        recipe: Recipe | str,
-        name: str,
-    ) -> Self:
-        """A layer that shares the parameters, hooks and all other attributes of `module`."""
-        what = kind.__name__.removesuffix("2d").lower()
-        if not isinstance(module, kind):
-            got = type(module).__name__
-            raise TypeError(f"from_{what}: {what} must be a torch.nn.{kind.__name__}, got {got}")
-        recipe = Recipe.parse(recipe)
-        state: dict[str, Any] = dict(module.__dict__)
+    def _of(cls: type[Self], module: torch.nn.Module, recipe: Recipe, name: str) -> Self:
+        """`module`, made a layer of this class with the same parameters, hooks and attributes."""
         for attribute in ("forward", "_compiled_call_impl"):
-            if state.get(attribute) is not None:
+            if vars(module).get(attribute) is not None:
                 raise ValueError(
-                    f"from_{what}: {what} must be a plain torch.nn.{kind.__name__}, but "
-                    f"{name or 'it'} has its own {attribute}: convert it before it is wrapped or "
-                    "compiled"
+                    f"convert: {name or 'the model'} has its own {attribute}: convert it before it "
+                    "is wrapped or compiled"
                 )
-        # The registries are copied, so that a parameter added to one module does not appear in
-        # the other; hook dictionaries stay shared, because their handles point into them.
-        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            state[registry] = state[registry].copy()
-        converted: Self = new_instance(cls, module)
-        converted.__dict__ = state
-        inject_parametrizations(converted)
-        converted._path = name
-        converted.recipe = recipe
-        return converted
+        kind = class_for(cls, module)
+        module.__class__ = kind
+        layer: Self = module  # type: ignore[assignment]
+        inject_parametrizations(layer)
+        layer._path = name
+        layer.recipe = recipe
+        return layer
 
     def _state(self, dtype: torch.dtype, device: torch.device, recipe: Recipe) -> LayerState:
         """The output dtype and state for a forward pass with `recipe`, of an input of this dtype

@@ -10,13 +10,12 @@ from torch.nn.utils import parametrize
 _known: dict[tuple[type, type], Any] = {}
 
 
-def new_instance(layer: Any, module: nn.Module) -> Any:
-    """An empty instance of `layer`, or of a subclass of it and of the class of `module`."""
+def class_for(layer: Any, module: nn.Module) -> Any:
+    """`layer`, or a subclass of it and of the class of `module`."""
     original = type(module)
     if parametrize.is_parametrized(module):
         (original,) = original.__bases__  # torch has made a subclass for this one module
-    kind = layer if issubclass(layer, original) else _subclass(layer, original)
-    return kind.__new__(kind)
+    return layer if issubclass(layer, original) else _subclass(layer, original)
 
 
 def original_class(layer: nn.Module) -> type[nn.Module] | None:

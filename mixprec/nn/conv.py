@@ -51,14 +51,6 @@ class Conv2d(Layer, torch.nn.Conv2d):
         self.recipe = Recipe.parse(recipe)
         self._path = name
 
-    @classmethod
-    def from_conv(
-        cls, conv: torch.nn.Conv2d, recipe: Recipe | str = "fp8", name: str = ""
-    ) -> Conv2d:
-        """A Conv2d that shares the parameters, hooks and all other attributes of `conv`, as
-        `Linear.from_linear` does."""
-        return cls._sharing(torch.nn.Conv2d, conv, recipe, name)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
         x = input
         recipe = _region.recipe_here(self._recipe)

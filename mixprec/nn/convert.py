@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from .. import _unrounded
+from .. import _said, _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded
 from ..memory.compress_saved import Bits, check
 from ..ops._dispatch import checks
@@ -88,7 +88,7 @@ def convert(
     saved: Bits | None = None,
     fuse: bool = False,
 ) -> nn.Module:
-    """Replace linear layers, convolutions and attention in `model`, in place, by mixprec.nn's;
+    """Make linear layers, convolutions and attention in `model` those of mixprec.nn, in place;
     return the model.
 
     recipe: a name, such as "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", another
@@ -96,7 +96,7 @@ def convert(
     convert only where it returns True; fqn is the module's path in the model ("" for the root). If
     it has a parameter `recipe`, it receives the layer's recipe. overrides: other recipes by path
     pattern, {"blocks.0.*": "bf16", "*.fc2": "fp8-rowwise"}, None to leave layers unchanged; the
-    last matching pattern applies. If the model itself is such a layer, its replacement is returned.
+    last matching pattern applies.
     saved: "int8", "int4" or a dict of patterns: every forward pass of the model runs inside
     `mixprec.compress_saved` with these bits; None removes that again, and leaves the layers as they
     save. fuse: run norm -> linear, linear -> activation -> linear and attention as one function
@@ -110,13 +110,14 @@ def convert(
     `mixprec.functional.norm_linear`, `mlp` and `attention`. Hooks on a fused layer, or
     `autocast(enabled=False)`, make it run unfused.
 
-    Parameters are shared, never copied or cast: optimizers that hold them keep working, tied
-    weights stay tied, and models on the meta device stay there. Hooks, training mode and other
-    attributes are kept. A module that occurs at several places is filtered once, by its first path,
-    and stays one module. Layers of mixprec.nn get the new recipe; if they already have it, nothing
-    changes, scales included. `mixprec.unconvert` is the inverse.
+    Modules keep their identity, as in `unconvert`, and so their parameters, which are never copied
+    or cast, hooks, training mode and all other attributes; optimizers go on with the same
+    parameters, tied weights stay tied, and models on the meta device stay there. A module that
+    occurs at several places is filtered once, by its first path. Layers of mixprec.nn get the new
+    recipe; if they already have it, nothing changes, scales included. `mixprec.unconvert` is the
+    inverse.
 
-    Subclasses of nn.Linear and nn.Conv2d are replaced too and stay instances of their class, and so
+    Subclasses of nn.Linear and nn.Conv2d are converted too and stay instances of their class; so
     are parametrized layers (weight norm, spectral norm), nn.MultiheadAttention (its projections),
     the Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a
     mixture. In a forward pass of their own, which has to call torch.nn.functional.linear, conv2d or
@@ -126,15 +127,18 @@ def convert(
     of torchvision, computes as before. In FP8, convolutions that are not 1 x 1 save memory, not
     time: `mixprec.filters.worthwhile` leaves them out.
 
-    One INFO line on the logger "mixprec" reports the number of layers, the share of the model's
-    weights that they hold, and what else has weights, with the reason why it was left. (For the
-    share of its arithmetic, which depends on the input: mixprec.stats.flop_share.)
+    One line reports the number of layers, the share of the model's weights that they hold, and what
+    else has weights, with the reason why it was left. (For the share of its arithmetic, which
+    depends on the input: mixprec.stats.flop_share.) It goes to the logger "mixprec" at level INFO;
+    where logging does not show that level, it is printed to stderr, once and on rank 0 only.
+    `logging.getLogger("mixprec").setLevel("WARNING")` turns it off.
 
-    Warns with that reason if more than a fifth of the weights cannot be converted, and, listing the
-    kinds of modules in the model, if there is no layer to convert. TypeError if `model` is not a
-    module; ValueError for an unknown recipe, a pattern that matches no layer to convert (listing
-    their names), a layer whose forward was replaced or one with an attribute of its own under a
-    name that the recipe needs. After any exception the model is as it was.
+    Warns, with names and reasons, if more than 5% of the weights are of modules that cannot be
+    converted, and, listing the kinds of modules in the model, if there is no layer to convert.
+    TypeError if `model` is not a module; ValueError for an unknown recipe, a pattern that matches
+    no layer to convert (listing their names), a layer whose forward was replaced or one with an
+    attribute of its own under a name that the recipe needs. After any exception the model is as it
+    was.
     """
     checks.is_module("convert", model)
     if saved is not None:
@@ -142,7 +146,7 @@ def convert(
     with unchanged_on_error(model):
         set_saved(model, None)
         unfuse(model)
-        model = _convert(model, recipe, module_filter_fn, overrides)
+        _convert(model, recipe, module_filter_fn, overrides)
         if fuse:
             logger.info("convert: %s", fuse_parts(model))
         set_saved(model, saved)
@@ -154,14 +158,14 @@ def _convert(
     recipe: Recipe | str,
     module_filter_fn: ModuleFilter | None,
     overrides: Mapping[str, Recipe | str | None] | None,
-) -> nn.Module:
+) -> None:
     recipe = Recipe.parse(recipe)
     parsed = {p: None if r is None else Recipe.parse(r) for p, r in (overrides or {}).items()}
     added = kinds.adapters(model)
     layers = {
         fqn: module
         for fqn, module in model.named_modules()
-        if module not in added and (isinstance(module, Layer) or kinds.converter(module))
+        if module not in added and (isinstance(module, Layer) or kinds.layer_for(module))
     }
     if not layers:
         seen = Counter(type(m).__name__ for m in model.modules())
@@ -179,33 +183,21 @@ def _convert(
         if isinstance(layers[fqn], Layer):
             layers[fqn].check_names(chosen[fqn])  # the others are checked when they are made
     already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
-    replacement: dict[nn.Module, nn.Module] = {
-        layers[fqn]: make(layers[fqn], own, name=fqn)
-        for fqn, own in chosen.items()
-        if (make := kinds.converter(layers[fqn])) is not None
-    }
     for fqn, own in chosen.items():
         module = layers[fqn]
         if isinstance(module, Layer):
             module.recipe, module._path = own, fqn
-    for parent in [*model.modules(), *replacement.values()]:  # attention holds a layer itself
-        # _modules, not named_children(): that one leaves out a child's second name.
-        for child_name, child in list(parent._modules.items()):
-            if child in replacement:
-                setattr(parent, child_name, replacement[child])
+        elif (kind := kinds.layer_for(module)) is not None:
+            kind._of(module, own, fqn)
     used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
     names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""
-    model = replacement.get(model, model)
     kinds.leave_fast_paths(model)
     excluded = {m: "excluded" for fqn, m in layers.items() if fqn not in chosen}
     found = kinds.coverage(model, excluded)
-    logger.info(
-        "convert: %d of %d layers set to %s%s: %s", len(chosen), len(layers), names, note, found
-    )
+    _said.say(f"convert: {len(chosen)} of {len(layers)} layers set to {names}{note}: {found}")
     if layers and found.is_low:
         warnings.warn(f"convert: {recipe.name} was asked for and reaches {found}", stacklevel=3)
-    return model
 
 
 def convert_to_float8_training(

@@ -1,10 +1,9 @@
-"""Which modules `mixprec.convert` replaces, by what, and why it leaves the others."""
+"""Which modules `mixprec.convert` makes layers of mixprec.nn, and why it leaves the others."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +19,15 @@ from .linear import Linear
 
 ADAPTER = "an adapter of peft"
 # The share of unsupported weights above which it is worth a warning.
-MOST_UNSUPPORTED = 0.2
+MOST_UNSUPPORTED = 0.05
 # The attribute of torch's encoders in which leave_fast_paths keeps the value that it changes.
 _KEPT = "_mixprec_fast_path"
 # Modules whose weights are not multiplied with anything: a lookup is no matrix product.
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def converter(module: nn.Module) -> Callable[..., Layer] | None:
-    """What makes a layer of mixprec.nn from `module`; None if it is left as it is.
+def layer_for(module: nn.Module) -> type[Layer] | None:
+    """The layer of mixprec.nn that `module` can become; None if it is left as it is.
 
     A subclass without a forward pass of its own computes as torch's class does.
     """
@@ -38,15 +37,14 @@ def converter(module: nn.Module) -> Callable[..., Layer] | None:
     if any(p.is_complex() for p in module.parameters(recurse=False)):
         return None
     if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
-        return Linear.from_linear
+        return Linear
     plain = kind.forward, getattr(kind, "_conv_forward", None)
     if isinstance(module, nn.Conv2d) and plain == (nn.Conv2d.forward, nn.Conv2d._conv_forward):
-        return Conv2d.from_conv
+        return Conv2d
     if isinstance(module, nn.MultiheadAttention) and plain[0] is nn.MultiheadAttention.forward:
-        return partial(MultiheadAttention._sharing, nn.MultiheadAttention)
+        return MultiheadAttention
     conv1d = kind is imported_class("transformers.pytorch_utils", "Conv1D")
-    layer = Conv1D if conv1d else intercepted.layer_for(module)
-    return None if layer is None else partial(layer._sharing, kind)
+    return Conv1D if conv1d else intercepted.layer_for(module)
 
 
 def adapters(model: nn.Module) -> set[nn.Module]:
@@ -92,18 +90,19 @@ class Coverage(NamedTuple):
 
     Weights are the parameters of two or more dimensions, each once; those of embeddings only count
     where a layer shares them. left: how many weights are as before, by the kind of module and the
-    reason. unsupported: how many of these there is no layer for.
+    reason; names: of the modules that have them. unsupported: how many there is no layer for.
     """
 
     converted: int
     total: int
     left: Counter[tuple[str, str]]
+    names: dict[tuple[str, str], list[str]]
     unsupported: int
 
     def __str__(self) -> str:
         share = self.converted / self.total if self.total else 1.0
         left = ", ".join(
-            f"{kind} {count / self.total:.1%} ({reason})"
+            f"{kind} {count / self.total:.1%} ({_first(self.names[kind, reason])}: {reason})"
             for (kind, reason), count in self.left.most_common()
         )
         return f"{share:.0%} of the weights" + (f"; left out: {left}" if left else "")
@@ -127,8 +126,9 @@ def coverage(
         layers = [module for module in model.modules() if isinstance(module, Layer)]
     converted = {p for layer in layers for p in _weights(layer, recurse=True)}
     left: Counter[tuple[str, str]] = Counter()
+    names: dict[tuple[str, str], list[str]] = {}
     beyond, seen = 0, set(converted)
-    for module in model.modules():
+    for fqn, module in model.named_modules():
         for weight in _weights(module):
             if weight not in seen and not isinstance(module, _LOOKUPS):
                 seen.add(weight)
@@ -137,9 +137,18 @@ def coverage(
                     beyond += weight.numel()
                     own = _has_own_forward(module)
                     reason = "it has a forward pass of its own" if own else unsupported
-                left[type(module).__name__, reason] += weight.numel()
+                key = type(module).__name__, reason
+                left[key] += weight.numel()
+                if (name := fqn or "the model") not in names.setdefault(key, []):
+                    names[key].append(name)
     total = sum(p.numel() for p in converted)
-    return Coverage(total, total + sum(left.values()), left, beyond)
+    return Coverage(total, total + sum(left.values()), left, names, beyond)
+
+
+def _first(names: list[str]) -> str:
+    """The first two, and how many more."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
 
 
 def _has_own_forward(module: nn.Module) -> bool:

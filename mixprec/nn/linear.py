@@ -58,18 +58,6 @@ class Linear(Layer, torch.nn.Linear):
         self.recipe = Recipe.parse(recipe)
         self._path = name
 
-    @classmethod
-    def from_linear(
-        cls, linear: torch.nn.Linear, recipe: Recipe | str = "fp8", name: str = ""
-    ) -> Linear:
-        """A Linear that shares the parameters, hooks and all other attributes of `linear`.
-
-        Handles of hooks that were registered on `linear` keep working. Raises ValueError if
-        `forward` of `linear` was replaced (by a wrapper or .compile()), which would be lost:
-        convert first, then wrap or compile.
-        """
-        return cls._sharing(torch.nn.Linear, linear, recipe, name)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name, for calls by keyword
         x = input
         recipe = _region.recipe_here(self._recipe)

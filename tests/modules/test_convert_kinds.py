@@ -43,9 +43,9 @@ def _libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_convert_leaves() -> None:
     other = type("Conv1D", (Conv1D,), {"__module__": "transformers.pytorch_utils"})
-    assert kinds.converter(Conv1D(4, 4)) is not None
+    assert kinds.layer_for(Conv1D(4, 4)) is not None
     for module in (other(4, 4), nn.Linear(2, 2, dtype=torch.complex64)):
-        assert kinds.converter(module) is None
+        assert kinds.layer_for(module) is None
 
 
 class Standardized(nn.Conv2d):
@@ -314,8 +314,8 @@ def test_what_is_left_is_reported(
     head.weight = tied.weight
     model = nn.ModuleDict({"adapted": Adapted(64), "tied": tied, "head": head, "packed": Packed()})
     model["unused"] = nn.Embedding(64, 32)  # which no product reads, so that it does not count
-    packed = "(there is no such layer in mixprec.nn)"
-    adapter = "Linear 11.1% (an adapter of peft)"
+    packed = "(packed: there is no such layer in mixprec.nn)"
+    adapter = "Linear 11.1% (adapted.lora_A.default, adapted.lora_B.default: an adapter of peft)"
     with pytest.warns(UserWarning, match="reaches 67% of the weights; left out: Packed 22.2% "):
         text = report(model)
     assert text.endswith(f": 67% of the weights; left out: Packed 22.2% {packed}, {adapter}")
@@ -323,7 +323,7 @@ def test_what_is_left_is_reported(
     recwarn.clear()
     text = report(model, overrides={"more": None})
     assert "2 of 3 layers set to bf16 (2 had it already): 50% of the weights" in text
-    assert "left out: Linear 25.0% (excluded), Packed 16.7% (" in text
+    assert "left out: Linear 25.0% (more: excluded), Packed 16.7% (" in text
     assert not recwarn.list, "the caller has chosen to exclude it"
     converted = [name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)]
     assert converted == ["adapted.base_layer", "head"]

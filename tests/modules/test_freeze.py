@@ -161,5 +161,5 @@ def test_the_report_says_how_much_is_frozen_and_warns() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Conv2d(64, 64, 1))
     with pytest.warns(UserWarning, match="freeze: int8 was asked for and reaches 50%"):
         _, report = mixprec.freeze(model)
-    line = "in int8: 50% of the weights; left out: Conv2d 50.0% (only linear layers are frozen)"
+    line = "in int8: 50% of the weights; left out: Conv2d 50.0% (1: only linear layers are frozen)"
     assert line in str(report).splitlines()
