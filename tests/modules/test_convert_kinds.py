@@ -319,11 +319,12 @@ def test_what_is_left_is_reported(
     with pytest.warns(UserWarning, match="reaches 67% of the weights; left out: Packed 22.2% "):
         text = report(model)
     assert text.endswith(f": 67% of the weights; left out: Packed 22.2% {packed}, {adapter}")
+    del model["packed"]
     model["more"] = nn.Linear(32, 96)
     recwarn.clear()
     text = report(model, overrides={"more": None})
-    assert "2 of 3 layers set to bf16 (2 had it already): 50% of the weights" in text
-    assert "left out: Linear 25.0% (more: excluded), Packed 16.7% (" in text
+    assert "2 of 3 layers set to bf16 (2 had it already): 60% of the weights" in text
+    assert "left out: Linear 30.0% (more: excluded), Linear 10.0% (" in text
     assert not recwarn.list, "the caller has chosen to exclude it"
     converted = [name for name, m in model.named_modules() if isinstance(m, mixprec.nn.Layer)]
     assert converted == ["adapted.base_layer", "head"]
