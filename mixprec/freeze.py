@@ -179,7 +179,7 @@ def freeze(
     fmt: str = "int8",
     *,
     module_filter_fn: ModuleFilter | None = None,
-    compute_dtype: torch.dtype = torch.bfloat16,
+    compute_dtype: torch.dtype | str = torch.bfloat16,
 ) -> tuple[nn.Module, FrozenReport]:
     """Replace every linear layer of `model`, in place, by a FrozenLinear; return model and report.
 
@@ -204,7 +204,8 @@ def freeze(
     """
     if fmt not in FORMATS:
         raise ValueError(f"freeze: fmt must be one of {FORMATS}, got {fmt!r}")
-    if compute_dtype not in (torch.bfloat16, torch.float16):
+    compute = checks.as_dtype(compute_dtype)
+    if compute not in (torch.bfloat16, torch.float16):
         raise ValueError(f"freeze: compute_dtype must be bfloat16 or float16, got {compute_dtype}")
     checks.is_module("freeze", model)
     before = _size(model)
@@ -235,7 +236,7 @@ def freeze(
             left[fqn] = "its weight is shared with another module"
         else:
             try:
-                frozen = _frozen(module, fmt, compute_dtype)
+                frozen = _frozen(module, fmt, compute)
             except ValueError as error:
                 raise ValueError(f"freeze: {fqn or 'the model'}: {error}") from None
             replacement[module] = frozen

@@ -14,6 +14,7 @@ from .._local_gradients import LOW_PRECISION
 from ..amp.grad_scaler import GradScaler
 from ..amp.optimizers import unscales_itself
 from ..nn.convert import ModuleFilter, cast_parameters, convert
+from ..ops._dispatch import checks
 from ..recipes import Recipe
 
 try:
@@ -35,8 +36,9 @@ class MixprecPrecision(Precision):
 
     recipe: what `mixprec.convert` runs the layers with, a name or a Recipe; None leaves them as
     they are. module_filter_fn and overrides are passed to `convert`. params: the dtype that
-    `mixprec.cast_parameters` casts the parameters to; None leaves them. scaler: a GradScaler;
-    None for a new one where params or a recipe is fp16, and for no loss scaling otherwise.
+    `mixprec.cast_parameters` casts the parameters to, or a word for it ("bf16"); None leaves them.
+    scaler: a GradScaler; None for a new one where params or a recipe is fp16, and for no loss
+    scaling otherwise.
 
     With 16-bit params, cast_inputs casts floating-point inputs to that dtype (in Fabric those of
     the model, in the Trainer the whole batch, targets included) and, in Fabric, outputs to FP32.
@@ -59,7 +61,7 @@ class MixprecPrecision(Precision):
         self,
         recipe: Recipe | str | None = "fp8",
         *,
-        params: torch.dtype | None = None,
+        params: torch.dtype | str | None = None,
         scaler: GradScaler | None = None,
         module_filter_fn: ModuleFilter | None = None,
         overrides: Mapping[str, Recipe | str | None] | None = None,
@@ -71,11 +73,8 @@ class MixprecPrecision(Precision):
             raise ValueError(
                 f"{who}: module_filter_fn and overrides must come with a recipe, got recipe=None"
             )
-        if params not in (None, torch.float32, *LOW_PRECISION):
-            raise ValueError(
-                f"{who}: params must be torch.bfloat16, torch.float16, torch.float32 or None, got "
-                f"{params!r}"
-            )
+        if params is not None:
+            params = checks.param_dtype(who, "params", params)
         if scaler is not None and not isinstance(scaler, GradScaler):
             kind = type(scaler)
             raise TypeError(

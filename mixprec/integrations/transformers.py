@@ -13,6 +13,7 @@ from ..amp import GradScaler
 from ..amp.optimizers import params_of, unscales_itself
 from ..nn import Layer
 from ..nn.convert import cast_parameters, convert
+from ..ops._dispatch import checks
 from ..optim import SGD, AdamW
 from ..recipes import Recipe
 from ..scaling import update_scales
@@ -39,9 +40,10 @@ class Trainer(transformers.Trainer):
 
     recipe: of `mixprec.convert`, a name or a Recipe. None leaves the model as it is.
     overrides: other recipes by path pattern, as in `mixprec.convert`.
-    params: the dtype of `mixprec.cast_parameters`, torch.bfloat16 or torch.float16, with FP32
-    masters in the optimizer. None leaves the parameters as they are. Load the model in FP32: of
-    weights that were loaded in 16 bits, the masters start with the rounded values.
+    params: the dtype of `mixprec.cast_parameters`, torch.bfloat16 ("bf16") or torch.float16
+    ("fp16"), with FP32 masters in the optimizer. None leaves the parameters as they are. Load the
+    model in FP32: of weights that were loaded in 16 bits, the masters start with the rounded
+    values.
     scaler: a mixprec.GradScaler. If None, one is made where a recipe or a parameter is fp16.
 
     The optimizer is mixprec.optim's AdamW (or SGD for optim="sgd") with the decay groups and the
@@ -65,12 +67,14 @@ class Trainer(transformers.Trainer):
         args: Any = None,
         *rest: Any,
         recipe: Recipe | str | None = None,
-        params: torch.dtype | None = None,
+        params: torch.dtype | str | None = None,
         scaler: GradScaler | None = None,
         overrides: Mapping[str, Recipe | str | None] | None = None,
         **options: Any,
     ) -> None:
         self._recipe = None if recipe is None else Recipe.parse(recipe)
+        if params is not None:
+            params = checks.param_dtype("Trainer", "params", params)
         self._params, self._scaler, self._overrides = params, scaler, overrides
         if overrides is not None and recipe is None:
             raise ValueError(f"Trainer: overrides need a recipe, got recipe=None and {overrides}")

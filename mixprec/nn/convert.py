@@ -237,7 +237,7 @@ def _matching(op: str, what: str, patterns: Collection[str], names: Collection[s
 
 def cast_parameters(
     model: nn.Module,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     *,
     keep_fp32: Collection[str] = (),
     buffers: Collection[str] = (),
@@ -245,14 +245,15 @@ def cast_parameters(
 ) -> nn.Module:
     """Cast the floating-point parameters of `model` to `dtype`, in place; return the model.
 
-    dtype: bf16, fp16 or fp32. The parameters of normalization layers become or stay FP32: they are
-    few, and their updates are small next to their values. These are torch's (`NORMS`), those of
-    transformers (`known_norms`, such as LlamaRMSNorm), which get a hook that returns 16 bits for
-    16-bit input, and their subclasses. Norms of other libraries are not known: one INFO line on the
-    logger "mixprec" lists the modules with nothing but vectors that were cast. keep_fp32: patterns
-    of the names of further parameters to keep in FP32, such as ["*.router.weight", "*.my_norm.*"].
-    Parameters keep their identity: optimizers, ties and requires_grad are unaffected; existing
-    gradients are cast too.
+    dtype: torch.bfloat16, torch.float16 or torch.float32, or a word for it: "bfloat16", "bf16",
+    "float16", "fp16", "half", "float32", "fp32". The parameters of normalization layers become or
+    stay FP32: they are few, and their updates are small next to their values. These are torch's
+    (`NORMS`), those of transformers (`known_norms`, such as LlamaRMSNorm), which get a hook that
+    returns 16 bits for 16-bit input, and their subclasses. Norms of other libraries are not known:
+    one INFO line on the logger "mixprec" lists the modules with nothing but vectors that were cast.
+    keep_fp32: patterns of the names of further parameters to keep in FP32, such as
+    ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity: optimizers, ties and
+    requires_grad are unaffected; existing gradients are cast too.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are: running statistics and the frequencies of
@@ -274,8 +275,7 @@ def cast_parameters(
     """
     op = "cast_parameters"
     checks.is_module(op, model)
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
+    dtype = checks.param_dtype(op, "dtype", dtype)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     floats = {n: b for n, b in model.named_buffers() if b.dtype in _CASTABLE}
     kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._local_gradients import LOW_PRECISION
-from ..ops._dispatch.checks import REALS
+from ..ops._dispatch.checks import REALS, as_dtype
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,9 +24,9 @@ _ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "state_dtype": (
         (torch.float32, torch.bfloat16, "int8"),
-        'torch.float32, torch.bfloat16 or "int8"',
+        'torch.float32 ("fp32"), torch.bfloat16 ("bf16") or "int8"',
     ),
-    "grad_dtype": ((None, torch.float32), "torch.float32 or None"),
+    "grad_dtype": ((None, torch.float32), 'torch.float32 ("fp32") or None'),
 }
 
 
@@ -127,7 +127,8 @@ class Options:
                 f"{who}: {', '.join(unknown)} is no argument; the options of every optimizer are "
                 f"{', '.join(known)}"
             )
-        given = cls(**options)
+        dtypes = {name: as_dtype(v) for name, v in options.items() if name.endswith("_dtype")}
+        given = cls(**{**options, **dtypes})
         given._check(who)
         return given
 

@@ -31,9 +31,10 @@ class AdamW(Optimizer):
       "remainder16"   for bf16 the 16 bits that the param lacks, in state[param]["remainder"],
                       2 bytes: the same FP32 values; fp16 params get an FP32 copy
       None            none: small updates are rounded away, unless rounding is stochastic
-    state_dtype: of the moments, torch.float32, torch.bfloat16, or "int8": uint8 codes, of params of
-    4,096 elements and more, with one scale per 256 elements in state[param]["exp_avg_scale"]. The
-    last two are always rounded stochastically (to nearest, exp_avg_sq would stop decaying).
+    state_dtype: of the moments, torch.float32 or "fp32", torch.bfloat16 or "bf16", or "int8": uint8
+    codes, of params of 4,096 elements and more, with one scale per 256 elements in
+    state[param]["exp_avg_scale"]. The last two are always rounded stochastically (to nearest,
+    exp_avg_sq would stop decaying).
     stochastic_rounding: bf16 params have no master ("auto") and are rounded up or down at random,
     in proportion to the distance, from `seed`. The same seed gives the same bits.
     grad_dtype: torch.float32 lets autograd accumulate the gradients of 16-bit params in FP32 (not

@@ -82,9 +82,37 @@ def test_casting_keeps_ties_gradients_and_goes_back() -> None:
     assert (layer.weight.is_meta, layer.weight.dtype) == (True, LOW)
 
 
+@for_each(
+    "dtype, words",
+    [
+        (torch.bfloat16, ["bfloat16", "bf16", "torch.bfloat16"]),
+        (torch.float16, ["float16", "fp16", "half", "torch.float16"]),
+        (torch.float32, ["float32", "fp32", "torch.float32"]),
+    ],
+)
+def test_words_for_dtypes(dtype: torch.dtype, words: list[str]) -> None:
+    for word in words:
+        model = nn.Linear(2, 2, dtype=torch.float64)
+        assert mixprec.cast_parameters(model, word).weight.dtype == dtype
+        frozen = nn.Sequential(nn.Linear(2, 2))
+        if dtype != torch.float32:
+            mixprec.freeze(frozen, compute_dtype=word)
+            assert frozen[0].compute_dtype == dtype
+        if dtype != torch.float16:
+            optimizer = mixprec.optim.AdamW(model.parameters(), state_dtype=word)
+            model(torch.ones(2, dtype=dtype)).sum().backward()
+            optimizer.step()
+            assert optimizer.state[model.weight]["exp_avg"].dtype == dtype
+    low = nn.Linear(2, 2, dtype=torch.bfloat16)
+    mixprec.optim.AdamW(low.parameters(), grad_dtype="fp32")
+    low(torch.ones(2, dtype=torch.bfloat16)).sum().backward()
+    assert low.weight.grad.dtype == torch.float32
+
+
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="dtype must be bfloat16, float16 or float32, got"):
-        mixprec.cast_parameters(nn.Linear(2, 2), torch.float8_e4m3fn)
+    for wrong in (torch.float8_e4m3fn, "int8", None, ["bf16"]):
+        with pytest.raises(ValueError, match=r'dtype must be .*"bfloat16", "bf16"'):
+            mixprec.cast_parameters(nn.Linear(2, 2), wrong)
     with pytest.raises(TypeError, match=r"cast_parameters: model must be a torch.nn.Module"):
         mixprec.cast_parameters(torch.zeros(2), LOW)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,28 @@ REALS = (*FLOATS, torch.float64)  # of params and gradients
 # The limits of a scale and its inverse: both are normal fp32 numbers.
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Words for the dtypes of params, also behind "torch.".
+_WORDS = {
+    **dict.fromkeys(("float32", "fp32"), torch.float32),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+}
+
+
+def as_dtype(value: Any) -> Any:
+    """The dtype for a word such as "bf16" or "torch.bfloat16"; anything else as it is."""
+    return _WORDS.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+def param_dtype(op: str, name: str, value: object) -> torch.dtype:
+    """`value`, a dtype that params can have or a word for it, as the dtype."""
+    dtype = as_dtype(value)
+    if isinstance(dtype, torch.dtype) and dtype in FLOATS:
+        return dtype
+    raise ValueError(
+        f'{op}: {name} must be torch.bfloat16 ("bfloat16", "bf16"), torch.float16 ("float16", '
+        f'"fp16", "half") or torch.float32 ("float32", "fp32"), got {value!r}'
+    )
 
 
 def is_tensor(op: str, name: str, x: object) -> None:
