@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -54,11 +55,12 @@ def compare(
 ) -> Report:
     """Train the same task once per recipe, from the same seed and data order, and report.
 
-    make_model() returns a model whose forward(*batch) returns the scalar loss. batches: the data
-    of one run: a list, a DataLoader, or a function that returns an iterable; a batch is a tuple
-    of forward's arguments or a single tensor. steps: the maximum number of batches (None: all).
-    validation: batches whose mean loss is measured at the end of a run and compared; without them,
-    the training loss of the last tenth of the steps. recipes:
+    make_model() returns a new model at each call, whose forward(*batch) returns the scalar loss. A
+    model itself is refused: the second recipe would go on from what the first one learned.
+    batches: the data of one run: a list, a DataLoader, or a function that returns an iterable; a
+    batch is a tuple of forward's arguments or a single tensor. steps: the maximum number of batches
+    (None: all). validation: batches whose mean loss is measured at the end of a run and compared;
+    without them, the training loss of the last tenth of the steps. recipes:
 
         "fp32"           the plain model: torch's Linear, FP32 parameters
         "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer
@@ -86,14 +88,20 @@ def compare(
     `Report.suggest_overrides`.
 
     simulate: on a CPU, compute the GEMMs of the layers with a recipe as this GPU: "v100", "a100",
-    "ada", "hopper" or "blackwell" (see `mixprec.simulate`). ValueError if it has no instructions
-    for the formats of one of the recipes.
+    "ada", "hopper" or "blackwell", or "h100", "4090" and so on (see `mixprec.simulate`). ValueError
+    if it has no instructions for the formats of one of the recipes.
 
     A run whose loss is Inf or NaN ten times in a row is stopped, which its status reports. Ctrl-C
     stops the comparison: the report holds the results so far, and report.interrupted is true.
     Raises ValueError if the batches are not the same for each recipe or the loss is not one number,
-    TypeError if batches can be read only once. Random states are restored.
+    TypeError if make_model is no function or returns one model twice, or if batches can be read
+    only once. Random states are restored.
     """
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(
+            "compare: make_model must be a function that makes a new model for each recipe, as in "
+            f"compare(lambda: MyModel(), ...), got {type(make_model).__name__}"
+        )
     device = torch.device(device)
     if make_optimizer is not None and max_grad_norm is not None:
         raise ValueError("compare: max_grad_norm must be given to your own optimizer, not here")
@@ -109,6 +117,7 @@ def compare(
     block: AbstractContextManager[Any] = nullcontext()
     if simulate is not None:
         block = ops.simulate(simulate)
+        simulate = block.arch
         for one in filter(None, chosen):
             if one.is_block:
                 check_not_simulated(simulate)
@@ -134,8 +143,18 @@ def compare(
         params = [p for p in model.parameters() if p.requires_grad]
         return AdamW(params, lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
 
+    made: WeakSet[nn.Module] = WeakSet()
+
     def prepare(row: Row, recipe: Recipe | None) -> TrainingRun:
-        model, scaler = make_model().to(device), None
+        model, scaler = make_model(), None
+        if not isinstance(model, nn.Module) or model in made:
+            got = "the model of the recipe before" if model in made else type(model).__name__
+            raise TypeError(
+                "compare: make_model must return a new torch.nn.Module at each call, as in "
+                f"compare(lambda: MyModel(), ...), got {got}"
+            )
+        made.add(model)
+        model = model.to(device)
         if recipe is None:
             row.expected = dict.fromkeys(KINDS, torch_formats(torch.float32))
         else:

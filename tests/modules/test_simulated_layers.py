@@ -130,7 +130,8 @@ def test_compare_as_a_gpu() -> None:
     assert "simulate" not in plain.options
     assert plain["fp32"].losses == hopper["fp32"].losses
     assert plain["fp8"].losses != hopper["fp8"].losses
+    assert mixprec.compare(*arguments, simulate="H100").options == hopper.options
     with pytest.raises(ValueError, match=r"^simulate: the tensor cores of a100 have no .*e4m3"):
         mixprec.compare(*arguments, simulate="a100")
     with pytest.raises(ValueError, match=r"^simulate: arch must be one of"):
-        mixprec.compare(*arguments, simulate="h100")
+        mixprec.compare(*arguments, simulate="h300")

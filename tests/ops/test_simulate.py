@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import independent as ind
@@ -144,8 +145,10 @@ def test_refusals() -> None:
     x = torch.zeros(2, 2).half()
     with mixprec.simulate("hopper"), pytest.raises(TypeError, match=r"acc must be a torch\.Tensor"):
         mixprec.gemm_accumulate_(None, x, x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^simulate: arch must be one of .*'v100'.*got 'p100'"):
-        mixprec.simulate("p100")
+    for wrong in ("p100", None, ["hopper"]):
+        message = "^simulate: arch must be one of v100, .*, or a GPU .*h100: hopper, .* got "
+        with pytest.raises(ValueError, match=message + re.escape(repr(wrong))):
+            mixprec.simulate(wrong)
     for arch, pair in itertools.product(ARCHITECTURES, ((F16, F16), (BF16, BF16), (E4M3, E4M3))):
         a, b = torch.zeros(2, 3).to(pair[0]), torch.zeros(3, 2).to(pair[1])
         with mixprec.simulate(arch):
@@ -157,3 +160,15 @@ def test_refusals() -> None:
                 mixprec.gemm(a, b)
             with pytest.raises(ValueError, match=match):
                 mixprec.gemm_accumulate_(torch.zeros(2, 2), a, b)
+
+
+def test_names_of_gpus() -> None:
+    words = {
+        "ada": ["ada", "Ada", "L4", "l40s", "4090", "RTX 4090"],
+        "hopper": ["hopper", "h100", "H100", "H200"],
+        "blackwell": ["blackwell", "B200"],
+        "a100": ["A100"],
+    }
+    assert {arch: {mixprec.simulate(w).arch for w in ws} for arch, ws in words.items()} == {
+        arch: {arch} for arch in words
+    }

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import weakref
+from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -167,6 +168,9 @@ def test_interrupt_returns_what_there_is(tmp_path: Path) -> None:
         ({"recipes": ("fp32", "fp9")}, ValueError, "recipe must be"),
         ({"recipes": ("fp8", "fp8")}, ValueError, "different names"),
         ({"batches": iter(data(1))}, TypeError, "batches must be readable once per recipe"),
+        ({"make_model": MLP()}, TypeError, r"be a function .*lambda: MyModel\(\), .*\), got MLP$"),
+        ({"make_model": cache(MLP)}, TypeError, r"a new torch.nn.Module at .* got the model of"),
+        ({"make_model": lambda: None}, TypeError, "torch.nn.Module at each call, .* got NoneType"),
         ({"validation": iter(data(1))}, TypeError, "validation must be readable once per recipe"),
         (
             {"max_grad_norm": 1.0, "make_optimizer": lambda model: None},

@@ -9,6 +9,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from .._reference import tensor_core
 
+_PRODUCTS = {  # by lower-case names without spaces
+    **dict.fromkeys(("l4", "l40s", "4090", "rtx4090"), "ada"),
+    **dict.fromkeys(("h100", "h200"), "hopper"),
+    "b200": "blackwell",
+}
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -19,13 +24,14 @@ class simulate(TorchFunctionMode):
             loss = model(x)          # mixprec.nn.Linear, mixprec.functional.linear, ...
         loss.backward()              # the same GPU, inside or outside
 
-    arch: "v100" (fp16), "a100" (fp16, bf16), "ada", "hopper" or "blackwell" (fp16, bf16, FP8). A
-    GEMM in a format without an instruction raises ValueError. Products are added in groups of 4 to
-    32 to the sum so far, every addend cut below the largest one, along K in ascending order; FP8
-    sums of Ada and Hopper enter an FP32 register after each 128 of K, unless fast_accum is set.
-    Scales, bias and the rounding of the result are those of `gemm`. docs/numerics.md has the
-    formula, what of it was measured on GPUs, and what it leaves out: a kernel that splits K, or
-    adds in another order, gives other bits.
+    arch: "v100" (fp16), "a100" (fp16, bf16), "ada", "hopper" or "blackwell" (fp16, bf16, FP8), or a
+    GPU of the last three: "L4", "L40S", "RTX 4090" or "4090"; "H100", "H200"; "B200", in any case.
+    A GEMM in a format without an instruction raises ValueError. Products are added in groups of 4
+    to 32 to the sum so far, every addend cut below the largest one, along K in
+    ascending order; FP8 sums of Ada and Hopper enter an FP32 register after each 128 of K, unless
+    fast_accum is set. Scales, bias and the rounding of the result are those of `gemm`.
+    docs/numerics.md has the formula, what of it was measured on GPUs, and what it leaves out: a
+    kernel that splits K, or adds in another order, gives other bits.
 
     Only GEMMs of this library on a CPU are simulated, not torch's own ops and not convolutions. A
     backward pass uses what its forward pass was in; with torch.utils.checkpoint, and for second
@@ -37,11 +43,13 @@ class simulate(TorchFunctionMode):
 
     def __init__(self, arch: str) -> None:
         super().__init__()
-        if arch not in tensor_core.ARCHITECTURES:
+        name = str(arch).lower().replace(" ", "")
+        self.arch = _PRODUCTS.get(name, name)
+        if self.arch not in tensor_core.ARCHITECTURES:
             raise ValueError(
-                f"simulate: arch must be one of {tensor_core.ARCHITECTURES}, got {arch!r}"
+                f"simulate: arch must be one of {', '.join(tensor_core.ARCHITECTURES)}, or a GPU "
+                f"({', '.join(f'{gpu}: {kind}' for gpu, kind in _PRODUCTS.items())}), got {arch!r}"
             )
-        self.arch = arch
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
