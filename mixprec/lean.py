@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ._local_gradients import LOW_PRECISION
+from .diagnostics.batches import map_tensors
 from .diagnostics.memory_report import MemoryReport, memory_report
 from .nn.convert import cast_parameters, convert
 from .optim import AdamW
@@ -59,9 +60,10 @@ def lean(
 
     The table that is printed is computed from the parameters. With `batch`, both columns are
     measured by `memory_report(model, optimizer, batch, loss)` instead, and have the activations;
-    its floating-point tensors are cast to bf16 for the second, as yours should be for training.
-    ValueError for another fidelity, and those of the functions above. Warns if parameters that are
-    trained have 16 bits already: what they were rounded from is lost.
+    batch and loss are as there. The batch's floating-point tensors are cast to bf16 for the second,
+    as yours should be for training. ValueError for another fidelity, and those of the functions
+    above. Warns if parameters that are trained have 16 bits already: what they were rounded from is
+    lost.
     """
     if fidelity not in FIDELITIES:
         offered = ", ".join(f'"{name}"' for name in FIDELITIES)
@@ -88,7 +90,7 @@ def lean(
     before = report("fp32", plain, batch)
     model = convert(cast_parameters(model, torch.bfloat16), recipe, saved=saved)
     optimizer = AdamW(model.parameters(), lr, **options)
-    after = report(fidelity, optimizer, _low(batch))
+    after = report(fidelity, optimizer, map_tensors(_low, batch))
     if verbose:
         print(f"{before.table(after)}\n{after.total / before.total:.2f} of the bytes")
     return model, optimizer
@@ -113,10 +115,6 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _low(batch: Any) -> Any:
-    """The batch as the bf16 model takes it."""
-    if isinstance(batch, torch.Tensor):
-        return batch.bfloat16() if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {name: _low(value) for name, value in batch.items()}
-    return tuple(map(_low, batch)) if isinstance(batch, (list, tuple)) else batch
+def _low(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of the batch as the bf16 model takes it."""
+    return t.bfloat16() if t.is_floating_point() else t

@@ -55,10 +55,11 @@ def compare(
 ) -> Report:
     """Train the same task once per recipe, from the same seed and data order, and report.
 
-    make_model() returns a new model at each call, whose forward(*batch) returns the scalar loss. A
-    model itself is refused: the second recipe would go on from what the first one learned.
-    batches: the data of one run: a list, a DataLoader, or a function that returns an iterable; a
-    batch is a tuple of forward's arguments or a single tensor. steps: the maximum number of batches
+    make_model() returns a new model at each call, whose forward returns the scalar loss, or an
+    output with output.loss or output["loss"]. A model itself is refused: the second recipe would go
+    on from what the first one learned. batches: the data of one run: a list, a DataLoader, or a
+    function that returns an iterable; a batch is a tuple or list of forward's arguments, a dict (or
+    another mapping) of its keyword arguments, or one tensor. steps: the maximum number of batches
     (None: all). validation: batches whose mean loss is measured at the end of a run and compared;
     without them, the training loss of the last tenth of the steps. recipes:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .. import _random_state
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from . import plotting
+from .batches import call, scalar_loss, tensors
 from .report_table import aligned, readable
 from .unchanged import unchanged
 
@@ -110,9 +111,9 @@ def memory_report(
         mixprec.convert(model, "bf16", saved="int8")
         print(before.table(mixprec.memory_report(model, optimizer, batch, label="int8")))
 
-    batch: the arguments of model as a tuple or list, as a dict of keyword arguments, or one tensor.
-    loss(output) returns the scalar to differentiate; None: the output is the loss. label: the
-    heading of the report's column.
+    batch: the arguments of model as a tuple or list, as a dict (or another mapping) of keyword
+    arguments, or one tensor. loss(output) returns the scalar to differentiate; None: it is the
+    output, or output.loss or output["loss"]. label: the heading of the report's column.
 
     Each storage counts once; what the model holds itself (parameters, buffers) and the batch do not
     count as saved. The states are all tensors in optimizer.state, of any optimizer; before its
@@ -124,26 +125,20 @@ def memory_report(
     modules. Not undone is what its forward pass does to parameters, and to Python objects that an
     attribute keeps (such as a list that it appends to). ValueError if the loss is not one number.
     """
-    arguments = batch if isinstance(batch, (tuple, list, Mapping)) else (batch,)
     params = list(model.parameters())
     if any(p._post_accumulate_grad_hooks for p in params):
         raise ValueError(
             "memory_report: the model's parameters must have no hooks for their gradients "
             "(register_post_accumulate_grad_hook), such as an optimizer's that steps in backward"
         )
-    owned = [*params, *model.buffers(), *_tensors(arguments)]
+    owned = [*params, *model.buffers(), *tensors(batch)]
     saved, record = recorder(owned)
     with _as_before(model), _peak(params) as peak:
         with recorded(record):
-            named = isinstance(arguments, Mapping)
-            output = model(**dict(arguments)) if named else model(*arguments)
-            scalar = output if loss is None else loss(output)
-            if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
-                got = tuple(scalar.shape) if isinstance(scalar, torch.Tensor) else type(scalar)
-                raise ValueError(
-                    f"memory_report: the loss must be one number, got {got}; "
-                    "pass loss=, a function of the model's output"
-                )
+            output = call(model, batch)
+            output = output if loss is None else loss(output)
+            remedy = "pass loss=, a function of the model's output"
+            scalar = scalar_loss("memory_report", output, remedy)
         output = None
         scalar.backward()
         largest = peak()
@@ -157,21 +152,11 @@ def memory_report(
     return MemoryReport(label, _bytes(params), gradients, states, kinds, largest)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield getattr(value, "_local_tensor", value)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _bytes(values: Iterable[torch.Tensor]) -> int:
     """Each storage once."""
     found = {}
-    for t in tensors:
-        for local in _tensors(t):
+    for t in values:
+        for local in tensors(t):
             storage = local.untyped_storage()
             found[StorageWeakRef(storage)] = storage.nbytes()
     return sum(found.values())
@@ -182,7 +167,7 @@ def recorder(
 ) -> tuple[dict[str, int], Callable[[str, torch.Tensor | Saved], None]]:
     """The bytes saved by kind, each storage once and without those `owned`, and the function for
     `recorded` that adds to them."""
-    storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in _tensors(t)}
+    storages = {StorageWeakRef(local.untyped_storage()) for t in owned for local in tensors(t)}
     parts: WeakSet[Parts] = WeakSet()  # without keeping them until after the backward pass
     saved: dict[str, int] = {}
 
@@ -192,7 +177,7 @@ def recorder(
             size = 0 if kept.parts in parts else kept.parts.nbytes
             parts.add(kept.parts)
         else:
-            for local in _tensors(kept):
+            for local in tensors(kept):
                 storage = local.untyped_storage()
                 reference = StorageWeakRef(storage)
                 size += 0 if reference in storages else storage.nbytes()
@@ -207,8 +192,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     for param, state in optimizer.state.items():
         entries = state if isinstance(param, torch.Tensor) else {param: state}
         for key, value in entries.items():
-            by_key.setdefault(str(key), []).extend(_tensors(value))
-    return {key: size for key, tensors in by_key.items() if (size := _bytes(tensors))}
+            by_key.setdefault(str(key), []).extend(tensors(value))
+    return {key: size for key, kept in by_key.items() if (size := _bytes(kept))}
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ from torch import nn
 from ..functional import observed
 from ..memory.compress_saved import recorded
 from ..nn import Layer
+from .batches import call, map_tensors, scalar_loss, tensors
 from .memory_report import recorder
 from .report import Row
 from .stats.products import model_sqnr
@@ -31,17 +32,16 @@ def torch_formats(dtype: torch.dtype) -> str:
     return f"{name} x {name} (torch)"
 
 
-def checksum(batch: tuple[Any, ...], start: int) -> int:
+def checksum(batch: Any, start: int) -> int:
     """CRC-32 of the bytes of the batch's tensors, continued from `start`."""
-    for item in batch:
-        if isinstance(item, torch.Tensor):
-            flat = item.detach().cpu().contiguous()
-            start = zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes), start)
+    for item in tensors(batch):
+        flat = item.detach().cpu().contiguous()
+        start = zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.nbytes), start)
     return start
 
 
-def tensor_bytes(tensors: Iterable[object]) -> int:
-    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+def tensor_bytes(values: Iterable[object]) -> int:
+    return sum(t.nbytes for t in values if isinstance(t, torch.Tensor))
 
 
 class _Clock:
@@ -85,7 +85,7 @@ class TrainingRun:
     ) -> None:
         self.row, self.model, self.optimizer, self.scaler = row, model, optimizer, scaler
         self.device, self.count = device, count
-        self.last: tuple[Any, ...] | None = None  # the arguments of the newest step
+        self.last: Any = None  # the batch of the newest step
         self.base_lrs = [group["lr"] for group in optimizer.param_groups]
         self.optimizer_calls, self._was_called = 0, False
         optimizer.register_step_post_hook(self._called)
@@ -98,21 +98,13 @@ class TrainingRun:
     def _called(self, *_: Any) -> None:
         self._was_called = True  # perhaps once more, from a subclass that calls super().step()
 
-    def _on_device(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
-        dtype = self.input_dtype if item.is_floating_point() else None
-        return item.to(self.device, dtype)
+    def _on_device(self, t: torch.Tensor) -> torch.Tensor:
+        return t.to(self.device, self.input_dtype if t.is_floating_point() else None)
 
-    def _arguments(self, batch: Any) -> tuple[Any, ...]:
-        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-
-    def _loss(self, arguments: tuple[Any, ...]) -> torch.Tensor:
-        loss = self.model(*(self._on_device(item) for item in arguments))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"compare: the model's forward must return one number, got {got}")
-        return loss.reshape(())
+    def _loss(self, batch: Any) -> torch.Tensor:
+        output = call(self.model, map_tensors(self._on_device, batch))
+        remedy = "forward must return it, or an output with it as `loss`"
+        return scalar_loss("compare", output, remedy)
 
     def train(
         self,
@@ -130,18 +122,18 @@ class TrainingRun:
         with self._gemms_counted():
             for step, batch in enumerate(itertools.islice(batches, steps)):
                 row.status = f"interrupted in step {step + 1}"  # until the step is over
-                self.last = arguments = self._arguments(batch)
-                row.data.append(checksum(arguments, row.data[-1] if row.data else 0))
+                self.last = batch
+                row.data.append(checksum(batch, row.data[-1] if row.data else 0))
                 if step < len(same_data) and row.data[step] != same_data[step]:
                     raise ValueError(
                         f"compare: batches must be the same for every recipe, but step {step + 1} "
                         f"of {row.recipe} got other data than in the first run: seed what shuffles"
                     )
-                units = self.count(batch) if self.count else _first_size(arguments)
+                units = self.count(batch) if self.count else _first_size(batch)
                 for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
                     group["lr"] = base * (schedule(step) if schedule else 1.0)
                 start = time.perf_counter()
-                loss = self._step(arguments, probe=step == 0)
+                loss = self._step(batch, probe=step == 0)
                 row.seconds.append(time.perf_counter() - start)
                 row.units.append(units)
                 row.losses.append(loss)
@@ -157,11 +149,11 @@ class TrainingRun:
             raise ValueError("compare: batches must hold at least one batch, got none")
         row.status = "complete"
 
-    def _step(self, arguments: tuple[Any, ...], probe: bool) -> float:
+    def _step(self, batch: Any, probe: bool) -> float:
         clock = _Clock(self.device)
         saved, record = recorder(self.model.parameters() if probe else ())
         with recorded(record) if probe else nullcontext():
-            loss = self._loss(arguments)
+            loss = self._loss(batch)
         if probe:
             self.row.saved_bytes = sum(saved.values())
         clock.mark("forward")
@@ -201,11 +193,9 @@ class TrainingRun:
 
     def measure_sqnr(self) -> None:
         """Measure each layer in one more pass over the last batch, without an optimizer step."""
-        assert self.last is not None, "a run that is complete has had a batch"
-        arguments = self.last
 
         def forward_and_backward() -> None:
-            loss = self._loss(arguments)
+            loss = self._loss(self.last)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
         self.row.sqnr = model_sqnr(self.model, forward_and_backward)
@@ -215,7 +205,7 @@ class TrainingRun:
         """The mean loss of the batches, in evaluation mode; ValueError if there are none."""
         self.model.eval()
         with torch.no_grad():
-            losses = [self._loss(self._arguments(batch)).item() for batch in batches]
+            losses = [self._loss(batch).item() for batch in batches]
         if not losses:
             raise ValueError("compare: validation must hold at least one batch, got none")
         return math.fsum(losses) / len(losses)
@@ -253,9 +243,6 @@ class TrainingRun:
             yield
 
 
-def _first_size(arguments: tuple[Any, ...]) -> int:
-    """Samples in a batch: the first dimension of its first tensor."""
-    for item in arguments:
-        if isinstance(item, torch.Tensor) and item.dim():
-            return item.shape[0]
-    return 1
+def _first_size(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has one."""
+    return next((t.shape[0] for t in tensors(batch) if t.dim()), 1)

@@ -18,7 +18,7 @@ def test_linear_layers(backend: str) -> None:
     mixprec.convert(model, "fp8", overrides={"2": None})
     assert flop_share(model, x) == pytest.approx(2 / 3)
     mixprec.convert(model, "fp8")
-    assert flop_share(model, input=x) == 1
+    assert flop_share(model, {"input": x}) == 1
     assert flop_share(model[0], x) == 1
     assert math.isnan(flop_share(nn.GELU(), x))
 
@@ -38,5 +38,5 @@ def test_convolutions(recipe: str) -> None:
 def test_attention_multiplies_its_heads_as_torch_does() -> None:
     layer, x = mixprec.convert(nn.MultiheadAttention(64, 4), "fp8"), torch.ones(32, 2, 64)
     projections, heads = 4 * 2 * 64 * 64 * 64, 2 * 2 * 2 * 32 * 32 * 64
-    got = flop_share(layer, x, x, x)  # with weights: torch does not count its fused CPU kernel
+    got = flop_share(layer, (x, x, x))  # with weights: torch does not count its fused CPU kernel
     assert got == pytest.approx(projections / (projections + heads))

@@ -182,7 +182,7 @@ def test_interrupt_returns_what_there_is(tmp_path: Path) -> None:
         (
             {"make_model": lambda: nn.Linear(64, 128), "batches": [torch.ones(2, 64)]},
             ValueError,
-            r"must return one number, got \(2, 128\)",
+            r"the loss must be one number, got shape \(2, 128\): forward must return it, ",
         ),
     ],
 )

@@ -177,7 +177,7 @@ def test_a_batch_may_be_a_dict_and_what_is_refused() -> None:
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters())
     assert mixprec.memory_report(net, optimizer, {"input": torch.ones(1, 4)}).states == {}
-    with pytest.raises(ValueError, match=r"one number, got \(2, 1\); pass loss="):
+    with pytest.raises(ValueError, match=r"one number, got shape \(2, 1\): pass loss="):
         mixprec.memory_report(net, optimizer, torch.ones(2, 4))
     assert net.weight.grad is None
     net.weight.register_post_accumulate_grad_hook(lambda p: None)  # steps in backward

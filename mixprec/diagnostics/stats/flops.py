@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..batches import call
 from .layers import recipe_layers, state_here
 
 
-def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
-    """The share of the FLOPs of model(*args, **kwargs) that layers with a recipe compute by it.
+def flop_share(model: nn.Module, batch: Any) -> float:
+    """The share of the FLOPs of a forward pass that layers with a recipe compute by it.
 
-    Runs the forward pass once without gradients (the backward pass is twice the same products) and
-    counts with torch.utils.flop_counter: matrix products, convolutions and attention, 2 FLOPs for a
-    multiplication and an addition. nan if there are none. As in any forward pass, batch norm in
-    training mode updates its statistics.
+    batch: the arguments of model as a tuple or list, as a dict (or another mapping) of keyword
+    arguments, or one tensor. Runs the forward pass once without gradients (the backward pass is
+    twice the same products) and counts with torch.utils.flop_counter: matrix products, convolutions
+    and attention, 2 FLOPs for a multiplication and an addition. nan if there are none. As in any
+    forward pass, batch norm in training mode updates its statistics.
     """
     from torch.utils import flop_counter  # imports Triton: not at the import of mixprec
 
@@ -27,7 +29,7 @@ def flop_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
             flop_counter.register_flop_formula(gemm)(_gemm_flops)
     counter = flop_counter.FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        model(*args, **kwargs)
+        call(model, batch)
     counts = counter.get_flop_counts()
     everything = counts.get("Global", {})
     total = sum(everything.values())
