@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections import OrderedDict
 from pathlib import Path
 from unittest.mock import Mock
@@ -142,7 +143,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
-    model, path, writer = one_linear(), tmp_path / "r.jsonl", Mock()
+    model, path = one_linear(), tmp_path / "r.jsonl"
+    writer, wandb = Mock(spec=["add_scalar"]), Mock(spec=["log"])
     path.write_text('{"cut sho')
     with Monitor(model, every=1) as monitor:
         for _ in range(2):
@@ -151,7 +153,8 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
                 monitor.step()
             monitor.flush()
             monitor.to_jsonl(path)
-            monitor.to_tensorboard(writer)
+            monitor.to_logger(writer)
+            monitor.to_logger(wandb)
     lines = path.read_text().splitlines()
     assert lines[0] == '{"cut sho'
     assert [json.loads(line)["step"] for line in lines[1:]] == [0, 1, 2, 3]
@@ -159,6 +162,16 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     added = [call.args for call in writer.add_scalar.call_args_list]
     assert [s for tag, _, s in added if tag == "amax/x/0"] == [0, 1, 2, 3]
     assert ("scale_max/x/0", 256.0, 0) in added
+    logged = [(call.args[0], call.kwargs["step"]) for call in wandb.log.call_args_list]
+    assert [step for _, step in logged] == [0, 1, 2, 3]
+    assert [(*number, step) for numbers, step in logged for number in numbers.items()] == added
+
+
+def test_what_is_no_logger() -> None:
+    monitor = Monitor(one_linear())
+    for wrong in (print, "runs/1", logging.getLogger("mixprec")):  # its log() takes a level
+        with pytest.raises(TypeError, match=r"add_scalar\(tag, .* or log\(dict, step=\), .* got "):
+            monitor.to_logger(wrong)
 
 
 def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,7 @@ class Monitor:
         self._samples: list[tuple[records.Key, torch.Tensor]] = []
         self._scalars: list[tuple[int, str, torch.Tensor]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._written: dict[Any, int] = {}  # how many records a file or writer has
+        self._written: dict[Any, int] = {}  # how many records a file or logger has
         if optimizer is not None:
             self._applied_before = _applied(optimizer)
         self._start_step()
@@ -221,14 +222,31 @@ class Monitor:
         records.append_jsonl(self.records[done:], path)
         self._written[os.path.abspath(path)] = len(self.records)
 
-    def to_tensorboard(self, writer: Any) -> None:
-        """Call writer.add_scalar(tag, value, step) for every number not yet given to `writer`.
+    def to_logger(self, logger: Any) -> None:
+        """Give every number of `records` that `logger` does not have yet to it.
 
-        Tags: "loss_scale", "skipped_steps", "amax/x/LAYER", "overflow/g/LAYER", ...
+        logger: an object with add_scalar(tag, value, global_step), such as TensorBoard's
+        SummaryWriter, which gets one call per number; or with log(dict, step=), such as a run of
+        Weights & Biases or its module `wandb`, which gets one call per sampled step. Names:
+        "loss_scale", "skipped_steps", "amax/x/LAYER", "overflow/g/LAYER", ... TypeError for another
+        object.
         """
-        for tag, value, step in records.scalars(self.records[self._written.get(writer, 0) :]):
-            writer.add_scalar(tag, value, step)
-        self._written[writer] = len(self.records)
+        add = getattr(logger, "add_scalar", None)
+        log = getattr(logger, "log", None)
+        if isinstance(logger, logging.Logger) or not (callable(add) or callable(log)):
+            raise TypeError(
+                "Monitor: logger must have add_scalar(tag, value, global_step), as TensorBoard's "
+                "SummaryWriter, or log(dict, step=), as a run of Weights & Biases, got "
+                f"{type(logger).__name__}"
+            )
+        for record in self.records[self._written.get(logger, 0) :]:
+            numbers, step = dict(records.scalars(record)), record["step"]
+            if not callable(add):
+                logger.log(numbers, step=step)
+                continue
+            for tag, value in numbers.items():
+                add(tag, value, step)
+        self._written[logger] = len(self.records)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,

@@ -150,17 +150,15 @@ def append_jsonl(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
         file.write("".join(lines).encode())
 
 
-def scalars(records: Sequence[Record]) -> Iterator[tuple[str, float, int]]:
-    """(tag, value, step) of every number in `records` that is not None."""
-    for record in records:
-        step = record["step"]
-        for name in ("loss_scale", "skipped_steps"):
-            if record[name] is not None:
-                yield name, record[name], step
-        for layer, count in record["clipped"].items():
-            yield f"clipped/{layer}", count, step
-        for row in record["tensors"]:
-            for name in ("amax", "scale_min", "scale_max", "overflow", "underflow", "sqnr"):
-                if row[name] is not None:
-                    yield f"{name}/{row['tensor']}/{row['layer']}", row[name], step
-            yield f"not_finite/{row['tensor']}/{row['layer']}", row["inf"] + row["nan"], step
+def scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """(tag, value) of every number in `record` that is not None."""
+    for name in ("loss_scale", "skipped_steps"):
+        if record[name] is not None:
+            yield name, record[name]
+    for layer, count in record["clipped"].items():
+        yield f"clipped/{layer}", count
+    for row in record["tensors"]:
+        for name in ("amax", "scale_min", "scale_max", "overflow", "underflow", "sqnr"):
+            if row[name] is not None:
+                yield f"{name}/{row['tensor']}/{row['layer']}", row[name]
+        yield f"not_finite/{row['tensor']}/{row['layer']}", row["inf"] + row["nan"]
