@@ -8,38 +8,28 @@ MAX_JOBS=N                   parallel compilations (default: cores, at most one 
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-INSTALL = "pip install --no-build-isolation ."
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # where build backends do not look
 
-try:
-    import torch
-    from torch.utils.cpp_extension import (
-        CUDA_HOME,
-        BuildExtension,
-        include_paths,
-        library_paths,
-    )
-except ImportError as error:
-    sys.exit(
-        f"mixprec is built against the torch that will run it, and this Python cannot import it "
-        f"({error}): pip install torch setuptools wheel && {INSTALL}"
-    )
+from build_support import checks, progress
 
-try:
-    import pybind11
+checks.before_setup()
 
-    PYBIND11_INCLUDE = [pybind11.get_include()]
-except ImportError:  # torch carries a copy of the headers
-    PYBIND11_INCLUDE = []
+import torch  # noqa: E402
+from torch.utils.cpp_extension import (  # noqa: E402
+    CUDA_HOME,
+    BuildExtension,
+    include_paths,
+    library_paths,
+)
 
 BUILD = os.environ.get("MIXPREC_BUILD", "auto")
-if BUILD not in ("auto", "cpu", "cuda"):
-    sys.exit(f"MIXPREC_BUILD must be auto, cpu or cuda, got {BUILD!r}")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # loads with later versions of torch too
 # All supported generations; the last one also as PTX for later GPUs.
 GPUS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
@@ -100,7 +90,7 @@ def cpu_extension() -> Extension:
         f'-DMIXPREC_NO_CUDA="{NO_CUDA}"',
         f'-DMIXPREC_CUDA_ARCHS="{"" if NO_CUDA else cuda_archs()}"',
         STABLE_ABI,
-        *[word for path in [*PYBIND11_INCLUDE, *include_paths()] for word in ("-isystem", path)],
+        *[word for path in include_paths() for word in ("-isystem", path)],  # pybind11 too
     ]
     if os.environ.get("MIXPREC_WERROR") == "1":
         flags += ["-Wall", "-Wextra", "-Werror"]
@@ -155,7 +145,26 @@ def cuda_extensions() -> list[Extension]:
     return libraries
 
 
+class Build(BuildExtension):  # type: ignore[misc]
+    """Says what it compiles, and keeps what it compiled for an editable installation."""
+
+    def run(self) -> None:
+        if self.inplace or self.editable_mode:
+            self.build_temp = "build/inplace"  # pip -e would have it in a folder for one build
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        jobs = os.environ["MAX_JOBS"] if self.use_ninja else "1"
+        try:
+            with progress.shown(ext.name, len(ext.sources), jobs):
+                super().build_extension(ext)
+        except RuntimeError as error:  # of torch, if ninja fails; a traceback tells no more
+            sys.exit(f"mixprec: {ext.name} is not built: {error}; the lines above say why")
+
+
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+if shutil.which("c++") is None:  # the compiler that torch takes
+    os.environ.setdefault("CXX", checks.compiler())
 # bench and triton_kernels are installed under mixprec: other projects use these package names.
 packages = {}
 for top in ("mixprec", "bench", "triton_kernels"):
@@ -168,5 +177,5 @@ setup(
     package_dir=packages,
     package_data={"mixprec": ["py.typed"]},
     ext_modules=[cpu_extension(), *([] if NO_CUDA else cuda_extensions())],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": Build},
 )
