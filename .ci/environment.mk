@@ -5,7 +5,7 @@ CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := $(shell find mixprec bench triton_kernels -name '*.py')
 BUILD_FILES := setup.py pyproject.toml
-BUILD_TOOLS := setuptools wheel pybind11 ninja
+BUILD_TOOLS := setuptools wheel ninja
 EXTRAS := test,examples
 PIP = "$(PY)" -m pip install -q --disable-pip-version-check
 
@@ -50,18 +50,20 @@ $(NEEDED): needs-%:
 # One stamp per request for torch: another TORCH= installs it over the last one and rebuilds.
 TORCH_READY := .venv/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 $(TORCH_READY):
-	@sh .ci/check_system.sh "$(PYTHON3)" "$(firstword $(CXX))" venv
+	@command -v "$(PYTHON3)" >/dev/null || { echo "mixprec needs Python 3.10 or newer, and $(PYTHON3)" \
+	  "is not a program; on Debian and Ubuntu: sudo apt-get install python3 python3-venv python3-dev g++" >&2; exit 1; }
+	@"$(PYTHON3)" build_support/checks.py venv
 	"$(PYTHON3)" -m venv .venv
 	$(PIP) $(TORCH)
 	$(PIP) $(BUILD_TOOLS)
 	@rm -f .venv/.torch-*
 	@touch $@
 
-# A changed C++ source alone is compiled in place, without what it left unchanged.
+# Compiled before pip comes, which would not show the count of files: it finds nothing to compile.
+# A changed C++ source alone needs no pip.
 .venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
-	$(if $(filter-out $(CXX_SOURCES),$?),\
-	  $(WITH) $(PIP) --no-build-isolation -e ".[$(EXTRAS)]",\
-	  $(WITH) "$(PY)" setup.py -q build_ext --inplace --build-temp build/inplace)
+	@$(WITH) "$(PY)" setup.py -q build_ext --inplace
+	$(if $(filter-out $(CXX_SOURCES),$?),$(WITH) $(PIP) --no-build-isolation -e ".[$(EXTRAS)]")
 	@touch $@
 	@[ "$$MIXPREC_WERROR" != 1 ] || { mkdir -p build/werror/venv && touch build/werror/venv/.built; }
 
@@ -72,10 +74,10 @@ $(TORCH_READY):
 # setuptools keeps its intermediate files under build_base; Python files that are gone from the
 # source must not come back out of it.
 build/ext/$(KEY)/.built: $(BUILD_FILES) $(CXX_SOURCES) $(PY_SOURCES)
-	@sh .ci/check_system.sh "$(PY)" "$(firstword $(CXX))" ""
 	@mkdir -p $(@D)
 	@[ ! -d $(@D)/base ] || find $(@D)/base -name '*.py' -delete
 	@printf '[build]\nbuild_base = build/ext/$(KEY)/base\n' >$(@D)/build.cfg
+	@$(WITH) DIST_EXTRA_CONFIG=$(@D)/build.cfg "$(PY)" setup.py -q build_ext
 	$(WITH) DIST_EXTRA_CONFIG=$(@D)/build.cfg $(PIP) \
 	  --no-deps --no-build-isolation --upgrade --target $(@D)/site .
 	@touch $@

@@ -71,7 +71,7 @@ def why_no_cxx20() -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "check.cpp")
         source.write_text(CXX20)
-        command = [*program, "-std=c++20", "-c", str(source), "-o", str(Path(folder, "check.o"))]
+        command = [*program, "-std=c++20", "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return ""
@@ -138,7 +138,7 @@ def stop_at_the_first(*checks: Callable[[], str]) -> None:
 
 def before_setup() -> None:
     """Stop if setup.py cannot build here; the fast checks come first."""
-    stop_at_the_first(why_no_build, why_no_system, why_no_torch, why_no_cxx20)
+    stop_at_the_first(why_no_python, why_no_build, why_no_system, why_no_torch, why_no_cxx20)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+"""What a build says: the reason that it cannot start, in one line, and how far it has come.
+
+Nothing is compiled here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Not by sys.path: the folder also holds a mixprec without compiled ops.
+spec = importlib.util.spec_from_file_location("progress", ROOT / "build_support" / "progress.py")
+progress = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(progress)
+
+BACKEND = "from setuptools.build_meta import *; get_requires_for_build_wheel()"  # as pip begins
+NO_TORCH = "import sys; sys.modules['torch'] = None"
+# As pip isolates a build: the same interpreter, without what is installed for it.
+ISOLATED = "import sys; sys.path = [p for p in sys.path if not p.endswith('-packages')]"
+NO_HEADERS = "import sysconfig; sysconfig.get_path = lambda name: '/nowhere'"
+COMPILER = "#!/bin/sh\necho 'cc: note' >&2; echo 'cc: error: -std=c++20 unknown' >&2; exit 1\n"
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    drop = ("CXX", "CI", "MIXPREC_BUILD", "PYTHONPATH")
+    inherited = {name: value for name, value in os.environ.items() if name not in drop}
+    env = {**inherited, **variables}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
+
+
+def modules(folder: Path, **sources: str) -> str:
+    """A PYTHONPATH with these modules."""
+    for name, source in sources.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return str(folder)
+
+
+def sentence(**variables: str) -> str:
+    """All that the build prints before it stops."""
+    done = run("-c", BACKEND, **variables)
+    assert done.returncode == 1
+    (line,) = (done.stdout + done.stderr).splitlines()
+    return line
+
+
+def test_the_reason_is_the_one_line_that_a_build_prints(tmp_path: Path) -> None:
+    wrong = "MIXPREC_BUILD must be auto, cpu or cuda, got 'gpu'"
+    assert sentence(MIXPREC_BUILD="gpu") == wrong
+
+    apt = "; on Debian and Ubuntu: sudo apt-get install"
+    assert sentence(PATH=str(tmp_path)) == (
+        "mixprec cannot be built without a C++ compiler "
+        f"(c++, g++ or clang++ in PATH, or CXX){apt} g++"
+    )
+    assert sentence(CXX="g++-0") == (
+        f"mixprec cannot be built without a C++ compiler (CXX=g++-0 is not a program){apt} g++"
+    )
+    path = modules(tmp_path / "headers", sitecustomize=NO_HEADERS)
+    assert sentence(PYTHONPATH=path) == (
+        f"mixprec cannot be built without Python.h of {sys.executable}{apt} "
+        "python{}.{}-dev".format(*sys.version_info[:2])
+    )
+    old = tmp_path / "c++"
+    old.write_text(COMPILER)
+    old.chmod(0o755)
+    assert sentence(CXX=f"{old} -O1") == (
+        f"mixprec is written in C++20, which {old} -O1 does not compile "
+        "(cc: error: -std=c++20 unknown): install a newer one, or name it, as in CXX=g++-12"
+    )
+
+
+def test_a_torch_that_does_not_do_is_named(tmp_path: Path) -> None:
+    path = modules(tmp_path / "none", sitecustomize=NO_TORCH)
+    assert sentence(PYTHONPATH=path).startswith(
+        f"mixprec is built for the torch that will run it, and there is none in {sys.prefix}: "
+        "pip install torch, then repeat the command (uv"
+    )
+    path = modules(tmp_path / "broken", torch="raise ImportError('libcudart.so.13:\\n gone')")
+    assert sentence(PYTHONPATH=path) == (
+        "mixprec is built for the torch that will run it, which cannot be imported: "
+        "libcudart.so.13: gone"
+    )
+    path = modules(tmp_path / "old", torch="__version__ = '2.9.1+cpu'")
+    assert sentence(PYTHONPATH=path) == (
+        f"mixprec needs torch 2.11 or newer, and {sys.prefix} has 2.9.1+cpu: "
+        "pip install 'torch>=2.11', then repeat the command"
+    )
+
+
+def test_cuda_that_was_asked_for_needs_nvcc(tmp_path: Path) -> None:
+    torch = {
+        "torch/__init__": "__version__ = '2.13.0'\nfrom . import version",
+        "torch/version": "cuda = '13.0'",
+        "torch/utils/cpp_extension": (
+            "CUDA_HOME = None\nBuildExtension = object\ninclude_paths = library_paths = None"
+        ),
+    }
+    said = sentence(PYTHONPATH=modules(tmp_path, **torch), MIXPREC_BUILD="cuda")
+    assert said == "MIXPREC_BUILD=cuda: no nvcc for CUDA 13.0 in CUDA_HOME or PATH"
+
+
+def test_pip_shows_that_line_alone() -> None:
+    pytest.importorskip("pip")
+    install = ("-m", "pip", "install", "--no-build-isolation", "--no-deps", ".")
+    done = run(*install, MIXPREC_BUILD="gpu")
+    assert done.returncode == 1
+    lines = [line.strip() for line in done.stderr.splitlines() + done.stdout.splitlines()]
+    start = next(i for i, line in enumerate(lines) if "lines of output]" in line)
+    assert "[1 lines of output]" in lines[start]
+    assert lines[start + 1] == "MIXPREC_BUILD must be auto, cpu or cuda, got 'gpu'"
+
+
+def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path: Path) -> None:
+    path = modules(tmp_path, sitecustomize=ISOLATED)
+    code = "from importlib.util import find_spec; from build_support import checks; "
+    code += "print(find_spec('torch')); checks.show_site_packages(); print(find_spec('torch').name)"
+    assert run("-c", code, PYTHONPATH=path).stdout.split() == ["None", "torch"]
+
+
+class Terminal(io.BytesIO):
+    def isatty(self) -> bool:
+        return True
+
+
+NINJA = [b"[1/2] c++ -c a.cpp\n", b"a.cpp:1: warning: w\n", b"[2/2] c++ -c b.cpp\n"]
+
+
+def test_files_are_counted_in_place_of_commands() -> None:
+    stdout, terminal = io.BytesIO(), Terminal()
+    assert progress.Reporter(stdout, terminal).follow(NINJA) == 2
+    assert stdout.getvalue().decode().splitlines() == [
+        "mixprec: 1 of 2 files compiled",
+        "a.cpp:1: warning: w",
+        "mixprec: 2 of 2 files compiled",
+    ]
+    # One line that is written over; the warning is for stdout alone.
+    assert terminal.getvalue() == b"".join(
+        b"\r  mixprec: %d of 2 files compiled\r" % done for done in (1, 2)
+    )
+
+    screen = Terminal()  # stdout is the terminal: nothing is said twice
+    progress.Reporter(screen, terminal).follow(NINJA[:1])
+    assert screen.getvalue() == b"\r  mixprec: 1 of 2 files compiled\r"
+
+
+def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stdout = Terminal(), io.BytesIO()
+    terminal.close()
+    assert progress.Reporter(stdout, terminal).follow(NINJA) == 2
+    assert b"2 of 2" in stdout.getvalue()
+    monkeypatch.setenv("CI", "true")
+    assert progress.terminal() is None
+
+
+@pytest.mark.parametrize(("status", "result"), [(0, "is built"), (1, "is not built")])
+def test_what_a_build_prints_from_start_to_end(status: int, result: str) -> None:
+    ninja = f"echo '[1/1] c++ -c a.cpp'; echo 'ld: note'; exit {status}"
+    code = (
+        "import subprocess; from build_support import progress\n"
+        "with progress.shown('mixprec._C', 3, '2'):\n"
+        f"    subprocess.run(['sh', '-c', {ninja!r}], check=True)\n"
+        "print('after')"
+    )
+    done = run("-c", code, CI="1")
+    assert done.returncode == status
+    *lines, last = done.stdout.splitlines() + ["after"] * status
+    assert lines[:3] == [
+        "mixprec: mixprec._C from 3 files, 2 at a time",
+        "mixprec: 1 of 1 files compiled",
+        "ld: note",
+    ]
+    assert lines[3].startswith(f"mixprec: mixprec._C {result}: 1 files compiled in ")
+    assert last == "after"
