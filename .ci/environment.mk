@@ -50,8 +50,9 @@ $(NEEDED): needs-%:
 # One stamp per request for torch: another TORCH= installs it over the last one and rebuilds.
 TORCH_READY := .venv/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 $(TORCH_READY):
-	@command -v "$(PYTHON3)" >/dev/null || { echo "mixprec needs Python 3.10 or newer, and $(PYTHON3)" \
-	  "is not a program; on Debian and Ubuntu: sudo apt-get install python3 python3-venv python3-dev g++" >&2; exit 1; }
+	@command -v "$(PYTHON3)" >/dev/null || { echo "mixprec needs Python 3.10 or newer, and" \
+	  "$(PYTHON3) is not a program; on Debian and Ubuntu: sudo apt-get install" \
+	  "python3 python3-venv python3-dev g++" >&2; exit 1; }
 	@"$(PYTHON3)" build_support/checks.py venv
 	"$(PYTHON3)" -m venv .venv
 	$(PIP) $(TORCH)
@@ -59,7 +60,7 @@ $(TORCH_READY):
 	@rm -f .venv/.torch-*
 	@touch $@
 
-# Compiled before pip comes, which would not show the count of files: it finds nothing to compile.
+# Compiled before pip comes, which would hide the count of files; it finds nothing left to compile.
 # A changed C++ source alone needs no pip.
 .venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
 	@$(WITH) "$(PY)" setup.py -q build_ext --inplace

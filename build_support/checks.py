@@ -107,11 +107,16 @@ def why_no_torch() -> str:
     """The environment has no torch, one that does not load, or an old one."""
     show_site_packages()
     if find_spec("torch") is None:
+        settings = Path(sys.prefix, "pyvenv.cfg")
+        if settings.exists() and "\nuv = " in f"\n{settings.read_text()}":
+            return (
+                "mixprec is built for the torch that will run it, which uv hides from a build: "
+                "uv pip install torch setuptools wheel ninja, then "
+                "uv pip install --no-build-isolation ."
+            )
         return (
             "mixprec is built for the torch that will run it, and there is none in "
-            f"{sys.prefix}: pip install torch, then repeat the command (uv, and others that build "
-            "in an environment of their own: uv pip install torch setuptools wheel ninja, then "
-            "uv pip install --no-build-isolation .)"
+            f"{sys.prefix}: pip install torch, then repeat the command"
         )
     try:
         with warnings.catch_warnings():

@@ -82,14 +82,19 @@ def test_the_reason_is_the_one_line_that_a_build_prints(tmp_path: Path) -> None:
 
 def test_a_torch_that_does_not_do_is_named(tmp_path: Path) -> None:
     path = modules(tmp_path / "none", sitecustomize=NO_TORCH)
-    assert sentence(PYTHONPATH=path).startswith(
-        f"mixprec is built for the torch that will run it, and there is none in {sys.prefix}: "
-        "pip install torch, then repeat the command (uv"
+    built_for = "mixprec is built for the torch that will run it, "
+    assert sentence(PYTHONPATH=path) == (
+        f"{built_for}and there is none in {sys.prefix}: pip install torch, then repeat the command"
+    )
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\nuv = 0.9.0\n")
+    path = modules(tmp_path / "uv", sitecustomize=f"{NO_TORCH}; sys.prefix = {str(tmp_path)!r}")
+    assert sentence(PYTHONPATH=path) == (
+        f"{built_for}which uv hides from a build: uv pip install torch setuptools wheel ninja, "
+        "then uv pip install --no-build-isolation ."
     )
     path = modules(tmp_path / "broken", torch="raise ImportError('libcudart.so.13:\\n gone')")
     assert sentence(PYTHONPATH=path) == (
-        "mixprec is built for the torch that will run it, which cannot be imported: "
-        "libcudart.so.13: gone"
+        f"{built_for}which cannot be imported: libcudart.so.13: gone"
     )
     path = modules(tmp_path / "old", torch="__version__ = '2.9.1+cpu'")
     assert sentence(PYTHONPATH=path) == (
