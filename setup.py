@@ -56,8 +56,6 @@ def why_no_cuda() -> str:
 NO_CUDA = why_no_cuda()
 if NO_CUDA and BUILD == "cuda":
     sys.exit(f"MIXPREC_BUILD=cuda: {NO_CUDA}")
-if NO_CUDA and BUILD == "auto":
-    print(f"mixprec: the CUDA kernels are not built: {NO_CUDA}", file=sys.stderr)
 
 
 def default_jobs() -> int:
@@ -154,9 +152,12 @@ class Build(BuildExtension):  # type: ignore[misc]
         super().run()
 
     def build_extension(self, ext: Extension) -> None:
-        jobs = os.environ["MAX_JOBS"] if self.use_ninja else "1"
+        jobs = os.environ["MAX_JOBS"] if self.use_ninja else "without ninja 1"
+        plan = f"building {ext.name} from {len(ext.sources)} files, {jobs} at a time"
+        if NO_CUDA:
+            plan += f"; no CUDA kernels: {NO_CUDA}"
         try:
-            with progress.shown(ext.name, len(ext.sources), jobs):
+            with progress.shown(plan, ext.name):
                 super().build_extension(ext)
         except RuntimeError as error:  # of torch, if ninja fails; a traceback tells no more
             sys.exit(f"mixprec: {ext.name} is not built: {error}; the lines above say why")
@@ -178,4 +179,5 @@ setup(
     package_data={"mixprec": ["py.typed"]},
     ext_modules=[cpu_extension(), *([] if NO_CUDA else cuda_extensions())],
     cmdclass={"build_ext": Build},
+    options={"global": {"quiet": "1"}},  # what is said is progress, not each file that is copied
 )

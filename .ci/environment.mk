@@ -63,7 +63,7 @@ $(TORCH_READY):
 # Compiled before pip comes, which would hide the count of files; it finds nothing left to compile.
 # A changed C++ source alone needs no pip.
 .venv/.built: $(TORCH_READY) $(BUILD_FILES) $(CXX_SOURCES)
-	@$(WITH) "$(PY)" setup.py -q build_ext --inplace
+	@$(WITH) "$(PY)" setup.py build_ext --inplace
 	$(if $(filter-out $(CXX_SOURCES),$?),$(WITH) $(PIP) --no-build-isolation -e ".[$(EXTRAS)]")
 	@touch $@
 	@[ "$$MIXPREC_WERROR" != 1 ] || { mkdir -p build/werror/venv && touch build/werror/venv/.built; }
@@ -78,13 +78,13 @@ build/ext/$(KEY)/.built: $(BUILD_FILES) $(CXX_SOURCES) $(PY_SOURCES)
 	@mkdir -p $(@D)
 	@[ ! -d $(@D)/base ] || find $(@D)/base -name '*.py' -delete
 	@printf '[build]\nbuild_base = build/ext/$(KEY)/base\n' >$(@D)/build.cfg
-	@$(WITH) DIST_EXTRA_CONFIG=$(@D)/build.cfg "$(PY)" setup.py -q build_ext
+	@$(WITH) DIST_EXTRA_CONFIG=$(@D)/build.cfg "$(PY)" setup.py build_ext
 	$(WITH) DIST_EXTRA_CONFIG=$(@D)/build.cfg $(PIP) \
 	  --no-deps --no-build-isolation --upgrade --target $(@D)/site .
 	@touch $@
 
 # What lint compiles; .venv built with MIXPREC_WERROR=1 has shown the same.
 build/werror/$(KEY)/.built: $(READY) setup.py $(CXX_SOURCES)
-	MIXPREC_WERROR=1 $(WITH) "$(PY)" setup.py -q build_ext \
+	MIXPREC_WERROR=1 $(WITH) "$(PY)" setup.py build_ext \
 	  --build-temp $(@D)/temp --build-lib $(@D)/lib
 	@touch $@

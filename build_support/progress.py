@@ -62,8 +62,8 @@ class Reporter:
 
 
 @contextlib.contextmanager
-def shown(name: str, files: int, jobs: str) -> Iterator[None]:
-    """Report how `files` sources become `name`: `jobs` compilers at a time, started inside."""
+def shown(plan: str, name: str) -> Iterator[None]:
+    """Say `plan`, count what ninja compiles inside, and say at the end whether `name` is built."""
     os.environ["NINJA_STATUS"] = "[%f/%t] "
     sys.stdout.flush()
     read, write = os.pipe()
@@ -81,8 +81,7 @@ def shown(name: str, files: int, jobs: str) -> Iterator[None]:
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
         start = time.monotonic()
-        # pip's own line on the terminal has no end yet.
-        reporter.say(f"mixprec: {name} from {files} files, {jobs} at a time", first="\n")
+        reporter.say(f"mixprec: {plan}", first="\n")  # pip's line on the terminal has no end yet
         result = "is not built"
         try:
             yield
@@ -94,4 +93,4 @@ def shown(name: str, files: int, jobs: str) -> Iterator[None]:
             # the pipe open: it is not waited for.
             follower.join(timeout=10)
             seconds = time.monotonic() - start
-            reporter.say(f"mixprec: {name} {result}: {compiled} files compiled in {seconds:.0f} s")
+            reporter.say(f"mixprec: {name} {result}: {compiled} compiled in {seconds:.0f} s")

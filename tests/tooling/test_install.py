@@ -173,7 +173,7 @@ def test_what_a_build_prints_from_start_to_end(status: int, result: str) -> None
     ninja = f"echo '[1/1] c++ -c a.cpp'; echo 'ld: note'; exit {status}"
     code = (
         "import subprocess; from build_support import progress\n"
-        "with progress.shown('mixprec._C', 3, '2'):\n"
+        "with progress.shown('building 3 files', 'mixprec._C'):\n"
         f"    subprocess.run(['sh', '-c', {ninja!r}], check=True)\n"
         "print('after')"
     )
@@ -181,9 +181,9 @@ def test_what_a_build_prints_from_start_to_end(status: int, result: str) -> None
     assert done.returncode == status
     *lines, last = done.stdout.splitlines() + ["after"] * status
     assert lines[:3] == [
-        "mixprec: mixprec._C from 3 files, 2 at a time",
+        "mixprec: building 3 files",
         "mixprec: 1 of 1 files compiled",
         "ld: note",
     ]
-    assert lines[3].startswith(f"mixprec: mixprec._C {result}: 1 files compiled in ")
+    assert lines[3].startswith(f"mixprec: mixprec._C {result}: 1 compiled in ")
     assert last == "after"
