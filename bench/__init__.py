@@ -6,5 +6,5 @@ Run it as `python -m mixprec.bench`. The source lies in bench/ and is installed 
 if __name__ != "mixprec.bench":
     raise ImportError(
         f"this folder is the source of mixprec.bench and cannot be imported as {__name__!r}; "
-        "install mixprec (pip install --no-build-isolation -e .), then use mixprec.bench"
+        "install mixprec (pip install -e .), then use mixprec.bench"
     )

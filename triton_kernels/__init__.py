@@ -7,6 +7,6 @@ under mixprec, because other projects install a package of that name.
 if __name__ != "mixprec.triton_kernels":
     raise ImportError(
         f"this folder is the source of mixprec.triton_kernels and cannot be imported as "
-        f"{__name__!r}; install mixprec (pip install --no-build-isolation -e .), then use "
+        f"{__name__!r}; install mixprec (pip install -e .), then use "
         "mixprec.triton_kernels"
     )

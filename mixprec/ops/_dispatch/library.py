@@ -16,7 +16,7 @@ LIBRARY = torch.library.Library("mixprec", "DEF")
 
 Capability = tuple[int, int]  # of a GPU: (9, 0)
 
-INSTALL = "pip install --no-build-isolation -e ."
+INSTALL = "pip install -e ."
 
 # Imported when a Triton kernel is first launched: `import mixprec` needs no Triton.
 TRITON_PACKAGE = __name__.removesuffix(".ops._dispatch.library") + ".triton_kernels"
