@@ -84,6 +84,7 @@ def cpu_extension() -> Extension:
         "-ffp-contract=off",  # no fused multiply-add: rounding is as written
         "-fno-trapping-math",
         "-fno-math-errno",
+        "-Wno-psabi",  # a note about GCC before 4.6, for each function that passes vectors
         f'-DMIXPREC_BUILT_WITH_TORCH="{torch.__version__}"',
         f'-DMIXPREC_NO_CUDA="{NO_CUDA}"',
         f'-DMIXPREC_CUDA_ARCHS="{"" if NO_CUDA else cuda_archs()}"',
