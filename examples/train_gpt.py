@@ -5,7 +5,8 @@
 The text is the source code of the Python standard library, or a file of your own. At the end it
 prints a table and writes DIR/results.json and DIR/loss.png. The exit code is 0 only if every layer
 of every block ran all its matrix products in its recipe's format, each validation loss is within
-2 % of FP32's, and each model learned clearly more than the frequencies of single bytes.
+2 % of FP32's, and each model learned clearly more than the frequencies of single bytes. With fewer
+steps than the default, losses only have to be finite.
 
 With --lean it trains in FP32 and in the ways of `mixprec.lean`, and shows the bytes of a step.
 
@@ -129,9 +130,10 @@ def check_device(name: str) -> None:
 
 
 def problems(
-    report: mixprec.Report, block_linears: list[str], unigram: float, gain: float
+    report: mixprec.Report, block_linears: list[str], unigram: float, gain: float | None
 ) -> list[str]:
-    """The conditions that a complete comparison does not meet, one sentence each."""
+    """The conditions that a complete comparison does not meet, one sentence each. gain: None after
+    too few steps to judge what was learned."""
     found = [f"{row.recipe} {row.status}" for row in report.rows if row.status != "complete"]
     ran = mixprec.Report(rows=[row for row in report.rows if row.steps])
     found += ran.wrong_gemms(block_linears)
@@ -148,7 +150,10 @@ def problems(
         difference = report.difference(row)
         if not math.isfinite(bits):
             found.append(f"{row.recipe} has no finite validation loss")
-        elif difference is not None and abs(difference) > MAX_DIFFERENCE:
+            continue
+        if gain is None:
+            continue
+        if difference is not None and abs(difference) > MAX_DIFFERENCE:
             found.append(
                 f"{row.recipe} is {difference:+.2%} from fp32, more than {MAX_DIFFERENCE:.0%}"
             )
@@ -205,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
     with Progress(tokens, BITS, recipes) as progress:
         report = compare(options, text, progress.step, finished)
 
-    gain = FULL_GAIN if options.full else GAIN
+    gain = None if options.steps < STEPS else FULL_GAIN if options.full else GAIN
     found = [] if report.interrupted else problems(report, block_linears, unigram, gain)
     describe(report, found)
     print(f"\n{report}\n", flush=True)
@@ -234,12 +239,12 @@ def run(options: argparse.Namespace) -> int:
     for problem in found:
         print(f"failed: {problem}", file=sys.stderr)
     if not found:
-        best = max(report.rows, key=lambda row: row.validation_loss or 0.0)
-        print(
-            f"passed: every matrix product of every block ran in its recipe's format, each "
-            f"precision is within {MAX_DIFFERENCE:.0%} of fp32 and at least "
-            f"{1 - (best.validation_loss or 0.0) * BITS / unigram:.0%} below the unigram entropy"
-        )
+        learned = f"losses are judged after {STEPS} steps or more"
+        if gain is not None:
+            worst = max(row.validation_loss or 0.0 for row in report.rows)
+            learned = f"each precision is within {MAX_DIFFERENCE:.0%} of fp32 and at least "
+            learned += f"{1 - worst * BITS / unigram:.0%} below the unigram entropy"
+        print(f"passed: every matrix product of every block ran in its recipe's format; {learned}")
     return 1 if found else 0
 
 

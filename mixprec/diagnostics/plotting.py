@@ -78,6 +78,8 @@ def plot_report(report: Report) -> Any:
     above, below = axes[0], axes[-1]
     for i, row in enumerate(rows):
         curve, style = curves[row.recipe], CURVES[i % len(CURVES)]
+        if longest == 1:  # a line of one point is not seen
+            style = {**style, "marker": "o"}
         label = row.recipe
         if row.validation_loss is not None:
             label += f" (validation {row.validation_loss * report.loss_factor:.3f})"
@@ -85,7 +87,8 @@ def plot_report(report: Report) -> Any:
         if base is not None:
             gap = [100 * (x / y - 1) for x, y in zip(curve, base, strict=False)]
             below.plot(range(1, len(gap) + 1), gap, **style)
-    above.set_ylabel(f"training {report.loss_name}\n(mean of {window} steps)")
+    means = f"\n(mean of {window} steps)" if window > 1 else ""
+    above.set_ylabel(f"training {report.loss_name}{means}")
     above.set_title("Training loss by precision")
     if rows:
         above.legend()
@@ -94,6 +97,7 @@ def plot_report(report: Report) -> Any:
     for ax in axes:
         ax.grid(alpha=0.3)
     below.set_xlabel("training step")
+    below.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     return figure
 
 

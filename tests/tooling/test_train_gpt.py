@@ -137,6 +137,19 @@ def test_every_condition_of_success(demo: ModuleType) -> None:
     assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 was trained on other data"]
 
 
+def test_few_steps_end_well(demo: ModuleType, text: str, tmp_path: Path, capsys: Any) -> None:
+    """Nobody expects them to have taught much; a loss that is not finite is still a failure."""
+    for steps in (1, 3):
+        assert demo.main([*TINY, f"--steps={steps}", f"--text={text}", f"--out={tmp_path}"]) == 0
+        out, err = capsys.readouterr()
+        assert out.splitlines()[-1].endswith("losses are judged after 320 steps or more")
+        assert "failed" not in err
+    rows = [Row("fp32", "complete", 9.0), Row("fp8", "complete", 3.0), Row("bf16", "complete")]
+    rows[2].validation_loss = math.inf
+    found = demo.problems(Report(rows=rows), [], 4.0, None)
+    assert found == ["bf16 has no finite validation loss"]
+
+
 def test_a_full_disk(demo: ModuleType, text: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "results.json").symlink_to("/dev/full")
     assert demo.main([*TINY, "--steps=1", f"--text={text}", f"--out={tmp_path}"]) == 1

@@ -21,6 +21,7 @@ from compare_task import MLP, RECIPES, SAMPLES, STEPS, K, data
 from torch import nn
 
 import mixprec
+from mixprec.diagnostics import plotting
 from mixprec.diagnostics.report import Report, Row
 
 
@@ -267,3 +268,12 @@ def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
         "fp8-delayed", "1.2500", "-", "1,000,000", *["29.9", "GB"] * 3, "31.6", "MB",
     ]  # fmt: skip
     assert lines[5:] == ["fp16: KeyboardInterrupt, 0 of 1 steps"]
+
+
+def test_the_picture_of_one_step_shows_it() -> None:
+    rows = [Row(name, "complete", losses=[loss]) for name, loss in (("fp32", 2.0), ("fp8", 2.1))]
+    above, below = plotting.plot_report(Report(rows=rows)).axes
+    for line in (*above.lines, *below.lines):
+        assert line.get_marker() == "o"
+    assert above.get_ylabel() == "training loss"
+    assert all(tick == round(tick) for tick in below.get_xticks())
