@@ -12,6 +12,7 @@ Needs the packages of `pip install "mixprec[examples]"`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ from typing import Any
 
 import gpt_data
 import train_gpt
+from needs import needs
 
 import mixprec
 from mixprec.bench.environment import environment
@@ -177,6 +179,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--set {DETAILED} needs --task gpt")
     if options.seeds < 1:
         parser.error(f"--seeds must be 1 or more, got {options.seeds}")
+    with needs("'mixprec[examples]'"):  # before the training, not after
+        importlib.import_module("scipy")
     print(
         f"mixprec {mixprec.__version__}, {', '.join(SETS[options.set])}, {options.seeds} seeds",
         flush=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 import gpt_data
 import torch
 from gpt_model import GPT, GPTConfig
+from needs import needs
 from torch import nn
 
 import mixprec
@@ -66,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--plot", type=Path, help="the picture to draw")
     options = parser.parse_args(argv)
+    if options.plot:
+        with needs("'mixprec[examples]'"):
+            importlib.import_module("matplotlib")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         first, *others = pool.map(in_its_own_process, WAYS)

@@ -15,11 +15,10 @@ import math
 
 import gpt_data
 import torch
-from accelerate import Accelerator
 from gpt_model import GPT, GPTConfig
+from needs import needs
 
 import mixprec
-from mixprec.integrations.accelerate import attach
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +29,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the parameters")
     parser.add_argument("--steps", type=int, default=40, help="training steps")
     options = parser.parse_args()
+    with needs("accelerate"):
+        from accelerate import Accelerator
+
+        from mixprec.integrations.accelerate import attach  # (*)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     scaler = mixprec.GradScaler() if "fp16" in (options.recipe, options.dtype) else None  # (*)
     attach(accelerator, scaler)  # (*)

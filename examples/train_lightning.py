@@ -3,16 +3,22 @@
 The lines that mixprec takes are numbered. pip install lightning
 """
 
+import argparse
 import math
 import tempfile
 
-import lightning
 import torch
+from needs import needs
 from torch import nn
 from torch.nn import functional
 
 import mixprec
-from mixprec.integrations.lightning import MixprecPrecision  # 1
+
+argparse.ArgumentParser(description=__doc__).parse_args()  # --help
+with needs("lightning"):
+    import lightning
+
+    from mixprec.integrations.lightning import MixprecPrecision  # 1
 
 
 def spirals(count: int = 2048) -> torch.utils.data.TensorDataset:

@@ -4,11 +4,17 @@ A network learns a function in BF16; its weights are stored in 8 bits, and adapt
 different in a second function. The lines that mixprec takes are numbered. pip install peft
 """
 
-import peft
+import argparse
+
 import torch
+from needs import needs
 from torch import nn
 
 import mixprec
+
+argparse.ArgumentParser(description=__doc__).parse_args()  # --help
+with needs("peft"):
+    import peft
 
 
 def network() -> nn.Sequential:

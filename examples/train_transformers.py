@@ -14,9 +14,7 @@ import argparse
 
 import gpt_data
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-from mixprec.integrations.transformers import Trainer  # (1) not from transformers
+from needs import needs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,6 +27,10 @@ def main() -> None:
     parser.add_argument("--output", default="trainer_output", help="folder of the checkpoints")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint")
     options = parser.parse_args()
+    with needs("transformers accelerate"):
+        from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+        from mixprec.integrations.transformers import Trainer  # (1) not from transformers
     windows = gpt_data.Batches(gpt_data.load(None, 64).train, 1, 64, 8 * options.steps, seed=0)
     samples = [{"input_ids": x[0], "labels": x[0]} for x, _ in windows]
     torch.manual_seed(0)
