@@ -161,7 +161,7 @@ class Build(BuildExtension):  # type: ignore[misc]
             with progress.shown(plan, ext.name):
                 super().build_extension(ext)
         except RuntimeError as error:  # of torch, if ninja fails; a traceback tells no more
-            sys.exit(f"mixprec: {ext.name} is not built: {error}; the lines above say why")
+            sys.exit(f"mixprec: {error}; the lines above say why")
 
 
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
