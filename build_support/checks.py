@@ -20,10 +20,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VERSION = "{}.{}".format(*sys.version_info[:2])
-# What csrc and torch's headers are written in; the standard library is asked for too.
-CXX20 = """#include <cstdint>
+# What csrc is written in: C++20, and code for several processors in one program, as GCC has it.
+PROGRAM = """#include <cstdint>
 constinit std::uint32_t one = 1;
 template <class T> requires(sizeof(T) == 4) T same(T x) { return x; }
+#if defined(__x86_64__)
+#include <immintrin.h>
+#pragma GCC target("avx512f,avx512bf16")
+void twice(float* x) { _mm512_storeu_ps(x, _mm512_add_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(x))); }
+#endif
 """
 TORCH = (2, 11)
 
@@ -31,7 +36,7 @@ TORCH = (2, 11)
 def compiler() -> str:
     """The C++ compiler: CXX, else the first that is there; "" if none is."""
     asked = os.environ.get("CXX", "").split()
-    return next(filter(None, map(shutil.which, asked[:1] or ("c++", "g++", "clang++"))), "")
+    return next(filter(None, map(shutil.which, asked[:1] or ("c++", "g++"))), "")
 
 
 def why_no_python() -> str:
@@ -55,7 +60,7 @@ def why_no_system(venv: bool = False) -> str:
         lack[f"{python}-dev"] = f"Python.h of {sys.executable}"
     if not compiler():
         asked = os.environ.get("CXX")
-        names = f"CXX={asked} is not a program" if asked else "c++, g++ or clang++ in PATH, or CXX"
+        names = f"CXX={asked} is not a program" if asked else "c++ or g++ in PATH, or CXX"
         lack["g++"] = f"a C++ compiler ({names})"
     if not lack:
         return ""
@@ -65,21 +70,21 @@ def why_no_system(venv: bool = False) -> str:
     )
 
 
-def why_no_cxx20() -> str:
-    """The compiler is too old, or broken: it is asked to compile three lines."""
+def why_no_gcc() -> str:
+    """The compiler is too old, of another kind, or broken: it is asked to compile a few lines."""
     program = os.environ.get("CXX", "").split() or [compiler()]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "check.cpp")
-        source.write_text(CXX20)
-        command = [*program, "-std=c++20", "-fsyntax-only", str(source)]
+        source.write_text(PROGRAM)
+        command = [*program, "-std=c++20", "-S", "-o", os.devnull, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return ""
     said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     reason = next((line for line in said if "error" in line), said[0])
     return (
-        f"mixprec is written in C++20, which {' '.join(program)} does not compile "
-        f"({reason}): install a newer one, or name it, as in CXX=g++-12"
+        f"mixprec is written in C++20 for GCC, which {' '.join(program)} does not compile "
+        f"({reason}): install a newer g++, or name it, as in CXX=g++-12"
     )
 
 
@@ -143,9 +148,9 @@ def stop_at_the_first(*checks: Callable[[], str]) -> None:
 
 def before_setup() -> None:
     """Stop if setup.py cannot build here; the fast checks come first."""
-    stop_at_the_first(why_no_python, why_no_build, why_no_system, why_no_torch, why_no_cxx20)
+    stop_at_the_first(why_no_python, why_no_build, why_no_system, why_no_torch, why_no_gcc)
 
 
 if __name__ == "__main__":
     system = partial(why_no_system, venv="venv" in sys.argv)
-    stop_at_the_first(why_no_python, system, why_no_cxx20)
+    stop_at_the_first(why_no_python, system, why_no_gcc)
