@@ -22,6 +22,7 @@ from ._compressed import set_saved
 from ._snapshot import unchanged_on_error
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
+from .known_casts import known_casts
 from .known_norms import as_input, known_norms
 
 logger = logging.getLogger("mixprec")
@@ -248,16 +249,19 @@ def cast_parameters(
     dtype: torch.bfloat16, torch.float16 or torch.float32, or a word for it: "bfloat16", "bf16",
     "float16", "fp16", "half", "float32", "fp32". The parameters of normalization layers become or
     stay FP32: they are few, and their updates are small next to their values. These are torch's
-    (`NORMS`), those of transformers (`known_norms`, such as LlamaRMSNorm), which get a hook that
-    returns 16 bits for 16-bit input, and their subclasses. Norms of other libraries are not known:
-    one INFO line on the logger "mixprec" lists the modules with nothing but vectors that were cast.
-    keep_fp32: patterns of the names of further parameters to keep in FP32, such as
+    (`NORMS`), those of transformers (`known_norms`, such as LlamaRMSNorm), and their subclasses;
+    all but torch's own get a hook that returns 16 bits for 16-bit input. Cast are the norms whose
+    block casts its input to the dtype of their weight, such as MambaBlock (`known_casts`). Norms of
+    other libraries are not known: one INFO line on the logger "mixprec" lists the modules with
+    nothing but vectors that were cast. keep_fp32: patterns of the names of further parameters to
+    keep in FP32, such as
     ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity: optimizers, ties and
     requires_grad are unaffected; existing gradients are cast too.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
-    ["*.attn_mask"]. The others are left as they are: running statistics and the frequencies of
-    rotary embeddings lose too much in 16 bits.
+    ["*.attn_mask"]. The others are left as they are, but for a few of transformers without which
+    the model fails (`known_casts`): running statistics and the frequencies of rotary embeddings
+    lose too much in 16 bits.
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
     optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
@@ -281,14 +285,17 @@ def cast_parameters(
     kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
     cast_too = _matching(op, "buffers", buffers, floats)
     further = known_norms()
+    known, known_buffers = known_casts(model)
+    cast_too |= known_buffers & floats.keys()
     for module in model.modules():
         if isinstance(module, (*NORMS, *further)):
-            kept.update(module.parameters(recurse=False))
-            # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take.
-            known = isinstance(module, NORMS) or as_input in module._forward_hooks.values()
-            if dtype in LOW_PRECISION and not known:
+            kept.update(p for p in module.parameters(recurse=False) if p not in known)
+            # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take. (Those
+            # of torch return the dtype of x.)
+            keeps = type(module) in NORMS or as_input in module._forward_hooks.values()
+            if dtype in LOW_PRECISION and not keeps:
                 module.register_forward_hook(as_input, with_kwargs=True)
-    if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept)):
+    if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept | known)):
         logger.info(
             "%s: modules with nothing but vectors are cast to %s: %s; norms that are not known "
             "can stay in FP32 by keep_fp32=",

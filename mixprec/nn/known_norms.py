@@ -89,8 +89,13 @@ def known_norms() -> tuple[type[nn.Module], ...]:
 def as_input(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
 ) -> object:
-    """A forward hook: the output in the dtype of the input, where that has 16 bits."""
+    """A forward hook: the output, or each of a tuple, in the dtype of the input, where that has 16
+    bits."""
     x = next((i for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)), None)
-    if x is None or x.dtype not in LOW_PRECISION or not isinstance(output, torch.Tensor):
+    if x is None or x.dtype not in LOW_PRECISION:
         return output
-    return output.to(x.dtype)
+    if type(output) is tuple:
+        return tuple(as_input(module, (x,), {}, each) for each in output)
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        return output.to(x.dtype)
+    return output

@@ -21,7 +21,7 @@ _outcomes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
 
 def package_of(path: Path) -> str:
     name = path.stem.removeprefix("test_")
-    return "transformers" if name.startswith("fused") else name
+    return "transformers" if name.endswith(("_families", "_models")) else name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,6 +45,7 @@ def test_parameters_are_cast_and_norms_stay(dtype: torch.dtype) -> None:
 def norms() -> list[tuple[nn.Module, tuple[int, ...]]]:
     return [
         *((norm(8), (4, 8)) for norm in (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d)),
+        (nn.SyncBatchNorm(8), (4, 8, 3)),
         (nn.GroupNorm(2, 8), (4, 8, 3)),
         (nn.BatchNorm2d(8), (4, 8, 3, 3)),
         (nn.BatchNorm3d(8), (4, 8, 2, 3, 3)),
@@ -60,9 +61,10 @@ def test_norms_with_fp32_parameters_take_16_bit_input(dtype: torch.dtype) -> Non
     for norm, shape in norms():
         mixprec.cast_parameters(norm, dtype)
         x = normal(shape, dtype).requires_grad_()
-        y = norm(x)
-        grads = torch.autograd.grad(y.sum(), (x, norm.weight))
-        assert [t.dtype for t in (y, *grads)] == [dtype, dtype, torch.float32], norm
+        for training in (True, False):
+            y = norm.train(training)(x)
+            grads = torch.autograd.grad(y.sum(), (x, norm.weight))
+            assert [t.dtype for t in (y, *grads)] == [dtype, dtype, torch.float32], norm
 
 
 def test_casting_keeps_ties_gradients_and_goes_back() -> None:
@@ -183,6 +185,20 @@ def test_a_norm_of_transformers_stays_and_returns_the_dtype_of_its_input() -> No
         for dtype in (LOW, torch.float16, torch.float32):
             x = torch.ones(2, 4, dtype=dtype)
             assert norm(x).dtype == norm(hidden_states=x).dtype == dtype
+
+
+class Scaled(nn.LayerNorm):
+    """Multiplies by its weight in another way than torch does, and returns the mean too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight, x.float().mean()
+
+
+def test_subclasses_of_torchs_norms_return_the_dtype_of_their_input() -> None:
+    norm = mixprec.cast_parameters(mixprec.cast_parameters(Scaled(4), LOW), LOW)
+    assert len(norm._forward_hooks) == 1
+    for dtype in (LOW, torch.float32):
+        assert [y.dtype for y in norm(torch.ones(2, 4, dtype=dtype))] == [dtype, dtype]
 
 
 @pytest.mark.slow
