@@ -277,3 +277,16 @@ def test_the_picture_of_one_step_shows_it() -> None:
         assert line.get_marker() == "o"
     assert above.get_ylabel() == "training loss"
     assert all(tick == round(tick) for tick in below.get_xticks())
+
+
+def test_a_difference_smaller_than_that_of_another_seed_is_none_that_was_seen() -> None:
+    losses = {"fp32": 2.0, "bf16": 1.99, "fp8": 2.05, "again": 1.98}
+    rows = [Row(name, "complete", loss, reseeded=name == "again") for name, loss in losses.items()]
+    found = Report(rows=rows)
+    assert found.chance() == pytest.approx(0.01)
+    assert found.notes() == [
+        "again: fp32 from another seed, which changes the loss by 1.00%",
+        "bf16: no difference seen (it is smaller)",
+        "fp8: a larger difference, in a single run",
+    ]
+    assert Report(rows=rows[:3]).chance() is None
