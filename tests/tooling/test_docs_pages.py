@@ -1,9 +1,8 @@
-"""README.md and docs/: tables are those of the committed results, code runs, links resolve."""
+"""README.md and docs/: tables are those of the committed results, links resolve."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,51 +21,6 @@ KINDS = ("linear", "attention", "activation", "norm", "loss", "other")
 def test_tables_are_the_committed_results() -> None:
     for page, text in report.render(ROOT).items():
         assert text == page.read_text(), f"{page.name}: run python -m mixprec.bench report"
-
-
-CODE = (
-    # page, what is checked behind its last block, what it prints
-    ("README.md", "assert loss.isfinite() and scaler.skipped.item() == 0", ()),
-    (
-        "docs/tour.md",
-        "assert error < 0.5 and w.grad is not None and scaler.skipped.item() == 0",
-        # Of the last two: the report of freeze, and the table of compare.
-        (
-            "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor",
-            "fp8-delayed",
-            "the whole model: ",
-            "recipe",
-        ),
-    ),
-    (
-        "docs/memory.md",
-        "assert after.saved_total < 0.5 * before.saved_total",
-        (r"plain +int8\n-+\nparameters +2\.1\d MB",),
-    ),
-    ("docs/optimizers.md", "", (r"2\.bias: 1 Inf among 8",)),
-    (
-        "docs/stats.md",
-        "assert len(open('numbers.jsonl').readlines()) == 3 and open('numbers.png', 'rb').read(4)\n"
-        "assert overrides == {}",
-        (),
-    ),
-)
-
-
-@pytest.mark.parametrize(("page", "checks", "printed"), CODE, ids=[row[0] for row in CODE])
-def test_code_runs_as_it_stands(
-    page: str, checks: str, printed: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The Python blocks of a page, as one program."""
-    text = (ROOT / page).read_text().partition("## How these figures were made")[0]
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    program = tmp_path / "program.py"
-    program.write_text("\n".join([*blocks, checks]))
-    command = [sys.executable, str(program)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    for pattern in printed:
-        assert re.search(pattern, run.stdout), pattern
 
 
 def test_links_lead_somewhere() -> None:

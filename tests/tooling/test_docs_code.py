@@ -1,0 +1,120 @@
+"""The Python blocks of README.md and docs/ run: alone, or after the blocks that they name.
+
+The first line of a block may be `# continues the block above` or `# after "HEADING"`, which is the
+last block under that heading; then that one runs first, after those that it needs itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md"))]
+PAGES.append("README.md")
+
+# Pages whose blocks have no such lines yet, and continue each other.
+AS_ONE_PROGRAM = ("docs/memory.md",)
+NOT_RUN = {("docs/stats.md", "How these figures were made"): "trains a GPT for a minute"}
+# What is checked after a block, and what a page prints.
+CHECKS = {
+    ("README.md", "Use it"): "assert loss.isfinite() and scaler.skipped.item() == 0",
+    ("docs/tour.md", "Tensors and products"): "assert error < 0.5 and w.grad is not None",
+    ("docs/tour.md", "Loss scaling and checkpoints"): "assert scaler.skipped.item() == 0",
+    ("docs/memory.md", "What is there"): "assert after.saved_total < 0.5 * before.saved_total",
+    ("docs/stats.md", "Monitoring a run"): "assert len(open('numbers.jsonl').readlines()) == 3",
+    ("docs/stats.md", "Measuring each layer and changing its recipe"): "assert overrides == {}",
+    ("docs/recipes.md", "FP16 outputs that overflow"): "assert clipped['0'] > 0",
+}
+PRINTED = {
+    "docs/tour.md": (
+        "fp8: x e4m3/tensor, w e4m3/tensor, g e5m2/tensor",
+        "fp8-delayed",
+        "the whole model: ",  # the report of freeze
+        "(?m)^recipe",  # the table of compare
+    ),
+    "docs/memory.md": (r"plain +int8\n-+\nparameters +2\.1\d MB",),
+    "docs/optimizers.md": (r"2\.bias: 1 Inf among 8",),
+}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    heading: str
+    code: str
+
+
+def blocks(page: str, text: str) -> Iterator[Block]:
+    heading = ""
+    for found in re.finditer(r"^#+ ([^\n]+)$|^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+        if found[1]:
+            heading = found[1]
+        elif found[2] == "python":
+            yield Block(page, text[: found.start()].count("\n") + 1, heading, found[3])
+
+
+def chain(block: Block, page: list[Block]) -> list[Block]:
+    """What runs for `block`, which is the last."""
+    first, before = block.code.partition("\n")[0], page[: page.index(block)]
+    if named := re.fullmatch(r'# after "(.+)"', first):
+        before = [each for each in before if each.heading == named[1]]
+    elif first != "# continues the block above" and not (block.page in AS_ONE_PROGRAM and before):
+        return [block]
+    assert before, f"{block.page}:{block.line}: no block before it is meant by {first!r}"
+    return [*chain(before[-1], page), block]
+
+
+def chains(page: list[Block]) -> list[list[Block]]:
+    """All blocks, each as often as it has to run."""
+    found = [chain(block, page) for block in page if (block.page, block.heading) not in NOT_RUN]
+    continued = {each for one in found for each in one[:-1]}
+    return [one for one in found if one[-1] not in continued]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / page).read_text()
+    for one in chains([*blocks(page, text)]):
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"__name__": "__main__"}
+        for block in one:  # the empty lines are for the line numbers of a traceback
+            code = "\n" * block.line + block.code + CHECKS.get((page, block.heading), "")
+            exec(compile(code, page, "exec", dont_inherit=True), names)
+    printed = capsys.readouterr().out
+    for pattern in PRINTED.get(page, ()):
+        assert re.search(pattern, printed), pattern
+    fenced = re.compile(r"^```.*?^```$", re.M | re.S)
+    hidden = re.findall(r"^ {4}.*mixprec\..*", fenced.sub("", text), re.M)
+    assert not hidden, "code without a fence, which no test runs"
+
+
+@pytest.mark.parametrize(("page", "heading"), NOT_RUN)
+def test_blocks_that_are_not_run(page: str, heading: str) -> None:
+    (block,) = (each for each in blocks(page, (ROOT / page).read_text()) if each.heading == heading)
+    compile(block.code, page, "exec")
+    pytest.skip(f"{page}:{block.line}: {NOT_RUN[page, heading]}")
+
+
+def test_what_a_block_runs_after() -> None:
+    fence = "```python\n{}```\n"
+    code = ("a = 1\n", "# continues the block above\nb = a\n", '# after "One"\nc = b\n', "d = 2\n")
+    text = "# One\n" + fence.format(code[0]) + fence.format(code[1])
+    page = [*blocks("page.md", text + "## Two\n" + fence.format(code[2]) + fence.format(code[3]))]
+    assert [(block.line, block.heading) for block in page] == [
+        *((2, "One"), (5, "One")),
+        *((10, "Two"), (14, "Two")),
+    ]
+    assert chains(page) == [page[:3], page[3:]]
+    for wrong in ("# continues the block above\n", '# after "Two"\n'):
+        block = Block("page.md", 1, "One", wrong)
+        with pytest.raises(AssertionError, match=r"page.md:1: no block before it is meant"):
+            chain(block, [block])
