@@ -1,4 +1,4 @@
-"""lean: a model and its optimizer in less than half the memory, by one call."""
+"""lean: what a training step keeps, in about half the bytes or less, by one call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lean(
     verbose: bool = True,
     **options: Any,
 ) -> tuple[nn.Module, AdamW]:
-    """Prepare an FP32 model to train in less than half the memory; print what it saves (verbose).
+    """Prepare an FP32 model for training steps that keep less; print how much (verbose).
 
         model, optimizer = mixprec.lean(model, lr=3e-4)
 
@@ -58,10 +58,13 @@ def lean(
     `convert(model, recipe, saved=...)` and `optim.AdamW(model.parameters(), lr,
     master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
 
-    The table that is printed is computed from the parameters. With `batch`, both columns are
-    measured by `memory_report(model, optimizer, batch, loss)` instead, and have the activations;
-    batch and loss are as there. The batch's floating-point tensors are cast to bf16 for the second,
-    as yours should be for training. ValueError for another fidelity, and those of the functions
+    The table that is printed is computed from the parameters: it has them, their gradients and the
+    optimizer's state. With `batch`, both columns are measured by `memory_report(model, optimizer,
+    batch, loss)` instead, and have the activations that a step keeps for backward as well; batch
+    and loss are as there. The batch's floating-point tensors are cast to bf16 for the second, as
+    yours should be for training. The share below the table is that of these parts. Of the peak of a
+    process, which also holds Python, torch, and what a step allocates in between, it saves a
+    smaller share: docs/memory.md. ValueError for another fidelity, and those of the functions
     above. Warns if parameters that are trained have 16 bits already: what they were rounded from is
     lost.
     """
@@ -92,7 +95,8 @@ def lean(
     optimizer = AdamW(model.parameters(), lr, **options)
     after = report(fidelity, optimizer, map_tensors(_low, batch))
     if verbose:
-        print(f"{before.table(after)}\n{after.total / before.total:.2f} of the bytes")
+        kept = "parameters, gradients and optimizer state" if batch is None else "what a step keeps"
+        print(f"{before.table(after)}\n{after.total / before.total:.2f} of the bytes of {kept}")
     return model, optimizer
 
 

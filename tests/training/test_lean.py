@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.lean import FIDELITIES
@@ -49,17 +53,46 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     for batch in (None, torch.randn(64, 64)):
         mixprec.lean(make(), batch=batch, loss=loss_of)
     mixprec.lean(make(), verbose=False)
-    tables = capsys.readouterr().out.split(" of the bytes\n")
-    assert len(tables) == 3
-    assert tables[2] == ""
+    tables = re.split(r" of the bytes of (.*)\n", capsys.readouterr().out)
+    assert tables[1::2] == ["parameters, gradients and optimizer state", "what a step keeps"]
+    assert tables[4] == ""
     rows = [
-        dict(line.split("  ", 1) for line in t.splitlines() if "  " in line) for t in tables[:2]
+        dict(line.split("  ", 1) for line in t.splitlines() if "  " in line) for t in tables[:4:2]
     ]
     computed, measured = ({k: v.split() for k, v in row.items()} for row in rows)
     for name in ("parameters", "gradients", "optimizer: exp_avg", "optimizer: remainder"):
         assert computed[name] == measured[name], name
     assert "saved: linear" in measured
     assert "saved: linear" not in computed
+
+
+def test_checkpointed_blocks() -> None:
+    """They keep their inputs alone, and have the gradients of a model without compression."""
+    x = torch.randn(128, 64).bfloat16()
+    model, optimizer = mixprec.lean(nn.Sequential(make(), make()), verbose=False)
+    for block in model:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    assert set(mixprec.memory_report(model, optimizer, x, loss_of).saved) == {"other"}
+    plain = nn.Sequential(make(), make())
+    mixprec.convert(mixprec.cast_parameters(plain, torch.bfloat16), "bf16")
+    for net in (model, plain):
+        loss_of(net(x)).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    # Around the model, a checkpoint has no effect.
+    model, optimizer = mixprec.lean(make(), verbose=False)
+    around = Around(model)
+    reports = [mixprec.memory_report(net, optimizer, x, loss_of) for net in (model, around)]
+    assert reports[0].saved == reports[1].saved
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
 
 
 def test_bad_input_changes_nothing() -> None:
