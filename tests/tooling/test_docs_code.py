@@ -20,7 +20,6 @@ PAGES.append("README.md")
 
 # Pages whose blocks have no such lines yet, and continue each other.
 AS_ONE_PROGRAM = ("docs/memory.md",)
-NOT_RUN = {("docs/stats.md", "How these figures were made"): "trains a GPT for a minute"}
 # What is checked after a block, and what a page prints.
 CHECKS = {
     ("README.md", "Use it"): "assert loss.isfinite() and scaler.skipped.item() == 0",
@@ -72,7 +71,7 @@ def chain(block: Block, page: list[Block]) -> list[Block]:
 
 def chains(page: list[Block]) -> list[list[Block]]:
     """All blocks, each as often as it has to run."""
-    found = [chain(block, page) for block in page if (block.page, block.heading) not in NOT_RUN]
+    found = [chain(block, page) for block in page]
     continued = {each for one in found for each in one[:-1]}
     return [one for one in found if one[-1] not in continued]
 
@@ -95,13 +94,6 @@ def test_blocks_run(
     fenced = re.compile(r"^```.*?^```$", re.M | re.S)
     hidden = re.findall(r"^ {4}.*mixprec\..*", fenced.sub("", text), re.M)
     assert not hidden, "code without a fence, which no test runs"
-
-
-@pytest.mark.parametrize(("page", "heading"), NOT_RUN)
-def test_blocks_that_are_not_run(page: str, heading: str) -> None:
-    (block,) = (each for each in blocks(page, (ROOT / page).read_text()) if each.heading == heading)
-    compile(block.code, page, "exec")
-    pytest.skip(f"{page}:{block.line}: {NOT_RUN[page, heading]}")
 
 
 def test_what_a_block_runs_after() -> None:
