@@ -67,7 +67,7 @@ def test_the_reason_is_the_one_line_that_a_build_prints(tmp_path: Path) -> None:
     )
     path = modules(tmp_path / "headers", sitecustomize=NO_HEADERS)
     assert sentence(PYTHONPATH=path) == (
-        f"mixprec cannot be built without Python.h of {sys.executable}{apt} "
+        f"mixprec cannot be built without Python.h of {os.path.abspath(sys.executable)}{apt} "
         "python{}.{}-dev".format(*sys.version_info[:2])
     )
     old = tmp_path / "c++"
