@@ -15,9 +15,10 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # where build backends do not look
+sys.path.insert(0, str(Path(__file__).resolve().parent / ".ci"))
 
-from build_support import checks, progress
+import build_checks as checks
+import build_progress as progress
 
 checks.before_setup()
 

@@ -53,7 +53,7 @@ $(TORCH_READY):
 	@command -v "$(PYTHON3)" >/dev/null || { echo "mixprec needs Python 3.10 or newer, and" \
 	  "$(PYTHON3) is not a program; on Debian and Ubuntu: sudo apt-get install" \
 	  "python3 python3-venv python3-dev g++" >&2; exit 1; }
-	@"$(PYTHON3)" build_support/checks.py venv
+	@"$(PYTHON3)" .ci/build_checks.py venv
 	"$(PYTHON3)" -m venv .venv
 	$(PIP) $(TORCH)
 	$(PIP) $(BUILD_TOOLS)

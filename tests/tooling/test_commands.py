@@ -42,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root.mkdir()
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, root)
-    for name in (".ci", "build_support", "csrc", "mixprec", "bench", "triton_kernels", "tests"):
+    for name in (".ci", "csrc", "mixprec", "bench", "triton_kernels", "tests"):
         shutil.copytree(
             ROOT / name, root / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not by sys.path: the folder also holds a mixprec without compiled ops.
-spec = importlib.util.spec_from_file_location("progress", ROOT / "build_support" / "progress.py")
+spec = importlib.util.spec_from_file_location("progress", ROOT / ".ci" / "build_progress.py")
 progress = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(progress)
 
@@ -127,7 +127,8 @@ def test_pip_shows_that_line_alone() -> None:
 
 def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path: Path) -> None:
     path = modules(tmp_path, sitecustomize=ISOLATED)
-    code = "from importlib.util import find_spec; from build_support import checks; "
+    code = "import sys; sys.path.insert(0, '.ci'); import build_checks as checks\n"
+    code += "from importlib.util import find_spec; "
     code += "print(find_spec('torch')); checks.show_site_packages(); print(find_spec('torch').name)"
     assert run("-c", code, PYTHONPATH=path).stdout.split() == ["None", "torch"]
 
@@ -171,7 +172,7 @@ def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_build_prints_from_start_to_end(status: int, result: str) -> None:
     ninja = f"echo '[1/1] c++ -c a.cpp'; echo 'ld: note'; exit {status}"
     code = (
-        "import subprocess; from build_support import progress\n"
+        "import subprocess, sys; sys.path.insert(0, '.ci'); import build_progress as progress\n"
         "with progress.shown('building 3 files', 'mixprec._C'):\n"
         f"    subprocess.run(['sh', '-c', {ninja!r}], check=True)\n"
         "print('after')"

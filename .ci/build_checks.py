@@ -1,7 +1,7 @@
 """What a build needs: each check returns the one sentence that says what is missing, or "".
 
 setup.py asks before it does anything else, so that the sentence is all that pip prints. make asks
-before there is an environment, and then for venv too: python build_support/checks.py venv.
+before there is an environment, and then for venv too: python .ci/build_checks.py venv.
 """
 
 from __future__ import annotations
