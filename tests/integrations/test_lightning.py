@@ -190,7 +190,7 @@ def trainer_fit(plugin: Any, optimizer: Any, **options: Any) -> None:
     fit(module, plugin, 1, batches(4, infs=()), **options)
 
 
-FP16 = {"recipe": "fp16", "params": torch.float16}
+FP16 = {"recipe": "fp16", "params": "fp16"}
 
 
 def clips(params: Any) -> Any:

@@ -247,7 +247,7 @@ def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_pa
     assert trainer.model.lm_head.recipe.name == "fp16"
     assert trainer.model.model.layers[0].mlp.up_proj.recipe.name == "fp8"
     assert isinstance(trainer.accelerator.scaler, mixprec.GradScaler)
-    trainer = Trainer(tiny_model(), arguments(tmp_path), params=torch.float16)
+    trainer = Trainer(tiny_model(), arguments(tmp_path), params="fp16")
     assert isinstance(trainer.accelerator.scaler, mixprec.GradScaler)
 
 
