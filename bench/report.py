@@ -1,8 +1,8 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, speed,
-training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK", "stats TABLE" and
-"build FILE".
+training steps, demo, footprint, lean, memory, underflow, gpu, gpu state, "peak MODEL",
+"accuracy TASK", "stats TABLE" and "build FILE".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
 
-from . import accuracy, device, footprint, pages, profile, results, table, underflow
+from . import accuracy, device, footprint, pages, peak, profile, results, table, underflow
 from .cases.registry import best_baseline, quantity
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -94,9 +94,10 @@ def bench_summary(content: dict[str, Any]) -> str:
 
 
 def lean(content: dict[str, Any]) -> str:
-    """The bytes of a step in each way to train, by examples/gpt_memory.py."""
-    reports = [MemoryReport(**one) for one in content["reports"]]
-    header, *lines = reports[0].cells(*reports[1:])
+    """What a step keeps in each way to train, by examples/gpt_memory.py."""
+    # The peak is that of a pass without a step: bench.peak has that of training.
+    reports = [MemoryReport(**{**one, "peak": None}) for one in content["reports"]]
+    header, *lines, _ = reports[0].cells(*reports[1:])
     whole = reports[0].total
     shares = [f"{one.total / whole:.2f}" for one in reports]
     shown = table.markdown(tuple(header), [*map(tuple, lines), ("share of the total", *shares)])
@@ -194,6 +195,10 @@ def block(root: Path, name: str) -> str | None:
     if name == "gpu state":
         names = ", ".join(gpu_results(root))
         return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
+    if name == "memory":
+        return peak.summary([peak.load(cpu, model) for model in peak.MODELS])
+    if kind == "peak":
+        return peak.block(peak.load(cpu, of))
     if kind == "build":
         return build(root, of)
     if kind == "stats":

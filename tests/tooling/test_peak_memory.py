@@ -1,0 +1,101 @@
+"""The peaks of processes in docs/memory.md and README.md, and the program that measures them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixprec.bench import peak, results
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+COMMITTED = {model: peak.load(ROOT / results.CPU, model) for model in peak.MODELS}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KB on Linux alone")
+
+
+def run(*arguments: str) -> str:
+    """What a program prints, whose own process is small as that of a shell."""
+    command = [sys.executable, *arguments]
+    return subprocess.check_output(command, text=True, cwd=EXAMPLES, env=ENVIRONMENT)
+
+
+def test_the_peak_is_that_of_the_child() -> None:
+    """200 MB that it writes and frees show, and memory of its parent does not."""
+    program = (
+        "import sys, peak_memory\n"
+        "print(*(peak_memory.peak_of([sys.executable, '-c', 'b = bytearray(b\"1\") * %d' % n])[0]"
+        " for n in (0, 200_000_000)))"
+    )
+    without, with_it = map(int, run("-c", program).split())
+    assert with_it - without == pytest.approx(200e6, rel=0.02)
+    assert without < 50e6
+
+
+def test_a_way_that_cannot_run_says_why() -> None:
+    found = run("peak_step.py", "no such way", json.dumps({"model": "gpt", "steps": 1}))
+    assert json.loads(found) == {"refused": "KeyError: 'no such way'"}
+
+
+def test_the_program(tmp_path: Path) -> None:
+    ways = ("FP32", "checkpointing, lean balanced")
+    sizes = ("--layers=2", "--width=64", "--context=32", "--batch=1", "--steps=2", "--repeats=1")
+    out = tmp_path / "peak.json"
+    run("peak_memory.py", "--out", str(out), *sizes, "--ways", *ways)
+    content = results.read_json(out)
+    assert tuple(content["rows"]) == ways
+    for way, row in content["rows"].items():
+        assert row["losses"][1] < row["losses"][0], way
+        assert 0.9 * row["baselines"][0] < row["peaks"][0] < row["baselines"][0] + 100e6, way
+    assert peak.block(content).count("\n| ") == 3 + 1
+
+
+# The committed results
+
+
+@pytest.mark.parametrize("model", peak.MODELS)
+def test_every_way_was_measured_and_trained(model: str, examples: pytest.MonkeyPatch) -> None:
+    from memory_ways import WAYS
+
+    rows = COMMITTED[model]["rows"]
+    assert list(rows) == list(WAYS)
+    for way, row in rows.items():
+        assert "refused" not in row, way
+        assert row["losses"][-1] < 0.95 * row["losses"][0], way
+        assert min(row["peaks"]) > min(row["baselines"]), way
+
+
+@pytest.mark.parametrize("model", peak.MODELS)
+def test_what_the_page_says_of_the_peaks(model: str) -> None:
+    rows = COMMITTED[model]["rows"]
+    found = {way: one["peak"] for way, one in peak.measured(COMMITTED[model]).items()}
+    checkpointing = found["checkpointing"]
+    if model == "gpt":
+        assert checkpointing < found["lean balanced"]
+    else:
+        assert found["lean balanced"] < checkpointing
+    assert rows["checkpointing"]["losses"] == pytest.approx(rows["FP32"]["losses"], rel=1e-6)
+    both = ["checkpointing, lean balanced", "checkpointing, lean small"]
+    assert sorted(sorted(found, key=found.__getitem__)[:2]) == both
+    assert found[both[1]] == pytest.approx(found[both[0]], rel=0.05)
+    assert checkpointing < min(found[f"{name} `AdamW8bit`"] for name in ("torchao", "bitsandbytes"))
+
+
+def test_what_the_page_says_of_the_allocator() -> None:
+    """glibc's threshold lowers the peak of every way."""
+    before = peak.measured(COMMITTED["gpt"])
+    found = peak.measured(peak.load(ROOT / results.CPU, "gpt-mmap"))
+    for way, one in found.items():
+        assert one["peak"] < before[way]["peak"], way
+    assert found["lean balanced"]["peak"] < found["checkpointing"]["peak"]
+
+
+def test_the_table_of_the_readme() -> None:
+    lines = peak.summary(COMMITTED.values()).splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:-2]] == list(peak.CHOSEN)
