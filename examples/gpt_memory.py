@@ -1,4 +1,4 @@
-"""The memory of a training step of the GPT, in FP32 and as mixprec.lean prepares it.
+"""What a training step of the GPT keeps, in FP32 and as mixprec.lean prepares it.
 
     python examples/gpt_memory.py --out bench/results/cpu/lean.json --plot docs/memory.png
 
@@ -14,34 +14,20 @@ import importlib
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import gpt_data
 import torch
 from gpt_model import GPT, GPTConfig
+from memory_ways import lean, masters, plain
 from needs import needs
-from torch import nn
 
 import mixprec
 from mixprec.bench.environment import environment
 from mixprec.lean import FIDELITIES
 
 BATCH, CONTEXT = 8, 256
-
-
-def plain(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters())
-
-
-def masters(model: nn.Module) -> torch.optim.Optimizer:
-    mixprec.convert(mixprec.cast_parameters(model, torch.bfloat16), "bf16")
-    return mixprec.optim.AdamW(model.parameters())
-
-
-def lean(fidelity: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: mixprec.lean(model, fidelity=fidelity, verbose=False)[1]
 
 
 WAYS = {"fp32": plain, "bf16": masters, **{name: lean(name) for name in FIDELITIES}}

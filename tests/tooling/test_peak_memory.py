@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mixprec
 from mixprec.bench import peak, results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +95,12 @@ def test_what_the_page_says_of_the_allocator() -> None:
     for way, one in found.items():
         assert one["peak"] < before[way]["peak"], way
     assert found["lean balanced"]["peak"] < found["checkpointing"]["peak"]
+
+
+def test_a_third_is_of_what_a_step_keeps() -> None:
+    reports = results.read_json(ROOT / results.CPU / "lean.json")["reports"]
+    kept = {one["label"]: mixprec.MemoryReport(**one).total for one in reports}
+    assert kept["balanced"] / kept["fp32"] == pytest.approx(1 / 3, abs=0.05)
 
 
 def test_the_table_of_the_readme() -> None:
