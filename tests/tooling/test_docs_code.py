@@ -18,14 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md"))]
 PAGES.append("README.md")
 
-# Pages whose blocks have no such lines yet, and continue each other.
-AS_ONE_PROGRAM = ("docs/memory.md",)
 # What is checked after a block, and what a page prints.
 CHECKS = {
     ("README.md", "Use it"): "assert loss.isfinite() and scaler.skipped.item() == 0",
     ("docs/tour.md", "Tensors and products"): "assert error < 0.5 and w.grad is not None",
     ("docs/tour.md", "Loss scaling and checkpoints"): "assert scaler.skipped.item() == 0",
-    ("docs/memory.md", "What is there"): "assert after.saved_total < 0.5 * before.saved_total",
+    ("docs/memory.md", "What a step keeps"): "assert after.saved_total < 0.5 * before.saved_total",
     ("docs/stats.md", "Monitoring a run"): "assert len(open('numbers.jsonl').readlines()) == 3",
     ("docs/stats.md", "Measuring each layer and changing its recipe"): "assert overrides == {}",
     ("docs/recipes.md", "FP16 outputs that overflow"): "assert clipped['0'] > 0",
@@ -63,7 +61,7 @@ def chain(block: Block, page: list[Block]) -> list[Block]:
     first, before = block.code.partition("\n")[0], page[: page.index(block)]
     if named := re.fullmatch(r'# after "(.+)"', first):
         before = [each for each in before if each.heading == named[1]]
-    elif first != "# continues the block above" and not (block.page in AS_ONE_PROGRAM and before):
+    elif first != "# continues the block above":
         return [block]
     assert before, f"{block.page}:{block.line}: no block before it is meant by {first!r}"
     return [*chain(before[-1], page), block]
