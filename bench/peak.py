@@ -10,16 +10,16 @@ from typing import Any
 from . import pages, results
 from .table import duration, full, markdown
 
-MODELS = ("gpt", "phi3")  # peak-MODEL.json
+MODELS = ("phi3", "gpt")  # peak-MODEL.json
 FIRST = "FP32"
-# What README.md shows.
-CHOSEN = (
-    FIRST,
-    "`torch.autocast`, bf16",
-    "checkpointing",
-    "lean balanced",
-    "checkpointing, lean balanced",
-)
+# What README.md shows, and how it says so.
+CHOSEN = {
+    FIRST: "in FP32",
+    "`torch.autocast`, bf16": "under `torch.autocast`",
+    "checkpointing": "with checkpointing",
+    "lean balanced": "with `mixprec.lean`",
+    "checkpointing, lean balanced": "with both",
+}
 
 
 def load(cpu: Path, model: str) -> dict[str, Any]:
@@ -67,14 +67,19 @@ def block(content: dict[str, Any]) -> str:
 
 
 def summary(contents: Iterable[dict[str, Any]]) -> str:
-    """The table of README.md: a column per model."""
-    header, body = [""], [[way] for way in CHOSEN]
+    """A sentence for README.md, with a list of peaks for each model."""
+    lists = []
     for content in contents:
-        found = measured(content)
+        found, what = measured(content), content["what"].partition(",")[0]
         millions = content["rows"][FIRST]["parameters"] / 1e6
-        header.append(f"{content['what'].partition(',')[0]}, {millions:.0f}M parameters")
-        for line in body:
-            peak = found[line[0]]["peak"]
-            line.append(f"{peak / 1e6:,.0f} MB ({peak / found[FIRST]['peak']:.2f})")
-    shown = markdown(tuple(header), [tuple(line) for line in body])
-    return f"{shown}\n\nThe largest resident set of a process, imports included; of FP32's."
+        peaks = [f"{found[way]['peak'] / 1e6:,.0f}" for way in CHOSEN]
+        named = [f"{peak} {name}" for peak, name in zip(peaks, CHOSEN.values(), strict=True)]
+        listed = named if not lists else peaks
+        lists.append(
+            f"{what} ({millions:.0f}M parameters): {', '.join(listed[:-1])} and {listed[-1]}"
+        )
+    where = content["environment"]
+    return (
+        f"Memory: the peak of a training process on {where['processor']}, imports included, in MB. "
+        f"{'. '.join(lists)}."
+    )
