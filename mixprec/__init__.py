@@ -14,7 +14,8 @@ from .lean import lean
 from .memory import compress_saved
 from .nn import filters
 from .nn.autocast import autocast
-from .nn.convert import cast_parameters, convert, convert_to_float8_training
+from .nn.cast import cast_parameters
+from .nn.convert import convert, convert_to_float8_training
 from .nn.reuse_weights import reuse_weights
 from .nn.unconvert import unconvert
 from .ops import (

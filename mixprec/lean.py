@@ -12,7 +12,8 @@ from torch import nn
 from ._local_gradients import LOW_PRECISION
 from .diagnostics.batches import map_tensors
 from .diagnostics.memory_report import MemoryReport, memory_report
-from .nn.convert import cast_parameters, convert
+from .nn.cast import cast_parameters
+from .nn.convert import convert
 from .optim import AdamW
 from .recipes import Recipe
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from .. import _random_state, _unrounded, ops
 from ..amp.grad_scaler import GradScaler
-from ..nn.convert import cast_parameters, convert
+from ..nn.cast import cast_parameters
+from ..nn.convert import convert
 from ..ops._dispatch import simulation
 from ..ops.block_operands import check_not_simulated
 from ..optim import AdamW

@@ -13,7 +13,8 @@ from .. import scaling
 from .._local_gradients import LOW_PRECISION
 from ..amp.grad_scaler import GradScaler
 from ..amp.optimizers import unscales_itself
-from ..nn.convert import ModuleFilter, cast_parameters, convert
+from ..nn.cast import cast_parameters
+from ..nn.convert import ModuleFilter, convert
 from ..ops._dispatch import checks
 from ..recipes import Recipe
 

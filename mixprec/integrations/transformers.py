@@ -12,7 +12,8 @@ from .._local_gradients import LOW_PRECISION
 from ..amp import GradScaler
 from ..amp.optimizers import params_of, unscales_itself
 from ..nn import Layer
-from ..nn.convert import cast_parameters, convert
+from ..nn.cast import cast_parameters
+from ..nn.convert import convert
 from ..ops._dispatch import checks
 from ..optim import SGD, AdamW
 from ..recipes import Recipe

@@ -1,4 +1,4 @@
-"""convert: run a model's layers in low precision; cast_parameters: cast its weights."""
+"""convert: run a model's layers in low precision."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
-from .. import _said, _unrounded
-from .._local_gradients import LOW_PRECISION, is_sharded
+from .. import _said
+from .._local_gradients import is_sharded
 from ..memory.compress_saved import Bits, check
 from ..ops._dispatch import checks
 from ..recipes import Recipe
@@ -22,26 +21,10 @@ from ._compressed import set_saved
 from ._snapshot import unchanged_on_error
 from .fuse import fuse as fuse_parts
 from .fuse import unfuse
-from .known_casts import known_casts
-from .known_norms import as_input, known_norms
 
 logger = logging.getLogger("mixprec")
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-
-NORMS: tuple[type[nn.Module], ...] = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-_CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _choose(
@@ -210,113 +193,3 @@ def convert_to_float8_training(
     torchao config object: ValueError says what is valid.
     """
     return convert(model, config, module_filter_fn)
-
-
-def _vectors_only(model: nn.Module, kept: Collection[nn.Parameter]) -> str:
-    """How many modules of which classes have parameters to cast, all of them vectors."""
-    found: Counter[str] = Counter()
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.dtype in _CASTABLE]
-        if any(p not in kept for p in own) and all(p.dim() == 1 for p in own):
-            found[type(module).__name__] += 1
-    return ", ".join(f"{count} {kind}" for kind, count in found.most_common())
-
-
-def _matching(op: str, what: str, patterns: Collection[str], names: Collection[str]) -> set[str]:
-    """The names that a pattern matches. ValueError for a pattern that matches none."""
-    if isinstance(patterns, str):
-        raise TypeError(f"{op}: {what} must be a list of patterns, got the string {patterns!r}")
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if fnmatchcase(name, pattern)}
-        if not matched:
-            listed = ", ".join(list(names)[:8]) or "none"
-            raise ValueError(f"{op}: {what} has {pattern!r}, which matches none of {listed}, ...")
-        found |= matched
-    return found
-
-
-def cast_parameters(
-    model: nn.Module,
-    dtype: torch.dtype | str,
-    *,
-    keep_fp32: Collection[str] = (),
-    buffers: Collection[str] = (),
-    keep_masters: bool = True,
-) -> nn.Module:
-    """Cast the floating-point parameters of `model` to `dtype`, in place; return the model.
-
-    dtype: torch.bfloat16, torch.float16 or torch.float32, or a word for it: "bfloat16", "bf16",
-    "float16", "fp16", "half", "float32", "fp32". The parameters of normalization layers become or
-    stay FP32: they are few, and their updates are small next to their values. These are torch's
-    (`NORMS`), those of transformers (`known_norms`, such as LlamaRMSNorm), and their subclasses;
-    all but torch's own get a hook that returns 16 bits for 16-bit input. Cast are the norms whose
-    block casts its input to the dtype of their weight, such as MambaBlock (`known_casts`). Norms of
-    other libraries are not known: one INFO line on the logger "mixprec" lists the modules with
-    nothing but vectors that were cast. keep_fp32: patterns of the names of further parameters to
-    keep in FP32, such as
-    ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity: optimizers, ties and
-    requires_grad are unaffected; existing gradients are cast too.
-
-    buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
-    ["*.attn_mask"]. The others are left as they are, but for a few of transformers without which
-    the model fails (`known_casts`): running statistics and the frequencies of rotary embeddings
-    lose too much in 16 bits.
-
-    keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
-    optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
-    lost to the first rounding. False frees them now, for inference or another optimizer.
-
-    ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
-    module, before anything is changed.
-
-    Not for FSDP2, which wants one dtype in each block: it gathers FP32 parameters in 16 bits with
-    MixedPrecisionPolicy(param_dtype=torch.bfloat16), and its shards are the masters.
-
-    A norm with FP32 parameters takes 16-bit input and returns 16-bit output on the CPU (torch
-    computes in FP32 inside). On CUDA, torch's layer_norm raises RuntimeError for this combination:
-    run the model under torch.autocast there.
-    """
-    op = "cast_parameters"
-    checks.is_module(op, model)
-    dtype = checks.param_dtype(op, "dtype", dtype)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    floats = {n: b for n, b in model.named_buffers() if b.dtype in _CASTABLE}
-    kept = {parameters[name] for name in _matching(op, "keep_fp32", keep_fp32, parameters)}
-    cast_too = _matching(op, "buffers", buffers, floats)
-    further = known_norms()
-    known, known_buffers = known_casts(model)
-    cast_too |= known_buffers & floats.keys()
-    for module in model.modules():
-        if isinstance(module, (*NORMS, *further)):
-            kept.update(p for p in module.parameters(recurse=False) if p not in known)
-            # A weight in FP32 times x in 16 bits is FP32, which the next layer may not take. (Those
-            # of torch return the dtype of x.)
-            keeps = type(module) in NORMS or as_input in module._forward_hooks.values()
-            if dtype in LOW_PRECISION and not keeps:
-                module.register_forward_hook(as_input, with_kwargs=True)
-    if dtype in LOW_PRECISION and (cast := _vectors_only(model, kept | known)):
-        logger.info(
-            "%s: modules with nothing but vectors are cast to %s: %s; norms that are not known "
-            "can stay in FP32 by keep_fp32=",
-            *(op, str(dtype).removeprefix("torch."), cast),
-        )
-    for param in model.parameters():
-        target = torch.float32 if param in kept else dtype
-        if param.dtype == target or param.dtype not in _CASTABLE:
-            continue
-        grad, param.grad = param.grad, None  # a gradient of another dtype cannot be attached
-        if (
-            keep_masters
-            and param.requires_grad
-            and target in LOW_PRECISION
-            and param.dtype not in LOW_PRECISION
-        ):
-            _unrounded.keep(param, param.data)
-        param.data = param.data.to(target)
-        if grad is not None:
-            param.grad = grad.to(target)
-    for name in cast_too:
-        parent, _, own = name.rpartition(".")
-        model.get_submodule(parent)._buffers[own] = floats[name].to(dtype)
-    return model

@@ -15,7 +15,8 @@ def fp32_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 ) -> dict[str, Any]:
     """model.state_dict() with every 16-bit tensor in FP32: the master of a param if one of the
-    optimizers has it, else the converted values. Tensors are copies; other entries are unchanged.
+    optimizers has it, else the converted values. Tensors are copies, one of each tied param; other
+    entries are unchanged.
 
     Loading it into this model restores exactly its params. To this end, a number kept as a
     remainder that is halfway between two BF16 neighbours is returned one FP32 unit further from 0.
@@ -25,8 +26,12 @@ def fp32_state_dict(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     states = {id(p): state for o in optimizers for p, state in o.state.items()}
     result = model.state_dict(keep_vars=True)
+    copies: dict[int, torch.Tensor] = {}
     for name, value in result.items():
         if not isinstance(value, torch.Tensor):
+            continue
+        if id(value) in copies:
+            result[name] = copies[id(value)]
             continue
         tensor = value.detach()
         if value.dtype in LOW_PRECISION:
@@ -37,7 +42,7 @@ def fp32_state_dict(
                     "master rounded; do a step first, or save model.state_dict()"
                 )
             tensor = master_of(tensor, state)
-        result[name] = tensor.clone()
+        result[name] = copies[id(value)] = tensor.clone()
     return result
 
 

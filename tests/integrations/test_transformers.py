@@ -25,6 +25,8 @@ import mixprec
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from mixprec.integrations.transformers import Trainer  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -38,7 +40,7 @@ CASES = [
 ]
 
 
-def tiny_model() -> torch.nn.Module:
+def tiny_model(tied: bool = True) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -46,7 +48,7 @@ def tiny_model() -> torch.nn.Module:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config)
@@ -192,6 +194,37 @@ def test_adapters_of_peft_resume_in_16_bits(tmp_path: Path) -> None:
         trained.append(dict(trainer.optimizer.state_dict(), model=trainer.model.state_dict()))
     assert len(trained[0]["state"]) == 4  # A and B of two layers
     assert_same_bits(trained[1], trained[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", ["50GB", "8KB"])
+def test_masters_are_saved_and_loaded_bit_for_bit(tied: bool, size: str, tmp_path: Path) -> None:
+    """Masters, by save_pretrained and from_pretrained, tied and in several files."""
+
+    def trained(model: Any, batches: Any) -> dict[str, torch.Tensor]:
+        mixprec.cast_parameters(model, torch.bfloat16)
+        optimizer = mixprec.optim.SGD(model.parameters(), lr=0.1)
+        for x in batches:
+            model(input_ids=x, labels=x).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = mixprec.optim.fp32_state_dict(model, optimizer)
+        model.save_pretrained(tmp_path, state_dict=dict(masters), max_shard_size=size)
+        return masters
+
+    model, batches = tiny_model(tied), tokens().split(4)[:6]
+    want = trained(model, batches[:3])
+    files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
+    assert (len(files) > 1) == (size == "8KB")
+    saved = {name: tensor for each in files for name, tensor in each.items()}
+    assert ("lm_head.weight" in saved) != tied
+    assert_same_bits(saved, {name: want[name] for name in saved})
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_bits(dict(loaded.state_dict()), dict(want))
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
+    got, want = trained(loaded, batches[3:]), trained(model, batches[3:])
+    assert_same_bits(dict(got), dict(want))
+    assert any((each.bfloat16().float() != each).any() for each in got.values())
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
