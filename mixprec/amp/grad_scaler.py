@@ -15,6 +15,7 @@ from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
 from .lagged import Lagged
 from .optimizers import any_flag, has_fp16_gradient, has_gradient, steps_alone, unscales_itself
+from .prepared import UnscalesPrepared, step_prepared, unwrap
 from .reader import GradReader, check_
 from .rules import NEVER, TORCH_STATE, check, power
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _COUNTERS = ("skipped", "applied_steps", "skipped_in_a_row")
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(UnscalesPrepared):
     """Scales losses by a factor that shrinks when gradients overflow and grows when they do not.
 
     A drop-in replacement for torch.amp.GradScaler, and a subclass of it: the same methods, order
@@ -93,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         # Created with torch's _scale and _growth_tracker, on the device of the first loss.
         self._hysteresis_tracker: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
-        self._warned_fp16 = False
+        self._warned_fp16 = self._warned_clipped = False
         self._reader = GradReader(Ranks(process_group), model)
         self._start_watch()
 
@@ -123,9 +124,8 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._device = dev.type
-        self._hysteresis_tracker = torch.full(
-            (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
-        )
+        left = self._init_hysteresis_tracker
+        self._hysteresis_tracker = torch.full((), left, dtype=torch.int32, device=dev)
         self._counters = torch.tensor(self._init_counters, dtype=torch.int64, device=dev)
 
     def _counter(self, i: int) -> torch.Tensor:
@@ -145,8 +145,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the latest update known to the host found an overflow: on the CPU the last one,
-        on a GPU perhaps one a few updates before, which avoids a host sync."""
+        """Whether the latest update that the host knows, a few before on a GPU, overflowed."""
         return self._skipped_in_a_row() > 0
 
     def _skipped_in_a_row(self) -> int:
@@ -167,8 +166,8 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Return outputs * scale: of a tensor, or of tensors in (nested) lists, tuples, iterables.
 
-        An fp16 tensor of one element, a loss, is multiplied and returned in FP32, so that the
-        product does not overflow. Raises ValueError for anything that is not a tensor.
+        An fp16 tensor of one element, a loss, is multiplied and returned in FP32, where it does not
+        overflow. Raises ValueError for anything that is not a tensor.
         """
         if not self._enabled:
             return outputs
@@ -189,11 +188,13 @@ class GradScaler(torch.amp.GradScaler):
         """Step the optimizer with unscaled gradients; skip the step if they hold Inf or NaN.
 
         An optimizer of mixprec unscales, checks and skips itself, without a host sync; for torch's
-        see torch.amp.GradScaler.step. Raises RuntimeError for a closure or a second step before
-        update(), AssertionError if no parameter has a gradient.
+        see torch.amp.GradScaler.step. RuntimeError for a closure or a second step before update(),
+        AssertionError if no parameter has a gradient, ValueError while Accelerate accumulates.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if (inner := unwrap("GradScaler.step", optimizer)) is not optimizer:
+            return step_prepared(self, optimizer, inner, *args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise RuntimeError("GradScaler.step: a closure cannot be used with loss scaling")
         scale, _ = self._check_scale_growth_tracker("step")
@@ -303,7 +304,7 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.unscale_: unscaled gradients are rounded to fp16 again, where values "
                 "below 6e-8 become 0. Leave them scaled: step() unscales them in FP32; to clip, "
                 "give the optimizer max_grad_norm.",
-                stacklevel=5,  # the caller of unscale_, beyond two frames of _disable_dynamo
+                stacklevel=6,  # the caller of unscale_, beyond two frames of _disable_dynamo
             )
         return self._reader.read(optimizer, ops.unscale_, inv_scale, found_inf, allow_fp16 or ours)
 
@@ -333,8 +334,7 @@ class GradScaler(torch.amp.GradScaler):
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int | None) -> None:
-        """Set after how many updates without overflow the scale grows, None for a static scale;
-        ValueError if below 1."""
+        """Set after how many good updates the scale grows, None: never; ValueError if below 1."""
         check(growth_interval=new_interval)
         self._static = new_interval is None
         super().set_growth_interval(NEVER if new_interval is None else new_interval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,40 @@ def test_wrong_combinations_name_the_argument() -> None:
         ValueError, match=r"max_grad_norm must be 2.0, as the optimizer has it, got"
     ):
         accelerator.clip_grad_norm_(params, 1.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("clips", [False, True])
+def test_without_attach_it_is_right_or_says_what_is_wrong(
+    case: Case, clips: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A scaler without attach: the same as the loop; clipping scaled gradients warns."""
+    case = replace(case, clip={}, scaler={"init_scale": 64.0})
+    want, _ = train(case)
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=case.accumulate, cpu=True)
+    model, scaler = case.make_model(), case.make_scaler()
+    optimizer, scheduler = optimizer_and_scheduler(model.parameters())
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    for i, batch in enumerate(batches(STEPS * case.accumulate)):
+        with accelerator.accumulate(model):
+            accelerator.backward(scaler.scale(case.loss(model, *batch)))
+            if accelerator.sync_gradients:
+                if clips:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                assert optimizer.step_was_skipped == optimizer.optimizer.last_step_skipped
+            elif i == 0:
+                for call in (scaler.step, scaler.unscale_):
+                    with pytest.raises(ValueError, match=r"sync_gradients=False: use .*attach\("):
+                        call(optimizer)
+            scheduler.step()
+            optimizer.zero_grad()
+    if not clips:
+        assert_same_bits(state(model, optimizer.optimizer, scheduler, scaler), want)
+    told = [str(each.message) for each in recwarn if "attach(" in str(each.message)]
+    assert len(told) == clips
+    assert all(each.filename == __file__ for each in recwarn if str(each.message) in told)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
