@@ -145,7 +145,7 @@ class GradScaler(UnscalesPrepared):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the latest update that the host knows, a few before on a GPU, overflowed."""
+        """Whether the latest update overflowed; on a GPU, the latest that the host has read."""
         return self._skipped_in_a_row() > 0
 
     def _skipped_in_a_row(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from .. import _unrounded
 from .._local_gradients import LOW_PRECISION
 from ..amp import GradScaler
 from ..amp.optimizers import params_of, unscales_itself
@@ -43,8 +45,8 @@ class Trainer(transformers.Trainer):
     overrides: other recipes by path pattern, as in `mixprec.convert`.
     params: the dtype of `mixprec.cast_parameters`, torch.bfloat16 ("bf16") or torch.float16
     ("fp16"), with FP32 masters in the optimizer. None leaves the parameters as they are. Load the
-    model in FP32: of weights that were loaded in 16 bits, the masters start with the rounded
-    values.
+    model in FP32, by from_pretrained(..., dtype=torch.float32): of weights that were loaded in 16
+    bits, the masters start with the rounded values, which warns.
     scaler: a mixprec.GradScaler. If None, one is made where a recipe or a parameter is fp16.
 
     The optimizer is mixprec.optim's AdamW (or SGD for optim="sgd") with the decay groups and the
@@ -97,7 +99,8 @@ class Trainer(transformers.Trainer):
             if value := getattr(args, name):
                 raise ValueError(
                     f"Trainer: args.{name} must be False, got {value}: recipe and params set the "
-                    "precision, in evaluation too"
+                    f"precision, in evaluation too; pass {name}=False to TrainingArguments (or to "
+                    "SFTConfig and others of TRL, where bf16 is True by default)"
                 )
         if lowered and args.mixed_precision != "no":
             raise ValueError(
@@ -121,6 +124,8 @@ class Trainer(transformers.Trainer):
     def _in_low_precision(self, model: torch.nn.Module) -> torch.nn.Module:
         if self._recipe is not None:
             model = convert(model, self._recipe, overrides=self._overrides)
+        if self._params in LOW_PRECISION:
+            _warn_if_rounded(model)
         return model if self._params is None else cast_parameters(model, self._params)
 
     def call_model_init(self, trial: Any = None) -> torch.nn.Module:
@@ -205,3 +210,16 @@ class Trainer(transformers.Trainer):
         if isinstance(self.optimizer, _Optimizer) and self.control.should_log:
             grad_norm = self.optimizer.optimizer.grad_norm
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)
+
+
+def _warn_if_rounded(model: torch.nn.Module) -> None:
+    """Where params that are trained have 16 bits before the cast, which has nothing to keep."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    low = [p for p in trained if p.dtype in LOW_PRECISION and not _unrounded.is_kept(p)]
+    if low:
+        warnings.warn(
+            f"Trainer: {len(low)} of {len(trained)} trained parameters are in {low[0].dtype} "
+            "already, so that their FP32 masters start with rounded values. Load the model with "
+            "from_pretrained(..., dtype=torch.float32)",
+            stacklevel=2,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -201,19 +202,17 @@ def test_adapters_of_peft_resume_in_16_bits(tmp_path: Path) -> None:
 def test_masters_are_saved_and_loaded_bit_for_bit(tied: bool, size: str, tmp_path: Path) -> None:
     """Masters, by save_pretrained and from_pretrained, tied and in several files."""
 
-    def trained(model: Any, batches: Any) -> dict[str, torch.Tensor]:
-        mixprec.cast_parameters(model, torch.bfloat16)
-        optimizer = mixprec.optim.SGD(model.parameters(), lr=0.1)
+    def trained(model: Any, optimizer: Any, batches: Any) -> dict[str, torch.Tensor]:
         for x in batches:
             model(input_ids=x, labels=x).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        masters = mixprec.optim.fp32_state_dict(model, optimizer)
-        model.save_pretrained(tmp_path, state_dict=dict(masters), max_shard_size=size)
-        return masters
+        return mixprec.optim.fp32_state_dict(model, optimizer)
 
-    model, batches = tiny_model(tied), tokens().split(4)[:6]
-    want = trained(model, batches[:3])
+    model, batches = mixprec.cast_parameters(tiny_model(tied), torch.bfloat16), tokens().split(4)
+    optimizer = mixprec.optim.SGD(model.parameters(), lr=0.1)
+    want = trained(model, optimizer, batches[:3])
+    model.save_pretrained(tmp_path, state_dict=dict(want), max_shard_size=size)
     files = [load_file(path) for path in tmp_path.glob("*.safetensors")]
     assert (len(files) > 1) == (size == "8KB")
     saved = {name: tensor for each in files for name, tensor in each.items()}
@@ -222,13 +221,15 @@ def test_masters_are_saved_and_loaded_bit_for_bit(tied: bool, size: str, tmp_pat
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert_same_bits(dict(loaded.state_dict()), dict(want))
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
-    got, want = trained(loaded, batches[3:]), trained(model, batches[3:])
+    mixprec.cast_parameters(loaded, torch.bfloat16)
+    again = mixprec.optim.SGD(loaded.parameters(), lr=0.1)
+    got, want = trained(loaded, again, batches[3:6]), trained(model, optimizer, batches[3:6])
     assert_same_bits(dict(got), dict(want))
     assert any((each.bfloat16().float() != each).any() for each in got.values())
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"recipe": "fp8"}, {"bf16": True}, "args.bf16 must be False, got True"),
+    ({"recipe": "fp8"}, {"bf16": True}, "args.bf16 must be False, got True.*pass bf16=False"),
     ({"params": torch.bfloat16}, {"bf16_full_eval": True}, "args.bf16_full_eval must be False"),
     ({"recipe": "fp8"}, {"use_cpu": True}, "accelerate launch sets must be 'no'.*got 'bf16'"),
     ({}, {"optim_args": "a=1"}, "args.optim_args must be None, got 'a=1'"),
@@ -270,6 +271,19 @@ def test_an_optimizer_is_made_after_the_cast(tmp_path: Path) -> None:
     optimizers = (mixprec.optim.AdamW(model.parameters()), None)
     with pytest.raises(ValueError, match="params casts before an optimizer is made"):
         Trainer(model, arguments(tmp_path), optimizers=optimizers, params=torch.bfloat16)
+
+
+def test_a_model_that_was_loaded_in_16_bits_warns(tmp_path: Path) -> None:
+    """A model in BF16, whose masters start rounded, warns; one cast here or frozen does not."""
+    mixed = tiny_model()
+    mixed.model.layers.requires_grad_(False).bfloat16()
+    cast = mixprec.cast_parameters(tiny_model(), torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for model in (tiny_model(), mixed, cast):
+            Trainer(model, arguments(tmp_path), params=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"20 of 20 trained.*bfloat16 already.*dtype=torch.float"):
+        Trainer(tiny_model().bfloat16(), arguments(tmp_path), params=torch.bfloat16)
 
 
 def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_path: Path) -> None:
