@@ -67,8 +67,8 @@ test-kernels: needs-test $(READY)
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated/triton_interpreter ../../tests/emulated/values ) || [ $$? = 5 ]; } && \
 	  $(PYTEST) $(PARALLEL) $(ARGS) ../../tests/emulated)
 
-#: make integrations-table  run the tests of transformers, Accelerate, Lightning, Fabric and peft
-#:                and write which versions they ran with into docs/integrations.md
+#: make integrations-table  run the tests of transformers, Accelerate, Lightning, Fabric, peft and
+#:                TRL and write which versions they ran with into docs/integrations.md
 integrations-table: needs-integrations $(READY)
 	@export MIXPREC_INTEGRATIONS_TABLE="$(CURDIR)/docs/integrations.md"; \
 	  $(PYTEST) $(ARGS) ../../tests/integrations
