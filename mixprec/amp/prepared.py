@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from ..nn.imported import imported_class
 from .optimizers import params_of
 
 _ATTACH = "use mixprec.integrations.accelerate.attach(accelerator, scaler) before prepare"
@@ -18,7 +18,7 @@ _ATTACH = "use mixprec.integrations.accelerate.attach(accelerator, scaler) befor
 def unwrap(who: str, optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside Accelerate's wrapper; any other optimizer itself. ValueError where
     Accelerate still accumulates gradients: unscaled and scaled ones would be added."""
-    wrapper = imported_class("accelerate.optimizer", "AcceleratedOptimizer")
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     if wrapper is None or not isinstance(optimizer, wrapper):
         return optimizer
     if not optimizer.gradient_state.sync_gradients:
