@@ -1,7 +1,7 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, speed,
-training steps, demo, footprint, lean, memory, underflow, gpu, gpu state, "peak MODEL",
+training steps, demo, footprint, lean, memory, underflow, versions, gpu, gpu state, "peak MODEL",
 "accuracy TASK", "stats TABLE" and "build FILE".
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
 
-from . import accuracy, device, footprint, pages, peak, profile, results, table, underflow
+from . import accuracy, device, footprint, pages, peak, profile, results, table, underflow, versions
 from .cases.registry import best_baseline, quantity
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -177,6 +177,7 @@ OF_A_FILE: dict[str, Block] = {
     "footprint": footprint.block,
     "profile": profile.block,
     "underflow": underflow.block,
+    "versions": versions.block,
 }
 
 
