@@ -15,12 +15,15 @@ _said: set[str] = set()
 def say(line: str) -> None:
     """Log `line` at level INFO. Where that level is not shown, print it to stderr: once, on rank 0,
     and not if the logger "mixprec" has a level of its own or only errors are shown."""
-    if logger.isEnabledFor(logging.INFO):
+    enabled = logger.isEnabledFor(logging.INFO)
+    if enabled and logger.hasHandlers():
         logger.info("%s", line)
-    elif line not in _said and not logger.level and logger.isEnabledFor(logging.WARNING):
+    elif not enabled and (logger.level or not logger.isEnabledFor(logging.WARNING)):
+        return
+    elif line not in _said:
+        _said.add(line)
         if _rank() == 0:
             print(f"mixprec: {line}", file=sys.stderr)
-        _said.add(line)
 
 
 def _rank() -> int:

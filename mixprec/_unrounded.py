@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ._local_gradients import LOW_PRECISION
+
 _NAME = "_mixprec_unrounded"
 _TORCHS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 _watching = False
@@ -46,6 +48,7 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     kept = [p for group in optimizer.param_groups for p in group["params"] if is_kept(p)]
     for param in kept:
         del vars(param)[_NAME]
+    kept = [p for p in kept if p.dtype in LOW_PRECISION]
     if kept:
         name, dtype = type(optimizer).__name__, str(kept[0].dtype).removeprefix("torch.")
         ours = f"mixprec.optim.{name}"

@@ -11,7 +11,7 @@ from ..functional.operands import Delayed, Operand
 from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _loss_scaling
-from ._subclass import class_for, inject_parametrizations
+from ._subclass import class_for, inject_parametrizations, names_of
 
 CLIPPED = "clipped"  # the buffer, int64 []
 Self = TypeVar("Self", bound="Layer")
@@ -99,6 +99,8 @@ class Layer(torch.nn.Module):
 
     def _drop_state(self) -> None:
         """Remove the recipe, if there is one, and its buffers."""
+        for registry in ("_buffers", "_non_persistent_buffers_set"):  # a copy.copy shares them
+            vars(self)[registry] = vars(self)[registry].copy()
         for name in _buffers_of(vars(self).pop("_recipe", None)):
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
@@ -121,6 +123,11 @@ class Layer(torch.nn.Module):
                     "is wrapped or compiled"
                 )
         kind = class_for(cls, module)
+        if taken := sorted(names_of(cls) & {*dir(type(module)), *vars(module)}):
+            raise ValueError(
+                f"convert: {name or 'the model'} has an attribute {taken[0]!r} of its own, which a "
+                "layer of mixprec.nn needs: leave it out by overrides"
+            )
         module.__class__ = kind
         layer: Self = module  # type: ignore[assignment]
         inject_parametrizations(layer)

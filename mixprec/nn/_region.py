@@ -86,6 +86,14 @@ def is_watched() -> bool:
     return any(not isinstance(mode, _MODES) for mode in _get_current_function_mode_stack())
 
 
+def with_modes() -> AbstractContextManager[Any]:
+    """For code in which modes have to see torch's functions: regions switch that off while they
+    pass backward() on, which runs the code again for a checkpoint."""
+    if torch.compiler.is_compiling() or not torch._C._is_torch_function_all_disabled():
+        return nullcontext()
+    return torch._C._EnableTorchFunction()
+
+
 def without_modes() -> AbstractContextManager[Any]:
     """For the code of a layer between the modules that it was called with: a torch function mode,
     such as that of `compress_saved`, sees each attribute of a tensor that is read.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 _known: dict[tuple[type, type], Any] = {}
+_SHARED = ("name", "weight", "bias", "reset_parameters")
 
 
 def class_for(layer: Any, module: nn.Module) -> Any:
@@ -16,6 +18,16 @@ def class_for(layer: Any, module: nn.Module) -> Any:
     if parametrize.is_parametrized(module):
         (original,) = original.__bases__  # torch has made a subclass for this one module
     return layer if issubclass(layer, original) else _subclass(layer, original)
+
+
+def names_of(layer: type) -> set[str]:
+    """What `layer` adds to torch's modules, where it would replace attributes of a user's class;
+    without `name`, which stays the user's, and the parameters."""
+    added: set[str] = set()
+    for kind in layer.__mro__:
+        if kind.__module__.startswith("mixprec."):
+            added.update(vars(kind))
+    return {n for n in added if not n.startswith("__")} - {*dir(nn.Module), *_SHARED}
 
 
 def original_class(layer: nn.Module) -> type[nn.Module] | None:
@@ -41,6 +53,8 @@ def _subclass(layer: type, original: type) -> Any:
     pair = layer, original
     if pair not in _known:
         content = {"__module__": "mixprec.nn", "__reduce_ex__": _reduce}
+        if hasattr(original, "name"):
+            content["name"] = inspect.getattr_static(original, "name")
         _known[pair] = type(layer.__name__, pair, content)
     return _known[pair]
 

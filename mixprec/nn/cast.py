@@ -86,7 +86,8 @@ def cast_parameters(
 
     keep_masters: keep the FP32 values of parameters that require gradients, 4 bytes each, until an
     optimizer of mixprec is constructed with them and makes them its masters, so that nothing is
-    lost to the first rounding. False frees them now, for inference or another optimizer.
+    lost to the first rounding. (`copy.deepcopy` and `load_state_dict` lose them: cast after these.)
+    False frees them now, for inference or another optimizer.
 
     ValueError for another dtype or a pattern that matches nothing, TypeError if `model` is not a
     module, before anything is changed.
@@ -134,7 +135,8 @@ def cast_parameters(
             and param.dtype not in LOW_PRECISION
         ):
             _unrounded.keep(param, param.data)
-        param.data = param.data.to(target)
+        exact = _unrounded.take(param) if target == torch.float32 else None
+        param.data = param.data.to(target) if exact is None else exact
         if grad is not None:
             param.grad = grad.to(target)
     for name in cast_too:

@@ -165,6 +165,11 @@ def _convert(
                 "fully_shard or parallelize_module, which keep hold of the layers that they saw"
             )
         if isinstance(layers[fqn], Layer):
+            if "forward" in vars(layers[fqn]):
+                raise ValueError(
+                    f"convert: {fqn or 'the model'} has its own forward, which would not use the "
+                    "recipe: convert it before it is wrapped"
+                )
             layers[fqn].check_names(chosen[fqn])  # the others are checked when they are made
     already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
     for fqn, own in chosen.items():

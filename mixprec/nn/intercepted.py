@@ -38,7 +38,7 @@ class Intercepted(Layer):
         if recipe is None:
             return super().forward(*args, **kwargs)
         products = _Products(self, recipe)
-        with products:
+        with _region.with_modes(), products:
             result = super().forward(*args, **kwargs)
         if not (torch.compiler.is_compiling() or products.found or self._warned):
             self._warned = True
@@ -63,6 +63,9 @@ class Experts(Intercepted):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
+        own: torch.Tensor | None = self._parameters.get("weight")
+        if own is not None:
+            return own
         return next(p for p in self.parameters(recurse=False) if p.dim() == 3)
 
 
