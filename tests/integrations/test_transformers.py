@@ -289,7 +289,10 @@ def test_a_model_that_was_loaded_in_16_bits_warns(tmp_path: Path) -> None:
 def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_path: Path) -> None:
     """A scaler where fp16 needs one; model_init."""
     trainer = Trainer(
-        model_init=tiny_model, args=arguments(tmp_path), recipe="fp8", overrides={"lm_head": "fp16"}
+        model_init=lambda: tiny_model(),
+        args=arguments(tmp_path),
+        recipe="fp8",
+        overrides={"lm_head": "fp16"},
     )
     assert trainer.model.lm_head.recipe.name == "fp16"
     assert trainer.model.model.layers[0].mlp.up_proj.recipe.name == "fp8"
