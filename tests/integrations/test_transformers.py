@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def tiny_model(tied: bool = True) -> torch.nn.Module:
+def llama(tied: bool) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -53,6 +53,10 @@ def tiny_model(tied: bool = True) -> torch.nn.Module:
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def tiny_model() -> torch.nn.Module:
+    return llama(True)
 
 
 def tokens() -> torch.Tensor:
@@ -209,7 +213,7 @@ def test_masters_are_saved_and_loaded_bit_for_bit(tied: bool, size: str, tmp_pat
             optimizer.zero_grad()
         return mixprec.optim.fp32_state_dict(model, optimizer)
 
-    model, batches = mixprec.cast_parameters(tiny_model(tied), torch.bfloat16), tokens().split(4)
+    model, batches = mixprec.cast_parameters(llama(tied), torch.bfloat16), tokens().split(4)
     optimizer = mixprec.optim.SGD(model.parameters(), lr=0.1)
     want = trained(model, optimizer, batches[:3])
     model.save_pretrained(tmp_path, state_dict=dict(want), max_shard_size=size)
@@ -289,7 +293,7 @@ def test_a_model_that_was_loaded_in_16_bits_warns(tmp_path: Path) -> None:
 def test_a_scaler_is_made_for_fp16_and_models_of_model_init_are_converted(tmp_path: Path) -> None:
     """A scaler where fp16 needs one; model_init."""
     trainer = Trainer(
-        model_init=lambda: tiny_model(),
+        model_init=tiny_model,
         args=arguments(tmp_path),
         recipe="fp8",
         overrides={"lm_head": "fp16"},
