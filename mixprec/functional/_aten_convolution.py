@@ -39,6 +39,15 @@ def _in_fp32(t: torch.Tensor) -> bool:
     return t.dtype in _SLOW and t.device.type == "cpu"
 
 
+def _is_wrong(x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> bool:
+    """Whether oneDNN, as torch 2.13 has it, computes another output in bf16: of width 1, with a
+    kernel and steps wider than that. (Its gradients are right.)"""
+    if x.device.type != "cpu" or weight.shape[3] == 1 or geometry.stride[1] == 1:
+        return False
+    reach = geometry.dilation[1] * (weight.shape[3] - 1) + 1
+    return (x.shape[3] + 2 * geometry.padding[1] - reach) // geometry.stride[1] == 0
+
+
 class Geometry(NamedTuple):
     """The settings of a convolution; pairs are (height, width)."""
 
@@ -165,7 +174,7 @@ class Convolution(torch.autograd.Function):
         keep_as_is(*saved_x[1:], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *((x, weight) if ctx.twice else ()))
         a, b = ctx.x_layout.decode(qx.matrix), ctx.w_layout.decode(qw.matrix)
-        if recipe.clip_activations or _in_fp32(a):
+        if recipe.clip_activations or _in_fp32(a) or _is_wrong(a, b, geometry):
             a, b = a.float(), b.float()
         observe("forward", recipe, name)
         c = None if bias is None else bias.to(a.dtype)

@@ -89,9 +89,8 @@ def is_watched() -> bool:
 def with_modes() -> AbstractContextManager[Any]:
     """For code in which modes have to see torch's functions: regions switch that off while they
     pass backward() on, which runs the code again for a checkpoint."""
-    if torch.compiler.is_compiling() or not torch._C._is_torch_function_all_disabled():
-        return nullcontext()
-    return torch._C._EnableTorchFunction()
+    off = torch._C._is_torch_function_all_disabled()
+    return torch._C._EnableTorchFunction() if off else nullcontext()
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -17,9 +17,10 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention whose projections of query, key and value use `recipe`.
 
-    Only `mixprec.convert` makes it. `out_proj` is a layer of its own; softmax(q k^T / sqrt(D)) v is
-    computed as in torch, in the dtype of the projections, and never by torch's fast path, which
-    reads the weights instead. Delayed scales are shared by the projections.
+    Only `mixprec.convert` makes it. `out_proj` is a layer of its own, whose hooks are called;
+    softmax(q k^T / sqrt(D)) v is computed as in torch, in the dtype of the projections, and never
+    by torch's fast path, which reads the weights instead. Delayed scales are shared by the
+    projections.
     """
 
     __module__ = "mixprec.nn"

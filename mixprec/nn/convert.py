@@ -106,10 +106,10 @@ def convert(
     the Conv1D of transformers, and modules with stacked weights [E, N, K], the experts of a
     mixture. In a forward pass of their own, which has to call torch.nn.functional.linear, conv2d or
     grouped_mm, these calls use the recipe. The adapters of peft are left as they are, beside the
-    layers that they adapt. torch's encoder layers no longer take their fast path, which reads
-    weights; another parent that reads the weight of a layer instead of calling it, such as the Swin
-    of torchvision, computes as before. In FP8, convolutions that are not 1 x 1 save memory, not
-    time: `mixprec.filters.worthwhile` leaves them out.
+    layers that they adapt. torch's encoder layers that are converted as a whole no longer take
+    their fast path, which reads weights; another parent that reads the weight of a layer instead of
+    calling it, such as the Swin of torchvision, computes as before. In FP8, convolutions that are
+    not 1 x 1 save memory, not time: `mixprec.filters.worthwhile` leaves them out.
 
     One line reports the number of layers, the share of the model's weights that they hold, and what
     else has weights, with the reason why it was left. (For the share of its arithmetic, which

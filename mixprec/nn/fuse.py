@@ -77,7 +77,8 @@ class Marked(FusedForward):
         layers = [*_own_layers(self.module)]
         layer = layers[0] if layers else next(_layers(self.module), None)
         with ExitStack() as stack:
-            stack.enter_context(_region.with_modes())
+            if not torch.compiler.is_compiling():
+                stack.enter_context(_region.with_modes())
             if layer is not None and not AttentionMode.serves(layer.recipe):
                 stack.enter_context(AttentionMode(layer.recipe))
             if len(layers) > 1 and not torch.compiler.is_compiling():

@@ -38,9 +38,12 @@ class Intercepted(Layer):
         if recipe is None:
             return super().forward(*args, **kwargs)
         products = _Products(self, recipe)
+        if torch.compiler.is_compiling():  # which takes one context here
+            with products:
+                return super().forward(*args, **kwargs)
         with _region.with_modes(), products:
             result = super().forward(*args, **kwargs)
-        if not (torch.compiler.is_compiling() or products.found or self._warned):
+        if not (products.found or self._warned):
             self._warned = True
             warnings.warn(
                 f"{self._path or 'a layer'} does not use the recipe {recipe.name}: its forward "

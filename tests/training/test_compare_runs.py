@@ -273,8 +273,8 @@ def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
 def test_the_picture_of_one_step_shows_it() -> None:
     rows = [Row(name, "complete", losses=[loss]) for name, loss in (("fp32", 2.0), ("fp8", 2.1))]
     above, below = plotting.plot_report(Report(rows=rows)).axes
-    for line in (*above.lines, *below.lines):
-        assert line.get_marker() == "o"
+    drawn = [line for line in (*above.lines, *below.lines) if len(line.get_xdata()) == 1]
+    assert {line.get_marker() for line in drawn} == {"o"}
     assert above.get_ylabel() == "training loss"
     assert all(tick == round(tick) for tick in below.get_xticks())
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ... import _said
 from ...functional import is_pointwise
 from ...functional.operands import Delayed
 from ...nn import Conv1D, _region
@@ -26,6 +27,18 @@ def measured_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in recipe_layers(model):
         if getattr(module, "one_product", True):
             yield name, module
+
+
+def say_what_is_left_out(who: str, model: nn.Module) -> None:
+    """Name the layers with a recipe that are not measured."""
+    measured = {name for name, _ in measured_layers(model)}
+    left = [name for name, _ in recipe_layers(model) if name not in measured]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        _said.say(
+            f"{who}: not measured, because they are not one product of input and weight: "
+            f"{', '.join(left[:3])}{more}"
+        )
 
 
 def state_here(layer: nn.Module) -> tuple[Recipe, Delayed | None] | None:

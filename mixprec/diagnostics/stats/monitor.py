@@ -15,7 +15,14 @@ from ..._local_gradients import is_sharded
 from ...ops._dispatch import autocast, checks
 from .. import plotting
 from . import measure, records
-from .layers import as_operand, measured_layers, product_fp32, recipe_layers, state_here
+from .layers import (
+    as_operand,
+    measured_layers,
+    product_fp32,
+    recipe_layers,
+    say_what_is_left_out,
+    state_here,
+)
 
 
 class Monitor:
@@ -63,6 +70,7 @@ class Monitor:
             raise ValueError(f"Monitor: every must be an int of 1 or more, got {every!r}")
         if not any(True for _ in measured_layers(model)):
             raise ValueError("Monitor: model must have layers with a recipe: mixprec.convert it")
+        say_what_is_left_out("Monitor", model)
         self.model, self.every, self.sqnr = model, every, sqnr
         self.scaler, self.optimizer = scaler, optimizer
         self.steps = 0  # that ended

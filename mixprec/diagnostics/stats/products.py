@@ -13,7 +13,13 @@ from torch.func import functional_call
 from ...nn import _region
 from ...recipes import ROLES, Recipe
 from ..unchanged import unchanged
-from .layers import as_operand, measured_layers, product_fp32, state_here
+from .layers import (
+    as_operand,
+    measured_layers,
+    product_fp32,
+    say_what_is_left_out,
+    state_here,
+)
 from .measure import FIELDS, cast_sums, decibels, squares
 
 PRODUCTS = ("y", "grad_input", "grad_weight")
@@ -105,6 +111,7 @@ def model_sqnr(model: nn.Module, run: Callable[[], object]) -> dict[str, dict[st
         return after_forward
 
     layers = dict(measured_layers(model))
+    say_what_is_left_out("compare", model)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         handles = [

@@ -1,0 +1,120 @@
+"""Modules that convert changes in place: what users' classes, copies and checkpoints make of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import for_each, normal
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec import _said
+
+
+class Own(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+REGIONS = [mixprec.autocast, lambda: mixprec.autocast("bf16"), lambda: mixprec.simulate("hopper")]
+
+
+@for_each("region", REGIONS)
+@for_each("reentrant", [False, True])
+def test_a_forward_of_its_own_is_recomputed_by_the_recipe(
+    region: Callable[[], mixprec.autocast], reentrant: bool
+) -> None:
+    layer, grads = mixprec.convert(Own(16, 16), "fp8"), []
+    x = normal((4, 16), torch.float32).requires_grad_()
+    for again in (False, True):
+        layer.zero_grad()
+        with region():
+            y = checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
+            y.square().sum().backward()
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+
+
+@for_each("name", ["one_product", "is_transposed", "recipe", "quantize_weight", "check_names"])
+def test_attributes_of_a_users_class_are_not_replaced(name: str) -> None:
+    layer = type("Mine", (nn.Linear,), {name: "mine"})(4, 4)
+    with pytest.raises(ValueError, match=f"0 has an attribute '{name}' of its own.*overrides"):
+        mixprec.convert(nn.Sequential(layer), "bf16")
+    assert type(layer).__name__ == "Mine"
+    layer = nn.Linear(4, 4)
+    setattr(layer, name, "mine")
+    with pytest.raises(ValueError, match=f"the model has an attribute '{name}'"):
+        mixprec.convert(layer, "bf16")
+
+
+def test_a_name_stays_that_of_the_users_class() -> None:
+    class Named(nn.Linear):
+        name = "abc"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * len(self.name)
+
+    layer, x = Named(8, 8), normal((2, 8), torch.bfloat16)
+    plain = copy.deepcopy(layer).bfloat16()(x)
+    y = mixprec.convert(layer, "bf16")(x)
+    assert layer.name == "abc"
+    assert (y - plain).abs().max() <= 0.02 * plain.abs().max()
+
+
+def test_a_shallow_copy_is_another_layer() -> None:
+    plain = nn.Linear(8, 8)
+    mixprec.convert(copy.copy(plain), "fp8-delayed")
+    assert [*plain.state_dict()] == ["weight", "bias"]
+    layer = mixprec.convert(plain, "fp8-delayed")
+    mixprec.unconvert(copy.copy(layer))
+    layer(torch.randn(2, 8))
+    mixprec.convert(copy.copy(layer), "bf16")
+    assert "scale" in layer.state_dict()
+
+
+def test_a_forward_replaced_after_convert_is_refused() -> None:
+    layer = mixprec.convert(nn.Linear(4, 4), "bf16")
+    layer.forward = lambda x: x
+    with pytest.raises(ValueError, match="the model has its own forward"):
+        mixprec.convert(layer, "fp8")
+
+
+@for_each("stride, dilation, width", [((1, 2), (2, 2), 6), ((2, 2), (1, 1), 3), ((1, 3), 1, 5)])
+def test_an_output_of_one_column(stride: object, dilation: object, width: int) -> None:
+    """torch's own bf16 convolution is wrong there on some processors."""
+    x = normal((2, 4, 5, width), torch.bfloat16)
+    for height in (1, 3):
+        conv = nn.Conv2d(4, 2, (height, 3), stride=stride, dilation=dilation).bfloat16()
+        want = copy.deepcopy(conv).float()(x.float())
+        got = mixprec.convert(conv, "bf16")(x)
+        assert got.shape[3] == 1
+        assert (got.float() - want).abs().max() <= 2.0**-8 * want.abs().max()
+
+
+def test_fp32_again_is_what_it_was() -> None:
+    model = nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    mixprec.cast_parameters(model, "bf16")
+    assert torch.equal(mixprec.cast_parameters(model, "fp32").weight, before)
+    mixprec.cast_parameters(model, "bf16")
+    model.float()
+    model(torch.ones(1, 8)).sum().backward()
+    torch.optim.SGD(model.parameters()).step()  # without a warning: it updates FP32
+
+
+def test_layers_that_are_not_measured_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_said, "_said", set())
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    model = mixprec.convert(nn.Sequential(nn.Linear(8, 8), Own(8, 8)), "fp8")
+    mixprec.stats.Monitor(model)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("mixprec: Monitor: not measured")
+    assert line.endswith(": 1")
