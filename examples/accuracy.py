@@ -33,7 +33,7 @@ SETS = {
     "fused": ("fp32", *(f"fused-{r}" for r in ("bf16", "fp16", "fp8", "fp8-delayed", "fp8-block"))),
     "formats": (
         *("fp32", "bf16", "fp8", "fp8@ada", "fp8@ada-fast", "fp8@hopper", "fp8@hopper-fast"),
-        *("mxfp8", "nvfp4", "mxfp4"),
+        *("mxfp8", "nvfp4-1x16", "mxfp4"),
     ),
     "lean": ("fp32", "lean-high", "lean-balanced", "lean-small"),  # of mixprec.lean
 }

@@ -61,6 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         recipe = options.recipe and mixprec.Recipe.parse(options.recipe)
     except ValueError as error:
         parser.error(f"--recipe: {error}")
+    options.recipe = recipe and recipe.name
     scaled = bool(recipe) and recipe.needs_loss_scaling
     if options.dtype is None:
         options.dtype = "fp16" if scaled else "bf16"

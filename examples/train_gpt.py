@@ -104,12 +104,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     on_gpu = options.device.startswith("cuda")
     default = LEAN_RECIPES if options.lean else GPU_RECIPES if on_gpu else RECIPES
     options.recipes = (options.recipes or default).split(",")
-    for name in options.recipes:
+    for i, name in enumerate(options.recipes):
         if name == TF32 and not on_gpu:
             parser.error(f"--recipes: {TF32} needs --device cuda")
         if name not in ("fp32", TF32, *LEAN_RECIPES.split(",")):
             try:
-                mixprec.recipes.Recipe.parse(name.removeprefix(FUSED).partition(AT)[0])
+                given = name.removeprefix(FUSED).partition(AT)[0]
+                options.recipes[i] = name.replace(given, mixprec.Recipe.parse(given).name, 1)
                 if AT in name:
                     mixprec.simulate(name.partition(AT)[2].removesuffix(FAST))
             except ValueError as error:

@@ -59,13 +59,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             setattr(options, name, default[options.model])
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
-    options.recipes = list(dict.fromkeys(options.recipes.split(",")))
-    for name in options.recipes:
+    options.recipes = options.recipes.split(",")
+    for i, name in enumerate(options.recipes):
         if name != "fp32" and name.removeprefix(LEAN) not in FIDELITIES:
             try:
-                mixprec.Recipe.parse(name)
+                options.recipes[i] = mixprec.Recipe.parse(name).name
             except ValueError as error:
                 parser.error(f"--recipes: {error}; fp32 is a choice here too")
+    options.recipes = list(dict.fromkeys(options.recipes))
     return options
 
 

@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be between 0 and 1, got {getattr(options, name)}")
     if options.recipe != "fp32":
         try:
-            mixprec.Recipe.parse(options.recipe)
+            options.recipe = mixprec.Recipe.parse(options.recipe).name
         except ValueError as error:
             parser.error(f"--recipe: {error}; fp32 is a choice here too")
     return options

@@ -7,6 +7,7 @@ _ALIASES = {
     "half": "fp16",
     "bfloat16": "bf16",
     "float8": "fp8",
+    "nvfp4": "nvfp4-1x16",  # the published recipe of this name has 16 x 16 blocks for weights
     # Keras: mixed_precision.set_global_policy
     "mixed_float16": "fp16",
     "mixed_bfloat16": "bf16",
@@ -23,7 +24,7 @@ _ALIASES = {
     "delayedscaling": "fp8-delayed",
     "float8blockscaling": "fp8-block",
     "mxfp8blockscaling": "mxfp8",
-    "nvfp4blockscaling": "nvfp4",
+    "nvfp4blockscaling": "nvfp4-1x16",  # whose weights have blocks of 16 x 16 there
     "hybrid": "fp8",  # its Format: E4M3 forward, E5M2 backward
     # Megatron-LM: --fp8-recipe
     "delayed": "fp8-delayed",
@@ -43,8 +44,8 @@ _WEIGHTS = (
     'convert(model, "bf16") or "fp16" sets what layers compute in, and '
     "mixprec.cast_parameters(model, torch.bfloat16) casts the weights"
 )
-_NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4" and "mxfp4"'
-_WHICH_FP4 = 'it names no scales: "nvfp4" (blocks of 16) or "mxfp4" (blocks of 32)'
+_NO_INT4 = 'there is no such format; the 4-bit recipes are "nvfp4-1x16" and "mxfp4"'
+_WHICH_FP4 = 'it names no scales: "nvfp4-1x16" (blocks of 16) or "mxfp4" (blocks of 32)'
 _REFUSED = {
     **dict.fromkeys(("fp32", "float32", "full", "32", "32-true", "no", "none", "o0"), _PLAIN),
     **dict.fromkeys(("fp64", "float64", "double", "64-true"), _PLAIN),

@@ -76,7 +76,7 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
 
     device: a torch.device, its name or a CUDA index; None is the current CUDA device if there is
     one, otherwise the CPU. "Computes" means that the device has instructions for the format and
-    that this library uses them, which it does for no block format ("mxfp8", "mxfp4", "nvfp4").
+    that this library uses them, which it does for no block format ("mxfp8", "mxfp4", "nvfp4-1x16").
     Every recipe also runs on CPU and CUDA devices without such instructions, with the same values;
     the reason then says what it costs. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why
     they are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.

@@ -74,7 +74,7 @@ class Recipe:
     "fp8-block", as in the DeepSeek-V3 report (2024); OCP Microscaling Formats (MX) 1.0 (2023) for
     "mx"; Recipes for Pre-training LLMs with MXFP8 (Mishra et al., 2025) for "mxfp8"; Training LLMs
     with MXFP4 (Tseng et al., 2025) for stochastic_rounding in "mxfp4"; Pretraining Large Language
-    Models with NVFP4 (NVIDIA, 2025) for "nvfp4", but there weights have 16 x 16 blocks.
+    Models with NVFP4 (NVIDIA, 2025) for "nvfp4-1x16", but there weights have 16 x 16 blocks.
     """
 
     name: str
@@ -320,7 +320,10 @@ RECIPES: dict[str, Recipe] = {
         Recipe("mxfp8", E4M3, E4M3, E4M3, **_all("mx")),
         Recipe("mxfp4", E2M1, E2M1, E2M1, **_all("mx"), stochastic_rounding=("g",)),
         Recipe(
-            *("nvfp4", E2M1, E2M1, E2M1), **_all("nvfp4"), stochastic_rounding=("g",), hadamard=True
+            *("nvfp4-1x16", E2M1, E2M1, E2M1),
+            **_all("nvfp4"),
+            stochastic_rounding=("g",),
+            hadamard=True,
         ),
     )
 }

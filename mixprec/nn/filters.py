@@ -44,7 +44,7 @@ def worthwhile(module: nn.Module, fqn: str, recipe: Recipe | str = "fp8") -> boo
 
     A convolution with a 1 x 1 kernel, without padding and groups, is a GEMM: the same limits apply
     to its channels. Other convolutions compute in 16 bits and save memory, not time: False for FP8
-    recipes. So do all products of block formats ("mxfp8", "mxfp4", "nvfp4"): False for their
+    recipes. So do all products of block formats ("mxfp8", "mxfp4", "nvfp4-1x16"): False for their
     recipes. True for 16-bit recipes, whose casts cost nothing where parameters are 16 bits wide.
     The filter considers neither memory, which FP8 also saves in small layers, nor accuracy: to
     exclude the first and the last layer, combine it with a condition on fqn.

@@ -56,7 +56,7 @@ def test_the_mean_of_stochastic_gradients_is_exact() -> None:
     assert float(products(x, w, g, nearest(recipe))[1][:, 1:].mean()) == 0.5
 
 
-@for_each("name", ["mxfp4", "nvfp4"])
+@for_each("name", ["mxfp4", "nvfp4-1x16"])
 def test_torchs_seed_determines_the_rounding(name: str) -> None:
     x, w, g = normal((40, 33), torch.float32), normal((9, 33), torch.float32), torch.randn(40, 9)
     runs = []
@@ -73,7 +73,7 @@ def test_a_matrix_and_its_rotated_transpose_are_rounded_independently() -> None:
     """The errors of elements at one place in memory: correlated if they had the same random bits,
     and otherwise by 5 standard deviations of that of 2^14 pairs at most."""
     g, errors = normal((128, 128), torch.float32), []
-    cast = operands.cast(g, "g", RECIPES["nvfp4"], None, use_t=True)
+    cast = operands.cast(g, "g", RECIPES["nvfp4-1x16"], None, use_t=True)
     for matrix, exact in ((cast.matrix, g), (cast.matrix_t, hadamard(g.t()))):
         rounded = dequantize_mx_op(*matrix, "nvfp4", 128, torch.float32)
         errors.append(((rounded - exact) * exact.sign()).flatten())
@@ -109,7 +109,7 @@ def test_codes_and_scales_are_what_is_saved(recipe: Recipe, kind: str) -> None:
 
 
 def test_statistics_of_a_cast_leave_the_random_numbers_alone() -> None:
-    layer = mixprec.nn.Linear(48, 8, recipe="nvfp4")
+    layer = mixprec.nn.Linear(48, 8, recipe="nvfp4-1x16")
     x = torch.randn(20, 48)
     x[0, :16] = 1e-3 * torch.arange(16)
     with mixprec.stats.Monitor(layer, every=1, sqnr=True) as monitor:

@@ -26,7 +26,7 @@ def test_the_named_recipes() -> None:
         "fp8-block": "fp8-block: x e4m3/block1x128, w e4m3/block128x128, g e4m3/block1x128",
         "mxfp8": "mxfp8: x e4m3/mx, w e4m3/mx, g e4m3/mx",
         "mxfp4": "mxfp4: x e2m1/mx, w e2m1/mx, g e2m1/mx, stochastic_rounding(g)",
-        "nvfp4": f"nvfp4: {NVFP4}, stochastic_rounding(g), hadamard",
+        "nvfp4-1x16": f"nvfp4-1x16: {NVFP4}, stochastic_rounding(g), hadamard",
     }
 
 
@@ -62,7 +62,7 @@ def test_what_follows_from_the_formats() -> None:
     properties = {
         "needs_loss_scaling": {"fp16"},
         "is_scaled": RECIPES.keys() - {"bf16", "fp16"},
-        "is_block": {"mxfp8", "mxfp4", "nvfp4"},
+        "is_block": {"mxfp8", "mxfp4", "nvfp4-1x16"},
         "is_fp8": {"fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8"},
         "is_delayed": {"fp8-delayed"},
     }
@@ -71,7 +71,7 @@ def test_what_follows_from_the_formats() -> None:
     fp8 = RECIPES["fp8"]
     assert fp8.forward == (E4M3, E4M3)
     assert fp8.grad_input == fp8.grad_weight == (E5M2, E4M3)
-    formats = {"fp8-block": None, "mxfp8": "mxfp8_e4m3", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+    formats = {"fp8-block": None, "mxfp8": "mxfp8_e4m3", "mxfp4": "mxfp4", "nvfp4-1x16": "nvfp4"}
     assert {name: RECIPES[name].block_format("g") for name in formats} == formats
 
 
@@ -98,6 +98,8 @@ def test_damaged_dicts_are_refused() -> None:
     with pytest.raises(ValueError, match="Recipe fp8: scaling must be one of 'current', 'delayed'"):
         Recipe.from_dict({**settings, "scaling": "later"})
     assert Recipe.from_dict({k: settings[k] for k in ("name", "x", "w", "g")}).name == "fp8"
+    renamed = RECIPES["nvfp4-1x16"].to_dict() | {"name": "nvfp4"}  # as older versions wrote it
+    assert replace(Recipe.from_dict(renamed), name="nvfp4-1x16") == RECIPES["nvfp4-1x16"]
 
 
 NAMES = {
@@ -110,7 +112,7 @@ NAMES = {
     "fp8-delayed": ["DelayedScaling", "fp8_delayed"],
     "fp8-block": ["Float8BlockScaling", " FP8-Block ", "blockwise"],
     "mxfp8": ["MXFP8BlockScaling"],
-    "nvfp4": ["NVFP4BlockScaling"],
+    "nvfp4-1x16": ["nvfp4", "NVFP4", "NVFP4BlockScaling"],
     "mxfp4": ["MXFP4"],
 }  # fmt: skip
 
@@ -132,8 +134,8 @@ def test_names_in_other_libraries(name: str) -> None:
         (str(torch.float8_e5m2), "it is a format"),
         ("amp", '"bf16" where the processor has it'),
         ("O2", r"mixprec.cast_parameters\(model, torch.bfloat16\) casts the weights"),
-        ("fp4", 'names no scales: "nvfp4"'),
-        ("int4", 'the 4-bit recipes are "nvfp4" and "mxfp4"'),
+        ("fp4", 'names no scales: "nvfp4-1x16"'),
+        ("int4", 'the 4-bit recipes are "nvfp4-1x16" and "mxfp4"'),
         ("e2m1", "it is a format"),
         ("tf32", "set_float32_matmul_precision"),
         ("params=bfloat16,compute=bfloat16", "mixprec.cast_parameters casts them"),
@@ -183,11 +185,11 @@ def test_an_unknown_recipe_is_told_what_is_valid(wrong: object) -> None:
         ("fp16", {"clip_activations": 1}, "clip_activations must be True or False, got 1"),
         ("fp8", {"x": "e2m1"}, "x_granularity must be 'mx' or 'nvfp4' for e2m1, got 'tensor'"),
         ("fp8", {"w_granularity": "nvfp4"}, "x_granularity must be 'mx' for e4m3, because all th"),
-        ("nvfp4", {"g": "e4m3"}, "g_granularity must be 'mx' for e4m3, .* got 'nvfp4'"),
+        ("nvfp4-1x16", {"g": "e4m3"}, "g_granularity must be 'mx' for e4m3, .* got 'nvfp4'"),
         ("mxfp8", {"scaling": "delayed"}, "scaling must be 'current': block formats have their"),
         ("mxfp8", {"fast_accum": True}, r"fast_accum must be \(\): block formats have their own"),
         ("mxfp8", {"scale_mode": "up"}, "scale_mode must be one of 'floor', "),
-        ("nvfp4", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
+        ("nvfp4-1x16", {"scale_mode": "even"}, "scale_mode must be 'rceil': 'nvfp4' has no scales"),
         ("mxfp4", {"stochastic_rounding": "g"}, "stochastic_rounding must be some of"),
         ("mxfp4", {"hadamard": 1}, "hadamard must be True or False, got 1"),
         ("fp8", {"hadamard": True}, "hadamard must be False: it is for the block formats"),

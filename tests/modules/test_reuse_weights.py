@@ -140,7 +140,7 @@ LAYERS = {  # and shapes of an input
     ("recipe", "kind", "compile"),
     [
         *((*case, False) for case in pairwise(list(RECIPES), list(LAYERS))),
-        *((recipe, "linear", True) for recipe in ("bf16", "fp8", "fp8-delayed", "nvfp4")),
+        *((recipe, "linear", True) for recipe in ("bf16", "fp8", "fp8-delayed", "nvfp4-1x16")),
     ],
 )
 def test_main_grad_takes_the_weight_gradients(

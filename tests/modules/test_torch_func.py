@@ -173,7 +173,7 @@ def test_recipes_with_state_are_refused() -> None:
     layer.weight.main_grad = torch.zeros(16, 32)
     with pytest.raises(RuntimeError, match=r"linear: .* do not support weights with main_grad"):
         vmap(layer)(x)
-    nvfp4 = mixprec.nn.Linear(32, 16, recipe="nvfp4")
+    nvfp4 = mixprec.nn.Linear(32, 16, recipe="nvfp4-1x16")
     with pytest.raises(RuntimeError, match="pass randomness=\"different\", got 'error'"):
         vmap(nvfp4)(x)
 

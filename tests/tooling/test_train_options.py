@@ -69,3 +69,15 @@ def test_one_line_names_what_is_wrong(
     assert status not in (0, None)
     assert says.format(tmp=tmp_path) in error.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_an_alias_prints_as_the_recipe_that_it_is(examples: pytest.MonkeyPatch) -> None:
+    """ "nvfp4" is not the recipe published under that name."""
+    words = ["--recipes=fp32,nvfp4,fused-nvfp4,hybrid@hopper-fast"]
+    names = importlib.import_module("train_gpt").parse_arguments(words).recipes
+    assert names == ["fp32", "nvfp4-1x16", "fused-nvfp4-1x16", "fp8@hopper-fast"]
+    parse = importlib.import_module("train_image").parse_arguments
+    assert parse(["--recipes=nvfp4,nvfp4-1x16,fp32"]).recipes == ["nvfp4-1x16", "fp32"]
+    for program in ("train_pruned", "train_ddp"):
+        parse = importlib.import_module(program).parse_arguments
+        assert parse(["--recipe=nvfp4"]).recipe == "nvfp4-1x16"

@@ -199,7 +199,7 @@ SETUPS: dict[int, tuple[Setup, ...]] = {
         Setup("fsdp", compute=BF16, recipe="fp8"),
         Setup("fsdp", compute=BF16, recipe="fp8-delayed", reuse=True),
         Setup("fsdp", compute=BF16, recipe="fp8-rowwise", reuse=True),
-        Setup("fsdp", compute=BF16, recipe="nvfp4", reuse=True),
+        Setup("fsdp", compute=BF16, recipe="nvfp4-1x16", reuse=True),
     ),
     4: (
         Setup("ddp", params=BF16, compute=BF16, hook=True),
