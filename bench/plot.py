@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from mixprec._atomic import replace_file
 
 from .results import ResultError
 
-PRODUCTS = {"y": "o", "grad_input": "s", "grad_weight": "^"}  # with their markers
+# With their markers, and colors that most color vision deficiencies tell apart.
+PRODUCTS = {
+    "y": ("o", "#0072B2"),
+    "grad_input": ("s", "#D55E00"),
+    "grad_weight": ("^", "#009E73"),
+}
 
 
 def _figure(width: float, height: float) -> Any:
@@ -69,49 +74,50 @@ def underflow(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def formats(content: dict[str, Any], path: Path) -> None:
-    """Training losses less those of FP32 on the left, SQNRs over the layers on the right."""
-    by_recipe: dict[str, dict[int, dict[str, Any]]] = {}
+    """A row a recipe: the difference of its final loss to FP32, and the SQNRs of its products."""
+    lines = [line for line in content["summary"] if line["recipe"] != "fp32"]
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
     for run in content["runs"]:
-        by_recipe.setdefault(run["recipe"], {})[run["seed"]] = run
-    base = by_recipe.pop("fp32")
-    figure = _figure(11, 4.6)
-    left, right = figure.subplots(1, 2)
-    points = len(next(iter(base.values()))["curve"])
-    parts = [100 * (i + 1) / points for i in range(points)]
-    if len(base) > 1:  # what another seed changes
-        mean = [fmean(run["curve"][i] for run in base.values()) for i in range(points)]
-        far = [max(abs(r["curve"][i] - m) for r in base.values()) for i, m in enumerate(mean)]
-        left.fill_between(
-            parts, [-x for x in far], far, color="#dddddd", label="fp32, another seed"
-        )
-    for row, (recipe, runs) in enumerate(by_recipe.items()):
-        color = f"C{row}"
-        gaps = [
-            fmean(run["curve"][i] - base[seed]["curve"][i] for seed, run in runs.items())
-            for i in range(points)
-        ]
-        left.plot(parts, gaps, color=color, label=recipe)
-        for offset, (product, marker) in enumerate(PRODUCTS.items()):
+        runs.setdefault(run["recipe"], {})[run["seed"]] = run
+    base = {seed: run["value"] for seed, run in runs["fp32"].items()}
+    figure = _figure(9, 5.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    apart = 100 * (max(base.values()) / min(base.values()) - 1)
+    left.axvspan(-apart, apart, color="#e3e3e3", label="two FP32 seeds differ by up to this")
+    left.axvline(0.0, color="#333333", linewidth=0.8)
+    for row, line in enumerate(lines):
+
+        def label(text: str, row: int = row) -> dict[str, str]:  # once in the legend
+            return {"label": text} if row == 0 else {}
+
+        by_seed = runs[line["recipe"]]
+        gaps = [100 * (run["value"] / base[seed] - 1) for seed, run in by_seed.items()]
+        each = label("one seed, against FP32 with this seed")
+        left.plot(gaps, [row] * len(gaps), "|", color="#D55E00", ms=11, mew=1.8, **each)
+        mean, half = line["difference"], line["difference_interval"]
+        both = label(f"mean of {len(base)} seeds, with its 95 % interval")
+        left.errorbar(mean, row, xerr=half, fmt="o", color="#333333", markersize=5, **both)
+        for offset, (product, (marker, color)) in enumerate(PRODUCTS.items()):
             found = [
                 layer[product]
-                for run in runs.values()
+                for run in by_seed.values()
                 for layer in run["sqnr"].values()
                 if layer.get(product) is not None
             ]
-            place = row + 0.22 * (offset - 1)
-            right.plot([min(found), max(found)], [place, place], color=color, linewidth=1)
-            label = product if row == 0 else None
-            right.plot(
-                median(found), place, marker, color=color, markersize=5, linestyle="", label=label
-            )
-    left.axhline(0.0, color="#333333", linewidth=0.8)
-    left.set(xlabel="% of the training run", ylabel=f"{content['metric']} more than fp32")
-    left.set_title("Training loss, mean over the seeds", fontsize=10)
-    left.legend(fontsize=7)
-    right.set_yticks(range(len(by_recipe)), list(by_recipe))
-    right.invert_yaxis()
-    right.set(xlabel="dB")
-    right.set_title("SQNR of the products: median and range over the layers", fontsize=10)
-    right.legend(fontsize=7)
-    right.grid(axis="x", alpha=0.3)
+            place, middle = row + 0.24 * (offset - 1), median(found)
+            right.plot([min(found), max(found)], [place, place], color=color, linewidth=1.4)
+            right.plot(middle, place, marker, color=color, ms=5, linestyle="", **label(product))
+    left.set_yticks(range(len(lines)), [line["recipe"] for line in lines])
+    left.set_ylim(len(lines) - 0.5, -0.5)
+    left.set(xlabel=f"{content['metric']} more than FP32 (%)")
+    left.set_title("Loss on held-out text after training (right is worse)", fontsize=10)
+    right.set(xlabel="signal to quantization noise ratio (dB)")
+    right.set_title("Precision of the products (right is better)", fontsize=10)
+    for axes, columns in ((left, 1), (right, 3)):
+        for row in range(0, len(lines), 2):  # so that the eye stays in its row
+            axes.axhspan(row - 0.5, row + 0.5, color="#000000", alpha=0.03, linewidth=0)
+        axes.grid(axis="x", alpha=0.3)
+        axes.tick_params(axis="y", length=0)
+        above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.08)}
+        axes.legend(fontsize=8, frameon=False, ncols=columns, **above)
     _save(figure, path)

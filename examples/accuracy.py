@@ -26,7 +26,6 @@ import train_gpt
 
 import mixprec
 from mixprec.bench.environment import environment
-from mixprec.diagnostics.report import Row
 
 SETS = {
     "precisions": ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block"),
@@ -37,21 +36,18 @@ SETS = {
     ),
     "lean": ("fp32", "lean-high", "lean-balanced", "lean-small"),  # of mixprec.lean
 }
-DETAILED = "formats"  # the set whose runs have losses and SQNRs, for the GPT only
+DETAILED = "formats"  # the set whose runs have SQNRs, for the GPT only
 CONFIDENCE = 0.95
 # metric, whether more is better, unit of differences, largest loss accepted for FP8
 GPT = ("bits/byte", False, "%", 0.5)
 IMAGE = ("accuracy (%)", True, "points", 0.6)
 
 
-CURVE = 16  # points of a run's training loss
-
-
 def gpt_runs(
     recipes: Sequence[str], seed: int, steps: int | None, *, detailed: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The GPT of the demo, on its text, with as many steps. detailed: with its training loss and
-    the signal to quantization noise ratios of its layers."""
+    """The GPT of the demo, on its text, with as many steps. detailed: with the signal to
+    quantization noise ratios of its layers in dB, by layer and by what was measured."""
     for recipe in recipes:
         arguments = ["--recipes", recipe, "--seed", str(seed)]
         options = train_gpt.parse_arguments(arguments + (["--steps", str(steps)] if steps else []))
@@ -66,19 +62,8 @@ def gpt_runs(
             "seconds": sum(run.seconds),
             "skipped": run.skipped_steps,
             "status": run.status,
-            **(details(run) if detailed else {}),
+            **({"sqnr": run.sqnr} if detailed else {}),
         }
-
-
-def details(run: Row) -> dict[str, Any]:
-    """The training loss in bits per byte, as means over equal parts of the run, and the SQNRs in
-    dB by layer and by what was measured."""
-    span = max(1, len(run.losses) // CURVE)
-    means = [
-        statistics.fmean(run.losses[i : i + span]) * train_gpt.BITS
-        for i in range(0, len(run.losses) - span + 1, span)
-    ]
-    return {"curve": [round(mean, 5) for mean in means], "sqnr": run.sqnr}
 
 
 def image_runs(

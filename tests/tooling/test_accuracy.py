@@ -111,8 +111,6 @@ def test_formats(program: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
     assert measured["runs"][:2] == first
     assert [r["seed"] for r in measured["runs"]] == [0, 0, 1, 1]
     run = measured["runs"][1]
-    assert len(run["curve"]) == 2
-    assert all(8 < bits < 12 for bits in run["curve"])
     assert {"y", "grad_weight"} <= run["sqnr"]["blocks.0.mlp.1"].keys()
     with pytest.raises(SystemExit):
         program.main(["--task", "vit", "--set", "formats"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mixprec.bench import __main__ as command
-from mixprec.bench import accumulator, footprint, profile, results, underflow
+from mixprec.bench import accumulator, accuracy, footprint, plot, profile, results, underflow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +64,22 @@ def test_a_few_steps_give_the_committed_start(run: underflow.Run) -> None:
     got, want = underflow.train(run, steps=2), committed()[run.name]
     assert got["losses"][0] == pytest.approx(want["losses"][0], rel=1e-2)
     assert got["flushed"][0] == pytest.approx(want["flushed"][0], abs=0.02)
+
+
+def test_formats_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each recipe has a row of its own in both panels, with the difference of the page's table."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: figures.append(figure))
+    content = accuracy.load(ROOT / results.CPU, "gpt-formats")
+    plot.formats(content, Path())
+    left, right = figures[0].axes
+    lines = [line for line in content["summary"] if line["recipe"] != "fp32"]
+    assert [tick.get_text() for tick in left.get_yticklabels()] == [x["recipe"] for x in lines]
+    assert left.get_ylim() == right.get_ylim()
+    for row, line in enumerate(lines):
+        mean, half = line["difference"], line["difference_interval"]
+        ends = left.containers[row][2][0].get_segments()[0]
+        assert ends.tolist() == [[mean - half, row], [mean + half, row]]
 
 
 # The commands
