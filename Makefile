@@ -26,7 +26,8 @@ include .ci/environment.mk .ci/cuda.mk
 help:
 	@sed -n 's/^#: \{0,1\}//p' Makefile
 
-#: make demo    train one GPT in fp32, bf16, fp16 and fp8; results in demo/ (FULL=1: longer)
+#: make demo    train one GPT in fp32, bf16, fp16, fp8, and in fp32 from another seed; results in
+#:              demo/ (FULL=1: longer)
 demo: needs-demo $(READY)
 	@$(WITH) "$(PY)" examples/train_gpt.py --out demo $(if $(filter-out 0,$(FULL)),--full) $(ARGS)
 

@@ -49,6 +49,26 @@ def _unit(content: dict[str, Any]) -> str:
     return "%" if content["unit"] == "%" else f" {content['unit']}"
 
 
+def _signed(content: dict[str, Any], line: dict[str, Any]) -> str:
+    width = line["difference_interval"]
+    half = "" if width is None else f" ± {width:.2f}"
+    return f"{line['difference']:+.2f}{half}{_unit(content)}"
+
+
+def sentence(content: dict[str, Any], recipes: list[str]) -> str:
+    """How far these recipes are from FP32 over all seeds, for a page beside docs/."""
+    found = [
+        f"{line['recipe']} {_signed(content, line)} ({verdict(content, line)})"
+        for line in content["summary"]
+        if line["recipe"] in recipes and "difference" in line
+    ]
+    seeds = content["summary"][0]["seeds"]
+    return (
+        f"Those are single runs. The mean over {seeds} seeds against FP32, with its 95 % interval "
+        f"([accuracy](docs/accuracy.md)): {'; '.join(found)}."
+    )
+
+
 def task_block(content: dict[str, Any]) -> str:
     body = []
     for line in content["summary"]:
@@ -57,9 +77,8 @@ def task_block(content: dict[str, Any]) -> str:
         skipped = sum(run["skipped"] or 0 for run in runs)
         against = ("", "", "")
         if "difference" in line:
-            width = line["difference_interval"]
-            signed = f"{line['difference']:+.2f}" + ("" if width is None else f" ± {width:.2f}")
-            against = (signed + _unit(content), verdict(content, line), allowed(content, line)[0])
+            met = allowed(content, line)[0]
+            against = (_signed(content, line), verdict(content, line), met)
         body.append((line["recipe"], f"{line['mean']:.3f}{half}", *against, str(skipped)))
     seeds = content["summary"][0]["seeds"]
     samples = content["runs"][0]["samples"]

@@ -1,7 +1,8 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary,
-training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
+training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK", "stats TABLE" and
+"build FILE".
 """
 
 from __future__ import annotations
@@ -82,15 +83,22 @@ def lean(content: dict[str, Any]) -> str:
     return f"{content['what']}:\n\n{shown}\n\n{pages.machine(content['environment'])}"
 
 
-def demo(content: dict[str, Any]) -> str:
-    """The demo's own table, cell by cell, and the machine it ran on."""
+def demo(content: dict[str, Any], seeds: dict[str, Any]) -> str:
+    """The demo's own table, cell by cell, and the differences that several seeds show."""
     header, *body = content["table"]
     unigram = content["environment"]["unigram_bits_per_byte"]
     return (
         f"{table.markdown(tuple(header), [tuple(line) for line in body])}\n\n"
         f"{'. '.join([*content.get('notes', ()), ''])}Counting bytes alone (the unigram entropy) "
-        f"takes {unigram:.2f} bits per byte. {pages.machine(content['environment'])}"
+        f"takes {unigram:.2f} bits per byte. {pages.machine(content['environment'])}\n\n"
+        f"{accuracy.sentence(seeds, [line[0] for line in body])}"
     )
+
+
+def stats(content: dict[str, Any], of: str) -> str:
+    """A table that examples/gpt_stats.py printed: "monitor" or "layers"."""
+    where = pages.machine(content["environment"])
+    return f"```\n{content[of]}\n```\n\nOf {content['what'][of]}. {where}"
 
 
 def gpu_results(root: Path) -> dict[str, list[dict[str, Any]]]:
@@ -143,7 +151,6 @@ OF_BENCH: dict[str, Block] = {
     "training steps": training_steps,
 }
 OF_A_FILE: dict[str, Block] = {
-    "demo": demo,
     "lean": lean,
     "footprint": footprint.block,
     "profile": profile.block,
@@ -157,6 +164,8 @@ def block(root: Path, name: str) -> str | None:
     kind, _, of = name.partition(" ")
     if name in OF_BENCH:
         return OF_BENCH[name](results.load(cpu / "bench.json"))
+    if name == "demo":
+        return demo(results.read_json(cpu / "demo.json"), accuracy.load(cpu, "gpt"))
     if name in OF_A_FILE:
         return OF_A_FILE[name](results.read_json(cpu / f"{name}.json"))
     if name == "gpu":
@@ -166,6 +175,8 @@ def block(root: Path, name: str) -> str | None:
         return f"Measured on {names}: see [docs/gpu.md](docs/gpu.md)." if names else NOTHING
     if kind == "build":
         return build(root, of)
+    if kind == "stats":
+        return stats(results.read_json(cpu / "stats.json"), of)
     return accuracy.task_block(accuracy.load(cpu, of)) if kind == "accuracy" else None
 
 

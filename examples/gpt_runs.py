@@ -26,6 +26,7 @@ LEAN = "lean-"  # bf16 as mixprec.lean(fidelity=...) prepares it
 FUSED = "fused-"  # the recipe behind it with convert(fuse=True)
 AT = "@"  # the recipe before it as the GPU behind it computes it: "fp8@hopper"
 FAST = "-fast"  # behind the GPU: sums stay in its short accumulator
+RESEEDED = "fp32-reseeded"  # fp32 with other initial weights and data in another order
 TF32 = "tf32"  # fp32, with torch's matrix products in TF32; GPUs only
 VALIDATION_BYTES = 32768
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -65,7 +66,8 @@ def compare(
     finished: Callable[[mixprec.Report], None] | None = None,
     sqnr: bool = False,
 ) -> mixprec.Report:
-    """Train one GPT per precision of options.recipes, all from options.seed, on the same data.
+    """Train one GPT per precision of options.recipes, all but RESEEDED from options.seed, on the
+    same data.
 
     finished(report) is called after each; sqnr: as of `mixprec.compare`. A precision that fails on
     the device gets its error as status, and the others still run. Ctrl-C returns the report as it
@@ -87,7 +89,7 @@ def compare(
                 report.rows[i].status = f"failed: {type(error).__name__}: {first_line}"
             else:
                 report.rows[i] = run.rows[0]
-                report.rows[i].recipe = name
+                report.rows[i].recipe, report.rows[i].reseeded = name, name == RESEEDED
                 report.environment, report.interrupted = run.environment, run.interrupted
             if finished is not None:
                 finished(report)
@@ -110,10 +112,11 @@ def train(
     evaluations = max(1, VALIDATION_BYTES // (options.batch * options.context))
     shape = options.batch, options.context
 
+    seed = options.seed + (name == RESEEDED)
     shown, (name, _, gpu) = name, name.partition(AT)
     lean = FIDELITIES.get(name.removeprefix(LEAN)) if name.startswith(LEAN) else None
     recipe: str | Recipe
-    recipe = "fp32" if name == TF32 else "bf16" if lean else name.removeprefix(FUSED)
+    recipe = "fp32" if name in (TF32, RESEEDED) else "bf16" if lean else name.removeprefix(FUSED)
     if gpu.endswith(FAST):
         recipe = dataclasses.replace(Recipe.parse(recipe), fast_accum=True)
     settings: dict[str, Any] = dict(ADAMW)
@@ -127,16 +130,16 @@ def train(
         if progress is not None:
             progress(shown, *where)
 
-    with mixprec.compress_saved(lean.saved, seed=options.seed) if lean else nullcontext():
+    with mixprec.compress_saved(lean.saved, seed=seed) if lean else nullcontext():
         return mixprec.compare(
             lambda: GPT(config),
-            gpt_data.Batches(text.train, *shape, options.steps, options.seed),
+            gpt_data.Batches(text.train, *shape, options.steps, seed),
             recipe,
             validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
             make_optimizer=adamw,
             fuse=name.startswith(FUSED),
             schedule=lambda step: warmup_then_cosine(step, options.steps),
-            seed=options.seed,
+            seed=seed,
             device=options.device,
             count=lambda batch: batch[0].numel(),
             unit="tokens",

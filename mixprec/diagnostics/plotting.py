@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +23,9 @@ if TYPE_CHECKING:
 
 # Distinguishable with most color vision deficiencies (Okabe and Ito, 2008).
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#D55E00"
-# Equal curves overlap: later ones are thinner and dashed, so that all are visible.
-CURVES = (
-    {"color": "#999999", "linewidth": 5.0, "linestyle": "-"},
-    {"color": BLUE, "linewidth": 3.0, "linestyle": "-"},
-    {"color": RED, "linewidth": 2.0, "linestyle": "--"},
-    {"color": "#000000", "linewidth": 1.2, "linestyle": ":"},
-    {"color": GREEN, "linewidth": 1.2, "linestyle": "-."},
-    {"color": "#CC79A7", "linewidth": 1.2, "linestyle": "--"},
-    {"color": "#56B4E9", "linewidth": 1.2, "linestyle": "-"},
-)
+COLORS = ("#000000", BLUE, RED, GREEN, "#CC79A7", "#56B4E9", "#E69F00")
 LAYERS = (RED, BLUE, GREEN)  # of the named layers in plot_records
+Lines = dict[str, list[tuple[int, "Record"]]]  # (step, sample) pairs by layer
 TENSORS = {"x": "activations x", "w": "weights w", "g": "gradients g"}
 
 
@@ -64,8 +56,9 @@ def smooth(losses: list[float], window: int) -> list[float]:
 
 
 def plot_report(report: Report) -> Any:
-    """Training losses, and their difference to fp32's. ImportError without matplotlib."""
-    figure = _figure(9, 6.5, "Report.plot")
+    """Training losses; below, their difference to fp32's, with the final validation losses as dots
+    and what another seed changes as a band. ImportError without matplotlib."""
+    figure = _figure(9, 7, "Report.plot")
     rows = [row for row in report.rows if row.losses]
     longest = max((len(row.losses) for row in rows), default=0)
     window = max(1, longest // 25)
@@ -73,63 +66,84 @@ def plot_report(report: Report) -> Any:
         row.recipe: [x * report.loss_factor for x in smooth(row.losses, window)] for row in rows
     }
     base = curves.get("fp32")
-    heights = (1,) if base is None else (2, 1)
-    axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    axes = figure.subplots(1 if base is None else 2, sharex=True, squeeze=False)[:, 0]
     above, below = axes[0], axes[-1]
+    colors = dict(zip((row.recipe for row in rows if not row.reseeded), cycle(COLORS)))
     for i, row in enumerate(rows):
-        curve, style = curves[row.recipe], CURVES[i % len(CURVES)]
+        curve, color = curves[row.recipe], colors.get(row.recipe, "#bbbbbb")
+        style: dict[str, Any] = {"color": color, "linewidth": 1.6, "zorder": 2 - row.reseeded}
         label = row.recipe
         if row.validation_loss is not None:
             label += f" (validation {row.validation_loss * report.loss_factor:.3f})"
-        above.plot(range(1, len(curve) + 1), curve, label=label, **style)
-        if base is not None:
+        # Curves that coincide: dashes of each in turn.
+        turns = "-" if row.reseeded else (6.0 * i, (6.0, 6.0 * (len(colors) - 1)))
+        above.plot(range(1, len(curve) + 1), curve, linestyle=turns, **style)
+        above.plot([], [], label=label, **style)
+        if base is not None and row.recipe in colors:
             gap = [100 * (x / y - 1) for x, y in zip(curve, base, strict=False)]
             below.plot(range(1, len(gap) + 1), gap, **style)
+            if (difference := report.difference(row)) is not None and row.recipe != "fp32":
+                below.plot(longest * (1.02 + 0.01 * i), 100 * difference, "o", color=color)
     above.set_ylabel(f"training {report.loss_name}\n(mean of {window} steps)")
     above.set_title("Training loss by precision")
     if rows:
         above.legend()
     if base is not None:
-        below.set_ylabel("difference to fp32 (%)")
+        _explain_differences(below, report)
     for ax in axes:
         ax.grid(alpha=0.3)
     below.set_xlabel("training step")
     return figure
 
 
+def _explain_differences(ax: Any, report: Report) -> None:
+    ax.set_ylabel("difference to fp32 (%)")
+    if any(row.validation_loss is not None for row in report.rows):
+        ax.plot([], [], "o", color="#777777", label="validation loss, at the end")
+    ax.plot([], [], color="#777777", linewidth=1.6, label="training loss")
+    if (chance := report.chance()) is not None:
+        span = f"another seed: {100 * chance:.2f} % of the validation loss"
+        ax.axhspan(-100 * chance, 100 * chance, color="#e3e3e3", zorder=0, label=span)
+    ax.legend(loc="upper left", fontsize=9)
+
+
 def plot_records(records: Sequence[Record]) -> Any:
     """amax, scale and lost shares over the steps: a column for each of x, w and g, a line for each
-    layer. The three with the widest range of amax have a color and a name. ImportError without
-    matplotlib."""
-    figure = _figure(12, 8.5, "Monitor.plot")
-    axes = figure.subplots(3, 3, sharex=True, sharey="row", height_ratios=(3, 2, 2))
+    layer. The three that lose most have a color and a name. ImportError without matplotlib."""
+    figure = _figure(11, 8.6, "Monitor.plot")
+    axes = figure.subplots(len(QUANTITIES), 3, sharex=True, height_ratios=(3, 2.4, 1.2, 2))
     figure.suptitle("What was cast: largest magnitude, scale, and what was lost")
+    columns = {role: _by_layer(records, role) for role in TENSORS}
+    layers = list(dict.fromkeys(layer for lines in columns.values() for layer in lines))
+    worst = sorted(layers, key=lambda layer: _loss(columns, layer), reverse=True)[: len(LAYERS)]
+    colors = dict(zip(worst, LAYERS, strict=False))
     for column, (role, title) in enumerate(TENSORS.items()):
-        above, middle, below = (axes[i][column] for i in range(3))
-        above.set_title(title)
-        lines = _by_layer(records, role)
-        named = sorted(lines, key=lambda layer: _range(lines[layer]), reverse=True)[: len(LAYERS)]
-        for layer, samples in lines.items():
-            if layer not in named:
-                _plot_layer(above, middle, samples, color="#bbbbbb", linewidth=0.8, zorder=1)
-        for layer, color in zip(named, LAYERS, strict=False):
-            short = layer if len(layer) <= 30 else "..." + layer[-27:]
-            style = {"color": color, "linewidth": 1.8, "marker": ".", "zorder": 2}
-            _plot_layer(above, middle, lines[layer], label=short or "(the model)", **style)
-        if named:
-            others = len(lines) - len(named)
-            above.legend(title=f"and {others} others in grey" if others else None, fontsize=8)
-        _plot_shares(below, lines)
-        if role == "w":  # which hardly ever loses values, so there is space
-            below.legend(fontsize=8)
-        below.set_xlabel("training step")
-        for ax in (above, middle):
-            ax.set_yscale("log", base=2)
-        for ax in (above, middle, below):
+        axes[0][column].set_title(title, fontsize=11)
+        axes[-1][column].set_xlabel("training step")
+        for layer, samples in columns[role].items():
+            style = {"color": "#bbbbbb", "linewidth": 0.8, "zorder": 1}
+            if layer in colors:
+                style = {"color": colors[layer], "linewidth": 1.6, "marker": ".", "zorder": 2}
+            steps = [step for step, _ in samples]
+            for ax, (value, _) in zip(axes[:, column], QUANTITIES, strict=True):
+                ax.plot(steps, [value(sample) for _, sample in samples], **style)
+    for row, (_, name) in enumerate(QUANTITIES):
+        axes[row][0].set_ylabel(name)
+        for ax in axes[row]:
             ax.grid(alpha=0.3)
-    axes[0][0].set_ylabel("amax")
-    axes[1][0].set_ylabel("scale (largest)")
-    axes[2][0].set_ylabel("share of elements (%)")
+            if row < 2:
+                _whole_powers(ax)
+        if row >= 2:  # shares of the three tensors are comparable, their magnitudes are not
+            top = max(1.0, *(ax.get_ylim()[1] for ax in axes[row]))
+            for ax in axes[row]:
+                ax.set_ylim(-0.05 * top, top)
+    line = importlib.import_module("matplotlib.lines").Line2D
+    names = [_short(layer) for layer in worst]
+    handles = [line([], [], color=color, marker=".") for color in LAYERS[: len(worst)]]
+    if len(layers) > len(worst):
+        names.append(f"the {len(layers) - len(worst)} other layers")
+        handles.append(line([], [], color="#bbbbbb", linewidth=0.8))
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
@@ -160,9 +174,8 @@ def plot_memory(reports: Sequence[MemoryReport], names: Sequence[str]) -> Any:
     return figure
 
 
-def _by_layer(records: Sequence[Record], role: str) -> dict[str, list[tuple[int, Record]]]:
-    """The (step, sample) pairs of each layer."""
-    lines: dict[str, list[tuple[int, Record]]] = {}
+def _by_layer(records: Sequence[Record], role: str) -> Lines:
+    lines: Lines = {}
     for record in records:
         for sample in record["tensors"]:
             if sample["tensor"] == role:
@@ -175,31 +188,44 @@ def _positive(x: float) -> float:
     return x if math.isfinite(x) and x > 0 else math.nan
 
 
-def _range(samples: list[tuple[int, Record]]) -> float:
-    """The ratio of the largest and the smallest amax; Inf where one is not finite."""
-    seen = [sample["amax"] for _, sample in samples]
-    if not all(map(math.isfinite, seen)):
-        return math.inf
-    seen = [x for x in seen if x > 0]
-    return max(seen) / min(seen) if seen else 0.0
+def _loss(columns: Mapping[str, Lines], layer: str) -> tuple[float, float]:
+    """The largest share of a tensor that a layer lost, Inf where one was not finite; then the ratio
+    of the largest and the smallest amax."""
+    lost = widest = 0.0
+    for lines in columns.values():
+        samples = [sample for _, sample in lines.get(layer, ())]
+        for s in samples:
+            share = (s["overflow"] or 0.0) + (s["underflow"] or 0.0)
+            lost = max(lost, share if math.isfinite(s["amax"]) else math.inf)
+        seen = [_positive(s["amax"]) for s in samples]
+        seen = [x for x in seen if not math.isnan(x)]
+        widest = max(widest, max(seen) / min(seen) if seen else 0.0)
+    return lost, widest
 
 
-def _plot_layer(above: Any, middle: Any, samples: list[tuple[int, Record]], **style: Any) -> None:
-    steps = [step for step, _ in samples]
-    above.plot(steps, [_positive(sample["amax"]) for _, sample in samples], **style)
+def _short(layer: str) -> str:
+    return (layer if len(layer) <= 40 else "..." + layer[-37:]) or "(the model)"
+
+
+def _whole_powers(ax: Any) -> None:
+    """A logarithmic axis from one power of two to another, two apart at least."""
+    low, high = ax.dataLim.intervaly
+    if not 0 < low <= high < math.inf:  # nothing is drawn
+        low = high = 1.0
+    bottom, top = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    missing = max(0, 2 - (top - bottom))
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(2.0 ** (bottom - missing / 2 - 0.2), 2.0 ** (top + missing / 2 + 0.2))
+    apart = math.ceil((top - bottom + 1) / 8)
+    ax.set_yticks([2.0**i for i in range(bottom, top + 1, apart)])
+    ax.minorticks_off()
+
+
+# A row each: its value of a sample, and its name.
+QUANTITIES: tuple[tuple[Callable[[Record], float], str], ...] = (
+    (lambda sample: _positive(sample["amax"]), "amax"),
     # A tensor of zeros is cast with scale 1, which would only stretch the axis.
-    scales = [_positive(sample["scale_max"] if sample["amax"] else 0.0) for _, sample in samples]
-    middle.plot(steps, scales, **style)
-
-
-def _plot_shares(ax: Any, lines: dict[str, list[tuple[int, Record]]]) -> None:
-    """Over all layers: the worst as a line, the median dashed."""
-    for name, color in (("overflow", RED), ("underflow", BLUE)):
-        at: dict[int, list[float]] = {}
-        for samples in lines.values():
-            for step, sample in samples:
-                at.setdefault(step, []).append(100 * (sample[name] or 0.0))
-        steps = sorted(at)
-        worst, middle = [max(at[s]) for s in steps], [statistics.median(at[s]) for s in steps]
-        ax.plot(steps, worst, color=color, marker=".", label=f"{name}, worst layer")
-        ax.plot(steps, middle, color=color, linestyle="--", linewidth=1, label="median layer")
+    (lambda s: _positive(s["scale_max"] if s["amax"] else 0.0), "scale (largest)"),
+    (lambda sample: 100 * (sample["overflow"] or 0.0), "overflow (%)"),
+    (lambda sample: 100 * (sample["underflow"] or 0.0), "underflow (%)"),
+)

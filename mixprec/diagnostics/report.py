@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections import Counter
@@ -28,7 +29,8 @@ class Row:
     saved: what autograd kept for the first backward pass, each storage once, without parameters;
     peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
     is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr: measured by
-    compare(sqnr=True), by layer, see `mixprec.diagnostics.stats.products.model_sqnr`.
+    compare(sqnr=True), by layer, see `mixprec.diagnostics.stats.products.model_sqnr`. reseeded: it
+    is fp32 again, from another seed, which shows what chance changes.
     """
 
     recipe: str
@@ -49,6 +51,7 @@ class Row:
     expected: dict[str, str] = field(default_factory=dict)
     data: list[int] = field(default_factory=list)
     sqnr: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reseeded: bool = False
 
     @property
     def steps(self) -> int:
@@ -112,6 +115,12 @@ class Report:
         base = next((self.loss(r) for r in self.rows if r.recipe == "fp32"), None)
         loss = self.loss(row)
         return None if not base or loss is None else loss / base - 1
+
+    def chance(self) -> float | None:
+        """How much another seed changes fp32's loss, relatively: the size of the difference of the
+        reseeded row. A smaller difference of a recipe is none that was seen. None without one."""
+        found = (self.difference(row) for row in self.rows if row.reseeded)
+        return next((abs(x) for x in found if x is not None and math.isfinite(x)), None)
 
     def wrong_gemms(self, modules: Iterable[str]) -> list[str]:
         """One sentence for each recipe, module and GEMM kind that did not run in every step, or not
@@ -205,6 +214,7 @@ class Report:
             "gemms": row.gemm_counts(),
             "gemms_by_module": {name: row.gemm_counts(name) for name in modules},
             "sqnr": row.sqnr,
+            "reseeded": row.reseeded,
             "data_crc32": row.data[-1] if row.data else None,
             "train_losses": row.losses,
             "step_seconds": row.seconds,

@@ -34,7 +34,7 @@ def _cells(report: Report, row: Row, on_gpu: bool) -> Iterator[str]:
 
 def notes(report: Report) -> list[str]:
     """A sentence for each recipe with a loss scale, with skipped steps, or that was not trained as
-    long as the longest."""
+    long as the longest; and what another seed changes."""
     most = max((row.steps for row in report.rows), default=0)
     found = []
     for row in report.rows:
@@ -47,7 +47,25 @@ def notes(report: Report) -> list[str]:
             said.append(f"loss scale {power(row.loss_scale)} at the end")
         if said:
             found.append(f"{row.recipe}: {', '.join(said)}")
-    return found
+    return found + _against_chance(report)
+
+
+def _against_chance(report: Report) -> list[str]:
+    """Which recipes differ from fp32 by less than another seed does."""
+    if (chance := report.chance()) is None:
+        return []
+    again = " and ".join(row.recipe for row in report.rows if row.reseeded)
+    smaller: list[str] = []
+    larger: list[str] = []
+    for row in report.rows:
+        difference = report.difference(row)
+        if difference is not None and row.recipe != "fp32" and not row.reseeded:
+            (smaller if abs(difference) <= chance else larger).append(row.recipe)
+    return [
+        f"{again}: fp32 from another seed, which changes the loss by {chance:.2%}",
+        *([f"{', '.join(smaller)}: no difference seen (it is smaller)"] if smaller else []),
+        *([f"{', '.join(larger)}: a larger difference, in a single run"] if larger else []),
+    ]
 
 
 def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

@@ -75,6 +75,7 @@ def test_verdicts(
     line = given["summary"][1]
     assert page.verdict(given, line) == verdict
     assert page.allowed(given, line)[1] is met
+    assert f"({verdict})" in page.sentence(given, ["fp32", "fp8"])
     block = page.task_block(given)
     assert verdict in block
     assert "3 seeds, 10 held-out" in block

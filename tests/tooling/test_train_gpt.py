@@ -51,7 +51,13 @@ def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path, capsys
 
     results = json.loads((tmp_path / "results.json").read_text())
     rows = results["rows"]
-    assert [row["recipe"] for row in rows] == ["fp32", "bf16", "fp16", "fp8"]
+    assert [row["recipe"] for row in rows] == ["fp32", "bf16", "fp16", "fp8", "fp32-reseeded"]
+    again = rows.pop()
+    assert again["reseeded"]
+    assert again["data_crc32"] != rows[0]["data_crc32"]
+    assert again["train_losses"][0] != rows[0]["train_losses"][0], "other initial weights"
+    chance = f"from another seed, which changes the loss by {abs(again['difference_to_fp32']):.2%}"
+    assert chance in printed
     for row in rows:
         assert abs(row["difference_to_fp32"]) < 0.02
         expected = row["validation_loss"] / math.log(2)
@@ -135,6 +141,8 @@ def test_every_condition_of_success(demo: ModuleType) -> None:
     for row in rows:
         row.status, row.seconds = "complete", [0.1] * 3
     assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == ["fp8 was trained on other data"]
+    rows[1].reseeded = True
+    assert demo.problems(Report(rows=rows), [], 4.0, 0.25) == []
 
 
 def test_a_full_disk(demo: ModuleType, text: str, tmp_path: Path, capsys: Any) -> None:

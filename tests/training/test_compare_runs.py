@@ -263,3 +263,16 @@ def test_eighty_columns_and_a_note_for_what_is_not_the_rule() -> None:
         "fp8-delayed", "1.2500", "-", "1,000,000", *["29.9", "GB"] * 3, "31.6", "MB",
     ]  # fmt: skip
     assert lines[5:] == ["fp16: KeyboardInterrupt, 0 of 1 steps"]
+
+
+def test_a_difference_smaller_than_that_of_another_seed_is_none_that_was_seen() -> None:
+    losses = {"fp32": 2.0, "bf16": 1.99, "fp8": 2.05, "again": 1.98}
+    rows = [Row(name, "complete", loss, reseeded=name == "again") for name, loss in losses.items()]
+    found = Report(rows=rows)
+    assert found.chance() == pytest.approx(0.01)
+    assert found.notes() == [
+        "again: fp32 from another seed, which changes the loss by 1.00%",
+        "bf16: no difference seen (it is smaller)",
+        "fp8: a larger difference, in a single run",
+    ]
+    assert Report(rows=rows[:3]).chance() is None

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
+from mixprec.diagnostics.plotting import plot_records
 from mixprec.diagnostics.stats import Monitor, records
 
 
@@ -176,3 +177,10 @@ def test_table_and_picture_of_many_layers_with_long_names(tmp_path: Path) -> Non
     assert lines[-1] == "... and 18 more"
     monitor.plot(tmp_path / "layers.png")
     assert (tmp_path / "layers.png").stat().st_size > 10_000
+    figure = plot_records(monitor.records)
+    first, *_, others = [entry.get_text() for entry in figure.legends[0].get_texts()]
+    assert first.endswith("name_3"), "the one that loses most, as in the table"
+    assert others == "the 2 other layers"
+    x, w, _ = figure.axes[:3]
+    assert w.get_ylim()[0] < 1e6 < w.get_ylim()[1]
+    assert x.get_ylim() != w.get_ylim(), "each has a range of its own"

@@ -13,7 +13,7 @@ from ..report_table import aligned
 from .measure import FIELDS, decibels
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-_NAME = 23  # columns of the table for a layer's name; 80 in all
+_NAME = 24  # columns of the table for a layer's name; 80 in all
 
 Key = tuple[int, str, str, str, str]  # step, layer, tensor, format, granularity
 Record = dict[str, Any]
