@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from mixprec.bench import __main__ as command
 from mixprec.bench import accumulator, accuracy, footprint, plot, profile, results, underflow
+from mixprec.diagnostics import plotting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +82,35 @@ def test_formats_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         mean, half = line["difference"], line["difference_interval"]
         ends = left.containers[row][2][0].get_segments()[0]
         assert ends.tolist() == [[mean - half, row], [mean + half, row]]
+
+
+# The statistics of the GPT
+
+
+def test_picture_and_tables_of_statistics_are_of_one_run(
+    examples: pytest.MonkeyPatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpt_stats
+
+    content = json.loads((ROOT / results.CPU / "stats.json").read_text())
+    drawn = hashlib.sha256((ROOT / "docs" / "stats.png").read_bytes()).hexdigest()
+    assert content["sha256"] == drawn, "run python examples/gpt_stats.py"
+
+    figures: list[Any] = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
+    for name, small in (("CONTEXT", 32), ("EVERY", 1), ("LINES", None)):
+        monkeypatch.setattr(gpt_stats, name, small)
+    page, picture = tmp_path / "docs" / "stats.md", tmp_path / "docs" / "stats.png"
+    page.parent.mkdir()
+    page.write_text("<!-- stats monitor -->\n<!-- end -->\n<!-- stats layers -->\n<!-- end -->\n")
+    for file in (tmp_path / "README.md", picture):
+        file.touch()
+    assert gpt_stats.main(["--root", str(tmp_path), "--steps", "2", "--sqnr-steps", "2"]) == 0
+    *layers, others = [entry.get_text() for entry in figures[0].legends[0].get_texts()]
+    table = page.read_text()
+    assert others == "the 10 other layers"
+    assert {*layers} <= {line.split(" ")[0] for line in table.splitlines()}
+    assert table.count("torch 2") == 2, "where it was measured"
 
 
 # The commands
