@@ -104,7 +104,7 @@ def _explain_differences(ax: Any, report: Report) -> None:
     if (chance := report.chance()) is not None:
         span = f"another seed: {100 * chance:.2f} % of the validation loss"
         ax.axhspan(-100 * chance, 100 * chance, color="#e3e3e3", zorder=0, label=span)
-    ax.legend(loc="upper left", fontsize=9)
+    ax.legend(fontsize=9)
 
 
 def plot_records(records: Sequence[Record]) -> Any:
