@@ -17,7 +17,7 @@ ARGS ?=
 OUT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all integrations-table clean
+.PHONY: help demo test lint bench cuda gpu-test gpu-bench gpu-train test-slow test-kernels test-all integrations-table versions clean
 .NOTPARALLEL:
 # How .venv, or the environment of PYTHON, gets what a command needs; and make cuda.
 include .ci/environment.mk .ci/cuda.mk
@@ -71,6 +71,11 @@ test-kernels: needs-test $(READY)
 integrations-table: needs-integrations $(READY)
 	@export MIXPREC_INTEGRATIONS_TABLE="$(CURDIR)/docs/integrations.md"; \
 	  $(PYTEST) $(ARGS) ../../tests/integrations
+
+#: make versions run the tests with each version of Python and torch that docs/install.md lists
+#:               (ARGS="3.13-2.15": with these), in build/versions/; writes that table
+versions: needs-build $(READY)
+	@$(RUN) ../../.ci/versions.py $(ARGS)
 
 #: make test-all     run all of these, and the casts of every input
 test-all:

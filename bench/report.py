@@ -1,7 +1,8 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary,
-training steps, demo, footprint, lean, underflow, gpu, gpu state, "accuracy TASK" and "build FILE".
+training steps, demo, footprint, lean, underflow, versions, gpu, gpu state, "accuracy TASK" and
+"build FILE".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
 
-from . import accuracy, device, footprint, pages, profile, results, table, underflow
+from . import accuracy, device, footprint, pages, profile, results, table, underflow, versions
 from .cases.registry import best_baseline, quantity
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -148,6 +149,7 @@ OF_A_FILE: dict[str, Block] = {
     "footprint": footprint.block,
     "profile": profile.block,
     "underflow": underflow.block,
+    "versions": versions.block,
 }
 
 

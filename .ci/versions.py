@@ -1,0 +1,149 @@
+"""make versions: make test with each pair of Python and torch, in an environment of its own.
+
+    make versions                       every pair
+    make versions ARGS="3.13-2.15 ..."  these pairs; the others stay as they were found before
+
+The environments stay under build/versions/, with the output of the last make test beside each.
+The result is bench/results/cpu/versions.json, and the table of docs/install.md. A pair of which pip
+has no torch, or this machine no Python, is "not run", with the reason.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mixprec.bench import report, results, versions
+
+# From the oldest that is promised to the newest that there is, as Python-torch; of torch, the
+# newest release that begins so.
+PAIRS = ("3.10-2.11", "3.11-2.13", "3.12-2.15", "3.13-2.15", "3.14-2.15")
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / results.CPU / "versions.json"
+FOLDER = ROOT / "build" / "versions"
+# What the make above set is not for the programs that this one starts.
+DROP = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in DROP} | {"MIXPREC_BUILD": "cpu"}
+SHOWN = ("python", "torch", "processor", "commit", "date")
+
+
+class NotToBeHad(Exception):
+    """The reason that a pair does not run here."""
+
+
+def output(*command: object) -> str:
+    """What a command prints; nothing if it fails or is not there."""
+    words = [str(word) for word in command]
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
+    except OSError:
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: on PATH, of pyenv, or of uv."""
+    found = [f"python{version}"]
+    for name in output("pyenv", "versions", "--bare").split():
+        if name.startswith(f"{version}."):
+            found.append(f"{output('pyenv', 'prefix', name)}/bin/python")
+    found.append(output("uv", "python", "find", "--no-python-downloads", version))
+    asked = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for python in found:  # a program of this name may be a stand-in that only prints an error
+        if python and output(python, "-c", asked) == version:
+            return python
+    raise NotToBeHad(f"no Python {version} on PATH, in pyenv or in uv")
+
+
+def packages_of_tests() -> list[str]:
+    """What the extra "test" of pyproject.toml installs."""
+    listed = importlib.metadata.requires("mixprec") or ()
+    marked = (re.fullmatch(r"""(.+?)(?:;| and) extra == "test\"""", one) for one in listed)
+    return [one[1] for one in marked if one]
+
+
+def install(python: str, torch: str, folder: Path) -> Path:
+    """The interpreter of an environment with this torch, made or brought up to date."""
+    inside = folder / "bin" / "python"
+    if not inside.exists():
+        subprocess.run([python, "-m", "venv", folder], check=True, env=ENVIRONMENT)
+    pip = [inside, "-m", "pip", "install", "-q", "--upgrade", "--disable-pip-version-check"]
+    tools = ["setuptools", "wheel", "pybind11", "ninja"]
+    for packages in ([f"torch=={torch}.*", *tools], packages_of_tests()):
+        run = subprocess.run([*pip, *packages], capture_output=True, text=True, env=ENVIRONMENT)
+        if run.returncode:
+            errors = re.findall(r"^ERROR: (.+)", run.stderr, re.M)
+            raise NotToBeHad(f"pip: {errors[0] if errors else run.stderr.strip()[-200:]}")
+    return inside
+
+
+def make_test(inside: Path, log: Path) -> dict[str, Any]:
+    """What became of make test."""
+    command = ["make", "test", f"PYTHON={inside}", "TESTS=", "ARGS=-q"]
+    with log.open("w") as out:
+        run = subprocess.run(
+            command, cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT
+        )
+    text = log.read_text(errors="replace")
+    found = re.findall(r"^.*\d+ (?:passed|failed|error).* in .*s.*$", text, re.M)
+    last = found[-1] if found else ""  # no line: it ended before pytest did
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    took = re.search(r"^make test: (\d+) s", text, re.M)
+    return {
+        "status": "failed" if run.returncode else "passed",
+        "passed": counts.get("passed", 0),
+        "failed": counts.get("failed", 0) + counts.get("error", 0),
+        "skipped": counts.get("skipped", 0),
+        "seconds": int(took[1]) if took else None,
+    }
+
+
+def where(inside: Path) -> dict[str, str]:
+    """The versions, the machine and the source that a pair is tested with."""
+    program = (
+        "import json; from mixprec.bench.environment import environment; "
+        f"found = environment(quick=False); print(json.dumps({{k: found[k] for k in {SHOWN}}}))"
+    )
+    key = output(inside, ROOT / ".ci" / "environment.py", "key")
+    site = ROOT / "build" / "ext" / key / "site"
+    command = [str(inside), "-c", program]
+    env = ENVIRONMENT | {"PYTHONPATH": str(site)}
+    return json.loads(subprocess.check_output(command, text=True, env=env, cwd=FOLDER))
+
+
+def run(pair: str) -> dict[str, Any]:
+    """The row of a pair."""
+    python, torch = pair.split("-")
+    log = FOLDER / f"{pair}.log"
+    try:
+        print(f"{pair}: installing", flush=True)
+        inside = install(interpreter(python), torch, FOLDER / pair)
+    except NotToBeHad as reason:
+        print(f"{pair}: not run: {reason}", flush=True)
+        return {"pair": pair, "status": "not run", "reason": str(reason)}
+    print(f"{pair}: make test, its output is in {log.relative_to(ROOT)}", flush=True)
+    row = {"pair": pair, **make_test(inside, log), **where(inside)}
+    print(f"{pair}: {versions.outcome(row)}", flush=True)
+    return row
+
+
+def main(*chosen: str) -> int:
+    if unknown := set(chosen) - set(PAIRS):
+        sys.exit(f"versions: must be of {' '.join(PAIRS)}, got {' '.join(sorted(unknown))}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    rows = {row["pair"]: row for row in results.read_json(FILE)["rows"]} if FILE.exists() else {}
+    for pair in chosen or PAIRS:
+        rows[pair] = run(pair)
+        # After each, since all of them take an hour.
+        results.write_json(FILE, {"rows": [rows[pair] for pair in PAIRS if pair in rows]})
+    report.write(ROOT)
+    return int(any(rows[pair]["status"] == "failed" for pair in chosen or PAIRS))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
