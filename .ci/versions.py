@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mixprec.bench import report, results, versions
+from mixprec.bench.environment import commit
 
 # From the oldest that is promised to the newest that there is, as Python-torch; of torch, the
 # newest release that begins so.
@@ -29,6 +30,7 @@ FOLDER = ROOT / "build" / "versions"
 # What the make above set is not for the programs that this one starts.
 DROP = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in DROP} | {"MIXPREC_BUILD": "cpu"}
+COMMIT = commit() or ""  # asked now, for the first result changes a file
 SHOWN = ("python", "torch", "processor", "commit", "date")
 
 
@@ -112,7 +114,7 @@ def where(inside: Path) -> dict[str, str]:
     key = output(inside, ROOT / ".ci" / "environment.py", "key")
     site = ROOT / "build" / "ext" / key / "site"
     command = [str(inside), "-c", program]
-    env = ENVIRONMENT | {"PYTHONPATH": str(site)}
+    env = ENVIRONMENT | {"PYTHONPATH": str(site), "MIXPREC_COMMIT": COMMIT}
     return json.loads(subprocess.check_output(command, text=True, env=env, cwd=FOLDER))
 
 

@@ -23,7 +23,9 @@ def block(content: dict[str, Any]) -> str:
         asked = row["pair"].split("-")
         names = (row.get("python", asked[0]), row.get("torch", asked[1]))
         took = f"{row['seconds']} s" if row.get("seconds") else ""
-        body.append((*names, outcome(row), took, row.get("date", "")[:10], row.get("commit", "")))
+        day = row.get("date", "")[:10]
+        body.append((*names, outcome(row), took, day, row.get("commit") or ""))
     processors = sorted({row["processor"] for row in rows if "processor" in row})
     header = ("Python", "torch", "`make test`", "time", "date", "commit")
-    return f"{markdown(header, body)}\n\n{'; '.join(processors)}."
+    ran_on = "; ".join(processors) or "Nothing ran"
+    return f"{markdown(header, body)}\n\n{ran_on}."
