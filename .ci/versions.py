@@ -84,25 +84,29 @@ def install(python: str, torch: str, folder: Path) -> Path:
     return inside
 
 
+def counts(text: str) -> dict[str, Any]:
+    """The numbers in the output of make test: zeros where it ended before pytest did."""
+    lines = re.findall(r"^.*\d+ (?:passed|failed|error).* in .*s.*$", text, re.M)
+    last = lines[-1] if lines else ""
+    found = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    took = re.search(r"^make test: (\d+) s", text, re.M)
+    return {
+        "passed": found.get("passed", 0),
+        "failed": found.get("failed", 0) + found.get("error", 0),
+        "skipped": found.get("skipped", 0),
+        "seconds": int(took[1]) if took else None,
+    }
+
+
 def make_test(inside: Path, log: Path) -> dict[str, Any]:
     """What became of make test."""
     command = ["make", "test", f"PYTHON={inside}", "TESTS=", "ARGS=-q"]
     with log.open("w") as out:
-        run = subprocess.run(
+        done = subprocess.run(
             command, cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT
         )
-    text = log.read_text(errors="replace")
-    found = re.findall(r"^.*\d+ (?:passed|failed|error).* in .*s.*$", text, re.M)
-    last = found[-1] if found else ""  # no line: it ended before pytest did
-    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
-    took = re.search(r"^make test: (\d+) s", text, re.M)
-    return {
-        "status": "failed" if run.returncode else "passed",
-        "passed": counts.get("passed", 0),
-        "failed": counts.get("failed", 0) + counts.get("error", 0),
-        "skipped": counts.get("skipped", 0),
-        "seconds": int(took[1]) if took else None,
-    }
+    status = "failed" if done.returncode else "passed"
+    return {"status": status, **counts(log.read_text(errors="replace"))}
 
 
 def where(inside: Path) -> dict[str, str]:
