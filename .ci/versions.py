@@ -122,6 +122,10 @@ def where(inside: Path) -> dict[str, str]:
     return json.loads(subprocess.check_output(command, text=True, env=env, cwd=FOLDER))
 
 
+def not_run(pair: str, reason: str) -> dict[str, Any]:
+    return {"pair": pair, "status": "not run", "reason": reason}
+
+
 def run(pair: str) -> dict[str, Any]:
     """The row of a pair."""
     python, torch = pair.split("-")
@@ -131,7 +135,7 @@ def run(pair: str) -> dict[str, Any]:
         inside = install(interpreter(python), torch, FOLDER / pair)
     except NotToBeHad as reason:
         print(f"{pair}: not run: {reason}", flush=True)
-        return {"pair": pair, "status": "not run", "reason": str(reason)}
+        return not_run(pair, str(reason))
     print(f"{pair}: make test, its output is in {log.relative_to(ROOT)}", flush=True)
     row = {"pair": pair, **make_test(inside, log), **where(inside)}
     print(f"{pair}: {versions.outcome(row)}", flush=True)
@@ -146,7 +150,8 @@ def main(*chosen: str) -> int:
     for pair in chosen or PAIRS:
         rows[pair] = run(pair)
         # After each, since all of them take an hour.
-        results.write_json(FILE, {"rows": [rows[pair] for pair in PAIRS if pair in rows]})
+        listed = [rows.get(one, not_run(one, "not asked for")) for one in PAIRS]
+        results.write_json(FILE, {"rows": listed})
     report.write(ROOT)
     return int(any(rows[pair]["status"] == "failed" for pair in chosen or PAIRS))
 
