@@ -12,7 +12,13 @@ from ..ops.dequantize import dequantize_op
 from ..ops.dequantize_mx import dequantize_mx_op
 from ..recipes import Recipe
 from . import operands
-from ._derivatives import Tensors, differentiable, is_twice_differentiable, on_backend_of_forward
+from ._derivatives import (
+    Tensors,
+    differentiable,
+    is_twice_differentiable,
+    on_backend_of_forward,
+    result,
+)
 from ._observed import observe
 from ._products import Product
 from .operands import NOTHING, Delayed, Matrix, Operand
@@ -169,7 +175,7 @@ class Convolution(torch.autograd.Function):
             a, b = a.float(), b.float()
         observe("forward", recipe, name)
         c = None if bias is None else bias.to(a.dtype)
-        return _aten.convolution.default(a, b, c, *geometry.for_aten()).to(out_dtype)
+        return result(_aten.convolution.default(a, b, c, *geometry.for_aten()), out_dtype)
 
     @staticmethod
     @on_backend_of_forward

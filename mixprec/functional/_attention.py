@@ -12,7 +12,7 @@ from ..memory.running import running, saved_as
 from ..ops._dispatch import autocast, checks
 from ..ops.attention import attention as run
 from ..ops.attention import attention_backward
-from ._derivatives import on_backend_of_forward
+from ._derivatives import on_backend_of_forward, result
 
 _NO_SECOND = (
     "attention: its gradients have no derivative (create_graph=True); for a second derivative use "
@@ -41,7 +41,7 @@ class _Attention(torch.autograd.Function):
         saved_as("scores", q, k, v)
         saved_as("attended", out)
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        return out.to(ctx.dtypes[0])
+        return result(out, ctx.dtypes[0])
 
     @staticmethod
     @on_backend_of_forward

@@ -112,6 +112,12 @@ def differentiable(second: Callable[..., Tensors]) -> Callable[..., Any]:
     return decorated
 
 
+def result(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y in dtype, as what a forward pass returns. y itself if it has that dtype: of a y.to(dtype)
+    that does nothing, Dynamo of torch 2.11 makes a second output, and all gradients are zero."""
+    return y if y.dtype == dtype else y.to(dtype)
+
+
 def apply(name: str, kind: type[function.Function], *args: Any) -> torch.Tensor:
     """kind.apply(*args), also inside of the transforms of torch.func."""
     if torch._C._are_functorch_transforms_active():
