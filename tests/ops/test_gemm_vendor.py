@@ -21,7 +21,12 @@ def test_what_torch_does_in_one_call_has_the_right_values(case: str) -> None:
     assert gemm_vendor.gemm_why_not(gemm_op.Args(*args), (9, 0)) is None
     if args[0].dtype.itemsize == 2 and args[5] == FP32:
         pytest.skip("torch's CPU kernels give 16-bit operands no fp32 result")
-    got = gemm_vendor.gemm_vendor(*args)
+    try:
+        got = gemm_vendor.gemm_vendor(*args)
+    except RuntimeError as error:  # torch 2.11; the library calls it on GPUs only
+        if "only supports per-tensor scaling for CPU" not in str(error):
+            raise
+        pytest.skip("the CPU kernels of this torch take no scales per row")
     want = torch.ops.mixprec.gemm_reference(*args)
     assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
     assert torch.equal(got, want)
