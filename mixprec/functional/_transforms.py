@@ -178,11 +178,13 @@ def _with_one(t: torch.Tensor, dim: int) -> tuple[int, ...]:
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """torch.stack, also of FP8."""
-    dtype = parts[0].dtype
-    if dtype.itemsize > 1:
+    """torch.stack, also of FP8. (Not of its bytes: torch 2.11 has no view(dtype) in a vmap.)"""
+    if parts[0].dtype.itemsize > 1:
         return torch.stack(list(parts))
-    return torch.stack([part.view(torch.uint8) for part in parts]).view(dtype)
+    stacked = parts[0].new_empty((len(parts), *parts[0].shape))
+    for i, part in enumerate(parts):
+        stacked[i].copy_(part)
+    return stacked
 
 
 def _no_second(ctx: Any, *given: Any) -> Any:
