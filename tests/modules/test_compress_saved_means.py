@@ -144,7 +144,9 @@ def mha(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention(function: Any, dtype: torch.dtype) -> None:
     """A fused backward takes exp(q k^T - logsumexp): errors of q k^T are no longer weights."""
-    for largest, bound in ((400, 0.1), (1000, 0.25)):
+    # In torch 2.11 the errors of its layer in BF16 are a quarter larger than later.
+    first = 0.12 if function is mha and dtype == torch.bfloat16 else 0.1
+    for largest, bound in ((400, first), (1000, 0.25)):
         qkv, seeds = heads(largest, dtype).requires_grad_(), 100 if function is mha else 200
 
         def run(qkv: torch.Tensor = qkv) -> torch.Tensor:

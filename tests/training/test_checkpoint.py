@@ -154,11 +154,11 @@ def test_without_the_random_state_other_numbers_follow(path: Path) -> None:
 
 def test_generators_of_python_and_numpy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw() -> list[float]:
-        return [random.gauss(), random.random(), numpy.random.normal(), numpy.random.random()]
+        return [random.gauss(0, 1), random.random(), numpy.random.normal(), numpy.random.random()]
 
     for drawn in (0, 1):  # of the normal numbers, which are made in pairs
         for _ in range(drawn):
-            random.gauss(), numpy.random.normal()
+            random.gauss(0, 1), numpy.random.normal()
         save_checkpoint(path)
         wanted = draw()
         load_checkpoint(path)
