@@ -76,11 +76,12 @@ def install(python: str, torch: str, folder: Path) -> Path:
         subprocess.run([python, "-m", "venv", folder], check=True, env=ENVIRONMENT)
     pip = [inside, "-m", "pip", "install", "-q", "--upgrade", "--disable-pip-version-check"]
     tools = ["setuptools", "wheel", "pybind11", "ninja"]
-    for packages in ([f"torch=={torch}.*", *tools], packages_of_tests()):
-        run = subprocess.run([*pip, *packages], capture_output=True, text=True, env=ENVIRONMENT)
-        if run.returncode:
-            errors = re.findall(r"^ERROR: (.+)", run.stderr, re.M)
-            raise NotToBeHad(f"pip: {errors[0] if errors else run.stderr.strip()[-200:]}")
+    # In one call: torch asks for one version of triton, and the tests for any.
+    packages = [f"torch=={torch}.*", *tools, *packages_of_tests()]
+    done = subprocess.run([*pip, *packages], capture_output=True, text=True, env=ENVIRONMENT)
+    if done.returncode:
+        errors = re.findall(r"^ERROR: (.+)", done.stderr, re.M)
+        raise NotToBeHad(f"pip: {errors[0] if errors else done.stderr.strip()[-200:]}")
     return inside
 
 
