@@ -153,7 +153,7 @@ def main(*chosen: str) -> int:
         # After each, since all of them take an hour.
         listed = [rows.get(one, not_run(one, "not asked for")) for one in PAIRS]
         results.write_json(FILE, {"rows": listed})
-    report.write(ROOT)
+        report.write(ROOT)
     return int(any(rows[pair]["status"] == "failed" for pair in chosen or PAIRS))
 
 
