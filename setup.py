@@ -22,6 +22,13 @@ import build_progress as progress
 
 checks.before_setup()
 
+try:
+    import pybind11
+
+    PYBIND11 = [pybind11.get_include()]
+except ImportError:  # torch carries a copy of the headers, usable here from 2.12 on
+    PYBIND11 = []
+
 import torch  # noqa: E402
 from torch.utils.cpp_extension import (  # noqa: E402
     CUDA_HOME,
@@ -90,7 +97,7 @@ def cpu_extension() -> Extension:
         f'-DMIXPREC_NO_CUDA="{NO_CUDA}"',
         f'-DMIXPREC_CUDA_ARCHS="{"" if NO_CUDA else cuda_archs()}"',
         STABLE_ABI,
-        *[word for path in include_paths() for word in ("-isystem", path)],  # pybind11 too
+        *[word for path in [*PYBIND11, *include_paths()] for word in ("-isystem", path)],
     ]
     if os.environ.get("MIXPREC_WERROR") == "1":
         flags += ["-Wall", "-Wextra", "-Werror"]

@@ -116,7 +116,7 @@ def why_no_torch() -> str:
         if settings.exists() and "\nuv = " in f"\n{settings.read_text()}":
             return (
                 "mixprec is built for the torch that will run it, which uv hides from a build: "
-                "uv pip install torch setuptools wheel ninja, then "
+                "uv pip install torch setuptools wheel pybind11 ninja, then "
                 "uv pip install --no-build-isolation ."
             )
         return (

@@ -5,7 +5,7 @@ CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := $(shell find mixprec bench triton_kernels -name '*.py')
 BUILD_FILES := setup.py pyproject.toml
-BUILD_TOOLS := setuptools wheel ninja
+BUILD_TOOLS := setuptools wheel pybind11 ninja
 EXTRAS := test,examples
 PIP = "$(PY)" -m pip install -q --disable-pip-version-check
 

@@ -57,8 +57,8 @@ class Layer(torch.nn.Module):
     clip_activations adds, not in state dicts, clipped (int64 []): the number of outputs saturated.
     """
 
-    is_transposed = False  # its weight is [K, N]
-    one_product = True  # y is one product of x and `weight`, which casts once or is repeated
+    _is_transposed = False  # its weight is [K, N]
+    _one_product = True  # y is one product of x and `weight`, which casts once or is repeated
     name = _Name()
     weight: torch.Tensor
     scale: torch.Tensor  # these three for a delayed recipe only
@@ -78,7 +78,7 @@ class Layer(torch.nn.Module):
         recipe = Recipe.parse(recipe)
         if vars(self).get("_recipe") == recipe:
             return
-        self.check_names(recipe)
+        self._check_names(recipe)
         self._drop_state()
         self._recipe = recipe
         if recipe.is_delayed:
@@ -88,7 +88,7 @@ class Layer(torch.nn.Module):
             count = torch.zeros((), dtype=torch.int64, device=self.weight.device)
             self.register_buffer(CLIPPED, count, persistent=False)
 
-    def check_names(self, recipe: Recipe) -> None:
+    def _check_names(self, recipe: Recipe) -> None:
         """ValueError if a buffer of `recipe` would replace an attribute of the user's own class."""
         added = _buffers_of(recipe) - _buffers_of(vars(self).get("_recipe"))
         if taken := sorted(name for name in added if hasattr(self, name)):
@@ -165,7 +165,7 @@ class Layer(torch.nn.Module):
             )
         return operand
 
-    def quantize_weight(self) -> None:
+    def _quantize_weight(self) -> None:
         """Cast the weight now, for all forward passes until `_quantized_weight` is None again."""
         weight = self.weight
         if not self.recipe.is_scaled and weight.dtype == self.recipe.w.dtype:

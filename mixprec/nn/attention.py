@@ -24,7 +24,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     """
 
     __module__ = "mixprec.nn"
-    one_product = False
+    _one_product = False
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]

@@ -20,7 +20,7 @@ class Conv1D(Layer):
     """
 
     __module__ = "mixprec.nn"
-    is_transposed = True
+    _is_transposed = True
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

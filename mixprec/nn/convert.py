@@ -170,7 +170,7 @@ def _convert(
                     f"convert: {fqn or 'the model'} has its own forward, which would not use the "
                     "recipe: convert it before it is wrapped"
                 )
-            layers[fqn].check_names(chosen[fqn])  # the others are checked when they are made
+            layers[fqn]._check_names(chosen[fqn])  # the others are checked when they are made
     already = sum(getattr(layers[fqn], "recipe", None) == own for fqn, own in chosen.items())
     for fqn, own in chosen.items():
         module = layers[fqn]

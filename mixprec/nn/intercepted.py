@@ -30,7 +30,7 @@ class Intercepted(Layer):
     """
 
     __module__ = "mixprec.nn"
-    one_product = False
+    _one_product = False
     _warned = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

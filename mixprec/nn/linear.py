@@ -21,7 +21,7 @@ def product_of(
     where it is read, as [N, K], the dtype of its output, and its count of clipped values."""
     out_dtype, delayed, quantized_weight, clipped = layer._state(dtype, weight.device, recipe)
     main_grad = main_grad_of("linear", weight)
-    if layer.is_transposed:
+    if layer._is_transposed:
         weight, main_grad = weight.t(), None if main_grad is None else main_grad.t()
     return Product(main_grad, delayed, quantized_weight, layer._path), weight, out_dtype, clipped
 

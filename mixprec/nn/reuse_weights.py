@@ -54,11 +54,11 @@ def reuse_weights(model: torch.nn.Module) -> Iterator[None]:
         for layer in model.modules() if torch.is_grad_enabled() else ():
             if not isinstance(layer, Layer) or layer._quantized_weight is not None:
                 continue
-            if not layer.one_product or is_parametrized(layer):  # it is not kept
+            if not layer._one_product or is_parametrized(layer):  # it is not kept
                 continue
             if not is_sharded(layer.weight) and not layer.weight.is_inference():
                 mine.append(layer)
-                layer.quantize_weight()
+                layer._quantize_weight()
         _kept.update(mine)
         yield
     finally:

@@ -41,7 +41,7 @@ def test_a_forward_of_its_own_is_recomputed_by_the_recipe(
     assert torch.equal(*grads)
 
 
-@for_each("name", ["one_product", "is_transposed", "recipe", "quantize_weight", "check_names"])
+@for_each("name", ["_one_product", "_is_transposed", "recipe", "_quantize_weight", "_check_names"])
 def test_attributes_of_a_users_class_are_not_replaced(name: str) -> None:
     layer = type("Mine", (nn.Linear,), {name: "mine"})(4, 4)
     with pytest.raises(ValueError, match=f"0 has an attribute '{name}' of its own.*overrides"):

@@ -131,7 +131,7 @@ def test_a_first_run_installs_builds_and_runs_in_this_order(sources: Path) -> No
     steps = [
         '"python3" -m venv .venv',
         "pip install -q --disable-pip-version-check torch==2.12.0",
-        "pip install -q --disable-pip-version-check setuptools wheel ninja",
+        "pip install -q --disable-pip-version-check setuptools wheel pybind11 ninja",
         '--no-build-isolation -e ".[test,examples]"',
         '-m pytest -c ../../pyproject.toml --rootdir ../.. -n 2 --dist worksteal -m "not slow and',
         " -x ../../tests/ops ",

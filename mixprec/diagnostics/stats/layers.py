@@ -25,7 +25,7 @@ def measured_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Those whose output is one product of input and weight: not the input projections of
     attention, stacked experts, and layers with a forward pass of their own."""
     for name, module in recipe_layers(model):
-        if getattr(module, "one_product", True):
+        if getattr(module, "_one_product", True):
             yield name, module
 
 
