@@ -88,8 +88,8 @@ def test_a_torch_that_does_not_do_is_named(tmp_path: Path) -> None:
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\nuv = 0.9.0\n")
     path = modules(tmp_path / "uv", sitecustomize=f"{NO_TORCH}; sys.prefix = {str(tmp_path)!r}")
     assert sentence(PYTHONPATH=path) == (
-        f"{built_for}which uv hides from a build: uv pip install torch setuptools wheel pybind11 ninja, "
-        "then uv pip install --no-build-isolation ."
+        f"{built_for}which uv hides from a build: uv pip install torch setuptools wheel pybind11 "
+        "ninja, then uv pip install --no-build-isolation ."
     )
     path = modules(tmp_path / "broken", torch="raise ImportError('libcudart.so.13:\\n gone')")
     assert sentence(PYTHONPATH=path) == (
