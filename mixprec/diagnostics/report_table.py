@@ -61,10 +61,11 @@ def _against_chance(report: Report) -> list[str]:
         difference = report.difference(row)
         if difference is not None and row.recipe != "fp32" and not row.reseeded:
             (smaller if abs(difference) <= chance else larger).append(row.recipe)
+    chance_or_not = "a larger one, which a single run cannot tell from chance"
     return [
         f"{again}: fp32 from another seed, which changes the loss by {chance:.2%}",
         *([f"{', '.join(smaller)}: no difference seen (it is smaller)"] if smaller else []),
-        *([f"{', '.join(larger)}: a larger difference, in a single run"] if larger else []),
+        *([f"{', '.join(larger)}: {chance_or_not}"] if larger else []),
     ]
 
 
