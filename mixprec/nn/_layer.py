@@ -123,7 +123,7 @@ class Layer(torch.nn.Module):
                     "is wrapped or compiled"
                 )
         kind = class_for(cls, module)
-        if taken := sorted(names_of(cls) & {*dir(type(module)), *vars(module)}):
+        if taken := sorted(names_of(cls) & {*dir(module)}):
             raise ValueError(
                 f"convert: {name or 'the model'} has an attribute {taken[0]!r} of its own, which a "
                 "layer of mixprec.nn needs: leave it out by overrides"

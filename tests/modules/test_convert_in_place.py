@@ -51,6 +51,10 @@ def test_attributes_of_a_users_class_are_not_replaced(name: str) -> None:
     setattr(layer, name, "mine")
     with pytest.raises(ValueError, match=f"the model has an attribute '{name}'"):
         mixprec.convert(layer, "bf16")
+    layer = nn.Linear(4, 4)
+    layer.register_buffer(name, torch.zeros(1))
+    with pytest.raises(ValueError, match=f"the model has an attribute '{name}'"):
+        mixprec.convert(layer, "bf16")
 
 
 def test_a_name_stays_that_of_the_users_class() -> None:
