@@ -75,9 +75,9 @@ def cast_parameters(
     block casts its input to the dtype of their weight, such as MambaBlock (`known_casts`). Norms of
     other libraries are not known: one INFO line on the logger "mixprec" lists the modules with
     nothing but vectors that were cast. keep_fp32: patterns of the names of further parameters to
-    keep in FP32, such as
-    ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity: optimizers, ties and
-    requires_grad are unaffected; existing gradients are cast too.
+    keep in FP32, such as ["*.router.weight", "*.my_norm.*"]. Parameters keep their identity:
+    optimizers, ties and requires_grad are unaffected; existing gradients are cast too. Back in
+    FP32, a parameter has the values that were kept.
 
     buffers: patterns of the names of floating-point buffers to cast to `dtype`, such as
     ["*.attn_mask"]. The others are left as they are, but for a few of transformers without which

@@ -121,7 +121,7 @@ def convert(
     converted, and, listing the kinds of modules in the model, if there is no layer to convert.
     TypeError if `model` is not a module; ValueError for an unknown recipe, a pattern that matches
     no layer to convert (listing their names), a layer whose forward was replaced or one with an
-    attribute of its own under a name that the recipe needs. After any exception the model is as it
+    attribute of its own under a name that a layer needs. After any exception the model is as it
     was.
     """
     checks.is_module("convert", model)
