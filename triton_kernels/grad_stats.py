@@ -67,7 +67,7 @@ def grad_stats_kernel(
                SOFT_CAST, BLOCK, ROUNDS, False)  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["partial_ptr", "sum_ptr"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["partial_ptr", "sum_ptr"])
 def sum_kernel(partial_ptr, count, sum_ptr, BLOCK: tl.constexpr):
     tl.store(sum_ptr, ordered_sum(partial_ptr, count, BLOCK))
 

@@ -183,7 +183,7 @@ def norm_bands_kernel(
     tl.store(bands_ptr + ((tl.cdiv(M, BAND) + band) * K + column), dbias, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bands"])
 def norm_columns_kernel(
     bands_ptr,  # [2, bands, K]
     sums_ptr,  # [2, K]

@@ -100,7 +100,7 @@ def _pack_block(x_ptr, codes_ptr, ranges_ptr, start, n, seed, counter, X: tl.con
     store(codes_ptr, out, bytes.to(tl.uint8), (n + PER_BYTE - 1) // PER_BYTE, FULL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "counter"])
 def pack_kernel(
     x_ptr,
     codes_ptr,

@@ -60,7 +60,8 @@ def quantize_rows_kernel(
         tl.store(q_ptr + (first + start + columns), q, mask=inside)
 
 
-@triton.jit
+# The maxima of rows and columns lie in one array, at any multiple of 4 bytes.
+@triton.jit(do_not_specialize_on_alignment=["row_amax_ptr", "column_amax_ptr"])
 def tile_maxima_kernel(
     x_ptr,  # [M, K]
     row_amax_ptr,  # [M] int32 bits, initially 0
@@ -81,7 +82,7 @@ def tile_maxima_kernel(
     tl.atomic_max(column_amax_ptr + k, tl.max(bits, axis=0), mask=k < K, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_amax_ptr", "column_amax_ptr"])
 def quantize_tiles_kernel(
     x_ptr,  # [M, K]
     q_ptr,  # [M, K]

@@ -53,7 +53,7 @@ def inv_scale(scale: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def clip_coef_kernel(sum_sq_ptr, count, out_ptr, max_norm: tl.float64, BLOCK: tl.constexpr):
     clip = max_norm / (tl.sqrt(ordered_sum(sum_sq_ptr, count, BLOCK)) + 1e-6)
     tl.store(out_ptr, tl.where(clip > 1.0, 1.0, clip).to(tl.float32))

@@ -33,7 +33,7 @@ FIRST_STATE = tl.constexpr(1)
 SECOND_STATE = tl.constexpr(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def step_constants_kernel(
     step_ptr,  # fp32 [count], advanced here unless found_inf != 0
     found_inf_ptr,
