@@ -134,8 +134,11 @@ def misaligned(shape: Sequence[int], dtype: torch.dtype, by: int) -> torch.Tenso
     return storage[by:].view(shape)
 
 
+SHIFTS = (0, 0, 1, 3, 4)  # elements between a 16-byte boundary and a result
+
+
 def _result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return misaligned(shape, dtype, random.choice((0, 0, 1, 3, 4)))
+    return misaligned(shape, dtype, random.choice(SHIFTS))
 
 
 def unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor,

@@ -82,3 +82,40 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> li
     monkeypatch.setattr(launch, "_converts_fp8", lambda _: capability >= 89)
     monkeypatch.setattr(JITFunction, "run", run)
     return launches
+
+
+def check_any(one: Launch) -> None:
+    """What holds for every kernel but those of GEMMs."""
+    approximate = re.findall(
+        r"\b\w+\.approx\S*|\bdiv\.full\S*|\S+\.ftz\S*", one.compiled.asm["ptx"]
+    )
+    assert not approximate, f"not IEEE: {approximate}"
+    assert one.compiled.metadata.shared <= 48 * 1024, "more than every GPU has without asking"
+    check_declarations(one)
+    check_zeros(one.compiled.asm["ttir"])
+
+
+def check_offsets(ttir: str) -> None:
+    """Every array of unbounded size is addressed by int64, as the IR before any optimisation
+    shows it. (Steps and partial sums are counted by int32: 2^31 of either fill no machine.)"""
+    assert set(re.findall(r"tt\.addptr .*, tensor<[0-9x]*x(i\d+)>", ttir)) == {"i64"}
+
+
+def check_zeros(ttir: str) -> None:
+    """No float is negated: Triton 3.6 and 3.7 compile -x as 0 - x, which loses -0. x * -1.0."""
+    assert "arith.negf" not in ttir
+    for zero in re.findall(r"(%\S+) = arith.constant (?:dense<)?0\.0+e\+00", ttir):
+        assert f"arith.subf {zero}," not in ttir
+
+
+DOUBLE = {"lr", "eps", "max_value", "max_norm", "growth_factor", "backoff_factor"}
+DOUBLE |= {f"setting{i}" for i in range(4)}
+LONG = {"seed", "counter"}
+
+
+def check_declarations(one: Launch) -> None:
+    """Triton passes a Python number as fp32, or as the narrowest integer, unless the parameter
+    says otherwise."""
+    for parameter in one.kernel.params:
+        declared = "fp64" if parameter.name in DOUBLE else "i64" if parameter.name in LONG else ""
+        assert parameter.is_constexpr or parameter.annotation_type == declared, parameter.name

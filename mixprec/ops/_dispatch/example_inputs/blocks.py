@@ -1,0 +1,65 @@
+"""Examples of the block formats, and of pack and unpack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ..._reference import block_formats
+from .inputs import FLOATS, Arguments, codes, random, tensor
+
+SHAPES = ((80, 112), (70, 101))
+PACKED = ((32, 80), (20, 129))
+
+
+def _magnitudes(device: str, shape: tuple[int, int]) -> torch.Tensor:
+    """Blocks of different magnitudes, of zeros, with Inf and NaN, and the last ones incomplete."""
+    x = random(device, 1, shape) * 2.0 ** (torch.arange(shape[1], device=device) - 50.0)
+    x[3], x[9, 40], x[-1, -1], x[17, 0], x[5] = 0.0, math.nan, math.inf, -1e38, 1e-40
+    return x
+
+
+def quantize_mx(device: str) -> Iterator[Arguments]:
+    seed = tensor(device, [2**40 + 7], torch.int64)
+    for shape in SHAPES:
+        x = _magnitudes(device, shape)
+        for i, (fmt, block) in enumerate(block_formats.BLOCK_FORMATS.items()):
+            for j, mode in enumerate(("rceil",) if block.nvfp4 else block_formats.SCALE_MODES):
+                yield [x.to(FLOATS[(i + j) % 3]), fmt, mode, j % 2 == 0, None]
+            yield [x.to(FLOATS[(i + 1) % 3]), fmt, "rceil", True, seed]
+
+
+def dequantize_mx(device: str) -> Iterator[Arguments]:
+    one = tensor(device, 0.37)
+    for rows, columns in SHAPES:
+        for i, (fmt, block) in enumerate(block_formats.BLOCK_FORMATS.items()):
+            size, across = block_formats.sizes(fmt, columns)
+            scales = (torch.arange(rows * across, device=device) * 37 + 120).to(torch.uint8)
+            scales = scales.view(rows, across)
+            data = codes(device, (rows, size)).view(block.element.dtype)
+            if block.nvfp4:
+                scales = scales.view(torch.float8_e4m3fn)
+            for dtype in (torch.bfloat16, FLOATS[i % 2 * 2]):
+                yield [data, scales, one if block.nvfp4 else None, fmt, columns, dtype]
+
+
+def pack(device: str) -> Iterator[Arguments]:
+    for shape in PACKED:
+        x = random(device, 1, shape)
+        x[:3] = 0.0
+        x[3], x[9, 0], x[13, 0], x[16, 0] = 0.1, math.nan, -math.inf, 1e-40
+        for bits in (8, 4, 2):
+            for dtype in FLOATS:
+                yield [x.to(dtype), bits, 2**40 + 7, 2**33 + bits]
+
+
+def unpack(device: str) -> Iterator[Arguments]:
+    for n in map(math.prod, PACKED):
+        ranges = random(device, 1, ((n + 127) // 128, 2)).bfloat16()
+        ranges[3, 1], ranges[7, 0] = 0.0, math.nan
+        for bits in (8, 4, 2):
+            packed = codes(device, ((n * bits + 7) // 8,))
+            for dtype in FLOATS:
+                yield [packed, ranges, bits, [n], dtype]

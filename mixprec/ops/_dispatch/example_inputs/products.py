@@ -1,0 +1,110 @@
+"""Examples of matrix products, attention and rotary embeddings; the latter have no GPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .inputs import FLOATS, LOW, Arguments, integers, random, tensor
+
+SHAPES = ((48, 64, 96), (19, 23, 70))  # M, N, K
+PAIRS = [(d, d) for d in LOW] + [LOW[:2]]
+# Whether the stride of 1 is along M and along N.
+LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
+TMA = (24, 40, 72)  # rows of 16-bit operands are multiples of 16 bytes, their sizes are not of 16
+
+
+def _operands(
+    device: str, shape: tuple[int, int, int], a_dtype: torch.dtype, b_dtype: torch.dtype,
+    a_along_m: bool = False, b_along_n: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """a [M, K] and b [K, N], each with a stride of 1 along K, or along M or N."""
+    m, n, k = shape
+    a, b = integers(device, (m, k), a_dtype), integers(device, (n, k), b_dtype).t()
+    return [a.t().contiguous().t() if a_along_m else a, b.contiguous() if b_along_n else b]
+
+
+def _scales(device: str) -> list[torch.Tensor]:
+    return [tensor(device, 0.5), tensor(device, 0.25)]
+
+
+def _plain(device: str, turned: list[tuple[bool, bool]]) -> Iterator[Arguments]:
+    """Operands and scales, which torch's GEMM takes if the sizes are multiples of 16; turned: the
+    layouts of 16-bit operands."""
+    for shape in SHAPES:
+        for a, b in PAIRS:
+            if a.itemsize == 1:
+                yield [*_operands(device, shape, a, b), *_scales(device)]
+            else:
+                for layout in turned:
+                    yield [*_operands(device, shape, a, b, *layout), None, None]
+
+
+def _blocks(device: str) -> Iterator[Arguments]:
+    """Scales per block, then per row. Triton compiles a kernel for each."""
+    powers = tensor(device, [1.0, 2.0, 4.0, 8.0])
+    for m, n, k in ((16, 32, 144), (12, 23, 150)):
+        a, b = _operands(device, (m, n, k), LOW[0], LOW[0])
+        yield [a, b, powers[:2].repeat(m, 1), powers[2:, None]]
+        yield [a, b, powers.repeat(m)[:m, None], powers.repeat(n)[None, :n]]
+
+
+def gemm(device: str) -> Iterator[Arguments]:
+    for shape in SHAPES:
+        bias = torch.arange(shape[1], dtype=torch.float32, device=device)
+        for a, b in PAIRS:
+            scaled = [*_operands(device, shape, a, b), *_scales(device)]
+            yield [*scaled, bias, torch.float32, False]
+    for operands in _plain(device, LAYOUTS):
+        dtype = operands[0].dtype
+        yield [*operands, None, torch.bfloat16 if dtype.itemsize == 1 else dtype, False]
+    for dtype in LOW[2:]:
+        yield [*_operands(device, TMA, dtype, dtype), None, None, None, dtype, False]
+    for operands in _blocks(device):
+        yield [*operands, None, torch.bfloat16, False]
+
+
+def gemm_simulated(device: str) -> Iterator[Arguments]:
+    for a, b in PAIRS:
+        for arch in ("hopper", "blackwell"):
+            scaled = [*_operands(device, SHAPES[1], a, b), *_scales(device)]
+            yield [*scaled, None, torch.float32, False, arch]
+
+
+def gemm_accumulate(device: str) -> Iterator[Arguments]:
+    """Two layouts of 16-bit operands: the second is that of a weight's gradient."""
+    by_blocks = list(_blocks(device))[::2]
+    for operands in [*_plain(device, LAYOUTS[::3]), *by_blocks]:
+        shape = operands[0].shape[0], operands[1].shape[1]
+        yield [integers(device, shape, torch.float32), *operands]
+
+
+def attention(device: str) -> Iterator[Arguments]:
+    """Each query has a score of 0 for one key and -256 for others, whose weights are then 0."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    features = torch.eye(17, 24, dtype=torch.float32, device="cpu") * 16
+    for dtype in FLOATS:
+        q = (16 - features).expand(2, 4, 17, 24).to(device, dtype)
+        v = torch.randint(-1, 2, (2, 2, 17, 24), generator=generator, device="cpu")
+        for causal in (False, True):
+            k = features if causal else features.roll(5, 0)
+            yield [q, k.expand(2, 2, 17, 24).to(device, dtype), v.to(device, dtype), causal, -1.0]
+
+
+def attention_backward(device: str) -> Iterator[Arguments]:
+    generator = torch.Generator("cpu").manual_seed(1)
+    for q, k, v, causal, scale in attention(device):
+        drawn = torch.randint(-1, 2, (2, *q.shape), generator=generator, device="cpu")
+        logsumexp = torch.zeros(q.shape[:3], dtype=torch.float32, device=device)
+        g, out = drawn.to(device, q.dtype)
+        yield [g.float() if causal else g, q, k, v, out, logsumexp, causal, scale]
+
+
+def rotary(device: str) -> Iterator[Arguments]:
+    for half in (16, 5):
+        cos, sin = (random(device, seed, (9, half)) for seed in (1, 2))
+        x = random(device, 3, (2, 3, 9, 2 * half))
+        for dtype in FLOATS:
+            for interleaved in (False, True):
+                yield [x.to(dtype), cos, sin, interleaved]
