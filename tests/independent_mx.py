@@ -64,6 +64,17 @@ def join(codes: np.ndarray, spec: ind.Spec) -> np.ndarray:
     return padded[:, ::2] + 16 * padded[:, 1::2]
 
 
+def swizzled(scales: np.ndarray) -> np.ndarray:
+    """Codes [R, C] in tiles of 128 x 4, each in 512 bytes, with zeros beyond R and C."""
+    (rows, cols), across = scales.shape, -(-scales.shape[1] // 4)
+    out = np.zeros((-(-rows // 128) * across * 512,), scales.dtype)
+    for r in range(rows):
+        for c in range(cols):
+            tile = r // 128 * across + c // 4
+            out[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scales[r, c]
+    return out.reshape(-(-rows // 128), across, 32, 16)
+
+
 def quantize(
     rows: np.ndarray, fmt: str, mode: str, amax: float, random: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, float | None]:

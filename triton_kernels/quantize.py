@@ -162,7 +162,7 @@ def quantize_values(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """quantize of the fp32 values of a fused op, which may also stay as they are or become MX."""
     if cast.granularity == "mx":
-        results = quantize_mx(y, MX[cast.dtype], "rceil", cast.transpose, None)
+        results = quantize_mx(y, MX[cast.dtype], "rceil", cast.transpose, None, False, True)
         return *results[:4], results[5]
     if cast.dtype != torch.float32:
         return quantize(y, cast)

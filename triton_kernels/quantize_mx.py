@@ -14,7 +14,13 @@ from .philox import philox
 from .tiles import decode, magnitude_bits, scale_from_amax
 
 TILE_M, TILE_K = 64, 64  # whole blocks in both directions
-WARPS = 4
+WARPS = 4  # 8 where scales are swizzled: 4 spill registers on 8.9
+
+
+@triton.jit
+def _up(size, side: tl.constexpr):
+    """Rounded up to a multiple of side."""
+    return tl.cdiv(size, side) * side
 
 
 @triton.jit
@@ -35,7 +41,7 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
               LINES: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr, ELEMENT: tl.constexpr,
               BITS: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
               MAX_BITS: tl.constexpr, NVFP4: tl.constexpr, BLOCK: tl.constexpr,
-              SOFT_CAST: tl.constexpr):  # fmt: skip
+              SWIZZLED: tl.constexpr, SOFT_CAST: tl.constexpr):  # fmt: skip
     """The elements x [LINES, N] from `start` on of `count` lines from `line` on, each of `length`
     elements. x is 0 outside. Returns the amax of each line, as bits."""
     BLOCKS: tl.constexpr = N // BLOCK
@@ -49,7 +55,16 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
         stored, factor = mx_scale(amax, add, MAX_BITS)
     block = start // BLOCK + tl.arange(0, BLOCKS)
     inside = (lines < count)[:, None] & (block < across)[None, :]
-    tl.store(scale_inv_ptr + lines[:, None] * across + block[None, :], stored, mask=inside)
+    at_scale = lines[:, None] * across + block[None, :]
+    if SWIZZLED:  # see swizzle in mixprec/ops/_reference/scale_layout.py
+        stored = tl.where(inside, stored, tl.zeros_like(stored))
+        # All of these are in one tile of 128 lines and 4 blocks, which programs fill with zeros.
+        tile = line // 128 * tl.cdiv(across, 4) + start // BLOCK // 4
+        row = (line % 128).to(tl.int32) + tl.arange(0, LINES)
+        col = (start // BLOCK % 4).to(tl.int32) + tl.arange(0, BLOCKS)
+        at_scale = tile * 512 + (row % 32 * 16 + row // 32 * 4)[:, None] + col[None, :]
+        inside = (row < 128)[:, None] & (block < _up(across, 4))[None, :]
+    tl.store(scale_inv_ptr + at_scale, stored, mask=inside)
 
     finite = (amax < 0x7F800000)[:, :, None]
     y = tl.reshape(tl.where(finite, x, 0.0) * factor[:, :, None], (LINES, N))
@@ -77,7 +92,7 @@ def quantize_mx_kernel(
     scale_inv_ptr,
     scale_inv_t_ptr,
     tensor_scale_inv_ptr,  # NVFP4 only
-    amax_ptr,  # int32 bits: with NVFP4 the amax of x, otherwise initially 0 and updated
+    amax_ptr,  # int32 bits: with NVFP4 the amax of x, otherwise None, or initially 0 and updated
     seed_ptr,  # None: to nearest
     M,
     K,
@@ -90,11 +105,12 @@ def quantize_mx_kernel(
     MAX_BITS: tl.constexpr,
     NVFP4: tl.constexpr,
     BLOCK: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    tiles_k = tl.cdiv(K, TILE_K)
+    tiles_k = tl.cdiv(_up(K, 128) if SWIZZLED else K, TILE_K)
     first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
     first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
     m, k = first_m + tl.arange(0, TILE_M), first_k + tl.arange(0, TILE_K)
@@ -109,17 +125,23 @@ def quantize_mx_kernel(
             tl.store(tensor_scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
     line_amax = _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, first_m, first_k, M, K, add, scale,
                           TILE_M, TILE_K, 0, ELEMENT, BITS, MANTISSA, LEAST, MAX_BITS, NVFP4, BLOCK,
-                          SOFT_CAST)  # fmt: skip
-    if not NVFP4:
+                          SWIZZLED, SOFT_CAST)  # fmt: skip
+    if not NVFP4 and amax_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(line_amax, axis=0), sem="relaxed")
     if data_t_ptr is not None:
         _quantize(tl.trans(x), data_t_ptr, scale_inv_t_ptr, seed_ptr, first_k, first_m, K, M, add,
                   scale, TILE_K, TILE_M, 1, ELEMENT, BITS, MANTISSA, LEAST, MAX_BITS, NVFP4, BLOCK,
-                  SOFT_CAST)  # fmt: skip
+                  SWIZZLED, SOFT_CAST)  # fmt: skip
 
 
 def quantize_mx(
-    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
+    x: torch.Tensor,
+    fmt: str,
+    scale_mode: str,
+    transpose: bool,
+    seed: torch.Tensor | None,
+    swizzled: bool,
+    with_amax: bool,
 ) -> tuple[torch.Tensor, ...]:
     """x of any strides; one launch for MX, two for NVFP4."""
     x = x.contiguous()
@@ -132,24 +154,34 @@ def quantize_mx(
     def bytes_of(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.uint8, device=x.device)
 
-    data, scale_inv = bytes_of(*shape), bytes_of(M, across)
+    def scales_of(rows: int, blocks: int) -> torch.Tensor:
+        if not swizzled:
+            return bytes_of(rows, blocks)
+        return bytes_of(triton.cdiv(rows, 128), triton.cdiv(blocks, 4), 32, 16)
+
+    data, scale_inv = bytes_of(*shape), scales_of(M, across)
     data_t, scale_inv_t = bytes_of(0, 0), bytes_of(0)
     if transpose:
-        data_t, scale_inv_t = bytes_of(K, size_t), bytes_of(K, across_t)
-    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+        data_t, scale_inv_t = bytes_of(K, size_t), scales_of(K, across_t)
+    with_amax = with_amax or nvfp4
+    amax = torch.zeros(() if with_amax else (0,), dtype=torch.float32, device=x.device)
     tensor_scale_inv = torch.ones(() if nvfp4 else (0,), dtype=torch.float32, device=x.device)
     if x.numel():
         with on(x):
             if nvfp4:
                 amax_into(x, amax)
-            quantize_mx_kernel[(triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)](
+            side = 128 if swizzled else 1  # tiles cover the padding of the scales, too
+            tiles = [triton.cdiv(triton.cdiv(n, side) * side, tile)
+                     for n, tile in ((M, TILE_M), (K, TILE_K))]  # fmt: skip
+            quantize_mx_kernel[(tiles[0] * tiles[1],)](
                 codes(x), data, data_t if transpose else None, scale_inv,
                 scale_inv_t if transpose else None, tensor_scale_inv if nvfp4 else None,
-                amax.view(torch.int32), seed, M, K,
+                amax.view(torch.int32) if with_amax else None, seed, M, K,
                 block_formats.rounding_of_amax(fmt, scale_mode), X=FORMATS[x.dtype],
                 **block_formats.constants(fmt),
-                SOFT_CAST=soft_cast(x.device, x.dtype, torch.float8_e4m3fn),
-                TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS, enable_fp_fusion=False,
+                SWIZZLED=swizzled, SOFT_CAST=soft_cast(x.device, x.dtype, torch.float8_e4m3fn),
+                TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS * (1 + swizzled),
+                enable_fp_fusion=False,
             )  # fmt: skip
     codes_of = block_formats.DTYPES.get(fmt, torch.uint8)
     scales = torch.float8_e4m3fn if nvfp4 else torch.uint8

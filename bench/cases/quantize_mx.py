@@ -74,7 +74,7 @@ def _workload(
 
     def cast(x: torch.Tensor) -> Result:
         data, data_t, scale, scale_t, of_tensor, amax = quantize_mx(
-            x, fmt, "rceil", transpose, None
+            x, fmt, "rceil", transpose, None, False, True
         )
         if decodes:
             return data, scale, of_tensor

@@ -59,6 +59,12 @@ inline BlockFormatCast check_block_cast(const Tensor& x, const std::string& fmt,
   return {dtype, format, scale_mode(mode, format)};
 }
 
+// The shape of the scales of `rows` rows of `blocks` blocks; swizzled: see math/mx.h.
+inline std::vector<int64_t> block_scale_shape(int64_t rows, int64_t blocks, bool swizzled) {
+  if (!swizzled) return {rows, blocks};
+  return {swizzle_tiles(rows, kSwizzleRows), swizzle_tiles(blocks, kSwizzleBlocks), 32, 16};
+}
+
 // The shape of x, or of its codes, with another last dimension; that of one element stays.
 inline std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());

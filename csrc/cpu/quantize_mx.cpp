@@ -1,4 +1,5 @@
 // quantize_mx: iterates over pieces of rows and tiles; the loops are in quantize_mx_loops.h.
+#include <algorithm>
 #include <atomic>
 
 #include "arguments/block_formats.h"
@@ -62,15 +63,27 @@ void by_columns(const BlockCastRule& rule, const void* x, int64_t rows, int64_t 
   });
 }
 
+// Scales [rows, blocks] in the swizzled layout. A copy: it is for GPUs, and here small beside x.
+Tensor swizzled_copy(const Tensor& scales) {
+  int64_t rows = scales.size(0), blocks = scales.size(1);
+  Tensor out = empty(block_scale_shape(rows, blocks, true), scales.scalar_type());
+  const auto* from = static_cast<const uint8_t*>(scales.const_data_ptr());
+  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  std::fill_n(to, out.numel(), uint8_t{0});
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < blocks; ++i) to[swizzled_at(row, i, blocks)] = from[row * blocks + i];
+  }
+  return out;
+}
+
 }  // namespace
 
 // x [..., K], seed: int64 [1] -> data [..., bytes of K], data_t [K, bytes of M] (or [0, 0]),
-// scale_inv [M, blocks of K], scale_inv_t [K, blocks of M] (or [0]), tensor_scale_inv [] (or [0]),
-// amax []
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x, std::string fmt,
-                                                                       std::string mode,
-                                                                       bool transpose,
-                                                                       MaybeTensor seed) {
+// scale_inv [M, blocks of K], scale_inv_t [K, blocks of M] (or [0]), swizzled or not,
+// tensor_scale_inv [] (or [0]), amax [] (or [0])
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(
+    Tensor x, std::string fmt, std::string mode, bool transpose, MaybeTensor seed, bool swizzled,
+    bool with_amax) {
   auto [dtype, f, how] = check_block_cast(x, fmt, mode, transpose, seed);
   x = row_major(x);
   auto [m, k] = as_matrix(x);
@@ -80,8 +93,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
   Tensor data_t = empty({k_t, block_bytes(f, m_t)}, element_type(f));
   Tensor scale_inv_t = transpose ? empty({k, blocks_of(f, m)}, block_scale_type(f))
                                  : empty({0}, block_scale_type(f));
+  bool nvfp4 = f == BlockFormat::nvfp4;
   float tensor_amax = 0.0f;
-  if (f == BlockFormat::nvfp4) tensor_amax = *read_fp32(amax(x));
+  if (nvfp4) tensor_amax = *read_fp32(amax(x));
   BlockCastRule rule = {dtype, f, scale_rule(f, how, tensor_amax), seed.has_value(), 0, 0};
   if (seed.has_value()) {
     rule.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
@@ -91,10 +105,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_mx(Tensor x,
     rule.stream = 1;
     by_columns(rule, x.const_data_ptr(), m, k, codes_of(data_t, scale_inv_t));
   }
-  Tensor tensor_scale_inv =
-      f == BlockFormat::nvfp4 ? empty_scalar(rule.scale.tensor_inv) : empty({0}, ScalarType::Float);
-  return {data,        data_t,           scale_inv,
-          scale_inv_t, tensor_scale_inv, empty_scalar(bits_float(largest))};
+  if (swizzled) {
+    scale_inv = swizzled_copy(scale_inv);
+    if (transpose) scale_inv_t = swizzled_copy(scale_inv_t);
+  }
+  auto scalar_if = [](bool wanted, float value) {
+    return wanted ? empty_scalar(value) : empty({0}, ScalarType::Float);
+  };
+  return {data,
+          data_t,
+          scale_inv,
+          scale_inv_t,
+          scalar_if(nvfp4, rule.scale.tensor_inv),
+          scalar_if(nvfp4 || with_amax, bits_float(largest))};
 }
 
 }  // namespace mixprec::cpu

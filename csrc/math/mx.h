@@ -99,6 +99,19 @@ MIXPREC_HD int64_t blocks_of(BlockFormat f, int64_t k) {
 MIXPREC_HD bool is_fp4(BlockFormat f) { return f >= BlockFormat::mxfp4; }
 MIXPREC_HD int64_t block_bytes(BlockFormat f, int64_t k) { return is_fp4(f) ? (k + 1) / 2 : k; }
 
+// Swizzled scales, as the tensor cores of Blackwell read them: tiles of 128 rows and 4 blocks, each
+// 512 bytes, row-major, with zeros beyond the last row and block.
+constexpr int64_t kSwizzleRows = 128, kSwizzleBlocks = 4;
+MIXPREC_HD int64_t swizzle_tiles(int64_t size, int64_t side) { return (size + side - 1) / side; }
+
+// The position of a scale; blocks: those of a row.
+MIXPREC_HD int64_t swizzled_at(int64_t row, int64_t block, int64_t blocks) {
+  int64_t across = swizzle_tiles(blocks, kSwizzleBlocks);
+  int64_t tile = row / kSwizzleRows * across + block / kSwizzleBlocks;
+  return tile * kSwizzleRows * kSwizzleBlocks + row % 32 * 16 + row % kSwizzleRows / 32 * 4 +
+         block % kSwizzleBlocks;
+}
+
 // f(Element{}) for the type of the elements.
 template <class F>
 MIXPREC_HD void with_element(BlockFormat format, F&& f) {

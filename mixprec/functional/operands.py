@@ -178,7 +178,7 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
-        x, fmt, mode, use_t and not rotate, seed
+        x, fmt, mode, use_t and not rotate, seed, False, False
     )
     whole = tensor_inv if tensor_inv.dim() == 0 else None
     if not use_t:
@@ -187,7 +187,7 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     if rotate:
         # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
         another = None if seed is None else seed + 1
-        rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another)
+        rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, False, False)
         data_t, scale_inv_t = rotated[0], rotated[2]
         whole_t = None if whole is None else rotated[4]
     return Operand(data, data_t, scale_inv, scale_inv_t, whole, whole_t)

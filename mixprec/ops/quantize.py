@@ -71,7 +71,7 @@ def quantize_reference(x: torch.Tensor, cast: Cast) -> casts.Results:
         fmt = block_formats.name_of(formats.parse(dtype), "mx")
         assert fmt is not None, "FP8"
         mode = block_formats.DEFAULT_SCALE_MODE
-        results = quantize_mx_reference(x, fmt, mode, transpose, None)
+        results = quantize_mx_reference(x, fmt, mode, transpose, None, False, True)
         return *results[:4], results[5]
     amax = amax_reference(x)
     rows = x.reshape(scale_layout.as_matrix(x.shape))
@@ -205,7 +205,7 @@ def _in_blocks(
             raise TypeError(f"quantize: seed must be an int or an int64 tensor, got {seed!r}")
         seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
     data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx_op(
-        x, name, scale_mode, transpose, seed
+        x, name, scale_mode, transpose, seed, False, True
     )
     return Quantized(
         data,

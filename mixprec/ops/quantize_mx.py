@@ -70,7 +70,13 @@ def _by_blocks(
 
 
 def quantize_mx_reference(
-    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: torch.Tensor | None
+    x: torch.Tensor,
+    fmt: str,
+    scale_mode: str,
+    transpose: bool,
+    seed: torch.Tensor | None,
+    swizzled: bool,
+    with_amax: bool,
 ) -> BlockCast:
     """Return (data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax): x in a block format.
 
@@ -83,7 +89,11 @@ def quantize_mx_reference(
     0 beside the last of an odd K. scale_inv: of MX uint8 [M, ceil(K / 32)], code c for 2^(c - 127)
     and 255 for NaN; of "nvfp4" float8_e4m3fn [M, ceil(K / 16)], and tensor_scale_inv fp32 [], else
     [0]. transpose: also data_t [K, M or ceil(M / 2)] and scale_inv_t [K, blocks of M], x^T in
-    blocks along M, from x itself; otherwise [0, 0] and [0]. amax: fp32 [], max |x|.
+    blocks along M, from x itself; otherwise [0, 0] and [0]. amax: fp32 [], max |x|; [0] of MX
+    without with_amax, which saves a launch.
+
+    swizzled: scale_inv and scale_inv_t in the layout of `scale_layout.swizzle`, with zeros in its
+    padding.
 
     scale_mode: how MX scales follow from the amax of a block: "floor", "ceil", "even" or "rceil"
     ("rceil" for nvfp4, which does not use it). seed: None, which rounds to nearest, ties to even,
@@ -104,7 +114,12 @@ def quantize_mx_reference(
         data_t, scale_inv_t = _by_blocks(rows.t(), block, scale_mode, scale, streams[1])
     else:
         data_t, scale_inv_t = data.new_empty((0, 0)), scale_inv.new_empty((0,))
+    if swizzled:
+        scale_inv = scale_layout.swizzle(scale_inv)
+        scale_inv_t = scale_layout.swizzle(scale_inv_t) if transpose else scale_inv_t
     tensor_scale_inv = 1.0 / scale if block.nvfp4 else amax.new_empty((0,))
+    if not (with_amax or block.nvfp4):
+        amax = amax.new_empty((0,))
     data = data.reshape(_data_shape(x.shape, fmt))
     return data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
 
@@ -138,25 +153,28 @@ def _check(
         checks.on_device(op, "seed", seed, x.device, "x")
 
 
-def _fake(x: torch.Tensor, fmt: str, transpose: bool) -> BlockCast:
+def _fake(
+    x: torch.Tensor, fmt: str, transpose: bool, swizzled: bool, with_amax: bool
+) -> BlockCast:
     block = block_formats.parse("quantize_mx", fmt)
     m, k = scale_layout.as_matrix(x.shape)
     across, (size_t, across_t) = block_formats.sizes(fmt, k)[1], block_formats.sizes(fmt, m)
     codes, scales = block.element.dtype, torch.float8_e4m3fn if block.nvfp4 else torch.uint8
+    shape_of = scale_layout.swizzled_shape if swizzled else lambda *shape: shape
     return (
         x.new_empty(_data_shape(x.shape, fmt), dtype=codes),
         x.new_empty((k, size_t) if transpose else (0, 0), dtype=codes),
-        x.new_empty((m, across), dtype=scales),
-        x.new_empty((k, across_t) if transpose else (0,), dtype=scales),
+        x.new_empty(shape_of(m, across), dtype=scales),
+        x.new_empty(shape_of(k, across_t) if transpose else (0,), dtype=scales),
         x.new_empty(() if block.nvfp4 else (0,), dtype=torch.float32),
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty(() if with_amax or block.nvfp4 else (0,), dtype=torch.float32),
     )
 
 
 quantize_mx_op = Op(
     "quantize_mx",
-    "(Tensor x, str fmt, str scale_mode, bool transpose, Tensor? seed) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, str fmt, str scale_mode, bool transpose, Tensor? seed, bool swizzled, "
+    "bool with_amax) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=quantize_mx_reference,
     fake=_fake,
     check=_check,

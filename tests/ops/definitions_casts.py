@@ -58,7 +58,7 @@ def quantize(
     nothing = torch.zeros(0, 0, dtype=dtype), torch.zeros(0)
     if granularity == "mx":
         fmt = f"mxfp8_{ind.BY_DTYPE[dtype].name}"
-        return *quantize_mx(x, fmt, "rceil", transpose, None)[:4], largest
+        return *quantize_mx(x, fmt, "rceil", transpose, None, False, True)[:4], largest
     if granularity != "tensor":
         results: list[torch.Tensor] = []
         for part in (rows, rows.t())[: 1 + transpose]:
@@ -95,8 +95,9 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) 
 
 
 def quantize_mx(
-    x: torch.Tensor, fmt: str, mode: str, transpose: bool, seed: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
+    x: torch.Tensor, fmt: str, mode: str, transpose: bool, seed: torch.Tensor | None,
+    swizzled: bool, with_amax: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     (spec, size), rows = mx.BLOCKS[fmt], ind.values(matrix(x))
     results: list[torch.Tensor] = []
     kind = torch.float8_e4m3fn if fmt == "nvfp4" else torch.uint8
@@ -104,12 +105,14 @@ def quantize_mx(
         count = part.shape[0] * -(-part.shape[1] // size) * size
         random = None if seed is None else ind.random16(count, seed.item(), 0, 0, stream)
         codes, scales, of_tensor = mx.quantize(part, fmt, mode, ind.amax(x), random)
+        scales = mx.swizzled(scales) if swizzled else scales
         results += [filled(codes, spec.dtype), filled(scales, kind)]
     results += [torch.zeros(0, 0, dtype=spec.dtype), torch.zeros(0, dtype=kind)]
     data, scale_inv, data_t, scale_inv_t = results[:4]
     data = data.reshape((*x.shape[:-1], data.shape[-1]) if x.dim() else ())
     of_tensor = torch.zeros(0) if of_tensor is None else number(of_tensor)
-    return data, data_t, scale_inv, scale_inv_t, of_tensor, amax(x)
+    largest = amax(x) if with_amax or fmt == "nvfp4" else torch.zeros(0)
+    return data, data_t, scale_inv, scale_inv_t, of_tensor, largest
 
 
 def dequantize_mx(

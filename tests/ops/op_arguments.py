@@ -42,7 +42,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
     if op == "dequantize":
         return x, one, torch.bfloat16
     if op == "quantize_mx":
-        return x, "nvfp4", "rceil", True, torch.ones(1, dtype=torch.int64)
+        return x, "nvfp4", "rceil", True, torch.ones(1, dtype=torch.int64), True, False
     if op == "dequantize_mx":
         data = tensor((4, 3), torch.uint8, arrangement)
         scales = tensor((4, 1), torch.uint8, arrangement)

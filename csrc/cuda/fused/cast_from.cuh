@@ -19,6 +19,7 @@ cudaError_t cast_from(const Source& source, const Quantize& a, int sms, cudaStre
                      lines(a.q, a.scale_inv, a.rows, a.cols, kParamStream),
                      lines(a.q_t, a.scale_inv_t, a.cols, a.rows, kFirstStateStream),
                      a.transpose,
+                     false,
                      nullptr,
                      a.amax,
                      nullptr,

@@ -14,22 +14,25 @@ using QuantizedMx = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
 
 QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool transpose,
-                           MaybeTensor seed) {
+                           MaybeTensor seed, bool swizzled, bool with_amax) {
   auto [dtype, format, how] = check_block_cast(x, fmt, mode, transpose, seed);
   OnDevice device(x);
   x = row_major(x);
   auto [m, k] = as_matrix(x);
   ScalarType codes = element_type(format), scales = block_scale_type(format);
   bool nvfp4 = format == BlockFormat::nvfp4;
-  std::vector<int64_t> shape_t = {0, 0}, scales_t = {0}, scalar;
-  if (transpose) shape_t = {k, block_bytes(format, m)}, scales_t = {k, blocks_of(format, m)};
+  std::vector<int64_t> shape_t = {0, 0}, scales_t = {0}, scalar, nothing = {0};
+  if (transpose) {
+    shape_t = {k, block_bytes(format, m)};
+    scales_t = block_scale_shape(k, blocks_of(format, m), swizzled);
+  }
   Tensor data = empty_on(x, with_last(x, block_bytes(format, k)), codes);
   Tensor data_t = empty_on(x, shape_t, codes);
-  Tensor scale_inv = empty_on(x, {m, blocks_of(format, k)}, scales);
+  Tensor scale_inv = empty_on(x, block_scale_shape(m, blocks_of(format, k), swizzled), scales);
   Tensor scale_inv_t = empty_on(x, scales_t, scales);
-  Tensor tensor_scale_inv =
-      empty_on(x, nvfp4 ? scalar : std::vector<int64_t>{0}, ScalarType::Float);
-  Tensor largest = empty_on(x, {}, ScalarType::Float);
+  Tensor tensor_scale_inv = empty_on(x, nvfp4 ? scalar : nothing, ScalarType::Float);
+  bool wanted = nvfp4 || with_amax;
+  Tensor largest = empty_on(x, wanted ? scalar : nothing, ScalarType::Float);
   Tensor scratch = words_on(x, partials_for(device.sms));
   QuantizeMx args = {
       format,
@@ -37,8 +40,9 @@ QuantizedMx quantize_mx_op(Tensor x, std::string fmt, std::string mode, bool tra
       {bytes_of(data), bytes_of(scale_inv), m, k, kParamStream},
       {bytes_of(data_t), bytes_of(scale_inv_t), k, m, kFirstStateStream},
       transpose,
+      swizzled,
       seed.has_value() ? static_cast<const int64_t*>(seed->const_data_ptr()) : nullptr,
-      fp32_of(largest),
+      wanted ? fp32_of(largest) : nullptr,
       fp32_of(tensor_scale_inv),
       words_of(scratch)};
   check_launch(quantize_mx(dtype, x.const_data_ptr(), args, device.sms, device.stream),

@@ -15,8 +15,18 @@ namespace mixprec::cuda {
 
 constexpr int kMxRun = 16, kMxSide = 64;
 
+// Lines of scales, or blocks of a line, with the padding of swizzled scales.
+MIXPREC_HD int64_t padded(int64_t size, int64_t side = kSwizzleRows) {
+  return swizzle_tiles(size, side) * side;
+}
+
 // Of the size of a block: 64-bit divisions by a number that is known at run time are slow.
 __device__ __forceinline__ int log_block(BlockFormat f) { return f == BlockFormat::nvfp4 ? 4 : 5; }
+
+// Tiles along rows or columns of x; those of swizzled scales cover their padding, of both directions.
+MIXPREC_HD int64_t mx_tiles(int64_t size, bool swizzled) {
+  return ((swizzled ? padded(size) : size) + kMxSide - 1) / kMxSide;
+}
 
 // x or x^T in blocks along its lines: where the results go.
 struct MxLines {
@@ -29,9 +39,9 @@ struct QuantizeMx {
   BlockFormat format;
   ScaleRule rule;  // MX only: that of NVFP4 follows from amax
   MxLines rows, columns;
-  bool transpose;
-  const int64_t* seed;  // null: to nearest
-  float* amax;
+  bool transpose, swizzled;
+  const int64_t* seed;      // null: to nearest
+  float* amax;              // null: not wanted, MX only
   float* tensor_scale_inv;  // NVFP4 only
   uint32_t* scratch;        // [partials_for(sms)]
 };
@@ -72,11 +82,19 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
   uint32_t amax = largest_of(y, 0u);
   if (!rule.nvfp4) amax = Max::apply(amax, __shfl_xor_sync(kFullWarp, amax, kMxRun));
   int64_t left = line < to.lines ? to.length - start : 0;
-  if (left <= 0) return amax;
-  BlockScale scale = block_scale(amax, rule);
   int log = log_block(a.format), size = 1 << log;
-  int64_t across = (to.length + size - 1) >> log;
-  if ((start & (size - 1)) == 0) to.scale_inv[line * across + (start >> log)] = scale.code;
+  int64_t across = (to.length + size - 1) >> log, block = start >> log;
+  bool first = (start & (size - 1)) == 0;
+  if (left <= 0) {
+    bool padding = a.swizzled && line < padded(to.lines) && block < padded(across, kSwizzleBlocks);
+    if (padding && first) to.scale_inv[swizzled_at(line, block, across)] = 0;
+    return amax;
+  }
+  BlockScale scale = block_scale(amax, rule);
+  if (first) {
+    int64_t at = a.swizzled ? swizzled_at(line, block, across) : line * across + block;
+    to.scale_inv[at] = scale.code;
+  }
 
   bool bad = is_nonfinite_bits(amax);
 #pragma unroll
@@ -105,16 +123,18 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
   return amax;
 }
 
-// One tile of shared memory for all: a row is a word longer than it needs to be, so that 16 lines
-// of two runs each, which a warp reads, are in 32 different banks in both directions.
+// One tile of shared memory for all. Its rows have an odd pitch, so that 16 lines of two runs each,
+// which a warp reads, are in 32 different banks in both directions; the second half of a row is half
+// a load further on, so that the words that a warp stores are, too.
 // Without the 1 ptxas holds the fused kernels to 64 registers and spills for some GPUs.
 template <class Source>
 __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
     quantize_mx_kernel(const Source source, QuantizeMx a) {
-  constexpr int n = Source::kRun, pitch = kMxSide + 1;
+  constexpr int n = Source::kRun, half = kMxSide / 2, gap = n / 2, pitch = kMxSide + gap + 1;
   if constexpr (Source::kFused) {  // for which no code of other formats is compiled
     a.format = a.format == BlockFormat::mxfp8_e4m3 ? a.format : BlockFormat::mxfp8_e5m2;
     a.seed = nullptr;
+    a.swizzled = false;
   }
   __shared__ float tile[kMxSide * pitch];
   ScaleRule rule = a.rule;
@@ -122,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
     rule = nvfp4_rule(*a.amax);
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.tensor_scale_inv = rule.tensor_inv;
   }
-  int64_t rows = a.rows.lines, cols = a.rows.length, across = (cols + kMxSide - 1) / kMxSide;
-  int64_t tiles = (rows + kMxSide - 1) / kMxSide * across;
+  int64_t rows = a.rows.lines, cols = a.rows.length, across = mx_tiles(cols, a.swizzled);
+  int64_t tiles = mx_tiles(rows, a.swizzled) * across;
   bool vectors = source.aligned(n) && cols % n == 0;
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int line = warp % 4 * kMxRun + lane % kMxRun, first = (warp / 4 * 2 + lane / kMxRun) * kMxRun;
@@ -135,13 +155,14 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
       typename Source::Element in[n];
       at.load(source, r, c, in, vectors);
 #pragma unroll
-      for (int j = 0; j < n; ++j) tile[r * pitch + c + j] = to_float(in[j]);
+      for (int j = 0; j < n; ++j) tile[r * pitch + c + c / half * gap + j] = to_float(in[j]);
     }
     __syncthreads();
 #pragma unroll 1
     for (int turned = 0; turned < 1 + a.transpose; ++turned) {
       const MxLines to = turned ? a.columns : a.rows;
-      const float* from = tile + (turned ? first * pitch + line : line * pitch + first);
+      int row = turned ? first : line, col = turned ? line : first;
+      const float* from = tile + row * pitch + col + col / half * gap;
       float y[kMxRun];
 #pragma unroll
       for (int j = 0; j < kMxRun; ++j) y[j] = from[turned ? j * pitch : j];
@@ -151,19 +172,19 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
     }
     __syncthreads();
   }
-  if (a.format == BlockFormat::nvfp4) return;
+  if (a.format == BlockFormat::nvfp4 || a.amax == nullptr) return;
   of_all = block_reduce<kThreads, Max>(of_all);
   if (threadIdx.x == 0) a.scratch[blockIdx.x] = of_all;
 }
 
-// Two launches; one for NVFP4, whose amax is known. Also for empty x.
+// Two launches; one for NVFP4, whose amax is known, and where none is wanted. Also for empty x.
 template <class Source>
 cudaError_t quantize_mx_from(const Source& source, const QuantizeMx& a, int sms,
                              cudaStream_t stream) {
-  auto tiles = [](int64_t size) { return (size + kMxSide - 1) / kMxSide; };
-  int64_t blocks = grid_for(tiles(a.rows.lines) * tiles(a.rows.length), sms);
+  int64_t tiles = mx_tiles(a.rows.lines, a.swizzled) * mx_tiles(a.rows.length, a.swizzled);
+  int64_t blocks = grid_for(tiles, sms);
   cudaError_t error = launch(quantize_mx_kernel<Source>, blocks, kThreads, 0, stream, source, a);
-  if (error != cudaSuccess || a.format == BlockFormat::nvfp4) return error;
+  if (error != cudaSuccess || a.format == BlockFormat::nvfp4 || a.amax == nullptr) return error;
   return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch, blocks, a.amax);
 }
 

@@ -77,3 +77,32 @@ def block_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
     padding = (0, shape[1] * cols - k, 0, shape[0] * rows - m)
     padded = torch.nn.functional.pad(x.float().abs(), padding)
     return padded.reshape(shape[0], rows, shape[1], cols).amax(dim=(1, 3))
+
+
+def swizzled_shape(rows: int, cols: int) -> tuple[int, ...]:
+    """The shape of `swizzle` of [rows, cols]."""
+    return -(-rows // 128), -(-cols // 4), 32, 16
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Codes of scales [R, C] as the tensor cores of Blackwell read them, zeros beyond R and C.
+
+    Tiles of 128 x 4, each 512 bytes, row-major: [ceil(R / 128), ceil(C / 4), 32, 16]. Row r, column
+    c is at [r // 128, c // 4, r % 32, r % 128 // 32 * 4 + c % 4]. Source: cuBLAS documentation,
+    section "1D Block Scaling Factors Layout".
+    """
+    rows, cols = scales.shape
+    down, across, *_ = swizzled_shape(rows, cols)
+    padding = (0, across * 4 - cols, 0, down * 128 - rows)
+    padded = torch.nn.functional.pad(scales.view(torch.uint8), padding)
+    tiles = padded.reshape(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down, across, 32, 16).view(scales.dtype)
+
+
+def unswizzle(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The inverse of `swizzle`: [rows, cols]; scales [rows, cols] are returned as they are."""
+    if scales.dim() == 2:
+        return scales
+    down, across = scales.shape[:2]
+    tiles = scales.view(torch.uint8).reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, :cols].view(scales.dtype)

@@ -149,16 +149,16 @@ int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* ou
 
 // results: data, data_t, scale_inv, scale_inv_t, tensor_scale_inv, amax
 int quantize_mx(int64_t x_dtype, const void* x, int64_t rows, int64_t cols, int64_t format,
-                int64_t mode, int64_t transpose, const int64_t* random_seed, void** results,
-                int64_t sms) {
+                int64_t mode, int64_t transpose, const int64_t* random_seed, int64_t swizzled,
+                int64_t with_amax, void** results, int64_t sms) {
   auto bytes = [&](int which) { return static_cast<uint8_t*>(results[which]); };
   auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
   std::vector<uint32_t> scratch(partials_for(sms), kDirty);
   BlockFormat f = static_cast<BlockFormat>(format);
   QuantizeMx args(f, scale_rule(f, static_cast<ScaleMode>(mode), 0.0f),
                   {bytes(0), bytes(2), rows, cols, kParamStream},
-                  {bytes(1), bytes(3), cols, rows, kFirstStateStream}, transpose != 0, random_seed,
-                  numbers(5), numbers(4), scratch.data());
+                  {bytes(1), bytes(3), cols, rows, kFirstStateStream}, transpose != 0, swizzled != 0,
+                  random_seed, with_amax != 0 ? numbers(5) : nullptr, numbers(4), scratch.data());
   return mixprec::cuda::quantize_mx(static_cast<Dtype>(x_dtype), x, args, sms, nullptr);
 }
 

@@ -252,22 +252,26 @@ def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) 
 
 
 def quantize_mx(
-    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: MaybeTensor
-) -> tuple[torch.Tensor, ...]:
+    x: torch.Tensor, fmt: str, scale_mode: str, transpose: bool, seed: MaybeTensor, swizzled: bool,
+    with_amax: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     rows, cols = scale_layout.as_matrix(x.shape)
     block = block_formats.BLOCK_FORMATS[fmt]
     scales = torch.float8_e4m3fn if block.nvfp4 else torch.uint8
     (size, across), (size_t, across_t) = (block_formats.sizes(fmt, n) for n in (cols, rows))
+    shape_of = scale_layout.swizzled_shape if swizzled else lambda *shape: shape
+    with_amax = with_amax or block.nvfp4
     results = (
         _result((*x.shape[:-1], size) if x.dim() else (), block.element.dtype),
         _result((cols, size_t) if transpose else (0, 0), block.element.dtype),
-        _result((rows, across), scales),
-        _result((cols, across_t) if transpose else (0,), scales),
+        _result(shape_of(rows, across), scales),
+        _result(shape_of(cols, across_t) if transpose else (0,), scales),
         _result(() if block.nvfp4 else (0,), torch.float32),
-        _result((), torch.float32),
+        _result(() if with_amax else (0,), torch.float32),
     )
     how = list(block_formats.BLOCK_FORMATS).index(fmt), block_formats.SCALE_MODES.index(scale_mode)
-    call("quantize_mx", x.dtype, x, rows, cols, *how, transpose, seed, results, _sms())
+    call("quantize_mx", x.dtype, x, rows, cols, *how, transpose, seed, swizzled, with_amax,
+         results, _sms())  # fmt: skip
     return results
 
 

@@ -47,8 +47,8 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         ("mxfp4", (33, 75), None), ("nvfp4", (131, 656), torch.tensor([5])),
     ):  # fmt: skip
         part = wide[: shape[0], : shape[1]].clone()
-        yield "quantize_mx", [part, fmt, "rceil", True, seed]
-        data, _, scale, *_ = reference("quantize_mx")(part, fmt, "rceil", False, seed)
+        yield "quantize_mx", [part, fmt, "rceil", True, seed, True, seed is None]
+        data, _, scale, *_ = reference("quantize_mx")(part, fmt, "rceil", False, seed, False, True)
         yield "dequantize_mx", [data, scale, None, fmt, shape[1], torch.bfloat16]
     x, g = (normal((131, 144), torch.bfloat16, seed=seed) for seed in range(2))
     weight, rows = torch.ones(144), torch.ones(131)

@@ -60,7 +60,8 @@ CASTS = [
 ]  # fmt: skip
 BLOCK_SCALES = {32: some(U8, ROWS, COLUMNS // 32), 16: some(E4M3, ROWS, COLUMNS // 16)}
 MX = [
-    *(("quantize_mx", some(x), fmt, mode, turned, seed) for x, fmt, mode, turned, seed in (
+    *(("quantize_mx", some(x), fmt, mode, turned, seed, turned, not turned)
+      for x, fmt, mode, turned, seed in (
         (F32, "mxfp8_e4m3", "rceil", True, None), (BF16, "mxfp8_e5m2", "floor", False, None),
         (BF16, "mxfp6_e2m3", "even", True, None), (BF16, "mxfp4", "ceil", True, None),
         (BF16, "nvfp4", "rceil", True, None),

@@ -17,6 +17,7 @@ from mixprec.ops._reference.block_formats import BLOCK_FORMATS, SCALE_MODES, siz
 # Around runs of 16, blocks, and tiles.
 SHAPES = ((), (0,), (0, 5), (5, 0), (1,), (17,), (1, 33), (33, 1), (2, 3, 47), (64, 64), (65, 129))
 LARGE = ((131, 656), (130, 272), (300, 70), (3, 40_001))
+PLAIN = False, True  # scales in rows, with amax
 SEED = torch.tensor([2**40 + 7])
 SEEDS = (None, SEED, torch.tensor([0]), None, torch.tensor([2**63 - 1]))
 
@@ -32,8 +33,9 @@ def round_trip(agree: Agreement, x: torch.Tensor, fmt: str, i: int, out: torch.d
     """Both ways in; back from the results of the reference."""
     for j, mode in enumerate(agree.some(modes(fmt), i)):
         args = [x, fmt, mode, x.dim() > 1 and i % 4 < 3, SEEDS[(i + j) % 5]]
+        args += [(i + j) % 2 == 0, (i + j) % 3 > 0]
         x, *_ = agree("quantize_mx", args)
-    data, _, scale_inv, _, tensor_inv, _ = agree.want("quantize_mx")(x, fmt, mode, False, None)
+    data, _, scale_inv, _, tensor_inv, _ = agree.want("quantize_mx")(x, fmt, mode, False, None, *PLAIN)
     tensor = tensor_inv if BLOCK_FORMATS[fmt].nvfp4 and i % 2 else None
     agree("dequantize_mx", [data, scale_inv, tensor, fmt, x.shape[-1] if x.dim() else 1, out])
 
@@ -62,10 +64,10 @@ def test_mx_of_every_kind_of_number(agree: Agreement, dtype: torch.dtype, fmt: s
     for i, x in enumerate((bad, finite, special, finite * 0, finite.clamp(-1, 1) * 1e-3)):
         for seed in agree.some((None, SEED), i):
             for mode in agree.some(modes(fmt), i):
-                agree("quantize_mx", [x, fmt, mode, True, seed])
+                agree("quantize_mx", [x, fmt, mode, True, seed, i % 2 == 0, True])
     for value in (1e-45, -1e-40, 2.0**-126, 448.0, limits.max, -limits.max):  # the only one
         x = torch.full((2, BLOCK_FORMATS[fmt].block + 3), value).to(dtype)
-        agree("quantize_mx", [x, fmt, "rceil", True, None])
+        agree("quantize_mx", [x, fmt, "rceil", True, None, *PLAIN])
 
 
 @every_format
@@ -85,22 +87,22 @@ def test_mx_ties_and_their_neighbours(agree: Agreement, fmt: str) -> None:
         rows = torch.cat([near, -near])
         padded = pad(rows, (0, -rows.numel() % (block - 1))).view(-1, block - 1)
         x = pad(padded, (1, 0), value=element.max * 2.0**exponent)
-        agree("quantize_mx", [x, fmt, "rceil", False, None])
+        agree("quantize_mx", [x, fmt, "rceil", False, None, *PLAIN])
         if not BLOCK_FORMATS[fmt].nvfp4:  # other powers of two give the same
             near = near[near.double() > element.max / 2 * 2.0**exponent]
         scales = pad(near, (0, -near.numel() % 4)).view(-1, 4)
         one_a_block = pad(scales[..., None], (0, block - 1)).flatten(1)
         for mode in modes(fmt):
-            agree("quantize_mx", [one_a_block, fmt, mode, False, None])
-        agree("quantize_mx", [one_a_block[-1:, -block:], fmt, "rceil", False, None])
+            agree("quantize_mx", [one_a_block, fmt, mode, False, None, *PLAIN])
+        agree("quantize_mx", [one_a_block[-1:, -block:], fmt, "rceil", False, None, *PLAIN])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_mx_layouts(agree: Agreement, layout: Layout) -> None:
     for fmt in agree.some(tuple(BLOCK_FORMATS), LAYOUTS.index(layout)):
         x = layout(normal((37, 70), torch.bfloat16))
-        agree("quantize_mx", [x, fmt, "rceil", True, None])
-        data, _, scale_inv, *_ = agree.want("quantize_mx")(x, fmt, "rceil", False, None)
+        agree("quantize_mx", [x, fmt, "rceil", True, None, True, True])
+        data, _, scale_inv, *_ = agree.want("quantize_mx")(x, fmt, "rceil", False, None, *PLAIN)
         stored = layout(data.view(torch.uint8)).view(data.dtype)
         agree("dequantize_mx", [stored, scale_inv, None, fmt, 70, torch.bfloat16])
 

@@ -27,8 +27,9 @@ def quantize_mx(device: str) -> Iterator[Arguments]:
         x = _magnitudes(device, shape)
         for i, (fmt, block) in enumerate(block_formats.BLOCK_FORMATS.items()):
             for j, mode in enumerate(("rceil",) if block.nvfp4 else block_formats.SCALE_MODES):
-                yield [x.to(FLOATS[(i + j) % 3]), fmt, mode, j % 2 == 0, None]
-            yield [x.to(FLOATS[(i + 1) % 3]), fmt, "rceil", True, seed]
+                swizzled, with_amax = (i + j) % 2 == 0, j % 3 == 0
+                yield [x.to(FLOATS[(i + j) % 3]), fmt, mode, j % 2 == 0, None, swizzled, with_amax]
+            yield [x.to(FLOATS[(i + 1) % 3]), fmt, "rceil", True, seed, i % 2 == 0, i % 3 == 0]
 
 
 def dequantize_mx(device: str) -> Iterator[Arguments]:
