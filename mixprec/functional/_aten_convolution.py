@@ -8,6 +8,8 @@ import torch
 
 from .._context import context
 from ..memory.running import keep_as_is
+from ..ops._reference import scale_layout
+from ..ops._reference.block_formats import sizes
 from ..ops.dequantize import dequantize_op
 from ..ops.dequantize_mx import dequantize_mx_op
 from ..recipes import Recipe
@@ -114,8 +116,11 @@ class Layout(NamedTuple):
         b, c, h, w = self.shape
         if self.block_format is not None:
             columns, low = c * h * w, torch.bfloat16
+            blocks = scale_layout.unswizzle(
+                cast.scale_inv, b, sizes(self.block_format, columns)[1]
+            )
             wide = dequantize_mx_op(
-                cast.data, cast.scale_inv, cast.tensor_scale_inv, self.block_format, columns, low
+                cast.data, blocks, cast.tensor_scale_inv, self.block_format, columns, low
             )
         else:
             wide = dequantize_op(cast.data, cast.scale_inv, torch.bfloat16)

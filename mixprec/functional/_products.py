@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from ..ops._reference.gemm_scales import Operands
-from ..ops.block_operands import check_not_simulated, decode, unpacked
-from ..ops.gemm import accumulate
+from ..ops._dispatch.scaled_mm import Blocks
+from ..ops.block_operands import unpacked
+from ..ops.gemm import accumulate, accumulate_blocks, run_blocks
 from ..ops.gemm import run as gemm
 from ..recipes import Recipe
 from ._observed import observe
@@ -52,7 +53,7 @@ class Gemms(NamedTuple):
 
     def add_grad_input(self, total: torch.Tensor, g: Matrix, w_t: Matrix) -> None:
         """total [M, K] += g @ w."""
-        accumulate(total, self._operands("grad_input", g, w_t), self.simulated)
+        self._add("grad_input", total, g, w_t)
 
     def grad_weight(
         self, g_t: Matrix, x_t: Matrix, dtype: torch.dtype, main_grad: torch.Tensor | None
@@ -60,30 +61,41 @@ class Gemms(NamedTuple):
         """g^T @ x, from g_t [N, M] and x_t [K, M]; or None where it is added to main_grad."""
         if main_grad is None:
             return self._run("grad_weight", g_t, x_t, None, dtype)
-        accumulate(main_grad, self._operands("grad_weight", g_t, x_t), self.simulated)
+        self._add("grad_weight", main_grad, g_t, x_t)
         return None
 
     def _run(
         self, kind: str, a: Matrix, b: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
+        observe(kind, self.recipe, self.name)
         fast = kind in self.recipe.fast_accum
-        return gemm(self._operands(kind, a, b), bias, dtype, fast, self.simulated)
+        if self.recipe.is_block:
+            return run_blocks(*self._blocks(kind, a, b), bias, dtype, fast, self.simulated)
+        return gemm(_operands(a, b), bias, dtype, fast, self.simulated)
 
-    def _operands(self, kind: str, a: Matrix, b: Matrix) -> Operands:
-        """Those of a @ b^T, which is about to run."""
-        recipe = self.recipe
-        observe(kind, recipe, self.name)
-        if not recipe.is_block:
-            return Operands(a.data, b.data.t(), a.scale_inv, _t(b.scale_inv))
-        formats = [recipe.block_format(role) or "" for role in _ROLES[kind]]
-        check_not_simulated(self.simulated)
+    def _add(self, kind: str, total: torch.Tensor, a: Matrix, b: Matrix) -> None:
+        """total += a @ b^T"""
+        observe(kind, self.recipe, self.name)
+        if self.recipe.is_block:
+            accumulate_blocks(total, *self._blocks(kind, a, b), self.simulated)
+        else:
+            accumulate(total, _operands(a, b), self.simulated)
+
+    def _blocks(self, kind: str, a: Matrix, b: Matrix) -> tuple[Blocks, Blocks]:
+        formats = [self.recipe.block_format(role) or "" for role in _ROLES[kind]]
         # Rows of an odd length end with half a byte of zeros, in both operands or in one.
         columns = min(unpacked(m.data, fmt) for m, fmt in zip((a, b), formats, strict=True))
-        (a_data, a_inv), (b_data, b_inv) = (
-            decode(m.data, m.scale_inv, m.tensor_scale_inv, fmt, columns)
-            for m, fmt in zip((a, b), formats, strict=True)
-        )
-        return Operands(a_data, b_data.t(), a_inv, b_inv)
+        return _with(a, formats[0], columns), _with(b, formats[1], columns)
+
+
+def _with(m: Matrix, fmt: str, columns: int) -> Blocks:
+    assert m.scale_inv is not None, "all block formats have it"
+    return Blocks(m.data, m.scale_inv, m.tensor_scale_inv, fmt, columns)
+
+
+def _operands(a: Matrix, b: Matrix) -> Operands:
+    """Those of a @ b^T."""
+    return Operands(a.data, b.data.t(), a.scale_inv, _t(b.scale_inv))
 
 
 def grad_bias(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from .._context import context
 from ..ops._dispatch import simulation
+from ..ops._dispatch.block_products import reads_swizzled
 from ..ops._dispatch.casts import Cast
 from ..ops._reference.block_formats import DEFAULT_SCALE_MODE
 from ..ops._reference.hadamard import hadamard
@@ -27,8 +28,9 @@ _APART = ("row", "block1x128", "mx")  # the transpose has other scales
 class Matrix(NamedTuple):
     """A cast matrix: what a GEMM reads, and what a layer saves for backward.
 
-    data: codes [R, C], with E2M1 [R, ceil(C / 2)]. scale_inv: see `Operand`. tensor_scale_inv: fp32
-    [], of "nvfp4" only.
+    data: codes [R, C], with E2M1 [R, ceil(C / 2)]. scale_inv: see `Operand`; of block formats
+    [R, blocks of C], or 4-dimensional in the layout of `scale_layout.swizzle`. tensor_scale_inv:
+    fp32 [], of "nvfp4" only.
     """
 
     data: torch.Tensor
@@ -177,8 +179,9 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     seed = None
     if role in recipe.stochastic_rounding:  # from torch's generator, whose state determines it
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    swizzled = reads_swizzled(fmt, x.device)
     data, data_t, scale_inv, scale_inv_t, tensor_inv, _ = quantize_mx_op(
-        x, fmt, mode, use_t and not rotate, seed, False, False
+        x, fmt, mode, use_t and not rotate, seed, swizzled, False
     )
     whole = tensor_inv if tensor_inv.dim() == 0 else None
     if not use_t:
@@ -187,7 +190,7 @@ def _in_blocks(x: torch.Tensor, role: str, recipe: Recipe, use_t: bool) -> Opera
     if rotate:
         # Not a second draw: compiled code leaves out a cast that no product reads, with its draw.
         another = None if seed is None else seed + 1
-        rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, False, False)
+        rotated = quantize_mx_op(hadamard(x.t()), fmt, mode, False, another, swizzled, False)
         data_t, scale_inv_t = rotated[0], rotated[2]
         whole_t = None if whole is None else rotated[4]
     return Operand(data, data_t, scale_inv, scale_inv_t, whole, whole_t)

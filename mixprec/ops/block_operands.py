@@ -1,11 +1,13 @@
-"""Block formats as operands of `gemm`: decoded to bf16, which multiplies them without a loss."""
+"""Block formats as operands of `gemm`: multiplied by the GPU where it can, else decoded to bf16,
+which multiplies them without a loss."""
 
 from __future__ import annotations
 
 import torch
 
 from ..quantized import Quantized
-from ._reference import block_formats
+from ._dispatch.scaled_mm import Blocks
+from ._reference import block_formats, scale_layout
 from .dequantize_mx import dequantize_mx_op
 
 
@@ -13,29 +15,30 @@ def is_block(x: object) -> bool:
     return isinstance(x, Quantized) and x.columns is not None
 
 
-def decode(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor | None,
-    tensor_scale_inv: torch.Tensor | None,
-    fmt: str,
-    columns: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The bf16 values [R, columns] of rows of blocks without their tensor's scale, and that scale.
+def decode(x: Blocks) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The bf16 values [R, columns] without the tensor's scale, and that scale.
 
     Exact: an element times the scale of its block has at most 6 significant bits, of bf16's 8. Only
     magnitudes beyond bf16's range, below 2^-133 or above its maximum, are rounded.
     """
-    assert scale_inv is not None, "all block formats have it"
-    return dequantize_mx_op(data, scale_inv, None, fmt, columns, torch.bfloat16), tensor_scale_inv
+    blocks = block_formats.sizes(x.fmt, x.columns)[1]
+    scale_inv = scale_layout.unswizzle(x.scale_inv, x.data.shape[0], blocks)
+    wide = dequantize_mx_op(x.data, scale_inv, None, x.fmt, x.columns, torch.bfloat16)
+    return wide, x.tensor_scale_inv
 
 
-def decode_quantized(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`decode` of a matrix in a block format, or of its t()."""
+def blocks_of(q: Quantized) -> Blocks:
+    """A matrix in a block format, or that of which it is the t()."""
     name = block_formats.name_of(q.fmt, q.granularity)
     if name is None or q.columns is None:
         raise ValueError(f"gemm: a Quantized must be from mixprec.quantize, got {q.granularity!r}")
     rows = q.t() if q.is_t else q
-    data, scale = decode(rows.data, rows.scale_inv, q.tensor_scale_inv, name, q.columns)
+    return Blocks(rows.data, rows.scale_inv, q.tensor_scale_inv, name, q.columns)
+
+
+def decode_quantized(q: Quantized) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`decode` of a matrix in a block format, or of its t()."""
+    data, scale = decode(blocks_of(q))
     return data.t() if q.is_t else data, scale
 
 

@@ -6,10 +6,12 @@ import torch
 
 from ..quantized import Quantized
 from ._dispatch import autocast, checks, gemm_table, gemm_vendor, overlap, simulation
+from ._dispatch.block_products import product as product_of_blocks
 from ._dispatch.op import Choice, Op
+from ._dispatch.scaled_mm import Blocks
 from ._reference import gemm_scales, tensor_core
 from ._reference.gemm_scales import Operands
-from .block_operands import check_not_simulated, decode_quantized, is_block
+from .block_operands import blocks_of, check_not_simulated, decode, decode_quantized, is_block
 
 Operand = torch.Tensor | Quantized
 
@@ -68,14 +70,20 @@ def _check_operands(op: str, operands: Operands) -> None:
 
 
 def _check_gemm(operands: Operands, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
-    op, (a, b, *_) = "gemm", operands
-    _check_operands(op, operands)
+    _check_operands("gemm", operands)
+    _check_result(bias, out_dtype, operands.b.shape[1], operands.a.device)
+
+
+def _check_result(
+    bias: torch.Tensor | None, out_dtype: torch.dtype, n: int, device: torch.device
+) -> None:
+    op = "gemm"
     if out_dtype not in checks.FLOATS:
         raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     if bias is not None:
         checks.has_dtype(op, "bias", bias, checks.FLOATS)
-        checks.has_shape(op, "bias", bias, (b.shape[1],), "[N]")
-        checks.on_device(op, "bias", bias, a.device, "a")
+        checks.has_shape(op, "bias", bias, (n,), "[N]")
+        checks.on_device(op, "bias", bias, device, "a")
 
 
 def _check_simulated(
@@ -98,15 +106,20 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
     op, (a, b, *_) = "gemm_accumulate_", operands
     _check_operands(op, operands)
-    checks.has_dtype(op, "acc", acc, (torch.float32,))
-    checks.has_shape(op, "acc", acc, (a.shape[0], b.shape[1]), "[M, N]")
-    checks.on_device(op, "acc", acc, a.device, "a")
-    checks.is_writable(op, "acc", acc)
+    _check_acc(acc, a.shape[0], b.shape[1], a.device)
     for name, t in operands._asdict().items():
         if t is not None and _overlap(acc, t):
             raise ValueError(
                 f"{op}: acc is written while {name} is read, so they must not overlap in memory"
             )
+
+
+def _check_acc(acc: torch.Tensor, m: int, n: int, device: torch.device) -> None:
+    op = "gemm_accumulate_"
+    checks.has_dtype(op, "acc", acc, (torch.float32,))
+    checks.has_shape(op, "acc", acc, (m, n), "[M, N]")
+    checks.on_device(op, "acc", acc, device, "a")
+    checks.is_writable(op, "acc", acc)
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -172,6 +185,47 @@ def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> 
         gemm_accumulate_op(acc, *operands)
 
 
+def run_blocks(
+    a: Blocks,
+    b: Blocks,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    simulated: str | None,
+) -> torch.Tensor:
+    """a @ b^T + bias of two matrices in block formats; see `run`."""
+    check_not_simulated(simulated)
+    y = product_of_blocks(a, b, bias, out_dtype)
+    return run(_decoded(a, b), bias, out_dtype, fast_accum, simulated) if y is None else y
+
+
+def accumulate_blocks(acc: torch.Tensor, a: Blocks, b: Blocks, simulated: str | None) -> None:
+    """acc += a @ b^T of two matrices in block formats; see `run`."""
+    check_not_simulated(simulated)
+    y = product_of_blocks(a, b, None, torch.float32)
+    if y is None:
+        return accumulate(acc, _decoded(a, b), simulated)
+    _check_acc(acc, *y.shape, y.device)
+    acc.add_(y)
+    return None
+
+
+def _decoded(a: Blocks, b: Blocks) -> Operands:
+    (a_data, a_inv), (b_data, b_inv) = decode(a), decode(b)
+    return Operands(a_data, b_data.t(), a_inv, b_inv)
+
+
+def _along_k(
+    a: Operand, b: Operand, *scales: float | torch.Tensor | None
+) -> tuple[Blocks, Blocks] | None:
+    """a and b^T, if both are in block formats with blocks along K; scales: those given for them."""
+    if not (isinstance(a, Quantized) and isinstance(b, Quantized) and is_block(a) and is_block(b)):
+        return None
+    if a.is_t or not b.is_t or any(scale is not None for scale in scales):
+        return None
+    return blocks_of(a), blocks_of(b)
+
+
 def _unpack(
     op: str, name: str, x: Operand, scale_inv: float | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -226,8 +280,9 @@ def gemm(
     a: [M, K], b: [K, N], any strides: both fp16, both bf16, or FP8 (E4M3 and E5M2 in any mix); a
     Quantized, or its t(), includes its scale_inv. Block formats ("mx", "nvfp4") in any mix, or
     beside bf16: they are decoded to bf16, which is exact for magnitudes from 2^-133 to bf16's
-    maximum, and the FP32 scale of an "nvfp4" tensor multiplies the sum. a_scale_inv: fp32, any
-    strides:
+    maximum, and the FP32 scale of an "nvfp4" tensor multiplies the sum. GPUs of compute capability
+    10 and 12 multiply MXFP8 (not E5M2 by E5M2) and NVFP4 as they are, for blocks along K, K a
+    multiple of 32 and N of 16. a_scale_inv: fp32, any strides:
 
         one element (a number is accepted)   for all of a
         [M, 1]                               per row
@@ -244,6 +299,11 @@ def gemm(
     the autocast dtype; FP8, scales and bias are not cast. Raises ValueError naming the invalid
     argument.
     """
+    if (both := _along_k(a, b, a_scale_inv, b_scale_inv)) is not None:
+        checks.needs_no_grad("gemm", "use mixprec.functional.linear", bias)
+        out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+        _check_result(bias, out_dtype, b.shape[1], a.device)
+        return run_blocks(*both, bias, out_dtype, fast_accum, simulation.current())
     operands = _unpack_both("gemm", a, b, a_scale_inv, b_scale_inv)
     hint, dtype = "use mixprec.functional.matmul or linear", operands.a.dtype
     checks.needs_no_grad("gemm", hint, operands.a, operands.b, bias)
@@ -267,6 +327,9 @@ def gemm_accumulate_(
     operand or its scales.
     """
     op = "gemm_accumulate_"
+    if (both := _along_k(a, b, a_scale_inv, b_scale_inv)) is not None:
+        checks.needs_no_grad(op, "use mixprec.functional.linear", acc)
+        return accumulate_blocks(acc, *both, simulation.current())
     operands = _unpack_both(op, a, b, a_scale_inv, b_scale_inv)
     checks.needs_no_grad(op, "use mixprec.functional.linear", acc, operands.a, operands.b)
-    accumulate(acc, operands, simulation.current())
+    return accumulate(acc, operands, simulation.current())

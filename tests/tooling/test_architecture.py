@@ -55,8 +55,8 @@ SIDEWAYS = {
     "act_quantize": "quantize.quantize_reference",
     "dequantize": "dequantize_mx.dequantize_mx_op",
     "block_operands": "dequantize_mx.dequantize_mx_op",
-    "gemm": "block_operands.check_not_simulated block_operands.decode_quantized "
-    "block_operands.is_block",
+    "gemm": "block_operands.blocks_of block_operands.check_not_simulated block_operands.decode "
+    "block_operands.decode_quantized block_operands.is_block",
     "grad_stats": "unscale.COUNTS unscale.count_reference",
 }
 

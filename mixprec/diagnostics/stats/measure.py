@@ -11,7 +11,7 @@ from ...formats import Format
 from ...functional import operands
 from ...functional.operands import Delayed
 from ...ops._reference import block_codes, scale_layout
-from ...ops._reference.block_formats import BLOCK_FORMATS
+from ...ops._reference.block_formats import BLOCK_FORMATS, sizes
 from ...ops.dequantize_mx import dequantize_mx_op
 from ...recipes import Recipe
 
@@ -107,6 +107,7 @@ def _decoded(
     if block_format is None:
         each = scale_layout.expand(scale_inv, m, k)
         return operand.data.float() * each, scale_inv, each
+    scale_inv = scale_layout.unswizzle(scale_inv, m, sizes(block_format, k)[1])
     kept = dequantize_mx_op(operand.data, scale_inv, tensor, block_format, k, torch.float32)
     wide = block_codes.e8m0_value(scale_inv) if tensor is None else scale_inv.float() * tensor
     size = BLOCK_FORMATS[block_format].block

@@ -1,0 +1,132 @@
+"""torch.nn.functional.scaled_mm of two matrices in block formats: the tensor cores of Blackwell
+apply the scales of blocks themselves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from .._reference import block_formats, scale_layout
+from . import autocast, library
+
+MXFP8, NVFP4 = ("mxfp8_e4m3", "mxfp8_e5m2"), "nvfp4"
+CAPABILITIES = (10, 12)
+
+
+class Blocks(NamedTuple):
+    """A matrix [R, columns] in blocks along its rows, as `quantize_mx` returns it: scale_inv in
+    rows or swizzled."""
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    tensor_scale_inv: torch.Tensor | None
+    fmt: str
+    columns: int
+
+
+def why_not(a: Blocks, b: Blocks, capability: library.Capability | None) -> str | None:
+    """Why torch has no single call for a @ b^T; None if it has."""
+    who = "torch.nn.functional.scaled_mm"
+    if capability is None or capability[0] not in CAPABILITIES:
+        return f"{who} takes block formats on compute capability 10 and 12 only"
+    formats = a.fmt, b.fmt
+    if not (formats == (NVFP4, NVFP4) or (a.fmt in MXFP8 and b.fmt in MXFP8)):
+        return f"{who} multiplies MXFP8 by MXFP8 and NVFP4 by NVFP4, got {a.fmt} by {b.fmt}"
+    if formats == ("mxfp8_e5m2", "mxfp8_e5m2"):
+        return f"{who} does not multiply float8_e5m2 by float8_e5m2"
+    m, n, k = a.data.shape[0], b.data.shape[0], a.columns
+    if m == 0 or n == 0 or k == 0 or n % 16 or k % 32 or b.columns != k:
+        return (
+            f"{who} needs K that is a multiple of 32 and N of 16, got K = {k} of a and "
+            f"{b.columns} of b, N = {n}"
+        )
+    for name, x in (("a", a), ("b", b)):
+        blocks = block_formats.sizes(x.fmt, k)[1]
+        shape = tuple(x.scale_inv.shape)
+        rows = x.data.shape[0]
+        if shape not in ((rows, blocks), scale_layout.swizzled_shape(rows, blocks)):
+            return f"{who} needs a scale for each block of {name}, got shape {shape}"
+        if not (x.data.is_contiguous() and (len(shape) == 2 or x.scale_inv.is_contiguous())):
+            return f"{who} needs contiguous codes and scales of {name}"
+        if (x.tensor_scale_inv is None) == (x.fmt == NVFP4):
+            return f"{who} needs the FP32 scale of the tensor with NVFP4, and with it only"
+    return None
+
+
+def multiply(
+    a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """a @ b^T + bias of what `why_not` accepts, accumulated in FP32 and rounded once.
+
+    The FP32 scales of two NVFP4 tensors are multiplied with each other, and then the sum with them.
+    A bias that torch does not take is added in FP32.
+    """
+    fused = bias is not None and bias.dtype == out_dtype != torch.float32 and bias.is_contiguous()
+    recipe = [functional.ScalingType.BlockWise1x32]
+    swizzle = [functional.SwizzleType.SWIZZLE_32_4_4]
+    if a.fmt == NVFP4:
+        recipe = [functional.ScalingType.BlockWise1x16, functional.ScalingType.TensorWise]
+        swizzle = [*swizzle, functional.SwizzleType.NO_SWIZZLE]
+    with autocast.disabled("cuda"):
+        y = functional.scaled_mm(
+            _elements(a),
+            _elements(b).t(),
+            _scales(a),
+            recipe,
+            _scales(b),
+            recipe,
+            swizzle,
+            swizzle,
+            bias=bias if fused else None,
+            output_dtype=out_dtype if fused or bias is None else torch.float32,
+        )
+        return y if fused or bias is None else y.add_(bias).to(out_dtype)
+
+
+def _elements(x: Blocks) -> torch.Tensor:
+    data = x.data if x.data.storage_offset() % 16 == 0 else x.data.clone()
+    return data.view(torch.float4_e2m1fn_x2) if x.fmt == NVFP4 else data
+
+
+def _scales(x: Blocks) -> list[torch.Tensor]:
+    scales = x.scale_inv if x.scale_inv.dim() == 4 else scale_layout.swizzle(x.scale_inv)
+    if x.tensor_scale_inv is not None:
+        return [scales, x.tensor_scale_inv]
+    return [scales.view(torch.float8_e8m0fnu)]
+
+
+def _op(
+    a: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_tensor: torch.Tensor | None,
+    a_fmt: str,
+    b: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    b_tensor: torch.Tensor | None,
+    b_fmt: str,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """`multiply` as an op, for compiled code: torch 2.11 does not trace into scaled_mm."""
+    columns = a.shape[1] * block_formats.per_byte(a_fmt)
+    rows = Blocks(a, a_scale_inv, a_tensor, a_fmt, columns)
+    return multiply(rows, Blocks(b, b_scale_inv, b_tensor, b_fmt, columns), bias, out_dtype)
+
+
+_NAME = "gemm_blocks_vendor"
+_SCHEMA = (
+    "(Tensor a, Tensor a_scale_inv, Tensor? a_tensor_scale_inv, str a_fmt, Tensor b, "
+    "Tensor b_scale_inv, Tensor? b_tensor_scale_inv, str b_fmt, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor"
+)
+library.LIBRARY.define(_NAME + _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+library.LIBRARY.impl(_NAME, _op, "CUDA")
+torch.library.register_fake(
+    f"mixprec::{_NAME}",
+    lambda a, _a, _at, _af, b, _b, _bt, _bf, _bias, out_dtype: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=out_dtype
+    ),
+    lib=library.LIBRARY,
+)
