@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .launch import FORMATS, codes, on, soft_cast
-from .tiles import decode, encode, load, store
+from .tiles import ceil_div, decode, encode, load, store
 
 BLOCK = 4096
 TILE_M, TILE_K = 32, 128
@@ -57,7 +57,7 @@ def dequantize_blocks_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,  # 128: a tile has one column of scales
 ):
-    tiles_k = tl.cdiv(K, TILE_K)
+    tiles_k = ceil_div(K, TILE_K)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     k = tile_k * TILE_K + tl.arange(0, TILE_K)

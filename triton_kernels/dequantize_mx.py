@@ -11,7 +11,7 @@ import triton.language as tl
 from . import block_formats
 from .block_formats import decode_element
 from .launch import FORMATS, codes, on, soft_cast
-from .tiles import decode, encode
+from .tiles import ceil_div, decode, encode
 
 TILE_M, TILE_K = 32, 128
 
@@ -38,10 +38,10 @@ def dequantize_mx_kernel(
 ):
     PER_BYTE: tl.constexpr = 2 if BITS == 4 else 1
     BLOCKS: tl.constexpr = TILE_K // BLOCK
-    tiles_k = tl.cdiv(K, TILE_K)
+    tiles_k = ceil_div(K, TILE_K)
     m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     first = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
-    across, size = tl.cdiv(K, BLOCK), tl.cdiv(K, PER_BYTE)
+    across, size = ceil_div(K, BLOCK), ceil_div(K, PER_BYTE)
     block = first // BLOCK + tl.arange(0, BLOCKS)
     inside = (m < M)[:, None] & (block < across)[None, :]
     stored = tl.load(scale_inv_ptr + m[:, None] * across + block[None, :], mask=inside, other=0)

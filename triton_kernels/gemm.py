@@ -103,6 +103,8 @@ def _launch(op: str, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     """out <- a @ b with the epilogue, or out += it; M, N and K are not 0."""
     left, right = _operand(a), _operand(b.t())
     M, N, K = left.size, right.size, left.K
+    if any(0 < 2**31 - size < 512 for size in (M, N, K)):  # the end of the last tile is beyond it
+        raise ValueError(f"{op}: M, N and K must not be within 512 below 2^31, got {(M, N, K)}")
     if b_scale_inv is not None and b_scale_inv.dim() == 2:
         b_scale_inv = b_scale_inv.t()
     sa, sb = _scale(a_scale_inv, M), _scale(b_scale_inv, N)

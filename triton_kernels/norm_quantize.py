@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .launch import FORMATS, codes, codes_in_order, format_of, on, soft_cast
 from .quantize import quantize_values
-from .tiles import decode, encode, int64
+from .tiles import ceil_div, decode, encode, int64
 
 LANES = 256  # partial sums of a row
 BAND = 64  # rows of a partial sum of a column
@@ -53,8 +53,8 @@ def norm_quantize_kernel(
     first, lanes, k = row * K, tl.arange(0, LANES), int64(K).to(tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     squares = tl.zeros((LANES,), tl.float32)
-    for start in range(0, K, LANES):
-        column = int64(start) + lanes
+    for start in range(0, int64(K), LANES):
+        column = start + lanes
         x = decode(tl.load(x_ptr + (first + column), mask=column < K, other=0), X, SOFT_CAST)
         if residual_ptr is not None:
             added = tl.load(residual_ptr + (first + column), mask=column < K, other=0)
@@ -73,8 +73,8 @@ def norm_quantize_kernel(
         mean = tl.div_rn(_row_sum(total), k)
         tl.store(mean_ptr + row, mean)
         squares = tl.zeros((LANES,), tl.float32)
-        for start in range(0, K, LANES):
-            column = int64(start) + lanes
+        for start in range(0, int64(K), LANES):
+            column = start + lanes
             x = tl.load(normalized_ptr + (first + column), mask=column < K, other=0)
             x = decode(x, X, SOFT_CAST) - mean
             squares += tl.where(column < K, x * x, 0.0)
@@ -82,8 +82,8 @@ def norm_quantize_kernel(
     rstd = tl.div_rn(tl.zeros((), tl.float32) + 1.0, tl.sqrt_rn(variance))
     rstd += 0.0 * variance  # an overflow is NaN, not 0
     tl.store(rstd_ptr + row, rstd)
-    for start in range(0, K, LANES):
-        column = int64(start) + lanes
+    for start in range(0, int64(K), LANES):
+        column = start + lanes
         x = tl.load(normalized_ptr + (first + column), mask=column < K, other=0)
         y = (decode(x, X, SOFT_CAST) - mean) * rstd
         if weight_ptr is not None:
@@ -129,8 +129,8 @@ def norm_backward_kernel(
     rstd = tl.load(rstd_ptr + row)
     products = tl.zeros((LANES,), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
-    for start in range(0, K, LANES):
-        column = int64(start) + lanes
+    for start in range(0, int64(K), LANES):
+        column = start + lanes
         gw, xhat = _gw_and_xhat(g_ptr, x_ptr, weight_ptr, mean, rstd, first, column, K, G, X, W,
                                 SOFT_CAST)  # fmt: skip
         products += tl.where(column < K, gw * xhat, 0.0)
@@ -139,8 +139,8 @@ def norm_backward_kernel(
     c2 = tl.zeros((), tl.float32)
     if mean_ptr is not None:
         c2 = tl.div_rn(_row_sum(total), k)
-    for start in range(0, K, LANES):
-        column = int64(start) + lanes
+    for start in range(0, int64(K), LANES):
+        column = start + lanes
         gw, xhat = _gw_and_xhat(g_ptr, x_ptr, weight_ptr, mean, rstd, first, column, K, G, X, W,
                                 SOFT_CAST)  # fmt: skip
         dx = ((gw - c2) - xhat * c1) * rstd
@@ -165,7 +165,7 @@ def norm_bands_kernel(
     BAND: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    across = tl.cdiv(K, COLUMNS)
+    across = ceil_div(K, COLUMNS)
     band = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < K
@@ -180,7 +180,7 @@ def norm_bands_kernel(
         dweight += g * (x * tl.load(rstd_ptr + row))
         dbias += g
     tl.store(bands_ptr + (band * K + column), dweight, mask=inside)
-    tl.store(bands_ptr + ((tl.cdiv(M, BAND) + band) * K + column), dbias, mask=inside)
+    tl.store(bands_ptr + ((ceil_div(M, BAND) + band) * K + column), dbias, mask=inside)
 
 
 @triton.jit(do_not_specialize=["bands"])
@@ -191,7 +191,7 @@ def norm_columns_kernel(
     K,
     COLUMNS: tl.constexpr,
 ):
-    across = tl.cdiv(K, COLUMNS)
+    across = ceil_div(K, COLUMNS)
     which = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)

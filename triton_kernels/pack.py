@@ -11,7 +11,7 @@ import triton.language as tl
 from .launch import FORMATS, MAX, on, soft_cast
 from .launch import codes as as_codes
 from .philox import philox
-from .tiles import decode, encode, is_nonfinite, load, store
+from .tiles import ceil_div, decode, encode, is_nonfinite, load, store
 
 GROUP = 128
 GROUPS = 16  # per program
@@ -83,7 +83,7 @@ def _pack_block(x_ptr, codes_ptr, ranges_ptr, start, n, seed, counter, X: tl.con
     minimum, step, bad = _range(x, inside, LEVELS)
     group = start // 128 + tl.arange(0, GROUPS)
     ranges = minimum | (step << 16)
-    store(ranges_ptr, group, ranges.to(tl.int32, bitcast=True), (n + 127) // 128, FULL)
+    store(ranges_ptr, group, ranges.to(tl.int32, bitcast=True), ceil_div(n, 128), FULL)
 
     random, shared = _random(start, seed, counter, GROUPS)
     low = (minimum << 16).to(tl.float32, bitcast=True)
@@ -97,7 +97,7 @@ def _pack_block(x_ptr, codes_ptr, ranges_ptr, start, n, seed, counter, X: tl.con
     shifts = tl.arange(0, PER_BYTE).to(tl.uint32) * BITS
     bytes = tl.sum(tl.reshape(code, (BYTES, PER_BYTE)) << shifts[None, :], axis=1)
     out = start // PER_BYTE + tl.arange(0, BYTES)
-    store(codes_ptr, out, bytes.to(tl.uint8), (n + PER_BYTE - 1) // PER_BYTE, FULL)
+    store(codes_ptr, out, bytes.to(tl.uint8), ceil_div(n, PER_BYTE), FULL)
 
 
 @triton.jit(do_not_specialize=["seed", "counter"])
@@ -129,12 +129,12 @@ def _unpack_block(codes_ptr, ranges_ptr, y_ptr, start, n, largest, Y: tl.constex
     PER_BYTE: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = GROUPS * 128 // PER_BYTE
     at = start // PER_BYTE + tl.arange(0, BYTES)
-    bytes = load(codes_ptr, at, (n + PER_BYTE - 1) // PER_BYTE, FULL).to(tl.uint32)
+    bytes = load(codes_ptr, at, ceil_div(n, PER_BYTE), FULL).to(tl.uint32)
     shifts = tl.arange(0, PER_BYTE).to(tl.uint32) * BITS
     code = (bytes[:, None] >> shifts[None, :]) & ((1 << BITS) - 1)
     code = tl.reshape(code, (GROUPS, 128)).to(tl.int32).to(tl.float32)
     group = start // 128 + tl.arange(0, GROUPS)
-    ranges = load(ranges_ptr, group, (n + 127) // 128, FULL).to(tl.uint32, bitcast=True)
+    ranges = load(ranges_ptr, group, ceil_div(n, 128), FULL).to(tl.uint32, bitcast=True)
     minimum = (ranges << 16).to(tl.float32, bitcast=True)
     step = (ranges & 0xFFFF0000).to(tl.float32, bitcast=True)
     y = minimum[:, None] + code * step[:, None]

@@ -13,7 +13,7 @@ from .amax import amax, amax_into
 from .launch import FORMATS, MAX, codes, on, soft_cast
 from .quantize_blocks import quantize_blocks
 from .quantize_mx import quantize_mx
-from .tiles import decode, encode, load, magnitude_bits, scale_from_amax, store
+from .tiles import ceil_div, decode, encode, load, magnitude_bits, scale_from_amax, store
 
 BLOCK = 4096
 MX = {torch.float8_e4m3fn: "mxfp8_e4m3", torch.float8_e5m2: "mxfp8_e5m2"}
@@ -96,7 +96,7 @@ def quantize_transpose_kernel(
 ):
     FP8: tl.constexpr = Q == "e4m3" or Q == "e5m2"
     scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, FP8, POWER_OF_TWO)
-    tiles_k = tl.cdiv(K, TILE_K)
+    tiles_k = ceil_div(K, TILE_K)
     first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
     first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
     m, k = first_m + tl.arange(0, TILE_M), first_k + tl.arange(0, TILE_K)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .launch import FORMATS, MAX, codes, on, soft_cast
-from .tiles import decode, encode, int64, magnitude_bits, scale_from_amax
+from .tiles import ceil_div, decode, encode, int64, magnitude_bits, scale_from_amax
 
 TILE = 128
 ROW_BLOCK = 4096
@@ -44,7 +44,7 @@ def quantize_rows_kernel(
     first = tl.program_id(0) * int64(K)
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, K, BLOCK):
+    for start in range(0, int64(K), BLOCK):
         inside = start + columns < K
         x = tl.load(x_ptr + (first + start + columns), mask=inside, other=0)
         largest = tl.maximum(largest, magnitude_bits(decode(x, X, SOFT_CAST)))
@@ -52,7 +52,7 @@ def quantize_rows_kernel(
     scale = _scale(amax, fmt_max, POWER_OF_TWO)
     tl.store(scale_inv_ptr + tl.program_id(0), _inverse(scale))
     tl.atomic_max(amax_ptr, amax, sem="relaxed")
-    for start in range(0, K, BLOCK):
+    for start in range(0, int64(K), BLOCK):
         inside = start + columns < K
         x = tl.load(x_ptr + (first + start + columns), mask=inside, other=0)
         x = decode(x, X, SOFT_CAST)
@@ -72,7 +72,7 @@ def tile_maxima_kernel(
     SOFT_CAST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tiles_k = tl.cdiv(K, TILE)
+    tiles_k = ceil_div(K, TILE)
     m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE + tl.arange(0, TILE)
     k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -102,7 +102,7 @@ def quantize_tiles_kernel(
     SOFT_CAST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tiles_k, tiles_m = tl.cdiv(K, TILE), tl.cdiv(M, TILE)
+    tiles_k, tiles_m = ceil_div(K, TILE), ceil_div(M, TILE)
     tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
     m, k = tile_m * TILE + tl.arange(0, TILE), tile_k * TILE + tl.arange(0, TILE)

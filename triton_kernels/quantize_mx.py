@@ -11,16 +11,10 @@ from .amax import amax_into
 from .block_formats import encode_element, mx_scale, nvfp4_scale
 from .launch import FORMATS, codes, on, soft_cast
 from .philox import philox
-from .tiles import decode, magnitude_bits, scale_from_amax
+from .tiles import ceil_div, decode, int64, magnitude_bits, scale_from_amax
 
 TILE_M, TILE_K = 64, 64  # whole blocks in both directions
 WARPS = 4  # 8 where scales are swizzled: 4 spill registers on 8.9
-
-
-@triton.jit
-def _up(size, side: tl.constexpr):
-    """Rounded up to a multiple of side."""
-    return tl.cdiv(size, side) * side
 
 
 @triton.jit
@@ -46,7 +40,7 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
     elements. x is 0 outside. Returns the amax of each line, as bits."""
     BLOCKS: tl.constexpr = N // BLOCK
     lines = line + tl.arange(0, LINES)
-    across = tl.cdiv(length, BLOCK)
+    across = ceil_div(length, BLOCK)
     x = tl.reshape(x, (LINES, BLOCKS, BLOCK))
     amax = tl.max(magnitude_bits(x), axis=2)
     if NVFP4:
@@ -59,11 +53,11 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
     if SWIZZLED:  # see swizzle in mixprec/ops/_reference/scale_layout.py
         stored = tl.where(inside, stored, tl.zeros_like(stored))
         # All of these are in one tile of 128 lines and 4 blocks, which programs fill with zeros.
-        tile = line // 128 * tl.cdiv(across, 4) + start // BLOCK // 4
+        tile = line // 128 * ceil_div(across, 4) + start // BLOCK // 4
         row = (line % 128).to(tl.int32) + tl.arange(0, LINES)
         col = (start // BLOCK % 4).to(tl.int32) + tl.arange(0, BLOCKS)
         at_scale = tile * 512 + (row % 32 * 16 + row // 32 * 4)[:, None] + col[None, :]
-        inside = (row < 128)[:, None] & (block < _up(across, 4))[None, :]
+        inside = (row < 128)[:, None] & (block < ceil_div(across, 4) * 4)[None, :]
     tl.store(scale_inv_ptr + at_scale, stored, mask=inside)
 
     finite = (amax < 0x7F800000)[:, :, None]
@@ -71,13 +65,13 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
     random = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-        random = _random(lines, start, across * BLOCK, seed, STREAM, LINES, N)
+        random = _random(lines, start, int64(across) * BLOCK, seed, STREAM, LINES, N)
     code = encode_element(y, random, ELEMENT, BITS, MANTISSA, LEAST, MAX_BITS, SOFT_CAST)
     PER_BYTE: tl.constexpr = 2 if BITS == 4 else 1
     if BITS == 4:  # elements beyond the last one are 0
         low, high = tl.split(tl.reshape(code, (LINES, N // 2, 2)))
         code = low | (high << 4)
-    size = tl.cdiv(length, PER_BYTE)
+    size = ceil_div(length, PER_BYTE)
     at = start // PER_BYTE + tl.arange(0, N // PER_BYTE)
     inside = (lines < count)[:, None] & (at < size)[None, :]
     tl.store(data_ptr + lines[:, None] * size + at[None, :], code, mask=inside)
@@ -110,7 +104,7 @@ def quantize_mx_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    tiles_k = tl.cdiv(_up(K, 128) if SWIZZLED else K, TILE_K)
+    tiles_k = ceil_div(K, 128) * (128 // TILE_K) if SWIZZLED else ceil_div(K, TILE_K)
     first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
     first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
     m, k = first_m + tl.arange(0, TILE_M), first_k + tl.arange(0, TILE_K)

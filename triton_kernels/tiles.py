@@ -34,6 +34,12 @@ def int64(x):
 
 
 @triton.jit
+def ceil_div(n, d: tl.constexpr):
+    """ceil(n / d) of n > 0. tl.cdiv adds d - 1 first, which is too much for an n near 2^31."""
+    return (n - 1) // d + 1
+
+
+@triton.jit
 def magnitude_bits(x):
     """The bits of |x| as int32, which have the order of |x|, with NaN above Inf above all numbers.
     A floating-point maximum would ignore NaN."""

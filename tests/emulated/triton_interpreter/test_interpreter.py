@@ -15,9 +15,11 @@ from emulated.agreement import OPS, TRITON
 from emulated.triton_interpreter.helpers import choose, ops_on_the_cpu, tl, triton
 
 import mixprec
+from mixprec import ops
 from mixprec.ops._dispatch import self_check
 from mixprec.ops._reference import rounding
-from mixprec.triton_kernels import gemm, launch, philox, tiles
+from mixprec.triton_kernels import gemm, launch, pack, philox, tiles
+from mixprec.triton_kernels.tiles import ceil_div, int64
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -129,3 +131,32 @@ def test_scales_of_128_rows_and_of_a_chunk(monkeypatch: pytest.MonkeyPatch, sett
     chunks = torch.tensor([0.5, 2.0, 0.25])
     want = (a.float() * chunks[torch.arange(300) // 128]) @ b.float()
     assert torch.equal(gemm.gemm(a, b, chunks[None], None, None, torch.float32, False), want)
+
+
+@triton.jit
+def _last_block_kernel(x_ptr, codes_ptr, ranges_ptr, n, BITS: tl.constexpr):
+    """The last group of a tensor of n elements, of which memory holds no other."""
+    start = int64(n // 128) * 128
+    pack._pack_block(x_ptr - start, codes_ptr - start * BITS // 8, ranges_ptr - start // 128, start,
+                     n, int64(1), int64(0), "fp32", BITS, True, 1, False)  # fmt: skip
+
+
+@triton.jit
+def _ceil_div_kernel(n, out_ptr, D: tl.constexpr):
+    tl.store(out_ptr, ceil_div(n, D))
+
+
+def test_sizes_just_below_2_to_the_31() -> None:
+    """Sums of a size, an int32, and a block must not overflow."""
+    n = 2**31 - 1
+    for d in (2, 16, 128):
+        out = torch.zeros(1, dtype=torch.int32)
+        _ceil_div_kernel[(1,)](n, out, D=d)
+        assert out.item() == 2**31 // d
+    x, codes = torch.randn(128), torch.zeros(64, dtype=torch.uint8)
+    ranges = torch.zeros((1, 2), dtype=torch.bfloat16)
+    _last_block_kernel[(1,)](x, codes, ranges.view(torch.int32), n, BITS=4)
+    ind.assert_same_bits(ranges, ops.pack(x[:127], 4)[1])
+    back = ops.unpack(codes, ranges, 4, (127,))
+    assert (back - x[:127]).abs().max() < 1.01 * ranges[0, 1].float()
+    assert back.unique().numel() > 8
