@@ -108,12 +108,15 @@ def pack_kernel(
     n,
     seed: tl.int64,
     counter: tl.int64,
+    offset_ptr,  # int64 [1], added to counter; or None
     X: tl.constexpr,
     BITS: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * (GROUPS * 128)
+    if offset_ptr is not None:
+        counter += tl.load(offset_ptr)
     if start + GROUPS * 128 <= n:
         _pack_block(x_ptr, codes_ptr, ranges_ptr, start, n, seed, counter, X, BITS, SOFT_CAST,
                     GROUPS, True)  # fmt: skip
@@ -165,7 +168,9 @@ def unpack_kernel(
                       False)  # fmt: skip
 
 
-def pack(x: torch.Tensor, bits: int, seed: int, counter: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    x: torch.Tensor, bits: int, seed: int, counter: int, offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     n = x.numel()
     packed = torch.empty((n * bits + 7) // 8, dtype=torch.uint8, device=x.device)
@@ -174,7 +179,7 @@ def pack(x: torch.Tensor, bits: int, seed: int, counter: int) -> tuple[torch.Ten
         with on(x):
             pack_kernel[(triton.cdiv(n, GROUPS * GROUP),)](
                 as_codes(x), packed, ranges.view(torch.int32), n, seed, counter,
-                X=FORMATS[x.dtype], BITS=bits, SOFT_CAST=soft_cast(x.device, x.dtype),
+                offset, X=FORMATS[x.dtype], BITS=bits, SOFT_CAST=soft_cast(x.device, x.dtype),
                 GROUPS=GROUPS, enable_fp_fusion=False,
             )  # fmt: skip
     return packed, ranges

@@ -12,6 +12,15 @@ inline void check_bits(int64_t bits, const char* op) {
   STD_TORCH_CHECK(bits == 8 || bits == 4 || bits == 2, op, ": bits must be 8, 4 or 2");
 }
 
+// What is added to the counter of pack: int64 [1] on x's device, or nothing. Null for nothing.
+inline const int64_t* check_offset(const MaybeTensor& offset, const Tensor& x) {
+  if (!offset.has_value()) return nullptr;
+  STD_TORCH_CHECK(offset->dim() == 1 && offset->numel() == 1 &&
+                      offset->scalar_type() == ScalarType::Long && together(*offset, x),
+                  "pack: offset must be int64 [1] on x's device");
+  return static_cast<const int64_t*>(offset->const_data_ptr());
+}
+
 // Returns the number of elements of `shape`.
 inline int64_t check_packed(const Tensor& codes, const Tensor& ranges, int64_t bits,
                             const std::vector<int64_t>& shape) {

@@ -14,18 +14,23 @@ constexpr int64_t kStreamed = 1 << 20;  // bytes; smaller results should stay in
 
 }  // namespace
 
-// x: any shape, fp32/bf16/fp16 -> codes uint8 [ceil(n * bits / 8)], ranges bf16 [ceil(n / 128), 2]
-std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
+// x: any shape, fp32/bf16/fp16; offset: int64 [1] -> codes uint8 [ceil(n * bits / 8)],
+// ranges bf16 [ceil(n / 128), 2]
+std::tuple<Tensor, Tensor> pack(Tensor x, int64_t bits, int64_t seed, int64_t counter,
+                                MaybeTensor offset) {
   Dtype dtype = float_dtype(x, "pack: x");
   check_bits(bits, "pack");
+  const int64_t* added = check_offset(offset, x);
+  uint64_t count = static_cast<uint64_t>(counter);
+  if (added != nullptr) count += static_cast<uint64_t>(*added);
   x = row_major(x);
   int64_t n = x.numel();
   Tensor codes = empty({packed_bytes(n, bits)}, ScalarType::Byte);
   Tensor ranges = empty({packed_groups(n), 2}, ScalarType::BFloat16);
   PackArrays arrays = {dtype,
                        bits,
-                       seed,
-                       counter,
+                       static_cast<uint64_t>(seed),
+                       count,
                        x.const_data_ptr(),
                        nullptr,
                        false,

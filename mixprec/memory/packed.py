@@ -21,10 +21,16 @@ class Codes:
     """The codes and ranges of `pack`, of a tensor's elements in row-major order."""
 
     def __init__(
-        self, x: torch.Tensor, bits: int, seed: int, counter: int, dithered: bool = False
+        self,
+        x: torch.Tensor,
+        bits: int,
+        seed: int,
+        counter: int,
+        offset: torch.Tensor | None,
+        dithered: bool = False,
     ) -> None:
-        self.shape, self.dtype, self.bits = x.shape, x.dtype, bits
-        self.codes, self.ranges = pack(x, bits, seed=seed, counter=counter)
+        self.shape, self.dtype, self.bits, self.offset = x.shape, x.dtype, bits, offset
+        self.codes, self.ranges = pack(x, bits, seed=seed, counter=counter, offset=offset)
         self.dither = seed + counter if dithered and x.dtype == torch.bfloat16 else None
         self.backend = context.backend
 
@@ -32,7 +38,7 @@ class Codes:
         dtype = self.dtype if self.dither is None else torch.float32
         with replaced("backend", self.backend):
             t = unpack(self.codes, self.ranges, self.bits, self.shape, dtype)
-        return t if self.dither is None else rounded_at_random(t, self.dither)
+        return t if self.dither is None else rounded_at_random(t, self.dither, self.offset)
 
 
 Make = Callable[..., Codes]  # of (x, bits, dithered=False)
@@ -143,6 +149,14 @@ def _with_strides(t: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def _offset(x: torch.Tensor) -> torch.Tensor | None:
+    """While a graph is captured, in which seed and counter are constants: a number of torch's
+    generator of the device, which draws another one in each replay. Otherwise None."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=x.device)
+    return None
+
+
 class Packer:
     """Packs each tensor once where it can. The n-th codes have counter n in the random numbers."""
 
@@ -192,7 +206,7 @@ class Packer:
         def make(x: torch.Tensor, bits: int, dithered: bool = False) -> Codes:
             if self.seed is None:
                 self.seed = int(torch.randint(2**62, (), device="cpu"))
-            return Codes(x, bits, self.seed, next(counters), dithered)
+            return Codes(x, bits, self.seed, next(counters), _offset(x), dithered)
 
         pieces = form.encode(t.as_strided((t.numel(),), (1,)) if form.flat else t, make)
         return Parts(form, pieces, counter, sequence)

@@ -58,11 +58,13 @@ def _range(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     return minimum.masked_fill(~finite, torch.nan), step.masked_fill(~finite, 0.0)
 
 
-def _random(groups: int, seed: int, counter: int, device: torch.device) -> torch.Tensor:
+def _random(
+    groups: int, seed: int, counter: int | torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """16 random bits for each element as int64 [groups, GROUP]: a byte of its own, above one for
     the group: the exclusive or of all of its bytes, which is independent of each of them."""
     call = torch.arange(groups * GROUP // 16, device=device)
-    low, high = (torch.full_like(call, counter >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    low, high = (torch.zeros_like(call) + (counter >> shift & 0xFFFFFFFF) for shift in (0, 32))
     words = rounding.philox((call & 0xFFFFFFFF, call >> 32, low, high), seed)
     own = (words[..., None] >> torch.arange(0, 32, 8, device=device) & 0xFF).view(groups, GROUP)
     shared = own
@@ -72,7 +74,7 @@ def _random(groups: int, seed: int, counter: int, device: torch.device) -> torch
 
 
 def pack_reference(
-    x: torch.Tensor, bits: int, seed: int, counter: int
+    x: torch.Tensor, bits: int, seed: int, counter: int, offset: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     numel, levels = x.numel(), 2**bits - 1
     size, groups = packed_sizes(numel, bits)
@@ -82,7 +84,7 @@ def pack_reference(
     minimum, step = _range(wide, levels)
     low, span = minimum.float()[:, None], step.float()[:, None]
     factor = torch.where(span == 0, 0.0, torch.full_like(span, 256.0) / span)
-    random = _random(groups, seed, counter, x.device)
+    random = _random(groups, seed, counter if offset is None else offset + counter, x.device)
     # In units of 2^-8 of a step, rounded down after a shift by a random part of a unit.
     steps = ((wide - low) * factor + (random & 0xFF).float() * 2.0**-8).nan_to_num(0.0)
     steps = steps.to(torch.int32).clamp(max=levels << 8)
@@ -110,9 +112,14 @@ def _check_bits(op: str, bits: int) -> None:
         raise ValueError(f"{op}: bits must be 8, 4 or 2, got {bits}")
 
 
-def _check_pack(x: torch.Tensor, bits: int) -> None:
-    checks.has_dtype("pack", "x", x, checks.FLOATS)
-    _check_bits("pack", bits)
+def _check_pack(x: torch.Tensor, bits: int, offset: torch.Tensor | None) -> None:
+    op = "pack"
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    _check_bits(op, bits)
+    if offset is not None:
+        checks.has_dtype(op, "offset", offset, (torch.int64,))
+        checks.has_shape(op, "offset", offset, (1,), "one number")
+        checks.on_device(op, "offset", offset, x.device, "x")
 
 
 def _fake_pack(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +129,7 @@ def _fake_pack(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 pack_op = Op(
     "pack",
-    "(Tensor x, int bits, int seed, int counter) -> (Tensor codes, Tensor ranges)",
+    "(Tensor x, int bits, int seed, int counter, Tensor? offset) -> (Tensor codes, Tensor ranges)",
     reference=pack_reference,
     fake=_fake_pack,
     check=_check_pack,
@@ -163,7 +170,12 @@ unpack_op = Op(
 
 
 def pack(
-    x: torch.Tensor, bits: int, *, seed: int = 0, counter: int = 0
+    x: torch.Tensor,
+    bits: int,
+    *,
+    seed: int = 0,
+    counter: int = 0,
+    offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (codes, ranges): x in `bits` bits an element, for `unpack`.
 
@@ -180,7 +192,9 @@ def pack(
     an element changes by less than a step. u has 16 bits of Philox4x32-10, keyed by `seed`, counted
     by element and `counter` (two integers of 64 bits): 8 of its own, and 8 lower ones that its
     group shares. Calls are reproducible; give every tensor a counter of its own. All backends
-    give the same bits.
+    give the same bits. offset: None, or int64 [1] on x's device, which the kernel adds to counter:
+    a captured graph, in which seed and counter are constants, rounds anew at each replay if the
+    offset changes.
 
     A group of equal BF16 values, such as zeros, has step 0 and is kept exactly; otherwise the step
     is at least 2^-84. A group that holds Inf or NaN, or whose values are so far apart that
@@ -189,7 +203,7 @@ def pack(
     """
     checks.is_tensor("pack", "x", x)
     checks.needs_no_grad("pack", "call it under torch.no_grad()", x)
-    codes, ranges = pack_op(x, bits, seed, counter)
+    codes, ranges = pack_op(x, bits, seed, counter, offset)
     return codes, ranges
 
 

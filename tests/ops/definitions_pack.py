@@ -41,7 +41,10 @@ def random_bytes(groups: int, seed: int, counter: int) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def pack(x: torch.Tensor, bits: int, seed: int, counter: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    x: torch.Tensor, bits: int, seed: int, counter: int, offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    counter += 0 if offset is None else int(offset)
     flat, levels, count = ind.values(x).astype(F32).ravel(), 2**bits - 1, -(-x.numel() // GROUP)
     groups = np.pad(flat, (0, count * GROUP - len(flat)), mode="edge").reshape(count, GROUP)
     low, step = ranges_of(groups, levels)

@@ -48,7 +48,7 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         scales = tensor((4, 1), torch.uint8, arrangement)
         return data, scales, None, "mxfp4", 6, dtype
     if op == "pack":
-        return x, 4, 2**40, 3
+        return x, 4, 2**40, 3, torch.ones(1, dtype=torch.int64)
     if op == "unpack":
         codes = torch.arange(x.numel() // 2, dtype=torch.uint8)
         ranges = torch.full(((x.numel() + 127) // 128, 2), 0.5, dtype=torch.bfloat16)

@@ -249,6 +249,8 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             for name in ("g", "weight", "mean", "rstd", "g_total")
         ),
         ("pack", {"bits": 3}, "bits must be 8, 4 or 2, got 3"),
+        ("pack", {"offset": FLAG}, "offset must have dtype int64"),
+        ("pack", {"offset": COUNTERS}, r"offset must have shape one number = \(1,\), got \(3,\)"),
         ("unpack", {"bits": 5}, "bits must be 8, 4 or 2, got 5"),
         ("unpack", {"shape": (-3,)}, "shape must have no negative size"),
         ("unpack", {"shape": (5,)}, r"codes .*\(5,\) in 4 bits = \(3,\)"),

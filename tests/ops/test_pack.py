@@ -18,13 +18,15 @@ from mixprec.ops import pack, unpack
 from mixprec.ops.pack import BITS, GROUP
 
 
-def check(x: torch.Tensor, bits: int, seed: int, counter: int) -> None:
+def check(
+    x: torch.Tensor, bits: int, seed: int, counter: int, offset: torch.Tensor | None = None
+) -> None:
     """Kernels and references, and back again, are the rule in NumPy."""
-    packed = DEFINITIONS["pack"](x, bits, seed, counter)
+    packed = DEFINITIONS["pack"](x, bits, seed, counter, offset)
     want = [*packed, DEFINITIONS["unpack"](*packed, bits, x.shape, x.dtype)]
     for backend in ("cpp", "reference"):
         with mixprec.use_backend(backend):
-            got = pack(x, bits, seed=seed, counter=counter)
+            got = pack(x, bits, seed=seed, counter=counter, offset=offset)
             assert_bits([*got, unpack(*got, bits, x.shape, x.dtype)], want)
 
 
@@ -32,17 +34,37 @@ def check(x: torch.Tensor, bits: int, seed: int, counter: int) -> None:
     count=st.integers(1, 700),
     seed=st.integers(-(2**63), 2**63 - 1),
     counter=st.integers(-(2**63), 2**63 - 1),
+    offset=st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
     bits=st.sampled_from(BITS),
     dtype=st.sampled_from(WIDE),
     exponent=st.integers(-126, 127),
     shift=st.sampled_from([0.0, 1.0, -3.0, 1e5]),
 )
 def test_any_magnitude(
-    count: int, seed: int, counter: int, bits: int, dtype: torch.dtype, exponent: int, shift: float
+    count: int,
+    seed: int,
+    counter: int,
+    offset: int | None,
+    bits: int,
+    dtype: torch.dtype,
+    exponent: int,
+    shift: float,
 ) -> None:
     x = ((normal((count,), torch.float64) + shift) * 2.0**exponent).to(dtype)
     x = torch.where(x.isfinite(), x, 0.0)
-    check(x, bits, seed, counter)
+    check(x, bits, seed, counter, None if offset is None else torch.tensor([offset]))
+
+
+def test_an_offset_advances_the_counter() -> None:
+    """What a graph's replays read from the device is what another counter gives."""
+    x, offset = normal((1000,), torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    found = []
+    for replay in range(3):
+        found.append(pack(x, 4, seed=5, counter=7, offset=offset)[0])
+        assert torch.equal(found[-1], pack(x, 4, seed=5, counter=7 + replay)[0])
+        offset += 1
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
 
 
 def test_ranges_that_are_close_to_others() -> None:

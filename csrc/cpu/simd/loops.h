@@ -79,7 +79,8 @@ using StepLoop = void (*)(const StepArrays&, int64_t begin, int64_t end, int var
 // A tensor and its packed form.
 struct PackArrays {
   Dtype dtype;
-  int64_t bits, seed, counter;
+  int64_t bits;
+  uint64_t seed, counter;
   const void* x;  // of pack
   void* y;        // of unpack
   bool streams;   // y is too large to stay in the caches

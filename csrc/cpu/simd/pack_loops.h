@@ -18,10 +18,8 @@ struct PackBuffers {
 inline void pack_random(const PackArrays& a, int64_t element, int64_t n, PackBuffers& b) {
   static_assert(kPackBlock / kPackRandom % kAtOnce == 0);
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);  // the lowest byte comes first
-  uint64_t counter = static_cast<uint64_t>(a.counter);
-  random_words(element / kPackRandom, static_cast<uint32_t>(counter),
-               static_cast<uint32_t>(counter >> 32), static_cast<uint64_t>(a.seed), n / kPackRandom,
-               b.words);
+  random_words(element / kPackRandom, static_cast<uint32_t>(a.counter),
+               static_cast<uint32_t>(a.counter >> 32), a.seed, n / kPackRandom, b.words);
   for (int64_t g = 0; g < kPackGroups; ++g) {
     Lanes sum = {}, next;
     for (int i = 0; i < kPackGroup / 8; i += kCounters) {

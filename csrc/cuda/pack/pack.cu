@@ -9,9 +9,12 @@ namespace mixprec::cuda {
 
 namespace {
 
-std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t counter) {
+std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t counter,
+                                   MaybeTensor offset) {
   Dtype dtype = float_dtype(x, "pack: x");
   check_bits(bits, "pack");
+  PackRandom random = {static_cast<uint64_t>(seed), static_cast<uint64_t>(counter),
+                       check_offset(offset, x)};
   OnDevice device(x);
   x = row_major(x);
   int64_t n = x.numel();
@@ -19,8 +22,7 @@ std::tuple<Tensor, Tensor> pack_op(Tensor x, int64_t bits, int64_t seed, int64_t
   Tensor ranges = empty_on(x, {packed_groups(n), 2}, ScalarType::BFloat16);
   check_launch(
       pack(dtype, bits, x.const_data_ptr(), static_cast<uint8_t*>(codes.mutable_data_ptr()),
-           static_cast<Bf16*>(ranges.mutable_data_ptr()), n, seed, counter, device.sms,
-           device.stream),
+           static_cast<Bf16*>(ranges.mutable_data_ptr()), n, random, device.sms, device.stream),
       "pack");
   return {codes, ranges};
 }

@@ -41,14 +41,22 @@ __device__ __forceinline__ PackRange range_of(const float (&x)[kRun], float leve
   return pack_range(bits_float(limits.least()), bits_float(limits.greatest()), levels);
 }
 
+// What the random bits are a function of, beside the element.
+struct PackRandom {
+  uint64_t seed, counter;
+  const int64_t* offset;  // null, or on the device: added to counter
+};
+
 // x[0, count) to codes, ranges: two numbers for each group.
 template <class X, int bits>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const X* __restrict__ x, uint8_t* __restrict__ codes, Bf16* __restrict__ ranges,
-                int64_t count, uint64_t seed, uint64_t counter) {
+                int64_t count, PackRandom from) {
   constexpr int levels = (1 << bits) - 1, per_byte = 8 / bits, bytes = kRun / per_byte;
   bool aligned = is_aligned(x) && is_aligned(codes);
   int64_t runs = packed_groups(count) * kRunsOfGroup;
+  uint64_t counter = from.counter;
+  if (from.offset != nullptr) counter += static_cast<uint64_t>(*from.offset);
   for (int64_t block = int64_t{blockIdx.x} * kThreads; block < runs;
        block += int64_t{gridDim.x} * kThreads) {
     int64_t run = block + threadIdx.x, begin = run * kRun;
@@ -67,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
 
     PhiloxWords random = {{static_cast<uint32_t>(run), static_cast<uint32_t>(run >> 32),
                            static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32)}};
-    random = philox(random, seed);
+    random = philox(random, from.seed);
     uint32_t all = random.word[0] ^ random.word[1] ^ random.word[2] ^ random.word[3];
     float dither = pack_dither(warp_reduce<Xor>(all, kRunsOfGroup));
     float minimum = decode(range.minimum), factor = pack_factor(range.step);
@@ -140,16 +148,14 @@ auto with_bits(int64_t bits, const F& f) {
 }
 
 inline cudaError_t pack(Dtype dtype, int64_t bits, const void* x, uint8_t* codes, Bf16* ranges,
-                        int64_t count, int64_t seed, int64_t counter, int sms,
-                        cudaStream_t stream) {
+                        int64_t count, const PackRandom& random, int sms, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
   int64_t blocks = (packed_groups(count) * kRunsOfGroup + kThreads - 1) / kThreads;
   return with_float(dtype, [&](auto t) {
     return with_bits(bits, [&](auto b) {
       using X = typename decltype(t)::type;
       return launch(pack_kernel<X, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0, stream,
-                    static_cast<const X*>(x), codes, ranges, count, static_cast<uint64_t>(seed),
-                    static_cast<uint64_t>(counter));
+                    static_cast<const X*>(x), codes, ranges, count, random);
     });
   });
 }

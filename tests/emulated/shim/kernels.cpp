@@ -172,9 +172,10 @@ int dequantize_mx(int64_t out_dtype, int64_t format, const uint8_t* data, const 
 }
 
 int pack(int64_t dtype, int64_t bits, const void* x, uint8_t* codes, Bf16* ranges, int64_t count,
-         int64_t random_seed, int64_t counter, int64_t sms) {
-  return mixprec::cuda::pack(static_cast<Dtype>(dtype), bits, x, codes, ranges, count, random_seed,
-                             counter, sms, nullptr);
+         int64_t random_seed, int64_t counter, const int64_t* offset, int64_t sms) {
+  PackRandom random = {static_cast<uint64_t>(random_seed), static_cast<uint64_t>(counter), offset};
+  return mixprec::cuda::pack(static_cast<Dtype>(dtype), bits, x, codes, ranges, count, random, sms,
+                             nullptr);
 }
 
 int unpack(int64_t dtype, int64_t bits, const uint8_t* codes, const Bf16* ranges, void* y,

@@ -287,10 +287,11 @@ def dequantize_mx(
     return out
 
 
-def pack(x: torch.Tensor, bits: int, seed: int, counter: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(x: torch.Tensor, bits: int, seed: int, counter: int,
+         offset: MaybeTensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     size, groups = packed_sizes(x.numel(), bits)
     codes, ranges = _result((size,), torch.uint8), _result((groups, 2), torch.bfloat16)
-    call("pack", x.dtype, bits, x, codes, ranges, x.numel(), seed, counter, _sms())
+    call("pack", x.dtype, bits, x, codes, ranges, x.numel(), seed, counter, offset, _sms())
     return codes, ranges
 
 

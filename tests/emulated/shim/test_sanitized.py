@@ -67,8 +67,8 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         yield "quantize", [x, torch.float8_e5m2, one, False, "tensor", True]
         yield "dequantize", [x.to(e4m3), one, torch.bfloat16]
         for bits in (8, 4, 2):
-            codes, ranges = reference("pack")(x, bits, 1, 2)
-            yield "pack", [x, bits, 1, 2]
+            codes, ranges = reference("pack")(x, bits, 1, 2, None)
+            yield "pack", [x, bits, 1, 2, torch.tensor([3]) if bits == 4 else None]
             yield "unpack", [codes, ranges, bits, [n], torch.bfloat16]
         for masters, rule in itertools.product(
             (False, True), ("decoupled", "momentum", "lion", "muon")

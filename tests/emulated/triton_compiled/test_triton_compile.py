@@ -86,7 +86,8 @@ OTHERS = [
     *FUSED,
     ("amax", some(F32)),
     ("amax", some(BF16)),
-    *(("pack", some(x), bits, 7, 9) for x, bits in ((F32, 8), (BF16, 4), (F16, 2))),
+    *(("pack", some(x), bits, 7, 9, offset) for x, bits, offset in (
+        (F32, 8, None), (BF16, 4, some(torch.int64, 1)), (F16, 2, None))),
     *(("unpack", some(torch.uint8, SIZE * bits // 8), some(BF16, SIZE // 128, 2), bits, [SIZE], y)
       for y, bits in ((F32, 8), (BF16, 4), (F16, 2))),
     *(("unscale_", [some(g)], ONE, ONE, counts) for g in (F32, BF16, F64)

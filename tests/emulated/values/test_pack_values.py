@@ -18,9 +18,12 @@ every_dtype = pytest.mark.parametrize("dtype", WIDE, ids=name)
 every_bits = pytest.mark.parametrize("bits", BITS)
 
 
-def round_trip(agree: Agreement, x: torch.Tensor, bits: int, seed: int = 1) -> None:
-    x, *_ = agree("pack", [x, bits, seed, 2**33 + bits])
-    codes, ranges = agree.want("pack")(x, bits, seed, 2**33 + bits)
+def round_trip(
+    agree: Agreement, x: torch.Tensor, bits: int, seed: int = 1, offset: int | None = None
+) -> None:
+    added = None if offset is None else torch.tensor([offset])
+    x, *_ = agree("pack", [x, bits, seed, 2**33 + bits, added])
+    codes, ranges = agree.want("pack")(x, bits, seed, 2**33 + bits, None)
     agree("unpack", [codes, ranges, bits, list(x.shape), x.dtype])
 
 
@@ -28,7 +31,8 @@ def round_trip(agree: Agreement, x: torch.Tensor, bits: int, seed: int = 1) -> N
 @every_dtype
 def test_packed_shapes(agree: Agreement, dtype: torch.dtype, bits: int) -> None:
     for i, shape in enumerate(agree.affordable((*SHAPES, *LARGE))):
-        round_trip(agree, normal(shape, dtype, seed=i), bits, seed=i - 2**40)
+        offset = (None, 1, -1, 2**63 - 1)[i % 4]
+        round_trip(agree, normal(shape, dtype, seed=i), bits, i - 2**40, offset)
 
 
 @every_bits

@@ -51,9 +51,11 @@ def pack(device: str) -> Iterator[Arguments]:
         x = random(device, 1, shape)
         x[:3] = 0.0
         x[3], x[9, 0], x[13, 0], x[16, 0] = 0.1, math.nan, -math.inf, 1e-40
+        offset = None
         for bits in (8, 4, 2):
             for dtype in FLOATS:
-                yield [x.to(dtype), bits, 2**40 + 7, 2**33 + bits]
+                yield [x.to(dtype), bits, 2**40 + 7, 2**33 + bits, offset]
+                offset = tensor(device, [2**35 + 11], torch.int64) if offset is None else None
 
 
 def unpack(device: str) -> Iterator[Arguments]:
