@@ -1,4 +1,4 @@
-"""Measure gemm on the GPU at hand, and write which backend, and which Triton tile, is the fastest.
+"""Measure gemm on the GPU at hand, and write which backend, in which tile, is the fastest.
 
 The entries go to the file of GEMM choices ($MIXPREC_TUNED, or mixprec/gemm_table.json in
 the cache folder), which mixprec reads when it is next started.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,14 +32,27 @@ from .timing.timer import Budget, Candidate, Clock, CudaClock, interleave, media
 Shape = tuple[int, int, int]  # M, N, K
 Run = Callable[..., torch.Tensor]
 Contender = tuple[Run, Callable[[], contextlib.AbstractContextManager[None]]]
+Tile = gemm_table.CudaTile | configs.Config
 
-# Operands that stand for a family of gemm_table: their dtype, and fast_accum. Products with scales
-# of blocks have one backend that can do them, and no choice.
+
+class Family(NamedTuple):
+    """Operands that stand for a family of gemm_table. layouts: of a and b, "n" row-major and "t"
+    transposed, as a step has them: forward, gradient of the input, gradient of the weight."""
+
+    dtype: torch.dtype
+    fast_accum: bool = False
+    blocks: bool = False
+    layouts: tuple[str, ...] = ("nt",)  # FP8 has no other kernel: the others are copied
+
+
 FAMILIES = {
-    "16-bit": (torch.bfloat16, False),
-    "fp8": (torch.float8_e4m3fn, False),
-    "fp8 fast": (torch.float8_e4m3fn, True),
+    "16-bit": Family(torch.bfloat16, layouts=("nt", "nn", "tn")),
+    "16-bit blocks": Family(torch.bfloat16, blocks=True),
+    "fp8": Family(torch.float8_e4m3fn),
+    "fp8 blocks": Family(torch.float8_e4m3fn, blocks=True),
+    "fp8 fast": Family(torch.float8_e4m3fn, fast_accum=True),
 }
+BLOCK = 128
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "thin": ((16, 4096, 4096), (64, 14336, 4096)),
     "unaligned": ((1023, 1029, 2511), (2047, 3073, 8191)),
@@ -47,31 +60,61 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "medium": ((2048, 4096, 4096), (4096, 4096, 4096)),
     "large": ((8192, 8192, 8192), (8192, 4096, 14336)),
 }
-# A variant of ours has to be faster than torch's by this much to be taken in its place.
+# A variant of ours has to be faster than torch's by this much to be taken in its place, and a tile
+# of the CUDA kernel than the one that its planner chooses for each shape.
 MARGIN = 1.01
 
 
-def arguments(family: str, shape: Shape, device: str, seed: int) -> tuple[Any, ...]:
-    """gemm's arguments as a linear layer has them: a [M, K], b = weight^T, scales for FP8."""
+def arguments(
+    family: str, layout: str, shape: Shape, device: str, seed: int
+) -> tuple[tuple[Any, ...], float]:
+    """gemm's arguments, and the product of their scales."""
     m, n, k = shape
-    dtype, fast = FAMILIES[family]
-    a = randn(m, k, dtype=dtype, seed=seed, on=device)
-    weight = randn(n, k, dtype=dtype, seed=seed + 1, on=device)
-    one = torch.ones((), device=device) if dtype.itemsize == 1 else None
-    return a, weight.t(), one, one, None, torch.bfloat16, fast
+    dtype, fast, blocks, _ = FAMILIES[family]
+
+    def operand(height: int, width: int, way: str, seed: int) -> torch.Tensor:
+        size = (width, height) if way == "t" else (height, width)
+        x = randn(*size, dtype=dtype, seed=seed, on=device)
+        return x.t() if way == "t" else x
+
+    a, b = operand(m, k, layout[0], seed), operand(k, n, layout[1], seed + 1)
+    scales, factor = [None, None], 1.0
+    if blocks:
+        chunks, columns = -(-k // BLOCK), -(-n // BLOCK)
+        sizes = zip(((m, chunks), (chunks, columns)), (0.5, 0.25), strict=True)
+        scales, factor = [torch.full(size, v, device=device) for size, v in sizes], 0.125
+    elif dtype.itemsize == 1:
+        scales = [torch.ones((), device=device)] * 2
+    return (a, b, *scales, None, torch.bfloat16, fast), factor
 
 
-def tiles(capability: int, family: str) -> list[configs.Config]:
-    """Triton's tiles to try: the defaults of all sizes, and each with one stage fewer or more."""
-    kind = "fp8 soft" if family.startswith("fp8") and capability < 89 else family
-    itemsize = FAMILIES[family][0].itemsize
-    found: list[configs.Config] = []
-    for config in configs.TILES[configs.known_arch(capability), kind]:
+def tiles(capability: int, family: str) -> dict[str, Tile]:
+    """The tiles to try, by contender: those of the CUDA kernel, "cuda 0" on; of Triton, "triton 0"
+    on, the defaults of all sizes, and each with one stage fewer or more."""
+    found: dict[str, Tile] = {}
+    for i, (of, tile) in gemm_table.cuda_tiles().items():
+        if of == family and capability == 90:
+            found[f"cuda {i}"] = tile
+    itemsize = FAMILIES[family].dtype.itemsize
+    soft = " soft" if itemsize == 1 and capability < 89 else ""
+    kind = "fp8 soft" if family == "fp8 fast" and soft else family + soft
+    tried: list[configs.Config] = []
+    for default in configs.tiles_of(capability, kind):
         for stages in (0, -1, 1):
-            tried = replace(config, stages=config.stages + stages)
-            if configs.why_not(asdict(tried), capability, itemsize) is None and tried not in found:
-                found.append(tried)
-    return found
+            config = replace(default, stages=default.stages + stages)
+            if configs.why_not(asdict(config), capability, itemsize) is None:
+                tried.append(config)
+    return found | {f"triton {i}": config for i, config in enumerate(dict.fromkeys(tried))}
+
+
+@contextlib.contextmanager
+def forcing(tile_config: int) -> Iterator[None]:
+    """The CUDA GEMM computes in this tile inside the block, for the whole process."""
+    torch.ops.mixprec.gemm_sm90_force(tile_config)
+    try:
+        yield
+    finally:
+        torch.ops.mixprec.gemm_sm90_force()
 
 
 @contextlib.contextmanager
@@ -86,51 +129,55 @@ def using(config: configs.Config) -> Iterator[None]:
         configs.pick.cache_clear()
 
 
-def contenders(
-    args: tuple[Any, ...], index: int, tried: list[configs.Config]
-) -> dict[str, Contender]:
-    """What can do this call on GPU `index`: "cuda", "vendor" and "triton 0" to "triton n", one for
-    each tile; and what each runs inside of."""
+def contenders(args: tuple[Any, ...], index: int, tried: dict[str, Tile]) -> dict[str, Contender]:
+    """What can do this call on GPU `index`, and what each runs inside of: "vendor", "cuda" (its
+    planner chooses the tile), and the backends in each of the tiles that are tried."""
     able: dict[str, Contender] = {}
     for backend in gemm_table.BACKENDS:
         if gemm_op.why_not(backend, "cuda", index, args) is not None:
             continue
         with mixprec.use_backend(backend):
             run = gemm_op.choose("cuda", index, args)
-        if backend == "triton":
-            able |= {f"triton {i}": (run, partial(using, c)) for i, c in enumerate(tried)}
-        else:
+        if backend != "triton":
             able[backend] = run, contextlib.nullcontext
+        for name, tile in tried.items():
+            if name.split()[0] != backend:
+                continue
+            if isinstance(tile, configs.Config):
+                able[name] = run, partial(using, tile)
+            else:
+                able[name] = run, partial(forcing, int(name.split()[1]))
     return able
 
 
 def times_of(
     family: str,
+    layout: str,
     shape: Shape,
     device: str,
     clock: Clock,
-    tried: list[configs.Config],
+    tried: dict[str, Tile],
     seconds: float,
 ) -> dict[str, float]:
     """Seconds on the device per contender. ValueError for one whose values are wrong."""
-    first = arguments(family, shape, device, 0)
+    first, factor = arguments(family, layout, shape, device, 0)
     # So many operands that the GPU's cache does not hold them together.
     count = sets(sum(t.numel() * t.element_size() for t in first[:2]))
-    inputs = [first, *(arguments(family, shape, device, 2 * i) for i in range(1, count))]
+    inputs = [first, *(arguments(family, layout, shape, device, 2 * i)[0] for i in range(1, count))]
     runs: dict[str, Candidate] = {}
     for name, (run, inside) in contenders(first, torch.device(device).index or 0, tried).items():
         try:
             with inside():
                 c = run(*first)
         except Exception as error:
-            if not name.startswith("triton"):
+            if name not in tried:
                 raise
             print(f"  {name} does not run: {str(error).splitlines()[0]}")  # too much shared memory
             continue
         # The shorter accumulator was asked for: it is not held to FP32's tolerance.
-        wrong = None if first[-1] else verify.gemm(c, first[0], first[1])
+        wrong = None if first[-1] else verify.gemm(c, first[0], first[1], factor)
         if wrong is not None:
-            raise ValueError(f"gemm of {shape} in {family} by {name} is wrong: {wrong}")
+            raise ValueError(f"gemm of {shape} in {family}, {layout}, by {name} is wrong: {wrong}")
         runs[name] = Candidate(lambda s, run=run: run(*inputs[s]), inside)
     if len(runs) < 2:
         return dict.fromkeys(runs, 1.0)  # nothing to compare with
@@ -139,17 +186,20 @@ def times_of(
 
 def fastest(measured: list[dict[str, float]]) -> tuple[str, float] | None:
     """The contender with the smallest geometric mean among those that did every shape, and how many
-    times faster it is than the best other backend; torch's where ours is not MARGIN faster. None
-    without two backends."""
+    times faster it is than the best other backend, or the best other tile where there is none.
+    torch's where ours is not MARGIN faster, then the CUDA planner's choice where no tile is. None
+    without two contenders."""
     common = [name for name in measured[0] if all(name in times for times in measured)]
-    if len({name.split()[0] for name in common}) < 2:
+    if len(common) < 2:
         return None
     mean = {n: math.exp(sum(math.log(t[n]) for t in measured) / len(measured)) for n in common}
     best = min(common, key=lambda name: mean[name])
     if "vendor" in mean and mean["vendor"] < mean[best] * MARGIN:
         best = "vendor"
+    elif best.startswith("cuda ") and mean.get("cuda", math.inf) < mean[best] * MARGIN:
+        best = "cuda"
     others = [mean[n] for n in common if n.split()[0] != best.split()[0]]
-    return best, min(others) / mean[best]
+    return best, min(others or [mean[n] for n in common if n != best]) / mean[best]
 
 
 def measure(
@@ -159,19 +209,25 @@ def measure(
     capability: library.Capability,
     seconds: float,
 ) -> dict[str, gemm_table.Entry]:
-    """An entry for each family and size class in which two backends or more can do all shapes."""
+    """An entry for each family and size class in which two contenders or more can do all shapes in
+    all layouts."""
+    gemm_table.use_cuda_tiles({})  # "cuda" is the planner's choice, not that of an earlier run
     entries = {}
-    for family in FAMILIES:
+    for family, (*_, layouts) in FAMILIES.items():
         tried = tiles(10 * capability[0] + capability[1], family)
         for size, shapes in SHAPES.items():
-            times = [times_of(family, shape, device, clock, tried, seconds) for shape in shapes]
+            times = [
+                times_of(family, layout, shape, device, clock, tried, seconds)
+                for shape in shapes
+                for layout in layouts
+            ]
             found = fastest(times)
             if found is None:
-                print(f"{family:8} {size:10} no choice: fewer than two backends can do it")
+                print(f"{family:13} {size:10} no choice: fewer than two variants can do it")
                 continue
-            (backend, *number), speedup = found[0].split(), found[1]
-            tile = asdict(tried[int(number[0])]) if number else None
-            print(f"{family:8} {size:10} {backend:8} {speedup:.2f}x the next  {tile or ''}")
+            name, speedup = found
+            backend, tile = name.split()[0], asdict(tried[name]) if name in tried else None
+            print(f"{family:13} {size:10} {backend:8} {speedup:.2f}x the next  {tile or ''}")
             entries[f"{family} {size}"] = gemm_table.Entry(backend, tile)
     return entries
 

@@ -99,16 +99,22 @@ measured: Measured = lambda *_: None  # noqa: E731
 
 def family(fp8: bool, soft: bool, blocks: bool, fast: bool) -> str:
     """The kind of main loop; blocks: a scale changes along K."""
-    if not fp8:
-        return "16-bit blocks" if blocks else "16-bit"
+    kind = "fp8" if fp8 else "16-bit"
+    if blocks:
+        kind += " blocks"
     if soft:
-        return "fp8 soft"
-    return "fp8 fast" if fast and not blocks else "fp8"
+        return f"{kind} soft"
+    return "fp8 fast" if fp8 and fast and not blocks else kind
 
 
 def known_arch(capability: int) -> int:
     """The newest architecture in TILES that is not newer than the GPU; at least 8.0."""
     return max((arch for arch, _ in TILES if arch <= capability), default=80)
+
+
+def tiles_of(capability: int, kind: str) -> Tiles:
+    """FP8 has the same tiles with and without scales along K: both promote the sums."""
+    return TILES[known_arch(capability), kind.replace("fp8 blocks", "fp8")]
 
 
 def shared_bytes(config: Config, arch: int, itemsize: int) -> int:
@@ -119,7 +125,7 @@ def shared_bytes(config: Config, arch: int, itemsize: int) -> int:
 
 def default(capability: int, kind: str, M: int, N: int, multiprocessors: int) -> Config:
     """The tile for a product [M, K] @ [K, N] of which nothing was measured."""
-    thin, small, large = TILES[known_arch(capability), kind]
+    thin, small, large = tiles_of(capability, kind)
     if M <= 64:
         return thin
     return small if multiprocessors > M * N / (128 * 256) else large

@@ -4,6 +4,7 @@ graphs, on a side stream, and of more than 2^31 elements."""
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from emulated.variant import Variant
 from on_gpu import FAKE_DEVICE
 
 import mixprec
+from mixprec.ops._dispatch import gemm_table
 
 DEVICE = torch.device(os.environ.get("MIXPREC_TEST_DEVICE", "cuda"))
 VARIANTS = ("cuda", "triton", "vendor") if DEVICE.type == "cuda" else ("cpp", "reference")
@@ -104,3 +106,30 @@ def test_more_than_2_to_the_31_elements(
         assert got[-1].eq(64).all()
         assert got[-2].eq(0).all()
     variant.finish()
+
+
+def test_each_tile_of_the_cuda_kernel_as_a_measured_one(
+    device: torch.device, only_cuda: None
+) -> None:
+    """As an entry of `mixprec.bench tune` chooses it, clusters too."""
+    tiles = gemm_table.cuda_tiles()
+    if not tiles or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the CUDA kernel is for compute capability 9.0")
+    m, n, k = 512, 384, 256
+    try:
+        for of, tile in tiles.values():
+            entry = gemm_table.Entry("cuda", asdict(tile))
+            gemm_table.use_cuda_tiles({f"{of} {size}": entry for size in gemm_table.SIZES})
+            dtype = torch.bfloat16 if of == "16-bit" else torch.float8_e4m3fn
+            a, b = integers((m, k), dtype, 1), transposed(integers((k, n), dtype, 2))
+            scale = torch.ones(m, k // 128, device=device) if of == "fp8 blocks" else None
+            fast = of == "fp8 fast"
+            with mixprec.use_backend("cuda"):
+                got = mixprec.gemm(
+                    a, b, a_scale_inv=scale, out_dtype=torch.float32, fast_accum=fast
+                )
+            check_there(got, product(a, b), f"{of} in {tile}")
+        with pytest.raises(RuntimeError, match="gemm_sm90_measured: tile_configs must be 20"):
+            torch.ops.mixprec.gemm_sm90_measured([0])
+    finally:
+        gemm_table.use_cuda_tiles({})

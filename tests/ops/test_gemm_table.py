@@ -97,6 +97,39 @@ def test_entries_decide_for_their_arch_family_and_size(
     assert chosen(CAN["bf16"]) == "vendor", "its variant cannot run: the usual order"
 
 
+def test_the_cuda_kernel_is_given_its_tiles(
+    gpu: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By their numbers in this build; a tile that it lacks is named and left to the planner."""
+    given: list[list[int]] = []
+    stub = torch.library.Library("mixprec", "FRAGMENT")
+    stub.define("gemm_sm90_tile_configs() -> int[]")
+    stub.define("gemm_sm90_measured(int[] tile_configs) -> ()")
+    rows = [0, 128, 256, 1, 0, 128, 256, 2, 2, 256, 128, 2]  # family, block_m, block_n, cluster
+    stub.impl("gemm_sm90_tile_configs", lambda: rows, "CompositeExplicitAutograd")
+    stub.impl("gemm_sm90_measured", given.append, "CompositeExplicitAutograd")
+    cluster = {"block_m": 128, "block_n": 256, "cluster": 2}
+    entries = {
+        "16-bit large": ("cuda", cluster),
+        "16-bit small": ("cuda", None),
+        "fp8 blocks thin": ("cuda", {"block_m": 256, "block_n": 128, "cluster": 2}),
+        "fp8 large": ("cuda", cluster),
+        "fp8 fast thin": ("triton", TILE),
+    }
+    (tmp_path / "entries.json").write_text(json.dumps({"9.0": entries}))
+    gpu.setenv("MIXPREC_TUNED", str(tmp_path / "entries.json"))
+    try:
+        assert gemm_table.fastest("9.0", "16-bit", "large") == "cuda"
+    finally:
+        stub._destroy()
+    [numbers] = given
+    names = [f"{of} {size}" for of in gemm_table.CUDA_FAMILIES for size in gemm_table.SIZES]
+    found = {name: i for name, i in zip(names, numbers, strict=True) if i >= 0}
+    assert found == {"16-bit large": 1, "fp8 blocks thin": 2}
+    assert f"the measured tile {cluster} is ignored" in caplog.text
+    assert gemm_table.tile(90, "16-bit", 8192, 8192, 8192, 2) is None, "it is not Triton's"
+
+
 def test_where_the_users_entries_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for variable, file in (
         ("HOME", ".cache/mixprec/gemm_table.json"),

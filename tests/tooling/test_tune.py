@@ -17,6 +17,9 @@ from mixprec.ops._dispatch import gemm_table, gemm_vendor
 from mixprec.ops.gemm import gemm_op
 from mixprec.triton_kernels import configs
 
+CUDA_TILES = {3: ("16-bit", gemm_table.CudaTile(128, 256, 2)),
+              7: ("fp8", gemm_table.CudaTile(256, 128, 2)),
+              11: ("fp8 blocks", gemm_table.CudaTile(256, 128, 2))}  # fmt: skip
 SMALL = {"thin": ((4, 48, 32), (8, 32, 48)), "small": ((80, 80, 80),)}
 
 
@@ -25,10 +28,11 @@ def measured(
 ) -> dict[str, gemm_table.Entry]:
     """Entries for contenders that take these seconds (by family and name); `wrong` is off by 1."""
     clock = SimulatedClock()
-    families = {kind: family for family, kind in tune.FAMILIES.items()}
+    families = {kind[:3]: family for family, kind in tune.FAMILIES.items()}
 
     def contenders(args: tuple[Any, ...], *_: object) -> dict[str, Any]:
-        family = families[args[0].dtype, args[-1]]
+        blocks = args[2] is not None and args[2].dim() == 2
+        family = families[args[0].dtype, args[-1], blocks]
 
         def run(name: str) -> Any:
             def gemm(*args: Any) -> torch.Tensor:
@@ -42,6 +46,8 @@ def measured(
 
     monkeypatch.setattr(tune, "contenders", contenders)
     monkeypatch.setattr(tune, "SHAPES", SMALL)
+    monkeypatch.setattr(gemm_table, "cuda_tiles", lambda: CUDA_TILES)
+    monkeypatch.setattr(gemm_table, "use_cuda_tiles", lambda entries: None)
     monkeypatch.setattr(device, "ON_CPU", True)  # for the size of its cache
     monkeypatch.setattr(device, "DRY_RUN", True)
     return tune.measure("cpu", clock, capability=(9, 0), seconds=1.0)
@@ -56,16 +62,24 @@ def test_the_fastest_of_each_family_and_size(monkeypatch: pytest.MonkeyPatch) ->
             ("16-bit", "triton 2"): 1e-3,
             ("fp8", "cuda"): 0.995e-3,
             ("fp8", "vendor"): 1e-3,
+            ("fp8 blocks", "cuda"): 1e-3,
+            ("fp8 blocks", "cuda 11"): 0.9e-3,
+            ("fp8 blocks", "triton 0"): 2e-3,
             ("fp8 fast", "triton 0"): 1e-3,
-            ("fp8 fast", "triton 1"): 2e-3,
+            ("16-bit blocks", "triton 0"): 2e-3,
+            ("16-bit blocks", "triton 1"): 1e-3,
         },
     )
-    tile = asdict(tune.tiles(90, "16-bit")[2])
+    triton, blocks = (tune.tiles(90, of) for of in ("16-bit", "16-bit blocks"))
+    cluster = {"block_m": 256, "block_n": 128, "cluster": 2}
     assert entries == {
-        **{f"16-bit {size}": ("triton", tile) for size in SMALL},
+        **{f"16-bit {size}": ("triton", asdict(triton["triton 2"])) for size in SMALL},
+        **{f"16-bit blocks {size}": ("triton", asdict(blocks["triton 1"])) for size in SMALL},
         **{f"fp8 {size}": ("vendor", None) for size in SMALL},  # ours is within the margin
-    }, "and none for fp8 fast, which one backend alone can do"
-    with pytest.raises(ValueError, match=r"gemm of \(4, 48, 32\) in 16-bit by cuda is wrong: c"):
+        **{f"fp8 blocks {size}": ("cuda", cluster) for size in SMALL},
+    }, "and none for fp8 fast, which one variant alone can do"
+    match = r"gemm of \(4, 48, 32\) in 16-bit, nt, by cuda is wrong: c"
+    with pytest.raises(ValueError, match=match):
         measured(monkeypatch, {("16-bit", "cuda"): 1e-3, ("16-bit", "vendor"): 2e-3}, "cuda")
 
 
@@ -75,6 +89,8 @@ def test_the_rule() -> None:
         ([{"cuda": 1.0, "vendor": 4.0}, {"cuda": 2.0, "vendor": 2.0}], ("cuda", 2.0)),
         ([{"cuda": 1.0, "triton 0": 1.5}, {"triton 0": 1.5, "vendor": 1.0}], None),
         ([{"cuda": 3.0, "triton 0": 1.5, "triton 1": 2.0}], ("triton 0", 2.0)),
+        ([{"cuda": 2.0, "cuda 3": 1.0, "cuda 7": 1.5}], ("cuda 3", 1.5)),
+        ([{"cuda": 1.005, "cuda 3": 1.0, "vendor": 2.01}], ("cuda", 2.0)),
         ([{}], None),
     ):
         found = tune.fastest(times)
@@ -85,25 +101,32 @@ def test_the_rule() -> None:
 
 def test_what_is_measured() -> None:
     """Each shape is of its class, and torch has a call for all but the unaligned FP8 ones."""
-    for family, (dtype, fast) in tune.FAMILIES.items():
-        assert gemm_table.family(dtype.itemsize, blocks=False, fast=fast) == family
+    assert tuple(tune.FAMILIES) == gemm_table.FAMILIES
+    assert tuple(tune.SHAPES) == gemm_table.SIZES
+    for family, (dtype, fast, blocks, layouts) in tune.FAMILIES.items():
+        assert gemm_table.family(dtype.itemsize, blocks=blocks, fast=fast) == family
         for size, shapes in tune.SHAPES.items():
             assert {gemm_table.size_class(*shape, dtype.itemsize) for shape in shapes} == {size}
-        args = tune.arguments(family, (32, 48, 64), "cpu", 0)
-        gemm_op.check(*args)
-        assert gemm_vendor.gemm_why_not(gemm_op.Args(*args), (9, 0)) is None
+        for layout in layouts:
+            args, _ = tune.arguments(family, layout, (32, 48, 256), "cpu", 0)
+            gemm_op.check(*args)
+            assert [("nt"[t.stride(0) == 1]) for t in args[:2]] == list(layout)
+            named = gemm_op.Args(*args)
+            assert gemm_table.scales_along_k(named) == blocks
+            assert (gemm_vendor.gemm_why_not(named, (9, 0)) is None) != blocks
     for capability in (80, 86, 89, 90, 100, 120):
         for family in tune.FAMILIES:
             found = tune.tiles(capability, family)
-            assert len(found) == len(set(found)) >= 3
-    with tune.using(found[0]):
-        assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) == found[0]
+            assert len(found) == len(set(found.values())) >= 3
+    config = found["triton 0"]
+    with tune.using(config):
+        assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) == config
     assert configs.pick(90, "16-bit", 4096, 4096, 4096, 2, 132) in configs.TILES[90, "16-bit"]
 
 
 def test_what_is_written_is_read(tuned: Path) -> None:
     """The entries of other GPUs stay; a damaged file is replaced."""
-    tile = asdict(tune.tiles(90, "16-bit")[0])
+    tile = asdict(tune.tiles(90, "16-bit")["triton 0"])
     mine, old = gemm_table.Entry("triton", tile), gemm_table.Entry("cuda", None)
     assert gemm_table.fastest("9.0", "16-bit", "thin") == ""
     tune.save(tuned, {"16-bit thin": old}, "8.0")

@@ -4,6 +4,7 @@
 
 #include "cuda/gemm/config/gemm_operand.h"
 #include "cuda/gemm/config/gemm_plan_text.h"
+#include "cuda/gemm/config/measured_tiles.h"
 #include "cuda/gemm/instances/gemm_instances.h"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
 #include "cuda/gemm/kernel/map_cache_sm90.h"
@@ -13,6 +14,8 @@ namespace mixprec::cuda::sm90 {
 namespace {
 
 std::atomic<int64_t> forced_tile_config{-1}, forced_splits{0}, forced_group{0};
+
+MeasuredTiles measured_tiles;
 
 ConfigOverride forced() {
   return {static_cast<int>(forced_tile_config), static_cast<int>(forced_splits),
@@ -116,7 +119,7 @@ GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out,
   problem.accumulate = out.accumulate;
   problem.out_aligned = out.pitch * element_size(out.dtype) % 16 == 0 &&
                         reinterpret_cast<uint64_t>(out.data) % 16 == 0;
-  std::optional<GemmConfig> plan = plan_gemm(problem, gpu, forced());
+  std::optional<GemmConfig> plan = plan_gemm(problem, gpu, forced(), measured_tiles.of(problem));
   if (plan) return *plan;
   STD_TORCH_CHECK(false, op, ": ", to_string(problem), reasons_against(problem, gpu, forced()));
 }
@@ -244,15 +247,34 @@ void force_op(int64_t tile_config, int64_t splits, int64_t group) {
   forced_group = group;
 }
 
+// From now on gemm takes these tiles (measured_tiles.h). mixprec sets them when it is imported.
+void measured_op(std::vector<int64_t> tile_configs) {
+  STD_TORCH_CHECK(measured_tiles.set(tile_configs), "gemm_sm90_measured: tile_configs must be ",
+                  MeasuredTiles::kCount, " numbers of tile configs, each of its family, or -1");
+}
+
+// The family (tile_configs.h), block_m, block_n and cluster of each tile config.
+std::vector<int64_t> tile_configs_op() {
+  std::vector<int64_t> all;
+  for (const TileConfig& t : kTileConfigs) {
+    all.insert(all.end(), {static_cast<int64_t>(family_of(t)), t.block_m, t.block_n, t.cluster});
+  }
+  return all;
+}
+
 }  // namespace
 
 }  // namespace mixprec::cuda::sm90
 
 STABLE_TORCH_LIBRARY_FRAGMENT(mixprec, m) {
+  m.def("gemm_sm90_measured(int[] tile_configs) -> ()");
+  m.def("gemm_sm90_tile_configs() -> int[]");
   m.def("gemm_sm90_force(int tile_config=-1, int splits=0, int group=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mixprec, CompositeExplicitAutograd, m) {
+  m.impl("gemm_sm90_measured", TORCH_BOX(&mixprec::cuda::sm90::measured_op));
+  m.impl("gemm_sm90_tile_configs", TORCH_BOX(&mixprec::cuda::sm90::tile_configs_op));
   m.impl("gemm_sm90_force", TORCH_BOX(&mixprec::cuda::sm90::force_op));
 }
 

@@ -1,8 +1,8 @@
 """Which GEMM is the fastest on the user's GPU, and the resulting order of backends.
 
 `python -m mixprec.bench tune` measures, for a kind of operands and a class of sizes, which backend
-is the fastest and, for Triton, with which tile, and writes that to `user_file()`. Where nothing is
-measured the vendor's GEMM is first, wherever a single call of it is exact.
+is the fastest and, for CUDA and Triton, with which tile, and writes that to `user_file()`. Where
+nothing is measured the vendor's GEMM is first, wherever a single call of it is exact.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from .library import Capability
 
@@ -22,23 +25,64 @@ DEFAULT = ("vendor", "cuda", "triton", "reference")
 BACKENDS = ("cuda", "triton", "vendor")
 _FIRST = {first: (first, *(b for b in DEFAULT if b != first)) for first in BACKENDS}
 # By the main loop: blocks have scales that change along K; fast keeps FP8's short accumulator.
-FAMILIES = ("16-bit", "16-bit blocks", "fp8", "fp8 fast")
+FAMILIES = ("16-bit", "16-bit blocks", "fp8", "fp8 blocks", "fp8 fast")
+SIZES = ("thin", "unaligned", "small", "medium", "large")
+# Those of the CUDA kernel, in the order of GemmFamily (csrc/cuda/gemm/config/tile_configs.h).
+CUDA_FAMILIES = ("16-bit", "fp8", "fp8 blocks", "fp8 fast")
 
 
 class Entry(NamedTuple):
     """What is the fastest for products of a family and size class."""
 
     backend: str
-    tile: dict[str, Any] | None  # the fields of triton_kernels.configs.Config, for "triton"
+    # Of CudaTile, or of triton_kernels.configs.Config; None: the backend chooses one for each call.
+    tile: dict[str, Any] | None
 
 
 Table = dict[str, dict[str, Entry]]  # by compute capability ("9.0"), then by "family size class"
 
 
+@dataclass(frozen=True)
+class CudaTile:
+    """A tile of the CUDA kernel. cluster: blocks that share a tile of b."""
+
+    block_m: int
+    block_n: int
+    cluster: int
+
+
+def cuda_tiles() -> dict[int, tuple[str, CudaTile]]:
+    """The family and the fields of each tile config of the CUDA kernel, by its number; none where
+    the kernel is not built."""
+    if not hasattr(torch.ops.mixprec, "gemm_sm90_tile_configs"):
+        return {}
+    numbers = torch.ops.mixprec.gemm_sm90_tile_configs()
+    rows = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+    return {i: (CUDA_FAMILIES[of], CudaTile(*tile)) for i, (of, *tile) in enumerate(rows)}
+
+
+def use_cuda_tiles(entries: dict[str, Entry]) -> None:
+    """From now on the CUDA kernel computes in the tiles of these entries, by "family size class",
+    and in its planner's choice where there is none."""
+    known = {of_tile: i for i, of_tile in cuda_tiles().items()}
+    if not known:
+        return
+    chosen = []
+    for name in (f"{of} {size}" for of in CUDA_FAMILIES for size in SIZES):
+        entry, number = entries.get(name), -1
+        if entry is not None and entry.backend == "cuda" and entry.tile is not None:
+            number = known.get((name.rpartition(" ")[0], CudaTile(**entry.tile)), -1)
+            if number < 0:
+                logger.warning("the measured tile %s is ignored: no kernel has it", entry.tile)
+        chosen.append(number)
+    torch.ops.mixprec.gemm_sm90_measured(chosen)
+
+
 def family(itemsize: int, *, blocks: bool, fast: bool) -> str:
-    if itemsize == 2:
-        return "16-bit blocks" if blocks else "16-bit"
-    return "fp8 fast" if fast and not blocks else "fp8"
+    kind = "16-bit" if itemsize == 2 else "fp8"
+    if blocks:
+        return f"{kind} blocks"
+    return "fp8 fast" if fast and itemsize == 1 else kind
 
 
 def size_class(m: int, n: int, k: int, itemsize: int) -> str:
@@ -80,7 +124,9 @@ def read(path: Path) -> Table:
 def table() -> Table:
     """The user's entries, read once. A damaged file is reported once."""
     try:
-        return read(user_file())
+        found = read(user_file())
+        use_cuda_tiles(found.get("9.0", {}))
+        return found
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         logger.warning(
             "the tuned entries in %s are ignored (%s); python -m mixprec.bench tune writes them "
@@ -100,11 +146,11 @@ def fastest(arch: str, family: str, size: str) -> str:
 def tile(
     capability: int, family: str, m: int, n: int, k: int, itemsize: int
 ) -> dict[str, Any] | None:
-    """The tile of the entry for a product on a GPU of capability 10 * major + minor; None if there
-    is no entry for Triton."""
+    """Triton's tile for a product on a GPU of capability 10 * major + minor; None if there is no
+    entry for Triton."""
     arch, size = f"{capability // 10}.{capability % 10}", size_class(m, n, k, itemsize)
     entry = table().get(arch, {}).get(f"{family} {size}")
-    return None if entry is None else entry.tile
+    return None if entry is None or entry.backend != "triton" else entry.tile
 
 
 # torch.compile treats its result as a constant and does not trace into the file access: the mark
@@ -137,3 +183,7 @@ def cuda_why_not(args: Any, capability: Capability | None) -> str | None:
     if args.a.dtype.itemsize == 2 and scales_along_k(args):
         return "the CUDA kernel takes scales of blocks along K with FP8 operands only"
     return None
+
+
+if cuda_tiles():  # read now: the kernel may be used without a choice of backends
+    table()

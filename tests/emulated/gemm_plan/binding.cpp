@@ -5,6 +5,7 @@
 
 #include "cuda/gemm/config/gemm_layout.h"
 #include "cuda/gemm/config/gemm_plan_text.h"
+#include "cuda/gemm/config/measured_tiles.h"
 
 namespace py = pybind11;
 using namespace mixprec;
@@ -58,9 +59,18 @@ PYBIND11_MODULE(gemm_plan, m) {
     for (const TileConfig& t : kTileConfigs) all.push_back(fields(t));
     return all;
   });
+  m.def("size_class", [](const Problem& p) { return static_cast<int>(size_class(problem(p))); });
+  m.def("family_of", [](int i) { return static_cast<int>(family_of(kTileConfigs[i])); });
+  // Of these measured tiles, that for the problem; None for tiles that are refused.
+  m.def("measured", [](const std::vector<int64_t>& tile_configs, const Problem& p) {
+    MeasuredTiles tiles;
+    bool set = tiles.set(tile_configs);
+    return set ? std::optional(tiles.of(problem(p))) : std::nullopt;
+  });
   // None: reasons_against() gives the reasons.
-  m.def("plan_gemm", [](const Problem& p, const Gpu& gpu, const Override& forced) {
-    auto found = plan_gemm(problem(p), made<DeviceProperties>(gpu), made<ConfigOverride>(forced));
+  m.def("plan_gemm", [](const Problem& p, const Gpu& gpu, const Override& forced, int measured) {
+    auto found =
+        plan_gemm(problem(p), made<DeviceProperties>(gpu), made<ConfigOverride>(forced), measured);
     return found ? std::optional(fields(*found)) : std::nullopt;
   });
   m.def("reasons_against", [](const Problem& p, const Gpu& gpu, const Override& forced) {

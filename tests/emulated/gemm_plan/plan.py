@@ -67,14 +67,16 @@ def tile_configs() -> list[TileConfig]:
     return [TileConfig(i, *row) for i, row in enumerate(compiled().tile_configs())]
 
 
-def _numbers(asked: Problem) -> list[int]:
+def numbers(asked: Problem) -> list[int]:
     return [runner.DTYPES.index(x) if isinstance(x, torch.dtype) else int(x) for x in asked]
 
 
-def plan_gemm(asked: Problem, gpu: Gpu = H200, forced: Override = PLANNED) -> Config | None:
-    found = compiled().plan_gemm(_numbers(asked), gpu, forced)
+def plan_gemm(
+    asked: Problem, gpu: Gpu = H200, forced: Override = PLANNED, measured: int = -1
+) -> Config | None:
+    found = compiled().plan_gemm(numbers(asked), gpu, forced, measured)
     return found and Config(*found)._replace(tiles=Tiles(*found[2]))
 
 
 def reasons_against(asked: Problem, gpu: Gpu = H200, forced: Override = PLANNED) -> list[str]:
-    return compiled().reasons_against(_numbers(asked), gpu, forced).split("; ")[1:]
+    return compiled().reasons_against(numbers(asked), gpu, forced).split("; ")[1:]

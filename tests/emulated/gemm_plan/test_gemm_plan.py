@@ -12,6 +12,8 @@ from emulated.shim import runner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mixprec.ops._dispatch import gemm_table
+
 F32, BF16, F16, E4M3, E5M2 = runner.DTYPES[:5]
 ROWS = plan.tile_configs()
 LOW = {"bf16": (BF16, BF16), "fp16": (F16, F16), "fp8": (E4M3, E5M2)}
@@ -229,6 +231,62 @@ def test_what_no_row_can_do_is_refused_with_the_reason() -> None:
         lines = plan.reasons_against(it, gpu)
         assert lines
         assert all(line.startswith(why) for line in lines), lines
+
+
+def of_row(i: int, m: int, n: int, k: int) -> Any:
+    """A product of the family of a row."""
+    row, how = ROWS[i], {}
+    if row.accumulate == Accumulate.scaled:
+        how["a_scale"] = Granularity.block1x128
+    how["fast_accum"] = row.accumulate == Accumulate.direct
+    return problem(m, n, k, "fp8" if row.fp8 else "bf16", **how)
+
+
+SIDES = (16, 64, 128, 512, 1024, 2048, 4096, 8192)
+
+
+@pytest.mark.parametrize("i", range(len(ROWS)), ids=lambda i: str(ROWS[i]))
+def test_every_row_is_reached_by_a_plan_or_a_measurement(i: int) -> None:
+    """Each is compiled for every pair of operands and layout of its family: none in vain."""
+    products = [of_row(i, m, n, 4096) for m in SIDES for n in SIDES]
+    assert any(plan_gemm(asked).tile_config == i for asked in products) == ROWS[i].base
+    assert plan_gemm(products[-1], measured=i).tile_config == i
+
+
+def test_a_measured_tile_is_taken_where_it_suits() -> None:
+    bold = row_of((128, 256), cluster=2)
+    large, thin = problem(8192, 8192, 8192), problem(64, 8192, 8192)
+    assert plan_gemm(large, measured=bold).tile_config == bold
+    assert plan_gemm(thin, measured=bold) == plan_gemm(thin), "most of it would be outside of C"
+    assert plan_gemm(large, Gpu(9, 0, 1, 232448), measured=bold).tile_config != bold
+    one = row_of((64, 128))
+    forced = plan_gemm(large, H200, Override(tile_config=one), measured=bold)
+    assert forced.tile_config == one
+
+
+@given(*[st.integers(1, 9000)] * 3, st.sampled_from(tuple(LOW)))
+def test_size_classes_are_those_of_the_table(m: int, n: int, k: int, kind: str) -> None:
+    itemsize = LOW[kind][0].itemsize
+    for shape in ((m, n, k), (m, n // 16 * 16 + 16, k // 16 * 16 + 16), (8 * m, 8 * n, 8 * k)):
+        found = plan.compiled().size_class(plan.numbers(problem(*shape, kind)))
+        assert gemm_table.SIZES[found] == gemm_table.size_class(*shape, itemsize), shape
+
+
+def test_the_table_of_measured_tiles() -> None:
+    families, sizes = gemm_table.CUDA_FAMILIES, gemm_table.SIZES
+    shapes = ((64, 512, 512), (512, 515, 512), (512, 512, 512), (4096, 2048, 4096), (8192,) * 3)
+    for i in range(len(ROWS)):
+        family = plan.compiled().family_of(i)
+        for j in range(len(shapes)):
+            table = [-1] * (len(families) * len(sizes))
+            table[family * len(sizes) + j] = i
+            for other, asked in enumerate(shapes):
+                found = plan.compiled().measured(table, plan.numbers(of_row(i, *asked)))
+                assert found == (i if other == j else -1)
+    asked = plan.numbers(problem(64, 64, 64))
+    wrong_family = [len(ROWS) - 1] + [-1] * 19
+    for refused in ([], [-1] * 19, [-2] + [-1] * 19, [len(ROWS)] + [-1] * 19, wrong_family):
+        assert plan.compiled().measured(refused, asked) is None
 
 
 def test_bolder_rows_are_only_taken_if_asked_for() -> None:

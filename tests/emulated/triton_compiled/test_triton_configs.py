@@ -43,7 +43,7 @@ def test_there_is_a_tile_for_everything(capability: int) -> None:
         assert ("fast" in kind) is (fast and fp8 and not blocks and capability >= 89)
         for i, shape in enumerate(SHAPES):
             tile = configs.pick(capability, kind, *shape, 8192, 2 - fp8, GPU_SMS)
-            assert tile == configs.TILES[arch, kind][i], (kind, shape)
+            assert tile == configs.TILES[arch, kind.replace("fp8 blocks", "fp8")][i], (kind, shape)
 
 
 def test_what_the_tiles_take_of_shared_memory() -> None:
@@ -70,8 +70,11 @@ def test_measured_tiles_come_first(measured: Measured) -> None:
     tile = asdict(LARGE) | {"block_n": 128, "stages": 3}
     measured[90, "16-bit", 8192, 8192, 512, 2] = tile
     measured[80, "fp8", 8192, 8192, 512, 1] = tile  # decoded or not, FP8 was measured as such
+    measured[80, "fp8 blocks", 8192, 8192, 512, 1] = tile | {"group": 2}
     assert configs.pick(90, "16-bit", 8192, 8192, 512, 2, GPU_SMS) == configs.Config(**tile)
     assert configs.pick(80, "fp8 soft", 8192, 8192, 512, 1, GPU_SMS) == configs.Config(**tile)
+    blocks = configs.pick(80, configs.family(True, True, True, False), 8192, 8192, 512, 1, GPU_SMS)
+    assert blocks == configs.Config(**tile | {"group": 2})
     assert configs.pick(90, "16-bit", 8192, 8192, 1024, 2, GPU_SMS) == LARGE
 
 

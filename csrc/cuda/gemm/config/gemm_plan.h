@@ -97,10 +97,13 @@ inline const char* why_none(const GemmProblem& p, const DeviceProperties& gpu) {
   return nullptr;
 }
 
-// Why this tile cannot compute the problem, or should not; null if it may. requested: by an
-// override, so that only what is impossible rules it out.
+// Who asks for a tile: an override, which only what is impossible rules out; a measurement of a
+// size class, not all of whose shapes it need suit; or the planner.
+enum class AskedBy { force, measurement, planner };
+
+// Why this tile cannot compute the problem, or should not; null if it may.
 inline const char* why_not(const TileConfig& t, const GemmProblem& p, const DeviceProperties& gpu,
-                           bool requested) {
+                           AskedBy asked_by) {
   if (const char* reason = why_none(p, gpu)) return reason;
   if (t.fp8 != is_8bit(p.a)) return t.fp8 ? "for FP8 operands" : "for 16-bit operands";
   if (t.accumulate != accumulate_of(p)) {
@@ -110,8 +113,8 @@ inline const char* why_not(const TileConfig& t, const GemmProblem& p, const Devi
   }
   if (stages_of(t, gpu) < kMinStages) return "two stages do not fit into shared memory";
   if (gpu.sms < t.cluster) return "the GPU is smaller than a cluster";
-  if (requested) return nullptr;
-  if (!t.base) return "only if forced";
+  if (asked_by == AskedBy::force) return nullptr;
+  if (asked_by == AskedBy::planner && !t.base) return "only if measured or forced";
   bool too_big = 2 * p.m <= t.block_m * t.cluster || 2 * p.n <= t.block_n;
   if (too_big && t.consumers > 1) return "at least half of each tile would lie outside of C";
   return nullptr;
@@ -163,15 +166,23 @@ inline std::optional<GemmConfig> best_on(int tile_config, const GemmProblem& p,
   return best;
 }
 
-// The cheapest config that the override allows; the first one of equals. Nothing if no tile can
-// compute the problem, or not the one that is forced: reasons_against() gives the reasons.
+// The config that the override allows: on the tile that was measured to be the fastest for the like
+// of this problem, if that tile may compute it; else the cheapest, the first one of equals. Nothing
+// if no tile can, or not the one that is forced: reasons_against() gives the reasons.
 inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DeviceProperties& gpu,
-                                           const ConfigOverride& forced = {}) {
+                                           const ConfigOverride& forced = {},
+                                           int measured = kNotMeasured) {
   std::optional<GemmConfig> best;
+  if (forced.tile_config < 0 && measured != kNotMeasured &&
+      why_not(kTileConfigs[measured], p, gpu, AskedBy::measurement) == nullptr) {
+    best = best_on(measured, p, gpu, forced);
+    if (best) return best;
+  }
   for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
     bool requested = tile_config == forced.tile_config;
+    AskedBy asked_by = requested ? AskedBy::force : AskedBy::planner;
     if ((forced.tile_config >= 0 && !requested) ||
-        why_not(kTileConfigs[tile_config], p, gpu, requested) != nullptr)
+        why_not(kTileConfigs[tile_config], p, gpu, asked_by) != nullptr)
       continue;
     std::optional<GemmConfig> c = best_on(tile_config, p, gpu, forced);
     if (c && (!best || c->clocks < best->clocks)) best = c;

@@ -12,6 +12,17 @@ namespace mixprec::cuda::sm90 {
 // 128 of K.
 enum class Accumulate { direct, promoted, scaled };
 
+// Products with tiles of their own: CUDA_FAMILIES of mixprec/ops/_dispatch/gemm_table.py.
+enum class GemmFamily { sixteen_bit, fp8, fp8_blocks, fp8_fast };
+constexpr int kFamilies = 4;
+
+constexpr GemmFamily family_of(bool fp8, Accumulate accumulate) {
+  if (!fp8) return GemmFamily::sixteen_bit;
+  return accumulate == Accumulate::promoted ? GemmFamily::fp8
+         : accumulate == Accumulate::scaled ? GemmFamily::fp8_blocks
+                                            : GemmFamily::fp8_fast;
+}
+
 // One tile, for every pair of operand types and every layout of its family (fp8 or 16-bit).
 struct TileConfig {
   bool fp8;  // else fp16 or bf16
@@ -40,6 +51,9 @@ constexpr std::array<TileConfig, 15> kTileConfigs = {{
     {true, Accumulate::direct, 128, 256, 2, 2, false},
 }};
 constexpr int kTileConfigCount = static_cast<int>(kTileConfigs.size());
+constexpr int kNotMeasured = -1;  // in the place of the index of a tile config
+
+constexpr GemmFamily family_of(const TileConfig& t) { return family_of(t.fp8, t.accumulate); }
 
 constexpr int kChunkBytes =
     128;  // of K in one stage of the ring, for each row of a and column of b
