@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     fused,
     gemm,
     gpt,
+    gpu_fused,
     gpu_gemm,
     gpu_layer,
     gpu_memory,

@@ -16,7 +16,7 @@ from mixprec.ops import grad_stats_, unscale_
 from .. import device, verify
 from . import steps
 from .quantize import BLOCK, GPU_SHAPE
-from .registry import DTYPES, Workload, at_most, case, times_faster
+from .registry import GPU_DTYPES, Workload, at_most, case, times_faster
 
 E4M3_MAX = 448.0
 MEBIBYTE = 1 << 20
@@ -178,15 +178,15 @@ _SIZE = "x".join(map(str, GPU_SHAPE))
 _MOVE_BYTES: tuple[tuple[str, str, float, Callable[[], Workload]], ...] = (
     # name, what, times torch, workload
     *((f"amax/{name}/{_SIZE}", f"max |x| of {name}", 1.0, partial(_amax, dtype))
-      for name, dtype in DTYPES.items()),
+      for name, dtype in GPU_DTYPES.items()),
     *((f"dequantize/tensor-{name}/{_SIZE}", f"e4m3 -> {name}, one scale", 1.0,
-       partial(_dequantize, "tensor", dtype)) for name, dtype in DTYPES.items()),
+       partial(_dequantize, "tensor", dtype)) for name, dtype in GPU_DTYPES.items()),
     (f"dequantize/block1x128-bf16/{_SIZE}", "e4m3 -> bf16, a scale per 128 elements", 1.0,
      partial(_dequantize, "block1x128", torch.bfloat16)),
     *((f"unscale_/{name}/304M", f"{_LIST}, {name}: multiplied in place, checked for Inf and NaN",
-       1.2, partial(_unscale, dtype)) for name, dtype in DTYPES.items()),
+       1.2, partial(_unscale, dtype)) for name, dtype in GPU_DTYPES.items()),
     *((f"grad_stats_/{name}/304M", f"{_LIST}, {name}: sums of squares in FP64, and the check",
-       1.2, partial(_grad_stats, dtype)) for name, dtype in DTYPES.items()),
+       1.2, partial(_grad_stats, dtype)) for name, dtype in GPU_DTYPES.items()),
 )  # fmt: skip
 for _name, _what, _times, _make in _MOVE_BYTES:
     case(f"cuda/{_name}", _what, times_faster(_times), _make, share=0.9, quick=True)

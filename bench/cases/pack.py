@@ -10,7 +10,7 @@ from mixprec import ops
 from mixprec.ops.pack import packed_sizes
 
 from .. import device, verify
-from .registry import COPY, DTYPES, Workload, case, times_faster_than
+from .registry import COPY, DTYPES, GPU_DTYPES, Workload, case, times_faster_than
 
 # 32 MB, and less than the 32 MiB from which on the C library maps, and the kernel clears, the
 # memory of every result anew: which would be most of the time.
@@ -45,11 +45,11 @@ def _workload(on_gpu: bool, dtype: torch.dtype, bits: int, packs: bool) -> Workl
     )
 
 
-for _name, _dtype in DTYPES.items():
+for _name, _dtype in GPU_DTYPES.items():
     for _bits in (8, 4):
         for _op, _share in (("pack", PACK), ("unpack", UNPACK)):
             _way = "to" if _op == "pack" else "from"
-            for _prefix in ("", "cuda/"):
+            for _prefix in ("", "cuda/") if _name in DTYPES else ("cuda/",):
                 case(
                     f"{_prefix}{_op}/{_name}/{_bits}-bit",
                     f"{_name} {_way} {_bits} bits in groups of 128, of the speed of a copy",

@@ -9,7 +9,7 @@ import torch
 import mixprec
 
 from .. import device, verify
-from .registry import DTYPES, Workload, case, times_faster
+from .registry import GPU_DTYPES, Workload, case, times_faster
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -105,7 +105,12 @@ for _name, _granularity, _given, _times in _ON_CPU:
 _BOTH = (False, True)
 _ON_GPU = (
     # dtype, shape, granularity, scale given, transpose
-    *((d, GPU_SHAPE, "tensor", given, t) for d in DTYPES for t in _BOTH for given in (True, False)),
+    *(
+        (d, GPU_SHAPE, "tensor", given, t)
+        for d in GPU_DTYPES
+        for t in _BOTH
+        for given in (True, False)
+    ),
     *(
         ("bf16", GPU_SHAPE, granularity, False, t)
         for granularity in list(BLOCKS)[1:]
@@ -120,7 +125,7 @@ for _name, _shape, _granularity, _given, _transpose in _ON_GPU:
         f"cuda/quantize/{_name}/{_how}{'-transpose' * _transpose}/{_shape[0]}x{_shape[1]}",
         f"{_name} -> e4m3 and amax{', with the transpose' * _transpose}, {_scales}",
         times_faster(1.4 if _transpose else 1.0),
-        partial(_workload, True, _shape, DTYPES[_name], _granularity, _given, _transpose),
+        partial(_workload, True, _shape, GPU_DTYPES[_name], _granularity, _given, _transpose),
         share=0.9,
         quick=True,
     )

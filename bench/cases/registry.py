@@ -16,6 +16,7 @@ Medians = Mapping[str, float]  # seconds per call, by name; "ours", the baseline
 # What a case that counts its bytes is held against besides its baselines: a copy of as many.
 COPY = "copy of the bytes"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GPU_DTYPES = {**DTYPES, "fp16": torch.float16}  # whose conversions are instructions of their own
 
 
 def quantity(value: float, unit: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mixprec
-from mixprec.ops import grad_stats_, inv_scale
+from mixprec.ops import grad_stats_, inv_scale, muon_direction_
 
 from .. import device, verify
 from . import steps
@@ -77,6 +77,8 @@ KINDS = {
     ),
     "int8": Kind(torch.bfloat16, Bytes(2, 2, 2, 4), {"state_dtype": "int8"}),
     "sgd": Kind(torch.float32, Bytes(4, 4, 4, 0), {}, "sgd"),
+    "lion": Kind(torch.bfloat16, Bytes(2, 2, 4, 4), {}, "lion"),
+    "lion-int8": Kind(torch.bfloat16, Bytes(2, 2, 1, 4), {"state_dtype": "int8"}, "lion"),
 }
 
 
@@ -127,6 +129,41 @@ def _other_libraries() -> Workload:
     mine = steps.ours(parameters(GPT, torch.bfloat16), **options)[1]
     theirs = steps.adamw_8bit(parameters(GPT, torch.bfloat16))
     return Workload(mine, theirs, partial(steps.check, GPT, torch.bfloat16, **options))
+
+
+def _muon_direction() -> Workload:
+    """The first pass of Muon alone: bf16 gradients, FP32 momentum and direction."""
+    momentum, bf16 = 0.95, torch.bfloat16
+    shapes, few = (
+        [s for s in (TINY if device.DRY_RUN else found) if len(s) == 2]
+        for found in (gpt_shapes(*BILLION), GPT)
+    )
+
+    def made(shapes: Shapes) -> dict[str, list[torch.Tensor]]:
+        grads = [device.randn(*s, dtype=bf16, seed=i) for i, s in enumerate(shapes)]
+        directions, buffers, copies = ([g.float() for g in grads] for _ in range(3))
+        return {"directions": directions, "grads": grads, "buffers": buffers, "copies": copies}
+
+    def ours(given: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:
+        directions, buffers = given["directions"], given["buffers"]
+        counts = counted[: len(buffers)]
+        muon_direction_(directions, given["grads"], buffers, [], counts, momentum=momentum)
+        return [*directions, *buffers]
+
+    def foreach(given: dict[str, list[torch.Tensor]]) -> None:
+        torch._foreach_copy_(given["copies"], given["grads"])
+        torch._foreach_lerp_(given["buffers"], given["copies"], 1 - momentum)
+        torch._foreach_lerp_(given["copies"], given["buffers"], momentum)
+
+    counted = torch.zeros(max(len(shapes), len(few)), device=device.DEVICE)
+    return Workload(
+        ours,
+        {"torch foreach": foreach},
+        partial(verify.same_as_reference, lambda: ours(made(few))),
+        lambda _: made(shapes),
+        ops=("muon_direction_",),
+        bytes=14.0 * steps.elements(shapes),
+    )
 
 
 def _muon() -> Workload:
@@ -220,7 +257,11 @@ _ON_GPU = (
      "1e9", 1.9),
     ("adamw_/stochastic", "stochastic", f"{_STEP}, bf16, moments too, rounded stochastically",
      "1e9", 1.9),
+    ("adamw_/int8", "int8", f"{_STEP}, 8-bit moments, bf16 with fp32 masters", "1e9", 1.9),
     ("sgd_/fp32", "sgd", "unscale + clip + SGD with momentum, fp32", "1e9", 1.4),
+    ("lion_/bf16-masters", "lion", "unscale + clip + Lion + write-back, bf16 with fp32 masters",
+     "1e9", 1.9),
+    ("lion_/int8", "lion-int8", "the same with an 8-bit moment", "1e9", 1.9),
 )  # fmt: skip
 for _name, _kind, _what, _count, _times in _ON_GPU:
     case(
@@ -231,3 +272,11 @@ for _name, _kind, _what, _count, _times in _ON_GPU:
         share=0.88 if _count == "1e9" else None,
         quick=True,
     )
+case(
+    "cuda/muon_direction_/bf16/1e9",
+    "unscale + momentum of Muon, bf16 gradients, the matrices of 1e9 parameters",
+    times_faster(1.9),
+    _muon_direction,
+    share=0.88,
+    quick=True,
+)

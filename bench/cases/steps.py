@@ -10,7 +10,7 @@ import torch
 
 import mixprec
 from mixprec.ops import join_master
-from mixprec.optim import SGD, AdamW
+from mixprec.optim import SGD, AdamW, Lion
 
 from .. import verify
 from .registry import NotMeasured
@@ -19,6 +19,30 @@ Shapes = list[tuple[int, ...]]
 Params = list[torch.nn.Parameter]
 Step = Callable[[], None]
 MAX_NORM = 1.0
+
+
+class ForeachLion(torch.optim.Optimizer):
+    """Lion in operations on lists of tensors: torch has none. fused: as torch's optimizers take."""
+
+    def __init__(self, params: Params, fused: bool, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params, (beta1, beta2) = group["params"], group["betas"]
+            grads = gradients(params)
+            if not self.state[params[0]]:
+                for p in params:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            moments = [self.state[p]["exp_avg"] for p in params]
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            updates = torch._foreach_lerp(moments, grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(moments, grads, 1 - beta2)
+
+
 # Ours, torch's and what both are given.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adamw": (
@@ -27,6 +51,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     ),
     "sgd": (SGD, torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "lion": (Lion, ForeachLion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
 }
 # Timing repeats the step on one set of gradients, which unscaling would shrink to nothing at any
 # other loss scale; the values are compared at a real one.

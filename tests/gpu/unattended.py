@@ -35,7 +35,8 @@ BENCH = {
     "memory": (150, "copy quantize amax dequantize quantize_mx dequantize_mx pack unpack"),
     "grads": (60, "unscale_ grad_stats_ inv_scale clip_coef"),
     "scale": (30, "scale_from_amax_ update_delayed_scales_"),
-    "step": (60, "adamw_ sgd_"),
+    "step": (100, "adamw_ sgd_ lion_ muon_direction_"),
+    "fused": (60, "norm_quantize norm_backward act_quantize act_backward"),
     "gemm": (180, "gemm gemm_accumulate_"),
     "layer": (90, "layer overhead"),
 }
