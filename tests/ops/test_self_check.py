@@ -49,12 +49,12 @@ CAST = E4M3, None, True, "tensor", True
 CALLS = {
     "amax": lambda x: (x,),
     "quantize": lambda x: (x, *CAST),
-    "quantize_mx": lambda x: (x, "mxfp8_e4m3", "rceil", True, None),
+    "quantize_mx": lambda x: (x, "mxfp8_e4m3", "rceil", True, None, False, True),
     "act_quantize": lambda x: (x, x, "silu", BF16, None, False, "tensor", True),
     "norm_quantize": lambda x: (x, x, x[0].float(), None, 1e-5, False, *CAST),
     "dequantize": lambda x: (x.to(E4M3), torch.ones(len(x), 1), BF16),
     "gemm": lambda x: (x, x.t(), None, None, None, BF16, False),
-    "pack": lambda x: (x, 4, 1, 2),
+    "pack": lambda x: (x, 4, 1, 2, None),
 }
 
 
@@ -84,10 +84,11 @@ def test_what_makes_another_kind() -> None:
     assert kind("gemm", x, x.t(), None, None, None, BF16, False) != kind(
         "gemm", x, x.t().contiguous(), None, None, None, BF16, False
     )
-    assert kind("pack", x, 4, 1, 2) == kind("pack", x, 4, 16, 2**40)
-    assert kind("pack", x, 4, 1, 2) != kind("pack", x, 2, 1, 2)
-    mx = x, "nvfp4", "rceil", True
-    assert kind("quantize_mx", *mx, None) != kind("quantize_mx", *mx, torch.zeros(1).long())
+    assert kind("pack", x, 4, 1, 2, None) == kind("pack", x, 4, 16, 2**40, None)
+    assert kind("pack", x, 4, 1, 2, None) != kind("pack", x, 2, 1, 2, None)
+    mx, rest = (x, "nvfp4", "rceil", True), (False, True)
+    seed = torch.zeros(1).long()
+    assert kind("quantize_mx", *mx, None, *rest) != kind("quantize_mx", *mx, seed, *rest)
     assert kind("unpack", x, x, 4, [2, 24], BF16) != kind("unpack", x, x, 4, [2, 25], BF16)
     assert kind("clip_coef", x, 1.0) == kind("clip_coef", x, 0.5)
 
