@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from .ops._dispatch import library
-from .recipes import Recipe
+from .ops._dispatch.scaled_mm import CAPABILITIES, MXFP8, NVFP4
+from .recipes import ROLES, Recipe
 
 # The first compute capability whose tensor cores support a format, and its name.
 _NEEDED = {"fp16": ((7, 0), "Volta"), "bf16": ((8, 0), "Ampere"), "fp8": ((8, 9), "Ada or Hopper")}
@@ -15,8 +16,8 @@ _GENERATIONS = (
 )  # fmt: skip
 _STILL_RUNS = "the recipe runs, memory is saved as with the format, speed is not gained"
 _BLOCKS = (
-    "operands in block formats are decoded to bf16 exactly and multiplied there, also on GPUs with "
-    f"instructions for them (Blackwell); {_STILL_RUNS}"
+    "operands in block formats are decoded to bf16 exactly and multiplied there, but for MXFP8 and "
+    f"NVFP4 on GPUs with instructions for them (Blackwell); {_STILL_RUNS}"
 )
 
 
@@ -27,7 +28,9 @@ def _family(recipe: Recipe) -> str:
 def why_not_cuda(recipe: Recipe, capability: tuple[int, int], name: str) -> str | None:
     """why_not for an NVIDIA GPU with that compute capability and name."""
     if recipe.is_block:
-        return _BLOCKS
+        formats = {recipe.block_format(role) for role in ROLES}
+        native = formats <= {*MXFP8} or formats == {NVFP4}
+        return None if native and capability[0] in CAPABILITIES else _BLOCKS
     family = _family(recipe)
     needed, generation = _NEEDED[family]
     if capability >= needed:
@@ -76,7 +79,8 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
 
     device: a torch.device, its name or a CUDA index; None is the current CUDA device if there is
     one, otherwise the CPU. "Computes" means that the device has instructions for the format and
-    that this library uses them, which it does for no block format ("mxfp8", "mxfp4", "nvfp4-1x16").
+    that this library uses them, which it does for MXFP8 and NVFP4 ("mxfp8", "nvfp4-1x16") but not
+    for the other block formats.
     Every recipe also runs on CPU and CUDA devices without such instructions, with the same values;
     the reason then says what it costs. For other devices (ROCm, XPU, MPS, TPU, Gaudi) it says why
     they are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.

@@ -116,9 +116,7 @@ class Layout(NamedTuple):
         b, c, h, w = self.shape
         if self.block_format is not None:
             columns, low = c * h * w, torch.bfloat16
-            blocks = scale_layout.unswizzle(
-                cast.scale_inv, b, sizes(self.block_format, columns)[1]
-            )
+            blocks = scale_layout.unswizzle(cast.scale_inv, b, sizes(self.block_format, columns)[1])
             wide = dequantize_mx_op(
                 cast.data, blocks, cast.tensor_scale_inv, self.block_format, columns, low
             )

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._reference.gemm_scales import Operands
 from ..ops._dispatch.scaled_mm import Blocks
+from ..ops._reference.gemm_scales import Operands
 from ..ops.block_operands import unpacked
 from ..ops.gemm import accumulate, accumulate_blocks, run_blocks
 from ..ops.gemm import run as gemm

@@ -15,6 +15,7 @@ from .._context import context
 from ..ops._dispatch import simulation
 from ..ops._dispatch.block_products import reads_swizzled
 from ..ops._dispatch.casts import Cast
+from ..ops._dispatch.library import capability
 from ..ops._reference.block_formats import DEFAULT_SCALE_MODE
 from ..ops._reference.hadamard import hadamard
 from ..ops.quantize import quantize_op
@@ -139,7 +140,7 @@ class OperandCast(NamedTuple):
             return OperandCast(role, recipe, use_t, mx if fused else _UNCAST)
         scaled = delayed is not None and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
-        transpose = use_t and (granularity in _APART or _wants_k_major(device.type))
+        transpose = use_t and (granularity in _APART or _wants_k_major(device, granularity))
         how = Cast(fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
         return OperandCast(role, recipe, use_t, how)
 
@@ -201,13 +202,17 @@ def _rotates(role: str, recipe: Recipe, use_t: bool) -> bool:
     return use_t and recipe.hadamard and role in ("x", "g")
 
 
-def _wants_k_major(device_type: str) -> bool:
+def _wants_k_major(device: torch.device, granularity: str) -> bool:
     """Whether the FP8 GEMM requires operands with K contiguous in memory.
 
-    FP8 tensor cores do, and K is another dimension in the backward GEMMs than in the forward one:
-    there `quantize` writes the transposed copy in the same pass. A CPU kernel reads any strides.
+    FP8 tensor cores before Blackwell do, and K is another dimension in the backward GEMMs than in
+    the forward one: there `quantize` writes the transposed copy in the same pass. A CPU kernel
+    reads any strides, and so does torch's on compute capability 10, with scales of tensors.
     """
-    return device_type == "cuda"
+    if device.type != "cuda":
+        return False
+    blackwell = (capability(device.index or 0) or (0, 0))[0] == 10
+    return not (blackwell and granularity == "tensor" and context.backend in (None, "vendor"))
 
 
 # As many tensors as a layer's neighbours take in turn, such as a decoder's and an encoder's. More

@@ -205,7 +205,7 @@ def accumulate_blocks(acc: torch.Tensor, a: Blocks, b: Blocks, simulated: str | 
     y = product_of_blocks(a, b, None, torch.float32)
     if y is None:
         return accumulate(acc, _decoded(a, b), simulated)
-    _check_acc(acc, *y.shape, y.device)
+    _check_acc(acc, y.shape[0], y.shape[1], y.device)
     acc.add_(y)
     return None
 

@@ -153,9 +153,7 @@ def _check(
         checks.on_device(op, "seed", seed, x.device, "x")
 
 
-def _fake(
-    x: torch.Tensor, fmt: str, transpose: bool, swizzled: bool, with_amax: bool
-) -> BlockCast:
+def _fake(x: torch.Tensor, fmt: str, transpose: bool, swizzled: bool, with_amax: bool) -> BlockCast:
     block = block_formats.parse("quantize_mx", fmt)
     m, k = scale_layout.as_matrix(x.shape)
     across, (size_t, across_t) = block_formats.sizes(fmt, k)[1], block_formats.sizes(fmt, m)

@@ -14,6 +14,7 @@ from cases import LAYOUTS, WIDE, Layout, for_each, name, nearest, normal, pairwi
 from independent import assert_same_lists
 from layer_cases import BLOCK_MIXES, OPS, leaf, linear, value
 
+import mixprec
 from mixprec import functional
 from mixprec.formats import E4M3, E5M2
 from mixprec.functional import _products, matmul, mlp, operands
@@ -117,11 +118,24 @@ def test_transposed_copies_where_the_device_wants_them(monkeypatch: pytest.Monke
         return [y, *torch.autograd.grad(y, (x, w), small_integers((2, 3, 5), y.dtype, seed=2))]
 
     strided = run()
-    monkeypatch.setattr(operands, "_wants_k_major", lambda device_type: True)
+    monkeypatch.setattr(operands, "_wants_k_major", lambda *_: True)
     monkeypatch.setattr(_products, "gemm", gemm)
     assert_same_lists(run(), strided)
     strides = [(call.args[0].a.stride(1), call.args[0].b.stride(0)) for call in gemm.mock_calls]
     assert strides == [(1, 1)] * 3, "a [M, K] and b [K, N] are K-major"
+
+
+def test_blackwell_needs_no_transposed_copy_with_scales_of_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda")
+    for capability in ((9, 0), (10, 0), (12, 0), None):
+        monkeypatch.setattr(operands, "capability", lambda _, found=capability: found)
+        assert operands._wants_k_major(gpu, "block128x128")
+        assert operands._wants_k_major(gpu, "tensor") is (capability != (10, 0))
+        assert not operands._wants_k_major(torch.device("cpu"), "tensor")
+        with mixprec.use_backend("triton"):
+            assert operands._wants_k_major(gpu, "tensor")
 
 
 def noise(role: str, recipe: Recipe) -> float:

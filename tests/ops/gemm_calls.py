@@ -44,11 +44,22 @@ CAN: dict[str, tuple[Any, ...]] = {
     ),
     "e5m2 x e4m3": arguments(*operands(E5M2, b_dtype=E4M3), BF16, ONE, ONE),
     "fp8 by rows": arguments(A8, B8, BF16, ROW, COLUMN),
+    "fp8, one row": arguments(A8[:1], B8, BF16, 2 * ROW[:1], COLUMN),
+    "fp8, one row, one scale": arguments(A8[:1], B8, BF16, 2 * ONE, COLUMN),
 }
 BIAS, STRIDED = torch.ones(48), torch.ones(96).bfloat16()[::2]
 B5, ROWS = operands(E5M2)[1], torch.ones(32, 2)
 LINES = small_integers((32, 72), E4M3)[:, :64]
+PARTS = torch.ones(32, 2), torch.ones(2, 48)
 SCALES_OF_BLOCKS = torch.ones(32, 2), torch.ones(2, 1)
+SQUARE = operands(E4M3, 128, 128, 640)
+SCALES = 2.0 ** (torch.arange(640) % 7).view(128, 5), 2.0 ** torch.arange(5.0).view(1, 5)
+BLOCKS: dict[str, tuple[Any, ...]] = {  # on Hopper
+    "1x128": arguments(*SQUARE, FP32, SCALES[0], SCALES[0].t()),
+    "128x128 of b": arguments(*SQUARE, BF16, SCALES[0], SCALES[1].t(), torch.ones(128).bfloat16()),
+    "128x128 of a": arguments(*SQUARE, BF16, SCALES[1], SCALES[0].t()),
+    "128x128, 32 rows": arguments(SQUARE[0][:32], SQUARE[1], BF16, SCALES[0][:32], SCALES[1].t()),
+}
 CANNOT: dict[str, tuple[tuple[Any, ...], str]] = {
     "a scale": (arguments(*operands(BF16), BF16, ONE), "no scales for bfloat16"),
     "bias of another dtype": (arguments(*operands(BF16), BF16, bias=BIAS), "takes a bias only"),
@@ -65,7 +76,13 @@ CANNOT: dict[str, tuple[tuple[Any, ...], str]] = {
     "bias to an fp32 result": (arguments(A8, B8, FP32, ONE, ONE, BIAS), "bias for a float32 res"),
     "strided bias": (arguments(A8, B8, BF16, ONE, ONE, STRIDED), "contiguous bias"),
     "mixed granularities": (arguments(A8, B8, BF16, ROW, ONE), "one granularity"),
-    "blocks": (arguments(*operands(E4M3, k=256), BF16, *SCALES_OF_BLOCKS), "scales of blocks"),
+    "two in squares": (arguments(*SQUARE, BF16, SCALES[1], SCALES[1].t()), "one operand also per"),
+    "blocks in part": (arguments(*operands(E4M3, k=160), BF16, *PARTS), "whole blocks"),
+    "squares in part": (arguments(*operands(E4M3, k=256), BF16, *SCALES_OF_BLOCKS), "whole blocks"),
+    "blocks of 6 rows": (
+        arguments(SQUARE[0][:6], SQUARE[1], BF16, SCALES[0][:6], SCALES[0].t()),
+        "multiple of 4",
+    ),
     "rows to fp32": (arguments(A8, B8, FP32, ROW, COLUMN), "bfloat16 result"),
     "rows, e5m2 b": (arguments(A8, B5, BF16, ROW, COLUMN), "float8_e4m3fn b"),
     "strided scales": (arguments(A8, B8, BF16, ROWS[:, :1], COLUMN), "contiguous scales"),

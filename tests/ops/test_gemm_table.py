@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_calls import A8, B8, BF16, CAN, CANNOT, E4M3, HALF, ONE, ROW, arguments, operands
+from gemm_calls import A8, B8, BF16, BLOCKS, CAN, CANNOT, E4M3, HALF, ONE, ROW, arguments, operands
 
 import mixprec
 from mixprec.ops._dispatch import backends, gemm_table, library, self_check
@@ -37,6 +37,9 @@ def on_gpu(*args: Any) -> Any:
 def test_without_an_entry_torch_where_it_is_exact_else_ours(gpu: pytest.MonkeyPatch) -> None:
     assert all(chosen(args) == "vendor" for args in CAN.values())
     assert all(chosen(args) == "cuda" for args, _ in CANNOT.values())
+    assert all(chosen(args) == "cuda" for args in BLOCKS.values()), "torch's is not compared"
+    with mixprec.use_backend("vendor"):
+        assert all(chosen(args) == "vendor" for args in BLOCKS.values())
     acc = torch.zeros(32, 48)
     assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ONE, ONE)) == "vendor"
     assert gemm_accumulate_op.backend_of_call(0, (acc, A8, B8, ROW, ONE)) == "cuda"

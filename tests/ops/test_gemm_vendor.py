@@ -8,7 +8,24 @@ from typing import Any
 import pytest
 import torch
 from cases import name, small_integers
-from gemm_calls import A8, B8, BF16, CAN, CANNOT, COLUMN, FP32, HALF, ONE, ROW, arguments, operands
+from gemm_calls import (
+    A8,
+    B8,
+    BF16,
+    BLOCKS,
+    CAN,
+    CANNOT,
+    COLUMN,
+    E4M3,
+    FP32,
+    HALF,
+    ONE,
+    ROW,
+    arguments,
+    operands,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from mixprec.ops._dispatch import gemm_table, gemm_vendor
 from mixprec.ops.gemm import gemm_accumulate_op, gemm_op
@@ -73,7 +90,7 @@ def test_the_cuda_kernel_has_scales_along_k_for_fp8_only(head: tuple[Any, ...]) 
         assert "FP8 operands only" in str(why_not(torch.float16, *shapes))
 
 
-def test_accumulate_is_the_fp32_product_added() -> None:
+def test_accumulate_is_the_fp32_product_added(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not(*args: Any) -> str | None:
         return gemm_vendor.gemm_why_not(gemm_accumulate_op.Args(*args), (9, 0))
 
@@ -83,8 +100,83 @@ def test_accumulate_is_the_fp32_product_added() -> None:
     gemm_vendor.gemm_accumulate_vendor_(acc, *args)
     torch.ops.mixprec.gemm_accumulate_reference_(want, *args)
     assert torch.equal(acc, want)
+
+    def addmm(self: torch.Tensor, *ab: torch.Tensor, **options: Any) -> None:
+        """Which the CPU has in one dtype only."""
+        assert options.pop("out_dtype") == FP32
+        (a, b), out = ab, options.pop("out")
+        assert not options
+        out.copy_(self + a.float() @ b.float())
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    for dtype in (BF16, HALF):
+        args16 = *operands(dtype), None, None
+        gemm_vendor.gemm_accumulate_vendor_(acc, *args16)
+        torch.ops.mixprec.gemm_accumulate_reference_(want, *args16)
+        assert torch.equal(acc, want)
     assert "bfloat16 result" in str(why_not(acc, A8, B8, ROW, COLUMN)), "no FP32 result by rows"
     assert why_not(acc, *operands(BF16), None, None) is None
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_scales_of_blocks_on_hopper(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """torch's checks accept them, of fake CUDA tensors; their values, read as cuBLAS does."""
+    args = gemm_op.Args(*BLOCKS[case])
+    assert gemm_vendor.gemm_why_not(args, (9, 0)) is None
+    assert "compute capability 9 only" in str(gemm_vendor.gemm_why_not(args, (10, 0)))
+    assert "needs K next to each other" in str(
+        gemm_vendor.gemm_why_not(args._replace(b=args.b.contiguous()), (9, 0))
+    )
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "CUDA 12.9 or later" in str(gemm_vendor.gemm_why_not(args, (9, 0)))
+    # A CPU build of torch copies no fake CUDA tensors: scales are in the order that is asked for.
+    in_order = args._replace(a_scale_inv=args.a_scale_inv.t().contiguous().t())
+    in_order = in_order._replace(b_scale_inv=args.b_scale_inv.contiguous())
+    with FakeTensorMode():
+        fake = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in in_order
+        ]
+        y = gemm_vendor.gemm_vendor(*fake)
+        assert (y.shape, y.dtype) == ((args.a.shape[0], args.b.shape[1]), args.out_dtype)
+
+    def as_cublas(
+        a: Any, b: Any, scale_a: Any, recipe_a: Any, scale_b: Any, recipe_b: Any, *, bias: Any,
+        output_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        wide = []
+        for x, scales, recipe in ((a, scale_a, recipe_a), (b.t(), scale_b, recipe_b)):
+            (rows, k), line = x.shape, scales.stride(1)
+            flat = scales.as_strided(((scales.shape[1] - 1) * line + scales.shape[0],), (1,))
+            r, i = torch.arange(rows)[:, None], torch.arange(k)
+            square = recipe == F.ScalingType.BlockWise128x128
+            each = flat[r // 128 * line + i // 128] if square else flat[i // 128 * line + r]
+            assert (line % 4 == 0) if square else (line == rows and rows % 4 == 0)
+            wide.append(x.double() * each)
+        y = wide[0] @ wide[1].t()
+        return (y if bias is None else y + bias).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", as_cublas)
+    assert torch.equal(gemm_vendor.gemm_vendor(*args), torch.ops.mixprec.gemm_reference(*args))
+
+
+def test_blackwell_reads_either_order() -> None:
+    (a, b), (m, n) = operands(E4M3), (32, 48)
+    orders = [(x, y) for x in (a, a.t().contiguous().t()) for y in (b, b.contiguous())]
+    for capability, allowed in (((10, 0), 4), ((10, 3), 4), ((9, 0), 1), ((12, 0), 1), (None, 1)):
+        found = [
+            gemm_vendor.gemm_why_not(gemm_op.Args(*arguments(*pair, BF16, ONE, ONE)), capability)
+            for pair in orders
+        ]
+        assert found[0] is None
+        assert found.count(None) == allowed
+    by_rows = arguments(orders[-1][0], orders[-1][1], BF16, torch.ones(m, 1), torch.ones(1, n))
+    assert "K next to" in str(gemm_vendor.gemm_why_not(gemm_op.Args(*by_rows), (10, 0)))
+    odd = operands(E4M3, m=24)[0].t().contiguous().t()
+    refused = gemm_vendor.gemm_why_not(gemm_op.Args(*arguments(odd, b, BF16)), (10, 0))
+    assert "lines 16 bytes apart" in str(refused)
 
 
 FLAGS = (

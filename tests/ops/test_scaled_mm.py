@@ -1,11 +1,9 @@
-"""Products of block formats by torch.nn.functional.scaled_mm: what it is given, on fake CUDA tensors
-that run torch's own checks, and by value, with a function in its place that reads what cuBLAS reads.
-"""
+"""Products of block formats by torch.nn.functional.scaled_mm: its arguments pass torch's own checks
+of fake CUDA tensors, and have the right values for a function that reads them as cuBLAS does."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,9 +74,9 @@ def as_cublas(
 
 
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """CPU tensors take the way of those on a GPU of compute capability 10.0; yields the formats that
-    were multiplied."""
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CPU tensors take the way of those on a GPU of compute capability 10.0; the formats that were
+    multiplied."""
     ran: list[str] = []
 
     def product(a: Blocks, b: Blocks, *rest: Any) -> torch.Tensor | None:
@@ -91,7 +89,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(gemm_module, "product_of_blocks", product)
     monkeypatch.setattr(operands, "reads_swizzled", lambda fmt, _: fmt in (*MXFP8, NVFP4))
     monkeypatch.setattr(F, "scaled_mm", as_cublas)
-    yield ran
+    return ran
 
 
 def test_swizzle_and_back() -> None:
@@ -107,7 +105,7 @@ def test_swizzle_and_back() -> None:
 
 @for_each("a_fmt, b_fmt", MIXES)
 def test_torch_accepts_the_arguments(a_fmt: str, b_fmt: str) -> None:
-    """Shapes, strides, dtypes and enums: fake tensors on a GPU run the checks of `_scaled_mm_v2`."""
+    """Shapes, strides, dtypes and enums: fake tensors run the checks of `_scaled_mm_v2`."""
     for m, n, k in ((1, 16, 32), (100, 48, 96), (256, 128, 2080)):
         for out, bias in ((FP32, None), (BF16, BF16), (HALF, FP32)):
             with FakeTensorMode():
@@ -141,8 +139,14 @@ def test_values_from_swizzled_scales(
             y = scaled_mm.multiply(a, b, shift, out)
             want = exact if shift is None else exact + shift.double()
             torch.testing.assert_close(y.double(), want, rtol=2.0**-8, atol=1e-6)
-            plain = [x._replace(scale_inv=scale_layout.unswizzle(
-                x.scale_inv, len(x.data), k // (16 if x.fmt == NVFP4 else 32))) for x in (a, b)]
+            plain = [
+                x._replace(
+                    scale_inv=scale_layout.unswizzle(
+                        x.scale_inv, len(x.data), k // (16 if x.fmt == NVFP4 else 32)
+                    )
+                )
+                for x in (a, b)
+            ]
             assert_same_bits(scaled_mm.multiply(*plain, shift, out), y)
 
 
@@ -196,9 +200,14 @@ def test_layers_give_the_gpu_swizzled_scales(
 
 def test_products_of_quantized(blackwell: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales in rows are swizzled for the call; blocks that are not along K are decoded."""
-    monkeypatch.setattr(gemm_module, "product_of_blocks", lambda a, b, *rest: (
-        blackwell.append(a.fmt) or scaled_mm.multiply(a, b, *rest)))
-    a, b = (mixprec.quantize(normal((n, 64), FP32, seed=n), "e4m3", granularity="mx") for n in (40, 32))
+    monkeypatch.setattr(
+        gemm_module,
+        "product_of_blocks",
+        lambda a, b, *rest: blackwell.append(a.fmt) or scaled_mm.multiply(a, b, *rest),
+    )
+    a, b = (
+        mixprec.quantize(normal((n, 64), FP32, seed=n), "e4m3", granularity="mx") for n in (40, 32)
+    )
     exact = mixprec.dequantize(a).double() @ mixprec.dequantize(b).double().t()
     torch.testing.assert_close(mixprec.gemm(a, b.t(), out_dtype=FP32).double(), exact)
     acc = torch.ones(40, 32)

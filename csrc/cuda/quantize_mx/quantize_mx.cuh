@@ -23,7 +23,8 @@ MIXPREC_HD int64_t padded(int64_t size, int64_t side = kSwizzleRows) {
 // Of the size of a block: 64-bit divisions by a number that is known at run time are slow.
 __device__ __forceinline__ int log_block(BlockFormat f) { return f == BlockFormat::nvfp4 ? 4 : 5; }
 
-// Tiles along rows or columns of x; those of swizzled scales cover their padding, of both directions.
+// Tiles along rows or columns of x; those of swizzled scales cover their padding, of both
+// directions.
 MIXPREC_HD int64_t mx_tiles(int64_t size, bool swizzled) {
   return ((swizzled ? padded(size) : size) + kMxSide - 1) / kMxSide;
 }
@@ -124,9 +125,9 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
 }
 
 // One tile of shared memory for all. Its rows have an odd pitch, so that 16 lines of two runs each,
-// which a warp reads, are in 32 different banks in both directions; the second half of a row is half
-// a load further on, so that the words that a warp stores are, too.
-// Without the 1 ptxas holds the fused kernels to 64 registers and spills for some GPUs.
+// which a warp reads, are in 32 different banks in both directions; the second half of a row is
+// half a load further on, so that the words that a warp stores are, too. Without the 1 ptxas holds
+// the fused kernels to 64 registers and spills for some GPUs.
 template <class Source>
 __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
     quantize_mx_kernel(const Source source, QuantizeMx a) {

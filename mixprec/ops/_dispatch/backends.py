@@ -89,6 +89,11 @@ def can_compare() -> bool:
     )
 
 
+def is_fake() -> bool:
+    """Whether tensors have no values: FakeTensorMode is on."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def is_capturing() -> bool:
     """Whether the launches of this thread go into a CUDA graph."""
     return (

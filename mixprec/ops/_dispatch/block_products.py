@@ -105,15 +105,19 @@ def example(fmt: str, rows: int, device: str) -> tuple[Blocks, torch.Tensor]:
     """Small integers times powers of two that differ by row and block, and their values in FP64."""
     block, k = block_formats.BLOCK_FORMATS[fmt], 192
     generator = torch.Generator("cpu").manual_seed(rows)
-    blocks = k // block.block
-    kind = {"generator": generator, "dtype": torch.int32, "device": "cpu"}
-    x = torch.randint(-2, 3, (rows, blocks, block.block), **kind).float()
-    exponent = torch.randint(-2, 3, (rows, blocks), **kind)
+    x = torch.randint(-2, 3, (rows, k), generator=generator, dtype=torch.int32, device="cpu")
+    exponent = torch.randint(
+        -2, 3, (rows, k // block.block), generator=generator, dtype=torch.int32, device="cpu"
+    )
     scale = exponent.float().exp2()
-    codes = block_codes.encode(x.view(rows, k), block.element, None)
-    wide, tensor = (x * scale[..., None]).view(rows, k).double(), None
+    codes = block_codes.encode(x.float(), block.element, None)
+    wide = x.double() * scale.double().repeat_interleave(block.block, 1)
+    tensor = None
     if block.nvfp4:
-        codes, tensor = block_codes.join(codes), torch.full((), 0.5, dtype=torch.float32, device=device)
+        codes, tensor = (
+            block_codes.join(codes),
+            torch.full((), 0.5, dtype=torch.float32, device=device),
+        )
         stored = block_codes.encode(scale, E4M3, None).view(torch.float8_e4m3fn)
         wide = wide / 2
     else:

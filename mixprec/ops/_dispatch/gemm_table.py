@@ -23,6 +23,8 @@ logger = logging.getLogger("mixprec")
 
 DEFAULT = ("vendor", "cuda", "triton", "reference")
 BACKENDS = ("cuda", "triton", "vendor")
+# Scales of blocks: torch's kernel has not been compared with ours on any GPU.
+_OF_BLOCKS = ("cuda", "triton", "vendor", "reference")
 _FIRST = {first: (first, *(b for b in DEFAULT if b != first)) for first in BACKENDS}
 # By the main loop: blocks have scales that change along K; fast keeps FP8's short accumulator.
 FAMILIES = ("16-bit", "16-bit blocks", "fp8", "fp8 blocks", "fp8 fast")
@@ -163,8 +165,11 @@ def order(args: Any, capability: Capability | None) -> tuple[str, ...]:
     if args is None or capability is None:
         return DEFAULT
     [m, k], n, itemsize = args.a.shape, args.b.shape[1], args.a.dtype.itemsize
-    kind = family(itemsize, blocks=scales_along_k(args), fast=getattr(args, "fast_accum", False))
+    blocks = scales_along_k(args)
+    kind = family(itemsize, blocks=blocks, fast=getattr(args, "fast_accum", False))
     first = fastest(f"{capability[0]}.{capability[1]}", kind, size_class(m, n, k, itemsize))
+    if blocks and itemsize == 1 and first in ("", "vendor"):
+        return _OF_BLOCKS
     return _FIRST[first] if first else DEFAULT
 
 

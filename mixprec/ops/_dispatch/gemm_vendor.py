@@ -1,5 +1,7 @@
 """The vendor's GEMMs, torch.mm and torch._scaled_mm, for calls that they compute exactly as gemm is
-defined: FP32 accumulation and one rounding, in one call."""
+defined: FP32 accumulation and one rounding, in one call.
+
+gemm_vendor_blocks has those with scales of blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import checks
+from . import checks, gemm_vendor_blocks
 from .library import Capability
 
 # The settings that let torch.mm accumulate in less than FP32: across a split K, or everywhere.
@@ -48,8 +50,10 @@ def _scaled_why_not(
     n = b.shape[1]
     if m == 0 or n == 0 or k == 0 or n % 16 or k % 16:
         return f"torch._scaled_mm needs K and N that are multiples of 16, got K = {k}, N = {n}"
-    (line_a, step_a), (step_b, line_b) = a.stride(), b.stride()
-    if step_a != 1 or step_b != 1 or line_a < k or line_b < k or line_a % 16 or line_b % 16:
+    kind = _granularity(a_scale_inv, b_scale_inv, m, n)
+    # The tensor cores of Blackwell read both in either order; torch's product by rows does not.
+    either = capability is not None and capability[0] == 10 and kind == "tensor"
+    if not (_in_lines(a, either) and _in_lines(b.t(), either)):
         return (
             "torch._scaled_mm needs K next to each other in memory and lines 16 bytes apart, "
             f"or a multiple, got strides {a.stride()} of a and {b.stride()} of b"
@@ -58,14 +62,12 @@ def _scaled_why_not(
         return f"torch._scaled_mm takes no {_name(bias.dtype)} bias for a {_name(out_dtype)} result"
     if bias is not None and not bias.is_contiguous():
         return "torch._scaled_mm needs a contiguous bias"
-    one_a = a_scale_inv is None or a_scale_inv.numel() == 1
-    one_b = b_scale_inv is None or b_scale_inv.numel() == 1
-    if one_a and one_b:
+    if kind == "tensor":
         return None
-    if one_a or one_b or a_scale_inv is None or b_scale_inv is None:
+    if kind == "mixed" or a_scale_inv is None or b_scale_inv is None:
         return "torch._scaled_mm takes scales of one granularity for both operands"
-    if a_scale_inv.shape != (m, 1) or b_scale_inv.shape != (1, n):
-        return "torch._scaled_mm is not used with scales of blocks"
+    if kind == "blocks":
+        return gemm_vendor_blocks.why_not(a_scale_inv, b_scale_inv, m, n, k, capability)
     if capability is not None and capability[0] not in (9, 10):
         return "torch._scaled_mm takes scales per row only on compute capability 9 and 10"
     if out_dtype != torch.bfloat16 or b.dtype != torch.float8_e4m3fn:
@@ -75,6 +77,28 @@ def _scaled_why_not(
     if not (a_scale_inv.is_contiguous() and b_scale_inv.is_contiguous()):
         return "torch._scaled_mm needs contiguous scales"
     return None
+
+
+def _granularity(
+    a_scale_inv: torch.Tensor | None, b_scale_inv: torch.Tensor | None, m: int, n: int
+) -> str:
+    """Of FP8 scales: "tensor", "row", "blocks" or "mixed"."""
+    one_a = a_scale_inv is None or a_scale_inv.numel() == 1
+    one_b = b_scale_inv is None or b_scale_inv.numel() == 1
+    if one_a and one_b:
+        return "tensor"
+    if one_b or a_scale_inv is None or b_scale_inv is None or (one_a and m != 1):
+        return "mixed"
+    rows = (one_a or a_scale_inv.shape == (m, 1)) and b_scale_inv.shape == (1, n)
+    return "row" if rows else "blocks"
+
+
+def _in_lines(x: torch.Tensor, either: bool) -> bool:
+    """Whether the lines of x [R, K] along K, or with `either` along R, start on 16 bytes."""
+    (rows, cols), (line, step) = x.shape, x.stride()
+    if step == 1 and line >= cols and line % 16 == 0:
+        return True
+    return either and line == 1 and step >= rows and rows % 16 == 0 and step % 16 == 0
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -105,11 +129,15 @@ def gemm_vendor(
     fast_accum: bool,
 ) -> torch.Tensor:
     if a.dtype in checks.FP8:
+        kind = _granularity(a_scale_inv, b_scale_inv, a.shape[0], b.shape[1])
+        a, b = _aligned(a), _aligned(b.t()).t()
+        if kind == "blocks" and a_scale_inv is not None and b_scale_inv is not None:
+            return gemm_vendor_blocks.multiply(a, b, a_scale_inv, b_scale_inv, bias, out_dtype)
         return torch._scaled_mm(
-            _aligned(a),
-            _aligned(b.t()).t(),
-            _scale(a_scale_inv, a),
-            _scale(b_scale_inv, a),
+            a,
+            b,
+            _scale(a_scale_inv, a, kind),
+            _scale(b_scale_inv, a, kind),
             bias=bias,
             out_dtype=out_dtype,
             use_fast_accum=fast_accum,
@@ -128,10 +156,10 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _scale(t: torch.Tensor | None, a: torch.Tensor) -> torch.Tensor:
+def _scale(t: torch.Tensor | None, a: torch.Tensor, kind: str) -> torch.Tensor:
     if t is None:
         return torch.ones((), dtype=torch.float32, device=a.device)
-    return t.reshape(()) if t.numel() == 1 else t
+    return t.reshape(() if kind == "tensor" else (1, 1)) if t.numel() == 1 else t
 
 
 def gemm_accumulate_vendor_(
@@ -141,4 +169,7 @@ def gemm_accumulate_vendor_(
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,
 ) -> None:
-    acc.add_(gemm_vendor(a, b, a_scale_inv, b_scale_inv, None, torch.float32, False))
+    if a.dtype in checks.FP8:
+        acc.add_(gemm_vendor(a, b, a_scale_inv, b_scale_inv, None, torch.float32, False))
+    else:  # in one pass over acc
+        _sum_in_fp32(torch.addmm, acc, a, b, out_dtype=torch.float32, out=acc)

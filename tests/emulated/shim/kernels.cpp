@@ -157,8 +157,9 @@ int quantize_mx(int64_t x_dtype, const void* x, int64_t rows, int64_t cols, int6
   BlockFormat f = static_cast<BlockFormat>(format);
   QuantizeMx args(f, scale_rule(f, static_cast<ScaleMode>(mode), 0.0f),
                   {bytes(0), bytes(2), rows, cols, kParamStream},
-                  {bytes(1), bytes(3), cols, rows, kFirstStateStream}, transpose != 0, swizzled != 0,
-                  random_seed, with_amax != 0 ? numbers(5) : nullptr, numbers(4), scratch.data());
+                  {bytes(1), bytes(3), cols, rows, kFirstStateStream}, transpose != 0,
+                  swizzled != 0, random_seed, with_amax != 0 ? numbers(5) : nullptr, numbers(4),
+                  scratch.data());
   return mixprec::cuda::quantize_mx(static_cast<Dtype>(x_dtype), x, args, sms, nullptr);
 }
 

@@ -159,7 +159,8 @@ LAUNCHES: list[tuple[str, list[Any], str]] = [
     ("quantize", [(X, E4M3, None, turned, by, True) for turned in (False, True)
                   for by in ("block1x128", "block128x128")], 4 * "quantize_tiles "),
     # One, but for NVFP4, whose scales need the amax of x; none for empty tensors.
-    *(("quantize_mx", [(x, fmt, "rceil", x is X, None, x is X, x is not X) for x in (X, X[:, 1:8], X[:0])], names)
+    *(("quantize_mx", [(x, fmt, "rceil", x is X, None, x is X, x is not X)
+                       for x in (X, X[:, 1:8], X[:0])], names)
       for fmt, names in (("mxfp8_e4m3", 2 * "quantize_mx "), ("mxfp4", 2 * "quantize_mx "),
                          ("nvfp4", 2 * "amax quantize_mx "))),
     ("dequantize_mx", [(X.to(E4M3), MX_SCALES, None, "mxfp8_e4m3", 32, BF16),

@@ -35,7 +35,9 @@ def round_trip(agree: Agreement, x: torch.Tensor, fmt: str, i: int, out: torch.d
         args = [x, fmt, mode, x.dim() > 1 and i % 4 < 3, SEEDS[(i + j) % 5]]
         args += [(i + j) % 2 == 0, (i + j) % 3 > 0]
         x, *_ = agree("quantize_mx", args)
-    data, _, scale_inv, _, tensor_inv, _ = agree.want("quantize_mx")(x, fmt, mode, False, None, *PLAIN)
+    data, _, scale_inv, _, tensor_inv, _ = agree.want("quantize_mx")(
+        x, fmt, mode, False, None, *PLAIN
+    )
     tensor = tensor_inv if BLOCK_FORMATS[fmt].nvfp4 and i % 2 else None
     agree("dequantize_mx", [data, scale_inv, tensor, fmt, x.shape[-1] if x.dim() else 1, out])
 
