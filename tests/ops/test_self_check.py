@@ -49,7 +49,7 @@ CAST = E4M3, None, True, "tensor", True
 CALLS = {
     "amax": lambda x: (x,),
     "quantize": lambda x: (x, *CAST),
-    "quantize_mx": lambda x: (x, "mxfp8_e4m3", "rceil", True, None, False, True),
+    "quantize_mx": lambda x: (x, "mxfp8_e4m3", "rceil", True, None, False, False),
     "act_quantize": lambda x: (x, x, "silu", BF16, None, False, "tensor", True),
     "norm_quantize": lambda x: (x, x, x[0].float(), None, 1e-5, False, *CAST),
     "dequantize": lambda x: (x.to(E4M3), torch.ones(len(x), 1), BF16),

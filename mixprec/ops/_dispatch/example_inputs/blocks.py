@@ -26,10 +26,14 @@ def quantize_mx(device: str) -> Iterator[Arguments]:
     for shape in SHAPES:
         x = _magnitudes(device, shape)
         for i, (fmt, block) in enumerate(block_formats.BLOCK_FORMATS.items()):
-            for j, mode in enumerate(("rceil",) if block.nvfp4 else block_formats.SCALE_MODES):
-                swizzled, with_amax = (i + j) % 2 == 0, j % 3 == 0
-                yield [x.to(FLOATS[(i + j) % 3]), fmt, mode, j % 2 == 0, None, swizzled, with_amax]
-            yield [x.to(FLOATS[(i + 1) % 3]), fmt, "rceil", True, seed, i % 2 == 0, i % 3 == 0]
+            low = [x.to(dtype) for dtype in FLOATS]
+            for t in low:  # as layers cast
+                yield [t, fmt, "rceil", True, None, False, False]
+            yield [low[(i + 1) % 3], fmt, "rceil", True, None, True, False]
+            yield [low[(i + 2) % 3], fmt, "rceil", False, None, False, True]
+            yield [low[(i + 1) % 3], fmt, "rceil", True, seed, i % 2 == 0, False]
+            for j, mode in enumerate(() if block.nvfp4 else block_formats.SCALE_MODES[:-1]):
+                yield [low[(i + j) % 3], fmt, mode, False, None, j % 2 == 0, False]
 
 
 def dequantize_mx(device: str) -> Iterator[Arguments]:
