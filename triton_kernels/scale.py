@@ -66,7 +66,7 @@ def clip_coef(sum_sq: torch.Tensor, max_norm: float) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["growth_interval", "hysteresis"])
 def update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,

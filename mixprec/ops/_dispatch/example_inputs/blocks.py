@@ -11,6 +11,7 @@ from ..._reference import block_formats
 from .inputs import FLOATS, Arguments, codes, random, tensor
 
 SHAPES = ((80, 112), (70, 101))
+_OTHER_MODES = [mode for mode in block_formats.SCALE_MODES if mode != "rceil"]
 PACKED = ((32, 80), (20, 129))
 
 
@@ -26,14 +27,14 @@ def quantize_mx(device: str) -> Iterator[Arguments]:
     for shape in SHAPES:
         x = _magnitudes(device, shape)
         for i, (fmt, block) in enumerate(block_formats.BLOCK_FORMATS.items()):
-            low = [x.to(dtype) for dtype in FLOATS]
-            for t in low:  # as layers cast
-                yield [t, fmt, "rceil", True, None, False, False]
-            yield [low[(i + 1) % 3], fmt, "rceil", True, None, True, False]
-            yield [low[(i + 2) % 3], fmt, "rceil", False, None, False, True]
-            yield [low[(i + 1) % 3], fmt, "rceil", True, seed, i % 2 == 0, False]
-            for j, mode in enumerate(() if block.nvfp4 else block_formats.SCALE_MODES[:-1]):
-                yield [low[(i + j) % 3], fmt, mode, False, None, j % 2 == 0, False]
+            for transpose in (True, False):
+                yield [x.bfloat16(), fmt, "rceil", transpose, None, False, False]
+            yield [x.bfloat16(), fmt, "rceil", True, None, True, False]
+            yield [x.to(FLOATS[i % 3]), fmt, "rceil", True, seed, i % 2 == 0, False]
+            other = x.to(FLOATS[i % 2 * 2])
+            yield [other, fmt, "rceil", False, None, False, True]
+            if not block.nvfp4:
+                yield [other, fmt, _OTHER_MODES[i % 3], i % 2 == 0, None, False, False]
 
 
 def dequantize_mx(device: str) -> Iterator[Arguments]:

@@ -28,7 +28,7 @@ def unscale(device: str) -> Iterator[Arguments]:
         return [aligned, odd, shifted(small)]
 
     inv_scale = tensor(device, 2.0**-3)
-    for dtype in FLOATS:
+    for dtype in (*FLOATS, torch.float64):
         yield [grads(dtype), inv_scale, tensor(device, 0.0), None]
         yield [grads(dtype), inv_scale, tensor(device, 0.0), _counts(device, 3)]
     mixed = [grad for dtype in (*FLOATS, torch.float64) for grad in grads(dtype)]
@@ -43,7 +43,7 @@ def grad_stats(device: str) -> Iterator[Arguments]:
         return [aligned, odd, shifted(small)]
 
     half, flag = tensor(device, 0.5), tensor(device, 0.0)
-    for dtype in FLOATS:
+    for dtype in (*FLOATS, torch.float64):
         for counts in (None, _counts(device, 3)):
             sums = torch.zeros(3, dtype=torch.float64, device=device)
             yield [grads(dtype), half, flag.clone(), sums, counts]
@@ -53,40 +53,39 @@ def grad_stats(device: str) -> Iterator[Arguments]:
     yield [mixed, half, flag, sums, _counts(device, len(mixed))]
 
 
-# Of a param, its master and its states.
+# Of a param and its gradient, its master and its states; with a GradScaler every second one.
 _STORED = (
+    (torch.float16, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.float32),
-    (torch.bfloat16, torch.int16, torch.bfloat16),
+    (torch.bfloat16, torch.int16, torch.float32),
     (torch.bfloat16, torch.float32, torch.uint8),
     (torch.bfloat16, None, torch.bfloat16),
-    (torch.float16, torch.float32, torch.float32),
     (torch.float32, None, torch.float32),
 )
 
 
 def update(states: int, settings: list[float], device: str) -> Iterator[Arguments]:
-    """Of an optimizer, with each of the ways to store params; the last one changes nothing."""
+    """Of an optimizer, with each of the ways to store params; the last but one changes nothing, the
+    last has other flags."""
     values = [random(device, seed, (n,)) for seed, n in enumerate(PARAMS)]
-    for i, (dtype, master_dtype, state_dtype) in enumerate((*_STORED, _STORED[0])):
-        params = [x.to(dtype) for x in values]
+    for i, (dtype, master_dtype, state_dtype) in enumerate((*_STORED, _STORED[0], _STORED[-1])):
+        params, grads = ([x.to(dtype, copy=True) for x in values] for _ in range(2))
         params[2] = shifted(params[2])
-        grads = [x.to(torch.float16 if i % 2 else dtype) for x in values]
-        stochastic = master_dtype is None and dtype != torch.float32
+        stochastic = state_dtype == torch.bfloat16
         masters: list[torch.Tensor] = []
         if master_dtype == torch.int16:
             masters = [torch.arange(x.numel(), device=device).short() * 31 for x in values]
         elif master_dtype is not None:
             masters = [x.clone() for x in values]
-        kept, scales = _states(values, state_dtype, states)
+        lists = [params, grads, *_states(values, state_dtype, states), masters]
         steps = tensor(device, [3.0, 0.0, 7.0])
-        lr = tensor(device, 1e-3, torch.float64) if i % 2 else None
         # A setting that is 0 or 1 is a flag, or has a case of its own.
-        numbers = [1 - x if i % 2 and x in (0, 1) else x for x in settings]
+        numbers = [1 - x if i == len(_STORED) + 1 and x in (0, 1) else x for x in settings]
+        lr = tensor(device, 1e-3, torch.float64) if stochastic else None
         options = [False, 1.5, stochastic, 2**40 + 7, [3, 0, 1], lr]
         found_inf = tensor(device, float(i == len(_STORED)))
-        flags = tensor(device, 0.5), tensor(device, 0.25), found_inf
-        lists = [params, grads, kept, scales, masters]
-        yield [*lists, steps, 1e-3, numbers, *options, *flags]
+        flags = [tensor(device, 0.5), tensor(device, 0.25), found_inf]
+        yield [*lists, steps, 1e-3, numbers, *options, *(flags if i % 2 == 0 else [None] * 3)]
 
 
 def _states(

@@ -29,7 +29,7 @@ def clip_coef(device: str) -> Iterator[Arguments]:
 
 def update_scale(device: str) -> Iterator[Arguments]:
     for found_inf in (0.0, 1.0):
-        for interval, hysteresis, underflow in ((20, 2, tensor(device, 0.5)), (2000, 1, None)):
+        for interval, hysteresis, underflow in ((20, 2, tensor(device, 0.5)), (20, 1, None)):
             trackers = tensor(device, 1, torch.int32), tensor(device, 1, torch.int32)
             counters = tensor(device, [4, 5, 2], torch.int64)
             state = tensor(device, 2.0**16), *trackers, counters, tensor(device, found_inf)
