@@ -4,26 +4,6 @@
 
 namespace mixprec::cpu {
 
-namespace {
-
-// Whether the memory ranges of two tensors overlap.
-bool overlap(const Tensor& x, const Tensor& y) {
-  if (x.numel() == 0 || y.numel() == 0) return false;
-  auto end = [](const Tensor& t) {
-    int64_t last = 0;
-    for (size_t i = 0; i < t.sizes().size(); ++i) last += (t.sizes()[i] - 1) * t.strides()[i];
-    return static_cast<const char*>(t.const_data_ptr()) +
-           (last + 1) * element_size(dtype_of(t, "gemm_accumulate_"));
-  };
-  return x.const_data_ptr() < end(y) && y.const_data_ptr() < end(x);
-}
-
-const GemmKernel& kernel_for(const Tensor& a) {
-  return dtype_of(a, "gemm") == Dtype::f16 ? loops().gemm_f32 : loops().gemm_bf16;
-}
-
-}  // namespace
-
 // a [M, K], b [K, N], bias [N] -> [M, N]; scales of a: one element, [M, 1], [M, ceil(K/128)] or
 // [ceil(M/128), ceil(K/128)]; scales of b: the transposes of these
 Tensor gemm(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_scale_inv, MaybeTensor bias,
@@ -41,9 +21,9 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                       acc.sizes()[1] == b.sizes()[1] && acc.scalar_type() == ScalarType::Float &&
                       on_cpu(acc) && is_writable(acc),
                   "gemm_accumulate_: acc must be [M, N], fp32, on the CPU, writable");
-  STD_TORCH_CHECK(!overlap(acc, a) && !overlap(acc, b) &&
-                      !(a_scale_inv.has_value() && overlap(acc, *a_scale_inv)) &&
-                      !(b_scale_inv.has_value() && overlap(acc, *b_scale_inv)),
+  STD_TORCH_CHECK(!ranges_overlap(acc, a) && !ranges_overlap(acc, b) &&
+                      !(a_scale_inv.has_value() && ranges_overlap(acc, *a_scale_inv)) &&
+                      !(b_scale_inv.has_value() && ranges_overlap(acc, *b_scale_inv)),
                   "gemm_accumulate_: acc must not overlap in memory with what it is made from");
   Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm_accumulate_");
   if (acc.numel() == 0 || a.sizes()[1] == 0) return;

@@ -6,13 +6,17 @@
 
 namespace mixprec::cpu {
 
-inline void check_operands(const Tensor& a, const Tensor& b, const char* op) {
-  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.sizes()[1] == b.sizes()[0], op,
-                  ": a must be [M, K] and b [K, N]");
+inline void check_devices_and_dtypes(const Tensor& a, const Tensor& b, const char* op) {
   STD_TORCH_CHECK(on_cpu(a) && on_cpu(b), op, ": a and b must be on the CPU");
   Dtype x = dtype_of(a, op), y = dtype_of(b, op);
   STD_TORCH_CHECK((is_fp8(x) && is_fp8(y)) || (x == y && (x == Dtype::f16 || x == Dtype::bf16)), op,
                   ": a and b must both be fp16, both bf16, or fp8");
+}
+
+inline void check_operands(const Tensor& a, const Tensor& b, const char* op) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.sizes()[1] == b.sizes()[0], op,
+                  ": a must be [M, K] and b [K, N]");
+  check_devices_and_dtypes(a, b, op);
 }
 
 inline Matrix rows_of(const Tensor& a) {
@@ -21,6 +25,22 @@ inline Matrix rows_of(const Tensor& a) {
 
 inline Matrix columns_of(const Tensor& b) {
   return {dtype_of(b, "gemm"), b.const_data_ptr(), b.sizes()[1], b.strides()[1], b.strides()[0]};
+}
+
+// Whether the memory ranges of two tensors overlap.
+inline bool ranges_overlap(const Tensor& x, const Tensor& y) {
+  if (x.numel() == 0 || y.numel() == 0) return false;
+  auto end = [](const Tensor& t) {
+    int64_t last = 0;
+    for (size_t i = 0; i < t.sizes().size(); ++i) last += (t.sizes()[i] - 1) * t.strides()[i];
+    return static_cast<const char*>(t.const_data_ptr()) +
+           (last + 1) * element_size(dtype_of(t, "gemm"));
+  };
+  return x.const_data_ptr() < end(y) && y.const_data_ptr() < end(x);
+}
+
+inline const GemmKernel& kernel_for(const Tensor& a) {
+  return dtype_of(a, "gemm") == Dtype::f16 ? loops().gemm_f32 : loops().gemm_bf16;
 }
 
 // BothScales and the memory behind them.

@@ -19,6 +19,13 @@ constexpr int64_t kPanelsPerBlock = 8;     // of a: 448 KB with AVX-512, 192 KB 
 constexpr int64_t kRowsOfSums = 8192;      // at a time, where not all of K is packed at once
 constexpr int64_t kTileRows = 56, kTileCols = 256;  // of sums that are scaled or stored together
 
+// What a product may use: threads, and memory for b at a time.
+struct Resources {
+  int64_t threads, packed_bytes;
+};
+
+inline Resources all_threads() { return {torch::stable::get_num_threads(), kPackedBytes}; }
+
 // The number of threads along M and along N that takes the least time.
 struct Split {
   int64_t m = 1, n = 1;
@@ -175,15 +182,14 @@ using Lost = std::vector<std::atomic<bool>>;
 template <class Kernel, class Store>
 void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k, Part part,
                    int64_t first_k, int64_t count, const uint32_t* packed, Sums all, Lost& lost,
-                   const BothScales& scales, const Store& store) {
+                   const BothScales& scales, const Store& store, int64_t threads) {
   int64_t words = kernel.words(count), step_k = k_per_pass(kernel);
   int64_t panels_m = ceil_div(part.m, kernel.mr), panels_n = ceil_div(part.n, kernel.nr);
   int64_t step_m = kPanelsPerBlock * kernel.mr, tile = kTileCols / kernel.nr * kernel.nr;
   // Of all of K, so that the blocks of a are the same each time.
   double flops = 2.0 * static_cast<double>(part.m) * static_cast<double>(part.n) *
                  static_cast<double>(kernel.words(k));
-  int64_t threads = flops < 2e5 ? 1 : torch::stable::get_num_threads();
-  Split split = split_threads(panels_m, panels_n, threads, kernel);
+  Split split = split_threads(panels_m, panels_n, flops < 2e5 ? 1 : threads, kernel);
   torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t begin, int64_t end) {
     static thread_local Scratch for_a, for_sums;
     uint32_t* packed_a = panels(for_a, step_m, kernel.mr, kernel.words(std::min(count, step_k)));
@@ -224,11 +230,11 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
 // along K; `store` applies the others: it is called for each piece of a row of the result.
 template <class Kernel, class Store>
 void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
-              const BothScales& scales, const Store& store) {
+              const BothScales& scales, const Store& store, Resources use = all_threads()) {
   static thread_local Scratch for_b, for_sums;
   int64_t nr = kernel.nr, step_k = kPassesTogether * k_per_pass(kernel);
   bool at_once = k <= step_k;
-  int64_t fit = kPackedBytes / 4 / std::max<int64_t>(1, kernel.words(std::min(k, step_k))) / nr;
+  int64_t fit = use.packed_bytes / 4 / std::max<int64_t>(1, kernel.words(std::min(k, step_k))) / nr;
   int64_t step_n = std::max<int64_t>(1, fit) * nr;
   int64_t step_m = std::max<int64_t>(1, at_once ? a.rows : kRowsOfSums);
   for (int64_t row = 0; row < a.rows; row += step_m) {
@@ -251,7 +257,8 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
               }
             });
         if (lost_b) std::fill(lost.begin(), lost.end(), true);
-        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, store);
+        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, store,
+                      use.threads);
       }
     }
   }

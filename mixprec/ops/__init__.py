@@ -10,6 +10,7 @@ from .attention import attention, attention_backward
 from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
+from .gemm_grouped import gemm_grouped, gemm_grouped_accumulate_
 from .grad_stats import grad_stats_
 from .lion import lion_
 from .muon_direction import muon_direction_
@@ -32,6 +33,8 @@ __all__ = [
     "export_master",
     "gemm",
     "gemm_accumulate_",
+    "gemm_grouped",
+    "gemm_grouped_accumulate_",
     "grad_stats_",
     "inv_scale",
     "join_master",

@@ -55,12 +55,7 @@ def _check_operands(op: str, operands: Operands) -> None:
             f"{op}: a [M, K] and b [K, N] must agree in K, "
             f"got a {tuple(a.shape)} and b {tuple(b.shape)}"
         )
-    both_fp8 = a.dtype in checks.FP8 and b.dtype in checks.FP8
-    if not both_fp8 and (a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16)):
-        raise ValueError(
-            f"{op}: a and b must both be float16, both bfloat16, or FP8 in any mix of "
-            f"float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
-        )
+    gemm_scales.check_dtypes(op, a, b)
     checks.on_device(op, "b", b, a.device, "a")
     m, k, n = *a.shape, b.shape[1]
     if a_scale_inv is not None:
@@ -93,22 +88,12 @@ def _check_simulated(
     simulation.check(arch, operands.a.dtype)
 
 
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether x and y share a storage and their ranges in it overlap."""
-    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
-        return False
-    if x.numel() == 0 or y.numel() == 0:
-        return False
-    (x0, x1), (y0, y1) = overlap.extent(x), overlap.extent(y)
-    return bool(x0 < y1 and y0 < x1)
-
-
 def _check_accumulate(acc: torch.Tensor, operands: Operands) -> None:
     op, (a, b, *_) = "gemm_accumulate_", operands
     _check_operands(op, operands)
     _check_acc(acc, a.shape[0], b.shape[1], a.device)
     for name, t in operands._asdict().items():
-        if t is not None and _overlap(acc, t):
+        if t is not None and overlap.ranges_overlap(acc, t):
             raise ValueError(
                 f"{op}: acc is written while {name} is read, so they must not overlap in memory"
             )

@@ -61,6 +61,15 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
         return *more, True, 0.25
     if op == "rotary":
         return tensor((2, 3, 5, 8), dtype, arrangement), one.expand(5, 4), one.expand(5, 4), False
+    if op in ("gemm_grouped", "gemm_grouped_accumulate_"):
+        first = min(1, len(x))
+        offs = torch.tensor([first, first, len(x)], dtype=torch.int32)
+        if op == "gemm_grouped":
+            b = tensor((3, 6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
+            return x, b, one, torch.ones(3, 1, 5), offs, torch.float32, False
+        b, acc = tensor((4, 5), dtype, arrangement), torch.zeros((3, 6, 5))
+        acc = permuted(acc) if arrangement == "permuted" else acc
+        return acc, x.t(), b, torch.ones(3, 6, 1), one, offs
     if op in ("gemm", "gemm_accumulate_", "gemm_simulated"):
         b = tensor((6, 5), dtype, "permuted" if arrangement == "permuted" else "contiguous")
         if op != "gemm_accumulate_":

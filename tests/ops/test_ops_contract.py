@@ -27,7 +27,7 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
     dtypes = {
         **dict.fromkeys(("amax", "quantize", "pack", "unpack", *FUSED, *BLOCKS), WIDE),
         **dict.fromkeys(("attention", "attention_backward", "rotary"), WIDE),
-        **dict.fromkeys(("dequantize", "gemm", "gemm_accumulate_", "gemm_simulated"), LOW),
+        **dict.fromkeys(("dequantize", *(op for op in OPS if op.startswith("gemm"))), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
         "scale_from_amax_": (torch.float32,),
     }
@@ -78,7 +78,8 @@ def test_fakes_give_the_exact_strides(backend: str, op: str) -> None:
 
 def mutating_call(op: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """The tensors that the op writes to, by its schema, and a call of the function."""
-    dtype = {"gemm_accumulate_": torch.float16, **dict.fromkeys(UPDATES, torch.bfloat16)}
+    products = ("gemm_accumulate_", "gemm_grouped_accumulate_")
+    dtype = dict.fromkeys(products, torch.float16) | dict.fromkeys(UPDATES, torch.bfloat16)
     args = arguments(op, dtype.get(op, torch.float32), "contiguous")
     written = [
         value if isinstance(value, list) else [value]
@@ -110,6 +111,7 @@ def test_versions_of_mutated_tensors_are_bumped(backend: str, op: str) -> None:
         mutating_call(op)[1]()  # inference tensors carry no version: no error
 
 
+OFFS = torch.tensor([1, 4], dtype=torch.int32)
 X, HALF, SCALE = normal((8, 6), torch.float32), normal((8, 6), torch.float16), torch.tensor(3.0)
 COMPILED: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
     "amax": (mixprec.amax, (X,)),
@@ -126,6 +128,10 @@ COMPILED: dict[str, tuple[Callable, tuple[torch.Tensor, ...]]] = {
     "gemm of Quantized": (
         lambda a, b: mixprec.gemm(mixprec.quantize(a, "e4m3"), mixprec.quantize(b, "e5m2").t()),
         (X, X.clone()),
+    ),
+    "gemm_grouped": (
+        lambda a, b, offs: ops.gemm_grouped(a, b.t(), offs),
+        (HALF.t(), HALF.t(), OFFS),
     ),
     "act_quantize": (lambda x, y: mixprec.act_quantize(x, "e4m3", y)[:3], (HALF, HALF + 1)),
     "norm_quantize": (
@@ -187,6 +193,9 @@ def test_raw_ops_give_no_silent_gradients() -> None:
         lambda: mixprec.gemm(half, half, b_scale_inv=x[:1]),
         lambda: mixprec.gemm_accumulate_(torch.zeros(4, 4), x.half(), x.half()),
         lambda: mixprec.gemm_accumulate_(x, half, half),
+        lambda: ops.gemm_grouped(x.half(), half, OFFS),
+        lambda: ops.gemm_grouped(half, x.half(), OFFS),
+        lambda: ops.gemm_grouped_accumulate_(torch.zeros(2, 4, 4), x.half(), half, OFFS),
         lambda: mixprec.unscale_([x], torch.ones(()), torch.zeros(1)),
         lambda: ops.grad_stats_([x], None, torch.zeros(1), torch.zeros(1).double()),
     ):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...ops.gemm import gemm_op, gemm_simulated_op
+from ...ops.gemm_grouped import gemm_grouped_op
 from ..batches import call
 from .layers import recipe_layers, state_here
 
@@ -22,11 +24,11 @@ def flop_share(model: nn.Module, batch: Any) -> float:
     """
     from torch.utils import flop_counter  # imports Triton: not at the import of mixprec
 
-    ops = torch.ops.mixprec
-    simulated = ops.gemm_simulated, ops.gemm_simulated_reference
-    for gemm in (ops.gemm, ops.gemm_reference, ops.gemm_triton, ops.gemm_vendor, *simulated):
-        if gemm not in flop_counter.flop_registry:
-            flop_counter.register_flop_formula(gemm)(_gemm_flops)
+    for op in (gemm_op, gemm_simulated_op, gemm_grouped_op):
+        for variant in ("cpp", "reference", "triton", "vendor"):
+            gemm = getattr(torch.ops.mixprec, op.variant_name(variant), None)
+            if gemm is not None and gemm not in flop_counter.flop_registry:
+                flop_counter.register_flop_formula(gemm)(_gemm_flops)
     counter = flop_counter.FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         call(model, batch)
@@ -48,5 +50,6 @@ def flop_share(model: nn.Module, batch: Any) -> float:
     return by_recipe / total if total else float("nan")
 
 
-def _gemm_flops(a: tuple[int, int], b: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]
+def _gemm_flops(a: tuple[int, int], b: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Also of groups: each row of a, or each of K, is of one."""
+    return 2 * a[0] * a[1] * b[-1]

@@ -1,4 +1,4 @@
-"""check_disjoint: no two tensors of a list that is written share memory (in C++: overlap.h)."""
+"""Whether tensors of which one is written share memory (in C++: overlap.h)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def check_disjoint(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
                         f"got {name}[{min(i, j)}] and {name}[{max(i, j)}], which do"
                     )
             reaching.append((begin, end, i))
+
+
+def ranges_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether x and y share a storage and their ranges in it overlap."""
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+        return False
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    (x0, x1), (y0, y1) = extent(x), extent(y)
+    return bool(x0 < y1 and y0 < x1)
 
 
 def extent(t: torch.Tensor) -> tuple[Any, Any]:

@@ -26,6 +26,15 @@ def chunks(size: int) -> int:
     return (size + CHUNK - 1) // CHUNK
 
 
+def check_dtypes(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    both_fp8 = a.dtype in checks.FP8 and b.dtype in checks.FP8
+    if not both_fp8 and (a.dtype != b.dtype or a.dtype not in (torch.float16, torch.bfloat16)):
+        raise ValueError(
+            f"{op}: a and b must both be float16, both bfloat16, or FP8 in any mix of "
+            f"float8_e4m3fn and float8_e5m2, got a {a.dtype} and b {b.dtype}"
+        )
+
+
 def check(
     op: str, name: str, t: torch.Tensor, rows: int, k: int, owner: torch.Tensor, *, of_b: bool
 ) -> None:

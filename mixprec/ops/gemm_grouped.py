@@ -1,0 +1,190 @@
+"""gemm_grouped and gemm_grouped_accumulate_: the products of a mixture's experts in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from ._dispatch import autocast, checks, gemm_grouped_vendor, overlap
+from ._dispatch.op import Choice, Op
+from ._reference import gemm_groups, gemm_scales
+from ._reference.gemm_groups import by_rows, groups
+from ._reference.gemm_scales import Operands
+
+
+def gemm_grouped_reference(
+    operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    out = _empty(operands, offs, out_dtype).zero_()
+    for e, (part, group) in enumerate(groups(operands, offs)):
+        out[part if by_rows(operands) else e] = gemm_scales.product(group).to(out_dtype)
+    return out
+
+
+def gemm_grouped_accumulate_reference_(
+    acc: torch.Tensor, operands: Operands, offs: torch.Tensor
+) -> None:
+    for of_group, (_, group) in zip(acc.unbind(), groups(operands, offs), strict=True):
+        of_group.add_(gemm_scales.product(group))
+
+
+def _check_operands(op: str, operands: Operands, offs: torch.Tensor) -> None:
+    a, b, *_ = operands
+    checks.is_tensor(op, "a", a)
+    checks.is_tensor(op, "b", b)
+    checks.has_dtype(op, "offs", offs, (torch.int32,))
+    if a.dim() != 2:
+        raise ValueError(f"{op}: a must be [S, K] or [M, S], got shape {tuple(a.shape)}")
+    if b.dim() not in (2, 3):
+        raise ValueError(f"{op}: b must be [E, K, N] or [S, N], got shape {tuple(b.shape)}")
+    grouped_rows = by_rows(operands)
+    letter = "K" if grouped_rows else "S"
+    if a.shape[1] != b.shape[-2]:
+        raise ValueError(
+            f"{op}: a and b must agree in {letter}, got a {tuple(a.shape)} and b {tuple(b.shape)}"
+        )
+    gemm_scales.check_dtypes(op, a, b)
+    for name, t in (("b", b), ("offs", offs)):
+        checks.on_device(op, name, t, a.device, "a")
+    if offs.dim() != 1 or (grouped_rows and offs.shape[0] != b.shape[0]):
+        e = f"E = {b.shape[0]} as in b [E, K, N]" if grouped_rows else "one end of each group"
+        raise ValueError(f"{op}: offs must be [E], {e}, got shape {tuple(offs.shape)}")
+    gemm_groups.check_scales(op, operands, offs)
+    gemm_groups.check_offs(op, operands, offs)
+
+
+def _check_grouped(operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype) -> None:
+    op = "gemm_grouped"
+    _check_operands(op, operands, offs)
+    if out_dtype not in checks.FLOATS:
+        raise ValueError(f"{op}: out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+
+
+def _check_accumulate(acc: torch.Tensor, operands: Operands, offs: torch.Tensor) -> None:
+    op, (a, b, *_) = "gemm_grouped_accumulate_", operands
+    _check_operands(op, operands, offs)
+    if by_rows(operands):
+        raise ValueError(f"{op}: b must be [S, N], got shape {tuple(b.shape)}")
+    checks.has_dtype(op, "acc", acc, (torch.float32,))
+    checks.has_shape(op, "acc", acc, (offs.shape[0], a.shape[0], b.shape[1]), "[E, M, N]")
+    checks.on_device(op, "acc", acc, a.device, "a")
+    checks.is_writable(op, "acc", acc)
+    for name, t in (*operands._asdict().items(), ("offs", offs)):
+        if t is not None and overlap.ranges_overlap(acc, t):
+            raise ValueError(
+                f"{op}: acc is written while {name} is read, so they must not overlap in memory"
+            )
+
+
+def _empty(operands: Operands, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    rows, n = operands.a.shape[0], operands.b.shape[-1]
+    shape = (rows, n) if by_rows(operands) else (offs.shape[0], rows, n)
+    return operands.a.new_empty(shape, dtype=out_dtype)
+
+
+gemm_grouped_op = Op(
+    "gemm_grouped",
+    "(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor offs, "
+    "ScalarType out_dtype, bool fast_accum) -> Tensor",
+    reference=gemm_grouped_reference,
+    fake=_empty,
+    check=_check_grouped,
+    triton="gemm_grouped",
+    vendor=gemm_grouped_vendor.gemm_grouped_vendor,
+    choice=Choice(gemm_grouped_vendor.order, {"vendor": gemm_grouped_vendor.why_not}),
+    operands=("a", "b"),
+)
+gemm_grouped_accumulate_op = Op(
+    "gemm_grouped_accumulate_",
+    "(Tensor(a!) acc, Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor offs) "
+    "-> ()",
+    reference=gemm_grouped_accumulate_reference_,
+    check=_check_accumulate,
+    triton="gemm_grouped",
+    operands=("a", "b"),
+)
+
+
+def _arguments(
+    op: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: float | torch.Tensor | None,
+    b_scale_inv: float | torch.Tensor | None,
+) -> Operands:
+    """Those of a public function: scales as tensors, operands cast by torch.autocast."""
+    for name, x in (("a", a), ("b", b)):
+        checks.is_tensor(op, name, x)
+    of_a = gemm_scales.positive(op, "a_scale_inv", a_scale_inv, a.device)
+    of_b = gemm_scales.positive(op, "b_scale_inv", b_scale_inv, a.device)
+    device = a.device.type
+    if autocast.is_on(device):
+        a, b = (autocast.cast_operand(x, device) for x in (a, b))
+    return Operands(a, b, of_a, of_b)
+
+
+def gemm_grouped(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    a_scale_inv: float | torch.Tensor | None = None,
+    b_scale_inv: float | torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """Return the products of E groups, each as `gemm` defines it, in one call; contiguous.
+
+    offs: int32 [E] on the device of a, the ends of the groups along S, ascending: group e is
+    offs[e - 1] to offs[e], and the first begins at 0. Empty groups are allowed. As in
+    torch.nn.functional.grouped_mm, the dimensions of b say what is grouped:
+
+        rows  a [S, K], b [E, K, N] -> [S, N]     a[group e] @ b[e]; rows beyond offs[-1] are 0
+        K     a [M, S], b [S, N] -> [E, M, N]     a[:, group e] @ b[group e]; 0 for an empty group
+
+    a and b: both fp16, both bf16, or FP8 (E4M3 and E5M2 in any mix), any strides. Scales: fp32, any
+    strides, one element (a number is accepted) or
+
+        rows  a_scale_inv   [S, 1], [S, ceil(K/128)]
+              b_scale_inv   [E, 1, 1], [E, 1, N], [E, ceil(K/128), N],
+                            [E, ceil(K/128), ceil(N/128)]
+        K     a_scale_inv   [E, 1, 1], [E, M, 1], [M, ceil(S/128)]
+              b_scale_inv   [E, 1, 1], [E, 1, N], [ceil(S/128), N]
+
+    Scales that change along S need groups that begin at multiples of 128. out_dtype, fast_accum,
+    sums and roundings: as in `gemm`.
+
+    Raises ValueError naming the invalid argument. On a GPU offs is not read on the host: an end
+    below the one before, or beyond S, is replaced by the nearest valid one, and with scales that
+    change along S a group that begins elsewhere has values that are not defined.
+    """
+    op = "gemm_grouped"
+    operands = _arguments(op, a, b, a_scale_inv, b_scale_inv)
+    hint = "use mixprec.functional.grouped_linear"
+    checks.needs_no_grad(op, hint, operands.a, operands.b)
+    if out_dtype is None:
+        dtype = operands.a.dtype
+        out_dtype = torch.bfloat16 if dtype in checks.FP8 else dtype
+    result: torch.Tensor = gemm_grouped_op(*operands, offs, out_dtype, fast_accum)
+    return result
+
+
+def gemm_grouped_accumulate_(
+    acc: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    a_scale_inv: float | torch.Tensor | None = None,
+    b_scale_inv: float | torch.Tensor | None = None,
+) -> None:
+    """acc[e] += a[:, group e] @ b[group e] * a_scale_inv * b_scale_inv in FP32, in place.
+
+    The weight gradients of a mixture's experts. acc: fp32 [E, M, N], any strides, inside
+    torch.autocast too. a [M, S], b [S, N], offs and the scales: as in `gemm_grouped`. An empty
+    group leaves acc[e] unchanged. ValueError also if acc overlaps in memory with another argument.
+    """
+    op = "gemm_grouped_accumulate_"
+    operands = _arguments(op, a, b, a_scale_inv, b_scale_inv)
+    hint = "use mixprec.functional.grouped_linear"
+    checks.needs_no_grad(op, hint, acc, operands.a, operands.b)
+    gemm_grouped_accumulate_op(acc, *operands, offs)
