@@ -1,10 +1,11 @@
-"""linear, matmul and conv2d with forward and backward passes in the formats of a recipe, and the
-orthogonalization of matrices; attention and rotary embeddings."""
+"""linear, grouped_linear, matmul and conv2d with forward and backward passes in the formats of a
+recipe, and the orthogonalization of matrices; attention and rotary embeddings."""
 
 from ._attention import attention
 from ._blocks import mlp, norm_linear
 from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._derivatives import twice_differentiable
+from ._grouped_linear import grouped_linear
 from ._linear import linear, matmul
 from ._newton_schulz import orthogonalize
 from ._observed import Observer, observed
@@ -16,6 +17,7 @@ __all__ = [
     "attention",
     "cast_conv_weight",
     "conv2d",
+    "grouped_linear",
     "is_pointwise",
     "linear",
     "matmul",

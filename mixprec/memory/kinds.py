@@ -13,7 +13,7 @@ from .running import Op
 KINDS: dict[str, tuple[str, ...]] = {
     "linear": (
         *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d"),
-        *("conv_transpose2d", "conv_transpose3d", "grouped_mm"),
+        *("conv_transpose2d", "conv_transpose3d", "grouped_mm", "grouped_linear"),
     ),
     # Products of two activations are those of attention, where softmax amplifies errors.
     "attention": (
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 _KIND = {name: kind for kind, names in KINDS.items() for name in names}
 OF_MODULES = {"mlp", "norm_linear", "hidden", "gate", "normalized"}  # several as one function
 # Names that only functions of mixprec give to what they save: torch.norm is another function.
-_OURS = OF_MODULES | {"attention", "scores", "attended", "norm"}
+_OURS = OF_MODULES | {"attention", "grouped_linear", "scores", "attended", "norm"}
 
 
 def _functions() -> Iterator[tuple[Callable[..., Any], str]]:

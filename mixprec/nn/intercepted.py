@@ -89,6 +89,7 @@ class _Products(TorchFunctionMode):
 
         def product(of: Callable[..., Any], x: torch.Tensor, *more: Any) -> torch.Tensor:
             state = self.layer._state(x.dtype, x.device, self.recipe)._asdict()
+            del state["quantized_weight"]  # there is none of a weight that is computed anew
             y: torch.Tensor = of(x, *more, recipe=self.recipe, name=self.layer._path, **state)
             return y
 
@@ -114,15 +115,19 @@ def _grouped_mm(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """input [S, K], of which the rows up to offs[e] are those of expert e, and mat2 [E, K, N].
+    """input [S, K], of which the rows up to offs[e] are those of expert e, and mat2 [E, K, N]."""
+    y = product(functional.grouped_linear, input, _whole(mat2.transpose(1, 2)), offs)
+    return y.to(out_dtype or input.dtype)
 
-    Waits for a GPU, to read offs.
-    """
-    ends = offs.tolist()
-    groups = zip([0, *ends], ends, mat2.unbind(), strict=False)
-    parts = [product(functional.linear, input[a:b], w.t(), None) for a, b, w in groups]
-    rest = input.new_zeros(input.shape[0] - ends[-1], mat2.shape[2], dtype=parts[0].dtype)
-    return torch.cat([*parts, rest]).to(out_dtype or input.dtype)
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter that `weight` is a view of, if it shows all of it as it is: only the parameter
+    has a main_grad."""
+    base = None if torch.compiler.is_compiling() else weight._base
+    if base is None or base.dtype != weight.dtype:
+        return weight
+    same = (base.shape, base.stride()) == (weight.shape, weight.stride())
+    return base if same else weight
 
 
 def _is_by_rows(

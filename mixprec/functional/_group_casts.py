@@ -1,0 +1,193 @@
+"""The operands of grouped products: rows in groups and stacked weights in the formats of a recipe.
+
+Each group and each weight has the scales that it would have alone, and no group's size is read on
+the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.linalg import vector_norm
+from torch.nn.functional import pad
+
+from ..ops._reference.gemm_scales import CHUNK
+from ..ops.quantize import quantize_op
+from ..ops.quantize_mx import quantize_mx_op
+from ..ops.scale import scale_from_amax_op
+from ..recipes import DELAYED_ROLES, Recipe
+from . import operands
+from .operands import Delayed, Operand
+
+
+def _index(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """int64 [rows]: the group of each row, E beyond the last group."""
+    row = torch.arange(rows, dtype=torch.int32, device=offs.device)
+    return torch.searchsorted(offs, row, right=True)
+
+
+def space_apart(offs: torch.Tensor, rows: int) -> int:
+    """Rows of a copy in which each group begins at a multiple of 128: enough for groups of any
+    size, each with fewer than 128 rows of padding."""
+    return (rows + (CHUNK - 1) * offs.shape[0]) // CHUNK * CHUNK
+
+
+def _set_apart(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [S, C] with its groups at multiples of 128 and zeros between them; and the new offs."""
+    rows, space = x.shape[0], space_apart(offs, x.shape[0])
+    starts, index = pad(offs, (1, 0)), _index(offs, rows)
+    padded = (starts.diff() + CHUNK - 1) // CHUNK * CHUNK
+    ends = torch.cumsum(padded, 0, dtype=torch.int32)
+    row = torch.arange(rows, device=x.device)
+    place = row + (pad(ends, (1, 0)) - starts).index_select(0, index)
+    # Rows beyond the last group go behind all of them, and so does what invalid offs, which a GPU
+    # does not refuse, would put beyond the copy.
+    place = torch.where(index < offs.shape[0], place, space).clamp(0, space)
+    apart = x.new_zeros((space + 1, x.shape[1])).index_copy_(0, place, x)
+    return apart.narrow(0, 0, space), ends
+
+
+def _amax(magnitudes: torch.Tensor, index: torch.Tensor, groups: int) -> torch.Tensor:
+    """The maxima [E + 1, ...] of each group of [S, ...], 0 for an empty one."""
+    index = index.view(-1, *[1] * (magnitudes.dim() - 1)).expand_as(magnitudes)
+    zeros = magnitudes.new_zeros((groups + 1, *magnitudes.shape[1:]))
+    return zeros.scatter_reduce(0, index, magnitudes, "amax")
+
+
+def in_one_call(recipe: Recipe) -> bool:
+    """Whether the products of all groups with this recipe are one call.
+
+    Not where a scale is of all of a group and of its blocks ("nvfp4"), where rows of x or g share a
+    scale across groups, where groups are rotated, or where one of x and g has blocks along S and
+    the other not.
+    """
+    rows = (recipe.x_granularity, recipe.g_granularity)
+    if recipe.is_block:
+        return {*rows, recipe.w_granularity} == {"mx"} and not recipe.hadamard
+    if "block128x128" in rows:
+        return False
+    return (rows[0] == "block1x128") == (rows[1] == "block1x128")
+
+
+def cast_rows(
+    x: torch.Tensor,
+    role: str,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    offs: torch.Tensor,
+    *,
+    use_t: bool,
+    record: bool = True,
+) -> tuple[Operand, torch.Tensor]:
+    """Cast x [S, C] with the recipe's settings for `role`, "x" or "g"; and the ends of the groups
+    in its transpose.
+
+    Operand: data [S, C] with scale_inv as `gemm_grouped` takes it for rows; data_t [C, S'], with
+    scale_inv_t [E, C, 1], [E, 1, 1] or [C, ceil(S'/128)].
+    """
+    fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
+    if fmt.bits == 16:
+        return operands.cast(x, role, recipe, delayed, use_t=use_t), offs
+    if delayed is not None and role in DELAYED_ROLES:
+        # One scale for all. What lies beyond the groups is not seen.
+        seen = (_index(offs, x.shape[0]) < offs.shape[0]).unsqueeze(1)
+        x = torch.where(seen, x, torch.zeros_like(x))
+        return operands.cast(x, role, recipe, delayed, use_t=use_t, record=record), offs
+    if granularity == "tensor":
+        return _by_group(x, role, recipe, offs, use_t), offs
+    data, scale_inv = _rows(x, role, recipe, granularity)
+    if not use_t:
+        return Operand(data, None, scale_inv, None), offs
+    if granularity == "row":
+        index = _index(offs, x.shape[0])
+        scale, inv = _scales(_amax(x.abs().float(), index, offs.shape[0]), role, recipe)
+        _, data_t = _cast(x.float() * scale.index_select(0, index), role, recipe, use_t)
+        return Operand(data, data_t, scale_inv, inv.narrow(0, 0, offs.shape[0]).unsqueeze(2)), offs
+    apart, ends = _set_apart(x, offs)
+    data_t, scale_inv_t = _rows(apart.t(), role, recipe, granularity)
+    return Operand(data, data_t, scale_inv, scale_inv_t), ends
+
+
+def _by_group(
+    x: torch.Tensor, role: str, recipe: Recipe, offs: torch.Tensor, use_t: bool
+) -> Operand:
+    """x [S, C] with one scale for each group."""
+    if x.shape[1] == 0:
+        rows = x.new_zeros(x.shape[0], dtype=torch.float32)
+    else:
+        rows = vector_norm(x, torch.inf, 1, dtype=torch.float32)
+    index = _index(offs, x.shape[0])
+    scale, inv = _scales(_amax(rows, index, offs.shape[0]), role, recipe)
+    data, data_t = _cast(x.float() * scale.index_select(0, index).unsqueeze(1), role, recipe, use_t)
+    of_rows = inv.index_select(0, index).unsqueeze(1)
+    return Operand(data, data_t, of_rows, inv.narrow(0, 0, offs.shape[0]).view(-1, 1, 1))
+
+
+def _scales(amax: torch.Tensor, role: str, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales that `quantize` takes for these maxima, and their inverses."""
+    scale, inv = torch.ones_like(amax), torch.ones_like(amax)
+    dtype = getattr(recipe, role).dtype
+    scale_from_amax_op(scale, inv, amax, dtype, 0, recipe.power_of_two_scale)
+    return scale, inv
+
+
+def _cast(
+    scaled: torch.Tensor, role: str, recipe: Recipe, use_t: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x * scale [S, C], in FP32, as codes; and their transpose, in the layout of its GEMM."""
+    transpose = use_t and operands._wants_k_major(scaled.device.type)
+    one, dtype = scaled.new_ones(()), getattr(recipe, role).dtype
+    data, data_t, *_ = quantize_op(scaled, dtype, one, transpose, "tensor", True)
+    if not use_t:
+        return data, None
+    return data, data_t if transpose else data.t()
+
+
+def _rows(
+    x: torch.Tensor, role: str, recipe: Recipe, granularity: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, C] with the scales of a granularity that has several."""
+    if not recipe.is_block:
+        dtype, power_of_two = getattr(recipe, role).dtype, recipe.power_of_two_scale
+        data, _, inv, *_ = quantize_op(x, dtype, None, False, granularity, power_of_two)
+        return data, inv
+    name, seed = recipe.block_format(role), None
+    if role in recipe.stochastic_rounding:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    data, _, inv, *_ = quantize_mx_op(x, name, recipe.scale_mode, False, seed)
+    return data, inv
+
+
+def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operand:
+    """Cast weight [E, N, K], and its transposes [E, K, N], each with scales [E, ...] of its own."""
+    fmt, granularity = recipe.w, recipe.w_granularity
+    if fmt.bits == 16:
+        data = weight.to(fmt.dtype)
+        return Operand(data, data.transpose(1, 2), None, None)
+    experts, n, k = weight.shape
+    if granularity == "tensor":  # the one row of an expert
+        data, inv = _rows_of_weights(weight.reshape(experts, 1, n * k), recipe, "row")
+        data = data.view(weight.shape)
+    elif granularity == "block128x128":  # squares of one expert
+        whole = pad(weight, (0, 0, 0, -n % CHUNK))
+        data, inv = _rows_of_weights(whole, recipe, granularity)
+        data = data.narrow(1, 0, n)
+    else:
+        data, inv = _rows_of_weights(weight, recipe, granularity)
+        if not use_t:
+            return Operand(data, None, inv, None)
+        data_t, inv_t = _rows_of_weights(weight.transpose(1, 2), recipe, granularity)
+        return Operand(data, data_t, inv, inv_t)
+    data_t = data.transpose(1, 2)
+    if use_t and operands._wants_k_major(weight.device.type):
+        data_t = data_t.clone(memory_format=torch.contiguous_format)
+    return Operand(data, data_t, inv, inv.transpose(1, 2))
+
+
+def _rows_of_weights(
+    weight: torch.Tensor, recipe: Recipe, granularity: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [E, R, C], all of it cast at once: data [E, R, C or less] and scale_inv [E, r, c]."""
+    experts, rows, columns = weight.shape
+    data, inv = _rows(weight.reshape(experts * rows, columns), "w", recipe, granularity)
+    of_each = rows // CHUNK if granularity == "block128x128" else rows
+    return data.view(experts, rows, data.shape[1]), inv.view(experts, of_each, inv.shape[1])

@@ -1,0 +1,198 @@
+"""grouped_linear: the linear layers of a mixture's experts, with gradients, in three calls."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .._context import context
+from ..memory.running import keep_as_is
+from ..ops._dispatch import checks, simulation
+from ..ops._reference.gemm_groups import check_offs
+from ..ops._reference.gemm_scales import Operands
+from ..ops.block_operands import decode
+from ..ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
+from ..recipes import Recipe
+from ._arguments import check_output, check_state, main_grad_of
+from ._derivatives import (
+    Tensors,
+    apply,
+    differentiable,
+    is_twice_differentiable,
+    on_backend_of_forward,
+)
+from ._group_casts import cast_rows, cast_weights, in_one_call, space_apart
+from ._linear import run_linear
+from ._observed import observe
+from ._products import _ROLES, Product
+from ._saturate import clips, saturate
+from .operands import Delayed, Matrix
+
+
+class _Gemms(NamedTuple):
+    """The grouped products of a layer. Each is a @ b^T of a group."""
+
+    recipe: Recipe
+    name: str
+
+    def run(
+        self,
+        kind: str,
+        a: Matrix,
+        b: Matrix,
+        columns: int,
+        offs: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """columns: of a and of each b."""
+        result: torch.Tensor = gemm_grouped_op(
+            *self._operands(kind, a, b, columns), offs, dtype, kind in self.recipe.fast_accum
+        )
+        return result
+
+    def accumulate(
+        self, total: torch.Tensor, a: Matrix, b: Matrix, columns: int, offs: torch.Tensor
+    ) -> None:
+        """total [E, N, K] += g^T @ x."""
+        gemm_grouped_accumulate_op(total, *self._operands("grad_weight", a, b, columns), offs)
+
+    def _operands(self, kind: str, a: Matrix, b: Matrix, columns: int) -> Operands:
+        observe(kind, self.recipe, self.name)
+        a_data, a_inv, b_data, b_inv = a.data, a.scale_inv, b.data, b.scale_inv
+        if self.recipe.is_block:
+            formats = [self.recipe.block_format(role) or "" for role in _ROLES[kind]]
+            a_data, b_data = (
+                decode(x.data.flatten(0, -2), x.scale_inv.flatten(0, -2), None, fmt, columns)[0]
+                for x, fmt in zip((a, b), formats, strict=True)
+                if x.scale_inv is not None
+            )
+            b_data, a_inv, b_inv = b_data.view(*b.data.shape[:-1], columns), None, None
+        if b_inv is not None and b_inv.dim() > 1:
+            b_inv = b_inv.transpose(-1, -2)
+        return Operands(a_data, b_data.transpose(-1, -2), a_inv, b_inv)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y [S, N]: the rows of each group of x [S, K] @ its weight^T, of weight [E, N, K]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        offs: torch.Tensor,
+        product: Product,
+        recipe: Recipe,
+        out_dtype: torch.dtype,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        ctx.recipe, ctx.backend, ctx.twice = recipe, context.backend, False
+        ctx.gemms = _Gemms(recipe, product.name)
+        ctx.x_dtype, ctx.w_dtype, ctx.n = x.dtype, weight.dtype, weight.shape[1]
+        ctx.delayed, ctx.main_grad = product.delayed, product.main_grad
+        need_x, need_w = ctx.needs_input_grad[:2]
+        delayed, use_t = product.delayed, need_w and grad_enabled
+        qx, offs_t = cast_rows(x, "x", recipe, delayed, offs, use_t=use_t, record=grad_enabled)
+        qw = cast_weights(weight, recipe, use_t=need_x and grad_enabled)
+        saved_x = (qx.data_t, qx.scale_inv_t) if need_w else (None, None)
+        saved_w = (qw.data_t, qw.scale_inv_t) if need_x else (None, None)
+        keep_as_is(offs, offs_t, saved_x[1], *saved_w)
+        ctx.save_for_backward(offs, offs_t, *saved_x, *saved_w)
+        return ctx.gemms.run("forward", qx.matrix, qw.matrix, x.shape[1], offs, out_dtype)
+
+    @staticmethod
+    @on_backend_of_forward
+    @differentiable(lambda *_: ())  # never: ctx.twice is False
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], g: torch.Tensor) -> Tensors:
+        offs, offs_t, x_t, x_t_inv, w_t, w_t_inv = saved
+        need_x, need_w = ctx.needs_input_grad[:2]
+        of_x = of_w = None
+        if need_x or need_w:
+            qg, _ = cast_rows(g, "g", ctx.recipe, ctx.delayed, offs, use_t=need_w)
+        if need_x:
+            w = Matrix(w_t, w_t_inv, None)
+            of_x = ctx.gemms.run("grad_input", qg.matrix, w, ctx.n, offs, ctx.x_dtype)
+        if need_w:
+            columns = space_apart(offs, g.shape[0])
+            operands = qg.matrix_t, Matrix(x_t, x_t_inv, None), columns, offs_t
+            if ctx.main_grad is None:
+                of_w = ctx.gemms.run("grad_weight", *operands, ctx.w_dtype)
+            else:
+                ctx.gemms.accumulate(ctx.main_grad, *operands)
+        return of_x, of_w, *[None] * 5
+
+
+def _loop(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    product: Product,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """A product for each group. Waits for a GPU, to read offs."""
+    ends, parts = offs.tolist(), []
+    main_grad = product.main_grad
+    for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        own = product._replace(main_grad=None if main_grad is None else main_grad[e])
+        parts.append(run_linear(x[begin:end], weight[e], None, own, recipe, out_dtype, None))
+    last = ends[-1] if ends else 0
+    rest = x.new_zeros((x.shape[0] - last, weight.shape[1]), dtype=out_dtype)
+    return torch.cat([*parts, rest])
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    recipe: Recipe | str = "fp8",
+    out_dtype: torch.dtype | None = None,
+    name: str = "",
+    delayed: Delayed | None = None,
+    clipped: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return y [S, N]: `linear` of each group of rows of x with a weight of its own, in one call.
+
+        y[offs[e - 1] : offs[e]] = linear(x[offs[e - 1] : offs[e]], weight[e]), 0 beyond offs[-1]
+
+    x: [S, K], sorted by expert; weight: [E, N, K], of the experts; both fp32, bf16 or fp16. offs:
+    int32 [E] on x's device, the ends of the groups, ascending; a group may be empty. The other
+    arguments, gradients, weight.main_grad ([E, N, K]) and errors: as in `linear`. Each group and
+    each weight has scales of its own, as in a loop over the experts; delayed scaling has one for
+    all of x. No value of offs is read on the host, so a GPU is not waited for, except by recipes
+    whose blocks or scales a group of unknown size does not allow ("nvfp4-1x16"; docs/recipes.md has
+    the list), inside `twice_differentiable` and inside `simulate`: these run the loop.
+
+    ValueError names offs that are not valid on a CPU. On a GPU an end below the one before, or
+    beyond S, leads to values that are not defined, but to no access beyond the arguments.
+    """
+    op, recipe = "grouped_linear", Recipe.parse(recipe)
+    checks.has_dtype(op, "x", x, checks.FLOATS)
+    checks.has_dtype(op, "weight", weight, checks.FLOATS)
+    checks.has_dtype(op, "offs", offs, (torch.int32,))
+    if weight.dim() != 3:
+        raise ValueError(f"{op}: weight must be [E, N, K], got shape {tuple(weight.shape)}")
+    if x.dim() != 2 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"{op}: x must be [S, K] with K = {weight.shape[2]} as in weight [E, N, K], got shape "
+            f"{tuple(x.shape)}"
+        )
+    for argument, t in (("weight", weight), ("offs", offs)):
+        checks.on_device(op, argument, t, x.device, "x")
+    checks.has_shape(op, "offs", offs, weight.shape[:1], "[E]")
+    check_offs(op, Operands(x, weight), offs)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_output(op, weight, None, out_dtype, "[N]")
+    check_state(op, recipe, delayed, clipped, x.device, "mixprec.convert")
+    kept = delayed if recipe.is_delayed else None
+    product = Product(main_grad_of(op, weight), kept, None, name)
+    clip, simulated = clips(recipe, out_dtype), simulation.current()
+    dtype = torch.float32 if clip else out_dtype
+    if simulated is not None or is_twice_differentiable() or not in_one_call(recipe):
+        y = _loop(x, weight, offs, product, recipe, dtype)
+    else:
+        grad = torch.is_grad_enabled()
+        y = apply(op, _GroupedLinear, x, weight, offs, product, recipe, dtype, grad)
+    return saturate(y, clipped) if clip else y
