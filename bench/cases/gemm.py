@@ -1,4 +1,4 @@
-"""gemm: FP16, BF16 and FP8 operands against what torch offers for the same job."""
+"""gemm, gemm_grouped: FP16, BF16 and FP8 operands against what torch offers for the same job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import mixprec
+from mixprec import ops
 
 from .. import device, verify
 from .registry import Workload, case, times_faster
@@ -123,3 +124,41 @@ for _name, _shape in LAYERS.items():
             times_faster(0.95 if _fp8 else 1.0),
             partial(layer, *_shape, _fp8),
         )
+
+
+def experts(count: int, tokens: int, k: int, n: int) -> Workload:
+    """The products of a mixture's experts, forward and for the gradient of their weights, in bf16:
+    one call each, and a call of gemm for each expert, whose share of the tokens is random."""
+    draw_bf16 = partial(device.randn, dtype=torch.bfloat16, on="cpu")
+    x, g = (draw_bf16(tokens, size, seed=size) for size in (k, n))
+    weight = draw_bf16(count * n, k, seed=1).view(count, n, k)
+    draw = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    offs = (draw.cumsum(0) / draw.sum() * tokens).round().int()
+    b = weight.transpose(1, 2)
+
+    def ours() -> list[torch.Tensor]:
+        return [ops.gemm_grouped(x, b, offs), ops.gemm_grouped(g.t(), x, offs)]
+
+    def loop() -> list[torch.Tensor]:
+        ends = offs.tolist()
+        parts = [slice(*ends) for ends in zip([0, *ends], ends, strict=False)]
+        rows = [mixprec.gemm(x[part], b[e]) for e, part in enumerate(parts)]
+        return [torch.cat(rows), torch.stack([mixprec.gemm(g[p].t(), x[p]) for p in parts])]
+
+    def check() -> str | None:
+        same = all(map(torch.equal, ours(), loop()))
+        return None if same else "the results are not those of a gemm for each expert"
+
+    return Workload(
+        ours=ours, baselines={"a gemm for each": loop}, check=check, flops=4.0 * tokens * k * n
+    )
+
+
+for _experts, _tokens in ((8, 4096), (64, 4096), (128, 512)):
+    case(
+        f"gemm_grouped/{_experts}-experts/{_tokens}",
+        f"{_experts} experts, 512 -> 1024, {_tokens} tokens, bf16: forward and the gradients "
+        "of the weights",
+        times_faster(1.0),
+        partial(experts, _experts, _tokens, 512, 1024),
+    )
