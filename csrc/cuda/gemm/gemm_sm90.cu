@@ -7,6 +7,7 @@
 #include "cuda/gemm/config/measured_tiles.h"
 #include "cuda/gemm/instances/gemm_instances.h"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
+#include "cuda/gemm/kernel/gemm_scales.cuh"
 #include "cuda/gemm/kernel/map_cache_sm90.h"
 
 namespace mixprec::cuda::sm90 {
@@ -130,6 +131,31 @@ TensorMap map_of(const Output& out, int64_t m, int64_t n, const char* op) {
   return map_of({out.dtype, out.data, n, m, out.pitch * size, box, 64, true}, op);
 }
 
+bool has_scale_per_row_and_chunk(const Operand& x) {
+  return x.granularity == Granularity::block1x128;
+}
+
+// What to copy so that x's scales of 1 x 128 are outer-major; x then has the copy, which `room`
+// keeps.
+ScaleCopy copy_of_scales(Operand& x, int64_t rows_in_place, std::optional<Tensor>& room) {
+  ScaleView from = x.scale;
+  if (!has_scale_per_row_and_chunk(x) || x.rows() <= rows_in_place ||
+      is_outer_major(from, x.rows())) {
+    return {};
+  }
+  int64_t chunks = ceil_div(x.k(), 128), pitch = round_up(x.rows(), 4);
+  room = empty_on(x.tensor, {chunks, pitch}, ScalarType::Float);
+  auto* to = static_cast<float*>(room->mutable_data_ptr());
+  x.scale = {to, 1, pitch, 0};
+  return {from, to, static_cast<int>(x.rows()), static_cast<int>(chunks), pitch};
+}
+
+TensorMap map_of_scales(const Operand& b, int box, const char* op) {
+  int64_t pitch = b.scale.chunk_stride * 4;
+  return map_of({Dtype::f32, b.scale.data, b.rows(), ceil_div(b.k(), 128), pitch, box, 1, false},
+                op);
+}
+
 // C (+)= a @ b. bias: [N] contiguous, or null.
 void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype bias_dtype,
               bool fast_accum, const char* op) {
@@ -161,17 +187,21 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
   args.tiles = plan.tiles;
   args.epilogue = epilogue;
   args.tma_store = plan.tma_store;
+  std::optional<Tensor> a_scales, b_scales;
+  ScaleCopy a_copy = copy_of_scales(a, kRowsReadInPlace, a_scales);
+  check_launch(copy_scales(a_copy, copy_of_scales(b, 0, b_scales), device.sms, device.stream), op);
   args.a_chunk = in_loop(a);
   args.b_chunk = in_loop(b);
+  args.b_scale_by_column = has_scale_per_row_and_chunk(b);
   std::optional<Tensor> workspace;
   if (plan.workspace_bytes > 0) {
     workspace = empty_on(a.tensor, {plan.workspace_bytes / 4}, ScalarType::Float);
     args.partial = static_cast<float*>(workspace->mutable_data_ptr());
   }
-  TensorMap out_map = plan.tma_store ? map_of(out, m, n, op) : TensorMap{};
-  check_launch(kernel.run(map_of(a, kernel.a_box, op), map_of(b, kernel.b_box, op), out_map, args,
-                          plan.grid, device.stream),
-               op);
+  TensorMaps maps = {map_of(a, kernel.a_box, op), map_of(b, kernel.b_box, op)};
+  if (args.tma_store) maps.out = map_of(out, m, n, op);
+  if (args.b_scale_by_column) maps.b_scale = map_of_scales(b, kernel.b_scale_box, op);
+  check_launch(kernel.run(maps, args, plan.grid, device.stream), op);
   if (!workspace.has_value()) return;
   check_launch(gemm_finish(args.partial, plan.tiles.splits, args.m, args.n, epilogue, device.sms,
                            device.stream),

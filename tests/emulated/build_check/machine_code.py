@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,12 +57,13 @@ def wrong(it: Instance, sass: str) -> list[str]:
     must = {multiply: True, "UTMALDG": True, "UTMASTG": True, "UTMAREDG": True, "STSM": True}
     must |= {"HMMA": False, "HGMMA" if fp8 else "QGMMA": False}
     must |= {"MULTICAST": it.cluster > 1, "USETMAXREG": it.consumers == 2}
+    must["LDS"] = it.accumulate == "scaled"  # scales of columns; all else goes through TMA
     reasons = [
         f"{'no' if there else 'there is'} {word} in the machine code"
         for word, there in must.items()
         if (re.search(rf"\b{word}|\.{word}", sass) is not None) is not there
     ]
-    return reasons + _serialised(it, sass) + _unpromoted(it, sass)
+    return reasons + _serialised(it, sass) + _unpromoted(it, sass) + _slow(it, sass)
 
 
 def _serialised(it: Instance, sass: str) -> list[str]:
@@ -74,6 +76,25 @@ def _serialised(it: Instance, sass: str) -> list[str]:
         elif issued % together:
             return [f"a wait after {issued} wgmmas, which belong together in {together}s"]
     return []
+
+
+def _slow(it: Instance, sass: str) -> list[str]:
+    """Fences of all memory and invalidations of the L1 cache belong to the barriers of a cluster,
+    not to each chunk; and one thread loads by TMA, without a loop over the lanes."""
+    barriers = 2 if it.cluster > 1 else 0
+    words = r"MEMBAR\.\w+\.GPU|UCGABAR_\w+|CCTL\.IVALL|UTM[A-Z]+|[HQ]GMMA|SYNCS|BRA\.U\.ANY"
+    found = re.findall(words, sass)
+    pairs = list(pairwise(found))
+    fences = [after for word, after in pairs if word.startswith("MEMBAR")]
+    drops = [before for before, word in pairs if word == "CCTL.IVALL"]
+    reasons = []
+    if fences != ["UCGABAR_ARV"] * barriers:
+        reasons.append(f"MEMBAR of the GPU before {fences}, {barriers} cluster barriers")
+    if drops != ["UCGABAR_WAIT"] * barriers:
+        reasons.append(f"CCTL.IVALL after {drops}, {barriers} cluster barriers")
+    if ("UTMALDG", "BRA.U.ANY") in pairs:
+        reasons.append("a loop around UTMALDG")
+    return reasons
 
 
 def _unpromoted(it: Instance, sass: str) -> list[str]:

@@ -17,10 +17,12 @@ def chunk(instruction: str) -> str:
     return 4 * f"{instruction} R24, gdesc[UR28], R24 ;\n" + "WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n"
 
 
+CLUSTER_BARRIER = "MEMBAR.ALL.GPU ;\nERRBAR ;\nUCGABAR_ARV ;\nUCGABAR_WAIT ;\nCCTL.IVALL ;\n"
 CODE = {
     PLAIN: MOVES + "USETMAXREG.DEALLOC\n" + 3 * chunk("HGMMA.64x256x16.F32.BF16"),
     SMALL: MOVES + chunk("HGMMA.64x128x16.F32"),
     FP8: MOVES.replace("UTMALDG.2D", "UTMALDG.2D.MULTICAST")
+    + 2 * CLUSTER_BARRIER
     + "USETMAXREG.DEALLOC\n"
     + 2 * (chunk("QGMMA.64x128x32.F32.E4M3.E5M2") + "FADD R1, R1, R2 ;\n" * 64),
 }
@@ -48,6 +50,10 @@ def test_names_and_the_table_say_which_instances_there_are() -> None:
         (FP8, ".MULTICAST", "", "no MULTICAST"),
         (FP8, "QGMMA", "HGMMA", "there is HGMMA"),
         (FP8, "FADD", "FMUL", "0 FADD, promotion takes 64"),
+        (FP8, "R24 ;\nWARP", "R24 ;\nMEMBAR.ALL.GPU ;\nSYNCS.ARRIVE ;\nWARP", "MEMBAR of the GPU"),
+        (FP8, "UCGABAR_WAIT", "SYNCS.PHASECHK", "CCTL.IVALL after"),
+        (PLAIN, "STSM", "CCTL.IVALL ;\nSTSM", "CCTL.IVALL after"),
+        (PLAIN, "UTMALDG.2D [UR8]", "UTMALDG.2D [UR8] ;\n@P0 BRA.U.ANY 0xa", "around UTMALDG"),
     ],
 )
 def test_code_as_it_must_not_be(it: hopper.Instance, old: str, new: str, reason: str) -> None:

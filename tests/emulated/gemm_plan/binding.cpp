@@ -92,6 +92,11 @@ PYBIND11_MODULE(gemm_plan, m) {
     Arrangement found = arrangement_of(strided(x), element_bytes);
     return std::tuple(static_cast<int>(found.major), found.pitch, found.copy);
   });
+  m.def("is_outer_major", [](const Matrix& scale_inv, const Matrix& operand) {
+    auto* data = reinterpret_cast<const float*>(std::get<0>(scale_inv));
+    auto found = scales_of(data, strided(scale_inv), strided(operand));
+    return found && is_outer_major(found->view, std::get<1>(operand)[std::get<3>(operand)]);
+  });
   // Row stride, chunk stride, row shift, granularity; None for a shape that does not fit.
   m.def("scales_of", [](const Matrix& scale_inv, const Matrix& operand) {
     auto found = scales_of(nullptr, strided(scale_inv), strided(operand));

@@ -101,3 +101,25 @@ def test_scales_are_found_where_the_contract_says(row: int) -> None:
                     spaced[::2, ::3] = values
                     view = spaced[::2, ::3]
                     check_scales(view if row == 0 else view.t(), rows, k, row)
+
+
+@pytest.mark.parametrize("row", [0, 1], ids=["a", "b"])
+def test_scales_that_tma_reads_in_place(row: int) -> None:
+    """For 40 rows and 3 chunks of K: a chunk's scales are neighbours, and start at 16 bytes."""
+    room = torch.zeros(3, 48)
+    rows = (
+        (room[:, :40], True),
+        (room[:, 4:44], True),
+        (room[:, 2:42], False),
+        (torch.zeros(3, 42)[:, :40], False),  # the second chunk starts 8 bytes after a boundary
+        (torch.zeros(40, 3).t(), False),  # as quantize writes them
+        (torch.zeros(3, 80)[:, ::2], False),
+        (torch.zeros(3, 1).expand(3, 40), False),
+        (torch.zeros(40).expand(3, 40), False),  # no pitch
+        (torch.zeros(3, 1), False),  # 128 x 128
+    )
+    operand = torch.empty((40, 300) if row == 0 else (300, 40), device="meta")
+    for scales, want in rows:
+        given = scales.t() if row == 0 else scales
+        found = compiled().is_outer_major(strided(given, row), strided(operand, row, 0))
+        assert found == want, (scales.shape, scales.stride())

@@ -58,7 +58,8 @@ def check(config: Any, m: int, n: int, k: int, gpu_sms: int, gpu_shared: int) ->
     assert config.workspace_bytes == (tiles.splits * m * n * 4 if tiles.splits > 1 else 0)
     assert config.workspace_bytes <= plan.compiled().MAX_WORKSPACE_BYTES
 
-    stage = (row.block_m + row.block_n) * 128
+    scales = row.block_n * 4 if row.accumulate == Accumulate.scaled else 0
+    stage = (row.block_m + row.block_n) * 128 + scales
     assert 2 <= config.stages <= 8
     used = config.stages * stage + row.consumers * 16384
     barriers = config.shared_bytes - used

@@ -18,7 +18,6 @@ struct Mbarrier {
   uint64_t phase = 0;
   int initialiser;
   bool fenced = false;  // fence.mbarrier_init by the thread that made it
-  bool remote = false;  // has been arrived at from another block
   std::vector<uint32_t> landed;
 };
 
@@ -96,10 +95,12 @@ void barrier_arrive_expect(const void* p, uint32_t bytes) {
 
 void barrier_arrive(const void* p) {
   yield();
+  finish_loads();
   arrive(block_rank(), mine(p, "mbarrier.arrive"));
 }
 
-// mapa + mbarrier.arrive.shared::cluster.
+// mapa + mbarrier.arrive.shared::cluster, which is .release.cta: an arrival at another block counts
+// there, but says nothing of this thread's loads and stores.
 void barrier_arrive_at(const void* p, uint32_t rank) {
   yield();
   uint32_t at = offset_of(p, 8, 8, "mbarrier.arrive.shared::cluster");
@@ -107,16 +108,17 @@ void barrier_arrive_at(const void* p, uint32_t rank) {
     fail("mapa: the cluster has no block %u", rank);
   if (has_exited(rank)) fail("mbarrier.arrive: block %u of the cluster has exited", rank);
   Mbarrier& b = find(rank, at, "mbarrier.arrive.shared::cluster");
-  if (static_cast<int>(rank) != block_rank()) {
-    if (!b.fenced) fail("mbarrier +%u of block %u: no fence.mbarrier_init", at, rank);
-    b.remote = true;
+  if (static_cast<int>(rank) == block_rank()) {
+    finish_loads();
+  } else if (!b.fenced) {
+    fail("mbarrier +%u of block %u: no fence.mbarrier_init", at, rank);
   }
   arrive(rank, b);
 }
 
-// mbarrier.test_wait / try_wait .parity: true where the phase in progress has the other parity. A
-// thread that wakes late looks again, as one that polls does.
-void barrier_wait(const void* p, uint32_t parity, bool cluster_scope) {
+// mbarrier.test_wait / try_wait .parity, .acquire.cta: true where the phase in progress has the
+// other parity. A thread that wakes late looks again, as one that polls does.
+void barrier_wait(const void* p, uint32_t parity) {
   if (draw(4) == 0) yield();
   uint32_t at = offset_of(p, 8, 8, "mbarrier.try_wait");
   Mbarrier& b = find(block_rank(), at, "mbarrier.try_wait");
@@ -127,9 +129,6 @@ void barrier_wait(const void* p, uint32_t parity, bool cluster_scope) {
         return text("mbarrier +%u, parity %u; phase %llu has %u pending arrivals, %lld bytes", at,
                     parity, (unsigned long long)b.phase, b.pending, (long long)b.tx);
       });
-  if (b.remote && !cluster_scope) {
-    fail("mbarrier +%u: .acquire.cta, but other blocks arrive at it", at);
-  }
 }
 
 void check_for_tma(int rank, uint32_t at) {

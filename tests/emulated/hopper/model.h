@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -19,7 +20,7 @@ void barrier_init_fence();
 void barrier_arrive_expect(const void* b, uint32_t bytes);
 void barrier_arrive(const void* b);
 void barrier_arrive_at(const void* b, uint32_t rank);
-void barrier_wait(const void* b, uint32_t parity, bool cluster_scope);
+void barrier_wait(const void* b, uint32_t parity);
 
 // ---- tma.cpp ----
 void prefetch_map(const CUtensorMap* map);
@@ -34,6 +35,7 @@ void tma_store_wait_read(int groups);
 // ---- shared_words.cpp ----
 void fence_async_proxy();
 void store_shared(float* to, float x, float y);
+float2 load_shared(const float* from);
 
 // ---- wgmma.cpp ----
 enum class Format { bf16, fp16, e4m3, e5m2 };
@@ -54,6 +56,7 @@ void truncate_fp8_sums(bool on);
 // ---- warps.cpp ----
 void stmatrix(void* row, const uint32_t (&r)[4]);
 void named_barrier(int id, int threads);
+bool elect_one();
 uint32_t cluster_rank();
 void cluster_sync();
 void set_registers(int n, bool more);

@@ -1,4 +1,4 @@
-"""Ways to break csrc/cuda/gemm/kernel/gemm_sm90.cuh and gemm_store_sm90.cuh, one line each, and a
+"""Ways to break the Hopper GEMM of csrc/cuda/gemm/kernel, one line each, and a
 copy of the sources that has all of them, of which one at a time is in force."""
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from typing import NamedTuple
 
 from emulated.shim import runner
 
-KERNEL, STORE = "gemm_sm90.cuh", "gemm_store_sm90.cuh"
+FILES = tuple(f"gemm_{part}sm90.cuh" for part in ("", "tile_", "accumulate_", "store_"))
 
 
 class Mutation(NamedTuple):
     what: str
-    instance: str  # where it is looked for: "direct", "cluster" or "promoted"
-    old: str
+    instance: str  # where it is looked for: a key of MUTATED, test_hopper_gemm.py
+    old: str  # in one of FILES
     new: str
     occurrence: int = 0  # of `old`, the only one that changes
-    file: str = KERNEL
 
 
-FULL_WAIT = "barrier_wait<remote>(shared.full(ring.stage), ring.parity);"
-EMPTY_WAIT = "barrier_wait<(T::kCluster > 1)>(shared.empty(ring.stage), ring.parity ^ 1);"
+FULL_WAIT = "barrier_wait(shared.full(ring.stage), ring.parity);"
+EMPTY_WAIT = "barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);"
 FULL_INIT = "barrier_init(shared.full(stage), 1);"
 RELEASE = "release(shared, previous);"
 ARRIVE = "if (lane == 0) barrier_arrive(shared.empty(stage));"
@@ -30,9 +29,19 @@ ARRIVE_FOR_ALL = (
     "if (threadIdx.x % 128 == 0) for (int i = 0; i < 4; ++i) barrier_arrive(shared.empty(stage));"
 )
 STEP, LEADING, STRIDE = "b_at + ", "(b_at + step * b_step, ", "chunk_bytes, 1024), accum"
+LOAD_SCALES = "(scales) tma_load(shared.b_scale(ring.stage), &maps.b_scale, full, work.n, chunk)"
+MULTICAST_SCALES = (
+    "(scales && rank == 0) tma_load_multicast(shared.b_scale(ring.stage), &maps.b_scale, full,"
+    " work.n, chunk, 3)"
+)
+COLUMNS = "shared.b_scale(ring.stage) + at.col);"
+PROMOTE = "promote(acc[part], partial, scale.upper[part], scale.lower[part],"
+MEETING = "__syncwarp();  // one lane arrives for all of them, which have read the scales"
+RELEASE_FIRST = f"if (last) {{ release(shared, ring.stage); {PROMOTE} {COLUMNS} continue; }}"
 COMMIT, WAIT = "wgmma_commit();", "wgmma_wait_for(acc[part]);"
 BOX_BARRIER = "named_barrier(1 + consumer, 128);"
-BOX_WAIT = "if (leader) tma_store_wait_read<1>();"
+BOX_WAIT = "if (is_leader()) tma_store_wait_read<1>();"
+THREAD_0_WAITS = BOX_WAIT.replace("is_leader()", "threadIdx.x % 128 == 0")
 UNSWIZZLED = "(to + (word - (word ^ row % 8)) * 16), acc"
 WORDS = "((2 * pair + word) ^ (row % 8)) * 16"
 
@@ -43,17 +52,17 @@ REPORTED = (
     Mutation("a count of 0", "direct", "4 * T::kConsumers", "0 * T::kConsumers"),
     Mutation("no mbarrier was initialised", "direct", FULL_INIT, ";"),
     Mutation("is one already", "direct", FULL_INIT, FULL_INIT * 2),
-    Mutation("is not 8-byte aligned", "direct", "(T::kConsumers))", "(T::kConsumers) + 4)"),
+    Mutation("is not 8-byte aligned", "direct", "(b_scale(stages))", "(b_scale(stages) + 1)"),
     Mutation("without fence.mbarrier_init", "direct", "barrier_init_fence();", ";"),
     Mutation("without fence.mbarrier_init", "cluster", "barrier_init_fence();", ";"),
-    Mutation(".acquire.cta, but", "cluster", "wait<(T::kCluster > 1)>", "wait<false>"),
+    Mutation("their order is unknown", "scaled", LOAD_SCALES, MULTICAST_SCALES),
     Mutation("no block 2", "cluster", "lane < T::kCluster", "lane <= T::kCluster"),
     Mutation("block mask 0x7", "cluster", "(1 << T::kCluster) - 1", "7"),
-    Mutation("128-byte", "direct", "tma_load(to, a_map", "tma_load((char*)to + 64, a_map"),
-    Mutation("128-byte", "direct", "store(out_map, box", "store(out_map, box + 64", file=STORE),
+    Mutation("128-byte", "direct", "tma_load(to, &maps.a", "tma_load((char*)to + 64, &maps.a"),
+    Mutation("128-byte", "direct", "store(out_map, box", "store(out_map, box + 64"),
     Mutation("TMA store may read", "direct", "tma_store_wait_read<0>();", ";"),
-    Mutation("without fence.proxy.async", "direct", "fence_async_proxy();", ";", file=STORE),
-    Mutation("TMA or wgmma may read", "direct", "tma_store_commit();", ";", file=STORE),
+    Mutation("without fence.proxy.async", "direct", "fence_async_proxy();", ";"),
+    Mutation("TMA or wgmma may read", "direct", "tma_store_commit();", ";"),
     Mutation("no wgmma.fence", "direct", "wgmma_fence();", ";"),
     Mutation("no wgmma.fence", "promoted", "wgmma_fence();", ";", 1),
     Mutation("written while a wgmma runs", "direct", COMMIT, COMMIT + "acc[0][3] = 1.0f;"),
@@ -61,21 +70,25 @@ REPORTED = (
     Mutation("reserved bits", "direct", STRIDE, "chunk_bytes, 1024) | 1ull << 46, accum"),
     Mutation("outside of the block", "direct", STEP, STEP + "(1 << 17) + "),
     Mutation("start with the swizzle", "direct", STEP, STEP + "256 + "),
-    Mutation("deadlock", "direct", WAIT, "if (threadIdx.x % 32 != 8) " + WAIT),
+    Mutation("lanes of the warp", "direct", WAIT, "if (threadIdx.x % 32 != 8) " + WAIT),
     Mutation("deadlock", "direct", "ring.parity ^ 1", "ring.parity"),
-    Mutation("deadlock", "direct", "(full, T::kStageBytes)", "(full, 1 << 18)"),
+    Mutation("deadlock", "direct", "(full, bytes)", "(full, 1 << 18)"),
     Mutation("deadlock", "direct", "more_registers<232>", "more_registers<240>"),
     Mutation("inc 40: the warp has 168", "direct", "fewer_registers<40>", "more_registers<40>"),
     Mutation("deadlock", "direct", "if constexpr (balance) f", "if (threadIdx.x > 31) f"),
-    Mutation("barrier 16", "direct", "1 + consumer, 128", "16 - consumer, 128", file=STORE),
-    Mutation("100 threads", "direct", "consumer, 128", "consumer, 100", file=STORE),
+    Mutation("barrier 16", "direct", "1 + consumer, 128", "16 - consumer, 128"),
+    Mutation("100 threads", "direct", "consumer, 128", "consumer, 100"),
 )
 IN_KERNEL = (
     Mutation("no wait for TMA", "direct", FULL_WAIT, ";"),
     Mutation("no wait for TMA", "promoted", FULL_WAIT, ";", 1),
+    Mutation("no wait for TMA", "scaled", FULL_WAIT, ";", 1),
     Mutation("no wait for a free stage", "direct", EMPTY_WAIT, ";"),
     Mutation("no wait for a free stage", "cluster", EMPTY_WAIT, ";"),
+    Mutation("no wait for a free stage", "scaled", EMPTY_WAIT, ";"),
+    Mutation("all lanes load", "direct", "elect_one()) produce", "true) produce"),
     Mutation("wrong phase bit", "direct", "(ring.stage), ring.parity);", "(ring.stage), 0);"),
+    Mutation("wrong phase bit", "scaled", "(ring.stage), ring.parity);", "(ring.stage), 0);", 1),
     Mutation("phase bit kept", "direct", "parity ^= 1;", ";"),
     Mutation("early release", "direct", RELEASE, "release(shared, ring.stage);"),
     Mutation("early release", "direct", "wgmma_wait<1>();", "wgmma_wait<2>();"),
@@ -83,7 +96,8 @@ IN_KERNEL = (
     Mutation("release at one block", "cluster", "(stage), lane)", "(stage), cluster_rank())"),
     Mutation("no last release", "direct", RELEASE, ";", 1),
     Mutation("too few arrivals", "direct", "4 * T::kConsumers", "2 * T::kConsumers"),
-    Mutation("fewer bytes expected", "direct", "(full, T::kStageBytes)", "(full, T::kABytes)"),
+    Mutation("fewer bytes expected", "direct", "(full, bytes)", "(full, T::kABytes)"),
+    Mutation("no bytes of scales expected", "scaled", "(full, bytes)", "(full, T::kStageBytes)"),
     Mutation("multicast to itself", "cluster", "(1 << T::kCluster) - 1", "1 << rank"),
     Mutation("no barrier after init", "direct", "__syncthreads();", ";"),
     Mutation("no cluster barrier after init", "cluster", "cluster_sync();", ";"),
@@ -93,11 +107,16 @@ IN_KERNEL = (
     Mutation("no wgmma wait", "promoted", "wgmma_wait_for(partial);", ";"),
     Mutation("wrong stride", "direct", STRIDE, "chunk_bytes, 2048), accum"),
     Mutation("wrong leading", "direct", LEADING + "chunk_bytes", LEADING + "1024"),
+    Mutation("scales read after release", "scaled", PROMOTE, RELEASE_FIRST + PROMOTE),
+    Mutation("lanes read after release", "scaled", MEETING, ";"),
+    Mutation("scales of one stage", "scaled", COLUMNS, "shared.b_scale(0) + at.col);"),
+    Mutation("scales of one chunk", "scaled", "work.n, chunk + 1)", "work.n, work.first)"),
     Mutation("old sums kept", "direct", "accumulate || step > 0", "true"),
 )
 IN_STORE = (
     Mutation("box used too early", "direct", BOX_WAIT, ";"),
     Mutation("box used too early", "direct", "wait_read<1>", "wait_read<2>"),
+    Mutation("box used too early", "direct", BOX_WAIT, THREAD_0_WAITS),
     Mutation("no barrier before the box", "direct", BOX_BARRIER, ";"),
     Mutation("no barrier before TMA", "direct", BOX_BARRIER, ";", 1),
     Mutation("both consumers at one barrier", "direct", "1 + consumer, 128", "1, 128"),
@@ -108,7 +127,7 @@ IN_STORE = (
 )
 # fmt: on
 
-MUTATIONS = (*REPORTED, *IN_KERNEL, *(m._replace(file=STORE) for m in IN_STORE))
+MUTATIONS = (*REPORTED, *IN_KERNEL, *IN_STORE)
 
 
 def statement(text: str, first: int, last: int) -> slice:
@@ -120,11 +139,11 @@ def statement(text: str, first: int, last: int) -> slice:
     return slice(first, text.index(";", last - 1) + 1)
 
 
-def with_mutations(file: str, text: str) -> str:
+def with_mutations(text: str) -> str:
     """`mutation` (ptx_sm90.cuh) is the number of the one in force, from 1 on."""
     choices: dict[tuple[int, int], str] = {}
     for number, it in enumerate(MUTATIONS, start=1):
-        if it.file != file:
+        if it.old not in text:
             continue
         at = -1
         for _ in range(it.occurrence + 1):
@@ -144,7 +163,9 @@ def mutated(folder: Path) -> Path:
     """A copy of csrc with every mutation in it."""
     copy = folder / "csrc"
     shutil.copytree(runner.CSRC, copy, ignore=shutil.ignore_patterns("*.cpp", "*.cu"))
-    for name in (KERNEL, STORE):
-        file = copy / "cuda" / "gemm" / "kernel" / name
-        file.write_text(with_mutations(name, file.read_text()))
+    sources = [copy / "cuda" / "gemm" / "kernel" / name for name in FILES]
+    for it in MUTATIONS:
+        assert sum(it.old in source.read_text() for source in sources) == 1, it
+    for source in sources:
+        source.write_text(with_mutations(source.read_text()))
     return copy

@@ -4,6 +4,7 @@
 #include "cuda/gemm/config/gemm_plan.h"
 #include "cuda/gemm/instances/gemm_instances.cuh"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
+#include "cuda/gemm/kernel/gemm_scales.cuh"
 #include "cuda/gemm/kernel/tensor_map_sm90.h"
 #include "scheduler.h"
 
@@ -24,6 +25,9 @@ struct Call {
   Dtype a_dtype, b_dtype;
   Epilogue epilogue;
   ScaleView a_chunk, b_chunk;
+  // Room for outer-major scales, [K / 128, rows rounded up to 4]; null: a's are read in place, and
+  // b's are not one per column.
+  float *a_scales, *b_scales;
   int stages;  // 0: as planned
   int splits, sms;
   bool tma_store;
@@ -65,6 +69,16 @@ bool encode(const Operand& o, Dtype dtype, int rows, int k, const int (&box)[2],
       {dtype, o.data, k_major ? k : rows, k_major ? rows : k, o.pitch, box[0], box[1], true}, map);
 }
 
+// The scales that go to `to`; from there on `view` finds them.
+ScaleCopy copy_of(ScaleView& view, float* to, int rows, int k) {
+  if (to == nullptr) return {};
+  int chunks = (k + 127) / 128;
+  int64_t pitch = (rows + 3) / 4 * 4;
+  ScaleCopy copy = {view, to, rows, chunks, pitch};
+  view = {to, 1, pitch, 0};
+  return copy;
+}
+
 GemmProblem problem(const Call& c) {
   GemmProblem p = {c.m, c.n, c.k, c.a_dtype, c.b_dtype, c.epilogue.out_dtype};
   p.a_major = c.a.major == 0 ? Major::k : Major::mn;
@@ -88,22 +102,30 @@ int gemm(const Call* c) {
   DeviceProperties gpu = {9, 0, c->sms, int64_t{cuda_on_cpu::kMaxShared}};
   std::optional<GemmConfig> plan = config_of(c->row, problem(*c), gpu, c->splits, 0);
   if (!plan) return kNoPlan;
-  TensorMap a, b, out = {};
+  ScaleView a_chunk = c->a_chunk, b_chunk = c->b_chunk;
+  ScaleCopy a_copy = copy_of(a_chunk, c->a_scales, c->m, c->k);
+  ScaleCopy b_copy = copy_of(b_chunk, c->b_scales, c->n, c->k);
+  cudaError_t error = copy_scales(a_copy, b_copy, c->sms, nullptr);
+  if (error != cudaSuccess) return error;
+  TensorMaps maps = {};
   Dtype out_dtype = c->epilogue.out_dtype;
   int box = static_cast<int>(128 / element_size(out_dtype));
   bool whole = plan->tiles.splits == 1;
-  if (!encode(c->a, c->a_dtype, c->m, c->k, found.a_box, &a) ||
-      !encode(c->b, c->b_dtype, c->n, c->k, found.b_box, &b) ||
+  if (!encode(c->a, c->a_dtype, c->m, c->k, found.a_box, &maps.a) ||
+      !encode(c->b, c->b_dtype, c->n, c->k, found.b_box, &maps.b) ||
+      (c->b_scales != nullptr && !encode_map({Dtype::f32, c->b_scales, c->n, b_copy.chunks,
+                                              b_copy.pitch * 4, found.b_scale_box, 1, false},
+                                             &maps.b_scale)) ||
       (c->tma_store && whole &&
        !encode_map({out_dtype, c->epilogue.out, c->n, c->m,
                     c->epilogue.pitch * element_size(out_dtype), box, 64, true},
-                   &out))) {
+                   &maps.out))) {
     return kMapRefused;
   }
   GemmArgs args(c->m, c->n, c->k, plan->chunks_per_split, c->stages > 0 ? c->stages : plan->stages,
-                plan->tiles, c->epilogue, c->tma_store && whole, c->a_chunk, c->b_chunk,
-                whole ? nullptr : c->partial);
-  cudaError_t error = found.run(a, b, out, args, plan->grid, nullptr);
+                plan->tiles, c->epilogue, c->tma_store && whole, a_chunk, b_chunk,
+                c->b_scales != nullptr, whole ? nullptr : c->partial);
+  error = found.run(maps, args, plan->grid, nullptr);
   if (error != cudaSuccess || whole) return error;
   return gemm_finish(c->partial, plan->tiles.splits, c->m, c->n, c->epilogue, c->sms, nullptr);
 }

@@ -35,6 +35,7 @@ class Call(ctypes.Structure):
         ("row", ctypes.c_int), ("m", ctypes.c_int), ("n", ctypes.c_int), ("k", ctypes.c_int),
         ("a", Operand), ("b", Operand), ("a_dtype", ctypes.c_int32), ("b_dtype", ctypes.c_int32),
         ("epilogue", Epilogue), ("a_chunk", ScaleView), ("b_chunk", ScaleView),
+        ("a_scales", ctypes.c_void_p), ("b_scales", ctypes.c_void_p),
         ("stages", ctypes.c_int), ("splits", ctypes.c_int), ("sms", ctypes.c_int),
         ("tma_store", ctypes.c_bool), ("partial", ctypes.c_void_p),
     )  # fmt: skip
@@ -89,6 +90,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     scales: Sequence[ScaleView] = (),
     chunk_scales: Sequence[ScaleView] = (),
+    copy_a_scales: bool = False,
     stages: int = 0,
     splits: int = 1,
     sms: int = 2,  # few: blocks walk over several tiles
@@ -106,5 +108,10 @@ def gemm(
     )  # fmt: skip
     if chunk_scales:
         call.a_chunk, call.b_chunk = chunk_scales
+        copies = [torch.full((-(-k // 128), (x + 3) // 4 * 4), torch.nan) for x in (m, n)]
+        if copy_a_scales:
+            call.a_scales = copies[0].data_ptr()
+        if call.b_chunk.data and call.b_chunk.row_shift == 0:
+            call.b_scales = copies[1].data_ptr()
     loaded.seed(ctypes.c_uint64(seed))
     return int(loaded.gemm(ctypes.byref(call)))

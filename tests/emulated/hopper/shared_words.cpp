@@ -1,7 +1,8 @@
-// Which bytes of shared memory are in use by whom. Generic loads are not seen: what TMA is still
-// to write is filled with NaN meanwhile. PTX ISA, "Proxies" and "membar / fence": writes through
-// the generic proxy are for the async proxy only behind fence.proxy.async of the thread that wrote;
-// "Async proxy": unfinished asynchronous operations must not meet other accesses.
+// Which bytes of shared memory are in use by whom. Of generic loads only those of load_shared are
+// seen: what TMA is still to write is filled with NaN meanwhile. PTX ISA, "Proxies" and "membar /
+// fence": writes through the generic proxy are for the async proxy only behind fence.proxy.async of
+// the thread that wrote; "Async proxy": unfinished asynchronous operations must not meet other
+// accesses.
 #include <cuda_runtime.h>
 
 #include "units.h"
@@ -14,10 +15,22 @@ struct Word {
   uint16_t writer[4];  // 1 + the thread that wrote these 4 bytes and has not fenced since; 0
   uint16_t reads, writes;
   bool barrier;
+  bool generic;  // threads of the block have used it
+};
+
+// Of one thread, by load_shared, that no arrival has made known yet.
+struct Load {
+  int thread, meetings;  // of the warp, at that time
+  uint32_t at;
 };
 
 std::vector<Word> words[kMaxBlocks];
 std::vector<std::vector<uint32_t>> unfenced;  // per thread: index of 4 bytes
+std::vector<std::vector<Load>> loads;         // per warp of the cluster
+
+std::vector<Load>& loads_of_warp() {
+  return loads[block_rank() * ((block_threads() + 31) / 32) + thread_of_block() / 32];
+}
 
 Word& word(int rank, uint32_t at, const char* who) {
   if (at % 16 != 0) fail("%s: shared memory +%u is not 16-byte aligned", who, at);
@@ -32,6 +45,7 @@ Word& word(int rank, uint32_t at, const char* who) {
 void clear_words() {
   for (int b = 0; b < cluster_blocks(); ++b) words[b].assign((shared_bytes() + 15) / 16, Word{});
   unfenced.assign(static_cast<size_t>(cluster_blocks()) * block_threads(), {});
+  loads.assign(static_cast<size_t>(cluster_blocks()) * ((block_threads() + 31) / 32), {});
 }
 
 uint32_t offset_of(const void* p, int bytes, int alignment, const char* what) {
@@ -54,6 +68,7 @@ void generic_write(int rank, uint32_t at, int bytes) {
       fail("a thread overwrites shared memory +%u that TMA or wgmma may read", i * 4);
     if (w.writes != 0) fail("a thread writes shared memory +%u that TMA writes", i * 4);
     if (w.barrier) fail("a thread overwrites the mbarrier in shared memory +%u", i * 4);
+    w.generic = true;
     w.writer[i % 4] = static_cast<uint16_t>(thread_id() + 1);
     unfenced[thread_id()].push_back(i);
   }
@@ -63,6 +78,25 @@ void store_shared(float* to, float x, float y) {
   generic_write(block_rank(), offset_of(to, 8, 8, "store_shared"), 8);
   to[0] = x;
   to[1] = y;
+}
+
+float2 load_shared(const float* from) {
+  if (draw(16) == 0) yield();
+  uint32_t at = offset_of(from, 8, 8, "load_shared");
+  Word& w = word(block_rank(), at / 16 * 16, "load_shared");
+  if (w.writes != 0) fail("a thread reads shared memory +%u that TMA still writes", at);
+  w.generic = true;
+  ++w.reads;
+  loads_of_warp().push_back({thread_id(), warp_meetings(), at / 16 * 16});
+  return {from[0], from[1]};
+}
+
+void finish_loads() {
+  std::erase_if(loads_of_warp(), [](const Load& load) {
+    bool known = load.thread == thread_id() || load.meetings < warp_meetings();
+    if (known) end_read(block_rank(), load.at);
+    return known;
+  });
 }
 
 void fence_async_proxy() {
@@ -92,6 +126,10 @@ void begin_write(int rank, uint32_t at, const char* who) {
   Word& w = word(rank, at, who);
   for (uint16_t writer : w.writer) {
     if (writer != 0) fail("%s overwrites shared memory +%u, written and not fenced", who, at);
+  }
+  if (w.generic && rank != block_rank()) {
+    fail("%s of block %d overwrites what threads of block %d use: their order is unknown", who,
+         block_rank(), rank);
   }
   if (w.reads != 0) fail("%s overwrites shared memory +%u that is still read", who, at);
   if (w.writes != 0) fail("%s overwrites shared memory +%u that TMA still writes", who, at);

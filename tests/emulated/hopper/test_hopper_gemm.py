@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +149,40 @@ def test_small_shapes(row: Row, shape: tuple[int, int, int]) -> None:
 # ---- FP8 ----
 
 
-@pytest.mark.parametrize("shifts", [(0, 7), (0, 0), (7, 7)], ids=str)
-@pytest.mark.parametrize("row", [r for r in EIGHT if r.sums == "scaled"], ids=str)
-def test_scales_of_blocks(row: Row, shifts: tuple[int, int]) -> None:
-    problem, g = Problem(ragged(row), (E4M3, E4M3), largest=2), torch.Generator().manual_seed(2)
+BY_ROW, BY_BLOCK = 0, 7  # ScaleView: row_shift
+
+
+def block_scales(problem: Problem, shifts: Sequence[int | None]) -> tuple[list[torch.Tensor], Any]:
+    """Powers of two for a and b, [rows >> shift, chunks], None: no scales; and the product."""
+    g = torch.Generator().manual_seed(2)
     scaled, scales = [], []
     for x, shift in zip((problem.a.float(), problem.b.float().t()), shifts, strict=True):
-        row_of, chunk_of = torch.arange(x.shape[0]) >> shift, torch.arange(x.shape[1]) // 128
+        row_of, chunk_of = torch.arange(x.shape[0]) >> (shift or 0), torch.arange(x.shape[1]) // 128
         counts = int(row_of[-1]) + 1, int(chunk_of[-1]) + 1
-        scales.append(2.0 ** torch.randint(-2, 3, counts, generator=g))
-        scaled.append(x * scales[-1][row_of][:, chunk_of])
-    views = [scale_view(s, shift) for s, shift in zip(scales, shifts, strict=True)]
-    loaded, want = runner.library(E4M3, E4M3, "scaled"), scaled[0] @ scaled[1].t()
-    for seed in range(2):
-        check(loaded, row, problem, seed, want=want, chunk_scales=views, stages=2)
+        exponents = torch.randint(-2, 3, counts, generator=g) * (shift is not None)
+        scale = 2.0**exponents
+        scales.append(scale)
+        scaled.append(x * scale[row_of][:, chunk_of])
+    return scales, scaled[0] @ scaled[1].t()
+
+
+@pytest.mark.parametrize("shifts", list(product((BY_ROW, BY_BLOCK, None), repeat=2))[:-1], ids=str)
+@pytest.mark.parametrize("row", [r for r in EIGHT if r.sums == "scaled"], ids=str)
+def test_scales_of_blocks(row: Row, shifts: tuple[int | None, int | None]) -> None:
+    problem = Problem(ragged(row), (E4M3, E4M3), largest=2)
+    scales, want = block_scales(problem, shifts)
+    loaded = runner.library(E4M3, E4M3, "scaled")
+    for seed in range(3):
+        # As quantize writes them; or the chunks of K first; or neither.
+        laid = [s.t().contiguous().t() if seed == 1 else s for s in scales]
+        if seed == 2:
+            laid = [s.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3] for s in scales]
+        views = [
+            scale_view(None if shift is None else s, shift or 0)
+            for s, shift in zip(laid, shifts, strict=True)
+        ]
+        options = {"chunk_scales": views, "stages": 2, "splits": 1 + seed}
+        check(loaded, row, problem, seed, want=want, copy_a_scales=seed == 0, **options)
 
 
 def test_promotion_keeps_fp8_sums_accurate() -> None:
@@ -188,6 +210,7 @@ MUTATED = {
     "direct": next(r for r in SIXTEEN if r.consumers == 2 and r.block_n == 128),
     "cluster": next(r for r in SIXTEEN if r.cluster == 2),
     "promoted": next(r for r in EIGHT if r.sums == "promoted" and r.block_m == 128),
+    "scaled": next(r for r in EIGHT if r.sums == "scaled" and r.cluster == 2),
 }
 
 
@@ -206,10 +229,14 @@ def failure(which: str, mutation: int, seed: int) -> str:
     row, loaded = MUTATED[which], mutants(which)
     dtype = E4M3 if row.fp8 else torch.bfloat16
     problem = Problem(ragged(row), (dtype, dtype), "NT" if row.fp8 else "NN")
+    want, options = None, {}
+    if which == "scaled":
+        scales, want = block_scales(problem, (BY_ROW, BY_ROW))
+        options["chunk_scales"] = [scale_view(s) for s in scales]
     loaded.mutate(mutation)
     out_dtype = torch.bfloat16 if seed % 2 else torch.float32
     try:
-        check(loaded, row, problem, seed, out_dtype, stages=3)
+        check(loaded, row, problem, seed, out_dtype, want, stages=3, **options)
     except AssertionError as error:
         return str(error)
     return ""

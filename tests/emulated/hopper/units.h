@@ -34,6 +34,9 @@ inline int thread_id() { return block_rank() * block_threads() + thread_of_block
 // ---- shared_words.cpp: who uses which bytes of shared memory; `at` counts from its start ----
 uint32_t offset_of(const void* p, int bytes, int alignment, const char* what);
 void generic_write(int rank, uint32_t at, int bytes);  // by the running thread
+// The running thread arrives at an mbarrier of its block: its loads are over, and those that other
+// lanes of its warp made before the warp last met.
+void finish_loads();
 // Words of 16 bytes that a unit reads or writes some time from now on, until it ends.
 void begin_read(int rank, uint32_t at, const char* who);
 void end_read(int rank, uint32_t at);

@@ -31,6 +31,7 @@ struct Barrier {
 
 std::array<Barrier, 16> named[kMaxBlocks];
 Barrier cluster;
+int elected;                                // lane, in all warps
 int registers_left[kMaxBlocks];             // in the pool of the block
 std::vector<int> registers_of, changes_of;  // per warp of the cluster
 
@@ -42,6 +43,7 @@ int warp_id() { return block_rank() * warps_per_block() + thread_of_block() / 32
 void clear_warps() {
   for (auto& of_block : named) of_block.fill({});
   cluster = {cluster_blocks() * block_threads()};
+  elected = static_cast<int>(draw(32));
   // As many as a launch can give to each thread, in steps of 8.
   int each = std::min(65536 / block_threads() / 8 * 8, 248);
   registers_of.assign(static_cast<size_t>(cluster_blocks()) * warps_per_block(), each);
@@ -84,6 +86,12 @@ void named_barrier(int id, int threads) {
     fail("barrier.cta %d: for %d threads here, for %d elsewhere", id, threads, b.expected);
   }
   b.arrive_and_wait("barrier", id);
+}
+
+// PTX ISA, "elect.sync": which lane is not specified, but always the same for the same mask.
+bool elect_one() {
+  __syncwarp();
+  return lane() == elected;
 }
 
 uint32_t cluster_rank() { return static_cast<uint32_t>(block_rank()); }

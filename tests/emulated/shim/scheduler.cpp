@@ -32,7 +32,7 @@ struct Fiber {
   uint3 thread_idx, block_idx;
   State state = State::done;
   int rank = 0, thread = 0;  // block within the cluster, thread within the block
-  int exchanges = 0;
+  int exchanges = 0, meetings = 0;
   // While it waits: what wakes it, and of a warp's barrier the lanes that have to come.
   const void* key = nullptr;
   const Why* why = nullptr;
@@ -112,7 +112,7 @@ void entry() {
 
 void start(Fiber* fiber) {
   fiber->stack.start(entry);
-  fiber->exchanges = 0;
+  fiber->exchanges = fiber->meetings = 0;
   make_ready(fiber);
 }
 
@@ -224,6 +224,7 @@ size_t shared_bytes() { return shared_size; }
 uint8_t* shared_of(int rank) { return shared_memory[rank]; }
 bool has_exited(int rank) { return blocks[rank].live == 0; }
 int lane() { return running->thread % 32; }
+int warp_meetings() { return running->meetings; }
 void* dynamic_shared() { return shared_memory[running->rank]; }
 void set_seed(uint64_t seed) { generator.seed(seed); }
 uint64_t draw(uint64_t below) { return generator() % below; }
@@ -297,6 +298,7 @@ void warp_wait(unsigned mask) {
   });
   if (all) each([](Fiber& f) { return make_ready(&f), true; });
   to_scheduler();
+  if (mask == 0xFFFFFFFFu) ++running->meetings;
 }
 
 void warp_barrier(unsigned mask) {

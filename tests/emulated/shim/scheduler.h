@@ -24,6 +24,8 @@ bool has_exited(int rank);     // all threads of that block have returned
 
 uint64_t draw(uint64_t below);  // from the seed
 
+int warp_meetings();  // how often the running thread's whole warp has met so far
+
 // Ends the launch with a message, which names the running thread. last_error() keeps it.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* last_error();

@@ -39,6 +39,7 @@ struct GemmArgs {
   Epilogue epilogue;
   bool tma_store;              // out and its pitch must be 16-byte aligned; not with `partial`
   ScaleView a_chunk, b_chunk;  // applied to each 128 of K (Accumulate::scaled)
+  bool b_scale_by_column;      // then b_chunk comes by TMA
   float* partial;              // fp32 [splits, m, n], reduced by another kernel; null: 1 split
 };
 

@@ -70,4 +70,14 @@ constexpr std::optional<Scales> scales_of(const float* data, const Strided& s, c
   return Scales{{data, s.stride[x.row], chunk_stride, by_row ? 0 : 7}, granularity};
 }
 
+// Scales of 1 x 128 as the kernel reads them fast, those of b by TMA: the scales of a chunk of K
+// side by side, chunks at multiples of 16 bytes.
+inline bool is_outer_major(const ScaleView& s, int64_t rows) {
+  return s.row_shift == 0 && s.row_stride == 1 && s.chunk_stride >= rows &&
+         s.chunk_stride % 4 == 0 && reinterpret_cast<uint64_t>(s.data) % 16 == 0;
+}
+
+// a is also read from where it is. With so few rows that costs less than another launch.
+constexpr int64_t kRowsReadInPlace = 512;
+
 }  // namespace mixprec::cuda::sm90

@@ -60,10 +60,11 @@ constexpr int kChunkBytes =
 
 constexpr int chunk_elements(const TileConfig& t) { return t.fp8 ? kChunkBytes : kChunkBytes / 2; }
 
-// Per block: for each stage the tiles of a and b and two barriers, for each consumer 16 KiB of
-// output.
+// Per block: for each stage the tiles of a and b, scales of b's columns and two barriers, for each
+// consumer 16 KiB of output.
 constexpr int64_t shared_bytes(const TileConfig& t, int stages) {
-  return int64_t{stages} * ((t.block_m + t.block_n) * kChunkBytes + 16) +
+  int scales = t.accumulate == Accumulate::scaled ? t.block_n * 4 : 0;
+  return int64_t{stages} * ((t.block_m + t.block_n) * kChunkBytes + scales + 16) +
          int64_t{t.consumers} * (16 << 10);
 }
 

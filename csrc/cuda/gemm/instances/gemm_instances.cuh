@@ -17,7 +17,7 @@ constexpr Instance instance_of() {
   static_assert(T::kBlockK == chunk_elements(t));
   static_assert(T::shared_bytes(2) == shared_bytes(t, 2));
   static_assert(T::shared_bytes(3) == shared_bytes(t, 3));
-  return {run<T>, {T::kABox[0], T::kABox[1]}, {T::kBBox[0], T::kBBox[1]}};
+  return {run<T>, {T::kABox[0], T::kABox[1]}, {T::kBBox[0], T::kBBox[1]}, T::kBlockN};
 }
 
 template <class A, class B, Major a_major, Major b_major, Accumulate accumulate>

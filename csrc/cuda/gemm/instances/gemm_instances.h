@@ -5,15 +5,16 @@
 #include "cuda/gemm/config/gemm_args.h"
 #include "cuda/gemm/config/tile_configs.h"
 #include "cuda/gemm/kernel/descriptor_sm90.h"
-#include "cuda/gemm/kernel/ptx_sm90.cuh"
+#include "cuda/gemm/kernel/tensor_maps_sm90.h"
 
 namespace mixprec::cuda::sm90 {
 
 struct Instance {
   // Null: there is no such kernel, because the tile config is not for these operands.
-  cudaError_t (*run)(const TensorMap& a, const TensorMap& b, const TensorMap& out,
-                     const GemmArgs& args, int64_t grid, cudaStream_t stream);
+  cudaError_t (*run)(const TensorMaps& maps, const GemmArgs& args, int64_t grid,
+                     cudaStream_t stream);
   int a_box[2], b_box[2];  // of the maps: inner and outer dimension, in elements
+  int b_scale_box;         // inner; the outer one is 1
 };
 
 template <class A, class B, Major a_major, Major b_major, Accumulate accumulate>

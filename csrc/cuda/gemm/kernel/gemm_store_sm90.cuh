@@ -53,6 +53,12 @@ __device__ __forceinline__ void apply(float (&acc)[block_n / 2], int first, cons
   }
 }
 
+// True in one thread of the warpgroup, the same in every call. All its threads call it.
+__device__ __forceinline__ bool is_leader() {
+  int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x / 32), 0);
+  return warp % 4 == 0 && elect_one();
+}
+
 // Columns [first, first + 128 bytes) of the warpgroup's 64 rows -> box, with TMA's swizzle.
 template <int bytes, int block_n>
 __device__ __forceinline__ void stage(const float (&acc)[block_n / 2], uint8_t* box, int first,
@@ -60,6 +66,7 @@ __device__ __forceinline__ void stage(const float (&acc)[block_n / 2], uint8_t* 
   if constexpr (bytes == 2) {
     int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x % 128 / 32);
     int row = warp * 16 + lane % 16, word = lane / 16;
+    __syncwarp();  // stmatrix is .aligned, and not all columns have a bias
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {  // 16 columns: two words of a row
       int j = first / 8 + 2 * pair;
@@ -91,17 +98,16 @@ __device__ __forceinline__ void store_by_tma(float (&acc)[block_n / 2], uint8_t*
                                              const TensorMap* out_map, const GemmArgs& args, int m,
                                              int n, int consumer) {
   constexpr int cols = 128 / bytes;
-  bool leader = threadIdx.x % 128 == 0;
 #pragma unroll
   for (int first = 0; first < block_n; first += cols) {
     uint8_t* box = staging + first / cols % 2 * (64 * 128);
-    if (leader) tma_store_wait_read<1>();  // the store before the last one, from this box
+    if (is_leader()) tma_store_wait_read<1>();  // the store before the last one, from this box
     named_barrier(1 + consumer, 128);
     apply<cols, block_n>(acc, first, args, m, n);
     stage<bytes, block_n>(acc, box, first, args.epilogue.out_dtype);
     fence_async_proxy();
     named_barrier(1 + consumer, 128);
-    if (leader) {
+    if (is_leader()) {
       if (args.epilogue.accumulate) {
         tma_add(out_map, box, n + first, m);
       } else {
@@ -148,6 +154,7 @@ __device__ __forceinline__ void store_tile(float (&acc)[block_n / 2], uint8_t* s
   } else {
     store_by_tma<2, block_n>(acc, staging, out_map, args, m, n, consumer);
   }
+  __syncwarp();  // some lanes have done more than others, and wgmma.fence is .aligned
 }
 
 }  // namespace mixprec::cuda::sm90

@@ -45,13 +45,17 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* b, uint32_t bytes
       : "memory");
 }
 
-// One arrival at the barrier at the same address in block `rank` of the cluster.
+// One arrival at the barrier at the same address in block `rank` of the cluster. Without
+// qualifiers it is .release.cta: it counts in the other block, but orders memory only within this
+// one. .release.cluster would wait for all memory accesses of the thread, global ones too
+// (MEMBAR.ALL.GPU), in every chunk of K. The ring needs no more than the count: the arriving warp
+// has waited for its wgmmas, so its reads are over, and the other block writes nothing here but
+// operands, which only TMA writes and only wgmma reads.
 __device__ __forceinline__ void barrier_arrive_at(Barrier* b, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(
-          shared_address(b)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(b)),
       "r"(rank)
       : "memory");
 }
@@ -61,25 +65,17 @@ __device__ __forceinline__ void barrier_arrive(Barrier* b) {
                : "memory");
 }
 
-// Returns when the phase of parity `parity` (0 for the first) has ended. `cluster`: other blocks
-// arrive at it too.
-template <bool cluster>
+// Returns when the phase of parity `parity` (0 for the first) has ended. What TMA wrote in it, for
+// whichever block, is then visible: complete_tx orders it before the end of the phase. Of generic
+// accesses it orders those of this block alone; .acquire.cluster would drop the L1 cache every time
+// (CCTL.IVALL).
 __device__ __forceinline__ void barrier_wait(Barrier* b, uint32_t parity) {
-  if constexpr (cluster) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(shared_address(b)),
-        "r"(parity)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(shared_address(b)),
-        "r"(parity)
-        : "memory");
-  }
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(shared_address(b)),
+      "r"(parity)
+      : "memory");
 }
 
 // ---- TMA: boxes of a 2-D tensor (x: inner dimension), zeros where the box leaves the tensor ----
@@ -178,6 +174,22 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
 // fence_async_proxy.
 __device__ __forceinline__ void store_shared(float* to, float x, float y) {
   *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+
+// A plain load of two floats that TMA wrote, behind barrier_wait. A function of its own because the
+// thread must have read them before its warp arrives at the barrier that lets TMA overwrite them.
+__device__ __forceinline__ float2 load_shared(const float* from) {
+  return *reinterpret_cast<const float2*>(from);
+}
+
+// True in one lane of the warp, the same in every call. All lanes call it. Unlike a test of
+// threadIdx it tells the compiler that the branch is taken by one thread, so that the addresses of
+// TMA need no loop over the lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}"
+               : "=r"(elected));
+  return elected != 0;
 }
 
 // Barrier `id` (1..15) among `threads` threads.

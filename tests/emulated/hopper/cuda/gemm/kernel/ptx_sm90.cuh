@@ -18,11 +18,6 @@ inline int mutation = 0;
 
 inline uint8_t* dynamic_shared() { return static_cast<uint8_t*>(cuda_on_cpu::dynamic_shared()); }
 
-template <bool cluster>
-void barrier_wait(Barrier* b, uint32_t parity) {
-  model::barrier_wait(b, parity, cluster);
-}
-
 template <int n>
 void tma_store_wait_read() {
   model::tma_store_wait_read(n);
