@@ -41,6 +41,20 @@ BUILD = os.environ.get("MIXPREC_BUILD", "auto")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # loads with later versions of torch too
 # All supported generations; the last one also as PTX for later GPUs.
 GPUS = "8.0;8.6;8.9;9.0a;10.0;12.0+PTX"
+# Built with the instructions of a whole family of GPUs (10.x, 12.x) that have some for FP4, which
+# TORCH_CUDA_ARCH_LIST cannot name; nvcc knows families from 12.9 on.
+FAMILY_SOURCES = {"quantize_mx.cu"}
+FAMILIES = {"10.0": "100f", "12.0": "120f"}
+
+
+def nvcc_version() -> tuple[int, int] | None:
+    """The release of the CUDA toolkit; None if it has no nvcc."""
+    nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
+    if CUDA_HOME is None or not nvcc.exists():
+        return None
+    words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", words)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def why_no_cuda() -> str:
@@ -49,14 +63,13 @@ def why_no_cuda() -> str:
         return "MIXPREC_BUILD=cpu"
     if torch.version.cuda is None:
         return "the torch that mixprec was built with has no CUDA"
-    nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
-    if CUDA_HOME is None or not nvcc.exists():
+    version = nvcc_version()
+    if version is None:
         return f"no nvcc for CUDA {torch.version.cuda} in CUDA_HOME or PATH"
-    words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+)\.", words)
-    if found is None or found[1] != torch.version.cuda.split(".")[0]:
+    if str(version[0]) != torch.version.cuda.split(".")[0]:
         return (
-            f"torch is built for CUDA {torch.version.cuda}, but {nvcc} is of another major version"
+            f"torch is built for CUDA {torch.version.cuda}, but the nvcc in {CUDA_HOME} is of "
+            "another major version"
         )
     return ""
 
@@ -139,12 +152,35 @@ def gpu_library(name: str, sources: list[Path], flags: list[str]) -> Extension:
     )
 
 
+def family_flags() -> list[str]:
+    """For nvcc: the same GPUs as cuda_archs(), but by family where there is one. A GPU then takes
+    the code of its family from the library. Empty if no family is built for."""
+    flags = []
+    for arch in re.split(r"[;\s]+", cuda_archs()):
+        found = re.fullmatch(r"(\d+\.\d)(a?)(\+PTX)?", arch)
+        if found is None:  # a name such as Hopper, which torch resolves
+            return []
+        number = found[1].replace(".", "") + found[2]
+        code = FAMILIES.get(arch.removesuffix("+PTX"), number)
+        flags += ["-gencode", f"arch=compute_{code},code=sm_{code}"]
+        if found[3]:
+            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+    named = any(code in flag for flag in flags for code in FAMILIES.values())
+    return flags if named and (nvcc_version() or (0, 0)) >= (12, 9) else []
+
+
 def cuda_extensions() -> list[Extension]:
     """mixprec/_C_cuda.so: the CUDA ops for all GPUs; mixprec/_C_sm90.so: those for Hopper only,
-    from the *_sm90*.cu files."""
+    from the *_sm90*.cu files; mixprec/_C_family.so: FAMILY_SOURCES, for all GPUs too."""
     hopper = set(Path("csrc/cuda").rglob("*_sm90*.cu"))
-    portable = set(Path("csrc/cuda").rglob("*.cu")) - hopper
+    family = [p for p in Path("csrc/cuda").rglob("*.cu") if p.name in FAMILY_SOURCES]
+    if not family_flags():
+        family = []
+    portable = set(Path("csrc/cuda").rglob("*.cu")) - hopper - set(family)
     libraries = [gpu_library("mixprec._C_cuda", [*portable], ["-fmad=false"])]
+    if family:
+        flags = ["-fmad=false", *family_flags()]
+        libraries.append(gpu_library("mixprec._C_family", family, flags))
     if re.search(r"\b9\.0a", cuda_archs()):
         # If the flags name an architecture, torch adds no others.
         only = ["-gencode", "arch=compute_90a,code=sm_90a"]

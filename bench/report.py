@@ -19,7 +19,10 @@ from .cases.registry import best_baseline, quantity
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
 NOTHING = "Nothing has been measured on a GPU yet."
-_BUILD_HEADER = ("kernel", "instances", "registers", "shared memory", "spilled")
+_BUILD_HEADER = (
+    *("kernel", "instances", "registers", "shared memory", "spilled"),
+    "instructions an element",
+)
 
 
 def bench(content: dict[str, Any]) -> str:
@@ -150,16 +153,24 @@ def gpu(root: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
+def _range(both: list[float]) -> str:
+    low, high = both
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
 def build(root: Path, source: str) -> str:
     """What the compiler made of the kernels of one file, over all GPU generations."""
     report = results.read_json(root / results.RESULTS / "cuda_build.json")
     body: list[tuple[str, ...]] = []
     for kernel in report["kernels"]:
         if kernel["source"] == source:
-            low, high = kernel["registers"]
-            registers = str(low) if low == high else f"{low} to {high}"
+            counts = "; ".join(
+                f"{way}: {_range(both)}" if way else _range(both)
+                for way, both in kernel["per_element"].items()
+            )
             shared, spilled = f"{kernel['shared']} B", f"{kernel['spilled']} B"
-            body.append((kernel["name"], str(kernel["instances"]), registers, shared, spilled))
+            row = kernel["name"], str(kernel["instances"]), _range(kernel["registers"])
+            body.append((*row, shared, spilled, counts))
     if not body:
         raise results.ResultError(f"report: cuda_build.json has no kernel of {source}")
     return table.markdown(_BUILD_HEADER, body)

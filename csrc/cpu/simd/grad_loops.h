@@ -12,9 +12,8 @@ struct Finite {
   uint32_t bad[lanes] = {};
 
   template <class T>
-  MIXPREC_HD void add(int64_t lane, T g, typename Unscale<T>::Real unscaled) {
-    bad[lane] |=
-        static_cast<uint32_t>(Unscale<T>::bad(g)) | static_cast<uint32_t>(is_nonfinite(unscaled));
+  MIXPREC_HD void add(int64_t lane, T, typename Unscale<T>::Real unscaled) {
+    bad[lane] |= static_cast<uint32_t>(is_nonfinite(unscaled));
   }
   MIXPREC_HD bool finish(uint32_t*) const {
     uint32_t any = 0;
@@ -30,7 +29,7 @@ struct Kinds {
 
   template <class T>
   MIXPREC_HD void add(int64_t lane, T g, typename Unscale<T>::Real unscaled) {
-    GradKind kind = Unscale<T>::kind(g, unscaled);
+    GradKind kind = Unscale<T>::kind(real(g), unscaled);
     inf[lane] += kind.inf;
     nan[lane] += kind.nan;
     zero[lane] += kind.zero;

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/vec.cuh"
 #include "dispatch.h"
 #include "math/philox.h"
@@ -133,7 +134,7 @@ struct Group {
       for (int j = 0; j < kGroup; ++j) x[j] = Convert<Bf16>::decode({half(j)});
     } else {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) x[j] = Convert<Fp16>::decode({half(j)});
+      for (int j = 0; j < kGroup; ++j) x[j] = ptx::widen({half(j)});
     }
   }
 
@@ -146,10 +147,10 @@ struct Group {
       for (int j = 0; j < kGroup; ++j) word[j] = float_bits(x[j]);
     } else if (dtype == Dtype::bf16) {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) set_half(j, Convert<Bf16>::encode(x[j]).bits);
+      for (int j = 0; j < kGroup; j += 2) word[j / 2] = ptx::bf16x2(x[j], x[j + 1]);
     } else {
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) set_half(j, Convert<Fp16>::encode(x[j]).bits);
+      for (int j = 0; j < kGroup; j += 2) word[j / 2] = ptx::fp16x2(x[j], x[j + 1]);
     }
   }
 

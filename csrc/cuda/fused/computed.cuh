@@ -61,11 +61,8 @@ __device__ __forceinline__ void store_rounded(void* out, Dtype dtype, int64_t i,
     using X = typename decltype(t)::type;
     X* to = static_cast<X*>(out) + i;
     X rounded[n];
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-      rounded[j] = Convert<X>::encode(values[j]);
-      values[j] = to_float(rounded[j]);
-    }
+    round_all(values, rounded);
+    decode_all(rounded, values);
     if (together && count == n) return store(to, rounded);
 #pragma unroll
     for (int j = 0; j < n; ++j) {

@@ -2,15 +2,17 @@
 // that are Inf, NaN, zero and subnormal; and found_inf.
 #pragma once
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/grads/chunk_stats.cuh"
 
 namespace mixprec::cuda {
 
-template <class T>
-__device__ __forceinline__ double square(T x) {
-  return static_cast<double>(x) * static_cast<double>(x);
+// The square of a number of fp32 is exact in fp64: fused or not, the sum is rounded once.
+__device__ __forceinline__ double add_square(double sum, float x) {
+  return __builtin_fma(static_cast<double>(x), static_cast<double>(x), sum);
 }
+__device__ __forceinline__ double add_square(double sum, double x) { return sum + x * x; }
 
 template <class T, bool counting>
 __global__ void __launch_bounds__(kThreads)
@@ -26,14 +28,17 @@ __global__ void __launch_bounds__(kThreads)
     double sum = 0.0;
     KindCounter counter;
     for_each<n>(split<n>(chunk.size, g), threadIdx.x, kThreads, [&](auto width, int64_t i) {
-      T x[decltype(width)::value];
+      constexpr int count = decltype(width)::value;
+      T x[count];
+      Real raw[count];
       load(g + i, x);
+      decode_all(x, raw);
 #pragma unroll
-      for (const T& value : x) {
-        Real unscaled = Unscale<T>::apply(value, s);
-        bad |= Unscale<T>::bad(value) | is_nonfinite(unscaled);
-        sum += square(unscaled);
-        if constexpr (counting) counter.add(Unscale<T>::kind(value, unscaled));
+      for (int j = 0; j < count; ++j) {
+        Real unscaled = raw[j] * s;
+        bad |= !is_finite_in<Real>(unscaled);
+        sum = add_square(sum, unscaled);
+        if constexpr (counting) counter.add(Unscale<T>::kind(raw[j], unscaled));
       }
     });
     sum = block_reduce<kThreads, Sum>(sum);

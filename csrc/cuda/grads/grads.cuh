@@ -55,4 +55,22 @@ cudaError_t for_grads(const GradList& grads, const F& f) {
   return error;
 }
 
+// The least magnitude that is rounded to Inf in T: half a step above the largest number.
+template <class T>
+constexpr float kRoundsToInf = __builtin_inff();
+template <>
+inline constexpr float kRoundsToInf<Bf16> = 0x1.FFp127f;
+template <>
+inline constexpr float kRoundsToInf<Fp16> = 65520.0f;
+
+// Whether x stays finite when it is rounded to T: one instruction, and false for NaN.
+template <class T, class Real>
+__device__ __forceinline__ bool is_finite_in(Real x) {
+  if constexpr (sizeof(Real) == 8) {
+    return !is_nonfinite(x);
+  } else {
+    return __builtin_fabsf(x) < kRoundsToInf<T>;
+  }
+}
+
 }  // namespace mixprec::cuda

@@ -2,42 +2,42 @@
 // gradient that are Inf, NaN, zero and subnormal.
 #pragma once
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/grads/chunk_stats.cuh"
 
 namespace mixprec::cuda {
-
-template <class T>
-__device__ __forceinline__ typename Unscale<T>::Real widened(T x) {
-  if constexpr (sizeof(T) == 8) {
-    return x;
-  } else {
-    return decode(x);
-  }
-}
 
 template <class T, bool counting>
 __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const __grid_constant__ GradLaunch grads, const float* inv_scale,
                    float* found_inf, const ChunkStats chunks) {
   constexpr int n = 2 * kVector<T>;  // two loads in flight: the stores after them may alias
-  typename Unscale<T>::Real s = *inv_scale;
+  using Real = typename Unscale<T>::Real;
+  Real s = *inv_scale;
   bool bad = false;
   for (int c = blockIdx.x; c < grads.chunks(); c += gridDim.x) {
     Chunk chunk = grads.chunk(c);
     T* g = grads.at<T>(0, chunk);
     KindCounter counter;
     for_each<n>(split<n>(chunk.size, g), threadIdx.x, kThreads, [&](auto width, int64_t i) {
-      T x[decltype(width)::value];
+      constexpr int count = decltype(width)::value;
+      T x[count];
+      Real raw[count], unscaled[count];
       load(g + i, x);
+      decode_all(x, raw);
 #pragma unroll
-      for (T& value : x) {
-        T rounded = Unscale<T>::round(Unscale<T>::apply(value, s));
-        bad |= Unscale<T>::bad(value) | Unscale<T>::bad(rounded);
-        if constexpr (counting) counter.add(Unscale<T>::kind(value, widened(rounded)));
-        value = rounded;
+      for (int j = 0; j < count; ++j) {
+        unscaled[j] = raw[j] * s;
+        bad |= !is_finite_in<T>(unscaled[j]);
       }
+      round_all(unscaled, x);
       store(g + i, x);
+      if constexpr (counting) {
+        decode_all(x, unscaled);
+#pragma unroll
+        for (int j = 0; j < count; ++j) counter.add(Unscale<T>::kind(raw[j], unscaled[j]));
+      }
     });
     if constexpr (counting) counter.finish(chunks.counts, place_of(grads, chunk));
   }

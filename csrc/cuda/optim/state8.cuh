@@ -21,12 +21,23 @@ __device__ __forceinline__ unsigned lanes_of_block(int left) {
   return 0xFFFFFFFFu >> (32 - lanes);
 }
 
-// Encodes elements [i, i + count) of state k (0 or 1) and returns the scale of their block.
-// `random` is the stream of the param (math/philox.h), `lanes` those that call this.
+// The random bits of a warp's blocks (state8_random): those of the places of this lane, in state k,
+// the same in all blocks of a tensor, and those of a block, in each half the ones of a state.
+__device__ __forceinline__ PhiloxWords random_in_block(RandomStream of_param, int k) {
+  of_param.index_and_stream += (kFirstStateStream + k) << 30;
+  return random_words(of_param, threadIdx.x % 32);
+}
+__device__ __forceinline__ uint32_t random_of_block(RandomStream of_param, int64_t block) {
+  of_param.index_and_stream += static_cast<uint32_t>(kBlockStream) << 30;
+  return random_words(of_param, block / 4).word[block % 4];
+}
+
+// Encodes `count` elements of state k (0 or 1) and returns the scale of their block. `lanes`: those
+// that call this.
 template <bool is_signed>
-__device__ __forceinline__ float encode_group(const float (&x)[kGroup], int64_t i, int count,
-                                              unsigned lanes, RandomStream random, int k,
-                                              Group<float>& codes) {
+__device__ __forceinline__ float encode_group(const float (&x)[kGroup], int count, unsigned lanes,
+                                              int k, const PhiloxWords& in_block,
+                                              uint32_t of_block, Group<float>& codes) {
   uint32_t largest = 0;  // as an integer: NaN is larger than Inf
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
@@ -35,17 +46,10 @@ __device__ __forceinline__ float encode_group(const float (&x)[kGroup], int64_t 
   }
   float scale = state8_scale(__reduce_max_sync(lanes, largest));
   float inverse = state8_inverse(scale);
-
-  int64_t block = i / kState8Block, eighth = i % kState8Block / kGroup;
-  uint32_t index = random.index_and_stream;
-  random.index_and_stream = index + ((kFirstStateStream + k) << 30);
-  PhiloxWords in_block = random_words(random, eighth);
-  random.index_and_stream = index + (static_cast<uint32_t>(kBlockStream) << 30);
-  uint32_t of_block = random16(random_words(random, block / 4), 2 * (block % 4) + k);
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
     uint16_t bits = state8_random(static_cast<uint16_t>(random16(in_block, j)),
-                                  static_cast<uint16_t>(of_block));
+                                  static_cast<uint16_t>(of_block >> (16 * k)));
     codes.set_byte(j, encode_state8<is_signed>(x[j], inverse, bits));
   }
   return scale;

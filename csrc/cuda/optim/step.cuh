@@ -40,12 +40,13 @@ struct StepChunk {
   Array array[kState + kStates];
   float* scale[kStates];
   typename Rule::template Scalars<Real> scalars;
-  int64_t step;
+  int64_t seed, step;
   int index, variant;
+  PhiloxWords in_block[kStates];  // for states in 8 bits
 
   __device__ __forceinline__ StepChunk(const StepLaunch& list, int tensor, const Rule& rule,
-                                       const StepOfTensor<Rule>& of_tensor)
-      : step(of_tensor.step), index(list.tag[kIndex][tensor]) {
+                                       const StepArgs& args, const StepOfTensor<Rule>& of_tensor)
+      : seed(args.seed), step(of_tensor.step), index(list.tag[kIndex][tensor]) {
     uint32_t dtypes = list.tag[kDtypes][tensor];
 #pragma unroll
     for (int a = 0; a < kState + kStates; ++a) {
@@ -61,6 +62,23 @@ struct StepChunk {
       scalars = of_tensor.constants.narrow;
     }
     variant = rule.variant(has_state() ? kStates : 0, step);
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      if (array[kState + k].dtype == Dtype::u8) {
+        in_block[k] = random_in_block(random(kParamStream), k);
+      }
+    }
+  }
+
+  __device__ __forceinline__ RandomStream random(int stream) const {
+    return random_stream(seed, step, index, static_cast<Stream>(stream));
+  }
+
+  __device__ __forceinline__ bool has_8_bits() const {
+    bool any = false;
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) any |= array[kState + k].dtype == Dtype::u8;
+    return any;
   }
 
   // Whether the param has states: known while compiling but for a rule whose first form has none.
@@ -127,26 +145,27 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
 
   update_group<Rule>(c.variant, p, g, s, c.scalars);
 
-  auto random = [&](int stream) {
-    RandomStream of = random_stream(args.seed, c.step, c.index, static_cast<Stream>(stream));
-    return random_words(of, i / kGroup);
-  };
+  uint32_t of_block = 0;
+  if (sizeof(Real) == 4 && c.has_8_bits()) {
+    of_block = random_of_block(c.random(kParamStream), i / kState8Block);
+  }
 #pragma unroll
   for (int k = 0; k < states; ++k) {
     const Array& a = c.array[kState + k];
     if (!has_state) break;
     if constexpr (sizeof(Real) == 4) {
       if (a.dtype == Dtype::u8) {
-        RandomStream of = random_stream(args.seed, c.step, c.index, kParamStream);
-        float scale = k == 0 ? encode_group<true>(s[k], i, count, lanes, of, k, state[k])
-                             : encode_group<false>(s[k], i, count, lanes, of, k, state[k]);
+        const PhiloxWords& in_block = c.in_block[k];
+        float scale =
+            k == 0 ? encode_group<true>(s[k], count, lanes, k, in_block, of_block, state[k])
+                   : encode_group<false>(s[k], count, lanes, k, in_block, of_block, state[k]);
         if (i % kState8Block == 0) c.scale[k][i / kState8Block] = scale;
         state[k].store(a, i, count);
         continue;
       }
     }
     if (sizeof(Real) == 4 && a.dtype == Dtype::bf16) {
-      state[k].encode(s[k], random(kFirstStateStream + k));
+      state[k].encode(s[k], random_words(c.random(kFirstStateStream + k), i / kGroup));
     } else {
       state[k].encode(a.dtype, s[k]);
     }
@@ -165,7 +184,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
     rest.store(master, i, count);
     weight.encode(param.dtype, p);
   } else if (args.stochastic_rounding && param.dtype == Dtype::bf16) {
-    weight.encode(p, random(kParamStream));
+    weight.encode(p, random_words(c.random(kParamStream), i / kGroup));
   } else {
     weight.encode(param.dtype, p);
   }
@@ -180,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
   for (int c = blockIdx.x; c < list.chunks(); c += gridDim.x) {
     Chunk chunk = list.chunk(c);
     StepChunk<Rule, Real> shared(list, chunk.tensor, rule,
-                                 of_tensors[list.tag[kNumber][chunk.tensor]]);
+                                 args, of_tensors[list.tag[kNumber][chunk.tensor]]);
     for (int i = threadIdx.x * kGroup; i < chunk.size; i += kThreads * kGroup) {
       int left = static_cast<int>(chunk.size) - i;
       int in_block = i % static_cast<int>(kState8Block);

@@ -124,12 +124,14 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     float minimum = decode(ranges[2 * group]), step = decode(ranges[2 * group + 1]);
-    Y out[kRun];
+    float value[kRun];
 #pragma unroll
     for (int j = 0; j < kRun; ++j) {
       int code = in[j / per_byte] >> (j % per_byte * bits) & levels;
-      out[j] = Convert<Y>::encode(unpack_bounded(unpack_value(code, minimum, step), kLargest<Y>));
+      value[j] = unpack_bounded(unpack_value(code, minimum, step), kLargest<Y>);
     }
+    Y out[kRun];
+    round_all(value, out);
     if (kept == kRun && aligned) {
       store(y + begin, out);
     } else {

@@ -1,6 +1,7 @@
 // dequantize on the GPU: out = data * scale_inv in fp32, one rounding to out's dtype.
 #pragma once
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/vec.cuh"
 #include "dispatch.h"
@@ -42,11 +43,11 @@ __global__ void __launch_bounds__(kThreads)
     Q in[decltype(width)::value];
     O result[decltype(width)::value];
     load(data + i, in);
-    float s = by_blocks ? grid.of(i) : one;
+    float s = by_blocks ? grid.of(i) : one, x[decltype(width)::value];
+    decode_all(in, x);
 #pragma unroll
-    for (int j = 0; j < decltype(width)::value; ++j) {
-      result[j] = Convert<O>::encode(decode(in[j]) * s);
-    }
+    for (float& value : x) value = value * s;
+    round_all(x, result);
     store(out + i, result);
   });
 }

@@ -47,7 +47,8 @@ struct QuantizeMx {
   uint32_t* scratch;        // [partials_for(sms)]
 };
 
-// The codes of y, one a byte.
+// The codes of y, one a byte. Where an instruction encodes FP4, the first of two bytes has both
+// codes and the second one is 0.
 template <class E>
 __device__ __forceinline__ void encode_mx(const float (&y)[kMxRun], float factor,
                                           const int64_t* seed, const RandomStream& stream,
@@ -58,6 +59,18 @@ __device__ __forceinline__ void encode_mx(const float (&y)[kMxRun], float factor
       encode_run(y, q, [&](int) { return factor; });
 #pragma unroll
       for (int j = 0; j < kMxRun; ++j) code[j] = q[j].bits;
+    } else if constexpr (ptx::kConvertsFp4 && Element<E>::bits == 4) {
+      float scaled[kMxRun];
+#pragma unroll
+      for (int j = 0; j < kMxRun; ++j) scaled[j] = y[j] * factor;
+#pragma unroll
+      for (int j = 0; j < kMxRun; j += 8) {
+        uint32_t eight = ptx::e2m1x8(scaled + j);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          code[j + k] = k % 2 == 0 ? static_cast<uint8_t>(eight >> (4 * k)) : uint8_t{0};
+        }
+      }
     } else {
 #pragma unroll
       for (int j = 0; j < kMxRun; ++j) code[j] = encode_element<E>(y[j] * factor);

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import loops
 import machine_code as hopper
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
@@ -38,6 +39,9 @@ NARROW = re.compile(
     "norm_bands|norm_columns|gemm_kernel"
 )
 
+# Built with the instructions of a whole family of GPUs: setup.py has the same names.
+FAMILY, FAMILIES = {"quantize_mx.cu"}, {"10.0", "12.0"}
+
 GEMM = "gemm_sm90_bf16_k_k.cu"  # one of the files that instances of the Hopper GEMM are in
 
 
@@ -47,6 +51,13 @@ def gpus() -> list[str]:
     assert found is not None, "setup.py must say GPUS"
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", found[1])
     return [gpu.removesuffix("+PTX") for gpu in asked.split(";")]
+
+
+def built_for(source: str, asked: set[str]) -> set[str]:
+    """The GPUs that setup.py compiles a source for: cuda_extensions()."""
+    if "_sm90" in source:
+        return {"9.0a"}
+    return {f"{gpu}f" if gpu in FAMILIES else gpu for gpu in asked} if source in FAMILY else asked
 
 
 class Kernel(NamedTuple):
@@ -59,6 +70,7 @@ class Kernel(NamedTuple):
     wide: int  # 16-byte loads and stores of global memory
     local: int  # bytes of local memory, and loads and stores of it
     code: list[str]  # what is wrong with the machine code of a Hopper GEMM
+    per_element: dict[str, float]  # instructions, of the ways through its loop that loops.py counts
 
     def wrong(self) -> list[str]:
         reasons = list(self.code)
@@ -66,6 +78,8 @@ class Kernel(NamedTuple):
             reasons.append(f"{self.stack} bytes of stack, {self.local} uses of local memory")
         if not self.wide and not NARROW.search(self.name):
             reasons.append("no 16-byte load or store")
+        if loops.has_count(self.name) and not self.per_element:
+            reasons.append("no loop over vectors whose instructions can be counted")
         return reasons
 
 
@@ -90,7 +104,7 @@ def ask(option: str, file: Path) -> dict[str, dict[str, str]]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, dict[str, str]] = {}
     for part in re.split(r"^Fatbin elf code:", text, flags=re.MULTILINE)[1:]:
-        arch = re.search(r"^arch = sm_(\d+)(\d)(a?)$", part, re.MULTILINE)
+        arch = re.search(r"^arch = sm_(\d+)(\d)([af]?)$", part, re.MULTILINE)
         assert arch is not None, f"cuobjdump {option} names no GPU"
         kernels = re.findall(r"Function ?:? ?(\w+):?\n(.*?)(?=\n\s*Function|\Z)", part, re.DOTALL)
         found.setdefault(f"{arch[1]}.{arch[2]}{arch[3]}", {}).update(kernels)
@@ -106,7 +120,7 @@ def kernels_of(source: str, file: Path) -> list[Kernel]:
         for name, text in kernels.items():
             uses = {word: int(number) for word, number in re.findall(r"\b(\w+):(\d+)", text)}
             code, gemm = sass[gpu][name], hopper.instance(names[name])
-            reserved = 1024 if float(gpu.rstrip("a")) >= 9 and uses["SHARED"] else 0
+            reserved = 1024 if float(gpu.rstrip("af")) >= 9 and uses["SHARED"] else 0
             found.append(
                 Kernel(
                     *(source, gpu, names[name], uses["REG"], uses["STACK"]),
@@ -114,6 +128,7 @@ def kernels_of(source: str, file: Path) -> list[Kernel]:
                     len(re.findall(r"\b(?:LDG|STG)\.\S*128", code)),
                     uses["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", code)),
                     [] if gemm is None else hopper.wrong(gemm, code),
+                    loops.per_element(names[name], code),
                 )
             )
     return found
@@ -152,9 +167,16 @@ def loaded() -> list[str]:
     return [f"without a CUDA kernel: {without}"] if without else []
 
 
+def ranges(counts: list[dict[str, float]]) -> dict[str, list[float]]:
+    """The least and the most of each count."""
+    ways = sorted({way for count in counts for way in count})
+    of_way = {way: [count[way] for count in counts if way in count] for way in ways}
+    return {way: [min(all_), max(all_)] for way, all_ in of_way.items()}
+
+
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
-    most shared memory and spilled bytes."""
+    most shared memory and spilled bytes, least and most instructions an element."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         gemm = hopper.instance(row["name"])
@@ -172,6 +194,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "registers": [f(row["registers"] for row in same) for f in (min, max)],
             "shared": max(row["shared"] for row in same),
             "spilled": max(row["stack"] + row["local"] for row in same),
+            "per_element": ranges([row["per_element"] for row in same]),
         }
         for (source, name), same in sorted(groups.items())
     ]
@@ -194,11 +217,10 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         kernels = [k for found in pool.map(kernels_of, objects, objects.values()) for k in found]
     for source in objects:
-        built_for = {kernel.gpu for kernel in kernels if kernel.source == source}
-        # setup.py: cuda_extensions
-        asked = {"9.0a"} if "_sm90" in source else set(args.gpus.split(","))
-        if built_for and built_for != asked:
-            wrong.append(f"{source} was compiled for {sorted(built_for)}, not {sorted(asked)}")
+        found = {kernel.gpu for kernel in kernels if kernel.source == source}
+        wanted = built_for(source, set(args.gpus.split(",")))
+        if found and found != wanted:
+            wrong.append(f"{source} was compiled for {sorted(found)}, not {sorted(wanted)}")
     for kernel in kernels:
         wrong += [f"{kernel.name} on {kernel.gpu}: {reason}" for reason in kernel.wrong()]
     names = {kernel.name for kernel in kernels}

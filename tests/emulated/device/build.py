@@ -58,7 +58,7 @@ def ops() -> Path:
 def site(installed: Path) -> Path:
     """A folder with the package that is installed there, but for its CUDA libraries."""
     shutil.rmtree(SITE, ignore_errors=True)
-    leave = shutil.ignore_patterns("_C_cuda*", "_C_sm90*", "__pycache__")
+    leave = shutil.ignore_patterns("_C_cuda*", "_C_sm90*", "_C_family*", "__pycache__")
     shutil.copytree(installed, SITE / "mixprec", ignore=leave)
     (SITE / "mixprec" / "_C_cuda.so").symlink_to(ops())
     return SITE
