@@ -40,15 +40,14 @@ act_backward_op(Tensor g, Tensor x, MaybeTensor up, std::string kind, ScalarType
   x = checked(x, x, false, "act_backward: x");
   g = checked(g, x, false, "act_backward: g");
   up = checked_up(up, x, "act_backward");
-  auto gradient = [&](const MaybeTensor& given, bool of_up) {
-    Cast cast = {type, given, transpose, granularity, power_of_two_scale};
-    return quantized("act_backward", x, cast, device.sms, [&](const Quantize& args) {
-      return act_backward(floats(g), floats(x), floats(up), activation, of_up, args, device.sms,
-                          device.stream);
-    });
-  };
-  Quantized dx = gradient(scale, false);
-  return std::tuple_cat(dx, up.has_value() ? gradient(std::nullopt, true) : nothing(x, type));
+  Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
+  CastOnDevice dx = allocated("act_backward", x, cast, device.sms), dup = {};
+  cast.scale = std::nullopt;  // it is dx's
+  if (up.has_value()) dup = allocated("act_backward", x, cast, device.sms);
+  check_launch(act_backward(floats(g), floats(x), floats(up), activation, dx.args,
+                            up.has_value() ? &dup.args : nullptr, device.sms, device.stream),
+               "act_backward");
+  return std::tuple_cat(dx.results, up.has_value() ? dup.results : nothing(x, type));
 }
 
 }  // namespace

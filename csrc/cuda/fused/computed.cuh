@@ -78,11 +78,12 @@ inline bool all_aligned(std::initializer_list<const void*> arrays) {
 
 struct Computed {
   using Element = float;
-  static constexpr int kRun = 8;
-  static constexpr bool kFused = true;
+  static constexpr int kRun = 8, kOutputs = 1;
+  static constexpr bool kFused = true, kSearched = false;
 
   bool wide;  // runs of up to 16 elements that start at a multiple of their length are aligned
 
+  static constexpr int outputs() { return 1; }
   __device__ __forceinline__ bool aligned(int) const { return wide; }
 
   template <int n, class Q>

@@ -1,19 +1,11 @@
-// The gradients of LayerNorm and RMSNorm.
+// The gradients of LayerNorm and RMSNorm: dx with the sums of its band of rows in one pass over g
+// and x, if that fills the GPU, and otherwise in two; then the sums over all bands. Sums are in the
+// order that math/norm.h fixes.
 #pragma once
 
-#include "cuda/fused/norm_quantize.cuh"
+#include "cuda/fused/norm_band.cuh"
 
 namespace mixprec::cuda {
-
-struct NormGradients : Rows {
-  Floats g, x, weight, g_total;  // [rows, cols], weight [cols]
-  const float *mean, *rstd;      // [rows]; mean: null for RMSNorm
-  void* dx;                      // [rows, cols] of x's dtype
-  float *dweight, *dbias;        // [cols]; null: not wanted
-  float* bands;                  // [2, bands, cols] if either is wanted
-
-  MIXPREC_HD int64_t bands_down() const { return (rows + kNormBand - 1) / kNormBand; }
-};
 
 static __global__ void __launch_bounds__(kThreads) norm_dx_kernel(const NormGradients a) {
   float k = static_cast<float>(a.cols);
@@ -77,28 +69,51 @@ static __global__ void __launch_bounds__(kThreads) norm_bands_kernel(const NormG
   }
 }
 
+// Of dweight, then of dbias: a block for each kWarp columns. All its warps load, and the first one
+// adds.
 static __global__ void __launch_bounds__(kThreads) norm_columns_kernel(const NormGradients a) {
-  int64_t col = int64_t{blockIdx.x} * kThreads + threadIdx.x, down = a.bands_down();
-  if (col >= a.cols) return;
-  auto sum = [&](const float* bands) {
-    float total = 0.0f;
+  constexpr int together = 64, warps = kThreads / kWarp;
+  __shared__ float part[together][kWarp];
+  int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int64_t across = a.column_groups(), down = a.bands_down();
+  bool of_bias = blockIdx.x >= across;
+  int64_t col = blockIdx.x % across * kWarp + lane;
+  const float* from = a.bands + (of_bias ? down * a.cols : 0);
+  float* to = of_bias ? a.dbias : a.dweight;
+  if (to == nullptr) return;
+  float total = 0.0f;
+  for (int64_t band = 0; band < down; band += together) {
+    int count = down - band < together ? static_cast<int>(down - band) : together;
 #pragma unroll 8
-    for (int64_t band = 0; band < down; ++band) total += bands[band * a.cols + col];
-    return total;
-  };
-  if (a.dweight != nullptr) a.dweight[col] = sum(a.bands);
-  if (a.dbias != nullptr) a.dbias[col] = sum(a.bands + down * a.cols);
+    for (int i = warp; i < count; i += warps) {
+      part[i][lane] = col < a.cols ? from[(band + i) * a.cols + col] : 0.0f;
+    }
+    __syncthreads();
+    for (int i = 0; warp == 0 && i < count; ++i) total += part[i][lane];
+    __syncthreads();
+  }
+  if (warp == 0 && col < a.cols) to[col] = total;
 }
 
 inline cudaError_t norm_backward(NormGradients a, int sms, cudaStream_t stream) {
   a.wide = a.cols % kRowRun == 0 &&
            all_aligned({a.g.data, a.x.data, a.weight.data, a.g_total.data, a.dx});
-  cudaError_t error = launch(norm_dx_kernel, a.grid(sms), kThreads, 0, stream, a);
-  if (error != cudaSuccess || (a.dweight == nullptr && a.dbias == nullptr)) return error;
-  int64_t across = std::max<int64_t>(1, (a.cols + kThreads - 1) / kThreads);
-  error = launch(norm_bands_kernel, grid_for(across * a.bands_down(), sms), kThreads, 0, stream, a);
-  if (error != cudaSuccess) return error;
-  return launch(norm_columns_kernel, across, kThreads, 0, stream, a);
+  bool sums = a.dweight != nullptr || a.dbias != nullptr;
+  cudaError_t error = cudaSuccess;
+  if (sums && a.by_bands(sms)) {
+    auto kernel = a.band_runs() == 1 ? norm_band_kernel<1> : norm_band_kernel<2>;
+    error = launch(kernel, a.bands_down(), a.band_threads(), 0, stream, a);
+  } else {
+    constexpr int64_t warps = kThreads / kWarp;
+    error = launch(norm_dx_kernel, a.grid(sms, warps), kThreads, 0, stream, a);
+    int64_t across = std::max<int64_t>(1, (a.cols + kThreads - 1) / kThreads);
+    if (error == cudaSuccess && sums) {
+      error =
+          launch(norm_bands_kernel, grid_for(across * a.bands_down(), sms), kThreads, 0, stream, a);
+    }
+  }
+  if (error != cudaSuccess || !sums) return error;
+  return launch(norm_columns_kernel, 2 * a.column_groups(), kThreads, 0, stream, a);
 }
 
 }  // namespace mixprec::cuda

@@ -26,10 +26,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_
   Tensor mean = vector_on(x, rows, subtract_mean), rstd = vector_on(x, rows, true);
   Cast cast = {type, scale, transpose, granularity, power_of_two_scale};
   Quantized q = quantized("norm_quantize", x, cast, device.sms, [&](const Quantize& args) {
-    return norm_quantize(
-        floats(x), floats(residual), floats(weight), floats(bias), static_cast<float>(eps),
-        residual.has_value() ? total.mutable_data_ptr() : nullptr, vector_of(mean, subtract_mean),
-        fp32_of(rstd), args, device.sms, device.stream);
+    NormRows all = {{args.rows, args.cols, false},
+                    floats(x),
+                    floats(residual),
+                    floats(weight),
+                    floats(bias),
+                    false,
+                    residual.has_value() ? total.mutable_data_ptr() : nullptr,
+                    static_cast<float>(eps),
+                    vector_of(mean, subtract_mean),
+                    fp32_of(rstd)};
+    return norm_quantize(all, args, device.sms, device.stream);
   });
   return std::tuple_cat(q, std::make_tuple(total, mean, rstd));
 }

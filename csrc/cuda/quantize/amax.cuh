@@ -44,30 +44,52 @@ __device__ __forceinline__ void finish_amax(uint32_t largest, AmaxState* state, 
   *amax = bits_float(atomicExch(&state->largest, 0u));
 }
 
-// partials [gridDim.x]. Returns at once if a scale is given and not 0. Clears `state`, if any.
+struct AmaxOut {
+  const float* given;  // null or pointing at 0: not given
+  uint32_t* partials;  // [gridDim.x]
+  AmaxState* state;    // cleared, if any
+};
+
+template <class Source>
+constexpr int kAmaxRun = 2 * Source::kRun / Source::kOutputs;
+
+// Returns at once if all scales are given.
 template <class Source>
 __global__ void __launch_bounds__(kThreads)
-    amax_kernel(const Source source, int64_t count, const float* given, uint32_t* partials,
-                AmaxState* state) {
-  if (state != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *state = {0, 0};
-  if (given != nullptr && *given != 0.0f) return;
-  constexpr int n = 2 * Source::kRun;
-  uint32_t largest = 0;
+    amax_kernel(const Source source, int64_t count, const PerOutput<Source, AmaxOut> out) {
+  bool given = true;
+  for_outputs(source, [&](int k) {
+    const AmaxOut& to = out.of[k];
+    if (to.state != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *to.state = {0, 0};
+    given = given && to.given != nullptr && *to.given != 0.0f;
+  });
+  if (given) return;
+  constexpr int n = kAmaxRun<Source>;
+  uint32_t largest[Source::kOutputs] = {};
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   for_each<n>(source.template span<n>(count), first, int64_t{gridDim.x} * kThreads,
               [&](auto width, int64_t i) {
-                typename Source::Element in[decltype(width)::value];
-                source.load(i, in);
-                largest = largest_of(in, largest);
+                typename Source::Element in[Source::kOutputs][decltype(width)::value];
+                source.load(i, for_load(in));
+                for_outputs(source, [&](int k) { largest[k] = largest_of(in[k], largest[k]); });
               });
-  largest = block_reduce<kThreads, Max>(largest);
-  if (threadIdx.x == 0) partials[blockIdx.x] = largest;
+  for_outputs(source, [&](int k) {
+    uint32_t of_block = block_reduce<kThreads, Max>(largest[k]);
+    if (threadIdx.x == 0) out.of[k].partials[blockIdx.x] = of_block;
+  });
 }
 
+constexpr int kMaxOutputs = 2;
+struct AmaxOfPartials {
+  const uint32_t* partials[kMaxOutputs];
+  float* amax[kMaxOutputs];
+};
+
+// A block for each output.
 static __global__ void __launch_bounds__(kThreads)
-    amax_of_partials_kernel(const uint32_t* partials, int count, float* amax) {
-  uint32_t largest = max_of_partials(partials, count);
-  if (threadIdx.x == 0) *amax = bits_float(largest);
+    amax_of_partials_kernel(const __grid_constant__ AmaxOfPartials of, int count) {
+  uint32_t largest = max_of_partials(of.partials[blockIdx.x], count);
+  if (threadIdx.x == 0) *of.amax[blockIdx.x] = bits_float(largest);
 }
 
 // 32-bit words of scratch for the maxima of the blocks of any launch.
@@ -75,7 +97,7 @@ inline int64_t partials_for(int sms) { return int64_t{sms} * kBlocksPerSm; }
 
 template <class Source>
 int64_t amax_grid(int64_t count, int sms) {
-  return grid_for(count / (2 * Source::kRun) / kThreads, sms);
+  return grid_for(count / kAmaxRun<Source> / kThreads, sms);
 }
 
 }  // namespace mixprec::cuda

@@ -15,11 +15,12 @@ inline cudaError_t amax(Dtype dtype, const void* x, int64_t count, uint32_t* par
     using X = typename decltype(t)::type;
     Plain<X> source = {static_cast<const X*>(x)};
     grid = amax_grid<Plain<X>>(count, sms);
-    error = launch(amax_kernel<Plain<X>>, grid, kThreads, 0, stream, source, count, nullptr,
-                   partials, nullptr);
+    error = launch(amax_kernel<Plain<X>>, grid, kThreads, 0, stream, source, count,
+                   PerOutput<Plain<X>, AmaxOut>{{{nullptr, partials, nullptr}}});
   });
   if (error != cudaSuccess) return error;
-  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, partials, grid, amax);
+  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, AmaxOfPartials{{partials}, {amax}},
+                grid);
 }
 
 }  // namespace mixprec::cuda

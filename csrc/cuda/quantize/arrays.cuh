@@ -11,7 +11,7 @@ inline cudaError_t quantize(Dtype x_dtype, const void* x, const Quantize& a, int
                             cudaStream_t stream) {
   return with_float(x_dtype, [&](auto tx) {
     using X = typename decltype(tx)::type;
-    return quantize_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
+    return quantize_from(Plain<X>{static_cast<const X*>(x)}, {{a}}, sms, stream);
   });
 }
 

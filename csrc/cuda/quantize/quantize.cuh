@@ -38,95 +38,156 @@ inline int64_t scratch_words(const Quantize& a, int sms) {
   return words;
 }
 
-inline cudaError_t finish_partials(const Quantize& a, int64_t blocks, cudaStream_t stream) {
-  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch + 2, blocks, a.amax);
+// The casts of the outputs of a source, which differ in the pointers only.
+template <class Source>
+using Casts = PerOutput<Source, Quantize>;
+
+// f(cast) for each output that is wanted
+template <class Source, class F>
+auto of_casts(const Source& source, const Casts<Source>& casts, const F& f) {
+  PerOutput<Source, decltype(f(casts.of[0]))> result = {};
+  for (int k = 0; k < source.outputs(); ++k) result.of[k] = f(casts.of[k]);
+  return result;
 }
 
-// Two launches, with or without a given scale.
+template <class Source>
+AmaxOfPartials maxima_of(const Source& source, const Casts<Source>& casts) {
+  AmaxOfPartials of = {};
+  for (int k = 0; k < source.outputs(); ++k) {
+    of.partials[k] = casts.of[k].scratch + 2;
+    of.amax[k] = casts.of[k].amax;
+  }
+  return of;
+}
+
+// blocks: of each output
+template <class Source>
+cudaError_t finish_partials(const Source& source, const Casts<Source>& casts, int64_t blocks,
+                            cudaStream_t stream) {
+  return launch(amax_of_partials_kernel, source.outputs(), kThreads, 0, stream,
+                maxima_of(source, casts), blocks);
+}
+
+// Two launches, with or without given scales; one if the maxima are there.
 template <class Q, class Source>
-cudaError_t quantize_tensor(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
-  Q *q = static_cast<Q*>(a.q), *q_t = static_cast<Q*>(a.q_t);
+cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, int sms,
+                            cudaStream_t stream) {
+  const Quantize& a = casts.of[0];
   int64_t count = a.rows * a.cols, searched = a.is_fp8() ? count : 0;
-  auto* state = reinterpret_cast<AmaxState*>(a.scratch);
-  uint32_t* partials = a.scratch + 2;
-  int64_t blocks = amax_grid<Source>(searched, sms);
-  cudaError_t error = launch(amax_kernel<Source>, blocks, kThreads, 0, stream, source, searched,
-                             a.scale, partials, state);
-  if (error != cudaSuccess) return error;
-  TensorScale scale = {
-      a.scale, a.fmt_max(), a.power_of_two_scale, partials, static_cast<int>(blocks), a.scale_inv,
-      a.amax,  state};
+  int64_t blocks = 0;
+  auto state = [](const Quantize& a) { return reinterpret_cast<AmaxState*>(a.scratch); };
+  if constexpr (Source::kSearched) {
+    blocks = source.searched_blocks;
+  } else {
+    blocks = amax_grid<Source>(searched, sms);
+    auto maxima = of_casts(source, casts, [&](const Quantize& a) {
+      return AmaxOut{a.scale, a.scratch + 2, state(a)};
+    });
+    cudaError_t error =
+        launch(amax_kernel<Source>, blocks, kThreads, 0, stream, source, searched, maxima);
+    if (error != cudaSuccess) return error;
+  }
+  auto out = of_casts(source, casts, [&](const Quantize& a) {
+    return TensorOut<Q>{
+        static_cast<Q*>(a.q),
+        static_cast<Q*>(a.q_t),
+        {a.scale, a.fmt_max(), a.power_of_two_scale, a.scratch + 2, static_cast<int>(blocks),
+         a.scale_inv, a.amax, state(a), Source::kSearched}};
+  });
   if constexpr (sizeof(Q) < 4) {
     constexpr int64_t side = QuantizeTile<Q>::kSide;
     int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
     if (a.transpose) {
       return launch(quantize_transpose_kernel<Source, Q>, grid_for(tiles, sms), kThreads, 0, stream,
-                    source, q, q_t, a.rows, a.cols, scale);
+                    source, a.rows, a.cols, out);
     }
   }
+  if (Source::kSearched && !a.is_fp8()) count = 0;  // it has been cast
   return launch(quantize_kernel<Source, Q>, grid_for(count / kVector<Q> / kThreads, sms), kThreads,
-                0, stream, source, q, count, scale);
+                0, stream, source, count, out);
 }
 
 // Two launches: the cast, and the reduction of the maxima of its blocks.
 template <class Q, class Source>
-cudaError_t quantize_rows(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
+cudaError_t quantize_rows(const Source& source, const Casts<Source>& casts, int sms,
+                          cudaStream_t stream) {
+  const Quantize& a = casts.of[0];
   // One block per short row would leave most of its threads idle.
   bool is_short = a.cols < 4 * kThreads;
   int64_t at_once = is_short ? kThreads / kWarp : 1;
   int64_t blocks = grid_for((a.rows + at_once - 1) / at_once, sms);
   auto kernel =
       is_short ? quantize_rows_kernel<Source, Q, kWarp> : quantize_rows_kernel<Source, Q, kThreads>;
-  cudaError_t error =
-      launch(kernel, blocks, kThreads, 0, stream, source, static_cast<Q*>(a.q), a.rows, a.cols,
-             a.scale_inv, a.fmt_max(), a.power_of_two_scale, a.scratch + 2);
-  return error != cudaSuccess ? error : finish_partials(a, blocks, stream);
+  auto out = of_casts(source, casts, [](const Quantize& a) {
+    return RowsOut<Q>{static_cast<Q*>(a.q), a.scale_inv, a.scratch + 2};
+  });
+  cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, a.rows, a.cols,
+                             a.fmt_max(), a.power_of_two_scale, out);
+  return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
 }
 
 // Blocks: two launches, as above. Rows and columns: three, the maxima, the scales, the cast.
 template <class Q, class Source>
-cudaError_t quantize_tiles(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
-  int64_t blocks = grid_for(a.down() * a.across(), sms);
-  uint32_t* partials = a.scratch + 2;
-  TilesOut out = {
-      a.q,         a.transpose ? a.q_t : nullptr, nullptr, nullptr, a.scale_inv, a.scale_inv_t,
-      a.fmt_max(), a.power_of_two_scale,          partials};
+cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int sms,
+                           cudaStream_t stream) {
+  const Quantize& a = casts.of[0];
+  int outputs = source.outputs();
+  int64_t blocks = grid_for(a.down() * a.across(), sms), grid = blocks * outputs;
+  auto out = of_casts(source, casts, [&](const Quantize& a) {
+    return TilesOut{
+        a.q,          a.transpose ? a.q_t : nullptr, nullptr, nullptr, a.scale_inv, a.scale_inv_t,
+        a.scratch + 2};
+  });
   if (!a.by_lines()) {
     auto kernel = a.granularity == Granularity::block1x128
                       ? quantize_tiles_kernel<Source, Q, TileScales::lines>
                       : quantize_tiles_kernel<Source, Q, TileScales::squares>;
-    cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, a.rows, a.cols, out);
-    return error != cudaSuccess ? error : finish_partials(a, blocks, stream);
+    cudaError_t error = launch(kernel, grid, kThreads, 0, stream, source, a.rows, a.cols,
+                               a.fmt_max(), a.power_of_two_scale, out);
+    return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
   }
-  uint32_t* row_max = partials + partials_for(sms);
-  uint32_t* col_max = row_max + a.rows * a.across();
-  float* row_scale = reinterpret_cast<float*>(col_max + a.cols * a.down());
-  float* col_scale = row_scale + a.rows;
-  cudaError_t error = launch(tile_maxima_kernel<Source>, blocks, kThreads, 0, stream, source,
-                             a.rows, a.cols, row_max, col_max, partials);
+  PerOutput<Source, TileMaxima> maxima = {};
+  LineScales lines = {{}, {}, maxima_of(source, casts)};
+  for (int k = 0; k < outputs; ++k) {
+    const Quantize& cast = casts.of[k];
+    uint32_t* partials = cast.scratch + 2;
+    uint32_t* row_max = partials + partials_for(sms);
+    uint32_t* col_max = row_max + a.rows * a.across();
+    float* row_scale = reinterpret_cast<float*>(col_max + a.cols * a.down());
+    float* col_scale = row_scale + a.rows;
+    maxima.of[k] = {row_max, col_max, partials};
+    lines.rows[k] = {row_max, a.across(), a.rows, row_scale, cast.scale_inv};
+    lines.cols[k] = {col_max, a.down(), a.cols, col_scale, cast.scale_inv_t};
+    out.of[k].row_scale = row_scale;
+    out.of[k].col_scale = col_scale;
+  }
+  cudaError_t error =
+      launch(tile_maxima_kernel<Source>, grid, kThreads, 0, stream, source, a.rows, a.cols, maxima);
   if (error != cudaSuccess) return error;
-  Lines rows = {row_max, a.across(), a.rows, row_scale, a.scale_inv};
-  Lines cols = {col_max, a.down(), a.cols, col_scale, a.scale_inv_t};
   int64_t threads = std::max<int64_t>(1, a.rows + a.cols);
-  error = launch(line_scales_kernel, (threads + kThreads - 1) / kThreads, kThreads, 0, stream, rows,
-                 cols, a.fmt_max(), a.power_of_two_scale, partials, blocks, a.amax);
+  error = launch(line_scales_kernel, (threads + kThreads - 1) / kThreads * outputs, kThreads, 0,
+                 stream, lines, outputs, a.fmt_max(), a.power_of_two_scale, blocks);
   if (error != cudaSuccess) return error;
-  out.row_scale = row_scale;
-  out.col_scale = col_scale;
-  return launch(quantize_tiles_kernel<Source, Q, TileScales::known>, blocks, kThreads, 0, stream,
-                source, a.rows, a.cols, out);
+  return launch(quantize_tiles_kernel<Source, Q, TileScales::known>, grid, kThreads, 0, stream,
+                source, a.rows, a.cols, a.fmt_max(), a.power_of_two_scale, out);
 }
 
 // Also for empty x: amax 0, scales 1. Granularities other than tensor: fp8 only.
 template <class Source>
-cudaError_t quantize_from(const Source& source, const Quantize& a, int sms, cudaStream_t stream) {
+cudaError_t quantize_from(const Source& source, const Casts<Source>& casts, int sms,
+                          cudaStream_t stream) {
+  const Quantize& a = casts.of[0];
   auto run = [&](auto tq) {
     using Q = typename decltype(tq)::type;
-    if (a.granularity == Granularity::tensor) return quantize_tensor<Q>(source, a, sms, stream);
+    if (a.granularity == Granularity::tensor) {
+      return quantize_tensor<Q>(source, casts, sms, stream);
+    }
     if constexpr (sizeof(Q) == 1) {
-      bool rows = a.granularity == Granularity::row && !a.transpose;
-      return rows ? quantize_rows<Q>(source, a, sms, stream)
-                  : quantize_tiles<Q>(source, a, sms, stream);
+      if constexpr (!Source::kSearched) {  // which has cast the rows
+        bool rows = a.granularity == Granularity::row && !a.transpose;
+        if (rows) return quantize_rows<Q>(source, casts, sms, stream);
+      }
+      return quantize_tiles<Q>(source, casts, sms, stream);
     }
     return cudaErrorInvalidValue;
   };

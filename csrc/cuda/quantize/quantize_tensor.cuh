@@ -16,17 +16,25 @@ struct TensorScale {
   int count;
   float *scale_inv, *amax;
   AmaxState* state;
+  bool searched;  // `partials` are there even if a scale is given
+
+  __device__ __forceinline__ bool needs_amax(float given_scale) const {
+    return given_scale == 0.0f && fmt_max != 0.0f;
+  }
+  __device__ __forceinline__ float given_scale() const { return given != nullptr ? *given : 0.0f; }
 };
 
 // Returned to all threads of the block, which must all call it.
 __device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& amax_known) {
-  float scale = t.given != nullptr ? *t.given : 0.0f;
-  bool writes = blockIdx.x == 0 && threadIdx.x == 0;
-  amax_known = scale == 0.0f && t.fmt_max != 0.0f;
+  float scale = t.given_scale(), amax = 0.0f;
+  bool writes = blockIdx.x == 0 && threadIdx.x == 0, needs_amax = t.needs_amax(scale);
+  amax_known = needs_amax || t.searched;
   if (amax_known) {
-    float amax = bits_float(max_of_partials(t.partials, t.count));
-    scale = scale_from_amax(amax, t.fmt_max, 1.0f, t.power_of_two, 1.0f);
+    amax = bits_float(max_of_partials(t.partials, t.count));
     if (writes) *t.amax = amax;
+  }
+  if (needs_amax) {
+    scale = scale_from_amax(amax, t.fmt_max, 1.0f, t.power_of_two, 1.0f);
   } else {
     scale = scale == 0.0f ? 1.0f : checked_scale(scale);
   }
@@ -34,38 +42,73 @@ __device__ __forceinline__ float scale_of_tensor(const TensorScale& t, bool& ama
   return scale;
 }
 
+template <class Q>
+struct TensorOut {
+  Q* __restrict__ q;    // [rows, cols]
+  Q* __restrict__ q_t;  // [cols, rows]
+  TensorScale scale;
+};
+
+// The scales of the outputs, and the largest magnitudes that the thread has seen.
+template <class Source, class Q>
+struct TensorScales {
+  bool amax_known[Source::kOutputs];
+  float scale[Source::kOutputs];
+  uint32_t largest[Source::kOutputs] = {};
+
+  __device__ __forceinline__ TensorScales(const Source& source,
+                                          const PerOutput<Source, TensorOut<Q>>& out) {
+    for_outputs(source, [&](int k) { scale[k] = scale_of_tensor(out.of[k].scale, amax_known[k]); });
+  }
+
+  template <int n>
+  __device__ __forceinline__ void encode(int k, const typename Source::Element (&in)[n],
+                                         Q (&rounded)[n]) {
+    largest[k] = largest_of(in, largest[k]);
+    encode_run(in, rounded, [&](int) { return scale[k]; });
+  }
+
+  __device__ __forceinline__ void finish(const Source& source,
+                                         const PerOutput<Source, TensorOut<Q>>& out) const {
+    for_outputs(source, [&](int k) {
+      if (!amax_known[k]) finish_amax(largest[k], out.of[k].scale.state, out.of[k].scale.amax);
+    });
+  }
+};
+
 template <class Source, class Q>
 __global__ void __launch_bounds__(kThreads, 1)
-    quantize_kernel(const Source source, Q* __restrict__ q, int64_t count,
-                    const TensorScale scale) {
+    quantize_kernel(const Source source, int64_t count, const PerOutput<Source, TensorOut<Q>> out) {
   constexpr int n = kVector<Q>;
-  bool amax_known;
-  float s = scale_of_tensor(scale, amax_known);
-  uint32_t largest = 0;
+  TensorScales<Source, Q> scales(source, out);
+  if constexpr (Source::kSearched) {  // one output
+    const TensorScale& scale = out.of[0].scale;
+    if (!scale.needs_amax(scale.given_scale())) return;
+  }
+  Q* q[Source::kOutputs];
+  for_outputs(source, [&](int k) { q[k] = out.of[k].q; });
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for_each<n>(source.template span<n>(0, count, q), first, int64_t{gridDim.x} * kThreads,
+  for_each<n>(span_of<n>(source, 0, count, q), first, int64_t{gridDim.x} * kThreads,
               [&](auto width, int64_t i) {
-                typename Source::Element in[decltype(width)::value];
-                Q rounded[decltype(width)::value];
-                source.load(i, in);
-                largest = largest_of(in, largest);
-                encode_run(in, rounded, [&](int) { return s; });
-                store(q + i, rounded);
+                typename Source::Element in[Source::kOutputs][decltype(width)::value];
+                source.load(i, for_load(in));
+                for_outputs(source, [&](int k) {
+                  Q rounded[decltype(width)::value];
+                  scales.encode(k, in[k], rounded);
+                  store(q[k] + i, rounded);
+                });
               });
-  if (!amax_known) finish_amax(largest, scale.state, scale.amax);
+  scales.finish(source, out);
 }
 
-// source, q [rows, cols], q_t [cols, rows]
 template <class Source, class Q>
 __global__ void __launch_bounds__(kThreads, 1)
-    quantize_transpose_kernel(const Source source, Q* __restrict__ q, Q* __restrict__ q_t,
-                              int64_t rows, int64_t cols, const TensorScale scale) {
+    quantize_transpose_kernel(const Source source, int64_t rows, int64_t cols,
+                              const PerOutput<Source, TensorOut<Q>> out) {
   using Tile = QuantizeTile<Q>;
   constexpr int side = Tile::kSide, run = Tile::kRun, n = Source::kRun < run ? Source::kRun : run;
-  __shared__ Tile tile;
-  bool amax_known;
-  float s = scale_of_tensor(scale, amax_known);
-  uint32_t largest = 0;
+  __shared__ Tile tile[Source::kOutputs];
+  TensorScales<Source, Q> scales(source, out);
   bool x_vectors = source.aligned(n) && cols % n == 0;
   int64_t across = (cols + side - 1) / side, tiles = across * ((rows + side - 1) / side);
 
@@ -74,19 +117,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll(Source::kFused ? 1 : 4)
     for (int i = threadIdx.x; i < side * side / n; i += kThreads) {
       int r = i / (side / n), c = i % (side / n) * n;
-      typename Source::Element in[n];
-      Q rounded[n];
-      at.load(source, r, c, in, x_vectors);
-      largest = largest_of(in, largest);
-      encode_run(in, rounded, [&](int) { return s; });
-      store(&tile.at[tile.offset(r, c)], rounded);
+      typename Source::Element in[Source::kOutputs][n];
+      at.load<n>(source, r, c, for_load(in), x_vectors);
+      for_outputs(source, [&](int k) {
+        Q rounded[n];
+        scales.encode(k, in[k], rounded);
+        store(&tile[k].at[tile[k].offset(r, c)], rounded);
+      });
     }
     __syncthreads();
-    at.store_rows(tile, q);
-    at.store_columns(tile, q_t);
+    for_outputs(source, [&](int k) {
+      at.store_rows(tile[k], out.of[k].q);
+      at.store_columns(tile[k], out.of[k].q_t);
+    });
     __syncthreads();  // the tile is read before the next one overwrites it
   }
-  if (!amax_known) finish_amax(largest, scale.state, scale.amax);
+  scales.finish(source, out);
 }
 
 }  // namespace mixprec::cuda

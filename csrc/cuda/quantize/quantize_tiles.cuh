@@ -19,17 +19,19 @@ struct HeldTile {
   typename Source::Element at[kRounds][n];
   int row = threadIdx.x / kLanes, col = threadIdx.x % kLanes * n;
 
-  __device__ __forceinline__ void load(const TileAt& tile, const Source& source, bool vectors) {
+  // source: of one output
+  template <class One>
+  __device__ __forceinline__ void load(const TileAt& tile, const One& source, bool vectors) {
     if constexpr (Source::kFused) {  // the code of a load is long: once, and the rows move up
 #pragma unroll 1
       for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
         for (int k = 0; k < (kRounds - 1) * n; ++k) at[k / n][k % n] = at[k / n + 1][k % n];
-        tile.load(source, row + i * kStep, col, at[kRounds - 1], vectors);
+        tile.load<n>(source, row + i * kStep, col, at[kRounds - 1], vectors);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) tile.load(source, row + i * kStep, col, at[i], vectors);
+      for (int i = 0; i < kRounds; ++i) tile.load<n>(source, row + i * kStep, col, at[i], vectors);
     }
   }
 
@@ -63,6 +65,19 @@ struct HeldTile {
   }
 };
 
+// Each block is of one output, because registers hold the values of one. Neighbours have the same
+// tile of another: they run at the same time, and the second one reads from the L2 cache.
+struct BlockOfOutput {
+  int output, index, count;
+
+  template <class Source>
+  __device__ __forceinline__ explicit BlockOfOutput(const Source& source) {
+    int outputs = source.outputs(), block = static_cast<int>(blockIdx.x);
+    output = block % outputs, index = block / outputs;
+    count = static_cast<int>(gridDim.x) / outputs;
+  }
+};
+
 enum class TileScales {
   known,    // of rows and columns, in row_scale and col_scale
   lines,    // one for each row of the tile, and each column for q^T
@@ -74,32 +89,43 @@ struct TilesOut {
   const float* row_scale;          // [rows]
   const float* col_scale;          // [cols]
   float *scale_inv, *scale_inv_t;  // [rows or tiles down, tiles across], [cols or ..., tiles down]
-  float fmt_max;
-  bool power_of_two;
-  uint32_t* partials;  // [gridDim.x]
+  uint32_t* partials;              // [blocks of this output]
 };
 
+// Blocks an SM, if the registers of two do not spill: those of fused sources do not on Hopper.
+template <class Source, TileScales scales>
+constexpr int tile_blocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+  if (Source::kFused) return 2;
+#endif
+  return scales == TileScales::squares ? 2 : 1;
+}
+
 template <class Source, class Q, TileScales scales>
-__global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 1)
-    quantize_tiles_kernel(const Source source, int64_t rows, int64_t cols, const TilesOut out) {
+__global__ void __launch_bounds__(kThreads, (tile_blocks<Source, scales>()))
+    quantize_tiles_kernel(const Source source, int64_t rows, int64_t cols, float fmt_max,
+                          bool power_of_two,
+                          const __grid_constant__ PerOutput<Source, TilesOut> outputs) {
   using Held = HeldTile<Source>;
   static_assert(QuantizeTile<Q>::kSide == kTile);
   __shared__ QuantizeTile<Q> tile;
   __shared__ uint32_t col_max[kTile];
   __shared__ float col_scale[kTile];
   auto scale_of = [&](uint32_t amax) {
-    return scale_from_amax(bits_float(amax), out.fmt_max, 1.0f, out.power_of_two, 1.0f);
+    return scale_from_amax(bits_float(amax), fmt_max, 1.0f, power_of_two, 1.0f);
   };
+  const BlockOfOutput block(source);
+  const TilesOut& out = outputs.of[block.output];
   Q *q = static_cast<Q*>(out.q), *q_t = static_cast<Q*>(out.q_t);
   bool vectors = source.aligned(Held::n) && cols % Held::n == 0;
   int64_t across = (cols + kTile - 1) / kTile, down = (rows + kTile - 1) / kTile;
   uint32_t largest = 0;
 
-  for (int64_t t = blockIdx.x; t < across * down; t += gridDim.x) {
+  for (int64_t t = block.index; t < across * down; t += block.count) {
     int64_t tile_row = t / across, tile_col = t % across;
     TileAt at = {rows, cols, tile_row * kTile, tile_col * kTile};
     Held held;
-    held.load(at, source, vectors);
+    held.load(at, only(source, block.output), vectors);
 
     float row_scale[Held::kRounds];
     if constexpr (scales == TileScales::squares) {
@@ -157,41 +183,48 @@ __global__ void __launch_bounds__(kThreads, scales == TileScales::squares ? 2 : 
   }
   if constexpr (scales != TileScales::known) {
     largest = block_reduce<kThreads, Max>(largest);
-    if (threadIdx.x == 0) out.partials[blockIdx.x] = largest;
+    if (threadIdx.x == 0) out.partials[block.index] = largest;
   }
 }
 
-// row_max [tiles across, rows], col_max [tiles down, cols], partials [gridDim.x]
+struct TileMaxima {
+  uint32_t* rows;      // [tiles across, rows]
+  uint32_t* cols;      // [tiles down, cols]
+  uint32_t* partials;  // [blocks of this output]
+};
+
 template <class Source>
 __global__ void __launch_bounds__(kThreads, 1)
-    tile_maxima_kernel(const Source source, int64_t rows, int64_t cols, uint32_t* row_max,
-                       uint32_t* col_max, uint32_t* partials) {
+    tile_maxima_kernel(const Source source, int64_t rows, int64_t cols,
+                       const __grid_constant__ PerOutput<Source, TileMaxima> outputs) {
   using Held = HeldTile<Source>;
   __shared__ uint32_t maxima[kTile];
   bool vectors = source.aligned(Held::n) && cols % Held::n == 0;
   int64_t across = (cols + kTile - 1) / kTile, down = (rows + kTile - 1) / kTile;
   uint32_t largest = 0;
-  for (int64_t t = blockIdx.x; t < across * down; t += gridDim.x) {
+  const BlockOfOutput block(source);
+  const TileMaxima& out = outputs.of[block.output];
+  for (int64_t t = block.index; t < across * down; t += block.count) {
     int64_t tile_row = t / across, tile_col = t % across;
     TileAt at = {rows, cols, tile_row * kTile, tile_col * kTile};
     Held held;
-    held.load(at, source, vectors);
+    held.load(at, only(source, block.output), vectors);
 #pragma unroll
     for (int i = 0; i < Held::kRounds; ++i) {
       int64_t row = at.row0 + held.row + i * Held::kStep;
       uint32_t amax = held.row_max(i);
       largest = Max::apply(largest, amax);
-      if (held.col == 0 && row < rows) row_max[tile_col * rows + row] = amax;
+      if (held.col == 0 && row < rows) out.rows[tile_col * rows + row] = amax;
     }
     if (threadIdx.x < kTile) maxima[threadIdx.x] = 0;
     __syncthreads();
     held.raise_column_maxima(maxima);
     __syncthreads();
     int64_t col = at.col0 + threadIdx.x;
-    if (threadIdx.x < kTile && col < cols) col_max[tile_row * cols + col] = maxima[threadIdx.x];
+    if (threadIdx.x < kTile && col < cols) out.cols[tile_row * cols + col] = maxima[threadIdx.x];
   }
   largest = block_reduce<kThreads, Max>(largest);
-  if (threadIdx.x == 0) partials[blockIdx.x] = largest;
+  if (threadIdx.x == 0) out.partials[block.index] = largest;
 }
 
 // Rows or columns: maxima [tiles, count] -> scale, scale_inv [count]
@@ -201,13 +234,22 @@ struct Lines {
   float *scale, *scale_inv;
 };
 
-// One thread per row or column; the first block also reduces the maxima of `blocks` blocks to amax.
+// Of each output.
+struct LineScales {
+  Lines rows[kMaxOutputs], cols[kMaxOutputs];
+  AmaxOfPartials amax;
+};
+
+// As many blocks for each output, of a thread per row or column; the first of them also reduces the
+// maxima of `partials` blocks to amax.
 static __global__ void __launch_bounds__(kThreads)
-    line_scales_kernel(const Lines row_lines, const Lines col_lines, float fmt_max,
-                       bool power_of_two, const uint32_t* partials, int blocks, float* amax) {
-  if (blockIdx.x == 0) {
-    uint32_t largest = max_of_partials(partials, blocks);
-    if (threadIdx.x == 0) *amax = bits_float(largest);
+    line_scales_kernel(const __grid_constant__ LineScales scales, int outputs, float fmt_max,
+                       bool power_of_two, int partials) {
+  int output = static_cast<int>(blockIdx.x) % outputs;
+  int64_t block = static_cast<int>(blockIdx.x) / outputs;
+  if (block == 0) {
+    uint32_t largest = max_of_partials(scales.amax.partials[output], partials);
+    if (threadIdx.x == 0) *scales.amax.amax[output] = bits_float(largest);
   }
   auto find = [&](const Lines& lines, int64_t i) {
     if (i >= lines.count) return;
@@ -220,11 +262,11 @@ static __global__ void __launch_bounds__(kThreads)
     lines.scale[i] = s;
     lines.scale_inv[i] = 1.0f / s;
   };
-  int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i < row_lines.count) {
-    find(row_lines, i);
+  int64_t i = block * kThreads + threadIdx.x, rows = scales.rows[output].count;
+  if (i < rows) {
+    find(scales.rows[output], i);
   } else {
-    find(col_lines, i - row_lines.count);
+    find(scales.cols[output], i - rows);
   }
 }
 

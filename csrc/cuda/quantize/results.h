@@ -29,10 +29,15 @@ inline Tensor scales_on(const Tensor& x, Granularity granularity, int64_t rows, 
   return empty_on(x, {by_row ? rows : tiles_of(rows), across}, ScalarType::Float);
 }
 
-// Allocates the results, which are of x's shape, on x's device, and calls run(args), which returns
-// the error of its launches. May be called before x has its values.
-template <class Run>
-Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, const Run& run) {
+// A cast whose results are allocated.
+struct CastOnDevice {
+  Quantized results;
+  Tensor scratch;
+  Quantize args;
+};
+
+// Of x's shape, on x's device. May be called before x has its values.
+inline CastOnDevice allocated(const char* op, const Tensor& x, const Cast& cast, int sms) {
   Dtype to = check_cast(cast, x, op);
   Granularity granularity = granularity_of(cast.granularity, op);
   bool by_tensor = granularity == Granularity::tensor, transpose = cast.transpose;
@@ -61,8 +66,15 @@ Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, 
                    nullptr};
   Tensor scratch = words_on(x, scratch_words(args, sms));
   args.scratch = words_of(scratch);
-  check_launch(run(args), op);
-  return {data, data_t, scale_inv, scale_inv_t, largest};
+  return {{data, data_t, scale_inv, scale_inv_t, largest}, scratch, args};
+}
+
+// Calls run(args), which returns the error of its launches.
+template <class Run>
+Quantized quantized(const char* op, const Tensor& x, const Cast& cast, int sms, const Run& run) {
+  CastOnDevice on_device = allocated(op, x, cast, sms);
+  check_launch(run(on_device.args), op);
+  return on_device.results;
 }
 
 }  // namespace mixprec::cuda

@@ -45,9 +45,10 @@ __device__ __forceinline__ void store_run(Q* out, const Q (&run)[kRun], int64_t 
 struct TileAt {
   int64_t rows, cols, row0, col0;
 
-  // The values of [row0 + r, col0 + c...], zeros outside the matrix. `vectors`: all are aligned.
-  template <int n, class Source, class X>
-  __device__ __forceinline__ void load(const Source& source, int r, int c, X (&in)[n],
+  // The n values of [row0 + r, col0 + c...], zeros outside the matrix. in: as Source::load takes
+  // them. `vectors`: all are aligned.
+  template <int n, class Source, class In>
+  __device__ __forceinline__ void load(const Source& source, int r, int c, In& in,
                                        bool vectors) const {
     int64_t row = row0 + r, col = col0 + c, left = row < rows ? cols - col : 0;
     int count = left >= n ? n : left > 0 ? static_cast<int>(left) : 0;

@@ -143,14 +143,15 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
 // the fused kernels to 64 registers and spills for some GPUs.
 template <class Source>
 __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
-    quantize_mx_kernel(const Source source, QuantizeMx a) {
+    quantize_mx_kernel(const Source source, const PerOutput<Source, QuantizeMx> casts) {
   constexpr int n = Source::kRun, half = kMxSide / 2, gap = n / 2, pitch = kMxSide + gap + 1;
+  QuantizeMx a = casts.of[0];
   if constexpr (Source::kFused) {  // for which no code of other formats is compiled
     a.format = a.format == BlockFormat::mxfp8_e4m3 ? a.format : BlockFormat::mxfp8_e5m2;
     a.seed = nullptr;
     a.swizzled = false;
   }
-  __shared__ float tile[kMxSide * pitch];
+  __shared__ float tiles_of[Source::kOutputs][kMxSide * pitch];
   ScaleRule rule = a.rule;
   if (a.format == BlockFormat::nvfp4) {
     rule = nvfp4_rule(*a.amax);
@@ -161,45 +162,63 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
   bool vectors = source.aligned(n) && cols % n == 0;
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int line = warp % 4 * kMxRun + lane % kMxRun, first = (warp / 4 * 2 + lane / kMxRun) * kMxRun;
-  uint32_t of_all = 0;
+  uint32_t of_all[Source::kOutputs] = {};
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     TileAt at = {rows, cols, t / across * kMxSide, t % across * kMxSide};
     for (int i = threadIdx.x; i < kMxSide * kMxSide / n; i += kThreads) {
       int r = i / (kMxSide / n), c = i % (kMxSide / n) * n;
-      typename Source::Element in[n];
-      at.load(source, r, c, in, vectors);
+      typename Source::Element in[Source::kOutputs][n];
+      at.load<n>(source, r, c, for_load(in), vectors);
+      for_outputs(source, [&](int k) {
 #pragma unroll
-      for (int j = 0; j < n; ++j) tile[r * pitch + c + c / half * gap + j] = to_float(in[j]);
+        for (int j = 0; j < n; ++j) {
+          tiles_of[k][r * pitch + c + c / half * gap + j] = to_float(in[k][j]);
+        }
+      });
     }
     __syncthreads();
+    int directions = 1 + a.transpose;
 #pragma unroll 1
-    for (int turned = 0; turned < 1 + a.transpose; ++turned) {
-      const MxLines to = turned ? a.columns : a.rows;
+    for (int i = 0; i < directions * source.outputs(); ++i) {
+      int output = i / directions, turned = i % directions;
+      const MxLines to = turned ? casts.of[output].columns : casts.of[output].rows;
       int row = turned ? first : line, col = turned ? line : first;
-      const float* from = tile + row * pitch + col + col / half * gap;
+      const float* from = tiles_of[output] + row * pitch + col + col / half * gap;
       float y[kMxRun];
 #pragma unroll
       for (int j = 0; j < kMxRun; ++j) y[j] = from[turned ? j * pitch : j];
       uint32_t amax = quantize_run(a, to, rule, y, (turned ? at.col0 : at.row0) + line,
                                    (turned ? at.row0 : at.col0) + first);
-      of_all = Max::apply(of_all, amax);
+#pragma unroll
+      for (int k = 0; k < Source::kOutputs; ++k) {  // registers have no index
+        of_all[k] = Max::apply(of_all[k], k == output ? amax : 0u);
+      }
     }
     __syncthreads();
   }
   if (a.format == BlockFormat::nvfp4 || a.amax == nullptr) return;
-  of_all = block_reduce<kThreads, Max>(of_all);
-  if (threadIdx.x == 0) a.scratch[blockIdx.x] = of_all;
+  for_outputs(source, [&](int k) {
+    uint32_t of_block = block_reduce<kThreads, Max>(of_all[k]);
+    if (threadIdx.x == 0) casts.of[k].scratch[blockIdx.x] = of_block;
+  });
 }
 
 // Two launches; one for NVFP4, whose amax is known, and where none is wanted. Also for empty x.
 template <class Source>
-cudaError_t quantize_mx_from(const Source& source, const QuantizeMx& a, int sms,
-                             cudaStream_t stream) {
+cudaError_t quantize_mx_from(const Source& source, const PerOutput<Source, QuantizeMx>& casts,
+                             int sms, cudaStream_t stream) {
+  const QuantizeMx& a = casts.of[0];
   int64_t tiles = mx_tiles(a.rows.lines, a.swizzled) * mx_tiles(a.rows.length, a.swizzled);
   int64_t blocks = grid_for(tiles, sms);
-  cudaError_t error = launch(quantize_mx_kernel<Source>, blocks, kThreads, 0, stream, source, a);
+  cudaError_t error =
+      launch(quantize_mx_kernel<Source>, blocks, kThreads, 0, stream, source, casts);
   if (error != cudaSuccess || a.format == BlockFormat::nvfp4 || a.amax == nullptr) return error;
-  return launch(amax_of_partials_kernel, 1, kThreads, 0, stream, a.scratch, blocks, a.amax);
+  AmaxOfPartials maxima = {};
+  for (int k = 0; k < source.outputs(); ++k) {
+    maxima.partials[k] = casts.of[k].scratch;
+    maxima.amax[k] = casts.of[k].amax;
+  }
+  return launch(amax_of_partials_kernel, source.outputs(), kThreads, 0, stream, maxima, blocks);
 }
 
 }  // namespace mixprec::cuda

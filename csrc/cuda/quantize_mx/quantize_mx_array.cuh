@@ -17,7 +17,7 @@ inline cudaError_t quantize_mx(Dtype dtype, const void* x, const QuantizeMx& a, 
   if (error != cudaSuccess) return error;
   return with_float(dtype, [&](auto t) {
     using X = typename decltype(t)::type;
-    return quantize_mx_from(Plain<X>{static_cast<const X*>(x)}, a, sms, stream);
+    return quantize_mx_from(Plain<X>{static_cast<const X*>(x)}, {{a}}, sms, stream);
   });
 }
 

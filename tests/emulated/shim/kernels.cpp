@@ -5,6 +5,7 @@
 
 #include "cuda/fused/act_quantize.cuh"
 #include "cuda/fused/norm_backward.cuh"
+#include "cuda/fused/norm_quantize.cuh"
 #include "cuda/gemm/kernel/gemm_finish.cuh"
 #include "cuda/grads/grad_stats.cuh"
 #include "cuda/grads/unscale.cuh"
@@ -43,15 +44,21 @@ Floats floats(const int64_t* dtypes, void** data, int which) {
 
 // how: dtype, granularity, rows, cols, transpose, power_of_two_scale; results: data, data_t,
 // scale_inv, scale_inv_t, amax.
-template <class Run>
-int cast(const int64_t* how, void** results, const float* scale, int64_t sms, const Run& run) {
+Quantize cast(const int64_t* how, void** results, const float* scale, int64_t sms,
+              std::vector<uint32_t>& scratch) {
   auto numbers = [&](int which) { return static_cast<float*>(results[which]); };
   Quantize args(static_cast<Dtype>(how[0]), static_cast<Granularity>(how[1]), results[0],
                 results[1], how[2], how[3], how[4] != 0, how[5] != 0, scale, numbers(2), numbers(3),
                 numbers(4), nullptr);
-  std::vector<uint32_t> scratch(scratch_words(args, sms), kDirty);
+  scratch.assign(scratch_words(args, sms), kDirty);
   args.scratch = scratch.data();
-  return run(args);
+  return args;
+}
+
+template <class Run>
+int cast(const int64_t* how, void** results, const float* scale, int64_t sms, const Run& run) {
+  std::vector<uint32_t> scratch;
+  return run(cast(how, results, scale, sms, scratch));
 }
 
 template <class Rule>
@@ -103,9 +110,10 @@ int norm_quantize(const int64_t* dtypes, void** in, double eps, void* total, flo
                   float* rstd, const int64_t* how, void** results, const float* scale,
                   int64_t sms) {
   return cast(how, results, scale, sms, [&](const Quantize& args) {
-    return mixprec::cuda::norm_quantize(
-        floats(dtypes, in, 0), floats(dtypes, in, 1), floats(dtypes, in, 2), floats(dtypes, in, 3),
-        static_cast<float>(eps), total, mean, rstd, args, sms, nullptr);
+    NormRows rows({args.rows, args.cols, false}, floats(dtypes, in, 0), floats(dtypes, in, 1),
+                  floats(dtypes, in, 2), floats(dtypes, in, 3), false, total,
+                  static_cast<float>(eps), mean, rstd);
+    return mixprec::cuda::norm_quantize(rows, args, sms, nullptr);
   });
 }
 
@@ -129,14 +137,15 @@ int act_quantize(const int64_t* dtypes, void** in, int64_t kind, const int64_t* 
   });
 }
 
-// in: g, x, up
-int act_backward(const int64_t* dtypes, void** in, int64_t kind, int64_t of_up, const int64_t* how,
-                 void** results, const float* scale, int64_t sms) {
-  return cast(how, results, scale, sms, [&](const Quantize& args) {
-    return mixprec::cuda::act_backward(floats(dtypes, in, 0), floats(dtypes, in, 1),
-                                       floats(dtypes, in, 2), static_cast<Activation>(kind),
-                                       of_up != 0, args, sms, nullptr);
-  });
+// in: g, x, up; scale: of dx; dup: without an amax if it is not wanted
+int act_backward(const int64_t* dtypes, void** in, int64_t kind, const int64_t* how, void** dx,
+                 void** dup, const float* scale, int64_t sms) {
+  std::vector<uint32_t> scratch[2];
+  Quantize of_dx = cast(how, dx, scale, sms, scratch[0]);
+  Quantize of_dup = cast(how, dup, nullptr, sms, scratch[1]);
+  return mixprec::cuda::act_backward(floats(dtypes, in, 0), floats(dtypes, in, 1),
+                                     floats(dtypes, in, 2), static_cast<Activation>(kind), of_dx,
+                                     of_dup.amax != nullptr ? &of_dup : nullptr, sms, nullptr);
 }
 
 int dequantize(int64_t data_dtype, int64_t out_dtype, const void* data, void* out,

@@ -228,12 +228,11 @@ def act_backward(g: torch.Tensor, x: torch.Tensor, up: MaybeTensor, kind: str, d
                  scale: MaybeTensor, *layout: Any) -> tuple[torch.Tensor, ...]:  # fmt: skip
     inputs, number = _inputs(g, x, up), KINDS.index(kind)
     how, dx = _cast(x, dtype, *layout)
-    call("act_backward", *inputs, number, False, how, dx, scale, _sms())
-    if up is None:
-        none = [torch.empty(0) for _ in range(3)]
-        return *dx, x.new_empty((0,), dtype=dtype), x.new_empty((0, 0), dtype=dtype), *none
-    how, dup = _cast(x, dtype, *layout)
-    call("act_backward", *inputs, number, True, how, dup, None, _sms())
+    dup = tuple(torch.empty(shape, dtype=dtype) for shape in ((0,), (0, 0)))
+    dup += tuple(torch.empty(0) for _ in range(3))
+    if up is not None:
+        _, dup = _cast(x, dtype, *layout)
+    call("act_backward", *inputs, number, how, dx, dup, scale, _sms())
     return *dx, *dup
 
 

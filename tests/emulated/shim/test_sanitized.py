@@ -58,7 +58,14 @@ def calls() -> Iterable[tuple[str, list[Any]]]:
         yield "norm_quantize", [x, g, weight, weight, 1e-5, True, e4m3, *cast, True]
         yield "act_backward", [g[:, :70], x[:, :70], x[:, :70], "silu", e4m3, *cast, True]
     yield "act_quantize", [x[:7], None, "gelu", torch.float32, None, False, "tensor", True]
+    for granularity in ("tensor", "row"):
+        cast = None, False, granularity
+        yield "norm_quantize", [x, None, weight, None, 1e-5, False, e4m3, *cast, True]
     yield "norm_backward", [g, x, weight, rows, rows, g, True]
+    for shape in ((67, 1024), (4200, 8)):  # by bands; more bands than are added at once
+        long = normal(shape, torch.bfloat16)
+        ones = torch.ones(shape[1]), torch.ones(shape[0]), torch.ones(shape[0])
+        yield "norm_backward", [long, long, *ones, None, True]
     for max_norm in (1e3, 30.0):
         yield "clip_coef", [torch.full((ODD,), 4.0).double(), max_norm]
     for n in (ODD, ODD - 1, ODD - 4, ODD - 7):

@@ -106,6 +106,19 @@ def test_any_bits(agree: Agreement, dtype: torch.dtype) -> None:
                 agree("act_backward", [g, x, x, kind, *cast])
 
 
+@pytest.mark.parametrize("dtype", WIDE, ids=name)
+def test_gradients_of_norms(agree: Agreement, dtype: torch.dtype) -> None:
+    """Long rows, which CUDA computes in one pass if they have 16 bits and are enough; and more
+    bands than are added at once."""
+    for i, shape in enumerate(agree.affordable(((67, 1024), (130, 808), (15, 8192), (4200, 8)))):
+        g, x, total = (normal(shape, dtype, seed=seed) for seed in range(3))
+        weight, mean = normal(shape[1:], WIDE[i % 3], seed=3), normal(shape[:1], F32, seed=4)
+        rstd = normal(shape[:1], F32, seed=5).abs()
+        for of_mean, residual, bias in ((mean, None, True), (mean[:0], total.half(), i % 2 == 0)):
+            for run in agreements(agree):
+                run("norm_backward", [g, x, weight, of_mean, rstd, residual, bias])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_layouts(agree: Agreement, layout: Layout) -> None:
     x, g = (layout(normal((13, 37), BF16, seed=seed)) for seed in range(2))
