@@ -20,7 +20,11 @@ from .cases.registry import best_baseline, quantity
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
 NOTHING = "Nothing has been measured on a GPU yet."
 _BUILD_HEADER = (
-    *("kernel", "instances", "registers", "shared memory", "spilled"),
+    "kernel",
+    "instances",
+    "registers",
+    "shared memory",
+    "spilled",
     "instructions an element",
 )
 
@@ -153,27 +157,26 @@ def gpu(root: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def _range(both: list[float]) -> str:
-    low, high = both
+def _span(low: float, high: float) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def build(root: Path, source: str) -> str:
-    """What the compiler made of the kernels of one file, over all GPU generations."""
+    """What the compiler made of the kernels of one file, over all GPU generations. Instructions an
+    element, of tests/emulated/build_check/loops.py, if a kernel of the file has such a loop."""
     report = results.read_json(root / results.RESULTS / "cuda_build.json")
     body: list[tuple[str, ...]] = []
     for kernel in report["kernels"]:
         if kernel["source"] == source:
-            counts = "; ".join(
-                f"{way}: {_range(both)}" if way else _range(both)
-                for way, both in kernel["per_element"].items()
-            )
             shared, spilled = f"{kernel['shared']} B", f"{kernel['spilled']} B"
-            row = kernel["name"], str(kernel["instances"]), _range(kernel["registers"])
-            body.append((*row, shared, spilled, counts))
+            ways = kernel.get("instructions", {}).items()
+            counts = "; ".join(f"{way} {_span(*found)}".lstrip() for way, found in ways)
+            numbers = (str(kernel["instances"]), _span(*kernel["registers"]))
+            body.append((kernel["name"], *numbers, shared, spilled, counts))
     if not body:
         raise results.ResultError(f"report: cuda_build.json has no kernel of {source}")
-    return table.markdown(_BUILD_HEADER, body)
+    columns = len(_BUILD_HEADER) if any(line[-1] for line in body) else -1
+    return table.markdown(_BUILD_HEADER[:columns], [line[:columns] for line in body])
 
 
 # Of the results of make bench, and of a file of the block's own name.

@@ -6,7 +6,8 @@
 Asks the disassembler about the object files that setup.py has compiled of csrc/cuda/*.cu, for every
 GPU generation (with MIXPREC_WERROR=1, so that a warning, a spilled register or a serialised wgmma
 ended the build): no stack and no local memory; 16-byte loads and stores in the kernels that move
-tensors; in the Hopper GEMM what each instance declares (machine_code.py). Then loads the built
+tensors; in the Hopper GEMM what each instance declares (machine_code.py); FP4 instructions for the
+GPUs that have them. It also counts instructions an element (loops.py). Then loads the built
 libraries. Results go to FILE as JSON. Exit status 1 if anything is not as it should be.
 --summary writes the few facts per kernel that docs/kernels.md shows.
 """
@@ -14,6 +15,7 @@ libraries. Results go to FILE as JSON. Exit status 1 if anything is not as it sh
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
@@ -39,25 +41,29 @@ NARROW = re.compile(
     "norm_bands|norm_columns|gemm_kernel"
 )
 
-# Built with the instructions of a whole family of GPUs: setup.py has the same names.
-FAMILY, FAMILIES = {"quantize_mx.cu"}, {"10.0", "12.0"}
-
 GEMM = "gemm_sm90_bf16_k_k.cu"  # one of the files that instances of the Hopper GEMM are in
+
+
+def setting(name: str) -> Any:
+    """The value of a constant of setup.py."""
+    found = re.search(rf"^{name} = (.+)$", (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert found is not None, f"setup.py must say {name}"
+    return ast.literal_eval(found[1])
 
 
 def gpus() -> list[str]:
     """The list that setup.py builds for, without +PTX."""
-    found = re.search(r'^GPUS = "([^"]+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    assert found is not None, "setup.py must say GPUS"
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", found[1])
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", setting("GPUS"))
     return [gpu.removesuffix("+PTX") for gpu in asked.split(";")]
 
 
 def built_for(source: str, asked: set[str]) -> set[str]:
-    """The GPUs that setup.py compiles a source for: cuda_extensions()."""
+    """The GPUs that a source is compiled for, as in cuda_extensions of setup.py."""
     if "_sm90" in source:
         return {"9.0a"}
-    return {f"{gpu}f" if gpu in FAMILIES else gpu for gpu in asked} if source in FAMILY else asked
+    if source in setting("FAMILY_SOURCES"):
+        return {f"{gpu}f" if gpu in setting("FAMILIES") else gpu for gpu in asked}
+    return asked
 
 
 class Kernel(NamedTuple):
@@ -69,8 +75,8 @@ class Kernel(NamedTuple):
     shared: int  # bytes
     wide: int  # 16-byte loads and stores of global memory
     local: int  # bytes of local memory, and loads and stores of it
-    code: list[str]  # what is wrong with the machine code of a Hopper GEMM
-    per_element: dict[str, float]  # instructions, of the ways through its loop that loops.py counts
+    code: list[str]  # what is wrong with the machine code itself
+    instructions: dict[str, float]  # an element, of loops.per_element
 
     def wrong(self) -> list[str]:
         reasons = list(self.code)
@@ -78,8 +84,6 @@ class Kernel(NamedTuple):
             reasons.append(f"{self.stack} bytes of stack, {self.local} uses of local memory")
         if not self.wide and not NARROW.search(self.name):
             reasons.append("no 16-byte load or store")
-        if loops.has_count(self.name) and not self.per_element:
-            reasons.append("no loop over vectors whose instructions can be counted")
         return reasons
 
 
@@ -127,7 +131,9 @@ def kernels_of(source: str, file: Path) -> list[Kernel]:
                     uses["SHARED"] - reserved,  # what the system takes of each block
                     len(re.findall(r"\b(?:LDG|STG)\.\S*128", code)),
                     uses["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", code)),
-                    [] if gemm is None else hopper.wrong(gemm, code),
+                    hopper.no_fp4(names[name], gpu, code)
+                    if gemm is None
+                    else hopper.wrong(gemm, code),
                     loops.per_element(names[name], code),
                 )
             )
@@ -167,16 +173,10 @@ def loaded() -> list[str]:
     return [f"without a CUDA kernel: {without}"] if without else []
 
 
-def ranges(counts: list[dict[str, float]]) -> dict[str, list[float]]:
-    """The least and the most of each count."""
-    ways = sorted({way for count in counts for way in count})
-    of_way = {way: [count[way] for count in counts if way in count] for way in ways}
-    return {way: [min(all_), max(all_)] for way, all_ in of_way.items()}
-
-
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per kernel, over its template arguments and all GPUs: instances, least and most registers,
-    most shared memory and spilled bytes, least and most instructions an element."""
+    most shared memory and spilled bytes, least and most instructions an element of each way through
+    its loop."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         gemm = hopper.instance(row["name"])
@@ -194,7 +194,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "registers": [f(row["registers"] for row in same) for f in (min, max)],
             "shared": max(row["shared"] for row in same),
             "spilled": max(row["stack"] + row["local"] for row in same),
-            "per_element": ranges([row["per_element"] for row in same]),
+            "instructions": {
+                way: [f(row["instructions"][way] for row in same if way in row["instructions"])
+                      for f in (min, max)]
+                for way in sorted({way for row in same for way in row["instructions"]})
+            },
         }
         for (source, name), same in sorted(groups.items())
     ]
@@ -217,10 +221,10 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         kernels = [k for found in pool.map(kernels_of, objects, objects.values()) for k in found]
     for source in objects:
-        found = {kernel.gpu for kernel in kernels if kernel.source == source}
-        wanted = built_for(source, set(args.gpus.split(",")))
-        if found and found != wanted:
-            wrong.append(f"{source} was compiled for {sorted(found)}, not {sorted(wanted)}")
+        there = {kernel.gpu for kernel in kernels if kernel.source == source}
+        asked = built_for(source, set(args.gpus.split(",")))
+        if there and there != asked:
+            wrong.append(f"{source} was compiled for {sorted(there)}, not {sorted(asked)}")
     for kernel in kernels:
         wrong += [f"{kernel.name} on {kernel.gpu}: {reason}" for reason in kernel.wrong()]
     names = {kernel.name for kernel in kernels}

@@ -4,8 +4,8 @@ A loop is a branch backwards. Of the ways through one, from the target of that b
 the shortest is counted that stores (or, in a kernel that reduces, loads) whole vectors: so an
 instance is counted with the cheapest of the formats that it finds at run time, and no vector takes
 the way of Inf. Of several loops the cheapest is the kernel's: the others move single elements, or
-contain it. A way with a loop inside has no count. A switch (BRX) leads to the places after it that
-no other branch leads to.
+contain it. A way with a
+loop inside it has no count. A switch (BRX) leads to the places after it that no other branch leads to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARKED = {
     "quantize_mx_kernel": {"FP4": {r"STG\.E\.64": 1, r"F2FP\S*E[45]M": 0}},
 }
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
-_ADDRESS = re.compile(r"\b0x([0-9a-f]+)\s*$")
+_ADDRESS = re.compile(r"(?<!-)\b0x([0-9a-f]+)\s*$")
 _WIDE = {"STG": re.compile(r"STG\S*\.(64|128)"), "LDG": re.compile(r"LDG\S*\.(64|128)")}
 
 
@@ -130,14 +130,10 @@ def _elements(name: str, code: list[Instruction], steps: list[int]) -> float:
     return moved / BYTES[types[-1 if word == "STG" else 0]]
 
 
-def has_count(name: str) -> bool:
-    return name.split("<")[0] in KERNELS and FUSED.match(name) is None
-
-
 def per_element(name: str, sass: str) -> dict[str, float]:
     """Of a kernel with this demangled name: {"": instructions, and for each of its marked ways}.
     Empty for a kernel that has no such loop."""
-    if not has_count(name):
+    if name.split("<")[0] not in KERNELS or FUSED.match(name):
         return {}
     code = parse(sass)
     word, _ = KERNELS[name.split("<")[0]]

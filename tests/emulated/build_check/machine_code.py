@@ -1,4 +1,5 @@
-"""What the machine code of each instance of the Hopper GEMM must show, as its template says."""
+"""What the machine code of each instance of the Hopper GEMM must show, as its template says, and
+that of FP4 on the GPUs that have instructions for it."""
 
 from __future__ import annotations
 
@@ -64,6 +65,14 @@ def wrong(it: Instance, sass: str) -> list[str]:
         if (re.search(rf"\b{word}|\.{word}", sass) is not None) is not there
     ]
     return reasons + _serialised(it, sass) + _unpromoted(it, sass) + _slow(it, sass)
+
+
+def no_fp4(name: str, gpu: str, sass: str) -> list[str]:
+    """Built for a family of GPUs ("10.0f"), the casts to and from FP4 use its instructions."""
+    wanted = {"quantize_mx_kernel": "F2FP.SATFINITE.E2M1", "dequantize_mx_kernel": "F2FP.F16.E2M1"}
+    word = wanted.get(name.split("<")[0])
+    absent = gpu.endswith("f") and word is not None and word not in sass
+    return [f"no {word} in the machine code"] if absent else []
 
 
 def _serialised(it: Instance, sass: str) -> list[str]:
