@@ -30,8 +30,7 @@ __device__ __forceinline__ void decode_all(const T (&q)[n], Real (&x)[n]) {
   } else if constexpr (ptx::kConvertsFp8 && std::is_same_v<T, E4m3> && n % 2 == 0) {
 #pragma unroll
     for (int j = 0; j < n; j += 2) {
-      uint32_t pair =
-          ptx::fp16x2_of_e4m3x2(static_cast<uint16_t>(q[j].bits | q[j + 1].bits << 8));
+      uint32_t pair = ptx::fp16x2_of_e4m3x2(static_cast<uint16_t>(q[j].bits | q[j + 1].bits << 8));
       x[j] = ptx::widen({static_cast<uint16_t>(pair)});
       x[j + 1] = ptx::widen({static_cast<uint16_t>(pair >> 16)});
     }

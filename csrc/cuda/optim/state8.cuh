@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t random_of_block(RandomStream of_param, int64
 // that call this.
 template <bool is_signed>
 __device__ __forceinline__ float encode_group(const float (&x)[kGroup], int count, unsigned lanes,
-                                              int k, const PhiloxWords& in_block,
-                                              uint32_t of_block, Group<float>& codes) {
+                                              int k, const PhiloxWords& in_block, uint32_t of_block,
+                                              Group<float>& codes) {
   uint32_t largest = 0;  // as an integer: NaN is larger than Inf
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {

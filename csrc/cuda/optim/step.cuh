@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(Real) == 8 ? 1 : 2)
   if (args.skip()) return;
   for (int c = blockIdx.x; c < list.chunks(); c += gridDim.x) {
     Chunk chunk = list.chunk(c);
-    StepChunk<Rule, Real> shared(list, chunk.tensor, rule,
-                                 args, of_tensors[list.tag[kNumber][chunk.tensor]]);
+    StepChunk<Rule, Real> shared(list, chunk.tensor, rule, args,
+                                 of_tensors[list.tag[kNumber][chunk.tensor]]);
     for (int i = threadIdx.x * kGroup; i < chunk.size; i += kThreads * kGroup) {
       int left = static_cast<int>(chunk.size) - i;
       int in_block = i % static_cast<int>(kState8Block);

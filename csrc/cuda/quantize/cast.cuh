@@ -32,8 +32,8 @@ __device__ __forceinline__ void encode_run(const X (&x)[n], Q (&q)[n], const Sca
 #pragma unroll
         for (int j = 0; j < n; j += 2) {
           float first = to_float(x[j]) * scale(j), second = to_float(x[j + 1]) * scale(j + 1);
-          uint16_t codes = std::is_same_v<Q, E4m3> ? ptx::e4m3x2(first, second)
-                                                   : ptx::e5m2x2(first, second);
+          uint16_t codes =
+              std::is_same_v<Q, E4m3> ? ptx::e4m3x2(first, second) : ptx::e5m2x2(first, second);
           q[j].bits = static_cast<uint8_t>(codes);
           q[j + 1].bits = static_cast<uint8_t>(codes >> 8);
         }

@@ -55,7 +55,9 @@ def _load_cuda() -> str | None:
         reason = C.build_info()["no_cuda"] or "mixprec/_C_cuda.so is gone"
         return f"they were not built: {reason}; to build them, in the source folder run: {INSTALL}"
     # Built only if 9.0a, or 10.0 or 12.0, was among the target architectures.
-    files += sorted(p for kind in ("sm90", "family") for p in files[0].parent.glob(f"_C_{kind}*.so"))
+    files += sorted(
+        p for kind in ("sm90", "family") for p in files[0].parent.glob(f"_C_{kind}*.so")
+    )
     for file in files:
         try:
             torch.ops.load_library(file)

@@ -195,8 +195,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "shared": max(row["shared"] for row in same),
             "spilled": max(row["stack"] + row["local"] for row in same),
             "instructions": {
-                way: [f(row["instructions"][way] for row in same if way in row["instructions"])
-                      for f in (min, max)]
+                way: [
+                    f(row["instructions"][way] for row in same if way in row["instructions"])
+                    for f in (min, max)
+                ]
                 for way in sorted({way for row in same for way in row["instructions"]})
             },
         }

@@ -4,8 +4,8 @@ A loop is a branch backwards. Of the ways through one, from the target of that b
 the shortest is counted that stores (or, in a kernel that reduces, loads) whole vectors: so an
 instance is counted with the cheapest of the formats that it finds at run time, and no vector takes
 the way of Inf. Of several loops the cheapest is the kernel's: the others move single elements, or
-contain it. A way with a
-loop inside it has no count. A switch (BRX) leads to the places after it that no other branch leads to.
+contain it. A way with a loop inside has no count. A switch (BRX) leads to the places after it that
+no other branch leads to.
 """
 
 from __future__ import annotations

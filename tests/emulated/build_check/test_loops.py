@@ -16,7 +16,9 @@ def sass(text: str) -> str:
             places[name], lines[i] = f"0x{16 * i:x}", rest.strip()
     for name, place in places.items():
         lines = [line.replace(f" {name} ;", f" {place} ;") for line in lines]
-    return "\n".join(f"        /*{16 * i:04x}*/   {line}   /* 0x0 */" for i, line in enumerate(lines))
+    return "\n".join(
+        f"        /*{16 * i:04x}*/   {line}   /* 0x0 */" for i, line in enumerate(lines)
+    )
 
 
 # Two vectors a round, 8 instructions, or 10 where one holds Inf; then single elements.

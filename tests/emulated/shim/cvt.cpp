@@ -13,7 +13,8 @@ template <class T>
 bool agrees(float x, uint32_t pair) {
   uint16_t code = Convert<T>::encode(x).bits, first = static_cast<uint16_t>(pair);
   if (first != pair >> 16) return false;
-  bool nan = x != x, is_nan = is_nonfinite(decode(T{first})) && decode(T{first}) != decode(T{first});
+  bool nan = x != x,
+       is_nan = is_nonfinite(decode(T{first})) && decode(T{first}) != decode(T{first});
   // What the gradients' kernels take for finite stays so.
   bool finite = !is_nonfinite(decode(T{code}));
   return (nan ? is_nan : first == code) && is_finite_in<T>(x) == finite;
@@ -99,6 +100,7 @@ int in_order() {
   E4m3 q[2] = {Convert<E4m3>::encode(1.0f, 1.0f), Convert<E4m3>::encode(2.0f, 1.0f)};
   return ptx::bf16x2(1.0f, 2.0f) == 0x40003F80u && ptx::fp16x2(1.0f, 2.0f) == 0x40003C00u &&
          ptx::e4m3x2(1.0f, 2.0f) == (q[0].bits | q[1].bits << 8) &&
-         ptx::e5m2x2(1.0f, 2.0f) == 0x403C && ptx::e2m1x8(steps) == 0x97654321u && ptx::fp16x2_of_e4m3x2(0x4038) == 0x40003C00u;
+         ptx::e5m2x2(1.0f, 2.0f) == 0x403C && ptx::e2m1x8(steps) == 0x97654321u &&
+         ptx::fp16x2_of_e4m3x2(0x4038) == 0x40003C00u;
 }
 }
