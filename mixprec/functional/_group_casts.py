@@ -134,7 +134,7 @@ def _cast(
     scaled: torch.Tensor, role: str, recipe: Recipe, use_t: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x * scale [S, C], in FP32, as codes; and their transpose, in the layout of its GEMM."""
-    transpose = use_t and operands._wants_k_major(scaled.device.type)
+    transpose = use_t and scaled.is_cuda  # see operands._wants_k_major
     one, dtype = scaled.new_ones(()), getattr(recipe, role).dtype
     data, data_t, *_ = quantize_op(scaled, dtype, one, transpose, "tensor", True)
     if not use_t:
@@ -153,7 +153,7 @@ def _rows(
     name, seed = recipe.block_format(role), None
     if role in recipe.stochastic_rounding:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    data, _, inv, *_ = quantize_mx_op(x, name, recipe.scale_mode, False, seed)
+    data, _, inv, *_ = quantize_mx_op(x, name, recipe.scale_mode, False, seed, False, False)
     return data, inv
 
 
@@ -178,7 +178,7 @@ def cast_weights(weight: torch.Tensor, recipe: Recipe, *, use_t: bool) -> Operan
         data_t, inv_t = _rows_of_weights(weight.transpose(1, 2), recipe, granularity)
         return Operand(data, data_t, inv, inv_t)
     data_t = data.transpose(1, 2)
-    if use_t and operands._wants_k_major(weight.device.type):
+    if use_t and weight.is_cuda:
         data_t = data_t.clone(memory_format=torch.contiguous_format)
     return Operand(data, data_t, inv, inv.transpose(1, 2))
 

@@ -9,6 +9,7 @@ import torch
 from .._context import context
 from ..memory.running import keep_as_is
 from ..ops._dispatch import checks, simulation
+from ..ops._dispatch.scaled_mm import Blocks
 from ..ops._reference.gemm_groups import check_offs
 from ..ops._reference.gemm_scales import Operands
 from ..ops.block_operands import decode
@@ -63,7 +64,7 @@ class _Gemms(NamedTuple):
         if self.recipe.is_block:
             formats = [self.recipe.block_format(role) or "" for role in _ROLES[kind]]
             a_data, b_data = (
-                decode(x.data.flatten(0, -2), x.scale_inv.flatten(0, -2), None, fmt, columns)[0]
+                decode(Blocks(x.data.flatten(0, -2), _flat(x.scale_inv), None, fmt, columns))[0]
                 for x, fmt in zip((a, b), formats, strict=True)
                 if x.scale_inv is not None
             )
@@ -71,6 +72,11 @@ class _Gemms(NamedTuple):
         if b_inv is not None and b_inv.dim() > 1:
             b_inv = b_inv.transpose(-1, -2)
         return Operands(a_data, b_data.transpose(-1, -2), a_inv, b_inv)
+
+
+def _flat(scale_inv: torch.Tensor) -> torch.Tensor:
+    """[R, c], also of all experts; 4 dimensions are those of swizzled scales."""
+    return scale_inv if scale_inv.dim() == 4 else scale_inv.flatten(0, -2)
 
 
 class _GroupedLinear(torch.autograd.Function):

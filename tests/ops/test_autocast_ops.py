@@ -161,6 +161,7 @@ def test_products_alone_have_a_rule() -> None:
     """And each op, variants included, a kernel on both keys: none is left to what torch falls back
     to, which would show a rule of torch's."""
     products = {"gemm", "gemm_accumulate_", "gemm_simulated", "attention"}
+    products |= {"gemm_grouped", "gemm_grouped_accumulate_"}
     assert {op.name for op in OPS.values() if op._operands} == products
     for op in OPS.values():
         for variant in ("cpp", "reference"):
