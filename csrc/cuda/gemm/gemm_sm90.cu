@@ -198,7 +198,9 @@ void multiply(Operand a, Operand b, const Output& out, const void* bias, Dtype b
     workspace = empty_on(a.tensor, {plan.workspace_bytes / 4}, ScalarType::Float);
     args.partial = static_cast<float*>(workspace->mutable_data_ptr());
   }
-  TensorMaps maps = {map_of(a, kernel.a_box, op), map_of(b, kernel.b_box, op)};
+  TensorMaps maps = {};
+  maps.a = map_of(a, kernel.a_box, op);
+  maps.b = map_of(b, kernel.b_box, op);
   if (args.tma_store) maps.out = map_of(out, m, n, op);
   if (args.b_scale_by_column) maps.b_scale = map_of_scales(b, kernel.b_scale_box, op);
   check_launch(kernel.run(maps, args, plan.grid, device.stream), op);
