@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 
 from ..quantized import Quantized
-from ._dispatch import autocast, checks, gemm_table, gemm_vendor, overlap, simulation
-from ._dispatch.block_products import product as product_of_blocks
+from ._dispatch import (
+    autocast,
+    block_products,
+    checks,
+    gemm_table,
+    gemm_vendor,
+    overlap,
+    simulation,
+)
 from ._dispatch.op import Choice, Op
 from ._dispatch.scaled_mm import Blocks
 from ._reference import gemm_scales, tensor_core
@@ -168,6 +175,13 @@ def accumulate(acc: torch.Tensor, operands: Operands, simulated: str | None) -> 
         acc.add_(run(operands, None, torch.float32, False, simulated))
     else:
         gemm_accumulate_op(acc, *operands)
+
+
+def product_of_blocks(
+    a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """a @ b^T + bias by a GPU that multiplies these block formats itself; else None."""
+    return block_products.product(a, b, bias, out_dtype) if a.data.is_cuda else None
 
 
 def run_blocks(

@@ -29,9 +29,7 @@ def reads_swizzled(fmt: str, device: torch.device) -> bool:
 def product(
     a: Blocks, b: Blocks, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """`multiply`; None where torch has no such call, or not for this GPU."""
-    if a.data.device.type != "cuda":
-        return None
+    """`multiply` on a GPU; None where torch has no such call, or not for this one."""
     index = a.data.device.index or 0
     capability = library.capability(index)
     if why_not(a, b, capability) or _unavailable(capability, index) or not _ready(index):
