@@ -167,9 +167,10 @@ def loaded() -> list[str]:
         return [f"mixprec._C_cuda: {library.CUDA_ERROR}"]
     from mixprec.ops._dispatch.op import OPS
 
-    # Instead of a GPU; and those that are torch's functions there.
-    on_cpus = {"gemm_simulated", "attention", "attention_backward", "rotary"}
-    without = [name for name in OPS if name not in on_cpus and not library.has_cuda_kernel(name)]
+    # Instead of a GPU; those that are torch's functions there; and those of Triton and torch alone.
+    others = {"gemm_simulated", "attention", "attention_backward", "rotary"}
+    others |= {"gemm_grouped", "gemm_grouped_accumulate_"}
+    without = [name for name in OPS if name not in others and not library.has_cuda_kernel(name)]
     return [f"without a CUDA kernel: {without}"] if without else []
 
 
