@@ -119,7 +119,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Path]:
     with path.open("wb") as file, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "on_call", record)
         patch.setattr(runner, "SMS", (1,))
+        shifts = runner.SHIFTS
         for op, args in calls():
+            # The pass by bands is for aligned arrays.
+            patch.setattr(runner, "SHIFTS", (0,) if op == "norm_backward" else shifts)
             agree(op, args)
     return path
 
