@@ -1,4 +1,4 @@
-"""amax: the largest magnitude in a tensor."""
+"""amax: the largest magnitude in a tensor, or of values that are computed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import FORMATS, codes, is_dense, on, soft_cast
-from .tiles import decode, load, magnitude_bits
+from .launch import is_dense, on, soft_cast
+from .source import Source, source_of, values
+from .tiles import magnitude_bits
 
 BLOCK = 4096  # elements per program: each of its 128 threads has 4 to 8 16-byte loads in flight
 
 
 @triton.jit
-def _block(x_ptr, amax_ptr, offsets, n, FORMAT: tl.constexpr, SOFT_CAST: tl.constexpr,
-           FULL: tl.constexpr):  # fmt: skip
-    x = decode(load(x_ptr, offsets, n, FULL), FORMAT, SOFT_CAST)
-    tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x), axis=0), sem="relaxed")
+def _block(source, amax_ptrs, offsets, n, SOFT_CAST: tl.constexpr, FULL: tl.constexpr):
+    ys = values(source, None, offsets, None, n, FULL, SOFT_CAST)
+    for i in tl.static_range(source.blocks):
+        tl.atomic_max(amax_ptrs[i], tl.max(magnitude_bits(ys[i]), axis=0), sem="relaxed")
 
 
 @triton.jit
 def amax_kernel(
-    x_ptr,
-    amax_ptr,  # int32, the bits of the result, initially 0; a maximum does not depend on order
+    source,
+    amax_ptrs,  # of each result int32 bits, initially 0; a maximum does not depend on order
     given_ptr,  # a scale; unless it is 0, amax is not needed and not computed. None: it is needed
     n,
-    FORMAT: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,22 +35,24 @@ def amax_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
-        _block(x_ptr, amax_ptr, offsets, n, FORMAT, SOFT_CAST, True)
+        _block(source, amax_ptrs, offsets, n, SOFT_CAST, True)
     else:
-        _block(x_ptr, amax_ptr, offsets, n, FORMAT, SOFT_CAST, False)
+        _block(source, amax_ptrs, offsets, n, SOFT_CAST, False)
 
 
-def amax_into(x: torch.Tensor, result: torch.Tensor, given: torch.Tensor | None = None) -> None:
-    """result [] fp32, which holds 0, <- max |x|; x dense, not empty, on the current GPU. If a
-    scale other than 0 is given, does nothing."""
-    amax_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-        codes(x),
-        result.view(torch.int32),
+def amax_into(source: Source, *amax: torch.Tensor, given: torch.Tensor | None = None) -> None:
+    """amax [] fp32 of each result, which holds 0, <- max |value|; x not empty, on the current GPU.
+    If a scale other than 0 is given, does nothing."""
+    n = source.x.numel()
+    amax_kernel[(triton.cdiv(n, BLOCK),)](
+        source,
+        tuple(bits.view(torch.int32) for bits in amax),
         given,
-        x.numel(),
-        FORMAT=FORMATS[x.dtype],
-        SOFT_CAST=soft_cast(x.device, x.dtype),
+        n,
+        SOFT_CAST=soft_cast(source.x.device, source.x.dtype),
         BLOCK=BLOCK,
+        num_warps=source.warps(4),
+        enable_fp_fusion=False,
     )
 
 
@@ -58,5 +60,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     result = torch.zeros((), dtype=torch.float32, device=x.device)
     if x.numel():
         with on(x):
-            amax_into(x if is_dense(x) else x.contiguous(), result)
+            # The order of the elements does not matter: those of a dense x as they are in memory.
+            flat = x.as_strided((x.numel(),), (1,)) if is_dense(x) else x
+            amax_into(source_of(flat), result)
     return result

@@ -1,5 +1,5 @@
-"""norm_quantize and norm_backward: a program per row computes fp32 values, and quantize casts them.
-Sums are in the order that csrc/math/norm.h fixes."""
+"""norm_quantize: a pass over the rows finds their statistics, and casts where that takes no more;
+otherwise the casting kernels compute the values that they cast."""
 
 from __future__ import annotations
 
@@ -7,197 +7,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from .launch import FORMATS, codes, codes_in_order, format_of, on, soft_cast
-from .quantize import quantize_values
-from .tiles import ceil_div, decode, encode, int64
+from .launch import codes, codes_in_order, on
+from .norm_backward import norm_backward
+from .norm_rows import LANES, norm_rows_kernel
+from .quantize import cast_from, constants, to_cast
+from .source import Result, source_of
 
-LANES = 256  # partial sums of a row
-BAND = 64  # rows of a partial sum of a column
-COLUMNS = 128
-OPTIONS = {"enable_fp_fusion": False}
+__all__ = ["norm_backward", "norm_quantize"]
 
-
-@triton.jit
-def _halved(partial, HALF: tl.constexpr):
-    """partial[j] + partial[j + HALF]"""
-    return tl.sum(tl.reshape(partial, (2, HALF)), axis=0)
-
-
-@triton.jit
-def _row_sum(partial):
-    partial = _halved(_halved(_halved(_halved(partial, 128), 64), 32), 16)
-    return tl.sum(_halved(_halved(_halved(partial, 8), 4), 2), axis=0)
-
-
-@triton.jit
-def norm_quantize_kernel(
-    x_ptr,  # [M, K]
-    residual_ptr,  # [M, K] or None
-    weight_ptr,  # [K] or None
-    bias_ptr,  # [K] or None
-    total_ptr,  # [M, K], where residual is
-    y_ptr,  # [M, K] fp32
-    mean_ptr,  # [M], or None for RMSNorm
-    rstd_ptr,  # [M]
-    K,
-    eps: tl.float64,
-    X: tl.constexpr,
-    W: tl.constexpr,
-    B: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    first, lanes, k = row * K, tl.arange(0, LANES), int64(K).to(tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    squares = tl.zeros((LANES,), tl.float32)
-    for start in range(0, int64(K), LANES):
-        column = start + lanes
-        x = decode(tl.load(x_ptr + (first + column), mask=column < K, other=0), X, SOFT_CAST)
-        if residual_ptr is not None:
-            added = tl.load(residual_ptr + (first + column), mask=column < K, other=0)
-            x += decode(added, X, SOFT_CAST)
-            rounded = encode(x, x, X, SOFT_CAST)
-            tl.store(total_ptr + (first + column), rounded, mask=column < K)
-            x = decode(rounded, X, SOFT_CAST)
-        total += x
-        squares += x * x
-    normalized_ptr = x_ptr
-    if residual_ptr is not None:
-        normalized_ptr = total_ptr
-        tl.debug_barrier()
-    mean = tl.zeros((), tl.float32)
-    if mean_ptr is not None:
-        mean = tl.div_rn(_row_sum(total), k)
-        tl.store(mean_ptr + row, mean)
-        squares = tl.zeros((LANES,), tl.float32)
-        for start in range(0, int64(K), LANES):
-            column = start + lanes
-            x = tl.load(normalized_ptr + (first + column), mask=column < K, other=0)
-            x = decode(x, X, SOFT_CAST) - mean
-            squares += tl.where(column < K, x * x, 0.0)
-    variance = tl.div_rn(_row_sum(squares), k) + (tl.zeros((), tl.float64) + eps).to(tl.float32)
-    rstd = tl.div_rn(tl.zeros((), tl.float32) + 1.0, tl.sqrt_rn(variance))
-    rstd += 0.0 * variance  # an overflow is NaN, not 0
-    tl.store(rstd_ptr + row, rstd)
-    for start in range(0, int64(K), LANES):
-        column = start + lanes
-        x = tl.load(normalized_ptr + (first + column), mask=column < K, other=0)
-        y = (decode(x, X, SOFT_CAST) - mean) * rstd
-        if weight_ptr is not None:
-            y = y * decode(tl.load(weight_ptr + column, mask=column < K, other=0), W, SOFT_CAST)
-        if bias_ptr is not None:
-            y = y + decode(tl.load(bias_ptr + column, mask=column < K, other=0), B, SOFT_CAST)
-        tl.store(y_ptr + (first + column), y, mask=column < K)
-
-
-@triton.jit
-def _gw_and_xhat(g_ptr, x_ptr, weight_ptr, mean, rstd, first, column, K, G: tl.constexpr,
-                 X: tl.constexpr, W: tl.constexpr, SOFT_CAST: tl.constexpr):  # fmt: skip
-    inside = column < K
-    gw = decode(tl.load(g_ptr + (first + column), mask=inside, other=0), G, SOFT_CAST)
-    if weight_ptr is not None:
-        gw = gw * decode(tl.load(weight_ptr + column, mask=inside, other=0), W, SOFT_CAST)
-    x = decode(tl.load(x_ptr + (first + column), mask=inside, other=0), X, SOFT_CAST)
-    return gw, (x - mean) * rstd
-
-
-@triton.jit
-def norm_backward_kernel(
-    g_ptr,  # [M, K]
-    x_ptr,  # [M, K]
-    weight_ptr,  # [K] or None
-    mean_ptr,  # [M], or None for RMSNorm
-    rstd_ptr,  # [M]
-    g_total_ptr,  # [M, K] or None
-    dx_ptr,  # [M, K]
-    K,
-    G: tl.constexpr,
-    X: tl.constexpr,
-    W: tl.constexpr,
-    T: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    first, lanes, k = row * K, tl.arange(0, LANES), int64(K).to(tl.float32)
-    mean = tl.zeros((), tl.float32)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + row)
-    rstd = tl.load(rstd_ptr + row)
-    products = tl.zeros((LANES,), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    for start in range(0, int64(K), LANES):
-        column = start + lanes
-        gw, xhat = _gw_and_xhat(g_ptr, x_ptr, weight_ptr, mean, rstd, first, column, K, G, X, W,
-                                SOFT_CAST)  # fmt: skip
-        products += tl.where(column < K, gw * xhat, 0.0)
-        total += gw
-    c1 = tl.div_rn(_row_sum(products), k)
-    c2 = tl.zeros((), tl.float32)
-    if mean_ptr is not None:
-        c2 = tl.div_rn(_row_sum(total), k)
-    for start in range(0, int64(K), LANES):
-        column = start + lanes
-        gw, xhat = _gw_and_xhat(g_ptr, x_ptr, weight_ptr, mean, rstd, first, column, K, G, X, W,
-                                SOFT_CAST)  # fmt: skip
-        dx = ((gw - c2) - xhat * c1) * rstd
-        if g_total_ptr is not None:
-            more = tl.load(g_total_ptr + (first + column), mask=column < K, other=0)
-            dx = dx + decode(more, T, SOFT_CAST)
-        tl.store(dx_ptr + (first + column), encode(dx, dx, X, SOFT_CAST), mask=column < K)
-
-
-@triton.jit
-def norm_bands_kernel(
-    g_ptr,  # [M, K]
-    x_ptr,  # [M, K]
-    mean_ptr,  # [M], or None for RMSNorm
-    rstd_ptr,  # [M]
-    bands_ptr,  # [2, bands, K]: of dweight, of dbias
-    M,
-    K,
-    G: tl.constexpr,
-    X: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
-    BAND: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    across = ceil_div(K, COLUMNS)
-    band = (tl.program_id(0) // across).to(tl.int64)
-    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < K
-    dweight = tl.zeros((COLUMNS,), tl.float32)
-    dbias = tl.zeros((COLUMNS,), tl.float32)
-    for i in range(min(BAND, M - band * BAND)):
-        row = band * BAND + i
-        g = decode(tl.load(g_ptr + (row * K + column), mask=inside, other=0), G, SOFT_CAST)
-        x = decode(tl.load(x_ptr + (row * K + column), mask=inside, other=0), X, SOFT_CAST)
-        if mean_ptr is not None:
-            x = x - tl.load(mean_ptr + row)
-        dweight += g * (x * tl.load(rstd_ptr + row))
-        dbias += g
-    tl.store(bands_ptr + (band * K + column), dweight, mask=inside)
-    tl.store(bands_ptr + ((ceil_div(M, BAND) + band) * K + column), dbias, mask=inside)
-
-
-@triton.jit(do_not_specialize=["bands"])
-def norm_columns_kernel(
-    bands_ptr,  # [2, bands, K]
-    sums_ptr,  # [2, K]
-    bands,
-    K,
-    COLUMNS: tl.constexpr,
-):
-    across = ceil_div(K, COLUMNS)
-    which = (tl.program_id(0) // across).to(tl.int64)
-    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for band in range(bands):
-        total += tl.load(bands_ptr + ((which * bands + band) * K + column), mask=column < K)
-    tl.store(sums_ptr + (which * K + column), total, mask=column < K)
+TOGETHER = 4096  # elements of the rows that a program takes one after the other
 
 
 def norm_quantize(
@@ -212,49 +31,33 @@ def norm_quantize(
     x = x.contiguous()
     M, K = x.shape[:-1].numel(), x.shape[-1]
     total = torch.empty((0,) if residual is None else x.shape, dtype=x.dtype, device=x.device)
-    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    mean, rstd = y.new_empty((M if subtract_mean else 0,)), y.new_empty((M,))
-    if M:
-        with on(x):
-            norm_quantize_kernel[(M,)](
-                codes(x), codes_in_order(residual), codes_in_order(weight), codes_in_order(bias),
-                None if residual is None else codes(total), y, mean if subtract_mean else None,
-                rstd, K, eps, X=FORMATS[x.dtype], W=format_of(weight), B=format_of(bias),
-                SOFT_CAST=soft_cast(x.device, x.dtype), LANES=LANES, num_warps=1, **OPTIONS,
-            )  # fmt: skip
-    return *quantize_values(y, cast), total, mean, rstd
-
-
-def norm_backward(args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    g, x, weight, mean, rstd, g_total, with_bias = args
-    g, x = g.contiguous(), x.contiguous()
-    M, K = x.shape[:-1].numel(), x.shape[-1]
-    means = mean.contiguous() if mean.numel() else None
-    rstd = rstd.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    bands, across = triton.cdiv(M, BAND), triton.cdiv(K, COLUMNS)
-    of_bands = torch.empty((2, bands, K), dtype=torch.float32, device=x.device)
-    sums = torch.zeros((2, K), dtype=torch.float32, device=x.device)
-    soft = soft_cast(x.device, x.dtype)
-    formats = {"G": FORMATS[g.dtype], "X": FORMATS[x.dtype], "SOFT_CAST": soft}
-    if x.numel():
-        with on(x):
-            norm_backward_kernel[(M,)](
-                codes(g), codes(x), codes_in_order(weight), means, rstd, codes_in_order(g_total),
-                codes(dx), K, W=format_of(weight), T=format_of(g_total), LANES=LANES, num_warps=1,
-                **formats, **OPTIONS,
-            )  # fmt: skip
-            if weight is not None or with_bias:
-                norm_bands_kernel[(bands * across,)](
-                    codes(g), codes(x), means, rstd, of_bands, M, K, BAND=BAND, COLUMNS=COLUMNS,
-                    **formats, **OPTIONS,
-                )  # fmt: skip
-                norm_columns_kernel[(2 * across,)](
-                    of_bands, sums, bands, K, COLUMNS=COLUMNS, **OPTIONS
-                )
-    nothing = sums.new_empty((0,))
-    return (
-        dx,
-        nothing if weight is None else sums[0],
-        sums[1] if with_bias else nothing.clone(),
+    mean, rstd = (
+        torch.empty((n,), dtype=torch.float32, device=x.device)
+        for n in (M if subtract_mean else 0, M)
     )
+    source = source_of(x if residual is None else total, rstd=rstd, weight=weight, bias=bias)
+    source = source._replace(mean=mean if subtract_mean else None)
+
+    def rows(purpose: str, result: Result) -> None:
+        together = triton.cdiv(TOGETHER, max(1, K))
+        with on(x):
+            norm_rows_kernel[(triton.cdiv(M, together),)](
+                codes(x), codes_in_order(residual), source, result, M, K, eps, PASS=purpose,
+                ROWS=together, LANES=LANES, num_warps=1, **constants(source, cast),
+            )  # fmt: skip
+
+    by_tensor = cast.granularity == "tensor" and x.numel() > 0
+    of_amax = by_tensor and cast.dtype.itemsize == 1
+    if by_tensor and not cast.transpose:
+        made, result = to_cast(source, cast, cast.scale)
+        if of_amax:
+            rows("amax", result)
+        rows("cast", result)
+    else:
+        amax = torch.zeros((), dtype=torch.float32, device=x.device) if of_amax else None
+        if amax is not None:
+            rows("amax", Result(scale=cast.scale, amax=amax.view(torch.int32)))
+        if M and (amax is None or cast.scale is not None):
+            rows("statistics", Result())
+        made = cast_from(source, cast, amax)
+    return *made, total, mean, rstd

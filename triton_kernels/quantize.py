@@ -1,4 +1,5 @@
-"""quantize: cast(x * scale), and in the same pass the transpose and amax."""
+"""quantize: cast(x * scale), and in the same pass the transpose and amax; the same of values that a
+fused op computes."""
 
 from __future__ import annotations
 
@@ -9,161 +10,183 @@ import torch
 import triton
 import triton.language as tl
 
-from .amax import amax, amax_into
+from .amax import amax_into
 from .launch import FORMATS, MAX, codes, on, soft_cast
 from .quantize_blocks import quantize_blocks
-from .quantize_mx import quantize_mx
-from .tiles import ceil_div, decode, encode, load, magnitude_bits, scale_from_amax, store
+from .quantize_mx import quantize_mx_from
+from .source import Result, Source, source_of, values
+from .tiles import ceil_div, encode, magnitude_bits, scale_from_amax, store
 
 BLOCK = 4096
 MX = {torch.float8_e4m3fn: "mxfp8_e4m3", torch.float8_e5m2: "mxfp8_e5m2"}
 TILE_M, TILE_K = 64, 64  # 16-byte fp8 stores in both orders: four threads per row of either
 
+Results = tuple[torch.Tensor, ...]
+
 
 @triton.jit
-def _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE: tl.constexpr,
-           FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # fmt: skip
-    """The scale; a given scale of 0 counts as not given. The first program writes its inverse.
-    Every program forms it anew, which costs one load, while a kernel of its own would cost a
-    launch."""
+def scale_of(result, fmt_max, Q: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale: to FP8 from amax if none is given, and a given 0 counts as not given. The first
+    program writes its inverse. Every program forms it anew, which costs one load, while a kernel of
+    its own would cost a launch."""
     scale = tl.full((), 1.0, tl.float32)
-    if FP8:
-        amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
+    if Q == "e4m3" or Q == "e5m2":
+        amax = tl.load(result.amax).to(tl.float32, bitcast=True)
         scale = scale_from_amax(amax, fmt_max, 1.0, 1.0, POWER_OF_TWO)
-    if SCALE == "given":
-        given = tl.load(scale_ptr)
+    if result.scale is not None:
+        given = tl.load(result.scale)
         # A scale out of range is NaN, which every result then shows.
         checked = tl.where((given >= 2.0**-126) & (given <= 2.0**126), given, float("nan"))
         scale = tl.where(given == 0.0, scale, checked)
     if tl.program_id(0) == 0:
-        tl.store(scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
+        tl.store(result.scale_inv, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
     return scale
 
 
 @triton.jit
-def _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X: tl.constexpr, Q: tl.constexpr,
-           SCALE: tl.constexpr, SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    x = decode(load(x_ptr, offsets, n, FULL), X, SOFT_CAST)
-    store(q_ptr, offsets, encode(x, x * scale, Q, SOFT_CAST), n, FULL)
-    if SCALE != "from amax":
-        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x), axis=0), sem="relaxed")
+def _scales(source, results, fmt_max, Q: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    scales = ()
+    for i in tl.static_range(source.blocks):
+        scales += (scale_of(results[i], fmt_max, Q, POWER_OF_TWO),)
+    return scales
+
+
+@triton.jit
+def raise_amax(result, bits, Q: tl.constexpr):
+    """To the largest of these magnitudes, unless it was needed and known before."""
+    if result.scale is not None or (Q != "e4m3" and Q != "e5m2"):
+        tl.atomic_max(result.amax, tl.max(bits), sem="relaxed")
+
+
+@triton.jit
+def _block(source, results, offsets, n, fmt_max, Q: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+           SOFT_CAST: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    scales = _scales(source, results, fmt_max, Q, POWER_OF_TWO)
+    ys = values(source, None, offsets, None, n, FULL, SOFT_CAST)
+    for i in tl.static_range(source.blocks):
+        store(results[i].data, offsets, encode(ys[i], ys[i] * scales[i], Q, SOFT_CAST), n, FULL)
+        raise_amax(results[i], magnitude_bits(ys[i]), Q)
 
 
 @triton.jit
 def quantize_kernel(
-    x_ptr,
-    q_ptr,
-    scale_ptr,  # read if SCALE is "given"
-    amax_ptr,  # int32 bits: the amax of x if no scale is given, else initially 0 and updated
-    scale_inv_ptr,
+    source,
+    results,
     n,
     fmt_max,
-    X: tl.constexpr,
     Q: tl.constexpr,
-    SCALE: tl.constexpr,  # "given", "from amax" or "one"
     POWER_OF_TWO: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    FP8: tl.constexpr = Q == "e4m3" or Q == "e5m2"
-    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, FP8, POWER_OF_TWO)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:
-        _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X, Q, SCALE, SOFT_CAST, True)
+        _block(source, results, offsets, n, fmt_max, Q, POWER_OF_TWO, SOFT_CAST, True)
     else:
-        _block(x_ptr, scale, q_ptr, amax_ptr, offsets, n, X, Q, SCALE, SOFT_CAST, False)
+        _block(source, results, offsets, n, fmt_max, Q, POWER_OF_TWO, SOFT_CAST, False)
 
 
 @triton.jit
 def quantize_transpose_kernel(
-    x_ptr,  # [M, K]
-    q_ptr,  # [M, K]
-    q_t_ptr,  # [K, M]
-    scale_ptr,
-    amax_ptr,
-    scale_inv_ptr,
+    source,
+    results,
     M,
     K,
     fmt_max,
-    X: tl.constexpr,
     Q: tl.constexpr,
-    SCALE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    FP8: tl.constexpr = Q == "e4m3" or Q == "e5m2"
-    scale = _scale(scale_ptr, amax_ptr, scale_inv_ptr, fmt_max, SCALE, FP8, POWER_OF_TWO)
     tiles_k = ceil_div(K, TILE_K)
     first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
     first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
     m, k = first_m + tl.arange(0, TILE_M), first_k + tl.arange(0, TILE_K)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    inside_t = (k < K)[:, None] & (m < M)[None, :]
-    offsets = m[:, None] * K + k[None, :]
-    x = decode(tl.load(x_ptr + offsets, mask=inside, other=0), X, SOFT_CAST)
-    q = encode(x, x * scale, Q, SOFT_CAST)
-    tl.store(q_ptr + offsets, q, mask=inside)
-    tl.store(q_t_ptr + k[:, None] * M + m[None, :], tl.trans(q), mask=inside_t)
-    if SCALE != "from amax":
-        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x)), sem="relaxed")
+    row, column = m[:, None], k[None, :]
+    inside_t = (k[:, None] < K) & (m[None, :] < M)
+    scales = _scales(source, results, fmt_max, Q, POWER_OF_TWO)
+    ys = values(source, row, column, M, K, False, SOFT_CAST)
+    for i in tl.static_range(source.blocks):
+        q = encode(ys[i], ys[i] * scales[i], Q, SOFT_CAST)
+        tl.store(results[i].data + (row * K + column), q, mask=(row < M) & (column < K))
+        tl.store(results[i].data_t + (k[:, None] * M + m[None, :]), tl.trans(q), mask=inside_t)
+        raise_amax(results[i], magnitude_bits(ys[i]), Q)
 
 
-def quantize(
-    x: torch.Tensor, cast: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype, scale, transpose, granularity, power_of_two_scale = cast
-    x = x.contiguous()
-    if granularity != "tensor":
-        return quantize_blocks(x, dtype, transpose, granularity, power_of_two_scale)
-    is_fp8 = dtype.itemsize == 1
-    K = x.shape[-1] if transpose else 0
-    M = x.shape[:-1].numel() if transpose else 0
-    data = torch.empty(x.shape, dtype=dtype, device=x.device)
-    data_t = torch.empty((K, M), dtype=dtype, device=x.device)
-    amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    scale_inv_t = torch.empty((0,), dtype=torch.float32, device=x.device)
-    source = "given" if scale is not None else "from amax" if is_fp8 else "one"
-    if x.numel() == 0:
-        used = torch.ones((), dtype=torch.float32, device=x.device)
-        if scale is not None:
-            given = scale.reshape(())
-            valid = (given >= 2.0**-126) & (given <= 2.0**126)
-            used = torch.where(given == 0, used, torch.where(valid, given, math.nan))
-        return data, data_t, used.reciprocal(), scale_inv_t, amax
-    scale_inv = torch.empty_like(amax)
-    constants = {
-        "X": FORMATS[x.dtype],
-        "Q": FORMATS[dtype],
-        "SCALE": source,
-        "POWER_OF_TWO": power_of_two_scale,
-        "SOFT_CAST": soft_cast(x.device, x.dtype, dtype),
-    }
-    scalars = scale, amax.view(torch.int32), scale_inv
-    with on(x):
-        if is_fp8:
-            amax_into(x, amax, scale)
-        if transpose:
+def scale_inv_of_nothing(scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Of a tensor without elements, for which no kernel runs."""
+    used = torch.ones((), dtype=torch.float32, device=device)
+    if scale is not None:
+        given = scale.reshape(())
+        valid = (given >= 2.0**-126) & (given <= 2.0**126)
+        used = torch.where(given == 0, used, torch.where(valid, given, math.nan))
+    return used.reciprocal()
+
+
+def to_cast(
+    source: Source, cast: Any, scale: torch.Tensor | None, amax: torch.Tensor | None = None
+) -> tuple[Results, Result]:
+    """The results of a cast with one scale, allocated, and the same as an argument of a kernel."""
+    (M, K), device = source.size(), source.x.device
+    data = torch.empty(source.x.shape, dtype=cast.dtype, device=device)
+    shape_t = (K, M) if cast.transpose else (0, 0)
+    data_t = torch.empty(shape_t, dtype=cast.dtype, device=device)
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    amax = torch.zeros((), **fp32) if amax is None else amax
+    scale_inv = torch.empty((), **fp32)
+    bits = amax.view(torch.int32)
+    result = Result(codes(data), codes(data_t), scale, scale_inv, amax=bits)
+    return (data, data_t, scale_inv, torch.empty((0,), **fp32), amax), result
+
+
+def constants(source: Source, cast: Any) -> dict[str, Any]:
+    """Of the kernels that cast with one scale."""
+    return {
+        "fmt_max": MAX[cast.dtype], "Q": FORMATS[cast.dtype],
+        "POWER_OF_TWO": cast.power_of_two_scale, "enable_fp_fusion": False,
+        "SOFT_CAST": soft_cast(source.x.device, source.x.dtype, cast.dtype),
+    }  # fmt: skip
+
+
+def _quantize_tensor(source: Source, cast: Any, amax: torch.Tensor | None) -> list[Results]:
+    """amax: that of the values, if it is known."""
+    scales = (cast.scale, None)[: source.blocks.value]
+    made, results = zip(*(to_cast(source, cast, scale, amax) for scale in scales), strict=True)
+    if source.x.numel() == 0:
+        for (_, _, scale_inv, *_), scale in zip(made, scales, strict=True):
+            scale_inv.copy_(scale_inv_of_nothing(scale, source.x.device))
+        return list(made)
+    M, K = source.size()
+    options = constants(source, cast) | {"num_warps": source.warps(4)}
+    with on(source.x):
+        if cast.dtype.itemsize == 1 and amax is None:
+            given = scales[0] if len(scales) == 1 else None
+            amax_into(source, *(result[4] for result in made), given=given)
+        if cast.transpose:
             quantize_transpose_kernel[(triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)](
-                codes(x), codes(data), codes(data_t), *scalars, M, K, MAX[dtype],
-                **constants, TILE_M=TILE_M, TILE_K=TILE_K,
-            )  # fmt: skip
-        else:
-            quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-                codes(x), codes(data), *scalars, x.numel(), MAX[dtype], **constants, BLOCK=BLOCK
+                source, results, M, K, **options, TILE_M=TILE_M, TILE_K=TILE_K
             )
-    return data, data_t, scale_inv, scale_inv_t, amax
+        else:
+            n = source.x.numel()
+            quantize_kernel[(triton.cdiv(n, BLOCK),)](source, results, n, **options, BLOCK=BLOCK)
+    return list(made)
 
 
-def quantize_values(
-    y: torch.Tensor, cast: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """quantize of the fp32 values of a fused op, which may also stay as they are or become MX."""
+def cast_from(source: Source, cast: Any, amax: torch.Tensor | None = None) -> Results:
+    """The results of the cast of the values; where there are those of dx and dup, scale is dx's."""
     if cast.granularity == "mx":
-        results = quantize_mx(y, MX[cast.dtype], "rceil", cast.transpose, None, False, True)
-        return *results[:4], results[5]
-    if cast.dtype != torch.float32:
-        return quantize(y, cast)
-    return y, y.new_empty((0, 0)), y.new_ones(()), y.new_empty((0,)), amax(y)
+        of_mx = quantize_mx_from(
+            source, MX[cast.dtype], "rceil", cast.transpose, None, swizzled=False, with_amax=True
+        )
+        made = [(*results[:4], results[5]) for results in of_mx]
+    elif cast.granularity != "tensor":
+        made = quantize_blocks(source, cast)
+    else:
+        made = _quantize_tensor(source, cast, amax)
+    return tuple(tensor for results in made for tensor in results)
+
+
+def quantize(x: torch.Tensor, cast: Any) -> Results:
+    return cast_from(source_of(x), cast)

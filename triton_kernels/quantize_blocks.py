@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from .launch import FORMATS, MAX, codes, on, soft_cast
-from .tiles import ceil_div, decode, encode, int64, magnitude_bits, scale_from_amax
+from .source import Result, Source, values
+from .tiles import ceil_div, encode, int64, magnitude_bits, scale_from_amax
 
 TILE = 128
 ROW_BLOCK = 4096
+PARTS = 4  # of a tile of computed values: registers hold no more of what it takes to compute them
 WARPS = 8  # 64 elements of a tile per thread, in registers
 
 
@@ -27,123 +29,134 @@ def _inverse(scale):
 
 
 @triton.jit
+def _quantize_row(source, result, i: tl.constexpr, row, K, fmt_max, Q: tl.constexpr,
+                  POWER_OF_TWO: tl.constexpr, SOFT_CAST: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """The i-th values of a row, which are read or computed again for the cast."""
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, int64(K), BLOCK):
+        y = values(source, row, int64(start) + columns, None, K, False, SOFT_CAST)[i]
+        largest = tl.maximum(largest, magnitude_bits(y))
+    amax = tl.max(largest, axis=0)
+    scale = _scale(amax, fmt_max, POWER_OF_TWO)
+    tl.store(result.scale_inv + row, _inverse(scale))
+    tl.atomic_max(result.amax, amax, sem="relaxed")
+    for start in range(0, int64(K), BLOCK):
+        column = int64(start) + columns
+        y = values(source, row, column, None, K, False, SOFT_CAST)[i]
+        q = encode(y, y * scale, Q, SOFT_CAST)
+        tl.store(result.data + (row * K + column), q, mask=column < K)
+
+
+@triton.jit
 def quantize_rows_kernel(
-    x_ptr,  # [M, K]
-    q_ptr,  # [M, K]
-    scale_inv_ptr,  # [M]
-    amax_ptr,  # int32 bits, initially 0
+    source,
+    results,  # scale_inv: [M]
     K,
     fmt_max,
-    X: tl.constexpr,
     Q: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row, which is read again from the cache for the cast."""
-    first = tl.program_id(0) * int64(K)
-    columns = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, int64(K), BLOCK):
-        inside = start + columns < K
-        x = tl.load(x_ptr + (first + start + columns), mask=inside, other=0)
-        largest = tl.maximum(largest, magnitude_bits(decode(x, X, SOFT_CAST)))
-    amax = tl.max(largest, axis=0)
-    scale = _scale(amax, fmt_max, POWER_OF_TWO)
-    tl.store(scale_inv_ptr + tl.program_id(0), _inverse(scale))
-    tl.atomic_max(amax_ptr, amax, sem="relaxed")
-    for start in range(0, int64(K), BLOCK):
-        inside = start + columns < K
-        x = tl.load(x_ptr + (first + start + columns), mask=inside, other=0)
-        x = decode(x, X, SOFT_CAST)
-        q = encode(x, x * scale, Q, SOFT_CAST)
-        tl.store(q_ptr + (first + start + columns), q, mask=inside)
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    for i in tl.static_range(source.blocks):
+        _quantize_row(source, results[i], i, row, K, fmt_max, Q, POWER_OF_TWO, SOFT_CAST, BLOCK)
 
 
-# The maxima of rows and columns lie in one array, at any multiple of 4 bytes.
-@triton.jit(do_not_specialize_on_alignment=["row_amax_ptr", "column_amax_ptr"])
-def tile_maxima_kernel(
-    x_ptr,  # [M, K]
-    row_amax_ptr,  # [M] int32 bits, initially 0
-    column_amax_ptr,  # [K], likewise
-    M,
-    K,
-    X: tl.constexpr,
-    SOFT_CAST: tl.constexpr,
-    TILE: tl.constexpr,
-):
+@triton.jit
+def tile_maxima_kernel(source, results, M, K, SOFT_CAST: tl.constexpr, TILE: tl.constexpr):
+    """row_amax and column_amax"""
     tiles_k = ceil_div(K, TILE)
     m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE + tl.arange(0, TILE)
     k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=inside, other=0)
-    bits = magnitude_bits(decode(x, X, SOFT_CAST))
-    tl.atomic_max(row_amax_ptr + m, tl.max(bits, axis=1), mask=m < M, sem="relaxed")
-    tl.atomic_max(column_amax_ptr + k, tl.max(bits, axis=0), mask=k < K, sem="relaxed")
+    for i in tl.static_range(source.blocks):
+        y = values(source, m[:, None], k[None, :], M, K, False, SOFT_CAST)[i]
+        bits, result = magnitude_bits(y), results[i]
+        tl.atomic_max(result.row_amax + m, tl.max(bits, axis=1), mask=m < M, sem="relaxed")
+        tl.atomic_max(result.column_amax + k, tl.max(bits, axis=0), mask=k < K, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_amax_ptr", "column_amax_ptr"])
+@triton.jit
+def _quantize_tile(source, result, i: tl.constexpr, tile_m, tile_k, M, K, fmt_max,
+                   Q: tl.constexpr, BY: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+                   SOFT_CAST: tl.constexpr, TILE: tl.constexpr,
+                   PARTS: tl.constexpr):  # fmt: skip
+    """The i-th values of a tile. If it is one part, they stay in registers; in parts they are
+    computed again for a cast that has to wait for the amax of all of them."""
+    PART: tl.constexpr = TILE // PARTS
+    tiles_k, tiles_m = ceil_div(K, TILE), ceil_div(M, TILE)
+    k = tile_k * TILE + tl.arange(0, TILE)
+    column = k[None, :]
+    x = tl.zeros((PART, TILE), tl.float32)
+    column_amax = tl.zeros((TILE,), tl.int32)
+    for part in range(PARTS):
+        m = tile_m * TILE + part * PART + tl.arange(0, PART)
+        row = m[:, None]
+        x = values(source, row, column, M, K, False, SOFT_CAST)[i]
+        bits = magnitude_bits(x)
+        column_amax = tl.maximum(column_amax, tl.max(bits, axis=0))
+        if BY != "block128x128":
+            if BY == "row":
+                row_amax, at = tl.load(result.row_amax + m, mask=m < M, other=0), m
+            else:
+                row_amax, at = tl.max(bits, axis=1), m * tiles_k + tile_k
+            row_scale = _scale(row_amax, fmt_max, POWER_OF_TWO)
+            if BY != "row" or tile_k == 0:
+                tl.store(result.scale_inv + at, _inverse(row_scale), mask=m < M)
+            q = encode(x, x * row_scale[:, None], Q, SOFT_CAST)
+            tl.store(result.data + (row * K + column), q, mask=(row < M) & (column < K))
+    amax = tl.max(column_amax, axis=0)
+    tl.atomic_max(result.amax, amax, sem="relaxed")
+    if BY == "block128x128":
+        block_scale = _scale(amax, fmt_max, POWER_OF_TWO)
+        tl.store(result.scale_inv + tile_m * tiles_k + tile_k, _inverse(block_scale))
+        if result.data_t is not None:
+            tl.store(result.scale_inv_t + tile_k * tiles_m + tile_m, _inverse(block_scale))
+    elif result.data_t is not None:
+        at = k * tiles_m + tile_m
+        if BY == "row":
+            column_amax, at = tl.load(result.column_amax + k, mask=k < K, other=0), k
+        column_scale = _scale(column_amax, fmt_max, POWER_OF_TWO)
+        if BY != "row" or tile_m == 0:
+            tl.store(result.scale_inv_t + at, _inverse(column_scale), mask=k < K)
+        block_scale = column_scale[None, :]
+    if BY == "block128x128" or result.data_t is not None:
+        for part in range(PARTS):
+            m = tile_m * TILE + part * PART + tl.arange(0, PART)
+            row = m[:, None]
+            if PARTS > 1:
+                x = values(source, row, column, M, K, False, SOFT_CAST)[i]
+            q = encode(x, x * block_scale, Q, SOFT_CAST)
+            if BY == "block128x128":
+                tl.store(result.data + (row * K + column), q, mask=(row < M) & (column < K))
+            if result.data_t is not None:
+                inside_t = (k[:, None] < K) & (m[None, :] < M)
+                tl.store(result.data_t + (k[:, None] * M + m[None, :]), tl.trans(q), mask=inside_t)
+
+
+@triton.jit
 def quantize_tiles_kernel(
-    x_ptr,  # [M, K]
-    q_ptr,  # [M, K]
-    q_t_ptr,  # [K, M], None without transpose
-    scale_inv_ptr,
-    scale_inv_t_ptr,  # None without transpose
-    row_amax_ptr,  # [M], where BY is "row"
-    column_amax_ptr,  # [K], where BY is "row"
-    amax_ptr,  # int32 bits, initially 0
+    source,
+    results,  # without transpose no data_t; where BY is "row", row_amax and column_amax
     M,
     K,
     fmt_max,
-    X: tl.constexpr,
     Q: tl.constexpr,
     BY: tl.constexpr,  # the granularity
     POWER_OF_TWO: tl.constexpr,
     SOFT_CAST: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    tiles_k, tiles_m = ceil_div(K, TILE), ceil_div(M, TILE)
+    tiles_k = ceil_div(K, TILE)
     tile_m = (tl.program_id(0) // tiles_k).to(tl.int64)
     tile_k = (tl.program_id(0) % tiles_k).to(tl.int64)
-    m, k = tile_m * TILE + tl.arange(0, TILE), tile_k * TILE + tl.arange(0, TILE)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    offsets = m[:, None] * K + k[None, :]
-    x = decode(tl.load(x_ptr + offsets, mask=inside, other=0), X, SOFT_CAST)
-    bits = magnitude_bits(x)
-    if BY == "row":
-        row_amax = tl.load(row_amax_ptr + m, mask=m < M, other=0)
-        row_scale = _scale(row_amax, fmt_max, POWER_OF_TWO)
-        if tile_k == 0:
-            tl.store(scale_inv_ptr + m, _inverse(row_scale), mask=m < M)
-        q = encode(x, x * row_scale[:, None], Q, SOFT_CAST)
-    elif BY == "block1x128":
-        row_amax = tl.max(bits, axis=1)
-        row_scale = _scale(row_amax, fmt_max, POWER_OF_TWO)
-        tl.store(scale_inv_ptr + m * tiles_k + tile_k, _inverse(row_scale), mask=m < M)
-        q = encode(x, x * row_scale[:, None], Q, SOFT_CAST)
-    else:
-        row_amax = tl.max(bits, axis=1)
-        scale = _scale(tl.max(row_amax, axis=0), fmt_max, POWER_OF_TWO)
-        tl.store(scale_inv_ptr + tile_m * tiles_k + tile_k, _inverse(scale))
-        q = encode(x, x * scale, Q, SOFT_CAST)
-    tl.store(q_ptr + offsets, q, mask=inside)
-    tl.atomic_max(amax_ptr, tl.max(row_amax, axis=0), sem="relaxed")
-    if q_t_ptr is not None:
-        if BY == "block128x128":
-            tl.store(scale_inv_t_ptr + tile_k * tiles_m + tile_m, _inverse(scale))
-        else:
-            if BY == "row":
-                column_amax = tl.load(column_amax_ptr + k, mask=k < K, other=0)
-                column_scale = _scale(column_amax, fmt_max, POWER_OF_TWO)
-                if tile_m == 0:
-                    tl.store(scale_inv_t_ptr + k, _inverse(column_scale), mask=k < K)
-            else:
-                column_scale = _scale(tl.max(bits, axis=0), fmt_max, POWER_OF_TWO)
-                at = k * tiles_m + tile_m
-                tl.store(scale_inv_t_ptr + at, _inverse(column_scale), mask=k < K)
-            q = encode(x, x * column_scale[None, :], Q, SOFT_CAST)
-        inside_t = (k < K)[:, None] & (m < M)[None, :]
-        tl.store(q_t_ptr + k[:, None] * M + m[None, :], tl.trans(q), mask=inside_t)
+    for i in tl.static_range(source.blocks):
+        _quantize_tile(source, results[i], i, tile_m, tile_k, M, K, fmt_max, Q, BY, POWER_OF_TWO,
+                       SOFT_CAST, TILE, PARTS)  # fmt: skip
 
 
 def _scale_shape(granularity: str, M: int, K: int) -> tuple[int, int]:
@@ -151,41 +164,55 @@ def _scale_shape(granularity: str, M: int, K: int) -> tuple[int, int]:
     return rows, 1 if granularity == "row" else triton.cdiv(K, TILE)
 
 
-def quantize_blocks(
-    x: torch.Tensor, dtype: torch.dtype, transpose: bool, granularity: str, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x contiguous, dtype FP8; one launch, two for rows with transpose."""
-    M, K = (x.shape[:-1].numel(), x.shape[-1]) if x.dim() else (1, 1)
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    data = torch.empty(x.shape, dtype=dtype, device=x.device)
-    data_t = torch.empty((K, M) if transpose else (0, 0), dtype=dtype, device=x.device)
-    scale_inv = torch.empty(_scale_shape(granularity, M, K), **fp32)
-    scale_inv_t = torch.empty(_scale_shape(granularity, K, M) if transpose else (0,), **fp32)
-    results = data, data_t, scale_inv, scale_inv_t
-    if x.numel() == 0:
-        scale_inv.fill_(1.0)
-        scale_inv_t.fill_(1.0)
-        return *results, torch.zeros((), **fp32)
-    by_lines = transpose and granularity == "row"
-    maxima = torch.zeros(1 + (M + K if by_lines else 0), dtype=torch.int32, device=x.device)
+def _to_cast(source: Source, cast: Any) -> tuple[tuple[torch.Tensor, ...], Result]:
+    """The results of a cast, allocated, and the same as an argument of a kernel."""
+    (M, K), by, device = source.size(), cast.granularity, source.x.device
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    data = torch.empty(source.x.shape, dtype=cast.dtype, device=device)
+    scale_inv = torch.empty(_scale_shape(by, M, K), **fp32)
+    data_t, scale_inv_t = data.new_empty((0, 0)), torch.empty((0,), **fp32)
+    if cast.transpose:
+        data_t, scale_inv_t = data.new_empty((K, M)), torch.empty(_scale_shape(by, K, M), **fp32)
+    by_lines = cast.transpose and by == "row"
+    maxima = torch.zeros(1 + (M + K if by_lines else 0), dtype=torch.int32, device=device)
     amax, row_amax, column_amax = maxima[0], maxima[1 : M + 1], maxima[M + 1 :]
-    casts = {"X": FORMATS[x.dtype], "SOFT_CAST": soft_cast(x.device, x.dtype, dtype)}
-    constants = {**casts, "Q": FORMATS[dtype], "POWER_OF_TWO": power_of_two, "num_warps": WARPS}
-    with on(x):
-        if granularity == "row" and not transpose:
+    result = Result(codes(data), scale_inv=scale_inv, amax=amax)
+    if cast.transpose:
+        result = result._replace(data_t=codes(data_t), scale_inv_t=scale_inv_t)
+    if by_lines:
+        result = result._replace(row_amax=row_amax, column_amax=column_amax)
+    return (data, data_t, scale_inv, scale_inv_t, amax.view(torch.float32)), result
+
+
+def quantize_blocks(source: Source, cast: Any) -> list[tuple[torch.Tensor, ...]]:
+    """To FP8; one launch, two for rows with transpose."""
+    M, K = source.size()
+    made, results = zip(*(_to_cast(source, cast) for _ in range(source.blocks.value)), strict=True)
+    if source.x.numel() == 0:
+        for _, _, scale_inv, scale_inv_t, _ in made:
+            scale_inv.fill_(1.0)
+            scale_inv_t.fill_(1.0)
+        return list(made)
+    by_rows, plain = cast.granularity == "row", source.is_plain()
+    options: dict[str, Any] = {
+        "SOFT_CAST": soft_cast(source.x.device, source.x.dtype, cast.dtype),
+        "num_warps": WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
+    constants = {"Q": FORMATS[cast.dtype], "POWER_OF_TWO": cast.power_of_two_scale, **options}
+    with on(source.x):
+        if by_rows and not cast.transpose:
             quantize_rows_kernel[(M,)](
-                codes(x), codes(data), scale_inv, amax, K, MAX[dtype], **constants, BLOCK=ROW_BLOCK
+                source, results, K, MAX[cast.dtype], **constants, BLOCK=ROW_BLOCK
             )
         else:
-            grid = (triton.cdiv(M, TILE) * triton.cdiv(K, TILE),)
-            if by_lines:
-                tile_maxima_kernel[grid](
-                    codes(x), row_amax, column_amax, M, K, **casts, TILE=TILE, num_warps=WARPS
-                )
+            tile = TILE // 2 if by_rows and not plain else TILE
+            grid = (triton.cdiv(M, tile) * triton.cdiv(K, tile),)
+            if by_rows:
+                tile_maxima_kernel[grid](source, results, M, K, **options, TILE=tile)
+            else:
+                constants["num_warps"] = source.warps(WARPS)
             quantize_tiles_kernel[grid](
-                codes(x), codes(data), codes(data_t) if transpose else None, scale_inv,
-                scale_inv_t if transpose else None, row_amax if by_lines else None,
-                column_amax if by_lines else None, amax, M, K, MAX[dtype], **constants,
-                BY=granularity, TILE=TILE,
+                source, results, M, K, MAX[cast.dtype], BY=cast.granularity, **constants,
+                TILE=tile, PARTS=1 if by_rows or plain else PARTS,
             )  # fmt: skip
-    return *results, amax.view(torch.float32)
+    return list(made)

@@ -1,4 +1,5 @@
-"""quantize_mx: a tensor in a block format, and in the same pass its transpose and amax."""
+"""quantize_mx: a tensor in a block format, and in the same pass its transpose and amax; the same of
+values that a fused op computes."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import triton.language as tl
 from . import block_formats
 from .amax import amax_into
 from .block_formats import encode_element, mx_scale, nvfp4_scale
-from .launch import FORMATS, codes, on, soft_cast
+from .launch import on, soft_cast
 from .philox import philox
-from .tiles import ceil_div, decode, int64, magnitude_bits, scale_from_amax
+from .source import Result, Source, source_of, values
+from .tiles import ceil_div, int64, magnitude_bits, scale_from_amax
 
 TILE_M, TILE_K = 64, 64  # whole blocks in both directions
 WARPS = 4  # 8 where scales are swizzled: 4 spill registers on 8.9
@@ -80,18 +82,13 @@ def _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, line, start, count, length, 
 
 @triton.jit
 def quantize_mx_kernel(
-    x_ptr,  # [M, K]
-    data_ptr,
-    data_t_ptr,  # None without transpose
-    scale_inv_ptr,
-    scale_inv_t_ptr,
+    source,
+    results,  # without transpose no data_t; amax: with NVFP4 that of x, else it may be None
     tensor_scale_inv_ptr,  # NVFP4 only
-    amax_ptr,  # int32 bits: with NVFP4 the amax of x, otherwise None, or initially 0 and updated
     seed_ptr,  # None: to nearest
     M,
     K,
     add,  # to the bits of the amax of a block, MX only
-    X: tl.constexpr,
     ELEMENT: tl.constexpr,
     BITS: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -108,24 +105,95 @@ def quantize_mx_kernel(
     first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * TILE_M
     first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * TILE_K
     m, k = first_m + tl.arange(0, TILE_M), first_k + tl.arange(0, TILE_K)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=inside, other=0)
-    x = decode(x, X, SOFT_CAST)
-    scale = tl.full((), 1.0, tl.float32)
-    if NVFP4:
-        amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
-        scale = scale_from_amax(amax, 2688.0, 1.0, 1.0, False)
-        if tl.program_id(0) == 0:
-            tl.store(tensor_scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
-    line_amax = _quantize(x, data_ptr, scale_inv_ptr, seed_ptr, first_m, first_k, M, K, add, scale,
-                          TILE_M, TILE_K, 0, ELEMENT, BITS, MANTISSA, LEAST, MAX_BITS, NVFP4, BLOCK,
-                          SWIZZLED, SOFT_CAST)  # fmt: skip
-    if not NVFP4 and amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(line_amax, axis=0), sem="relaxed")
-    if data_t_ptr is not None:
-        _quantize(tl.trans(x), data_t_ptr, scale_inv_t_ptr, seed_ptr, first_k, first_m, K, M, add,
-                  scale, TILE_K, TILE_M, 1, ELEMENT, BITS, MANTISSA, LEAST, MAX_BITS, NVFP4, BLOCK,
-                  SWIZZLED, SOFT_CAST)  # fmt: skip
+    ys = values(source, m[:, None], k[None, :], M, K, False, SOFT_CAST)
+    for i in tl.static_range(source.blocks):
+        result, scale = results[i], tl.full((), 1.0, tl.float32)
+        if NVFP4:
+            amax = tl.load(result.amax).to(tl.float32, bitcast=True)
+            scale = scale_from_amax(amax, 2688.0, 1.0, 1.0, False)
+            if tl.program_id(0) == 0:
+                tl.store(tensor_scale_inv_ptr, tl.div_rn(tl.zeros_like(scale) + 1.0, scale))
+        line_amax = _quantize(ys[i], result.data, result.scale_inv, seed_ptr, first_m, first_k, M,
+                              K, add, scale, TILE_M, TILE_K, 0, ELEMENT, BITS, MANTISSA, LEAST,
+                              MAX_BITS, NVFP4, BLOCK, SWIZZLED, SOFT_CAST)  # fmt: skip
+        if not NVFP4 and result.amax is not None:
+            tl.atomic_max(result.amax, tl.max(line_amax, axis=0), sem="relaxed")
+        if result.data_t is not None:
+            _quantize(tl.trans(ys[i]), result.data_t, result.scale_inv_t, seed_ptr, first_k,
+                      first_m, K, M, add, scale, TILE_K, TILE_M, 1, ELEMENT, BITS, MANTISSA, LEAST,
+                      MAX_BITS, NVFP4, BLOCK, SWIZZLED, SOFT_CAST)  # fmt: skip
+
+
+def _to_cast(
+    source: Source, fmt: str, transpose: bool, swizzled: bool, with_amax: bool
+) -> tuple[list[torch.Tensor], Result]:
+    """The results of a cast, allocated, and the same as an argument of the kernel."""
+    (M, K), shape = source.size(), source.x.shape
+    (size, across), (size_t, across_t) = block_formats.sizes(fmt, K), block_formats.sizes(fmt, M)
+
+    def bytes_of(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.uint8, device=source.x.device)
+
+    def scales_of(rows: int, blocks: int) -> torch.Tensor:
+        if not swizzled:
+            return bytes_of(rows, blocks)
+        return bytes_of(triton.cdiv(rows, 128), triton.cdiv(blocks, 4), 32, 16)
+
+    data, scale_inv = bytes_of(*shape[:-1], *(shape[-1:] and (size,))), scales_of(M, across)
+    data_t, scale_inv_t = bytes_of(0, 0), bytes_of(0)
+    if transpose:
+        data_t, scale_inv_t = bytes_of(K, size_t), scales_of(K, across_t)
+    nvfp4 = fmt == "nvfp4"
+    with_amax = with_amax or nvfp4
+    shape_of_amax = () if with_amax else (0,)
+    amax = torch.zeros(shape_of_amax, dtype=torch.float32, device=source.x.device)
+    tensor_scale_inv = amax.new_ones(() if nvfp4 else (0,))
+    result = Result(data, scale_inv=scale_inv, amax=amax.view(torch.int32) if with_amax else None)
+    if transpose:
+        result = result._replace(data_t=data_t, scale_inv_t=scale_inv_t)
+    codes_of = block_formats.DTYPES.get(fmt, torch.uint8)
+    scales = torch.float8_e4m3fn if nvfp4 else torch.uint8
+    made = [data.view(codes_of), data_t.view(codes_of), scale_inv.view(scales)]
+    return [*made, scale_inv_t.view(scales), tensor_scale_inv, amax], result
+
+
+def quantize_mx_from(
+    source: Source,
+    fmt: str,
+    scale_mode: str,
+    transpose: bool,
+    seed: torch.Tensor | None,
+    *,
+    swizzled: bool,
+    with_amax: bool,
+) -> list[list[torch.Tensor]]:
+    """The results of each block of values; one launch for MX, two for NVFP4, which fused ops do
+    not have."""
+    M, K = source.size()
+    made, results = zip(
+        *(
+            _to_cast(source, fmt, transpose, swizzled, with_amax)
+            for _ in range(source.blocks.value)
+        ),
+        strict=True,
+    )
+    nvfp4 = fmt == "nvfp4"
+    if source.x.numel():
+        with on(source.x):
+            if nvfp4:
+                amax_into(source, made[0][5])
+            side = 128 if swizzled else 1  # tiles cover the padding of the scales, too
+            tiles = [triton.cdiv(triton.cdiv(n, side) * side, tile)
+                     for n, tile in ((M, TILE_M), (K, TILE_K))]  # fmt: skip
+            quantize_mx_kernel[(tiles[0] * tiles[1],)](
+                source, results, made[0][4] if nvfp4 else None, seed, M, K,
+                block_formats.rounding_of_amax(fmt, scale_mode), **block_formats.constants(fmt),
+                SWIZZLED=swizzled,
+                SOFT_CAST=soft_cast(source.x.device, source.x.dtype, torch.float8_e4m3fn),
+                TILE_M=TILE_M, TILE_K=TILE_K, num_warps=source.warps(WARPS * (1 + swizzled)),
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    return list(made)
 
 
 def quantize_mx(
@@ -137,47 +205,6 @@ def quantize_mx(
     swizzled: bool,
     with_amax: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """x of any strides; one launch for MX, two for NVFP4."""
-    x = x.contiguous()
-    nvfp4 = fmt == "nvfp4"
-    M, K = (x.shape[:-1].numel(), x.shape[-1]) if x.dim() else (1, 1)
-    size, across = block_formats.sizes(fmt, K)
-    size_t, across_t = block_formats.sizes(fmt, M)
-    shape = (*x.shape[:-1], size) if x.dim() else ()
-
-    def bytes_of(*sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, dtype=torch.uint8, device=x.device)
-
-    def scales_of(rows: int, blocks: int) -> torch.Tensor:
-        if not swizzled:
-            return bytes_of(rows, blocks)
-        return bytes_of(triton.cdiv(rows, 128), triton.cdiv(blocks, 4), 32, 16)
-
-    data, scale_inv = bytes_of(*shape), scales_of(M, across)
-    data_t, scale_inv_t = bytes_of(0, 0), bytes_of(0)
-    if transpose:
-        data_t, scale_inv_t = bytes_of(K, size_t), scales_of(K, across_t)
-    with_amax = with_amax or nvfp4
-    amax = torch.zeros(() if with_amax else (0,), dtype=torch.float32, device=x.device)
-    tensor_scale_inv = torch.ones(() if nvfp4 else (0,), dtype=torch.float32, device=x.device)
-    if x.numel():
-        with on(x):
-            if nvfp4:
-                amax_into(x, amax)
-            side = 128 if swizzled else 1  # tiles cover the padding of the scales, too
-            tiles = [triton.cdiv(triton.cdiv(n, side) * side, tile)
-                     for n, tile in ((M, TILE_M), (K, TILE_K))]  # fmt: skip
-            quantize_mx_kernel[(tiles[0] * tiles[1],)](
-                codes(x), data, data_t if transpose else None, scale_inv,
-                scale_inv_t if transpose else None, tensor_scale_inv if nvfp4 else None,
-                amax.view(torch.int32) if with_amax else None, seed, M, K,
-                block_formats.rounding_of_amax(fmt, scale_mode), X=FORMATS[x.dtype],
-                **block_formats.constants(fmt),
-                SWIZZLED=swizzled, SOFT_CAST=soft_cast(x.device, x.dtype, torch.float8_e4m3fn),
-                TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS * (1 + swizzled),
-                enable_fp_fusion=False,
-            )  # fmt: skip
-    codes_of = block_formats.DTYPES.get(fmt, torch.uint8)
-    scales = torch.float8_e4m3fn if nvfp4 else torch.uint8
-    data, data_t = data.view(codes_of), data_t.view(codes_of)
-    return (data, data_t, scale_inv.view(scales), scale_inv_t.view(scales), tensor_scale_inv, amax)
+    """x of any strides."""
+    how = {"swizzled": swizzled, "with_amax": with_amax}
+    return tuple(quantize_mx_from(source_of(x), fmt, scale_mode, transpose, seed, **how)[0])

@@ -71,19 +71,33 @@ MX = [
     ("dequantize_mx", some(U8, ROWS, COLUMNS // 2), BLOCK_SCALES[16], ONE, "nvfp4", COLUMNS, BF16),
 ]  # fmt: skip
 ROW = some(F32, ROWS)
+VECTOR, PLAIN, GIVEN = some(F32, COLUMNS), (None, False, "tensor"), (ONE, False, "tensor")
+CURRENT, ROWS_T, ROWS_1, MX_T = (
+    (None, turned, by) for turned, by in ((True, "tensor"), (True, "row"), (False, "row"),
+                                          (True, "mx")))  # fmt: skip
+LINES, BLOCKS = (None, True, "block1x128"), (None, True, "block128x128")
 FUSED = [
-    *(("norm_quantize", some(x), r, w, b, 1e-5, mean, BF16, None, False, "tensor", True)
-      for x, r, w, b, mean in ((BF16, some(BF16), some(F32, COLUMNS), some(F32, COLUMNS), True),
-                               (F32, None, None, None, False))),
+    *(("norm_quantize", some(BF16), some(BF16), VECTOR, some(BF16, COLUMNS), 1e-5, True, *cast)
+      for cast in ((BF16, *PLAIN), (E4M3, *CURRENT), (E4M3, *LINES), (E4M3, *ROWS_T))),
+    *(("norm_quantize", some(F32), None, None, None, 1e-5, False, *cast)
+      for cast in ((E5M2, *GIVEN), (E4M3, *MX_T))),
+    *(("act_quantize", some(x), up, kind, *cast) for x, up, kind, cast in (
+        (BF16, some(BF16), "silu", (F32, *PLAIN)), (BF16, some(BF16), "silu", (E4M3, *CURRENT)),
+        (F16, some(F16), "relu2", (E4M3, *ROWS_1)), (F32, None, "gelu", (BF16, *PLAIN)),
+        (F32, None, "gelu", (E5M2, *BLOCKS)))),
+    *(("act_backward", some(g), some(BF16), some(BF16), kind, *cast) for g, kind, cast in (
+        (BF16, "silu", (BF16, *PLAIN)), (BF16, "silu", (E4M3, *LINES)),
+        (F32, "gelu", (E4M3, *BLOCKS)), (F32, "gelu_tanh", (E5M2, *MX_T)))),
+    ("act_backward", some(F32), some(F32), None, "gelu", E4M3, *ROWS_T),
+    ("act_backward", some(F32), some(F32), some(F32), "gelu", E4M3, ONE, True, "tensor"),
+]  # fmt: skip
+FUSED = [(*call, True) for call in FUSED]
+OF_GRADIENTS = [
     ("norm_backward", some(BF16), some(BF16), some(BF16, COLUMNS), ROW, ROW, some(F32), True),
     ("norm_backward", some(F32), some(F32), None, some(F32, 0), ROW, None, True),
-    *(("act_quantize", some(x), up, kind, F32, None, False, "tensor", True) for x, up, kind in (
-        (BF16, some(BF16), "silu"), (F32, None, "gelu"), (F16, some(F16), "relu2"))),
-    *(("act_backward", some(x), some(x), up, kind, F32, None, False, "tensor", True)
-      for x, up, kind in ((BF16, some(BF16), "silu"), (F32, None, "gelu_tanh"))),
-]  # fmt: skip
+]
 OTHERS = [
-    *FUSED,
+    *OF_GRADIENTS,
     ("amax", some(F32)),
     ("amax", some(BF16)),
     *(("pack", some(x), bits, 7, 9, offset) for x, bits, offset in (
@@ -120,22 +134,21 @@ PARTS = {80: (1, slice(0, None, 2)), 89: (3, slice(0)), 90: (1, slice(None)),
 BUILDS = [
     pytest.param(call, capability, id=f"{capability}-{i}-{call[0]}")
     for capability, (step, others) in PARTS.items()
-    for i, call in enumerate([*[*CASTS, *MX][::step], *OTHERS[others]])
+    for i, call in enumerate([*[*CASTS, *MX, *FUSED][::step], *OTHERS[others]])
 ]
-OF_FP32 = ("norm_quantize", "norm_backward", "norm_bands", "activation")
+OF_FP32 = ("norm_rows", "norm_backward", "norm_bands")
 # Arrays that kernels read and write in 16-byte words only (None: in others too), how often the code
 # is there, for full blocks and for the last one, and how many other accesses they need for a few
 # scalars.
 STATES = "first_ptr second_ptr master_ptr"
 MOVING: dict[str, tuple[str | None, str | None, int, int]] = {
-    "amax": ("x_ptr", "", 2, 4),
-    "activation": ("g_ptr x_ptr up_ptr", "y_ptr dup_ptr", 2, 4),
-    "quantize": ("x_ptr", "q_ptr", 2, 4),
-    "quantize_transpose": ("x_ptr", "q_ptr q_t_ptr", 1, 4),
-    "quantize_rows": ("x_ptr x_ptr", "q_ptr", 1, 4),
-    "quantize_mx": ("x_ptr", None, 1, 4),
-    "tile_maxima": ("x_ptr", "", 1, 4),
-    "quantize_tiles": ("x_ptr", "q_ptr q_t_ptr", 1, 22),
+    "amax": ("source", "", 2, 4),
+    "quantize": ("source", "data", 2, 8),
+    "quantize_transpose": ("source", "data data_t", 1, 4),
+    "quantize_rows": ("source source", "data", 1, 4),
+    "quantize_mx": ("source", None, 1, 4),
+    "tile_maxima": ("source", "", 1, 4),
+    "quantize_tiles": ("source", "data data_t", 1, 22),
     "dequantize": ("q_ptr", "out_ptr", 2, 4),
     "dequantize_blocks": ("q_ptr", "out_ptr", 1, 4),
     "dequantize_mx": (None, "out_ptr", 1, 4),
@@ -168,9 +181,10 @@ def test_every_kernel(
     for one in launches:
         check_any(one)
         check_accesses(one)
-        if "quantize" in one.name and one.stem not in (*OF_FP32, "quantize_mx", "dequantize_mx"):
+        casts = "quantize" in one.name or one.values.get("PASS") == "cast"
+        if casts and not one.stem.endswith("_mx"):
             check_conversions(one, capability)
-        if one.stem.startswith("step") or one.stem in OF_FP32:
+        if one.stem.startswith("step") or one.stem in OF_FP32 or "source" in one.values:
             check_rounding(one)
         if one.stem.endswith("_mx"):
             assert not re.search(r"\bfma\.", one.compiled.asm["ptx"])
@@ -183,15 +197,23 @@ def test_every_kernel(
 
 
 def check_accesses(one: Launch) -> None:
-    if one.stem.startswith("norm"):  # a lane has eight elements of a row
-        row_wise, ptx = one.stem in ("norm_quantize", "norm_backward"), one.compiled.asm["ptx"]
-        assert not row_wise or all(counted(ptx, o).keys() & WORDS for o in ("ld", "st"))
+    ptx, source = one.compiled.asm["ptx"], one.values.get("source")
+    if one.stem.startswith("norm"):  # a lane has eight elements of a row, 8 bytes of FP8
+        row_wise = one.stem in ("norm_rows", "norm_backward")
+        assert not row_wise or counted(ptx, "ld").keys() & WORDS
+        writes = one.stem == "norm_backward" or one.values.get("PASS") == "cast"
+        assert not writes or counted(ptx, "st").keys() & (WORDS | {"v2.b32"})
+        return
+    if (source is not None and source.rstd is not None) or in_parts(one):
+        loads = counted(ptx, "ld")
+        assert loads.keys() & WORDS
+        assert loads.keys() <= WORDS | {"b32", "b64"}, f"narrow accesses, {loads}"
         return
     *arrays, paths, scalars = MOVING.get(one.stem, ("", "", 0, 99))
     for operation, names in zip(("ld", "st"), arrays, strict=True):
         if names is None:
             continue
-        counts = counted(one.compiled.asm["ptx"], operation)
+        counts = counted(ptx, operation)
         narrow = {width: count for width, count in counts.items() if width not in WORDS}
         wide = sum(counts.values()) - sum(narrow.values())
         # The compiler unrolls the loop of whole chunks, that of the last one, both or none.
@@ -204,6 +226,19 @@ def check_accesses(one: Launch) -> None:
         assert sum(narrow.values()) <= scalars, f"{operation}: {counts}"
 
 
+def in_parts(one: Launch) -> bool:
+    """Whether values are computed again for each cast, part by part: no fixed number of loads."""
+    by_results = one.stem in ("quantize_rows", "quantize_tiles", "tile_maxima")
+    return by_results and not one.values["source"].is_plain()
+
+
+def arrays(v: dict[str, Any], name: str) -> list[torch.Tensor | None]:
+    """All that a source reads, or one kind of results, of x's size."""
+    if name == "source":
+        return [v[name].x, v[name].up, v[name].g]
+    return [getattr(r, name) for r in v["results"]] if "results" in v else [v.get(name)]
+
+
 def words(one: Launch, operation: str, names: str) -> int:
     """Of 16 bytes that a thread has of a block of these arrays."""
     v, step = one.values, one.stem == "step"
@@ -211,7 +246,7 @@ def words(one: Launch, operation: str, names: str) -> int:
     computed = step and (v["RULE"] == "muon_direction" or v["master_ptr"] is not None)
     if computed and operation == "ld" and not v["REMAINDER"]:
         names = names.removeprefix("param_ptr ")
-    sizes = [v[name].element_size() for name in names.split() if v.get(name) is not None]
+    sizes = [t.element_size() for name in names.split() for t in arrays(v, name) if t is not None]
     tile = [v[side] for side in ("TILE", "TILE", "TILE_M", "TILE_K") if side in v]
     elements = math.prod(tile or [v.get("BLOCK", 128 * v.get("GROUPS", 0))])
     # A thread has 8 elements of an update: states in 8 bits are 8 bytes, in one access.
@@ -236,7 +271,7 @@ def check_rounding(one: Launch) -> None:
     # On 8.0 a sum of two bf16 that is rounded to bf16 is one exact fma.rn.bf16 with 1.
     assert not re.search(r"\bfma\.(?!rn\.bf16)", ptx)
     assert not re.search(r"\b(mul|add|sub)\.f(32|64)", ptx), "ptxas may fuse what has no .rn"
-    if one.stem in OF_FP32:
+    if not one.stem.startswith("step"):
         return
     real = "f64" if one.values.get("P", "fp64") == "fp64" else "f32"
     wanted = ("sqrt", "div", "mul", "sub") if one.values["RULE"] == "adamw" else ()

@@ -163,6 +163,18 @@ LAUNCHES: list[tuple[str, list[Any], str]] = [
                        for x in (X, X[:, 1:8], X[:0])], names)
       for fmt, names in (("mxfp8_e4m3", 2 * "quantize_mx "), ("mxfp4", 2 * "quantize_mx "),
                          ("nvfp4", 2 * "amax quantize_mx "))),
+    # Values are computed as they are cast: two gradients in one launch. A norm is one if its cast
+    # needs a row at a time, besides the amax of all if no scale is given.
+    ("act_backward", [(X, X, X, "silu", *cast, True) for cast in (
+        (BF16, None, False, "tensor"), (E4M3, None, True, "tensor"), (E4M3, ONE, False, "tensor"),
+        (E4M3, None, True, "row"), (E4M3, None, True, "block1x128"), (E4M3, None, True, "mx"))],
+     "quantize amax quantize_transpose amax quantize tile_maxima quantize_tiles quantize_tiles "
+     "quantize_mx"),
+    ("norm_quantize", [(X, X, None, None, 1e-5, True, *cast, True) for cast in (
+        (BF16, None, False, "tensor"), (E4M3, ONE, False, "tensor"), (E4M3, None, True, "tensor"),
+        (E4M3, ONE, True, "tensor"), (E4M3, None, True, "mx"))],
+     "norm_rows norm_rows norm_rows norm_rows quantize_transpose norm_rows norm_rows "
+     "quantize_transpose norm_rows quantize_mx"),
     ("dequantize_mx", [(X.to(E4M3), MX_SCALES, None, "mxfp8_e4m3", 32, BF16),
                        (CODES, NVFP4_SCALES, None, "nvfp4", 32, BF16),
                        (CODES[:0], NVFP4_SCALES[:0], None, "nvfp4", 0, BF16)],
