@@ -139,10 +139,10 @@ __device__ __forceinline__ uint32_t quantize_run(const QuantizeMx& a, const MxLi
 
 // One tile of shared memory for all. Its rows have an odd pitch, so that 16 lines of two runs each,
 // which a warp reads, are in 32 different banks in both directions; the second half of a row is
-// half a load further on, so that the words that a warp stores are, too. Without the 1 ptxas holds
-// the fused kernels to 64 registers and spills for some GPUs.
+// half a load further on, so that the words that a warp stores are, too. The registers of four
+// blocks an SM are enough for an array, those of the fused kernels would spill.
 template <class Source>
-__global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
+__global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 4)
     quantize_mx_kernel(const Source source, const PerOutput<Source, QuantizeMx> casts) {
   constexpr int n = Source::kRun, half = kMxSide / 2, gap = n / 2, pitch = kMxSide + gap + 1;
   QuantizeMx a = casts.of[0];
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 0)
     int directions = 1 + a.transpose;
 #pragma unroll 1
     for (int i = 0; i < directions * source.outputs(); ++i) {
-      int output = i / directions, turned = i % directions;
+      int output = Source::kOutputs == 1 ? 0 : i / directions, turned = i - output * directions;
       const MxLines to = turned ? casts.of[output].columns : casts.of[output].rows;
       int row = turned ? first : line, col = turned ? line : first;
       const float* from = tiles_of[output] + row * pitch + col + col / half * gap;
