@@ -2,7 +2,7 @@
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, speed,
 training steps, demo, footprint, lean, memory, underflow, versions, gpu, gpu state, "peak MODEL",
-"accuracy TASK", "stats TABLE" and "build FILE".
+"accuracy TASK", "stats TABLE", "build FILE" and "moved TABLE".
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _BUILD_HEADER = (
     "spilled",
     "instructions an element",
 )
+_BYTES_HEADER = ("", "launches", "read", "written", "bytes an element", "loaded again")
 
 
 def bench(content: dict[str, Any]) -> str:
@@ -179,6 +180,19 @@ def build(root: Path, source: str) -> str:
     return table.markdown(_BUILD_HEADER[:columns], [line[:columns] for line in body])
 
 
+def kernel_bytes(root: Path, of: str) -> str:
+    """The bytes that the CUDA kernels of one table move, as tests/emulated/shim counts them."""
+    rows = results.read_json(root / results.RESULTS / "kernel_bytes.json")["rows"]
+    body: list[tuple[str, ...]] = []
+    for row in (row for row in rows if row["table"] == of):
+        sums = (row["read"], row["written"], row["read"] + row["written"])
+        numbers = (f"{x:.2f}".removesuffix(".00") for x in (*sums, row["loaded"] - row["read"]))
+        body.append((row["name"], str(row["launches"]), *numbers))
+    if not body:
+        raise results.ResultError(f"report: kernel_bytes.json has no table {of}")
+    return table.markdown(_BYTES_HEADER, body)
+
+
 # Of the results of make bench, and of a file of the block's own name.
 OF_BENCH: dict[str, Block] = {
     "bench": bench,
@@ -216,6 +230,8 @@ def block(root: Path, name: str) -> str | None:
         return peak.block(peak.load(cpu, of))
     if kind == "build":
         return build(root, of)
+    if kind == "moved":
+        return kernel_bytes(root, of)
     if kind == "stats":
         return stats(results.read_json(cpu / "stats.json"), of)
     return accuracy.task_block(accuracy.load(cpu, of)) if kind == "accuracy" else None
