@@ -150,15 +150,17 @@ def _blocks() -> Iterator[Case]:
     x = normal((ROWS, COLS), BF16)
     for fmt in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
         for transpose in (False, True):
-            args = [x, fmt, "rceil", transpose, None]
+            args = [x, fmt, "rceil", transpose, None, False, False]
             name = f"bf16 to {fmt}{' and its transpose' * transpose}"
             yield Case("quantize_mx", name, [("quantize_mx", args)])
-        data, _, scale, _, of_tensor, _ = reference("quantize_mx")(x, fmt, "rceil", False, None)
+        data, _, scale, _, of_tensor, _ = reference("quantize_mx")(
+            x, fmt, "rceil", False, None, False, False
+        )
         args = [data, scale, of_tensor if of_tensor.numel() else None, fmt, COLS, BF16]
         yield Case("quantize_mx", f"{fmt} to bf16", [("dequantize_mx", args)])
     for bits in (8, 4, 2):
-        codes, ranges = reference("pack")(x, bits, 1, 2)
-        yield Case("pack", f"`pack` of bf16, {bits} bits", [("pack", [x, bits, 1, 2])])
+        codes, ranges = reference("pack")(x, bits, 1, 2, None)
+        yield Case("pack", f"`pack` of bf16, {bits} bits", [("pack", [x, bits, 1, 2, None])])
         yield Case("pack", f"`unpack` to bf16, {bits} bits",
                    [("unpack", [codes, ranges, bits, x.shape, BF16])])  # fmt: skip
 
