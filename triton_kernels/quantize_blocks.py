@@ -174,8 +174,10 @@ def _to_cast(source: Source, cast: Any) -> tuple[tuple[torch.Tensor, ...], Resul
     if cast.transpose:
         data_t, scale_inv_t = data.new_empty((K, M)), torch.empty(_scale_shape(by, K, M), **fp32)
     by_lines = cast.transpose and by == "row"
-    maxima = torch.zeros(1 + (M + K if by_lines else 0), dtype=torch.int32, device=device)
-    amax, row_amax, column_amax = maxima[0], maxima[1 : M + 1], maxima[M + 1 :]
+    # Both maxima begin at multiples of 16 bytes, whatever M is: one binary for all.
+    columns_at = 4 + M + -M % 4
+    maxima = torch.zeros(columns_at + K if by_lines else 1, dtype=torch.int32, device=device)
+    amax, row_amax, column_amax = maxima[0], maxima[4 : 4 + M], maxima[columns_at:]
     result = Result(codes(data), scale_inv=scale_inv, amax=amax)
     if cast.transpose:
         result = result._replace(data_t=codes(data_t), scale_inv_t=scale_inv_t)
