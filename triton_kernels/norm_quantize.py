@@ -42,8 +42,8 @@ def norm_quantize(
         together = triton.cdiv(TOGETHER, max(1, K))
         with on(x):
             norm_rows_kernel[(triton.cdiv(M, together),)](
-                codes(x), codes_in_order(residual), source, result, M, K, eps, PASS=purpose,
-                ROWS=together, LANES=LANES, num_warps=1, **constants(source, cast),
+                codes(x), codes_in_order(residual), source, result, M, K, together, eps,
+                PASS=purpose, LANES=LANES, num_warps=1, **constants(source, cast),
             )  # fmt: skip
 
     by_tensor = cast.granularity == "tensor" and x.numel() > 0

@@ -58,7 +58,7 @@ def _statistics(x_ptr, residual_ptr, source, first, K, eps, SOFT_CAST: tl.conste
     return mean, rstd + 0.0 * variance  # an overflow is NaN, not 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_rows_kernel(
     x_ptr,  # [M, K]
     residual_ptr,  # [M, K] or None
@@ -66,13 +66,13 @@ def norm_rows_kernel(
     result,  # of "amax" and "cast"
     M,
     K,
+    rows,  # per program
     eps: tl.float64,
     fmt_max,
     PASS: tl.constexpr,  # "statistics"; "amax": with that of the values; "cast": with their cast
     Q: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SOFT_CAST: tl.constexpr,
-    ROWS: tl.constexpr,  # per program
     LANES: tl.constexpr,
 ):
     """Memory is read once: a row is in the cache when it is read again."""
@@ -82,9 +82,9 @@ def norm_rows_kernel(
                 return
     if PASS == "cast":
         scale = scale_of(result, fmt_max, Q, POWER_OF_TWO)
-    start_row = tl.program_id(0).to(tl.int64) * ROWS
+    start_row = tl.program_id(0).to(tl.int64) * rows
     largest = tl.zeros((LANES,), tl.int32)
-    for row in range(start_row, min(start_row + ROWS, M)):
+    for row in range(start_row, min(start_row + rows, M)):
         first = row * K
         mean, rstd = _statistics(x_ptr, residual_ptr, source, first, K, eps, SOFT_CAST, LANES)
         if source.mean is not None:

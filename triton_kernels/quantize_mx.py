@@ -16,7 +16,7 @@ from .source import Result, Source, source_of, values
 from .tiles import ceil_div, int64, magnitude_bits, scale_from_amax
 
 TILE_M, TILE_K = 64, 64  # whole blocks in both directions
-WARPS = 4  # 8 where scales are swizzled: 4 spill registers on 8.9
+WARPS = 8  # 4 spill registers in some formats, with swizzled scales or odd sizes
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def quantize_mx_from(
                 block_formats.rounding_of_amax(fmt, scale_mode), **block_formats.constants(fmt),
                 SWIZZLED=swizzled,
                 SOFT_CAST=soft_cast(source.x.device, source.x.dtype, torch.float8_e4m3fn),
-                TILE_M=TILE_M, TILE_K=TILE_K, num_warps=source.warps(WARPS * (1 + swizzled)),
+                TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
     return list(made)

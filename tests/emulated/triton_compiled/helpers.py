@@ -26,14 +26,23 @@ from mixprec.triton_kernels import launch
 
 
 def local_bytes(kernel: Any) -> int:
-    """Of a thread: registers that are spilled, and arrays."""
+    """Of a thread: registers that are spilled, and arrays; none of a frame that nothing uses."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", said)
-    assert len(found) == 1, said
+        usage, sass = (
+            subprocess.run(
+                [knobs.nvidia.cuobjdump.path, option, file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    if not re.search(r"\b(?:LDL|STL)\b", sass):
+        return 0
+    found = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
+    assert len(found) == 1, usage
     return sum(map(int, found[0]))
 
 

@@ -219,6 +219,8 @@ def check_accesses(one: Launch) -> None:
         # The compiler unrolls the loop of whole chunks, that of the last one, both or none.
         unrolled = itertools.product((1, one.values.get("ROUNDS", 1)), repeat=paths)
         allowed = {words(one, operation, names) * sum(times) for times in unrolled}
+        if operation == "ld" and one.stem == "quantize_tiles" and one.values["BY"] == "row":
+            allowed = {n + 4 for n in allowed}  # the maxima of its rows
         assert wide in allowed, f"{operation}: {wide} of 16 bytes, not {allowed}; {counts}"
         if one.values.get("FIRST") == "codes":  # of both states, in full blocks and the last one
             assert narrow.pop("v2.b32", 0) == 4, f"{operation}: 8 bytes, {counts}"
