@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace mixprec::cuda {
 
 constexpr int kThreads = 256;    // per block, in all kernels but the GEMM
-constexpr int kBlocksPerSm = 8;  // of kThreads threads: a full SM
+constexpr int kBlocksPerSm = 8;  // of kThreads threads: all that an SM can hold
 
 // kernel(args...) on `stream`. Returns errors of the launch, not of the execution.
 template <class... Params, class... Args>
@@ -46,9 +49,31 @@ cudaError_t launch_cluster(void (*kernel)(Params...), int64_t grid, int block, i
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
-// Blocks for a kernel that loops over `pieces`: at most enough to fill the GPU, at least one.
-inline int64_t grid_for(int64_t pieces, int sms) {
-  return std::max<int64_t>(1, std::min<int64_t>(pieces, int64_t{sms} * kBlocksPerSm));
+// Blocks of kThreads threads that an SM of the current device runs at once, as the kernel's
+// registers and shared memory allow. CUDA is asked once for each kernel and device.
+inline int blocks_per_sm(const void* kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> known;
+  int device = 0;
+  cudaGetDevice(&device);
+  std::lock_guard lock(mutex);
+  int& blocks = known[{kernel, device}];
+  if (blocks == 0) {
+    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0);
+    if (error != cudaSuccess) return kBlocksPerSm;  // the launch will say why
+    blocks = std::clamp(blocks, 1, kBlocksPerSm);
+  }
+  return blocks;
+}
+
+// Blocks for a kernel that loops over `pieces`: at most as many as the GPU runs at once, so that
+// none waits for others to end; at least one. Without a kernel, of those that an SM could hold.
+inline int64_t grid_for(int64_t pieces, int sms, int per_sm = kBlocksPerSm) {
+  return std::max<int64_t>(1, std::min<int64_t>(pieces, int64_t{sms} * per_sm));
+}
+template <class... Params>
+int64_t grid_for(void (*kernel)(Params...), int64_t pieces, int sms) {
+  return grid_for(pieces, sms, blocks_per_sm(reinterpret_cast<const void*>(kernel)));
 }
 
 }  // namespace mixprec::cuda

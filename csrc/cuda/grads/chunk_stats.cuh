@@ -1,6 +1,7 @@
 // The statistics of grad_stats_ and unscale_ per gradient: one kernel writes a result per chunk, a
-// second one adds those of each gradient. Nothing has to be cleared beforehand, no block waits for
-// another, and the order of summation depends only on the list, not on the GPU or on timing.
+// second one adds those of each gradient. Nothing has to be cleared beforehand and no block waits
+// for another. The order of summation depends on the list alone, on the sizes of its tensors and on
+// their alignment (split in vec.cuh), not on the GPU or on timing.
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -81,8 +82,8 @@ inline cudaError_t add_chunks(const GradList& grads, const ChunkStats& chunks, d
   return for_some_grads(
       grads, [](const Grad&) { return true; },
       [&](const GradLaunch& list) {
-        return launch(add_chunks_kernel, grid_for(list.count, sms), kThreads, 0, stream, list,
-                      chunks, sum_sq, counts);
+        return launch(add_chunks_kernel, grid_for(add_chunks_kernel, list.count, sms), kThreads, 0,
+                      stream, list, chunks, sum_sq, counts);
       });
 }
 

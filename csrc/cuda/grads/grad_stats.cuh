@@ -56,8 +56,8 @@ inline cudaError_t grad_stats(const GradList& grads, const float* inv_scale, flo
   cudaError_t error = for_grads(grads, [&](auto t, const GradLaunch& list) {
     using T = typename decltype(t)::type;
     auto* kernel = counts != nullptr ? grad_stats_kernel<T, true> : grad_stats_kernel<T, false>;
-    return launch(kernel, grid_for(list.chunks(), sms), kThreads, 0, stream, list, inv_scale,
-                  found_inf, chunks);
+    return launch(kernel, grid_for(kernel, list.chunks(), sms), kThreads, 0, stream, list,
+                  inv_scale, found_inf, chunks);
   });
   if (error != cudaSuccess) return error;
   return add_chunks(grads, chunks, sum_sq, counts, sms, stream);

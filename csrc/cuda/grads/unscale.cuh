@@ -52,8 +52,8 @@ inline cudaError_t unscale(const GradList& grads, const float* inv_scale, float*
   cudaError_t error = for_grads(grads, [&](auto t, const GradLaunch& list) {
     using T = typename decltype(t)::type;
     auto* kernel = counts != nullptr ? unscale_kernel<T, true> : unscale_kernel<T, false>;
-    return launch(kernel, grid_for(list.chunks(), sms), kThreads, 0, stream, list, inv_scale,
-                  found_inf, chunks);
+    return launch(kernel, grid_for(kernel, list.chunks(), sms), kThreads, 0, stream, list,
+                  inv_scale, found_inf, chunks);
   });
   if (error != cudaSuccess || counts == nullptr) return error;
   return add_chunks(grads, chunks, nullptr, counts, sms, stream);

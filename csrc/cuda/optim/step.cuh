@@ -234,8 +234,8 @@ cudaError_t step(const std::vector<StepTensor>& tensors, const Rule& rule, const
     };
     auto* kernel = wide ? step_kernel<Rule, double> : step_kernel<Rule, float>;
     error = for_lists<kStepArrays, kStepTags>(count, entry, [&](const StepLaunch& list) {
-      return launch(kernel, grid_for(list.chunks(), sms), kThreads, 0, stream, list, rule, args,
-                    of_tensors);
+      return launch(kernel, grid_for(kernel, list.chunks(), sms), kThreads, 0, stream, list, rule,
+                    args, of_tensors);
     });
   }
   return error;

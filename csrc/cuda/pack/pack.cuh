@@ -156,7 +156,8 @@ inline cudaError_t pack(Dtype dtype, int64_t bits, const void* x, uint8_t* codes
   return with_float(dtype, [&](auto t) {
     return with_bits(bits, [&](auto b) {
       using X = typename decltype(t)::type;
-      return launch(pack_kernel<X, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0, stream,
+      auto* kernel = pack_kernel<X, decltype(b)::value>;
+      return launch(kernel, grid_for(kernel, blocks, sms), kThreads, 0, stream,
                     static_cast<const X*>(x), codes, ranges, count, random);
     });
   });
@@ -169,8 +170,9 @@ inline cudaError_t unpack(Dtype dtype, int64_t bits, const uint8_t* codes, const
   return with_float(dtype, [&](auto t) {
     return with_bits(bits, [&](auto b) {
       using Y = typename decltype(t)::type;
-      return launch(unpack_kernel<Y, decltype(b)::value>, grid_for(blocks, sms), kThreads, 0,
-                    stream, codes, ranges, static_cast<Y*>(y), count);
+      auto* kernel = unpack_kernel<Y, decltype(b)::value>;
+      return launch(kernel, grid_for(kernel, blocks, sms), kThreads, 0, stream, codes, ranges,
+                    static_cast<Y*>(y), count);
     });
   });
 }

@@ -97,7 +97,7 @@ inline int64_t partials_for(int sms) { return int64_t{sms} * kBlocksPerSm; }
 
 template <class Source>
 int64_t amax_grid(int64_t count, int sms) {
-  return grid_for(count / kAmaxRun<Source> / kThreads, sms);
+  return grid_for(amax_kernel<Source>, count / kAmaxRun<Source> / kThreads, sms);
 }
 
 }  // namespace mixprec::cuda

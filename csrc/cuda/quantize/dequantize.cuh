@@ -62,8 +62,8 @@ inline cudaError_t dequantize(Dtype data_dtype, Dtype out_dtype, const void* dat
       using O = typename decltype(to)::type;
       auto kernel =
           grid.rows_each == 0 ? dequantize_kernel<Q, O, false> : dequantize_kernel<Q, O, true>;
-      return launch(kernel, grid_for(count / kVector<Q> / kThreads, sms), kThreads, 0, stream,
-                    static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
+      return launch(kernel, grid_for(kernel, count / kVector<Q> / kThreads, sms), kThreads, 0,
+                    stream, static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
     });
   });
 }

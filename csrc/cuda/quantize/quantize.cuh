@@ -80,6 +80,9 @@ cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, in
     blocks = source.searched_blocks;
   } else {
     blocks = amax_grid<Source>(searched, sms);
+    // A given scale is 0, and x searched, in the first step only: fewer blocks that just look at
+    // it.
+    if (a.scale != nullptr) blocks = std::min<int64_t>(blocks, sms);
     auto maxima = of_casts(source, casts, [&](const Quantize& a) {
       return AmaxOut{a.scale, a.scratch + 2, state(a)};
     });
@@ -98,13 +101,15 @@ cudaError_t quantize_tensor(const Source& source, const Casts<Source>& casts, in
     constexpr int64_t side = QuantizeTile<Q>::kSide;
     int64_t tiles = ((a.rows + side - 1) / side) * ((a.cols + side - 1) / side);
     if (a.transpose) {
-      return launch(quantize_transpose_kernel<Source, Q>, grid_for(tiles, sms), kThreads, 0, stream,
-                    source, a.rows, a.cols, out);
+      auto* kernel = quantize_transpose_kernel<Source, Q>;
+      return launch(kernel, grid_for(kernel, tiles, sms), kThreads, 0, stream, source, a.rows,
+                    a.cols, out);
     }
   }
   if (Source::kSearched && !a.is_fp8()) count = 0;  // it has been cast
-  return launch(quantize_kernel<Source, Q>, grid_for(count / kVector<Q> / kThreads, sms), kThreads,
-                0, stream, source, count, out);
+  auto* kernel = quantize_kernel<Source, Q>;
+  return launch(kernel, grid_for(kernel, count / kVector<Q> / kThreads, sms), kThreads, 0, stream,
+                source, count, out);
 }
 
 // Two launches: the cast, and the reduction of the maxima of its blocks.
@@ -115,9 +120,9 @@ cudaError_t quantize_rows(const Source& source, const Casts<Source>& casts, int 
   // One block per short row would leave most of its threads idle.
   bool is_short = a.cols < 4 * kThreads;
   int64_t at_once = is_short ? kThreads / kWarp : 1;
-  int64_t blocks = grid_for((a.rows + at_once - 1) / at_once, sms);
-  auto kernel =
+  auto* kernel =
       is_short ? quantize_rows_kernel<Source, Q, kWarp> : quantize_rows_kernel<Source, Q, kThreads>;
+  int64_t blocks = grid_for(kernel, (a.rows + at_once - 1) / at_once, sms);
   auto out = of_casts(source, casts, [](const Quantize& a) {
     return RowsOut<Q>{static_cast<Q*>(a.q), a.scale_inv, a.scratch + 2};
   });
@@ -132,18 +137,19 @@ cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int
                            cudaStream_t stream) {
   const Quantize& a = casts.of[0];
   int outputs = source.outputs();
-  int64_t blocks = grid_for(a.down() * a.across(), sms), grid = blocks * outputs;
+  int64_t tiles = a.down() * a.across();
   auto out = of_casts(source, casts, [&](const Quantize& a) {
     return TilesOut{
         a.q,          a.transpose ? a.q_t : nullptr, nullptr, nullptr, a.scale_inv, a.scale_inv_t,
         a.scratch + 2};
   });
   if (!a.by_lines()) {
-    auto kernel = a.granularity == Granularity::block1x128
-                      ? quantize_tiles_kernel<Source, Q, TileScales::lines>
-                      : quantize_tiles_kernel<Source, Q, TileScales::squares>;
-    cudaError_t error = launch(kernel, grid, kThreads, 0, stream, source, a.rows, a.cols,
-                               a.fmt_max(), a.power_of_two_scale, out);
+    auto* kernel = a.granularity == Granularity::block1x128
+                       ? quantize_tiles_kernel<Source, Q, TileScales::lines>
+                       : quantize_tiles_kernel<Source, Q, TileScales::squares>;
+    int64_t blocks = grid_for(kernel, tiles, sms);
+    cudaError_t error = launch(kernel, blocks * outputs, kThreads, 0, stream, source, a.rows,
+                               a.cols, a.fmt_max(), a.power_of_two_scale, out);
     return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
   }
   PerOutput<Source, TileMaxima> maxima = {};
@@ -161,15 +167,17 @@ cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int
     out.of[k].row_scale = row_scale;
     out.of[k].col_scale = col_scale;
   }
-  cudaError_t error =
-      launch(tile_maxima_kernel<Source>, grid, kThreads, 0, stream, source, a.rows, a.cols, maxima);
+  int64_t blocks = grid_for(tile_maxima_kernel<Source>, tiles, sms);
+  cudaError_t error = launch(tile_maxima_kernel<Source>, blocks * outputs, kThreads, 0, stream,
+                             source, a.rows, a.cols, maxima);
   if (error != cudaSuccess) return error;
   int64_t threads = std::max<int64_t>(1, a.rows + a.cols);
   error = launch(line_scales_kernel, (threads + kThreads - 1) / kThreads * outputs, kThreads, 0,
                  stream, lines, outputs, a.fmt_max(), a.power_of_two_scale, blocks);
   if (error != cudaSuccess) return error;
-  return launch(quantize_tiles_kernel<Source, Q, TileScales::known>, grid, kThreads, 0, stream,
-                source, a.rows, a.cols, a.fmt_max(), a.power_of_two_scale, out);
+  auto* kernel = quantize_tiles_kernel<Source, Q, TileScales::known>;
+  return launch(kernel, grid_for(kernel, tiles, sms) * outputs, kThreads, 0, stream, source, a.rows,
+                a.cols, a.fmt_max(), a.power_of_two_scale, out);
 }
 
 // Also for empty x: amax 0, scales 1. Granularities other than tensor: fp8 only.

@@ -93,8 +93,9 @@ inline cudaError_t dequantize_mx(Dtype out_dtype, const DequantizeMx& a, void* o
   if (a.rows * a.cols == 0) return cudaSuccess;
   return with_float(out_dtype, [&](auto to) {
     using O = typename decltype(to)::type;
-    int64_t blocks = grid_for(a.rows * ((a.cols + 15) / 16) / kThreads, sms);
-    return launch(dequantize_mx_kernel<O>, blocks, kThreads, 0, stream, a, static_cast<O*>(out));
+    auto* kernel = dequantize_mx_kernel<O>;
+    int64_t blocks = grid_for(kernel, a.rows * ((a.cols + 15) / 16) / kThreads, sms);
+    return launch(kernel, blocks, kThreads, 0, stream, a, static_cast<O*>(out));
   });
 }
 

@@ -209,9 +209,9 @@ cudaError_t quantize_mx_from(const Source& source, const PerOutput<Source, Quant
                              int sms, cudaStream_t stream) {
   const QuantizeMx& a = casts.of[0];
   int64_t tiles = mx_tiles(a.rows.lines, a.swizzled) * mx_tiles(a.rows.length, a.swizzled);
-  int64_t blocks = grid_for(tiles, sms);
-  cudaError_t error =
-      launch(quantize_mx_kernel<Source>, blocks, kThreads, 0, stream, source, casts);
+  auto* kernel = quantize_mx_kernel<Source>;
+  int64_t blocks = grid_for(kernel, tiles, sms);
+  cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, casts);
   if (error != cudaSuccess || a.format == BlockFormat::nvfp4 || a.amax == nullptr) return error;
   AmaxOfPartials maxima = {};
   for (int k = 0; k < source.outputs(); ++k) {

@@ -216,7 +216,17 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cuda_on_cpu::run(*config, bytes, [&] { kernel(args...); });
 }
 
-// One device, a small Hopper GPU. Errors come from the launches themselves.
+// One device, a small Hopper GPU, which runs two blocks of any kernel on an SM. Errors come from
+// the launches themselves.
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
+                                                                 size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
   return cudaSuccess;
