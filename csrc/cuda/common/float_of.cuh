@@ -15,7 +15,8 @@ __device__ __forceinline__ float load_float(const void* from, Dtype dtype, int64
 
 // Two 16-bit elements in one register, the first one in the low half.
 __device__ __forceinline__ uint32_t pack_pair(Dtype dtype, float first, float second) {
-  return dtype == Dtype::bf16 ? ptx::bf16x2(first, second) : ptx::fp16x2(first, second);
+  uint32_t bf16 = ptx::bf16x2(first, second), fp16 = ptx::fp16x2(first, second);
+  return dtype == Dtype::bf16 ? bf16 : fp16;
 }
 
 __device__ __forceinline__ void store_float(void* to, Dtype dtype, int64_t i, float x) {

@@ -24,6 +24,9 @@ struct StepTensor {
   int64_t index;  // for stochastic rounding
 };
 
+// So that a lane has the same places of a block in every round (random_in_block).
+static_assert(kThreads * kGroup % kState8Block == 0 && kChunk % kState8Block == 0);
+
 // The tags of a tensor: its position in the call's list, its index, the formats of its arrays.
 enum StepTag { kNumber, kIndex, kDtypes, kStepTags };
 using StepLaunch = TensorList<kStepArrays, kStepTags>;

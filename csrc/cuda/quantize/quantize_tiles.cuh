@@ -92,13 +92,16 @@ struct TilesOut {
   uint32_t* partials;              // [blocks of this output]
 };
 
-// Blocks an SM, if the registers of two do not spill: those of fused sources do not on Hopper.
+// Blocks an SM, if the registers of two do not spill: none do on Hopper. Elsewhere those for scales
+// of lines do, and those of fused sources unless one scale is for all of the tile.
 template <class Source, TileScales scales>
 constexpr int tile_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-  if (Source::kFused) return 2;
+  return 2;
+#else
+  bool fits = scales == TileScales::squares || (scales == TileScales::known && !Source::kFused);
+  return fits ? 2 : 1;
 #endif
-  return scales == TileScales::squares ? 2 : 1;
 }
 
 template <class Source, class Q, TileScales scales>
