@@ -2,7 +2,7 @@
 
 # What the checks of make cuda depend on: with the same sources they are not run again.
 CUDA_FILES := setup.py $(wildcard tests/emulated/build_check/*.py) $(shell find csrc -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-FAKE_DEVICE_FILES := $(wildcard tests/*.py tests/gpu/*.py tests/emulated/*.py tests/emulated/values/*.py) $(shell find tests/emulated/shim tests/emulated/hopper tests/emulated/device -name '*.py' -o -name '*.h' -o -name '*.cpp')
+FAKE_DEVICE_FILES := $(wildcard tests/*.py tests/gpu/*.py tests/emulated/*.py tests/emulated/values/*.py) $(shell find tests/emulated/shim tests/emulated/hopper tests/emulated/device -name '*.py' -o -name '*.h' -o -name '*.cuh' -o -name '*.cpp')
 CUDA_PY := build/cuda/venv/bin/python
 CUDA_TORCH ?= torch==2.11.0
 # One stamp for all generations, one for fewer.
