@@ -61,8 +61,6 @@ def built_for(source: str, asked: set[str]) -> set[str]:
     """The GPUs that a source is compiled for, as in cuda_extensions of setup.py."""
     if "_sm90" in source:
         return {"9.0a"}
-    if source in setting("FAMILY_SOURCES"):
-        return {f"{gpu}f" if gpu in setting("FAMILIES") else gpu for gpu in asked}
     return asked
 
 
@@ -108,7 +106,8 @@ def ask(option: str, file: Path) -> dict[str, dict[str, str]]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, dict[str, str]] = {}
     for part in re.split(r"^Fatbin elf code:", text, flags=re.MULTILINE)[1:]:
-        arch = re.search(r"^arch = sm_(\d+)(\d)([af]?)$", part, re.MULTILINE)
+        # Only newer disassemblers name a family ("sm_100f"): its instructions are looked for.
+        arch = re.search(r"^arch = sm_(\d+)(\d)(a?)f?$", part, re.MULTILINE)
         assert arch is not None, f"cuobjdump {option} names no GPU"
         kernels = re.findall(r"Function ?:? ?(\w+):?\n(.*?)(?=\n\s*Function|\Z)", part, re.DOTALL)
         found.setdefault(f"{arch[1]}.{arch[2]}{arch[3]}", {}).update(kernels)
@@ -119,21 +118,24 @@ def kernels_of(source: str, file: Path) -> list[Kernel]:
     """The kernels of one source, for every GPU that its object file was compiled for."""
     usage, sass = ask("-res-usage", file), ask("-sass", file)
     names = demangled(sorted({name for kernels in usage.values() for name in kernels}))
+    families = setting("FAMILIES") if source in setting("FAMILY_SOURCES") else {}
     found = []
     for gpu, kernels in usage.items():
         for name, text in kernels.items():
             uses = {word: int(number) for word, number in re.findall(r"\b(\w+):(\d+)", text)}
             code, gemm = sass[gpu][name], hopper.instance(names[name])
-            reserved = 1024 if float(gpu.rstrip("af")) >= 9 and uses["SHARED"] else 0
+            reserved = 1024 if float(gpu.rstrip("a")) >= 9 and uses["SHARED"] else 0
             found.append(
                 Kernel(
                     *(source, gpu, names[name], uses["REG"], uses["STACK"]),
                     uses["SHARED"] - reserved,  # what the system takes of each block
                     len(re.findall(r"\b(?:LDG|STG)\.\S*128", code)),
                     uses["LOCAL"] + len(re.findall(r"\b(?:LDL|STL)\b", code)),
-                    hopper.no_fp4(names[name], gpu, code)
-                    if gemm is None
-                    else hopper.wrong(gemm, code),
+                    hopper.wrong(gemm, code)
+                    if gemm is not None
+                    else hopper.no_fp4(names[name], code)
+                    if gpu in families
+                    else [],
                     loops.per_element(names[name], code),
                 )
             )

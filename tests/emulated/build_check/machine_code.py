@@ -67,12 +67,11 @@ def wrong(it: Instance, sass: str) -> list[str]:
     return reasons + _serialised(it, sass) + _unpromoted(it, sass) + _slow(it, sass)
 
 
-def no_fp4(name: str, gpu: str, sass: str) -> list[str]:
-    """Built for a family of GPUs ("10.0f"), the casts to and from FP4 use its instructions."""
+def no_fp4(name: str, sass: str) -> list[str]:
+    """Built for a family of GPUs (10.x, 12.x), the casts to and from FP4 use its instructions."""
     wanted = {"quantize_mx_kernel": "F2FP.SATFINITE.E2M1", "dequantize_mx_kernel": "F2FP.F16.E2M1"}
     word = wanted.get(name.split("<")[0])
-    absent = gpu.endswith("f") and word is not None and word not in sass
-    return [f"no {word} in the machine code"] if absent else []
+    return [f"no {word} in the machine code"] if word is not None and word not in sass else []
 
 
 def _serialised(it: Instance, sass: str) -> list[str]:
