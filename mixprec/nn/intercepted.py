@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from .. import functional
 from ..recipes import Recipe
@@ -78,6 +80,7 @@ class _Products(TorchFunctionMode):
     def __init__(self, layer: Layer, recipe: Recipe) -> None:
         super().__init__()
         self.layer, self.recipe, self.found = layer, recipe, False
+        self.grad = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,6 +89,8 @@ class _Products(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
             self.found = True
+            if self.grad and not torch.is_grad_enabled():
+                self._refuse_reentrant()
 
         def product(of: Callable[..., Any], x: torch.Tensor, *more: Any) -> torch.Tensor:
             state = self.layer._state(x.dtype, x.device, self.recipe)._asdict()
@@ -94,6 +99,19 @@ class _Products(TorchFunctionMode):
             return y
 
         return run(product, *args, **kwargs)
+
+    def _refuse_reentrant(self) -> None:
+        """Backward runs a piece of a forward pass again outside of this mode. Where torch compares
+        nothing (use_reentrant=True), its gradients would be those of torch's products."""
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_code is not Intercepted.forward.__code__:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise RuntimeError(
+                    f"{self.layer._path or 'a layer'}: torch.utils.checkpoint inside of its forward "
+                    f"pass would compute it again without the recipe {self.recipe.name}: checkpoint "
+                    "the whole module instead"
+                )
+            frame = frame.f_back
 
 
 def _linear(product: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from layer_cases import Adapted, Own, Twice
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import mixprec
 from mixprec.nn import kinds
@@ -177,6 +178,27 @@ def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
     if grouped:  # of another form, which stays torch's
         batch = torch.randn(3, 4, 32)
         assert torch.equal(experts(batch, None), plain.requires_grad_(False).grouped_form(batch))
+
+
+class Recomputed(Experts):
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        part = super().forward
+        return checkpoint(lambda x: part(x, offs).square(), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped_mm"])
+def test_a_checkpointed_piece_of_a_forward_pass_is_not_computed_by_torch(grouped: bool) -> None:
+    """A checkpoint of the whole module is right (test_grouped_linear.py)."""
+    x, offs = torch.randn(12, 32, requires_grad=True), torch.tensor([5, 5, 12], dtype=torch.int32)
+    experts = mixprec.convert(Recomputed(grouped), "fp8-rowwise")
+    experts.reentrant = True
+    with pytest.raises(RuntimeError, match="without the recipe fp8-rowwise: checkpoint the whole"):
+        experts(x, offs)
+    with torch.no_grad():  # nothing is computed again
+        assert experts(x, offs).isfinite().all()
+    experts.reentrant = False  # torch compares what is saved
+    with pytest.raises(CheckpointError):
+        experts(x, offs).sum().backward()
 
 
 class Loss(nn.Module):
