@@ -83,7 +83,7 @@ class DelayedRule(ctypes.Structure):
 
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize(("n", "length", "margin"), [(1, 1, 0), (7, 5, 2), (1001, 4, -1)])
+@pytest.mark.parametrize(("n", "length", "margin"), [(1, 1, 0), (8, 5, 2), (1001, 4, -1)])
 def test_the_cuda_kernel_on_the_cpu(
     n: int, length: int, margin: int, power_of_two: bool, most_recent: bool
 ) -> None:

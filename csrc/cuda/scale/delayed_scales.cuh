@@ -17,15 +17,20 @@ struct DelayedRule {
   bool power_of_two, most_recent;
 };
 
-struct DelayedScales {
-  static constexpr int kCapacity = 1000;  // 32,000 bytes of kernel arguments
+// Kernel arguments are copied with each launch: 32,000 bytes for a whole model, 256 for the casts of
+// one layer.
+constexpr int kManyScales = 1000, kFewScales = 8;
 
-  DelayedScale at[kCapacity];
+template <int capacity>
+struct DelayedScales {
+  DelayedScale at[capacity];
   int count;
 };
 
+template <int capacity>
 static __global__ void __launch_bounds__(kThreads)
-    delayed_scales_kernel(const __grid_constant__ DelayedScales list, const DelayedRule rule) {
+    delayed_scales_kernel(const __grid_constant__ DelayedScales<capacity> list,
+                          const DelayedRule rule) {
   int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (i >= list.count) return;
   const DelayedScale& t = list.at[i];
@@ -34,18 +39,24 @@ static __global__ void __launch_bounds__(kThreads)
   *t.amax = kUnused;
 }
 
-inline cudaError_t update_delayed_scales(const DelayedScale* tensors, int64_t count,
-                                         const DelayedRule& rule, cudaStream_t stream) {
+template <int capacity>
+cudaError_t update_in_lists(const DelayedScale* tensors, int64_t count, const DelayedRule& rule,
+                            cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  for (int64_t first = 0; first < count && error == cudaSuccess;
-       first += DelayedScales::kCapacity) {
-    DelayedScales list;
-    list.count = static_cast<int>(std::min<int64_t>(DelayedScales::kCapacity, count - first));
+  for (int64_t first = 0; first < count && error == cudaSuccess; first += capacity) {
+    DelayedScales<capacity> list;
+    list.count = static_cast<int>(std::min<int64_t>(capacity, count - first));
     std::copy(tensors + first, tensors + first + list.count, list.at);
-    error = launch(delayed_scales_kernel, (list.count + kThreads - 1) / kThreads, kThreads, 0,
-                   stream, list, rule);
+    error = launch(delayed_scales_kernel<capacity>, (list.count + kThreads - 1) / kThreads,
+                   kThreads, 0, stream, list, rule);
   }
   return error;
+}
+
+inline cudaError_t update_delayed_scales(const DelayedScale* tensors, int64_t count,
+                                         const DelayedRule& rule, cudaStream_t stream) {
+  if (count <= kFewScales) return update_in_lists<kFewScales>(tensors, count, rule, stream);
+  return update_in_lists<kManyScales>(tensors, count, rule, stream);
 }
 
 }  // namespace mixprec::cuda
