@@ -22,7 +22,7 @@ from .operands import Delayed, Operand
 def _index(offs: torch.Tensor, rows: int) -> torch.Tensor:
     """int64 [rows]: the group of each row, E beyond the last group."""
     row = torch.arange(rows, dtype=torch.int32, device=offs.device)
-    return torch.searchsorted(offs, row, right=True)
+    return torch.searchsorted(offs.contiguous(), row, right=True)
 
 
 def space_apart(offs: torch.Tensor, rows: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from .._context import context
 from ..memory.running import keep_as_is
-from ..ops._dispatch import checks, simulation
+from ..ops._dispatch import autocast, checks, simulation
 from ..ops._dispatch.scaled_mm import Blocks
 from ..ops._reference.gemm_groups import check_offs
 from ..ops._reference.gemm_scales import Operands
@@ -145,7 +145,8 @@ def _loop(
         parts.append(run_linear(x[begin:end], weight[e], None, own, recipe, out_dtype, None))
     last = ends[-1] if ends else 0
     rest = x.new_zeros((x.shape[0] - last, weight.shape[1]), dtype=out_dtype)
-    return torch.cat([*parts, rest])
+    with autocast.disabled(x.device.type):  # which refuses the other type of 16 bits
+        return torch.cat([*parts, rest])
 
 
 def grouped_linear(

@@ -193,6 +193,19 @@ def test_simulated_tensor_cores_are_those_of_linear() -> None:
     assert torch.equal(y[: ends[0]], want)
 
 
+@pytest.mark.filterwarnings("error")
+@for_each("recipe", ["bf16", "fp8", "fp8-block", "nvfp4"])
+def test_strided_offs_inside_of_autocast(recipe: str) -> None:
+    x, weight = torch.randn(6, 32).half().requires_grad_(), torch.randn(2, 16, 32)
+    offs = torch.tensor([0, 2, 0, 6], dtype=torch.int32)[1::2]
+    results = []
+    for ends, autocast in ((offs, True), (offs.clone(), False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = grouped_linear(x, weight, ends, recipe=recipe)
+        results.append((y, *torch.autograd.grad(y.float().sum(), x)))
+    assert all(map(torch.equal, *results))
+
+
 X, WEIGHT, OFFS = torch.ones(8, 6), torch.ones(2, 5, 6), torch.tensor([3, 8], dtype=torch.int32)
 
 
