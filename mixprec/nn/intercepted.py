@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -73,6 +74,18 @@ class Experts(Intercepted):
             return own
         return next(p for p in self.parameters(recurse=False) if p.dim() == 3)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo shows grouped_mm to no mode: torch's product would be compiled.
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if is_traced and _region.recipe_here(self._recipe) is not None:
+            return _uncompiled(self, *args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+@_disable_dynamo
+def _uncompiled(experts: Experts, *args: Any, **kwargs: Any) -> Any:
+    return Intercepted.forward(experts, *args, **kwargs)
+
 
 class _Products(TorchFunctionMode):
     """Runs torch's products of a layer by its recipe."""
@@ -107,9 +120,9 @@ class _Products(TorchFunctionMode):
         while frame.f_back is not None and frame.f_code is not Intercepted.forward.__code__:
             if frame.f_code is CheckpointFunction.forward.__code__:
                 raise RuntimeError(
-                    f"{self.layer._path or 'a layer'}: torch.utils.checkpoint inside of its forward "
-                    f"pass would compute it again without the recipe {self.recipe.name}: checkpoint "
-                    "the whole module instead"
+                    f"{self.layer._path or 'a layer'}: torch.utils.checkpoint inside of its "
+                    f"forward pass would compute it again without the recipe {self.recipe.name}: "
+                    "checkpoint the whole module instead"
                 )
             frame = frame.f_back
 

@@ -190,11 +190,10 @@ def pack(
 
     The rounding is unbiased: the expectation of a code is (x - minimum) / step to within 2^-16, and
     an element changes by less than a step. u has 16 bits of Philox4x32-10, keyed by `seed`, counted
-    by element and `counter` (two integers of 64 bits): 8 of its own, and 8 lower ones that its
-    group shares. Calls are reproducible; give every tensor a counter of its own. All backends
-    give the same bits. offset: None, or int64 [1] on x's device, which the kernel adds to counter:
-    a captured graph, in which seed and counter are constants, rounds anew at each replay if the
-    offset changes.
+    by element and `counter` (two int64): 8 of its own, and 8 lower ones that its group shares.
+    Calls are reproducible; give every tensor a counter of its own. All backends give the same bits.
+    offset: None, or int64 [1] on x's device, which the kernel adds to counter: a captured graph, in
+    which seed and counter are constants, rounds anew at each replay if the offset changes.
 
     A group of equal BF16 values, such as zeros, has step 0 and is kept exactly; otherwise the step
     is at least 2^-84. A group that holds Inf or NaN, or whose values are so far apart that
@@ -203,6 +202,8 @@ def pack(
     """
     checks.is_tensor("pack", "x", x)
     checks.needs_no_grad("pack", "call it under torch.no_grad()", x)
+    checks.is_int64("pack", "seed", seed)
+    checks.is_int64("pack", "counter", counter)
     codes, ranges = pack_op(x, bits, seed, counter, offset)
     return codes, ranges
 

@@ -171,6 +171,7 @@ def test_stacked_experts_are_linear_layers(grouped: bool) -> None:
     ]
     y = experts(x, offs)
     assert torch.equal(y, torch.cat(expected))
+    assert torch.equal(torch.compile(experts, backend="aot_eager")(x, offs), y)
     y.square().sum().backward()
     torch.cat(expected).square().sum().backward()
     assert torch.equal(experts.up_proj.grad, plain.up_proj.grad)

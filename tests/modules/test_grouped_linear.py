@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 from cases import for_each, name
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mixprec
 from mixprec.functional import _grouped_linear, grouped_linear, observed
 from mixprec.functional._group_casts import in_one_call
 from mixprec.functional._products import Product
 from mixprec.functional._transforms import _Context
+from mixprec.ops._dispatch.op import OPS
 from mixprec.recipes import RECIPES, Recipe
 
 NAMED = [recipe for recipe in RECIPES.values() if not recipe.is_delayed]
@@ -151,8 +153,10 @@ def test_nothing_is_read_on_the_host(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8"])
 def test_compiled_checkpointed_and_transformed(recipe: str) -> None:
-    """The same bits; with other ends no new compilation."""
+    """The same bits; with other ends no new compilation. A checkpoint may keep results of ops."""
     torch._dynamo.reset()
+    ops = [getattr(torch.ops.mixprec, name).default for name in OPS]
+    keep = functools.partial(create_selective_checkpoint_contexts, ops)
 
     def run(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return grouped_linear(x, weight, offs, recipe=recipe)
@@ -164,7 +168,8 @@ def test_compiled_checkpointed_and_transformed(recipe: str) -> None:
         with torch._dynamo.config.patch(error_on_recompile=ends is not offs):
             y = compiled(x, weight, ends)
         again = checkpoint(run, x, weight, ends, use_reentrant=False)
-        for other in (y, again):
+        kept = checkpoint(run, x, weight, ends, use_reentrant=False, context_fn=keep)
+        for other in (y, again, kept):
             got = torch.autograd.grad(other.square().sum(), (x, weight))
             assert all(map(torch.equal, got, want))
     transformed = torch.func.grad(lambda x: run(x, weight.detach(), ends).square().sum())

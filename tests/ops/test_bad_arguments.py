@@ -143,6 +143,7 @@ NOT_POSITIVE = "scale must be positive and finite, got"
         ("quantize", {"scale_mode": "up", "granularity": "mx"}, "scale_mode must be one of"),
         ("quantize", {"fmt": "e2m1", "scale_mode": "ceil", "granularity": "nvfp4"}, '"rceil"'),
         ("quantize", {"seed": 1.5, "granularity": "mx"}, "seed must be an"),
+        ("quantize", {"seed": -(2**64), "granularity": "mx"}, r"seed must be in \[-2\^63"),
         ("quantize", {"scale_mode": "ceil"}, "scale_mode is for the gran"),
         ("quantize", {"seed": 3, "granularity": "row"}, "seed is for the granulari"),
         ("quantize_mx", {"fmt": "mxfp5"}, "fmt must be one of mxfp8_e4m3, .*mxfp5"),
@@ -249,6 +250,8 @@ NOT_POSITIVE = "scale must be positive and finite, got"
             for name in ("g", "weight", "mean", "rstd", "g_total")
         ),
         ("pack", {"bits": 3}, "bits must be 8, 4 or 2, got 3"),
+        ("pack", {"seed": 2**63}, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
+        ("pack", {"counter": 1.0}, "counter must be an int, got 1.0"),
         ("pack", {"offset": FLAG}, "offset must have dtype int64"),
         ("pack", {"offset": COUNTERS}, r"offset must have shape one number = \(1,\), got \(3,\)"),
         ("unpack", {"bits": 5}, "bits must be 8, 4 or 2, got 5"),

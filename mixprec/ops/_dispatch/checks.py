@@ -60,6 +60,14 @@ def is_group(op: str, process_group: object) -> None:
         )
 
 
+def is_int64(op: str, name: str, number: object) -> None:
+    """TypeError unless it is an int, ValueError unless 64 bits with a sign hold it."""
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {number!r}")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{op}: {name} must be in [-2^63, 2^63), got {number}")
+
+
 def is_sequence(op: str, name: str, tensors: object) -> None:
     """Require a list or tuple, not a tensor (which torch would split into rows)."""
     if not isinstance(tensors, (list, tuple)):
