@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -199,6 +200,16 @@ class Layer(torch.nn.Module):
         errors = args[-1]
         state_dict = scaling.loadable(self, state_dict, prefix, errors)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        """With __setstate__, which parametrized classes and a __deepcopy__ may leave out."""
+        if hasattr(super(), "__deepcopy__"):
+            copied: Self = super().__deepcopy__(memo)  # type: ignore[misc]
+        else:
+            copied = memo[id(self)] = type(self).__new__(type(self))
+            copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        copied.__setstate__({})
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by copying and unpickling."""

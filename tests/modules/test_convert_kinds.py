@@ -149,6 +149,27 @@ def test_computes_what_a_plain_layer_with_the_same_weight_does(kind: str, recipe
         assert torch.equal(same(x), layer(x))
 
 
+class WithDeepcopy(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithDeepcopy:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        made.mine = True
+        return made
+
+
+@pytest.mark.parametrize("kind", [*LAYERS, "with deepcopy"])
+def test_copies_have_scales_that_are_updated(kind: str) -> None:
+    layer = LAYERS[kind]() if kind in LAYERS else WithDeepcopy(32, 16)
+    layer, x = mixprec.convert(layer, "fp8-delayed"), torch.randn(4, 32)
+    copied = copy.deepcopy(layer)
+    for same in (layer, copied):
+        same(x).sum().backward()
+        mixprec.update_scales(same)
+    assert layer.scale.all()
+    assert torch.equal(copied.scale, layer.scale)
+    assert hasattr(copied, "mine") == (kind == "with deepcopy")
+
+
 def test_parametrizations_can_be_removed_and_added() -> None:
     layer, x = mixprec.convert(parametrizations.weight_norm(Own(32, 16)), "bf16"), torch.ones(32)
     y = layer(x)

@@ -19,8 +19,8 @@ from mixprec.ops._dispatch import self_check
 from mixprec.ops._dispatch.example_inputs import blocks, casts, fused, lists, products
 from mixprec.triton_kernels import gemm
 
-# In the place of the examples' sizes: these are more tiles, bands, rows and partial sums. Behind 252
-# FP32 numbers, not behind 253, an address can be a multiple of 16.
+# In the place of the examples' sizes: these are more tiles, bands, rows and partial sums. Behind
+# 252 FP32 numbers, not behind 253, an address can be a multiple of 16.
 SIZES: dict[ModuleType, dict[str, Any]] = {
     blocks: {"SHAPES": ((128, 160), (131, 163)), "PACKED": ((32, 256), (31, 257))},
     casts: {"SHAPES": ((256, 384), (252, 391)), "ROWS": ((256, 384), (252, 391))},
