@@ -17,8 +17,8 @@ struct DelayedRule {
   bool power_of_two, most_recent;
 };
 
-// Kernel arguments are copied with each launch: 32,000 bytes for a whole model, 256 for the casts of
-// one layer.
+// Kernel arguments are copied with each launch: 32,000 bytes for a whole model, 256 for the casts
+// of one layer.
 constexpr int kManyScales = 1000, kFewScales = 8;
 
 template <int capacity>
