@@ -92,7 +92,7 @@ def is_weight(t: torch.Tensor, op: Op | None) -> bool:
     if _is_leaf(_node(t, _VIEWS_AND_CASTS)):
         return True
     # A frozen weight under torch.autocast: a copy without a history.
-    if kind_of(op) != "linear" or op is None or t is op.args[0]:
+    if kind_of(op) != "linear" or op is None or t is op.argument(0, "input"):
         return False
     weight = op.argument(1, "weight")
     frozen = isinstance(weight, torch.Tensor) and not weight.requires_grad

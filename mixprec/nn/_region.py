@@ -19,7 +19,6 @@ from ..ops._dispatch import simulation
 from ..recipes import Recipe
 
 OWN = object()
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class SeesRegions(TorchFunctionMode):
@@ -48,9 +47,9 @@ class Region(TorchFunctionMode):
             for mode in reversed(_get_current_function_mode_stack()):
                 if isinstance(mode, SeesRegions) and mode.region is None:
                     return mode.inside_of(self, func, *args, **kwargs)
-        if func not in _BACKWARD:
+        if not simulation.runs_layers(func):
             return func(*args, **kwargs)
-        # torch runs func outside of this mode; layers that it runs again are to see the region.
+        # torch runs func outside of this mode; layers that it runs are to see the region.
         with self, torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 

@@ -76,8 +76,10 @@ class autocast(_region.Region):
     Regions nest: the innermost one applies; leaving one, also by an exception, restores the
     previous setting. With enabled=False modules compute as if `convert` had not been called, and no
     op is moved to FP32. A region holds for the thread that entered it. With torch.utils.checkpoint,
-    call loss.backward() inside it too: a layer that is recomputed follows the region of that call
-    (ops that the forward pass ran in FP32 do not: torch then raises CheckpointError).
+    call loss.backward() inside it too: a layer that is recomputed follows the region of that call.
+    Ops that the forward pass ran in FP32 are recomputed in 16 bits: torch raises CheckpointError,
+    but with use_reentrant=True the gradients are those of 16 bits; in compiled code a checkpoint
+    runs such ops in 16 bits in both passes.
 
     recipe: a name, a Recipe, or None for each module's own. ValueError for an unknown one, and for
     delayed scaling, whose state belongs to the modules that `convert` made for it.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -97,6 +98,8 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # of compiled code: a checkpoint, a branch
+            self._refuse(str(func))
         run = _RUN.get(func)
         if run is None or (run is _grouped_mm and not _is_by_rows(*args, **kwargs)):
             return func(*args, **kwargs)
@@ -119,12 +122,14 @@ class _Products(TorchFunctionMode):
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_code is not Intercepted.forward.__code__:
             if frame.f_code is CheckpointFunction.forward.__code__:
-                raise RuntimeError(
-                    f"{self.layer._path or 'a layer'}: torch.utils.checkpoint inside of its "
-                    f"forward pass would compute it again without the recipe {self.recipe.name}: "
-                    "checkpoint the whole module instead"
-                )
+                self._refuse("torch.utils.checkpoint")
             frame = frame.f_back
+
+    def _refuse(self, function: str) -> None:
+        raise RuntimeError(
+            f"{self.layer._path or 'a layer'}: {function} inside of its forward pass would compute "
+            f"without the recipe {self.recipe.name}: put it around the whole module instead"
+        )
 
 
 def _linear(product: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:

@@ -120,6 +120,7 @@ def test_values_that_are_kept_anyway_are_not_compressed() -> None:
         (lambda: hidden * x.reshape(64, 128).view(128, 64), {None}),
         (lambda: x.relu() @ w, {8}),
         (lambda: F.linear(hidden, frozen), {None}),
+        (lambda: F.linear(input=hidden, weight=w.t() * 1), {8}),
     ):
         assert {bits for _, bits in kinds(run)} == expected
     with torch.autocast("cpu", torch.bfloat16):

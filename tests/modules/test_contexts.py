@@ -157,13 +157,16 @@ def test_compiled_and_recomputed_layers_follow_the_block(
     enter: Callable[[str], Any], blocks: tuple[str, ...]
 ) -> None:
     layer = mixprec.nn.Linear(320, 24)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compile_ = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    compiled = compile_(layer)
+    recomputed = compile_(lambda x: checkpoint(layer, x, use_reentrant=False))
     outside = step(layer, layer)
     for name in (None, *blocks, None):
         with nullcontext() if name is None else enter(name):
             want = step(layer, layer)
             assert torch.equal(want[0], outside[0]) == (name is None)
             assert_same_lists(step(layer, compiled), want)
+            assert_same_lists(step(layer, recomputed), want)
             for reentrant in (False, True):
                 again = functools.partial(checkpoint, layer, use_reentrant=reentrant)
                 assert_same_lists(step(layer, again), want)

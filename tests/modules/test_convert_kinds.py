@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import pickle
 import sys
@@ -208,13 +209,27 @@ class Recomputed(Experts):
         return checkpoint(lambda x: part(x, offs).square(), x, use_reentrant=self.reentrant)
 
 
+class TwiceRecomputed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = functools.partial(nn.functional.linear, weight=self.weight)
+        return nn.functional.linear(x, self.weight) + checkpoint(again, x, use_reentrant=False)
+
+
+def test_a_compiled_piece_of_a_forward_pass_is_not_computed_by_torch() -> None:
+    layer, x = mixprec.convert(TwiceRecomputed(32, 16), "fp8"), torch.randn(4, 32)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="without the recipe fp8"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(x), layer(x))
+
+
 @pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped_mm"])
 def test_a_checkpointed_piece_of_a_forward_pass_is_not_computed_by_torch(grouped: bool) -> None:
     """A checkpoint of the whole module is right (test_grouped_linear.py)."""
     x, offs = torch.randn(12, 32, requires_grad=True), torch.tensor([5, 5, 12], dtype=torch.int32)
     experts = mixprec.convert(Recomputed(grouped), "fp8-rowwise")
     experts.reentrant = True
-    with pytest.raises(RuntimeError, match="without the recipe fp8-rowwise: checkpoint the whole"):
+    with pytest.raises(RuntimeError, match="without the recipe fp8-rowwise: put it around"):
         experts(x, offs)
     with torch.no_grad():  # nothing is computed again
         assert experts(x, offs).isfinite().all()

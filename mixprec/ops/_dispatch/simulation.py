@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from .._reference import tensor_core
@@ -55,11 +56,17 @@ class simulate(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _BACKWARD:
+        if not runs_layers(func):
             return func(*args, **kwargs)
-        # torch runs func outside of this mode; what it computes again is to see the block.
+        # torch runs func outside of this mode; what runs in it is to see the block.
         with self, torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
+
+
+def runs_layers(func: Any) -> bool:
+    """Whether layers run inside of a function that torch shows to a mode: those that backward
+    computes again, and in compiled code all of a checkpoint and of a branch."""
+    return func in _BACKWARD or isinstance(func, HigherOrderOperator)
 
 
 def current() -> str | None:
