@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..ops._reference.gemm_scales import CHUNK
 from ..ops.quantize import quantize_op
 from ..ops.quantize_mx import quantize_mx_op
-from ..ops.scale import scale_from_amax, scale_from_amax_op
+from ..ops.scale import new_scales
 from ..recipes import DELAYED_ROLES, Recipe
 from . import operands
 from .operands import Delayed, Operand
@@ -124,14 +124,7 @@ def _by_group(
 
 def _scales(amax: torch.Tensor, role: str, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales that `quantize` takes for these maxima, and their inverses."""
-    fmt = getattr(recipe, role)
-    # Selective checkpointing repeats what an op returned, not what it wrote.
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
-        scale = scale_from_amax(amax, fmt.max, 0, recipe.power_of_two_scale, 1.0)
-        return scale, 1.0 / scale
-    scale, inv = torch.ones_like(amax), torch.ones_like(amax)
-    scale_from_amax_op(scale, inv, amax, fmt.dtype, 0, recipe.power_of_two_scale)
-    return scale, inv
+    return new_scales(amax, getattr(recipe, role).dtype, recipe.power_of_two_scale)
 
 
 def _cast(

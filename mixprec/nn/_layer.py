@@ -6,6 +6,7 @@ import copy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import scaling
 from ..functional.operands import Delayed, Operand
@@ -202,13 +203,17 @@ class Layer(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        """With __setstate__, which parametrized classes and a __deepcopy__ may leave out."""
+        """With __setstate__, which the __deepcopy__ of parametrized classes leaves out."""
         if hasattr(super(), "__deepcopy__"):
             copied: Self = super().__deepcopy__(memo)  # type: ignore[misc]
-        else:
-            copied = memo[id(self)] = type(self).__new__(type(self))
-            copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        copied.__setstate__({})
+            copied.__setstate__({})
+            return copied
+        reduced: Any = type(self).__new__, (type(self),), self.__dict__
+        if not is_parametrized(self):  # whose class refuses it
+            reduced = self.__reduce_ex__(4)
+        make, of, state = reduced[:3]
+        copied = memo[id(self)] = make(*of)
+        copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -201,7 +201,7 @@ def _in_blocks(
             f'and e2m1 with "nvfp4", got {fmt} with {granularity!r}'
         )
     if seed is not None and not isinstance(seed, torch.Tensor):
-        checks.is_int64("quantize", "seed", seed)
+        checks.is_int64("quantize", "seed, if no tensor,", seed)
         seed = torch.tensor([seed], dtype=torch.int64, device=x.device)
     data, data_t, scale_inv, scale_inv_t, of_tensor, amax = quantize_mx_op(
         x, name, scale_mode, transpose, seed, False, True

@@ -33,6 +33,19 @@ def scale_from_amax(
     return torch.where(usable, scale.clamp(checks.MIN_SCALE, checks.MAX_SCALE), previous)
 
 
+def new_scales(
+    amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales for these maxima, of their shape, 1 where there is none; and the inverses."""
+    # Selective checkpointing repeats what an op returned, not what it wrote.
+    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
+        scale = scale_from_amax(amax, formats.parse(dtype).max, 0, power_of_two, 1.0)
+        return scale, 1.0 / scale
+    scale, inverse = torch.ones_like(amax), torch.ones_like(amax)
+    scale_from_amax_op(scale, inverse, amax, dtype, 0, power_of_two)
+    return scale, inverse
+
+
 def scale_from_amax_reference_(args: Any) -> None:
     scale, scale_inv, amax, dtype, margin, power_of_two = args
     fmt_max = formats.parse(dtype).max

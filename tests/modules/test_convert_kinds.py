@@ -158,17 +158,26 @@ class WithDeepcopy(nn.Linear):
         return made
 
 
-@pytest.mark.parametrize("kind", [*LAYERS, "with deepcopy"])
+class WithGetstate(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "generator"}
+
+
+COPIED = {**LAYERS, **{c.__name__: lambda c=c: c(32, 16) for c in (WithDeepcopy, WithGetstate)}}
+
+
+@pytest.mark.parametrize("kind", COPIED)
 def test_copies_have_scales_that_are_updated(kind: str) -> None:
-    layer = LAYERS[kind]() if kind in LAYERS else WithDeepcopy(32, 16)
-    layer, x = mixprec.convert(layer, "fp8-delayed"), torch.randn(4, 32)
+    layer, x = mixprec.convert(COPIED[kind](), "fp8-delayed"), torch.randn(4, 32)
+    if kind == "WithGetstate":
+        layer.generator = (i for i in range(3))  # cannot be copied
     copied = copy.deepcopy(layer)
     for same in (layer, copied):
         same(x).sum().backward()
         mixprec.update_scales(same)
     assert layer.scale.all()
     assert torch.equal(copied.scale, layer.scale)
-    assert hasattr(copied, "mine") == (kind == "with deepcopy")
+    assert hasattr(copied, "mine") == (kind == "WithDeepcopy")
 
 
 def test_parametrizations_can_be_removed_and_added() -> None:
