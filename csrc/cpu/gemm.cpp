@@ -27,14 +27,13 @@ void gemm_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scale_inv,
                   "gemm_accumulate_: acc must not overlap in memory with what it is made from");
   Scaling scaling(a, b, a_scale_inv, b_scale_inv, "gemm_accumulate_");
   if (acc.numel() == 0 || a.sizes()[1] == 0) return;
-  float* data = static_cast<float*>(acc.mutable_data_ptr());
-  int64_t stride_m = acc.strides()[0], stride_n = acc.strides()[1];
-  multiply(kernel_for(a), rows_of(a), columns_of(b), a.sizes()[1], scaling.both,
-           [&](int64_t row, int64_t col, int64_t count, const float* sums) {
-             Epilogue here = scaling.both.at_the_end(row, col, nullptr, ones());
-             loops().accumulate_row(sums, here, data + row * stride_m + col * stride_n, stride_n,
-                                    count);
-           });
+  Result result = {Dtype::f32,
+                   static_cast<char*>(acc.mutable_data_ptr()),
+                   acc.strides()[0],
+                   acc.strides()[1],
+                   true,
+                   nullptr};
+  multiply(kernel_for(a), rows_of(a), columns_of(b), a.sizes()[1], scaling.both, result);
 }
 
 }  // namespace mixprec::cpu

@@ -86,14 +86,9 @@ Tensor gemm_with(const Kernel& kernel, const Tensor& a, const Tensor& b, const B
   std::vector<float> wide_bias = bias_as_fp32(bias, n, op);
   Tensor out = empty({m, n}, out_type);
   if (m == 0 || n == 0) return out;
-  void* data = out.mutable_data_ptr();
-  const float* all_bias = bias.has_value() ? wide_bias.data() : nullptr;
-  multiply(kernel, rows_of(a), columns_of(b), a.sizes()[1], scales,
-           [&](int64_t row, int64_t col, int64_t count, const float* acc) {
-             Epilogue here = scales.at_the_end(
-                 row, col, all_bias == nullptr ? nullptr : all_bias + col, ones());
-             loops().store_row(out_dtype, acc, here, at(data, out_dtype, row * n + col), count);
-           });
+  Result result = {out_dtype, static_cast<char*>(out.mutable_data_ptr()),   n, 1,
+                   false,     bias.has_value() ? wide_bias.data() : nullptr};
+  multiply(kernel, rows_of(a), columns_of(b), a.sizes()[1], scales, result);
   return out;
 }
 

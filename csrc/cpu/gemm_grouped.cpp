@@ -65,9 +65,9 @@ struct Grouped {
     return rows * cols * depth + 32 * depth * (rows + cols) + 8 * rows * cols;
   }
 
-  // store(group, row of the group, column, count, sums, epilogue) for pieces of rows.
-  template <class Store>
-  void multiply_groups(const Store& store) const {
+  // result_of(group): where the product of a group goes.
+  template <class ResultOf>
+  void multiply_groups(const ResultOf& result_of) const {
     const GemmKernel& kernel = a.dtype == Dtype::f16 ? loops().gemm_f32 : loops().gemm_bf16;
     auto run = [&](const Group& group, Resources use) {
       Matrix left = a, right = b;
@@ -79,15 +79,12 @@ struct Grouped {
       } else {
         left = along_k(a, group.begin), right = along_k(b, group.begin);
       }
+      Result result = result_of(group);
+      if (result.adds && depth == 0) return;
       Scales columns = of_b.of(group);
       std::vector<float> wide = columns_of(columns, n, depth);
       BothScales scales = {of_a.of(group), wide.data(), n, columns.by_chunk};
-      multiply(
-          kernel, left, right, depth, scales,
-          [&](int64_t row, int64_t col, int64_t count, const float* sums) {
-            store(group, row, col, count, sums, scales.at_the_end(row, col, nullptr, ones()));
-          },
-          use);
+      multiply(kernel, left, right, depth, scales, result, use);
     };
     for_groups(groups, [&](const Group& group) { return work(group); }, run);
   }
@@ -110,10 +107,10 @@ Tensor gemm_grouped(Tensor a, Tensor b, MaybeTensor a_scale_inv, MaybeTensor b_s
   Tensor out = empty(shape, out_type);
   if (out.numel() == 0) return out;
   void* data = out.mutable_data_ptr();
-  all.multiply_groups([&](const Group& group, int64_t row, int64_t col, int64_t count,
-                          const float* sums, Epilogue here) {
+  all.multiply_groups([&](const Group& group) {
     int64_t first = all.by_rows ? group.begin : group.index * m;
-    loops().store_row(out_dtype, sums, here, at(data, out_dtype, (first + row) * n + col), count);
+    char* to = static_cast<char*>(at(data, out_dtype, first * n));
+    return Result{out_dtype, to, n, 1, false, nullptr};
   });
   if (all.by_rows) {
     int64_t end = experts == 0 ? 0 : all.groups.back().begin + all.groups.back().size;
@@ -137,13 +134,11 @@ void gemm_grouped_accumulate_(Tensor acc, Tensor a, Tensor b, MaybeTensor a_scal
                       !(b_scale_inv.has_value() && ranges_overlap(acc, *b_scale_inv)),
                   op, ": acc must not overlap in memory with what it is made from");
   if (acc.numel() == 0) return;
-  float* data = static_cast<float*>(acc.mutable_data_ptr());
+  char* data = static_cast<char*>(acc.mutable_data_ptr());
   auto stride = acc.strides();
-  all.multiply_groups([&](const Group& group, int64_t row, int64_t col, int64_t count,
-                          const float* sums, Epilogue here) {
-    if (group.size == 0) return;
-    float* to = data + group.index * stride[0] + row * stride[1] + col * stride[2];
-    loops().accumulate_row(sums, here, to, stride[2], count);
+  all.multiply_groups([&](const Group& group) {
+    char* to = at(data, Dtype::f32, group.index * stride[0]);
+    return Result{Dtype::f32, to, stride[1], stride[2], true, nullptr};
   });
 }
 

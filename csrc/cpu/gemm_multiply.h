@@ -46,6 +46,12 @@ Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const K
   return best;
 }
 
+// One for each column of a tile.
+inline const float* ones() {
+  static const std::vector<float> all(kTileCols, 1.0f);
+  return all.data();
+}
+
 // The scales of both operands. Those of b come from `columns_of`, [chunks][n] or [n]; `b` points at
 // the first column of the part.
 struct BothScales {
@@ -56,21 +62,17 @@ struct BothScales {
   bool promoted = false;  // the sums of chunks are apart, whether or not they have scales
 
   bool by_chunk() const { return promoted || a.by_chunk || b_by_chunk; }
-  // The factors of the sum of one chunk of a row from column `col` on; `ones` holds n ones.
-  Epilogue of_chunk(int64_t row, int64_t col, int64_t chunk, const float* ones) const {
-    return {a.by_chunk ? a.at(row, chunk) : 1.0f, b_by_chunk ? b + chunk * n + col : ones, nullptr};
+  // The factors of the sums of one chunk of rows and columns, those of rows in `of_rows`.
+  Epilogue of_chunk(int64_t row, int64_t m, int64_t col, int64_t chunk, float* of_rows) const {
+    for (int64_t i = 0; i < m; ++i) of_rows[i] = a.by_chunk ? a.at(row + i, chunk) : 1.0f;
+    return {of_rows, b_by_chunk ? b + chunk * n + col : ones(), nullptr};
   }
-  // The factors of the sum over all chunks.
-  Epilogue at_the_end(int64_t row, int64_t col, const float* bias, const float* ones) const {
-    return {a.by_chunk ? 1.0f : a.at(row, 0), b_by_chunk ? ones : b + col, bias};
+  // The factors of the sums over all chunks.
+  void of_rows(int64_t row, int64_t m, float* factors) const {
+    for (int64_t i = 0; i < m; ++i) factors[i] = a.by_chunk ? 1.0f : a.at(row + i, 0);
   }
+  const float* of_columns(int64_t col) const { return b_by_chunk ? ones() : b + col; }
 };
-
-// One for each column of the tile.
-inline const float* ones() {
-  static const std::vector<float> all(kTileCols, 1.0f);
-  return all.data();
-}
 
 // A part of the result: rows [row, row + m) by columns [col, col + n).
 struct Part {
@@ -92,23 +94,15 @@ struct Panels {
   int64_t words;
 };
 
-// sums [m, n] = or += the products over the elements [first_k, first_k + k) of K.
+// sums [m, n] = or += the products over the elements [first_k, first_k + k) of K, which are
+// multiplied by the scales of chunks.
 template <class Kernel>
-void multiply_pass(const Kernel& kernel, const Panels& panels, Part part, int64_t first_k,
-                   int64_t k, const BothScales& scales, Sums sums) {
-  int64_t words = kernel.words(k);
-  if (!scales.by_chunk()) {
-    for (int64_t j = 0; j < part.n; j += kernel.nr) {
-      for (int64_t i = 0; i < part.m; i += kernel.mr) {
-        kernel.micro(words, panels.a + i * words, panels.b + j * panels.words, sums.at(i, j),
-                     sums.ld, first_k > 0);
-      }
-    }
-    return;
-  }
+void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int64_t first_k,
+                     int64_t k, const BothScales& scales, Sums sums) {
   alignas(64) static thread_local float tile[kTileRows * kTileCols];
+  float of_rows[kTileRows];
   int64_t step_m = kTileRows / kernel.mr * kernel.mr, step_n = kTileCols / kernel.nr * kernel.nr;
-  int64_t step_w = kernel.words(kChunk);
+  int64_t words = kernel.words(k), step_w = kernel.words(kChunk);
   for (int64_t r = 0; first_k == 0 && r < part.m; ++r) {
     std::fill(sums.at(r, 0), sums.at(r, part.n), 0.0f);
   }
@@ -125,22 +119,61 @@ void multiply_pass(const Kernel& kernel, const Panels& panels, Part part, int64_
           }
         }
         int64_t chunk = first_k / kChunk + w / step_w;
-        for (int64_t r = 0; r < m; ++r) {
-          Epilogue scale = scales.of_chunk(part.row + row + r, part.col + col, chunk, ones());
-          loops().accumulate_row(tile + r * kTileCols, scale, sums.at(row + r, col), 1, n);
-        }
+        Epilogue scale = scales.of_chunk(part.row + row, m, part.col + col, chunk, of_rows);
+        loops().accumulate_tile({tile, kTileCols, m, n}, scale, sums.at(row, col), sums.ld, 1);
       }
     }
   }
 }
 
-// store(row, first column, n, sums) for pieces of rows.
-template <class Store>
-void store_sums(Part part, Sums sums, const Store& store) {
-  for (int64_t col = 0; col < part.n; col += kTileCols) {
-    for (int64_t r = 0; r < part.m; ++r) {
-      int64_t n = std::min(kTileCols, part.n - col);
-      store(part.row + r, part.col + col, n, sums.at(r, col));
+// The part of a result that a block of a gives, and the factors of its rows.
+struct Output {
+  const Result& result;
+  const BothScales& scales;
+  Part part;
+  const float* of_rows;  // [part.m]
+
+  // Tile (row, col) of the part, of m x n at most.
+  void store(int64_t row, int64_t col, int64_t m, int64_t n, Sums sums) const {
+    SumTile tile = {sums.data, sums.ld, std::min(m, part.m - row), std::min(n, part.n - col)};
+    int64_t at_col = part.col + col;
+    void* to = result.element(part.row + row, at_col);
+    Epilogue e = {of_rows + row, scales.of_columns(at_col),
+                  result.bias == nullptr ? nullptr : result.bias + at_col};
+    if (result.adds) {
+      loops().accumulate_tile(tile, e, static_cast<float*>(to), result.stride_i, result.stride_j);
+    } else {
+      loops().store_tile(result.dtype, tile, e, to, result.stride_i);
+    }
+  }
+  // Fetches the lines of the tile before it is multiplied.
+  void fetch(int64_t row, int64_t col, int64_t m) const {
+    int64_t rows = std::min(m, part.m - row);
+    for (int64_t i = 0; i < rows; ++i) {
+      __builtin_prefetch(result.element(part.row + row + i, part.col + col), 1);
+    }
+  }
+  void store_all(Sums sums) const {
+    for (int64_t col = 0; col < part.n; col += kTileCols) {
+      store(0, col, part.m, kTileCols, {sums.at(0, col), sums.ld});
+    }
+  }
+};
+
+// sums = or += the products over [first_k, first_k + k) of K; with the last of K, they are stored.
+// sums: none where this is all of K.
+template <class Kernel>
+void multiply_pass(const Kernel& kernel, const Panels& panels, int64_t first_k, int64_t k,
+                   bool is_last, Sums sums, const Output& out) {
+  alignas(64) float tile[kMaxRows * kMaxCols];
+  int64_t words = kernel.words(k);
+  for (int64_t j = 0; j < out.part.n; j += kernel.nr) {
+    for (int64_t i = 0; i < out.part.m; i += kernel.mr) {
+      Sums to = sums.data == nullptr ? Sums{tile, kernel.nr} : Sums{sums.at(i, j), sums.ld};
+      if (is_last) out.fetch(i, j, kernel.mr);
+      kernel.micro(words, panels.a + i * words, panels.b + j * panels.words, to.data, to.ld,
+                   first_k > 0);
+      if (is_last) out.store(i, j, kernel.mr, kernel.nr, to);
     }
   }
 }
@@ -153,17 +186,25 @@ inline Sums sums_of(Scratch& scratch, int64_t rows, int64_t cols, int64_t nr) {
 }
 
 // With subnormal bf16 numbers, which the bf16 dot product reads as zero: in FP32.
-inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, Part part,
-                             const BothScales& scales, Sums sums) {
-  static thread_local Scratch scratch[2];
+inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, const Output& out) {
+  static thread_local Scratch scratch[3];
   const GemmKernel& exact = loops().gemm_f32;
+  Part part = out.part;
   uint32_t* packed_a = panels(scratch[0], part.m, exact.mr, k);
   uint32_t* packed_b = panels(scratch[1], kTileCols, exact.nr, k);
-  pack_rows(exact, exact.pack_a, exact.mr, a, part.row, part.m, k, packed_a);
+  Sums sums = sums_of(scratch[2], ceil_div(part.m, exact.mr) * exact.mr, kTileCols, exact.nr);
+  pack_rows(exact, exact.pack_a, a, part.row, part.m, k, packed_a);
   for (int64_t col = 0; col < part.n; col += kTileCols) {
-    Part tile = {part.row, part.col + col, part.m, std::min(kTileCols, part.n - col)};
-    pack_rows(exact, exact.pack_b, exact.nr, b, tile.col, tile.n, k, packed_b);
-    multiply_pass(exact, {packed_a, packed_b, k}, tile, 0, k, scales, {sums.at(0, col), sums.ld});
+    Output here = out;
+    here.part = {part.row, part.col + col, part.m, std::min(kTileCols, part.n - col)};
+    pack_rows(exact, exact.pack_b, b, here.part.col, here.part.n, k, packed_b);
+    Panels both = {packed_a, packed_b, k};
+    if (out.scales.by_chunk()) {
+      multiply_chunks(exact, both, here.part, 0, k, out.scales, sums);
+      here.store_all(sums);
+    } else {
+      multiply_pass(exact, both, 0, k, true, {nullptr, 0}, here);
+    }
   }
 }
 
@@ -179,13 +220,15 @@ using Lost = std::vector<std::atomic<bool>>;
 // The rows of a part times its columns, over the elements [first_k, first_k + count) of K; `packed`
 // are these columns of b. all: the sums of the part, or none where this is all of K. With the last
 // elements of K, results are stored.
-template <class Kernel, class Store>
+template <class Kernel>
 void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k, Part part,
                    int64_t first_k, int64_t count, const uint32_t* packed, Sums all, Lost& lost,
-                   const BothScales& scales, const Store& store, int64_t threads) {
+                   const BothScales& scales, const Result& result, int64_t threads) {
   int64_t words = kernel.words(count), step_k = k_per_pass(kernel);
   int64_t panels_m = ceil_div(part.m, kernel.mr), panels_n = ceil_div(part.n, kernel.nr);
-  int64_t step_m = kPanelsPerBlock * kernel.mr, tile = kTileCols / kernel.nr * kernel.nr;
+  int64_t step_m = kPanelsPerBlock * kernel.mr;
+  int64_t tile = kTileCols / kernel.nr * kernel.nr;
+  bool by_chunk = scales.by_chunk(), in_one_pass = k <= step_k;
   // Of all of K, so that the blocks of a are the same each time.
   double flops = 2.0 * static_cast<double>(part.m) * static_cast<double>(part.n) *
                  static_cast<double>(kernel.words(k));
@@ -193,44 +236,54 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
   torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t begin, int64_t end) {
     static thread_local Scratch for_a, for_sums;
     uint32_t* packed_a = panels(for_a, step_m, kernel.mr, kernel.words(std::min(count, step_k)));
+    float of_rows[kPanelsPerBlock * kMaxRows];
     for (int64_t share = begin; share < end; ++share) {
       int64_t sm = share / split.n, sn = share % split.n;
       int64_t m_end = std::min(part.m, panels_m * (sm + 1) / split.m * kernel.mr);
       int64_t n_begin = panels_n * sn / split.n * kernel.nr;
       int64_t n_end = std::min(part.n, panels_n * (sn + 1) / split.n * kernel.nr);
-      int64_t step_n = k <= step_k ? tile : n_end - n_begin;  // several passes add to all sums
+      int64_t step_n = by_chunk && in_one_pass ? tile : n_end - n_begin;
       for (int64_t row = panels_m * sm / split.m * kernel.mr; row < m_end; row += step_m) {
         int64_t m = std::min(step_m, m_end - row);
         bool lost_here = lost[row / kernel.mr];
+        scales.of_rows(part.row + row, m, of_rows);
         for (int64_t col = n_begin; col < n_end; col += step_n) {
           Part here = {part.row + row, part.col + col, m, std::min(step_n, n_end - col)};
-          Sums sums = all.data == nullptr ? sums_of(for_sums, step_m, here.n, kernel.nr)
-                                          : Sums{all.at(row, col), all.ld};
+          Output out = {result, scales, here, of_rows};
+          Sums sums = {nullptr, 0};
+          if (all.data != nullptr) {
+            sums = {all.at(row, col), all.ld};
+          } else if (by_chunk || !in_one_pass) {
+            sums = sums_of(for_sums, step_m, here.n, kernel.nr);
+          }
           for (int64_t at_k = 0; !lost_here && (at_k == 0 || at_k < count); at_k += step_k) {
-            int64_t pass = std::min(step_k, count - at_k);
+            int64_t first = first_k + at_k, pass = std::min(step_k, count - at_k);
             if (col == n_begin) {
-              lost_here = pack_rows(kernel, kernel.pack_a, kernel.mr, along_k(a, first_k + at_k),
-                                    here.row, m, pass, packed_a);
+              lost_here =
+                  pack_rows(kernel, kernel.pack_a, along_k(a, first), here.row, m, pass, packed_a);
             }
-            const uint32_t* from = packed + col * words + kernel.words(at_k) * kernel.nr;
-            multiply_pass(kernel, {packed_a, from, words}, here, first_k + at_k, pass, scales,
-                          sums);
+            if (lost_here) break;
+            Panels both = {packed_a, packed + col * words + kernel.words(at_k) * kernel.nr, words};
+            bool is_last = first + pass >= k;
+            if (by_chunk) {
+              multiply_chunks(kernel, both, here, first, pass, scales, sums);
+              if (is_last) out.store_all(sums);
+            } else {
+              multiply_pass(kernel, both, first, pass, is_last, sums, out);
+            }
           }
           if (lost_here) lost[row / kernel.mr] = true;
-          if (first_k + count < k) continue;
-          if (lost_here) multiply_exactly(a, b, k, here, scales, sums);
-          store_sums(here, sums, store);
+          if (lost_here && first_k + count >= k) multiply_exactly(a, b, k, out);
         }
       }
     }
   });
 }
 
-// All of a [M, K] times b [K, N]; b is given with its columns as rows. Applies the scales that vary
-// along K; `store` applies the others: it is called for each piece of a row of the result.
-template <class Kernel, class Store>
+// All of a [M, K] times b [K, N]; b is given with its columns as rows.
+template <class Kernel>
 void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
-              const BothScales& scales, const Store& store, Resources use = all_threads()) {
+              const BothScales& scales, const Result& result, Resources use = all_threads()) {
   static thread_local Scratch for_b, for_sums;
   int64_t nr = kernel.nr, step_k = kPassesTogether * k_per_pass(kernel);
   bool at_once = k <= step_k;
@@ -251,13 +304,13 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
         torch::stable::parallel_for(
             0, ceil_div(part.n, nr), grain, [&](int64_t begin, int64_t end) {
               int64_t first = begin * nr, columns = std::min(part.n, end * nr) - first;
-              if (pack_rows(kernel, kernel.pack_b, nr, along_k(b, first_k), col + first, columns,
-                            count, packed + first * words)) {
+              if (pack_rows(kernel, kernel.pack_b, along_k(b, first_k), col + first, columns, count,
+                            packed + first * words)) {
                 lost_b = true;
               }
             });
         if (lost_b) std::fill(lost.begin(), lost.end(), true);
-        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, store,
+        multiply_part(kernel, a, b, k, part, first_k, count, packed, all, lost, scales, result,
                       use.threads);
       }
     }

@@ -1,5 +1,5 @@
 // Operands of a matrix product as panels: pieces of `width` rows, with the elements of one k side
-// by side, in the words that a kernel multiplies.
+// by side, in the words that a kernel multiplies; and where its result goes.
 #pragma once
 
 #include "cpu/parallel.h"
@@ -14,26 +14,14 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
   int64_t rows, stride_i, stride_k;
 };
 
-constexpr int64_t kPackedTogether = 64;  // of K, where neighbouring panels are packed together
+using Pack = decltype(GemmKernel::pack_a);
 
-// Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
-// lost.
+// Packs rows [first, first + count) of x. Returns whether an element was lost.
 template <class Kernel>
-bool pack_rows(const Kernel& kernel, decltype(GemmKernel::pack_a) pack, int64_t width,
-               const Matrix& x, int64_t first, int64_t count, int64_t k, uint32_t* out) {
-  // Where panels are narrow pieces of the same rows of memory, they are packed while these are in
-  // the cache.
-  int64_t together = x.stride_i == 1 ? kPackedTogether : std::max<int64_t>(1, k);
-  bool lost = false;
-  for (int64_t done = 0; done < k; done += together) {
-    for (int64_t row = 0; row < count; row += width) {
-      int64_t element = (first + row) * x.stride_i + done * x.stride_k;
-      lost |= pack(x.dtype, at(x.data, x.dtype, element), x.stride_i, x.stride_k,
-                   std::min(width, count - row), std::min(together, k - done),
-                   out + row * kernel.words(k) + kernel.words(done) * width);
-    }
-  }
-  return lost;
+bool pack_rows(const Kernel& kernel, Pack pack, const Matrix& x, int64_t first, int64_t count,
+               int64_t k, uint32_t* out) {
+  return pack(x.dtype, at(x.data, x.dtype, first * x.stride_i), x.stride_i, x.stride_k, count, k,
+              out, kernel.words(k));
 }
 
 inline uint32_t* panels(Scratch& scratch, int64_t rows, int64_t width, int64_t words) {
@@ -45,5 +33,19 @@ inline uint32_t* panels(Scratch& scratch, int64_t rows, int64_t width, int64_t w
 inline Matrix along_k(const Matrix& x, int64_t first) {
   return {x.dtype, at(x.data, x.dtype, first * x.stride_k), x.rows, x.stride_i, x.stride_k};
 }
+
+// Element (i, j) is data[i * stride_i + j * stride_j]. Either stored, with stride_j = 1, or, in
+// fp32, added to.
+struct Result {
+  Dtype dtype;
+  char* data;
+  int64_t stride_i, stride_j;
+  bool adds;
+  const float* bias;  // [n], or null
+
+  void* element(int64_t row, int64_t col) const {
+    return at(data, dtype, row * stride_i + col * stride_j);
+  }
+};
 
 }  // namespace mixprec::cpu

@@ -28,7 +28,9 @@ Levels levels() {
               __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  // Of the processors with bf16 only Intel's Cooper Lake has no VBMI; it multiplies in FP32 anyway.
+  bool bf16 =
+      avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
   // Intel's cores begin a bf16 dot product every second cycle and two FP32 FMAs every cycle: half
   // the FLOP/s. By name, not by a measurement: the two round differently, and runs are to be
   // repeated.

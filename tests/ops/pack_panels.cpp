@@ -1,4 +1,4 @@
-// The packing loops of every level that this processor has write nothing beyond their panel.
+// The packing loops of every level that this processor has write nothing beyond their panels.
 // Prints what differs. Compiled and run by test_pack_panels.py.
 #include <cstdio>
 #include <vector>
@@ -16,11 +16,13 @@ void check(const char* isa, const char* what, decltype(GemmKernel::pack_a) pack,
   std::vector<unsigned char> source(1 << 18, 0x38);
   for (Dtype dtype : {Dtype::f16, Dtype::bf16, Dtype::e4m3, Dtype::e5m2}) {
     for (int64_t k = 1; k < 80; ++k) {
-      for (int64_t rows : {width, width - 1}) {
+      for (int64_t rows : {width, width - 1, 3 * width + 1}) {
         for (bool adjacent : {false, true}) {
-          int64_t words = (k * words_of_two + 1) / 2 * width;
+          int64_t of_panel = (k * words_of_two + 1) / 2;
+          int64_t words = (rows + width - 1) / width * width * of_panel;
           std::vector<uint32_t> out(words + kBeyond, kUntouched);
-          pack(dtype, source.data(), adjacent ? 1 : 333, adjacent ? 97 : 1, rows, k, out.data());
+          pack(dtype, source.data(), adjacent ? 1 : 333, adjacent ? 97 : 1, rows, k, out.data(),
+               of_panel);
           int beyond = 0;
           for (int i = 0; i < kBeyond; ++i) beyond += out[words + i] != kUntouched;
           if (beyond > 0) std::printf("%s %s: k %ld, %d words beyond\n", isa, what, k, beyond);
@@ -47,6 +49,8 @@ int main() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) check(avx2::table);
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
     check(avx512::table);
+  }
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
     check(avx512::table_bf16);
   }
 #endif

@@ -32,10 +32,11 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "activation_loops.h"
 #include "norm_loops.h"
 
-constexpr GemmKernel gemm_f32{MR, NR, 1, pack<1, MR>, pack<1, NR>, micro_f32<MR, NV>};
+constexpr GemmKernel gemm_f32{MR, NR, 1, pack<MR>, pack<NR>, micro_f32<MR, NV>};
 
 // gemm: the kernel for bf16 and fp8 operands. attention: that for bf16 operands.
-constexpr Loops make_table(const char* isa, GemmKernel gemm, AttentionKernel attention) {
+constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::store_tile) store,
+                           AttentionKernel attention) {
   return {
       .isa = isa,
       .amax = amax,
@@ -62,8 +63,8 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, AttentionKernel att
       .sgd = step_loop<Sgd>,
       .lion = step_loop<Lion>,
       .muon_direction = step_loop<MuonDirection>,
-      .store_row = store_row,
-      .accumulate_row = accumulate_row,
+      .store_tile = store,
+      .accumulate_tile = accumulate_tile,
       .gemm_f32 = gemm_f32,
       .gemm_bf16 = gemm,
       .attention_f32 = attention_f32::attention_kernel,

@@ -1,14 +1,11 @@
-// Loops of gemm: packing, the store of a row, and the fp32 micro-kernel. Included once per
+// Loops of gemm: packing, the store of a tile, and the fp32 micro-kernel. Included once per
 // instruction set, which defines Vec (a vector of floats), fma(a, b, c), and the tile MR x NV.
 
-template <class T>
-uint32_t word(T x) {  // one fp32
-  return float_bits(decode(x));
-}
+static_assert(MR <= kMaxRows && NR <= kMaxCols);
 
 template <class T>
-uint32_t word(T low, T high) {  // a pair of bf16; exact for bf16, E4M3 and E5M2
-  return (float_bits(decode(low)) >> 16) | (float_bits(decode(high)) & 0xFFFF0000u);
+uint32_t word(T x) {
+  return float_bits(decode(x));
 }
 
 // 8 words of fp32; decode_f16c.h has it for the other formats.
@@ -17,22 +14,11 @@ inline void decode_8(const T* __restrict x, uint32_t* __restrict out) {
   for (int i = 0; i < 8; ++i) out[i] = word(x[i]);
 }
 
-// Whether the bf16 dot product would read x as zero because it is subnormal. (fp8 values are normal
-// in bf16.)
-template <int pair, class T>
-uint32_t is_lost(T x) {
-  if constexpr (pair == 2 && sizeof(T) == 2) return (x.bits & 0x7FFFu) - 1u < 0x7Fu;
-  return 0;
-}
-
-// The packing functions return whether an element would be read as zero.
-//
 // A panel whose rows are adjacent in memory (stride_i = 1): copy while decoding.
-template <int pair, int width, class T>
-uint32_t pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
-  uint32_t lost = 0;
+template <int width, class T>
+void pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* __restrict out) {
   int64_t w = 0;
-  if constexpr (pair == 1 && width > 4) {
+  if constexpr (width > 4) {
     // Words beyond the panel come from this row or the next one, which overwrites them.
     constexpr int whole = (width + 7) / 8 * 8;
     static_assert(whole <= 2 * width);
@@ -42,54 +28,71 @@ uint32_t pack_adjacent(const T* src, int64_t stride_k, int64_t words, uint32_t* 
     }
   }
   for (; w < words; ++w, out += width) {
-    const T* __restrict row = src + w * pair * stride_k;
-    if constexpr (pair == 1) {
-      for (int i = 0; i < width; ++i) out[i] = word(row[i]);
-    } else {
-      const T* __restrict next = row + stride_k;
-      for (int i = 0; i < width; ++i) {
-        out[i] = word(row[i], next[i]);
-        lost |= is_lost<pair>(row[i]) | is_lost<pair>(next[i]);
-      }
-    }
+    const T* __restrict row = src + w * stride_k;
+    for (int i = 0; i < width; ++i) out[i] = word(row[i]);
   }
-  return lost;
-}
-
-// The 16 words of one row of a block, decoded element by element so that the loop vectorises.
-template <int pair, class T>
-inline uint32_t decode_words(const T* __restrict row, uint32_t* __restrict words) {
-  uint32_t lost = 0;
-  if constexpr (pair == 1) {
-    for (int j = 0; j < 16; j += 8) decode_8(row + j, words + j);
-  } else {
-    uint16_t halves[32];
-    for (int j = 0; j < 32; ++j) {
-      halves[j] = static_cast<uint16_t>(float_bits(decode(row[j])) >> 16);
-      lost |= is_lost<pair>(row[j]);
-    }
-    __builtin_memcpy(words, halves, sizeof halves);
-  }
-  return lost;
 }
 
 constexpr int kWords = sizeof(Vec) / sizeof(uint32_t);
 typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
 
-// The steps of a transposition: in each block of 2 * side rows and columns, the upper right quarter
-// and the lower left one trade places.
-template <int side, int... lane>
-inline void exchange(Words (&x)[kWords], Indices<lane...>) {
-  constexpr Words upper = {(lane & side ? lane - side + kWords : lane)...};
-  constexpr Words lower = {(lane & side ? lane + kWords : lane + side)...};
-#pragma GCC unroll 16
-  for (int i = 0; i < kWords; ++i) {
-    if ((i & side) != 0) continue;
-    Words a = x[i], b = x[i + side];
-    x[i] = __builtin_shuffle(a, b, upper);
-    x[i + side] = __builtin_shuffle(a, b, lower);
+// Steps of a transposition, which the processors have as one instruction each. Words or pairs of
+// words of a and b in turn, from the low or the high half of each group of four; even or odd
+// groups.
+enum class Step { low_words, high_words, low_pairs, high_pairs, even_groups, odd_groups };
+
+constexpr int source(Step step, int lane) {
+  int group = lane / 4 * 4, place = lane % 4, half = kWords / 2;
+  switch (step) {
+    case Step::low_words:
+    case Step::high_words:
+      return group + place / 2 + 2 * (step == Step::high_words) + place % 2 * kWords;
+    case Step::low_pairs:
+    case Step::high_pairs:
+      return group + place % 2 + 2 * (step == Step::high_pairs) + place / 2 * kWords;
+    default:
+      return group % half * 2 + 4 * (step == Step::odd_groups) + place + lane / half * kWords;
   }
-  if constexpr (side > 1) exchange<side / 2>(x, LaneIndices{});
+}
+
+template <Step step, int... lane>
+inline Words pick(Words a, Words b, Indices<lane...>) {
+  constexpr Words index = {static_cast<uint32_t>(source(step, lane))...};
+  return __builtin_shuffle(a, b, index);
+}
+
+// x, y <- their words as `low` and as `high` takes them
+template <Step low, Step high>
+inline void pick_both(Words& x, Words& y) {
+  Words first = pick<low>(x, y, LaneIndices{});
+  y = pick<high>(x, y, LaneIndices{});
+  x = first;
+}
+
+// x[j] <- the words j of all vectors
+inline void transpose_words(Words (&x)[kWords]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kWords; i += 2) pick_both<Step::low_words, Step::high_words>(x[i], x[i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < kWords; i += 4) {
+    pick_both<Step::low_pairs, Step::high_pairs>(x[i], x[i + 2]);
+    pick_both<Step::low_pairs, Step::high_pairs>(x[i + 1], x[i + 3]);
+    Words third = x[i + 1];  // of the words of the four: they come in the order 0, 2, 1, 3
+    x[i + 1] = x[i + 2], x[i + 2] = third;
+  }
+  // Group l of x[4 * g + c] holds the words 4 * l + c of the vectors 4 * g to 4 * g + 3.
+  if constexpr (kWords == 8) {
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) pick_both<Step::even_groups, Step::odd_groups>(x[c], x[4 + c]);
+  } else if constexpr (kWords == 16) {
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      pick_both<Step::even_groups, Step::odd_groups>(x[c], x[4 + c]);
+      pick_both<Step::even_groups, Step::odd_groups>(x[8 + c], x[12 + c]);
+      pick_both<Step::even_groups, Step::odd_groups>(x[c], x[8 + c]);
+      pick_both<Step::even_groups, Step::odd_groups>(x[4 + c], x[12 + c]);
+    }
+  }
 }
 
 // out[j * ld_out + i] = in[i * ld_in + j] for `rows` rows of a vector of words. A row of out is
@@ -100,7 +103,7 @@ inline void transpose_block(const uint32_t* in, int64_t ld_in, uint32_t* out, in
   Words x[kWords] = {};
 #pragma GCC unroll 16
   for (int i = 0; i < rows; ++i) __builtin_memcpy(&x[i], in + i * ld_in, sizeof x[i]);
-  exchange<kWords / 2>(x, LaneIndices{});
+  transpose_words(x);
 #pragma GCC unroll 16
   for (int j = 0; j < kWords; ++j) {
     __builtin_memcpy(out + j * ld_out, &x[j], j < whole ? sizeof x[j] : rows * sizeof(uint32_t));
@@ -109,14 +112,14 @@ inline void transpose_block(const uint32_t* in, int64_t ld_in, uint32_t* out, in
 
 // A panel that is contiguous along K (stride_k = 1): decode 16 words of each row, then transpose
 // the block, which fits in the L1 cache.
-template <int pair, int width, class T>
-uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
+template <int width, class T>
+void pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t* __restrict out) {
   constexpr int block = 16, side = width < kWords ? width : kWords;
   static_assert(width % side == 0 && block % kWords == 0);
-  uint32_t tile[width][block], lost = 0;
+  uint32_t tile[width][block];
   for (int64_t w = 0; w < words; w += block, out += block * width) {
     for (int i = 0; i < width; ++i) {
-      lost |= decode_words<pair>(src + i * stride_i + w * pair, tile[i]);
+      for (int j = 0; j < block; j += 8) decode_8(src + i * stride_i + w + j, tile[i] + j);
     }
     for (int j = 0; j < block; j += kWords) {
       for (int i = 0; i < width; i += side) {
@@ -124,54 +127,50 @@ uint32_t pack_transposed(const T* src, int64_t stride_i, int64_t words, uint32_t
       }
     }
   }
-  return lost;
 }
 
 // Any strides and any remainder; zeros outside.
-template <int pair, int width, class T>
-uint32_t pack_general(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
-                      uint32_t* __restrict out) {
-  uint32_t lost = 0;
-  for (int64_t first = 0; first < k; first += pair, out += width) {
+template <int width, class T>
+void pack_general(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+                  uint32_t* __restrict out) {
+  for (int64_t at = 0; at < k; ++at, out += width) {
     for (int64_t i = 0; i < width; ++i) {
-      const T* x = src + i * stride_i + first * stride_k;
-      T low{}, high{};
-      if (i < rows) low = *x;
-      if (i < rows && first + 1 < k && pair == 2) high = x[stride_k];
-      if constexpr (pair == 1) {
-        out[i] = word(low);
-      } else {
-        out[i] = word(low, high);
-        lost |= is_lost<pair>(low) | is_lost<pair>(high);
-      }
+      out[i] = word(i < rows ? src[i * stride_i + at * stride_k] : T{});
     }
   }
-  return lost;
 }
 
-template <int pair, int width, class T>
-uint32_t pack_panel(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
-                    uint32_t* out) {
+template <int width, class T>
+void pack_panel(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
+                uint32_t* out) {
   int64_t done = 0;  // of k
-  uint32_t lost = 0;
-  if (rows == width && stride_i == 1) {
-    done = k / pair * pair;
-    lost = pack_adjacent<pair, width>(src, stride_k, done / pair, out);
-  } else if (rows == width && stride_k == 1) {
-    done = k / (16 * pair) * (16 * pair);
-    lost = pack_transposed<pair, width>(src, stride_i, done / pair, out);
+  if (rows >= width && stride_i == 1) {
+    done = k;
+    pack_adjacent<width>(src, stride_k, done, out);
+  } else if (rows >= width && stride_k == 1) {
+    done = k / 16 * 16;
+    pack_transposed<width>(src, stride_i, done, out);
   }
-  return lost | pack_general<pair, width>(src + done * stride_k, stride_i, stride_k, rows, k - done,
-                                          out + done / pair * width);
+  pack_general<width>(src + done * stride_k, stride_i, stride_k, rows, k - done,
+                      out + done * width);
 }
 
-template <int pair, int width>
+template <int width>
 bool pack(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
-          uint32_t* out) {
-  return with_low(dtype, [&](auto t) {
+          uint32_t* out, int64_t words) {
+  // Where panels are narrow pieces of the same rows of memory, they are packed while these are in
+  // the cache.
+  const int64_t step = stride_i == 1 && k > 64 ? 64 : k;
+  with_low(dtype, [&](auto t) {
     const auto* x = static_cast<const typename decltype(t)::type*>(src);
-    return pack_panel<pair, width>(x, stride_i, stride_k, rows, k, out) != 0;
+    for (int64_t first = 0; first < k; first += step) {
+      for (int64_t row = 0; row < rows; row += width) {
+        pack_panel<width>(x + row * stride_i + first * stride_k, stride_i, stride_k, rows - row,
+                          k - first < step ? k - first : step, out + row * words + first * width);
+      }
+    }
   });
+  return false;
 }
 
 constexpr int kWordsAhead = 32;  // words of K, the time in which data comes from the L3 cache
@@ -215,32 +214,50 @@ void micro_f32(int64_t words, const uint32_t* a, const uint32_t* b, float* c, in
   }
 }
 
-void store_row(Dtype out_dtype, const float* acc, const Epilogue& e, void* out, int64_t n) {
+// The epilogue of n sums.
+template <class T>
+inline void store_sums(const float* __restrict sum, float a_scale_inv,
+                       const float* __restrict b_scale_inv, const float* __restrict bias,
+                       T* __restrict out, int64_t n) {
+  if (bias != nullptr) {
+    for (int64_t j = 0; j < n; ++j) {
+      out[j] = Convert<T>::encode(sum[j] * a_scale_inv * b_scale_inv[j] + bias[j]);
+    }
+  } else {
+    for (int64_t j = 0; j < n; ++j) {
+      out[j] = Convert<T>::encode(sum[j] * a_scale_inv * b_scale_inv[j]);
+    }
+  }
+}
+
+void store_tile(Dtype out_dtype, const SumTile& sums, const Epilogue& e, void* out, int64_t ld) {
   with_float(out_dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    T* __restrict result = static_cast<T*>(out);
-    const float a_scale_inv = e.a_scale_inv;
-    const float* __restrict b_scale_inv = e.b_scale_inv;
-    if (e.bias != nullptr) {
-      const float* __restrict bias = e.bias;
-      for (int64_t i = 0; i < n; ++i) {
-        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv[i] + bias[i]);
-      }
-    } else {
-      for (int64_t i = 0; i < n; ++i) {
-        result[i] = Convert<T>::encode(acc[i] * a_scale_inv * b_scale_inv[i]);
+    T* to = static_cast<T*>(out);
+    const float* sum = sums.data;
+    for (int64_t i = 0; i < sums.rows; ++i, sum += sums.ld, to += ld) {
+      if (sums.cols == NR) {
+        store_sums(sum, e.a_scale_inv[i], e.b_scale_inv, e.bias, to, NR);
+      } else {
+        store_sums(sum, e.a_scale_inv[i], e.b_scale_inv, e.bias, to, sums.cols);
       }
     }
   });
 }
 
-void accumulate_row(const float* __restrict acc, const Epilogue& e, float* __restrict out,
-                    int64_t stride, int64_t n) {
-  const float a_scale_inv = e.a_scale_inv;
+void accumulate_tile(const SumTile& sums, const Epilogue& e, float* out, int64_t stride_i,
+                     int64_t stride_j) {
   const float* __restrict b_scale_inv = e.b_scale_inv;
-  if (stride == 1) {
-    for (int64_t i = 0; i < n; ++i) out[i] += acc[i] * a_scale_inv * b_scale_inv[i];
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i * stride] += acc[i] * a_scale_inv * b_scale_inv[i];
+  for (int64_t i = 0; i < sums.rows; ++i) {
+    const float* __restrict sum = sums.data + i * sums.ld;
+    float* __restrict to = out + i * stride_i;
+    float a_scale_inv = e.a_scale_inv[i];
+    if (stride_j == 1) {
+      for (int64_t j = 0; j < sums.cols; ++j) to[j] += sum[j] * a_scale_inv * b_scale_inv[j];
+    } else {
+      for (int64_t j = 0; j < sums.cols; ++j) {
+        to[j * stride_j] += sum[j] * a_scale_inv * b_scale_inv[j];
+      }
+    }
   }
 }

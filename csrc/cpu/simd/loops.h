@@ -22,17 +22,19 @@ struct Indices {};
 // A GEMM micro-kernel and its packed layout. Operands are packed into panels of 4-byte words: one
 // fp32 or a pair of bf16 (k, k + 1). A panel of `width` rows (of a) or columns (of b) is
 // [words of k][width].
+constexpr int kMaxRows = 16, kMaxCols = 32;  // of a panel of a, of b
+
 struct GemmKernel {
   int64_t mr, nr;  // panel widths of a and b
   int64_t k_per_word;
   int64_t words(int64_t k) const { return (k + k_per_word - 1) / k_per_word; }
-  // out[word][width] <- element (i, k) at src[i * stride_i + k * stride_k], zeros beyond rows, k.
-  // Returns true if `micro` would not multiply all elements exactly: bf16 pairs with a subnormal
-  // number.
+  // Panels of `words` words of K each, one after the other <- element (i, k) at
+  // src[i * stride_i + k * stride_k], zeros beyond rows, k. Returns true if `micro` would not
+  // multiply all elements exactly: bf16 pairs with a subnormal number.
   bool (*pack_a)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                 int64_t k, uint32_t* out);
+                 int64_t k, uint32_t* out, int64_t words);
   bool (*pack_b)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                 int64_t k, uint32_t* out);
+                 int64_t k, uint32_t* out, int64_t words);
   // c[mr][nr] (row stride ldc) = or += a_panel * b_panel over `words`.
   void (*micro)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
                 bool accumulate);
@@ -49,11 +51,17 @@ struct SimulatedKernel {
                 const uint32_t* b, float* c, int64_t ldc, bool accumulate);
 };
 
-// The epilogue of a piece of a row of a GEMM's fp32 sums: sum * a_scale_inv * b_scale_inv + bias.
+// A tile of a GEMM's fp32 sums.
+struct SumTile {
+  const float* data;  // row-major
+  int64_t ld, rows, cols;
+};
+
+// What becomes of them: sum * a_scale_inv * b_scale_inv + bias.
 struct Epilogue {
-  float a_scale_inv;         // of the row
-  const float* b_scale_inv;  // [n]
-  const float* bias;         // [n], or null
+  const float* a_scale_inv;  // [rows]
+  const float* b_scale_inv;  // [cols]
+  const float* bias;         // [cols], or null
 };
 
 enum class Master { none, real, remainder };  // remainder: int16 beside a bf16 param
@@ -172,10 +180,11 @@ struct Loops {
   StepLoop<Sgd> sgd;
   StepLoop<Lion> lion;
   StepLoop<MuonDirection> muon_direction;
-  // One row of a GEMM's result from its fp32 accumulators, n contiguous elements.
-  void (*store_row)(Dtype out_dtype, const float* acc, const Epilogue&, void* out, int64_t n);
-  // out[i * stride] += acc[i] * scales
-  void (*accumulate_row)(const float* acc, const Epilogue&, float* out, int64_t stride, int64_t n);
+  // out (row stride ld) <- the epilogue of a tile of sums
+  void (*store_tile)(Dtype out_dtype, const SumTile&, const Epilogue&, void* out, int64_t ld);
+  // out[i * stride_i + j * stride_j] += sums * scales
+  void (*accumulate_tile)(const SumTile&, const Epilogue&, float* out, int64_t stride_i,
+                          int64_t stride_j);
   GemmKernel gemm_f32;   // any operand format, decoded to fp32
   GemmKernel gemm_bf16;  // bf16 and fp8 operands as exact bf16 pairs; gemm_f32 if not supported
   AttentionKernel attention_f32;   // operands decoded to fp32

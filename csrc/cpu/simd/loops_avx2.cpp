@@ -31,7 +31,8 @@ constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {
 }  // namespace
 
 extern const Loops table;
-constinit const Loops table = make_table("avx2", gemm_f32, attention_f32::attention_kernel);
+constinit const Loops table =
+    make_table("avx2", gemm_f32, store_tile, attention_f32::attention_kernel);
 
 }  // namespace mixprec::cpu::avx2
 #endif

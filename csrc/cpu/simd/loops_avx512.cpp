@@ -1,5 +1,5 @@
-// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16, which only gemm and attention use. As
-// in loops_avx2.cpp, std is not used.
+// The loops for AVX-512 (F, BW, DQ, VL), and for AVX512-BF16 with VBMI, which only gemm and
+// attention use. As in loops_avx2.cpp, std is not used.
 #include "formulas.h"
 
 #if defined(__x86_64__)
@@ -31,38 +31,10 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #include "decode_f16c.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx512bf16")
+#pragma GCC target("avx512bf16,avx512vbmi")
 
-// As micro_f32, over pairs of bf16: acc += a0 * b0 + a1 * b1 in fp32.
-template <int mr, int nv>
-void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
-                bool accumulate) {
-  __m512 acc[mr][nv];
-#pragma GCC unroll 16
-  for (int i = 0; i < mr; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < nv; ++j) {
-      acc[i][j] = accumulate ? _mm512_loadu_ps(c + i * ldc + j * 16) : _mm512_setzero_ps();
-    }
-  }
-  for (int64_t w = 0; w < words; ++w, a += mr, b += nv * 16) {
-    prefetch<mr, nv>(a, b);
-    __m512bh row[nv];
-#pragma GCC unroll 4
-    for (int j = 0; j < nv; ++j) row[j] = (__m512bh)_mm512_loadu_si512(b + j * 16);
-#pragma GCC unroll 16
-    for (int i = 0; i < mr; ++i) {
-      __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(a[i]));
-#pragma GCC unroll 4
-      for (int j = 0; j < nv; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x, row[j]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < mr; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < nv; ++j) _mm512_storeu_ps(c + i * ldc + j * 16, acc[i][j]);
-  }
-}
+#include "gemm_bf16_loops.h"
+#include "gemm_bf16_panels.h"
 
 namespace attention_bf16 {
 constexpr int kPair = 2, kRows = kAttentionRows, kVecs = 2;
@@ -74,14 +46,15 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) {
 
 #pragma GCC pop_options
 
-constexpr GemmKernel gemm_bf16{MR, NR, 2, pack<2, MR>, pack<2, NR>, micro_bf16<MR, NV>};
+constexpr GemmKernel gemm_bf16{MR, NR, 2, pack_bf16<MR>, pack_bf16<NR / 2>, micro_bf16<MR, NV>};
 
 }  // namespace
 
 extern const Loops table, table_bf16;
-constinit const Loops table = make_table("avx512", gemm_f32, attention_f32::attention_kernel);
+constinit const Loops table =
+    make_table("avx512", gemm_f32, store_tile, attention_f32::attention_kernel);
 constinit const Loops table_bf16 =
-    make_table("avx512_bf16", gemm_bf16, attention_bf16::attention_kernel);
+    make_table("avx512_bf16", gemm_bf16, store_tile_bf16, attention_bf16::attention_kernel);
 
 }  // namespace mixprec::cpu::avx512
 #endif

@@ -39,6 +39,7 @@ constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 }  // namespace
 
 extern const Loops table;
-constinit const Loops table = make_table("base", gemm_f32, attention_f32::attention_kernel);
+constinit const Loops table =
+    make_table("base", gemm_f32, store_tile, attention_f32::attention_kernel);
 
 }  // namespace mixprec::cpu::base

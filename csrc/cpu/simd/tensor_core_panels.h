@@ -48,14 +48,15 @@ struct Codes {
 
 constexpr int64_t kPanelBlock = 32;  // of K, a multiple of the steps of all tensor cores
 
-// Packs into blocks of kPanelBlock of K: [values][k][width], then [k / in_word][codes][width]. A
-// block has `words` for each of K, not all of them used. value(x, v, block): the v-th value of x.
+// Packs a panel into blocks of kPanelBlock of K: [values][k][width], then [k /
+// in_word][codes][width]. A block has `words` for each of K, not all of them used. value(x, v,
+// block): the v-th value of x.
 template <class Code, int values, int words, int width, class Value>
 void pack_blocks(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
                  int64_t k, uint32_t* out, const Value& value) {
   // To the end of the panel first. Only the codes of the last block may get to its own place there.
   uint32_t* decoded = out + (words - 1) * k * width;
-  pack<1, width>(dtype, src, stride_i, stride_k, rows, k, decoded);
+  pack<width>(dtype, src, stride_i, stride_k, rows, k, decoded, k);
   int32_t least = min_exponent(dtype);
   constexpr int in_word = Codes<Code>::in_word;
   for (int64_t at = 0; at < k; at += kPanelBlock) {
@@ -80,6 +81,19 @@ void pack_blocks(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_
       }
     }
   }
+}
+
+// All panels of rows, each of `words` words for each row.
+template <class Code, int values, int words_of_k, int width, class Value>
+bool pack_panels(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
+                 int64_t k, uint32_t* out, int64_t words, const Value& value) {
+  const char* x = static_cast<const char*>(src);
+  for (int64_t row = 0; row < rows; row += width) {
+    pack_blocks<Code, values, words_of_k, width>(
+        dtype, x + row * stride_i * element_size(dtype), stride_i, stride_k,
+        rows - row < width ? rows - row : width, k, out + row * words, value);
+  }
+  return false;
 }
 
 inline Words largest_in_word(Codes<uint16_t>::Vector x) {
