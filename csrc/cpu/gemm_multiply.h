@@ -7,8 +7,7 @@
 
 #include <atomic>
 
-#include "cpu/gemm_panels.h"
-#include "cpu/gemm_scales.h"
+#include "cpu/gemm_output.h"
 
 namespace mixprec::cpu {
 
@@ -17,7 +16,6 @@ constexpr int64_t kPassesTogether = 2;     // of K, whose panels of b are packed
 constexpr int64_t kPackedBytes = 8 << 20;  // of b at a time
 constexpr int64_t kPanelsPerBlock = 8;     // of a: 448 KB with AVX-512, 192 KB with AVX2
 constexpr int64_t kRowsOfSums = 8192;      // at a time, where not all of K is packed at once
-constexpr int64_t kTileRows = 56, kTileCols = 256;  // of sums that are scaled or stored together
 
 // What a product may use: threads, and memory for b at a time.
 struct Resources {
@@ -46,47 +44,6 @@ Split split_threads(int64_t panels_m, int64_t panels_n, int64_t threads, const K
   return best;
 }
 
-// One for each column of a tile.
-inline const float* ones() {
-  static const std::vector<float> all(kTileCols, 1.0f);
-  return all.data();
-}
-
-// The scales of both operands. Those of b come from `columns_of`, [chunks][n] or [n]; `b` points at
-// the first column of the part.
-struct BothScales {
-  Scales a;
-  const float* b;
-  int64_t n;  // columns of all of b
-  bool b_by_chunk;
-  bool promoted = false;  // the sums of chunks are apart, whether or not they have scales
-
-  bool by_chunk() const { return promoted || a.by_chunk || b_by_chunk; }
-  // The factors of the sums of one chunk of rows and columns, those of rows in `of_rows`.
-  Epilogue of_chunk(int64_t row, int64_t m, int64_t col, int64_t chunk, float* of_rows) const {
-    for (int64_t i = 0; i < m; ++i) of_rows[i] = a.by_chunk ? a.at(row + i, chunk) : 1.0f;
-    return {of_rows, b_by_chunk ? b + chunk * n + col : ones(), nullptr};
-  }
-  // The factors of the sums over all chunks.
-  void of_rows(int64_t row, int64_t m, float* factors) const {
-    for (int64_t i = 0; i < m; ++i) factors[i] = a.by_chunk ? 1.0f : a.at(row + i, 0);
-  }
-  const float* of_columns(int64_t col) const { return b_by_chunk ? ones() : b + col; }
-};
-
-// A part of the result: rows [row, row + m) by columns [col, col + n).
-struct Part {
-  int64_t row, col, m, n;
-};
-
-// fp32 sums, row-major.
-struct Sums {
-  float* data;
-  int64_t ld;
-
-  float* at(int64_t row, int64_t col) const { return data + row * ld + col; }
-};
-
 // Packed panels: those of a hold one pass, those of b `words` of K, from the first word of the
 // pass.
 struct Panels {
@@ -101,7 +58,8 @@ void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int6
                      int64_t k, const BothScales& scales, Sums sums) {
   alignas(64) static thread_local float tile[kTileRows * kTileCols];
   float of_rows[kTileRows];
-  int64_t step_m = kTileRows / kernel.mr * kernel.mr, step_n = kTileCols / kernel.nr * kernel.nr;
+  int64_t width = kernel.width_a(part.m);
+  int64_t step_m = kTileRows / width * width, step_n = kTileCols / kernel.nr * kernel.nr;
   int64_t words = kernel.words(k), step_w = kernel.words(kChunk);
   for (int64_t r = 0; first_k == 0 && r < part.m; ++r) {
     std::fill(sums.at(r, 0), sums.at(r, part.n), 0.0f);
@@ -112,8 +70,9 @@ void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int6
       int64_t m = std::min(step_m, part.m - row);
       for (int64_t w = 0; w < words; w += step_w) {
         for (int64_t j = 0; j < n; j += kernel.nr) {
-          for (int64_t i = 0; i < m; i += kernel.mr) {
-            kernel.micro(std::min(step_w, words - w), panels.a + (row + i) * words + w * kernel.mr,
+          for (int64_t i = 0; i < m; i += width) {
+            kernel.micro(width, std::min(step_w, words - w),
+                         panels.a + (row + i) * words + w * width,
                          panels.b + (col + j) * panels.words + w * kernel.nr,
                          tile + i * kTileCols + j, kTileCols, false);
           }
@@ -126,54 +85,20 @@ void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int6
   }
 }
 
-// The part of a result that a block of a gives, and the factors of its rows.
-struct Output {
-  const Result& result;
-  const BothScales& scales;
-  Part part;
-  const float* of_rows;  // [part.m]
-
-  // Tile (row, col) of the part, of m x n at most.
-  void store(int64_t row, int64_t col, int64_t m, int64_t n, Sums sums) const {
-    SumTile tile = {sums.data, sums.ld, std::min(m, part.m - row), std::min(n, part.n - col)};
-    int64_t at_col = part.col + col;
-    void* to = result.element(part.row + row, at_col);
-    Epilogue e = {of_rows + row, scales.of_columns(at_col),
-                  result.bias == nullptr ? nullptr : result.bias + at_col};
-    if (result.adds) {
-      loops().accumulate_tile(tile, e, static_cast<float*>(to), result.stride_i, result.stride_j);
-    } else {
-      loops().store_tile(result.dtype, tile, e, to, result.stride_i);
-    }
-  }
-  // Fetches the lines of the tile before it is multiplied.
-  void fetch(int64_t row, int64_t col, int64_t m) const {
-    int64_t rows = std::min(m, part.m - row);
-    for (int64_t i = 0; i < rows; ++i) {
-      __builtin_prefetch(result.element(part.row + row + i, part.col + col), 1);
-    }
-  }
-  void store_all(Sums sums) const {
-    for (int64_t col = 0; col < part.n; col += kTileCols) {
-      store(0, col, part.m, kTileCols, {sums.at(0, col), sums.ld});
-    }
-  }
-};
-
 // sums = or += the products over [first_k, first_k + k) of K; with the last of K, they are stored.
 // sums: none where this is all of K.
 template <class Kernel>
 void multiply_pass(const Kernel& kernel, const Panels& panels, int64_t first_k, int64_t k,
                    bool is_last, Sums sums, const Output& out) {
   alignas(64) float tile[kMaxRows * kMaxCols];
-  int64_t words = kernel.words(k);
+  int64_t words = kernel.words(k), width = kernel.width_a(out.part.m);
   for (int64_t j = 0; j < out.part.n; j += kernel.nr) {
-    for (int64_t i = 0; i < out.part.m; i += kernel.mr) {
+    for (int64_t i = 0; i < out.part.m; i += width) {
       Sums to = sums.data == nullptr ? Sums{tile, kernel.nr} : Sums{sums.at(i, j), sums.ld};
-      if (is_last) out.fetch(i, j, kernel.mr);
-      kernel.micro(words, panels.a + i * words, panels.b + j * panels.words, to.data, to.ld,
+      if (is_last) out.fetch(i, j, width);
+      kernel.micro(width, words, panels.a + i * words, panels.b + j * panels.words, to.data, to.ld,
                    first_k > 0);
-      if (is_last) out.store(i, j, kernel.mr, kernel.nr, to);
+      if (is_last) out.store(i, j, width, kernel.nr, to);
     }
   }
 }
@@ -193,11 +118,11 @@ inline void multiply_exactly(const Matrix& a, const Matrix& b, int64_t k, const 
   uint32_t* packed_a = panels(scratch[0], part.m, exact.mr, k);
   uint32_t* packed_b = panels(scratch[1], kTileCols, exact.nr, k);
   Sums sums = sums_of(scratch[2], ceil_div(part.m, exact.mr) * exact.mr, kTileCols, exact.nr);
-  pack_rows(exact, exact.pack_a, a, part.row, part.m, k, packed_a);
+  pack_rows(exact, exact.pack_a, exact.width_a(part.m), a, part.row, part.m, k, packed_a);
   for (int64_t col = 0; col < part.n; col += kTileCols) {
     Output here = out;
     here.part = {part.row, part.col + col, part.m, std::min(kTileCols, part.n - col)};
-    pack_rows(exact, exact.pack_b, b, here.part.col, here.part.n, k, packed_b);
+    pack_rows(exact, exact.pack_b, exact.nr, b, here.part.col, here.part.n, k, packed_b);
     Panels both = {packed_a, packed_b, k};
     if (out.scales.by_chunk()) {
       multiply_chunks(exact, both, here.part, 0, k, out.scales, sums);
@@ -259,8 +184,8 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
           for (int64_t at_k = 0; !lost_here && (at_k == 0 || at_k < count); at_k += step_k) {
             int64_t first = first_k + at_k, pass = std::min(step_k, count - at_k);
             if (col == n_begin) {
-              lost_here =
-                  pack_rows(kernel, kernel.pack_a, along_k(a, first), here.row, m, pass, packed_a);
+              lost_here = pack_rows(kernel, kernel.pack_a, kernel.width_a(m), along_k(a, first),
+                                    here.row, m, pass, packed_a);
             }
             if (lost_here) break;
             Panels both = {packed_a, packed + col * words + kernel.words(at_k) * kernel.nr, words};
@@ -304,8 +229,8 @@ void multiply(const Kernel& kernel, const Matrix& a, const Matrix& b, int64_t k,
         torch::stable::parallel_for(
             0, ceil_div(part.n, nr), grain, [&](int64_t begin, int64_t end) {
               int64_t first = begin * nr, columns = std::min(part.n, end * nr) - first;
-              if (pack_rows(kernel, kernel.pack_b, along_k(b, first_k), col + first, columns, count,
-                            packed + first * words)) {
+              if (pack_rows(kernel, kernel.pack_b, nr, along_k(b, first_k), col + first, columns,
+                            count, packed + first * words)) {
                 lost_b = true;
               }
             });

@@ -16,12 +16,13 @@ struct Matrix {  // element (i, k) is data[i * stride_i + k * stride_k]
 
 using Pack = decltype(GemmKernel::pack_a);
 
-// Packs rows [first, first + count) of x. Returns whether an element was lost.
+// Packs rows [first, first + count) of x into panels of `width`. Returns whether an element was
+// lost.
 template <class Kernel>
-bool pack_rows(const Kernel& kernel, Pack pack, const Matrix& x, int64_t first, int64_t count,
-               int64_t k, uint32_t* out) {
+bool pack_rows(const Kernel& kernel, Pack pack, int64_t width, const Matrix& x, int64_t first,
+               int64_t count, int64_t k, uint32_t* out) {
   return pack(x.dtype, at(x.data, x.dtype, first * x.stride_i), x.stride_i, x.stride_k, count, k,
-              out, kernel.words(k));
+              out, kernel.words(k), width);
 }
 
 inline uint32_t* panels(Scratch& scratch, int64_t rows, int64_t width, int64_t words) {

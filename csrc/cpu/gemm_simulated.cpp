@@ -25,8 +25,9 @@ struct Simulated {
   decltype(GemmKernel::pack_b) pack_b = kernel.pack_b;
 
   int64_t words(int64_t k) const { return kernel.words_of_k * k; }
-  void micro(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
-             bool accumulate) const {
+  int64_t width_a(int64_t /*rows*/) const { return mr; }
+  void micro(int64_t /*width*/, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
+             int64_t ldc, bool accumulate) const {
     kernel.micro(core, least_a, least_b, words / kernel.words_of_k, a, b, c, ldc, accumulate);
   }
 };

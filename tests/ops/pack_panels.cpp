@@ -22,7 +22,7 @@ void check(const char* isa, const char* what, decltype(GemmKernel::pack_a) pack,
           int64_t words = (rows + width - 1) / width * width * of_panel;
           std::vector<uint32_t> out(words + kBeyond, kUntouched);
           pack(dtype, source.data(), adjacent ? 1 : 333, adjacent ? 97 : 1, rows, k, out.data(),
-               of_panel);
+               of_panel, width);
           int beyond = 0;
           for (int i = 0; i < kBeyond; ++i) beyond += out[words + i] != kUntouched;
           if (beyond > 0) std::printf("%s %s: k %ld, %d words beyond\n", isa, what, k, beyond);
@@ -34,7 +34,9 @@ void check(const char* isa, const char* what, decltype(GemmKernel::pack_a) pack,
 
 void check(const Loops& l) {
   for (const GemmKernel* kernel : {&l.gemm_f32, &l.gemm_bf16}) {
-    check(l.isa, "a", kernel->pack_a, kernel->mr, 2 / kernel->k_per_word);
+    for (int64_t width = kernel->any_rows ? 1 : kernel->mr; width <= kernel->mr; ++width) {
+      check(l.isa, "a", kernel->pack_a, width, 2 / kernel->k_per_word);
+    }
     check(l.isa, "b", kernel->pack_b, kernel->nr, 2 / kernel->k_per_word);
   }
   for (const SimulatedKernel* kernel : {&l.simulated, &l.simulated_short}) {

@@ -75,3 +75,12 @@ def test_a_bf16_subnormal_in_any_pass_is_not_lost(at: int, m: int, n: int, threa
         (a[:, at] if of_a else b[at])[place] = 2.0**-130
         got = mixprec.gemm(order(a), order(b), out_dtype=torch.float32)
         assert torch.equal(got, a[:, at, None].float() * b[at].float())
+
+
+def test_subnormal_results_are_rounded(threads: None) -> None:
+    """As bf16, of whole and of partial tiles: 2^-133 is the smallest number."""
+    a, b = (small_integers((m, 40), torch.float8_e4m3fn, seed=m) for m in (50, 75))
+    of_a, of_b = torch.tensor(2.0**-100), torch.tensor(2.0**-35)
+    got = mixprec.gemm(a, b.t(), a_scale_inv=of_a, b_scale_inv=of_b)
+    want = (a.float() @ b.float().t() * of_a * of_b).bfloat16()
+    assert want.count_nonzero() > 1000 and torch.equal(got.view(torch.int16), want.view(torch.int16))

@@ -1,6 +1,7 @@
 // All loops, each after those it uses, and their table. Included once per instruction set, which
 // defines Vec, its operations and the sizes of tiles.
 #include "gemm_loops.h"
+#include "gemm_panel_loops.h"
 #include "grad_loops.h"
 #include "philox_loops.h"
 #include "quantize_loops.h"
@@ -32,7 +33,12 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "activation_loops.h"
 #include "norm_loops.h"
 
-constexpr GemmKernel gemm_f32{MR, NR, 1, pack<MR>, pack<NR>, micro_f32<MR, NV>};
+constexpr GemmKernel make_gemm_f32() {
+  GemmKernel kernel{MR, NR, 1, false, pack<MR>, pack<NR>, {}};
+  kernel.micro_of[MR] = micro_f32<MR, NV>;
+  return kernel;
+}
+constexpr GemmKernel gemm_f32 = make_gemm_f32();
 
 // gemm: the kernel for bf16 and fp8 operands. attention: that for bf16 operands.
 constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::store_tile) store,

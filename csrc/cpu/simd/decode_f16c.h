@@ -1,5 +1,5 @@
-// decode_8 of gemm_loops.h by the processor's conversion of fp16, for AVX2 and AVX-512: fp8 numbers
-// are made fp16 first. The same values; NaN is any NaN.
+// decode_8 of gemm_panel_loops.h by the processor's conversion of fp16, for AVX2 and AVX-512: fp8
+// numbers are made fp16 first. The same values; NaN is any NaN.
 
 inline void decode_halves(__m128i halves, float by, uint32_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),

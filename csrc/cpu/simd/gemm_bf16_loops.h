@@ -32,6 +32,13 @@ void micro_bf16(int64_t words, const uint32_t* a, const uint32_t* b, float* c, i
   }
 }
 
+template <int... width>
+constexpr GemmKernel make_gemm_bf16(Indices<width...>) {
+  return {MR, NR, 2, true, pack_bf16<MR>, pack_bf16<NR>, {nullptr, micro_bf16<width, NV>...}};
+}
+constexpr GemmKernel gemm_bf16 =
+    make_gemm_bf16(Indices<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, MR>{});
+
 // The processor's conversion reads subnormal numbers as zero and keeps the bits of NaN: rows with
 // such values are rounded by integer arithmetic.
 void store_tile_bf16(Dtype out_dtype, const SumTile& sums, const Epilogue& e, void* out,

@@ -1,8 +1,8 @@
 // Packing for AVX512-BF16, in words of two bf16 numbers: bf16 operands as they are, fp8 ones as the
 // bf16 numbers with their values, from tables. Included by loops_avx512.cpp.
 //
-// A panel of 14 rows is one vector wide, one of 32 rows two: `step` rows a vector. Loads and stores
-// are masked where rows or K end.
+// A panel of a is one vector wide, one of b two: `step` rows a vector. Loads and stores are masked
+// where rows or K end.
 
 // The bytes of the bf16 numbers of an fp8 format without their signs.
 struct Bf16Bytes {
@@ -68,12 +68,6 @@ inline __m512i words_of_bytes(__m512i low, __m512i high) {
   __m512i index = _mm512_load_si512(kChoice<first, row, next>.of_bytes);
   return _mm512_permutex2var_epi8(low, index, high);
 }
-template <int first, int row, int next>
-inline __m512i words_of_halves(__m512i x, __m512i y) {
-  __m512i index = _mm512_load_si512(kChoice<first, row, next>.of_halves);
-  return _mm512_permutex2var_epi16(x, index, y);
-}
-
 // Of all bf16 numbers seen: 2 * magnitude - 1, which is below 0xFF for subnormal ones and large for
 // zeros. The bf16 dot product reads subnormal numbers as zero; fp8 numbers are normal in bf16.
 struct Least {
@@ -93,13 +87,12 @@ struct Least {
   }
 };
 
-template <int step>
-inline void store_words(uint32_t* out, __m512i words) {
-  _mm512_mask_storeu_epi32(out, static_cast<__mmask16>((1 << step) - 1), words);
-}
+// The rows of a panel that one vector of words holds: all of a's, half of b's.
+constexpr int64_t rows_of_vector(int64_t width) { return width == 2 * kWords ? kWords : width; }
 
-template <int step>
-constexpr int kPanelWidth = step == 16 ? 32 : step;
+inline void store_words(uint32_t* out, int64_t rows, __m512i words) {
+  _mm512_mask_storeu_epi32(out, static_cast<__mmask16>((1 << rows) - 1), words);
+}
 
 // n numbers of a row, then zeros.
 template <class T>
@@ -109,56 +102,61 @@ inline __m512i load_line(const T* x, int64_t stride, int64_t n) {
   return _mm512_load_si512(line);
 }
 
-// The words of 64 bytes of each of `step` rows, or of `count` numbers of each of `rows`.
-template <class T, int step, bool whole>
-inline void pack_lines(const T* x, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t count,
-                       uint32_t* out, Least& least) {
-  constexpr int width = kPanelWidth<step>;
+// The words of `count` numbers, at most 64 bytes, of each of `rows` rows, as `step` rows of a
+// panel. Inlined, because calls differ in what is constant.
+template <class T>
+__attribute__((always_inline)) inline void pack_lines(const T* x, int64_t stride_i,
+                                                      int64_t stride_k, int64_t rows, int64_t count,
+                                                      uint32_t* out, int64_t step, int64_t width,
+                                                      Least& least) {
   Words v[kWords];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if constexpr (whole) {
-      v[i] = i < step ? (Words)_mm512_loadu_si512(x + i * stride_i) : Words{};
+  for (int i = 0; i < kWords; ++i) {
+    if (i >= rows) {
+      v[i] = Words{};
+    } else if (stride_k == 1 && count == 64 / sizeof(T)) {
+      v[i] = (Words)_mm512_loadu_si512(x + i * stride_i);
     } else {
-      v[i] = (Words)load_line(x + i * stride_i, stride_k, i < rows ? count : 0);
+      v[i] = (Words)load_line(x + i * stride_i, stride_k, count);
     }
-    if (i < step) least.see<T>((__m512i)v[i]);
+    if (i < rows) least.see<T>((__m512i)v[i]);
   }
   transpose_words(v);
-  const int64_t words = whole ? 32 / sizeof(T) : (count + 1) / 2;
+  const int64_t words = (count + 1) / 2;
 #pragma GCC unroll 16
-  for (int j = 0; j < 16; ++j) {
+  for (int j = 0; j < kWords; ++j) {
     if constexpr (sizeof(T) == 2) {
-      if (j < words) store_words<step>(out + j * width, (__m512i)v[j]);
+      if (j < words) store_words(out + j * width, step, (__m512i)v[j]);
     } else {
       __m512i low, high;
       decode_bytes<T>((__m512i)v[j], low, high);
       uint32_t* to = out + 2 * j * width;
-      if (2 * j < words) store_words<step>(to, words_of_bytes<0, 4, 1>(low, high));
-      if (2 * j + 1 < words) store_words<step>(to + width, words_of_bytes<2, 4, 1>(low, high));
+      if (2 * j < words) store_words(to, step, words_of_bytes<0, 4, 1>(low, high));
+      if (2 * j + 1 < words) store_words(to + width, step, words_of_bytes<2, 4, 1>(low, high));
     }
   }
 }
 
 // Rows that are contiguous along K (or with any strides, slowly).
-template <class T, int step>
+template <int usual_width, class T>
 bool pack_along_k(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows, int64_t k,
-                  uint32_t* out, int64_t words) {
-  constexpr int width = kPanelWidth<step>, line = 64 / sizeof(T);
+                  uint32_t* out, int64_t words, int64_t width) {
+  constexpr int64_t line = 64 / sizeof(T);
+  constexpr int64_t usual_step = rows_of_vector(usual_width);
+  const int64_t step = rows_of_vector(width);
   Least least;
   for (int64_t row = 0; row % width != 0 || row < rows; row += step) {
     const T* x = src + row * stride_i;
     uint32_t* to = out + row / width * width * words + row % width;
-    int64_t first = 0;
-    if (rows - row >= step && stride_k == 1) {
-      for (; first + line <= k; first += line, to += line / 2 * width) {
-        pack_lines<T, step, true>(x + first, stride_i, 1, step, line, to, least);
+    int64_t first = 0, here = rows - row < step ? rows - row : step;
+    if (here == usual_step && stride_k == 1) {
+      for (; first + line <= k; first += line, to += line / 2 * usual_width) {
+        pack_lines<T>(x + first, stride_i, 1, usual_step, line, to, usual_step, usual_width, least);
       }
     }
     for (; first < k; first += line, to += line / 2 * width) {
       int64_t count = k - first < line ? k - first : line;
-      pack_lines<T, step, false>(x + first * stride_k, stride_i, stride_k, rows - row, count, to,
-                                 least);
+      pack_lines<T>(x + first * stride_k, stride_i, stride_k, here, count, to, step, width, least);
     }
   }
   return least.any_subnormal();
@@ -168,33 +166,37 @@ constexpr int64_t kKAhead = 8;
 
 // Two vectors of the pairs (low[i], high[i]) in words: i below `step` and the next `step`, zeros
 // where the masks are not set.
-template <int step>
 inline void join_pairs(const Bf16* low, const Bf16* high, uint32_t low_mask, uint32_t high_mask,
-                       Least& least, __m512i (&words)[2]) {
+                       int64_t step, Least& least, __m512i (&words)[2]) {
   __m512i x = _mm512_maskz_loadu_epi16(low_mask, low);
   __m512i y = _mm512_maskz_loadu_epi16(high_mask, high);
+  __m512i index = _mm512_load_si512(kChoice<0, 1, 32>.of_halves);
   least.see<Bf16>(x);
   least.see<Bf16>(y);
-  words[0] = words_of_halves<0, 1, 32>(x, y);
-  words[1] = words_of_halves<step, 1, 32>(x, y);
+  words[0] = _mm512_permutex2var_epi16(x, index, y);
+  index = _mm512_add_epi16(index, _mm512_set1_epi16(static_cast<int16_t>(step)));
+  words[1] = _mm512_permutex2var_epi16(x, index, y);
 }
-template <int step, class E>
-inline void join_pairs(const E* low, const E* high, uint32_t low_mask, uint32_t high_mask, Least&,
-                       __m512i (&words)[2]) {
+template <class E>
+inline void join_pairs(const E* low, const E* high, uint32_t low_mask, uint32_t high_mask,
+                       int64_t step, Least&, __m512i (&words)[2]) {
   __m512i x = _mm512_maskz_loadu_epi8(low_mask, low), low_bytes, high_bytes;
   __m256i y = _mm256_maskz_loadu_epi8(high_mask, high);
+  __m512i index = _mm512_load_si512(kChoice<0, 1, 32>.of_bytes);
   decode_bytes<E>(_mm512_maskz_inserti64x4(0xFF, x, y, 1), low_bytes, high_bytes);
-  words[0] = words_of_bytes<0, 1, 32>(low_bytes, high_bytes);
-  words[1] = words_of_bytes<step, 1, 32>(low_bytes, high_bytes);
+  words[0] = _mm512_permutex2var_epi8(low_bytes, index, high_bytes);
+  index = _mm512_add_epi8(index, _mm512_set1_epi8(static_cast<int8_t>(step)));
+  words[1] = _mm512_permutex2var_epi8(low_bytes, index, high_bytes);
 }
 
-// Rows that are adjacent in memory: pairs of two vectors of rows at a time. Panels whose rows share
-// lines of memory are written side by side.
-template <class T, int step>
+// Rows that are adjacent in memory: two vectors of words at a time. Panels whose rows share lines
+// of memory are written side by side.
+template <class T>
 bool pack_along_rows(const T* src, int64_t stride_k, int64_t rows, int64_t k, uint32_t* out,
-                     int64_t words) {
-  constexpr int width = kPanelWidth<step>;
-  constexpr int64_t together = 8 * step;
+                     int64_t words, int64_t width) {
+  const int64_t step = rows_of_vector(width), together = 8 * step;
+  // The second vector goes to the same panel of b, to the next one of a.
+  const int64_t to_second = step < width ? step : step * words;
   Least least;
   for (int64_t begin = 0; begin < rows; begin += together) {
     int64_t end = begin + together < rows ? begin + together : rows;
@@ -203,36 +205,32 @@ bool pack_along_rows(const T* src, int64_t stride_k, int64_t rows, int64_t k, ui
       bool pair = 2 * w + 1 < k;
       uint32_t* to = out + begin * words + w * width;
       for (int64_t row = begin; row < end; row += 2 * step, to += 2 * step * words) {
-        int64_t count = end - row;
-        uint32_t mask = count < 2 * step ? (1u << count) - 1u
-                                         : static_cast<uint32_t>((uint64_t{1} << 2 * step) - 1);
+        int64_t count = end - row < 2 * step ? end - row : 2 * step;
+        uint32_t mask = static_cast<uint32_t>((uint64_t{1} << count) - 1);
         __builtin_prefetch(low + kKAhead * stride_k + row);
         __builtin_prefetch(high + kKAhead * stride_k + row);
         __m512i pairs[2];
-        join_pairs<step>(low + row, high + row, mask, pair ? mask : 0u, least, pairs);
-        store_words<step>(to, pairs[0]);
-        if (step == 16) {
-          store_words<step>(to + step, pairs[1]);
-        } else if (count > step) {
-          store_words<step>(to + step * words, pairs[1]);
-        }
+        join_pairs(low + row, high + row, mask, pair ? mask : 0u, step, least, pairs);
+        store_words(to, step, pairs[0]);
+        if (step < width || count > step) store_words(to + to_second, step, pairs[1]);
       }
     }
   }
   return least.any_subnormal();
 }
 
-template <int step>
+// usual_width: of most panels.
+template <int usual_width>
 bool pack_bf16(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-               int64_t k, uint32_t* out, int64_t words) {
+               int64_t k, uint32_t* out, int64_t words, int64_t width) {
   return with_low(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     if constexpr (!__is_same(T, Fp16)) {
       const T* x = static_cast<const T*>(src);
       if (stride_i == 1 && stride_k != 1) {
-        return pack_along_rows<T, step>(x, stride_k, rows, k, out, words);
+        return pack_along_rows(x, stride_k, rows, k, out, words, width);
       }
-      return pack_along_k<T, step>(x, stride_i, stride_k, rows, k, out, words);
+      return pack_along_k<usual_width>(x, stride_i, stride_k, rows, k, out, words, width);
     }
     return false;
   });

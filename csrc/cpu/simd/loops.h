@@ -25,19 +25,30 @@ struct Indices {};
 constexpr int kMaxRows = 16, kMaxCols = 32;  // of a panel of a, of b
 
 struct GemmKernel {
-  int64_t mr, nr;  // panel widths of a and b
+  int64_t mr, nr;  // the largest width of a panel of a; the width of those of b
   int64_t k_per_word;
+  bool any_rows;  // a panel of a may have fewer than mr rows
   int64_t words(int64_t k) const { return (k + k_per_word - 1) / k_per_word; }
-  // Panels of `words` words of K each, one after the other <- element (i, k) at
+  // The width of the panels of a block of a, which are as few as can be and alike.
+  int64_t width_a(int64_t rows) const {
+    int64_t panels = (rows + mr - 1) / mr;
+    return any_rows && panels > 0 ? (rows + panels - 1) / panels : mr;
+  }
+  // Panels of `width` rows and `words` words of K, one after the other <- element (i, k) at
   // src[i * stride_i + k * stride_k], zeros beyond rows, k. Returns true if `micro` would not
   // multiply all elements exactly: bf16 pairs with a subnormal number.
   bool (*pack_a)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                 int64_t k, uint32_t* out, int64_t words);
+                 int64_t k, uint32_t* out, int64_t words, int64_t width);
   bool (*pack_b)(Dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                 int64_t k, uint32_t* out, int64_t words);
-  // c[mr][nr] (row stride ldc) = or += a_panel * b_panel over `words`.
-  void (*micro)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
-                bool accumulate);
+                 int64_t k, uint32_t* out, int64_t words, int64_t width);
+  // c[rows][nr] (row stride ldc) = or += a_panel * b_panel over `words`, for each width of a panel.
+  using Micro = void (*)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
+                         bool accumulate);
+  Micro micro_of[kMaxRows + 1];
+  void micro(int64_t width, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
+             int64_t ldc, bool accumulate) const {
+    micro_of[width](words, a, b, c, ldc, accumulate);
+  }
 };
 
 // The same for products as a tensor core computes them, with panels of `words_of_k` words for each

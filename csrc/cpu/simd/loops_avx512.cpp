@@ -33,8 +33,9 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 #pragma GCC push_options
 #pragma GCC target("avx512bf16,avx512vbmi")
 
-#include "gemm_bf16_loops.h"
 #include "gemm_bf16_panels.h"
+// Uses the one above.
+#include "gemm_bf16_loops.h"
 
 namespace attention_bf16 {
 constexpr int kPair = 2, kRows = kAttentionRows, kVecs = 2;
@@ -45,8 +46,6 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) {
 }  // namespace attention_bf16
 
 #pragma GCC pop_options
-
-constexpr GemmKernel gemm_bf16{MR, NR, 2, pack_bf16<MR>, pack_bf16<NR / 2>, micro_bf16<MR, NV>};
 
 }  // namespace
 

@@ -15,7 +15,7 @@ inline Vec two_to(Ints exponent) { return (Vec)((exponent + 127) << 23); }
 
 template <int width>
 bool pack_simulated(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                    int64_t k, uint32_t* out, int64_t words) {
+                    int64_t k, uint32_t* out, int64_t words, int64_t /*width*/) {
   return pack_panels<uint16_t, 1, 2, width>(dtype, src, stride_i, stride_k, rows, k, out, words,
                                             [](uint32_t x, int, int64_t) { return x; });
 }

@@ -1,5 +1,5 @@
 // The panels of gemm_simulated, the exponents of their products, and the rounding mode. Included
-// once per instruction set, after gemm_loops.h.
+// once per instruction set, after gemm_panel_loops.h.
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
 
@@ -56,7 +56,7 @@ void pack_blocks(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_
                  int64_t k, uint32_t* out, const Value& value) {
   // To the end of the panel first. Only the codes of the last block may get to its own place there.
   uint32_t* decoded = out + (words - 1) * k * width;
-  pack<width>(dtype, src, stride_i, stride_k, rows, k, decoded, k);
+  pack<width>(dtype, src, stride_i, stride_k, rows, k, decoded, k, width);
   int32_t least = min_exponent(dtype);
   constexpr int in_word = Codes<Code>::in_word;
   for (int64_t at = 0; at < k; at += kPanelBlock) {

@@ -9,7 +9,7 @@
 
 template <int width, bool is_b>
 bool pack_short(Dtype dtype, const void* src, int64_t stride_i, int64_t stride_k, int64_t rows,
-                int64_t k, uint32_t* out, int64_t words) {
+                int64_t k, uint32_t* out, int64_t words, int64_t /*width*/) {
   return pack_panels<uint8_t, 2, 4, width>(
       dtype, src, stride_i, stride_k, rows, k, out, words, [](uint32_t x, int v, int64_t block) {
         uint32_t magnitude = x & 0x7FFFFFFFu;
