@@ -25,7 +25,7 @@ from needs import needs
 
 import mixprec
 from mixprec.bench.environment import environment
-from mixprec.lean import FIDELITIES
+from mixprec.lean_training import FIDELITIES
 
 BATCH, CONTEXT = 8, 256
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import mixprec
 from mixprec.diagnostics.report import Row
-from mixprec.lean import FIDELITIES
+from mixprec.lean_training import FIDELITIES
 from mixprec.recipes import Recipe
 
 BITS = 1 / math.log(2)  # a loss in nats times this is in bits

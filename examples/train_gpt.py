@@ -53,7 +53,7 @@ import mixprec
 import mixprec.env
 from mixprec.bench import device
 from mixprec.bench.environment import environment
-from mixprec.lean import FIDELITIES
+from mixprec.lean_training import FIDELITIES
 
 __all__ = [
     "BITS",

@@ -31,7 +31,7 @@ from train_gpt import LEAN, check_device, warmup_then_cosine
 import mixprec
 import mixprec.env
 from mixprec.diagnostics.report import Row
-from mixprec.lean import FIDELITIES
+from mixprec.lean_training import FIDELITIES
 
 RECIPES = "fp32,bf16,fp16,fp8,fp8-delayed,fp8-rowwise,fp8-block"
 STEPS = {"cnn": 400, "vit": 1200, "resnet50": 200, "efficientnet_b0": 200, "vit_l": 200}

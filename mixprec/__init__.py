@@ -1,23 +1,10 @@
 """mixprec: mixed-precision training for PyTorch, with its own kernels."""
 
-from . import distributed, functional, nn, optim, scaling
-from .amp.grad_scaler import GradScaler
-from .availability import is_available, why_not
-from .checkpoint import load_checkpoint, save_checkpoint
-from .diagnostics import stats
-from .diagnostics.compare import compare
-from .diagnostics.memory_report import MemoryReport, memory_report
-from .diagnostics.report import Report
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from . import _originals  # noqa: F401  (before other libraries can replace parts of torch)
 from .formats import BF16, E4M3, E5M2, FP16, Format
-from .freeze import freeze
-from .lean import lean
-from .memory import compress_saved
-from .nn import filters
-from .nn.autocast import autocast
-from .nn.cast import cast_parameters
-from .nn.convert import convert, convert_to_float8_training
-from .nn.reuse_weights import reuse_weights
-from .nn.unconvert import unconvert
 from .ops import (
     act_quantize,
     amax,
@@ -31,8 +18,27 @@ from .ops import (
     use_backend,
 )
 from .quantized import Quantized
-from .recipes import Recipe
-from .scaling import update_scales
+
+if TYPE_CHECKING:  # what `__getattr__` imports
+    from . import distributed, functional, nn, optim, scaling
+    from .amp.grad_scaler import GradScaler
+    from .availability import is_available, why_not
+    from .checkpoint import load_checkpoint, save_checkpoint
+    from .diagnostics import stats
+    from .diagnostics.compare import compare
+    from .diagnostics.memory_report import MemoryReport, memory_report
+    from .diagnostics.report import Report
+    from .frozen import freeze
+    from .lean_training import lean
+    from .memory.compress_saved import compress_saved
+    from .nn import filters
+    from .nn.autocast import autocast
+    from .nn.cast import cast_parameters
+    from .nn.convert import convert, convert_to_float8_training
+    from .nn.reuse_weights import reuse_weights
+    from .nn.unconvert import unconvert
+    from .recipes import Recipe
+    from .scaling import update_scales
 
 __all__ = [
     "BF16",
@@ -81,6 +87,50 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_MODULES = {"filters": "nn.filters", "stats": "diagnostics.stats"}
+_MODULES |= {
+    name: name
+    for name in (
+        *("amp", "availability", "checkpoint", "diagnostics", "distributed", "functional"),
+        *("grad_report", "memory", "nn", "optim", "recipes", "scaling", "testing"),
+    )
+}
+_DEFINED_IN = {
+    "GradScaler": "amp.grad_scaler",
+    "MemoryReport": "diagnostics.memory_report",
+    "Recipe": "recipes",
+    "Report": "diagnostics.report",
+    "autocast": "nn.autocast",
+    "cast_parameters": "nn.cast",
+    "compare": "diagnostics.compare",
+    "compress_saved": "memory.compress_saved",
+    "convert": "nn.convert",
+    "convert_to_float8_training": "nn.convert",
+    "freeze": "frozen",
+    "is_available": "availability",
+    "lean": "lean_training",
+    "load_checkpoint": "checkpoint",
+    "memory_report": "diagnostics.memory_report",
+    "reuse_weights": "nn.reuse_weights",
+    "save_checkpoint": "checkpoint",
+    "unconvert": "nn.unconvert",
+    "update_scales": "scaling",
+    "why_not": "availability",
+}
+
+if not TYPE_CHECKING:  # type checkers would take any name for an attribute
+
+    def __getattr__(name: str) -> object:
+        """Import what `import mixprec` leaves out, which takes as long again, when first used."""
+        if name in _MODULES:
+            value = import_module(f".{_MODULES[name]}", __name__)
+        elif name in _DEFINED_IN:
+            value = getattr(import_module(f".{_DEFINED_IN[name]}", __name__), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional
 
+from .. import _originals
 from .running import Op
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ _OURS = OF_MODULES | {"attention", "grouped_linear", "scores", "attended", "norm
 def _functions() -> Iterator[tuple[Callable[..., Any], str]]:
     """Torch's functions and methods, also those in place, and the op that each is."""
     for name in _KIND.keys() - _OURS:
-        for owner in (torch, torch.Tensor, functional, torch._C._nn, torch.special):
+        for owner in (*_originals.PLACES, _originals.C_NN):
             for alias in (name, f"{name}_", f"_{name}", f"__{name}__", f"__i{name}__"):
                 if callable(function := getattr(owner, alias, None)):
                     yield function, name

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import _originals
 from .._context import context, replaced
 
-_BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_MHA = functional.multi_head_attention_forward
+_MHA = _originals.functional.multi_head_attention_forward
 
 
 class Op(NamedTuple):
@@ -100,7 +99,7 @@ class Watch(TorchFunctionMode):
         if func is _MHA:
             with self:  # its parts save as they do outside of it
                 return _without_dispatch(func)(*args, **kwargs)
-        op = None if func in _BACKWARD else _op(self.names.get(func, ""), args, kwargs)
+        op = None if func in _originals.BACKWARD else _op(self.names.get(func, ""), args, kwargs)
         with replaced("op", op):
             result = func(*args, **kwargs)
         # A result without a gradient, of frozen layers, looks like a buffer later.

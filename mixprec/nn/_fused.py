@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .._originals import CALL
 from ..functional._derivatives import is_twice_differentiable
 from ..functional._fused import Norm, run_fused
 from ..functional._linear import check_input
@@ -18,7 +19,7 @@ from ..ops._dispatch import checks
 from . import _region
 from ._fused_forward import own_forward
 from .conv1d import Conv1D
-from .known import CALL, NormSpec, spec_of
+from .known import NormSpec, spec_of
 from .known_norms import as_input
 from .linear import Linear, product_of
 

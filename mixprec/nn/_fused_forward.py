@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._originals import CALLERS
 from .known import load_tables
-
-# Of torch, where it calls the `forward` of `self`.
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._slow_forward.__code__}
-_CALLS |= {c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType)}
 
 
 class FusedForward:
@@ -42,7 +39,7 @@ class FusedForward:
         """The module that calls this, if it is another one: a shallow copy, a replica of
         DataParallel, or what a method of the user's own has copied attributes to."""
         frame = sys._getframe(2)
-        caller = frame.f_locals.get("self") if frame.f_code in _CALLS else None
+        caller = frame.f_locals.get("self") if frame.f_code in CALLERS else None
         return caller if isinstance(caller, nn.Module) and caller is not self.module else None
 
     def unfused(self, *args: Any, **kwargs: Any) -> Any:

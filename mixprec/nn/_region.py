@@ -10,15 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from .._originals import functional
 from ..memory.running import Watch
 from ..ops._dispatch import simulation
 from ..recipes import Recipe
 
 OWN = object()
+_SDPA = functional.scaled_dot_product_attention
 
 
 class SeesRegions(TorchFunctionMode):
@@ -43,7 +44,7 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
+        if func is _SDPA:
             for mode in reversed(_get_current_function_mode_stack()):
                 if isinstance(mode, SeesRegions) and mode.region is None:
                     return mode.inside_of(self, func, *args, **kwargs)

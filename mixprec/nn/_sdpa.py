@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import _get_current_function_mode_stack
 
+from .._originals import functional
 from ..functional._attention import fits, run_attention
 from ..functional._derivatives import is_twice_differentiable
 from ..functional.operands import saved_tensors_hooks
@@ -15,6 +15,8 @@ from ..ops._dispatch import autocast
 from ..recipes import Recipe
 from . import _region
 from ._fused import PLAIN
+
+_SDPA = functional.scaled_dot_product_attention
 
 
 class AttentionMode(_region.SeesRegions):
@@ -41,7 +43,7 @@ class AttentionMode(_region.SeesRegions):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = recipe = None
-        if func is scaled_dot_product_attention and self.around == _surroundings():
+        if func is _SDPA and self.around == _surroundings():
             recipe = _region.recipe_here(self.recipe, self.region)
             operands = None if recipe is None else _operands(*args, **kwargs)
         if recipe is None or operands is None:

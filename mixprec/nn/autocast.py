@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
+from .. import _originals
 from .._context import context, replaced
 from ..recipes import Recipe
 from . import _region
@@ -38,16 +38,13 @@ FP32_OPS: dict[str, tuple[str, ...]] = {
     ),
     "reductions": ("sum", "mean", "prod", "cumsum", "cumprod", "var", "std", "var_mean"),
 }
-_PLACES: tuple[ModuleType | type, ...] = (
-    *(torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg),
-)
 _LOW = (torch.float16, torch.bfloat16)
 
 
 # Every callable of torch named in FP32_OPS.
 _FP32_FUNCTIONS: frozenset[Any] = frozenset(
     getattr(place, name)
-    for place in _PLACES
+    for place in (*_originals.PLACES, _originals.LINALG)
     for names in FP32_OPS.values()
     for name in names
     if hasattr(place, name)

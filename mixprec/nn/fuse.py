@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._originals import METHODS
 from ..functional.operands import share_casts
 from . import _region
 from ._fused import Part, activation_of, norm_of, why_not_fused
@@ -21,7 +22,7 @@ from ._one_pass import FusedNorm, one_pass_class
 from ._sdpa import AttentionMode
 from .known import MLPSpec, load_tables, spec_of
 
-_SEQUENTIAL = nn.Sequential.forward
+_SEQUENTIAL = METHODS[nn.Sequential]["forward"]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward pass
 
 

@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from .. import functional
+from .. import _originals, functional
 from ..recipes import Recipe
 from . import _region
 from ._layer import Layer
@@ -174,9 +174,9 @@ def _is_by_rows(
 
 
 _RUN: dict[Any, Callable[..., torch.Tensor]] = {
-    nn.functional.linear: _linear,
-    nn.functional.conv2d: _conv2d,
-    torch._grouped_mm: _grouped_mm,  # which torch.nn.functional.grouped_mm calls
+    _originals.functional.linear: _linear,
+    _originals.functional.conv2d: _conv2d,
+    _originals.GROUPED_MM: _grouped_mm,
 }
 
 

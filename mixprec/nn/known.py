@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._originals import CALL, METHODS, methods_of
 from ..ops.act_quantize import KINDS
 
 
@@ -52,7 +53,6 @@ class _Known(NamedTuple):
 
 
 _known: dict[type[nn.Module], _Known] = {}
-CALL = nn.Module.__call__  # what torch.fx and others replace while they trace
 # Tables of the classes of other libraries, which are looked at where the library is imported.
 _TABLES = {"transformers": "mixprec.integrations.fused_transformers"}
 
@@ -79,8 +79,7 @@ def register_fusion(kind: type[nn.Module], describe: Describe) -> None:
         raise TypeError(f"register_fusion: kind must be a subclass of nn.Module, got {kind!r}")
     if not callable(describe):
         raise TypeError(f"register_fusion: describe must be callable, got {describe!r}")
-    methods = {name: m for name, m in vars(kind).items() if callable(m)}
-    _known[kind] = _Known(kind.forward, methods, describe)
+    _known[kind] = _Known(kind.forward, methods_of(kind), describe)
 
 
 def load_tables() -> None:
@@ -131,7 +130,11 @@ def _gelu(module: nn.GELU) -> str | None:
     return {"tanh": "gelu_tanh", "none": "gelu"}.get(module.approximate)
 
 
-register_fusion(nn.LayerNorm, _layer_norm)
-register_fusion(nn.RMSNorm, _rms_norm)
-register_fusion(nn.GELU, _gelu)
-register_fusion(nn.SiLU, lambda module: "silu")
+_OF_TORCH: dict[type[nn.Module], Describe] = {
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GELU: _gelu,
+    nn.SiLU: lambda module: "silu",
+}
+for _kind, _describe in _OF_TORCH.items():
+    _known[_kind] = _Known(METHODS[_kind]["forward"], METHODS[_kind], _describe)

@@ -23,7 +23,7 @@ from by_hand import (
 from torch import nn
 
 import mixprec
-from mixprec.freeze import FrozenLinear
+from mixprec.frozen import FrozenLinear
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 

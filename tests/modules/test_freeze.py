@@ -14,7 +14,7 @@ from layer_cases import Adapted, Own, Twice
 from torch import nn
 
 import mixprec
-from mixprec.freeze import FORMATS, FrozenLinear
+from mixprec.frozen import FORMATS, FrozenLinear
 from mixprec.ops.int8 import dequantize_int8, quantize_int8
 
 

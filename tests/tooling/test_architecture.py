@@ -22,7 +22,7 @@ PACKAGE = ROOT / "mixprec"
 # From the bottom up: a module imports only from layers below its own, never sideways. The names are
 # modules of mixprec; a package stands for all its modules, except that ops is taken apart.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("formats", "_atomic", "_context", "_said"),
+    ("formats", "_atomic", "_context", "_originals", "_said"),
     ("quantized",),
     ("ops._dispatch.checks",),
     ("ops._reference",),
@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "env", "diagnostics.env", "freeze", "lean", "availability")
+LEAVES = ("testing", "env", "diagnostics.env", "frozen", "lean_training", "availability")
 # Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
     "quantize": "amax.amax_reference scale.scale_from_amax quantize_mx.quantize_mx_op "
@@ -200,7 +200,8 @@ def test_what_is_installed_under_another_name_is_imported_relatively() -> None:
 
 
 def test_import_is_light(tmp_path: Path) -> None:
-    """No Triton, no CUDA context, and no torch._dynamo (1.3 s), unless torch brings it itself."""
+    """No Triton, no CUDA context, no torch._dynamo (1.3 s) unless torch brings it itself, and of
+    mixprec the ops alone: the rest is imported when it is first used."""
     code = """
 import json, sys, torch
 before = set(sys.modules)
@@ -209,10 +210,20 @@ print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()
 """
     out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path)
     new, cuda_initialized = json.loads(out)
-    assert "mixprec.ops" in new
+    own = {name.split(".")[1] for name in new if name.startswith("mixprec.")}
+    assert own == {"_C", "_context", "_originals", "formats", "ops", "quantized"}
     heavy = [m for m in new if re.match(r"(triton|torch\._(dynamo|inductor)|numpy|matplotlib)", m)]
     assert not heavy
     assert not cuda_initialized
+
+
+def test_type_checkers_see_what_is_imported_when_first_used() -> None:
+    tree = ast.parse(SOURCES["mixprec"].read_text())
+    (block,) = (node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING:"))
+    seen = {a.name: f"{i.module or ''}.{a.name}".lstrip(".") for i in block.body for a in i.names}
+    found = {name: f"{home}.{name}" for name, home in mixprec._DEFINED_IN.items()}
+    found |= {name: path for name, path in mixprec._MODULES.items() if name in mixprec.__all__}
+    assert seen == found
 
 
 WITHOUT = """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
-from mixprec.lean import FIDELITIES
+from mixprec.lean_training import FIDELITIES
 
 
 def make() -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ..._originals import BACKWARD
 from .._reference import tensor_core
 
 _PRODUCTS = {  # by lower-case names without spaces
@@ -15,7 +16,6 @@ _PRODUCTS = {  # by lower-case names without spaces
     **dict.fromkeys(("h100", "h200"), "hopper"),
     "b200": "blackwell",
 }
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class simulate(TorchFunctionMode):
@@ -66,7 +66,7 @@ class simulate(TorchFunctionMode):
 def runs_layers(func: Any) -> bool:
     """Whether layers run inside of a function that torch shows to a mode: those that backward
     computes again, and in compiled code all of a checkpoint and of a branch."""
-    return func in _BACKWARD or isinstance(func, HigherOrderOperator)
+    return func in BACKWARD or isinstance(func, HigherOrderOperator)
 
 
 def current() -> str | None:
