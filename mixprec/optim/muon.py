@@ -203,7 +203,9 @@ def _orthogonal(part: torch.Tensor, p: torch.Tensor, group: dict[str, Any]) -> t
         eps=group["eps"],
         dtype=group["ns_dtype"],
     )
-    update = update.to(part.dtype) * _ratio(group["adjust_lr_fn"], *p.shape)
+    update = update.to(part.dtype)
+    if (ratio := _ratio(group["adjust_lr_fn"], *p.shape)) != 1.0:
+        update *= ratio
     if is_sharded(p):
         everywhere = [Replicate()] * mesh.ndim
         whole = DTensor.from_local(update, mesh, everywhere, run_check=False)

@@ -53,6 +53,13 @@ def test_orthogonalize_is_the_formula(shape: tuple[int, int], backend: str) -> N
     assert orthogonalize(torch.zeros(shape)).eq(0).all()
 
 
+def test_half_of_a_symmetric_product_is_computed_with_the_same_bits() -> None:
+    """On a CPU, in strips, of which the last is narrow."""
+    for shape in ((300, 300), (257, 400), (513, 300)):
+        x = normal(shape, torch.float32)
+        assert torch.equal(orthogonalize(x, steps=3), newton_schulz(x, 3))
+
+
 @pytest.mark.parametrize(("dtype", "largest", "near"), [("bf16", 1.21, 0.97), ("fp8", 1.35, 0.95)])
 def test_orthogonalize_levels_the_singular_values(dtype: str, largest: float, near: float) -> None:
     for shape in ((256, 512), (48, 32), (200, 200)):
