@@ -11,6 +11,16 @@ import torch
 from .ops import underflow_share
 
 
+def is_set(flag: torch.Tensor) -> torch.Tensor | bool:
+    """Whether a flag of one element is not 0: a bool if the host need not wait for that, else a
+    tensor, bool [], on the flag's device."""
+    return bool(flag) if on_host(flag) else flag.reshape(()) != 0
+
+
+def on_host(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and x.device.type == "cpu"  # no FakeTensor, without values
+
+
 class Table(NamedTuple):
     """The counts on one device."""
 
@@ -79,12 +89,16 @@ class GradCounts:
         self._last[device] = Table(list(params), elements, counts)
         return counts
 
-    def finish(self, found_inf: torch.Tensor) -> None:
-        """End a step. If `found_inf` is set, its counts become those of the last overflow."""
+    def finish(self, overflowed: torch.Tensor | bool) -> None:
+        """End a step. If it overflowed (bool []), its counts become those of the last overflow."""
         for device, table in self._last.items():
-            overflowed = (found_inf.reshape(()) != 0).to(device, non_blocking=True)
+            if overflowed is True:
+                self._overflow[device] = table
+            if isinstance(overflowed, bool):
+                continue
             table, before = _aligned(table, self._overflow.get(device))
-            counts = torch.where(overflowed, table.counts, before)
+            here = overflowed.to(device, non_blocking=True)
+            counts = torch.where(here, table.counts, before)
             self._overflow[device] = table._replace(counts=counts)
 
     def underflow_share(self, home: torch.device) -> torch.Tensor | None:

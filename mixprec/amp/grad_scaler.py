@@ -246,6 +246,10 @@ class GradScaler(UnscalesPrepared):
             raise AssertionError("No inf checks were recorded prior to update.")
         assert self._hysteresis_tracker is not None, "created with the scale"
         assert self._counters is not None, "created with the scale"
+        is_one = len(flags) == 1 and (flags[0].device, flags[0].dtype) == (
+            scale.device,
+            scale.dtype,
+        )
         share, threshold = None, self._grow_on_underflow
         if threshold is not None:
             share = self._reader.underflow_share(self._per_optimizer_states, scale.device)
@@ -254,7 +258,7 @@ class GradScaler(UnscalesPrepared):
             growth_tracker,
             self._hysteresis_tracker,
             self._counters,
-            any_flag(flags, scale.device),
+            flags[0] if is_one else any_flag(flags, scale.device),
             share,
             growth_factor=1.0 if self._static else self._growth_factor,
             backoff_factor=1.0 if self._static else self._backoff_factor,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from ..distributed import Ranks
-from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
+from ..grad_report import GradCounts, Overflow, Underflow, is_set, namer, worst_first
 from ..ops import grad_stats_
 from .optimizers import any_flag, gradients, params_of
 
@@ -64,7 +64,7 @@ class GradReader:
         if not alone:
             none = torch.zeros(0, dtype=torch.float64, device=home)
             self.ranks.agree_(found_inf, none, [], [], 0, everyone)
-        counts.finish(found_inf)
+        counts.finish(is_set(found_inf))
         return {home: found_inf}
 
     def underflow_share(self, stepped: Collection[int], home: torch.device) -> torch.Tensor | None:

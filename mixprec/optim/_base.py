@@ -14,7 +14,14 @@ from torch.optim.optimizer import ParamsT
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, PLAIN, gradient_of, is_copy, local
 from ..distributed import Ranks
-from ..grad_report import GradCounts, Overflow, Underflow, namer, worst_first
+from ..grad_report import (
+    GradCounts,
+    Overflow,
+    Underflow,
+    is_set,
+    namer,
+    worst_first,
+)
 from ..ops import inv_scale
 from . import _grad_norms, _repr, _settings, _state8
 from ._batches import Batch, Batches
@@ -85,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
         """Treat every param as modified by other code since the last step."""
         self._batches = Batches(type(self).__name__, self._policy)
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
-        self._last_skip: torch.Tensor | None = None  # bool []; None without a check
+        self._last_skip: torch.Tensor | bool | None = None  # bool []; None without a check
         self.grad_counts = GradCounts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -256,13 +263,15 @@ class Optimizer(torch.optim.Optimizer):
                     self.ranks, batches, found_inf, self._sums, self.param_groups
                 )
                 self._sums = sums if must_read else {}
+            self._last_skip = is_set(found_inf)
             if not seen:
-                self.grad_counts.finish(found_inf)
+                self.grad_counts.finish(self._last_skip)
             self.skipped = self.skipped.to(found_inf.device)
-            self._last_skip = found_inf.reshape(()) != 0
-            self.skipped += self._last_skip
-        factors = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
-        self._update_batches(batches, unscale, factors, found_inf)
+            if self._last_skip is not False:
+                self.skipped += self._last_skip
+        if self._last_skip is not True:
+            factors = _grad_norms.clip_factors(self._sums, self.param_groups, self.max_grad_norm)
+            self._update_batches(batches, unscale, factors, found_inf)
         if self._batches.met_main_grad:
             self._clear_main_grads()  # also where the step is skipped: model.zero_grad() cannot
         self._batches.remember()

@@ -80,7 +80,8 @@ class Batches:
             grads = [local(placed_like(grad, p)) for grad, p in zip(grads, params, strict=True)]
         states = list(map(state.__getitem__, params))
         dtypes, versions = [p.dtype for p in data], [p._version for p in data]
-        addresses = [p.data_ptr() for p in data]  # assigning p.data leaves the version as it is
+        # Assigning p.data leaves the version as it is.
+        addresses = list(map(torch.Tensor.data_ptr, data))
         now = (list(map(id, params)), dtypes, list(map(len, states)), moments)
         known = self._known.get(g)
         if known is not None and known[:6] == (*now, addresses, versions):

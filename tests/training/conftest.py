@@ -10,12 +10,20 @@ import torch.distributed as dist
 from compare_task import MLP, STEPS, data
 
 import mixprec
+from mixprec import grad_report
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Of a checkpoint, alone in its folder."""
     return tmp_path / "run.pt"
+
+
+@pytest.fixture(params=["host", "device"])
+def flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an overflow: read on the host, as on a CPU, and left on the device, as on a GPU."""
+    if request.param == "device":
+        monkeypatch.setattr(grad_report, "on_host", lambda _: False)
 
 
 @pytest.fixture

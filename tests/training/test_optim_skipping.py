@@ -11,7 +11,10 @@ import torch
 from cases import GRADS
 from optimizers import KINDS, LOW, Kind, Run, assert_same, kinds, mixed, set_grads
 
+from mixprec import grad_report
 from mixprec.amp.grad_scaler import GradScaler
+
+pytestmark = pytest.mark.usefixtures("flags")
 
 
 @kinds
@@ -112,6 +115,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a scaler, with one, and with unscale_; NaN in the last step."""
     synchronizes = Mock(side_effect=AssertionError("this waits for the device"))
     with monkeypatch.context() as patched:
+        patched.setattr(grad_report, "on_host", lambda _: False)
         for method in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu"):
             patched.setattr(torch.Tensor, method, synchronizes)
         for function in ("equal", "is_nonzero", "allclose"):

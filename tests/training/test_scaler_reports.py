@@ -37,6 +37,8 @@ from torch import nn
 from mixprec.amp.grad_scaler import GradScaler
 from mixprec.grad_report import Overflow, Underflow
 
+pytestmark = pytest.mark.usefixtures("flags")
+
 
 class Model(nn.Module):
     """Three parameters, one of them shared by two modules."""
