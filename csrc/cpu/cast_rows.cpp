@@ -37,11 +37,10 @@ struct Job {
   bool is_mx() const { return blocks.cols == kMxBlock.cols; }
 };
 
-// Memory of this thread, kept for its next band.
+// Memory of this thread, kept for its next band; in whole cache lines, as vectors are stored.
 float* scratch(int64_t floats) {
-  static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats) memory.resize(floats);
-  return memory.data();
+  static thread_local Scratch memory;
+  return static_cast<float*>(memory.get(floats * 4));
 }
 
 int64_t band_of(const Job& job) {

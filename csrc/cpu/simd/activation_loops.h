@@ -2,6 +2,8 @@
 // side_by_side.h. As there, a piece is processed in blocks: what is narrower than fp32 is widened
 // first.
 
+constexpr int64_t kPart = 480;  // elements of a block: whole numbers of Several and of cache lines
+
 // n elements of x in fp32: x itself, or in the buffer.
 inline const float* in_fp32(Dtype dtype, const void* x, int64_t i, int64_t n, float* buffer) {
   if (dtype == Dtype::f32) return static_cast<const float*>(x) + i;
@@ -94,10 +96,10 @@ __attribute__((noinline)) bool is_near(const float* __restrict x, float limit, i
 }
 
 void act(Activation kind, Dtype dtype, const void* x, const void* up, float* y, int64_t n) {
-  alignas(64) float buffer[2][kBlock];
+  alignas(64) float buffer[2][kPart];
   with_kind(kind, [&](auto k) {
-    for (int64_t i = 0; i < n; i += kBlock) {
-      int64_t count = n - i < kBlock ? n - i : kBlock;
+    for (int64_t i = 0; i < n; i += kPart) {
+      int64_t count = n - i < kPart ? n - i : kPart;
       const float* wide = in_fp32(dtype, x, i, count, buffer[0]);
       bool near = kind == Activation::relu2 || is_near(wide, activation_near(kind), count);
       if (up == nullptr) {
@@ -113,10 +115,10 @@ void act(Activation kind, Dtype dtype, const void* x, const void* up, float* y, 
 
 void act_backward(Activation kind, Dtype g_dtype, Dtype dtype, const void* g, const void* x,
                   const void* up, float* dx, float* dup, int64_t n) {
-  alignas(64) float buffer[3][kBlock];
+  alignas(64) float buffer[3][kPart];
   with_kind(kind, [&](auto k) {
-    for (int64_t i = 0; i < n; i += kBlock) {
-      int64_t count = n - i < kBlock ? n - i : kBlock;
+    for (int64_t i = 0; i < n; i += kPart) {
+      int64_t count = n - i < kPart ? n - i : kPart;
       const float* of_y = in_fp32(g_dtype, g, i, count, buffer[0]);
       const float* wide = in_fp32(dtype, x, i, count, buffer[1]);
       bool near = kind == Activation::relu2 || is_near(wide, activation_near(kind), count);
