@@ -105,6 +105,8 @@ def _run(args: argparse.Namespace) -> int:
             rows.append(measure(case, Budget(args.samples, math.inf, seconds)))
         results.save(args.out, where, rows)
     print(f"written: {args.out}")
+    if args.device == "cpu" and not args.op and not args.quick:
+        print(_place(where))
     if where["load"] is not None and where["load"] > BUSY * where["cores"]:
         print(
             f"the machine was busy (load {where['load']} on {where['cores']} cores): measure again"
@@ -116,6 +118,17 @@ def _run(args: argparse.Namespace) -> int:
         print("", *table.plain(table.FAMILY_HEADER, groups), sep="\n")
     print(table.summary(rows))
     return 1 if table.bad(rows) else 0
+
+
+def _place(where: dict[str, Any]) -> str:
+    """Which committed file the results of a whole run on this processor are for."""
+    path = results.of_processor(where)
+    text = f"the results of this processor in the repository: {path}"
+    try:
+        old = results.load(path)["environment"]
+    except results.ResultError:
+        return f"{text} (there is none yet)"
+    return f"{text} (of {old['date'][:10]}, commit {old['commit']})"
 
 
 def _measure_on_gpu(

@@ -134,6 +134,8 @@ def gpu_results(root: Path) -> dict[str, list[dict[str, Any]]]:
     """The result files of make gpu-bench, by GPU. ResultError for a dry run: it has no figures."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((root / results.RESULTS).glob("*/bench-*.json")):
+        if path.parent == root / results.CPU:
+            continue
         content = results.load(path)
         where = content["environment"]
         if where.get("dry_run") is not False or where["gpu_name"] == device.FAKE_NAME:
@@ -193,7 +195,7 @@ def kernel_bytes(root: Path, of: str) -> str:
     return table.markdown(_BYTES_HEADER, body)
 
 
-# Of the results of make bench, and of a file of the block's own name.
+# Of the results of make bench on each processor, and of a file of the block's own name.
 OF_BENCH: dict[str, Block] = {
     "bench": bench,
     "bench summary": bench_summary,
@@ -214,7 +216,7 @@ def block(root: Path, name: str) -> str | None:
     cpu = root / results.CPU
     kind, _, of = name.partition(" ")
     if name in OF_BENCH:
-        return OF_BENCH[name](results.load(cpu / "bench.json"))
+        return "\n\n".join(map(OF_BENCH[name], results.of_all_processors(root)))
     if name == "demo":
         return demo(results.read_json(cpu / "demo.json"), accuracy.load(cpu, "gpt"))
     if name in OF_A_FILE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,16 @@ RESULTS = Path("bench") / "results"  # in the repository
 CPU = RESULTS / "cpu"
 # What must agree for two files to be comparable: times of another machine say nothing.
 SAME = ("processor", "threads", "isa", "gpu")
+
+
+def of_processor(environment: dict[str, Any]) -> Path:
+    """The file of a whole run of the cases on this kind of processor, in the repository."""
+    words = re.sub(r"\((r|tm)\)", "", f"{environment['processor']} {environment['isa']}".lower())
+    return CPU / f"bench-{'-'.join(re.findall(r'[a-z0-9]+', words))}.json"
+
+
+def of_all_processors(root: Path) -> list[dict[str, Any]]:
+    return [load(path) for path in sorted((root / CPU).glob("bench-*.json"))]
 
 
 class ResultError(Exception):

@@ -56,9 +56,12 @@ def machine() -> dict[str, Any]:
     flags = (info.get("flags") or info.get("features") or "").split()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu, gpu_reason = _gpu()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in info:  # rented machines name the maker alone
+        name += f" (family {info['cpu family']}, model {info.get('model')})"
     return {
         "system": platform.platform(),
-        "processor": info.get("model name") or platform.processor() or platform.machine(),
+        "processor": name,
         "cores": usable,
         "threads": torch.get_num_threads(),
         "features": [name for name in FEATURES if name in flags],
