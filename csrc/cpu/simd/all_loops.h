@@ -62,7 +62,7 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .unpack = unpack,
       .quantize_mx = quantize_mx,
       .quantize_mx_columns = quantize_mx_columns,
-      .dequantize_mx = dequantize_mx,
+      .dequantize_mx = dequantize_mx<Registers>,
       .unscale = unscale,
       .grad_stats = grad_stats,
       .adamw = step_loop<AdamW>,

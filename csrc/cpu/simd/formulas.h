@@ -11,3 +11,4 @@
 #include "math/scale.h"
 #include "math/state8.h"
 #include "math/unscale.h"
+#include "vectors.h"

@@ -25,6 +25,10 @@ inline Lanes product(Lanes a, uint32_t b) {
 }
 constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {2, 6, 3, 7};
 
+struct Registers {
+  static constexpr bool of_32_words = false;
+};
+
 #include "all_loops.h"
 #include "decode_f16c.h"
 

@@ -27,6 +27,23 @@ inline Lanes product(Lanes a, uint32_t b) {
 constexpr Lanes kIota = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5, 13, 6, 14, 7, 15};
 
+// Vectors of 32 words, which are permuted as one. By intrinsics: GCC 12 widens and narrows halves.
+// The forms without a mask warn, as above.
+struct Registers {
+  static constexpr bool of_32_words = true;
+  static Words32 widen(Bytes32 x) { return (Words32)_mm512_maskz_cvtepu8_epi16(~0u, (__m256i)x); }
+  static Uints16 widen(Bytes16 x) { return (Uints16)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)x); }
+  static Uints16 widen(Words16 x) { return (Uints16)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)x); }
+  static Words16 narrow(Uints16 x) { return (Words16)_mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)x); }
+  static Words32 lower(Words16 x) { return (Words32)_mm512_castsi256_si512((__m256i)x); }
+  static Words32 look_up(Words32 table, Words32 index) {  // by the low 5 bits
+    return (Words32)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)index, (__m512i)table);
+  }
+  static Vec look_up(Vec table, Uints16 index) {  // by the low 4 bits
+    return _mm512_maskz_permutexvar_ps(0xFFFF, (__m512i)index, table);
+  }
+};
+
 #include "all_loops.h"
 #include "decode_f16c.h"
 

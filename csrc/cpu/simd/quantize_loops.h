@@ -48,8 +48,6 @@ uint32_t quantize(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void
   });
 }
 
-typedef uint8_t Bytes16 __attribute__((vector_size(16)));
-
 // Transposes 16 x 16 bytes, from rows ld apart to rows ld_t apart, in four rounds that interleave
 // halves.
 inline void transpose_16x16(const uint8_t* in, int64_t ld, uint8_t* out, int64_t ld_t) {
