@@ -25,9 +25,7 @@ inline Lanes product(Lanes a, uint32_t b) {
 }
 constexpr Lanes kIota = {0, 1, 2, 3}, kFirstPairs = {0, 4, 1, 5}, kLastPairs = {2, 6, 3, 7};
 
-struct Registers {
-  static constexpr bool of_32_words = false;
-};
+typedef PlainRegisters Registers;
 
 #include "all_loops.h"
 #include "decode_f16c.h"

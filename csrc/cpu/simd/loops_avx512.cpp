@@ -35,6 +35,19 @@ struct Registers {
   static Uints16 widen(Bytes16 x) { return (Uints16)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)x); }
   static Uints16 widen(Words16 x) { return (Uints16)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)x); }
   static Words16 narrow(Uints16 x) { return (Words16)_mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)x); }
+  static Bytes32 narrow_bytes(Words32 x) {
+    return (Bytes32)_mm512_maskz_cvtepi16_epi8(~0u, (__m512i)x);
+  }
+  static Bytes16 narrow_bytes(Uints16 x) {
+    return (Bytes16)_mm512_maskz_cvtepi32_epi8(0xFFFF, (__m512i)x);
+  }
+  // The high halves of a and b, with the last bit set if any in the low half is.
+  static Words32 cut(Uints16 a, Uints16 b) {
+    constexpr Words32 even = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                              32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    Words32 low = __builtin_shuffle((Words32)a, (Words32)b, even);
+    return __builtin_shuffle((Words32)a, (Words32)b, even + 1) | (low < 1 ? low : 1);
+  }
   static Words32 lower(Words16 x) { return (Words32)_mm512_castsi256_si512((__m256i)x); }
   static Words32 look_up(Words32 table, Words32 index) {  // by the low 5 bits
     return (Words32)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)index, (__m512i)table);

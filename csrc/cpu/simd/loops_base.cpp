@@ -34,9 +34,7 @@ inline Lanes product(Lanes a, uint32_t b) {
 }
 constexpr Lanes kIota = {0, 1}, kFirstPairs = {0, 2}, kLastPairs = {1, 3};
 
-struct Registers {
-  static constexpr bool of_32_words = false;
-};
+typedef PlainRegisters Registers;
 
 #include "all_loops.h"
 

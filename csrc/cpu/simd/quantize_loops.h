@@ -48,43 +48,79 @@ uint32_t quantize(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void
   });
 }
 
-// Transposes 16 x 16 bytes, from rows ld apart to rows ld_t apart, in four rounds that interleave
-// halves.
-inline void transpose_16x16(const uint8_t* in, int64_t ld, uint8_t* out, int64_t ld_t) {
-  Bytes16 a[16], b[16];
-  for (int i = 0; i < 16; ++i) __builtin_memcpy(&a[i], in + i * ld, 16);
+inline Bytes16 interleave_low(Bytes16 a, Bytes16 b) {
+  return __builtin_shuffle(a, b,
+                           Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+}
+inline Bytes16 interleave_high(Bytes16 a, Bytes16 b) {
+  return __builtin_shuffle(a, b,
+                           Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+}
+inline Words8 interleave_low(Words8 a, Words8 b) {
+  return __builtin_shuffle(a, b, Words8{0, 8, 1, 9, 2, 10, 3, 11});
+}
+inline Words8 interleave_high(Words8 a, Words8 b) {
+  return __builtin_shuffle(a, b, Words8{4, 12, 5, 13, 6, 14, 7, 15});
+}
+inline Uints4 interleave_low(Uints4 a, Uints4 b) {
+  return __builtin_shuffle(a, b, Uints4{0, 4, 1, 5});
+}
+inline Uints4 interleave_high(Uints4 a, Uints4 b) {
+  return __builtin_shuffle(a, b, Uints4{2, 6, 3, 7});
+}
+
+template <int bytes>
+struct VectorOf;
+template <>
+struct VectorOf<1> {
+  using type = Bytes16;
+};
+template <>
+struct VectorOf<2> {
+  using type = Words8;
+};
+template <>
+struct VectorOf<4> {
+  using type = Uints4;
+};
+
+// Transposes a square of 16 bytes a row, from rows ld apart to rows ld_t apart, in rounds that
+// interleave halves.
+template <class T>
+void transpose_square(const T* in, int64_t ld, T* out, int64_t ld_t) {
+  using V = typename VectorOf<sizeof(T)>::type;
+  constexpr int side = 16 / sizeof(T);
+  V a[side], b[side];
+#pragma GCC unroll 16
+  for (int i = 0; i < side; ++i) __builtin_memcpy(&a[i], in + i * ld, 16);
 #pragma GCC unroll 4
-  for (int round = 0; round < 4; ++round) {
+  for (int round = 1; round < side; round *= 2) {
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      b[2 * i] = __builtin_shuffle(a[i], a[i + 8],
-                                   Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-      b[2 * i + 1] = __builtin_shuffle(
-          a[i], a[i + 8], Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+    for (int i = 0; i < side / 2; ++i) {
+      b[2 * i] = interleave_low(a[i], a[i + side / 2]);
+      b[2 * i + 1] = interleave_high(a[i], a[i + side / 2]);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) a[i] = b[i];
+    for (int i = 0; i < side; ++i) a[i] = b[i];
   }
-  for (int i = 0; i < 16; ++i) __builtin_memcpy(out + i * ld_t, &a[i], 16);
+#pragma GCC unroll 16
+  for (int i = 0; i < side; ++i) __builtin_memcpy(out + i * ld_t, &a[i], 16);
 }
 
 // out[c * ld_t + r] = in[r * ld + c]
-template <class Q>
-void transpose_tile(const Q* in, int64_t ld, Q* out, int64_t ld_t, int64_t rows, int64_t cols) {
-  int64_t full_rows = 0, full_cols = 0;
-  if constexpr (sizeof(Q) == 1) {
-    full_rows = rows & ~int64_t{15};
-    full_cols = cols & ~int64_t{15};
-    for (int64_t c = 0; c < full_cols; c += 16) {
-      for (int64_t r = 0; r < full_rows; r += 16) {
-        transpose_16x16(reinterpret_cast<const uint8_t*>(in + r * ld + c), ld,
-                        reinterpret_cast<uint8_t*>(out + c * ld_t + r), ld_t);
-      }
+template <class T>
+void transpose_tile(const T* in, int64_t ld, T* out, int64_t ld_t, int64_t rows, int64_t cols) {
+  constexpr int64_t side = 16 / sizeof(T);
+  int64_t full_rows = rows / side * side, full_cols = cols / side * side;
+  for (int64_t r = 0; r < full_rows; r += side) {
+    for (int64_t c = 0; c < full_cols; c += side) {
+      transpose_square(in + r * ld + c, ld, out + c * ld_t + r, ld_t);
     }
   }
   for (int64_t c = 0; c < cols; ++c) {
-    for (int64_t r = c < full_cols ? full_rows : 0; r < rows; ++r)
+    for (int64_t r = c < full_cols ? full_rows : 0; r < rows; ++r) {
       out[c * ld_t + r] = in[r * ld + c];
+    }
   }
 }
 
