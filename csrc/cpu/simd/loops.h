@@ -173,7 +173,7 @@ struct Loops {
   // index of the first one in whole blocks, for its random bits. Returns the amax as above.
   uint32_t (*quantize_mx)(const BlockCastRule&, const void* x, int64_t n, int64_t element,
                           uint8_t* q, uint8_t* scale_inv);
-  // The same of the transpose of at most 256 rows (from the start of a block on) and 32 columns of
+  // The same of the transpose of at most 128 rows (from the start of a block on) and 128 columns of
   // x (row stride ld); in rows of the transpose with these strides, also of their elements.
   void (*quantize_mx_columns)(const BlockCastRule&, const void* x, int64_t ld, int64_t rows,
                               int64_t cols, int64_t element, int64_t ld_element, uint8_t* q_t,

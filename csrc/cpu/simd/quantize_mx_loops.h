@@ -4,7 +4,7 @@
 // two, or the product is cut to 16 bits with a bit for the rest, which no format of at most 4 bits
 // of significand can tell apart.
 
-constexpr int64_t kMxRows = 256, kMxCols = 32;
+constexpr int64_t kMxRows = 128, kMxCols = 128;
 
 struct MxBuffers {
   alignas(64) float values[kMxPiece];
@@ -336,6 +336,21 @@ uint32_t quantize_mx(const BlockCastRule& rule, const void* x, int64_t n, int64_
   return most;
 }
 
+// The transpose of a tile, with zeros beyond `rows`. Rows of x are fetched early, also those of the
+// next tile below.
+template <class X>
+void turn(const X* x, int64_t ld, int64_t rows, int64_t cols, X* turned, int64_t ld_turned) {
+  for (int64_t r = 0; r < rows; r += kAhead) {
+    for (int64_t i = r + 2 * kAhead; i < r + 3 * kAhead; ++i) prefetch_row(x + i * ld, cols);
+    int64_t count = rows - r < kAhead ? rows - r : kAhead;
+    transpose_tile(x + r * ld, ld, turned + r, ld_turned, count, cols);
+  }
+  for (int64_t c = 0; rows < ld_turned && c < cols; ++c) {
+    uint64_t bytes = static_cast<uint64_t>(ld_turned - rows) * sizeof(X);
+    __builtin_memset(static_cast<void*>(turned + c * ld_turned + rows), 0, bytes);
+  }
+}
+
 void quantize_mx_columns(const BlockCastRule& rule, const void* x, int64_t ld, int64_t rows,
                          int64_t cols, int64_t element, int64_t ld_element, uint8_t* q_t,
                          int64_t ld_q, uint8_t* scale_inv_t, int64_t ld_scale) {
@@ -346,11 +361,27 @@ void quantize_mx_columns(const BlockCastRule& rule, const void* x, int64_t ld, i
       using E = typename decltype(e)::type;
       constexpr int block = sizeof(typename decltype(size)::type) / sizeof(int);
       alignas(64) X turned[kMxCols * kMxRows];
-      transpose_tile(static_cast<const X*>(x), ld, turned, kMxRows, rows, cols);
-      for (int64_t c = 0; c < cols; ++c) {
-        quantize_row<E, block>(rule, turned + c * kMxRows, rows, element + c * ld_element, buffers,
-                               q_t + c * ld_q, scale_inv_t + c * ld_scale);
+      alignas(64) uint8_t codes[kMxPiece], scales[kMxPiece / block];
+      int64_t whole = (rows + kMxGroup - 1) / kMxGroup * kMxGroup;
+      turn(static_cast<const X*>(x), ld, rows, cols, turned, whole);
+      bool stream = ld * ld_q >= kStreamed;
+      int64_t at_once = rule.stochastic ? 1 : kMxPiece / whole;  // columns: random bits have gaps
+      for (int64_t c = 0; c < cols; c += at_once) {
+        int64_t count = cols - c < at_once ? cols - c : at_once;
+        quantize_groups<E, block>(rule, turned + c * whole, count * whole,
+                                  element + c * ld_element, buffers, codes, scales);
+        for (int64_t i = 0; i < count; ++i) {
+          const uint8_t* from = codes + i * block_bytes(rule.format, whole);
+          int64_t bytes = block_bytes(rule.format, rows);
+          for (int64_t j = 0; j < bytes; j += 64) {
+            uint64_t line = static_cast<uint64_t>(bytes - j < 64 ? bytes - j : 64);
+            store_line(q_t + (c + i) * ld_q + j, from + j, line, stream);
+          }
+          __builtin_memcpy(scale_inv_t + (c + i) * ld_scale, scales + i * (whole / block),
+                           static_cast<uint64_t>(blocks_of(rule.format, rows)));
+        }
       }
+      if (stream) end_stream();
     });
   });
 }
