@@ -1,5 +1,5 @@
 // All loops, each after those it uses, and their table. Included once per instruction set, which
-// defines Vec, its operations and the sizes of tiles.
+// defines Vec, its operations, Registers and the sizes of tiles.
 #include "gemm_loops.h"
 #include "gemm_panel_loops.h"
 #include "grad_loops.h"
@@ -18,8 +18,15 @@
 #include "step_loops.h"
 #include "unpack_loops.h"
 
-// These use pack_loops.h.
+// In this order.
+#include "dequantize_mx_words.h"
+//
 #include "dequantize_mx_loops.h"
+//
+#include "quantize_mx_scales.h"
+//
+#include "quantize_mx_codes.h"
+//
 #include "quantize_mx_loops.h"
 
 namespace attention_f32 {

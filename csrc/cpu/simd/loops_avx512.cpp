@@ -32,9 +32,15 @@ constexpr Lanes kFirstPairs = {0, 8, 1, 9, 2, 10, 3, 11}, kLastPairs = {4, 12, 5
 struct Registers {
   static constexpr bool of_32_words = true;
   static Words32 widen(Bytes32 x) { return (Words32)_mm512_maskz_cvtepu8_epi16(~0u, (__m256i)x); }
-  static Uints16 widen(Bytes16 x) { return (Uints16)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)x); }
-  static Uints16 widen(Words16 x) { return (Uints16)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)x); }
-  static Words16 narrow(Uints16 x) { return (Words16)_mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)x); }
+  static Uints16 widen(Bytes16 x) {
+    return (Uints16)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)x);
+  }
+  static Uints16 widen(Words16 x) {
+    return (Uints16)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)x);
+  }
+  static Words16 narrow(Uints16 x) {
+    return (Words16)_mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)x);
+  }
   static Bytes32 narrow_bytes(Words32 x) {
     return (Bytes32)_mm512_maskz_cvtepi16_epi8(~0u, (__m512i)x);
   }

@@ -49,8 +49,7 @@ uint32_t quantize(Dtype x_dtype, Dtype q_dtype, const void* x, float scale, void
 }
 
 inline Bytes16 interleave_low(Bytes16 a, Bytes16 b) {
-  return __builtin_shuffle(a, b,
-                           Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  return __builtin_shuffle(a, b, Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
 }
 inline Bytes16 interleave_high(Bytes16 a, Bytes16 b) {
   return __builtin_shuffle(a, b,
