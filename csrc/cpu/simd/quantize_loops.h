@@ -173,7 +173,11 @@ void quantize_tile(const X* x, float scale, Q* q, Q* q_t, int64_t rows, int64_t 
     }
     store_line(q + r * ld, out, static_cast<uint64_t>(n) * sizeof(Q), stream);
   }
+  // GCC 12 takes the tile for unwritten, since the loops above could have no iterations.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
   transpose_tile(tile, kTile, turned, kTile, rows, n);
+#pragma GCC diagnostic pop
   for (int64_t k = 0; k < n; ++k) {
     store_line(q_t + k * ld_t, turned + k * kTile, static_cast<uint64_t>(rows) * sizeof(Q), stream);
   }
