@@ -239,11 +239,12 @@ class Optimizer(torch.optim.Optimizer):
         grad_scale, found_inf = self._current_scaling()
         # Gradients that a scaler's unscale_ has checked are read again only for their norm.
         seen = found_inf is not None and grad_scale is None
-        of_torch = seen and self._scaling is None and self._batches.met_main_grad
+        of_torch = found_inf is not None and self._scaling is None and self._batches.met_main_grad
         if of_torch and any(gradient_of(p) is not p.grad for b in batches for p in b.params):
             raise RuntimeError(
-                f"{type(self).__name__}.step: torch.amp.GradScaler.unscale_ does not unscale "
-                "main_grad: use mixprec.GradScaler, or max_grad_norm in place of unscale_"
+                f"{type(self).__name__}.step: torch.amp.GradScaler does not see main_grad: "
+                "unscale_ would leave it as it is, and its overflow not reduce the scale. Use "
+                "mixprec.GradScaler"
             )
         self._low = self._low or self._batches.met_low_precision
         limits = [self.max_grad_norm, *(g.get("max_grad_norm") for g in self.param_groups)]

@@ -89,6 +89,18 @@ def test_main_grad_counts_before_grad_and_goes_with_the_step() -> None:
     assert (alone.main_grad.item(), beside.main_grad) == (0.0, None)
 
 
+def test_torchs_scaler_does_not_see_main_grad() -> None:
+    """An overflow there would be skipped step after step, at a scale that grows."""
+    params = [torch.nn.Parameter(torch.ones(8).bfloat16()) for _ in range(2)]
+    optimizer, scaler = SGD(params, lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    params[0].main_grad, params[1].grad = torch.full((8,), torch.inf), torch.ones(8).bfloat16()
+    with pytest.raises(RuntimeError, match="its overflow not reduce the scale"):
+        scaler.step(optimizer)
+    del params[0].main_grad
+    scaler.step(optimizer)
+
+
 def test_zero_grad_clears_main_grad() -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamW(params)
