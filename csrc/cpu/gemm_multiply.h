@@ -17,6 +17,8 @@ constexpr int64_t kPackedBytes = 8 << 20;  // of b at a time
 constexpr int64_t kPanelsPerBlock = 8;     // of a: 448 KB with AVX-512, 192 KB with AVX2
 constexpr int64_t kRowsOfSums = 8192;      // at a time, where not all of K is packed at once
 
+constexpr int64_t kStoredTogether = 1024;  // sums; some tiles of a micro-kernel, in the L1 cache
+
 // What a product may use: threads, and memory for b at a time.
 struct Resources {
   int64_t threads, packed_bytes;
@@ -90,15 +92,19 @@ void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int6
 template <class Kernel>
 void multiply_pass(const Kernel& kernel, const Panels& panels, int64_t first_k, int64_t k,
                    bool is_last, Sums sums, const Output& out) {
-  alignas(64) float tile[kMaxRows * kMaxCols];
-  int64_t words = kernel.words(k), width = kernel.width_a(out.part.m);
-  for (int64_t j = 0; j < out.part.n; j += kernel.nr) {
-    for (int64_t i = 0; i < out.part.m; i += width) {
-      Sums to = sums.data == nullptr ? Sums{tile, kernel.nr} : Sums{sums.at(i, j), sums.ld};
-      if (is_last) out.fetch(i, j, width);
-      kernel.micro(width, words, panels.a + i * words, panels.b + j * panels.words, to.data, to.ld,
-                   first_k > 0);
-      if (is_last) out.store(i, j, width, kernel.nr, to);
+  alignas(64) float tile[kStoredTogether];
+  int64_t words = kernel.words(k), width = kernel.width_a(out.part.m), nr = kernel.nr;
+  int64_t step_m = kStoredTogether / (width * nr) * width;
+  for (int64_t j = 0; j < out.part.n; j += nr) {
+    for (int64_t row = 0; row < out.part.m; row += step_m) {
+      int64_t end = std::min(row + step_m, out.part.m);
+      Sums to = sums.data == nullptr ? Sums{tile, nr} : Sums{sums.at(row, j), sums.ld};
+      if (is_last) out.fetch(row, j, step_m);
+      for (int64_t i = row; i < end; i += width) {
+        kernel.micro(width, words, panels.a + i * words, panels.b + j * panels.words,
+                     to.at(i - row, 0), to.ld, first_k > 0);
+      }
+      if (is_last) out.store(row, j, step_m, nr, to);
     }
   }
 }

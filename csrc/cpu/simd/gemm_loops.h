@@ -44,16 +44,18 @@ void micro_f32(int64_t words, const uint32_t* a, const uint32_t* b, float* c, in
   }
 }
 
-// The epilogue of n sums.
+// The epilogue of n sums. Where n is 16, GCC would unroll the loops before it could vectorise them.
 template <class T>
 inline void store_sums(const float* __restrict sum, float a_scale_inv,
                        const float* __restrict b_scale_inv, const float* __restrict bias,
                        T* __restrict out, int64_t n) {
   if (bias != nullptr) {
+#pragma GCC unroll 1
     for (int64_t j = 0; j < n; ++j) {
       out[j] = Convert<T>::encode(sum[j] * a_scale_inv * b_scale_inv[j] + bias[j]);
     }
   } else {
+#pragma GCC unroll 1
     for (int64_t j = 0; j < n; ++j) {
       out[j] = Convert<T>::encode(sum[j] * a_scale_inv * b_scale_inv[j]);
     }
