@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _place(where: dict[str, Any]) -> str:
     """Which committed file the results of a whole run on this processor are for."""
-    path = results.of_processor(where)
+    path = results.processor_file(where)
     text = f"the results of this processor in the repository: {path}"
     try:
         old = results.load(path)["environment"]

@@ -216,7 +216,7 @@ def block(root: Path, name: str) -> str | None:
     cpu = root / results.CPU
     kind, _, of = name.partition(" ")
     if name in OF_BENCH:
-        return "\n\n".join(map(OF_BENCH[name], results.of_all_processors(root)))
+        return "\n\n".join(map(OF_BENCH[name], results.load_all_processors(root)))
     if name == "demo":
         return demo(results.read_json(cpu / "demo.json"), accuracy.load(cpu, "gpt"))
     if name in OF_A_FILE:

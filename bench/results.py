@@ -19,13 +19,13 @@ CPU = RESULTS / "cpu"
 SAME = ("processor", "threads", "isa", "gpu")
 
 
-def of_processor(environment: dict[str, Any]) -> Path:
+def processor_file(environment: dict[str, Any]) -> Path:
     """The file of a whole run of the cases on this kind of processor, in the repository."""
     words = re.sub(r"\((r|tm)\)", "", f"{environment['processor']} {environment['isa']}".lower())
     return CPU / f"bench-{'-'.join(re.findall(r'[a-z0-9]+', words))}.json"
 
 
-def of_all_processors(root: Path) -> list[dict[str, Any]]:
+def load_all_processors(root: Path) -> list[dict[str, Any]]:
     return [load(path) for path in sorted((root / CPU).glob("bench-*.json"))]
 
 

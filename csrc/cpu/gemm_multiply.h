@@ -17,7 +17,7 @@ constexpr int64_t kPackedBytes = 8 << 20;  // of b at a time
 constexpr int64_t kPanelsPerBlock = 8;     // of a: 448 KB with AVX-512, 192 KB with AVX2
 constexpr int64_t kRowsOfSums = 8192;      // at a time, where not all of K is packed at once
 
-constexpr int64_t kStoredTogether = 1024;  // sums; some tiles of a micro-kernel, in the L1 cache
+constexpr int64_t kTileSums = 1024;  // sums; some tiles of a micro-kernel, in the L1 cache
 
 // What a product may use: threads, and memory for b at a time.
 struct Resources {
@@ -59,7 +59,7 @@ template <class Kernel>
 void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int64_t first_k,
                      int64_t k, const BothScales& scales, Sums sums) {
   alignas(64) static thread_local float tile[kTileRows * kTileCols];
-  float of_rows[kTileRows];
+  float row_scales[kTileRows];
   int64_t width = kernel.width_a(part.m);
   int64_t step_m = kTileRows / width * width, step_n = kTileCols / kernel.nr * kernel.nr;
   int64_t words = kernel.words(k), step_w = kernel.words(kChunk);
@@ -80,7 +80,7 @@ void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int6
           }
         }
         int64_t chunk = first_k / kChunk + w / step_w;
-        Epilogue scale = scales.of_chunk(part.row + row, m, part.col + col, chunk, of_rows);
+        Epilogue scale = scales.chunk_factors(part.row + row, m, part.col + col, chunk, row_scales);
         loops().accumulate_tile({tile, kTileCols, m, n}, scale, sums.at(row, col), sums.ld, 1);
       }
     }
@@ -92,9 +92,9 @@ void multiply_chunks(const Kernel& kernel, const Panels& panels, Part part, int6
 template <class Kernel>
 void multiply_pass(const Kernel& kernel, const Panels& panels, int64_t first_k, int64_t k,
                    bool is_last, Sums sums, const Output& out) {
-  alignas(64) float tile[kStoredTogether];
+  alignas(64) float tile[kTileSums];
   int64_t words = kernel.words(k), width = kernel.width_a(out.part.m), nr = kernel.nr;
-  int64_t step_m = kStoredTogether / (width * nr) * width;
+  int64_t step_m = kTileSums / (width * nr) * width;
   for (int64_t j = 0; j < out.part.n; j += nr) {
     for (int64_t row = 0; row < out.part.m; row += step_m) {
       int64_t end = std::min(row + step_m, out.part.m);
@@ -167,7 +167,7 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
   torch::stable::parallel_for(0, split.m * split.n, 1, [&](int64_t begin, int64_t end) {
     static thread_local Scratch for_a, for_sums;
     uint32_t* packed_a = panels(for_a, step_m, kernel.mr, kernel.words(std::min(count, step_k)));
-    float of_rows[kPanelsPerBlock * kMaxRows];
+    float row_scales[kPanelsPerBlock * kMaxRows];
     for (int64_t share = begin; share < end; ++share) {
       int64_t sm = share / split.n, sn = share % split.n;
       int64_t m_end = std::min(part.m, panels_m * (sm + 1) / split.m * kernel.mr);
@@ -177,10 +177,10 @@ void multiply_part(const Kernel& kernel, const Matrix& a, const Matrix& b, int64
       for (int64_t row = panels_m * sm / split.m * kernel.mr; row < m_end; row += step_m) {
         int64_t m = std::min(step_m, m_end - row);
         bool lost_here = lost[row / kernel.mr];
-        scales.of_rows(part.row + row, m, of_rows);
+        scales.row_factors(part.row + row, m, row_scales);
         for (int64_t col = n_begin; col < n_end; col += step_n) {
           Part here = {part.row + row, part.col + col, m, std::min(step_n, n_end - col)};
-          Output out = {result, scales, here, of_rows};
+          Output out = {result, scales, here, row_scales};
           Sums sums = {nullptr, 0};
           if (all.data != nullptr) {
             sums = {all.at(row, col), all.ld};

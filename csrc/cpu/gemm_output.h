@@ -24,16 +24,17 @@ struct BothScales {
   bool promoted = false;  // the sums of chunks are apart, whether or not they have scales
 
   bool by_chunk() const { return promoted || a.by_chunk || b_by_chunk; }
-  // The factors of the sums of one chunk of rows and columns, those of rows in `of_rows`.
-  Epilogue of_chunk(int64_t row, int64_t m, int64_t col, int64_t chunk, float* of_rows) const {
-    for (int64_t i = 0; i < m; ++i) of_rows[i] = a.by_chunk ? a.at(row + i, chunk) : 1.0f;
-    return {of_rows, b_by_chunk ? b + chunk * n + col : ones(), nullptr};
+  // The factors of the sums of one chunk of rows and columns, those of rows in `row_scales`.
+  Epilogue chunk_factors(int64_t row, int64_t m, int64_t col, int64_t chunk,
+                         float* row_scales) const {
+    for (int64_t i = 0; i < m; ++i) row_scales[i] = a.by_chunk ? a.at(row + i, chunk) : 1.0f;
+    return {row_scales, b_by_chunk ? b + chunk * n + col : ones(), nullptr};
   }
   // The factors of the sums over all chunks.
-  void of_rows(int64_t row, int64_t m, float* factors) const {
+  void row_factors(int64_t row, int64_t m, float* factors) const {
     for (int64_t i = 0; i < m; ++i) factors[i] = a.by_chunk ? 1.0f : a.at(row + i, 0);
   }
-  const float* of_columns(int64_t col) const { return b_by_chunk ? ones() : b + col; }
+  const float* column_factors(int64_t col) const { return b_by_chunk ? ones() : b + col; }
 };
 
 // A part of the result: rows [row, row + m) by columns [col, col + n).
@@ -54,14 +55,14 @@ struct Output {
   const Result& result;
   const BothScales& scales;
   Part part;
-  const float* of_rows;  // [part.m]
+  const float* row_scales;  // [part.m]
 
   // Tile (row, col) of the part, of m x n at most.
   void store(int64_t row, int64_t col, int64_t m, int64_t n, Sums sums) const {
     SumTile tile = {sums.data, sums.ld, std::min(m, part.m - row), std::min(n, part.n - col)};
     int64_t at_col = part.col + col;
     void* to = result.element(part.row + row, at_col);
-    Epilogue e = {of_rows + row, scales.of_columns(at_col),
+    Epilogue e = {row_scales + row, scales.column_factors(at_col),
                   result.bias == nullptr ? nullptr : result.bias + at_col};
     if (result.adds) {
       loops().accumulate_tile(tile, e, static_cast<float*>(to), result.stride_i, result.stride_j);

@@ -104,11 +104,11 @@ def test_each_processor_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     where = {"processor": "Intel(R) Xeon(R) Processor", "isa": "avx512", "commit": "abc"}
     path = results.CPU / "bench-intel-xeon-processor-avx512.json"
-    assert results.of_processor(where) == path
+    assert results.processor_file(where) == path
     assert cli._place(where).endswith(f"{path} (there is none yet)")
     results.save(path, where | {"date": "2026-01-02T03:04"}, [])
     assert cli._place(where).endswith(f"{path} (of 2026-01-02, commit abc)")
-    assert [c["environment"]["commit"] for c in results.of_all_processors(tmp_path)] == ["abc"]
+    assert [c["environment"]["commit"] for c in results.load_all_processors(tmp_path)] == ["abc"]
 
 
 def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 
 constexpr GemmKernel make_gemm_f32() {
   GemmKernel kernel{MR, NR, 1, false, pack<MR>, pack<NR>, {}};
-  kernel.micro_of[MR] = micro_f32<MR, NV>;
+  kernel.micros[MR] = micro_f32<MR, NV>;
   return kernel;
 }
 constexpr GemmKernel gemm_f32 = make_gemm_f32();

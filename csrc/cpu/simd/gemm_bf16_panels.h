@@ -20,7 +20,7 @@ constexpr Bf16Bytes bf16_bytes() {
       for (exponent = 1; fraction < one; --exponent) fraction *= 2;
       fraction -= one;
     }
-    bool special = F::bits == 8 && (F::mantissa == 3 ? code == 0x7F : code >= 0x7C);
+    bool special = F::mantissa == 3 ? code == 0x7F : code >= 0x7C;
     int biased = special ? 0xFF : exponent - F::bias + 127;
     int bits = biased << 7 | fraction << (7 - F::mantissa);
     if (F::mantissa == 3 && special) bits = 0x7FC0;
@@ -45,18 +45,18 @@ inline void decode_bytes(__m512i codes, __m512i& low, __m512i& high) {
 }
 
 // What words are made of: word i of the numbers first + i * row and first + i * row + next.
-// of_bytes: of a vector of their low bytes and one of their high bytes; of_halves: of two vectors
+// bytes: of a vector of their low bytes and one of their high bytes; halves: of two vectors
 // of bf16.
 template <int first, int row, int next>
 struct Choice {
-  alignas(64) uint8_t of_bytes[64];
-  alignas(64) uint16_t of_halves[32];
-  constexpr Choice() : of_bytes(), of_halves() {
+  alignas(64) uint8_t bytes[64];
+  alignas(64) uint16_t halves[32];
+  constexpr Choice() : bytes(), halves() {
     for (int i = 0; i < 32; ++i) {
       int number = first + i / 2 * row + i % 2 * next;
-      of_bytes[2 * i] = static_cast<uint8_t>(number);
-      of_bytes[2 * i + 1] = static_cast<uint8_t>(64 + number);
-      of_halves[i] = static_cast<uint16_t>(number);
+      bytes[2 * i] = static_cast<uint8_t>(number);
+      bytes[2 * i + 1] = static_cast<uint8_t>(64 + number);
+      halves[i] = static_cast<uint16_t>(number);
     }
   }
 };
@@ -65,25 +65,26 @@ constexpr Choice<first, row, next> kChoice;
 
 template <int first, int row, int next>
 inline __m512i words_of_bytes(__m512i low, __m512i high) {
-  __m512i index = _mm512_load_si512(kChoice<first, row, next>.of_bytes);
+  __m512i index = _mm512_load_si512(kChoice<first, row, next>.bytes);
   return _mm512_permutex2var_epi8(low, index, high);
 }
+
 // Of all bf16 numbers seen: 2 * magnitude - 1, which is below 0xFF for subnormal ones and large for
 // zeros. The bf16 dot product reads subnormal numbers as zero; fp8 numbers are normal in bf16.
 struct Least {
-  __m512i of_lane;
+  __m512i lanes;
 
-  Least() : of_lane(_mm512_set1_epi16(-1)) {}
+  Least() : lanes(_mm512_set1_epi16(-1)) {}
 
   template <class T>
   void see(__m512i x) {
     if constexpr (sizeof(T) == 2) {
       __m512i doubled = _mm512_add_epi16(_mm512_add_epi16(x, x), _mm512_set1_epi16(-1));
-      of_lane = _mm512_min_epu16(of_lane, doubled);
+      lanes = _mm512_min_epu16(lanes, doubled);
     }
   }
   bool any_subnormal() const {
-    return _mm512_cmplt_epu16_mask(of_lane, _mm512_set1_epi16(0xFF)) != 0;
+    return _mm512_cmplt_epu16_mask(lanes, _mm512_set1_epi16(0xFF)) != 0;
   }
 };
 
@@ -162,7 +163,7 @@ bool pack_along_k(const T* src, int64_t stride_i, int64_t stride_k, int64_t rows
   return least.any_subnormal();
 }
 
-constexpr int64_t kKAhead = 8;
+constexpr int64_t kKAhead = 8;  // of K: the rows of memory that are fetched before they are read
 
 // Two vectors of the pairs (low[i], high[i]) in words: i below `step` and the next `step`, zeros
 // where the masks are not set.
@@ -170,7 +171,7 @@ inline void join_pairs(const Bf16* low, const Bf16* high, uint32_t low_mask, uin
                        int64_t step, Least& least, __m512i (&words)[2]) {
   __m512i x = _mm512_maskz_loadu_epi16(low_mask, low);
   __m512i y = _mm512_maskz_loadu_epi16(high_mask, high);
-  __m512i index = _mm512_load_si512(kChoice<0, 1, 32>.of_halves);
+  __m512i index = _mm512_load_si512(kChoice<0, 1, 32>.halves);
   least.see<Bf16>(x);
   least.see<Bf16>(y);
   words[0] = _mm512_permutex2var_epi16(x, index, y);
@@ -182,7 +183,7 @@ inline void join_pairs(const E* low, const E* high, uint32_t low_mask, uint32_t 
                        int64_t step, Least&, __m512i (&words)[2]) {
   __m512i x = _mm512_maskz_loadu_epi8(low_mask, low), low_bytes, high_bytes;
   __m256i y = _mm256_maskz_loadu_epi8(high_mask, high);
-  __m512i index = _mm512_load_si512(kChoice<0, 1, 32>.of_bytes);
+  __m512i index = _mm512_load_si512(kChoice<0, 1, 32>.bytes);
   decode_bytes<E>(_mm512_maskz_inserti64x4(0xFF, x, y, 1), low_bytes, high_bytes);
   words[0] = _mm512_permutex2var_epi8(low_bytes, index, high_bytes);
   index = _mm512_add_epi8(index, _mm512_set1_epi8(static_cast<int8_t>(step)));
@@ -194,12 +195,12 @@ inline void join_pairs(const E* low, const E* high, uint32_t low_mask, uint32_t 
 template <class T>
 bool pack_along_rows(const T* src, int64_t stride_k, int64_t rows, int64_t k, uint32_t* out,
                      int64_t words, int64_t width) {
-  const int64_t step = rows_of_vector(width), together = 8 * step;
+  const int64_t step = rows_of_vector(width), stripe = 8 * step;
   // The second vector goes to the same panel of b, to the next one of a.
   const int64_t to_second = step < width ? step : step * words;
   Least least;
-  for (int64_t begin = 0; begin < rows; begin += together) {
-    int64_t end = begin + together < rows ? begin + together : rows;
+  for (int64_t begin = 0; begin < rows; begin += stripe) {
+    int64_t end = begin + stripe < rows ? begin + stripe : rows;
     for (int64_t w = 0; w < (k + 1) / 2; ++w) {
       const T *low = src + 2 * w * stride_k, *high = low + stride_k;
       bool pair = 2 * w + 1 < k;

@@ -44,10 +44,10 @@ struct GemmKernel {
   // c[rows][nr] (row stride ldc) = or += a_panel * b_panel over `words`, for each width of a panel.
   using Micro = void (*)(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t ldc,
                          bool accumulate);
-  Micro micro_of[kMaxRows + 1];
+  Micro micros[kMaxRows + 1];
   void micro(int64_t width, int64_t words, const uint32_t* a, const uint32_t* b, float* c,
              int64_t ldc, bool accumulate) const {
-    micro_of[width](words, a, b, c, ldc, accumulate);
+    micros[width](words, a, b, c, ldc, accumulate);
   }
 };
 
