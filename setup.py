@@ -221,7 +221,7 @@ setup(
     license="Apache-2.0",
     packages=list(packages),
     package_dir=packages,
-    package_data={"mixprec": ["py.typed"]},
+    package_data={"mixprec": ["py.typed"], "mixprec.ops._dispatch": ["gemm_table.json"]},
     ext_modules=[cpu_extension(), *([] if NO_CUDA else cuda_extensions())],
     cmdclass={"build_ext": Build},
     options={"global": {"quiet": "1"}},  # what is said is progress, not each file that is copied

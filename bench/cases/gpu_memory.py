@@ -111,7 +111,7 @@ def _few(dtype: torch.dtype) -> Grads:
 
 
 def _scalar(value: float) -> torch.Tensor:
-    return torch.tensor(value, device=device.DEVICE)
+    return torch.full((), value, device=device.DEVICE)  # no copy from the host, which waits
 
 
 def _unscale(dtype: torch.dtype) -> Workload:

@@ -50,7 +50,8 @@ def _range(x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     bits = _bits(low)
     minimum = _bf16(torch.where(low < 0, _up(bits), bits >> 16))
     low = minimum.float()
-    code = _up(_bits((high - low) / levels)).clamp(min=_MIN_STEP)
+    # By a tensor: torch on a GPU multiplies by the reciprocal of a number, which is rounded.
+    code = _up(_bits((high - low) / torch.full_like(low, levels))).clamp(min=_MIN_STEP)
     short = low + _bf16(code).float() * levels < high  # the division rounded down
     step = _bf16(torch.where(high == low, 0, code + short))
     span = step.float() * levels

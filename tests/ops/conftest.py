@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def gpu(fresh: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     fresh.setattr(library, "has_cuda_kernel", lambda op: True)
     fresh.setattr(library, "capability", lambda index: (9, 0))
     fresh.setenv("MIXPREC_TUNED", "/nowhere/gemm_table.json")
+    fresh.setattr(gemm_table, "SHIPPED", Path("/nowhere/gemm_table.json"))
     gemm_table.table.cache_clear()
     yield fresh
     gemm_table.table.cache_clear()

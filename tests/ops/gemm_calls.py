@@ -83,6 +83,10 @@ CANNOT: dict[str, tuple[tuple[Any, ...], str]] = {
         arguments(SQUARE[0][:6], SQUARE[1], BF16, SCALES[0][:6], SCALES[0].t()),
         "multiple of 4",
     ),
+    "blocks, e5m2 b": (
+        arguments(SQUARE[0], operands(E5M2, 128, 128, 640)[1], BF16, SCALES[0], SCALES[0].t()),
+        "blocks for float8_e4m3fn",
+    ),
     "rows to fp32": (arguments(A8, B8, FP32, ROW, COLUMN), "bfloat16 result"),
     "rows, e5m2 b": (arguments(A8, B5, BF16, ROW, COLUMN), "float8_e4m3fn b"),
     "strided scales": (arguments(A8, B8, BF16, ROWS[:, :1], COLUMN), "contiguous scales"),

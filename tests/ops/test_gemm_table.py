@@ -150,6 +150,22 @@ DAMAGED = [b"", b"{", b"[1]", b'{"9.0": 1}', b'{"9.0": {"fp8 thin": ["cuda"]}}',
 DAMAGED += [b"\xff\xfe", b'{"9.0": {"fp8 thin": ["reference", null]}}']
 
 
+def test_the_users_entries_replace_ours(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, users = tmp_path / "ours.json", tmp_path / "users.json"
+    ours.write_text(json.dumps({"9.0": {"16-bit thin": ("cuda", None), "fp8 thin": ("cuda", None)}}))
+    users.write_text(json.dumps({"9.0": {"16-bit thin": ("vendor", None)}}))
+    gpu.setattr(gemm_table, "SHIPPED", ours)
+    assert (chosen(CAN["bf16"]), chosen(CAN["fp8"])) == ("cuda", "cuda")
+    gpu.setenv("MIXPREC_TUNED", str(users))
+    gemm_table.table.cache_clear()
+    gemm_op._chosen.clear()
+    assert (chosen(CAN["bf16"]), chosen(CAN["fp8"])) == ("vendor", "cuda")
+    users.write_text("{")
+    gemm_table.table.cache_clear()
+    gemm_op._chosen.clear()
+    assert chosen(CAN["bf16"]) == "cuda", "a damaged file replaces nothing"
+
+
 @pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_is_named_once_and_ignored(
     gpu: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: bytes

@@ -38,6 +38,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where mixprec looks for measured choices of gemm: no file yet."""
     path = tmp_path / "folder" / "table.json"
     monkeypatch.setenv("MIXPREC_TUNED", str(path))
+    monkeypatch.setattr(gemm_table, "SHIPPED", tmp_path / "none.json")
     gemm_table.table.cache_clear()
     yield path
     monkeypatch.undo()

@@ -118,7 +118,10 @@ GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out,
   problem.b_scale = b.granularity;
   problem.fast_accum = fast_accum;
   problem.accumulate = out.accumulate;
-  problem.out_aligned = out.pitch * element_size(out.dtype) % 16 == 0 &&
+  // TMA adds to memory in words of 16 bytes: to what lies beyond the end of a row too, if one ends
+  // within a word (seen on an H100). It stores no more than the row.
+  bool whole_words = !out.accumulate || b.rows() * element_size(out.dtype) % 16 == 0;
+  problem.out_aligned = whole_words && out.pitch * element_size(out.dtype) % 16 == 0 &&
                         reinterpret_cast<uint64_t>(out.data) % 16 == 0;
   std::optional<GemmConfig> plan = plan_gemm(problem, gpu, forced(), measured_tiles.of(problem));
   if (plan) return *plan;

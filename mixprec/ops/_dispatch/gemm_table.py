@@ -1,8 +1,9 @@
 """Which GEMM is the fastest on the user's GPU, and the resulting order of backends.
 
 `python -m mixprec.bench tune` measures, for a kind of operands and a class of sizes, which backend
-is the fastest and, for CUDA and Triton, with which tile, and writes that to `user_file()`. Where
-nothing is measured the vendor's GEMM is first, wherever a single call of it is exact.
+is the fastest and, for CUDA and Triton, with which tile, and writes that to `user_file()`. SHIPPED
+has such entries of our own measurements. Where nothing is measured the vendor's GEMM is first,
+wherever a single call of it is exact.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from .library import Capability
 
 logger = logging.getLogger("mixprec")
 
+SHIPPED = Path(__file__).with_name("gemm_table.json")
+
 DEFAULT = ("vendor", "cuda", "triton", "reference")
 BACKENDS = ("cuda", "triton", "vendor")
-# Scales of blocks: torch's kernel has not been compared with ours on any GPU.
+# Scales of blocks where nothing is measured.
 _OF_BLOCKS = ("cuda", "triton", "vendor", "reference")
 _FIRST = {first: (first, *(b for b in DEFAULT if b != first)) for first in BACKENDS}
 # By the main loop: blocks have scales that change along K; fast keeps FP8's short accumulator.
@@ -122,13 +125,20 @@ def read(path: Path) -> Table:
     return table
 
 
+def _in_use(user: Table) -> Table:
+    """Our entries, in which those of the user replace what they name; the CUDA kernel has them."""
+    found = read(SHIPPED)
+    for gpu, entries in user.items():
+        found[gpu] = found.get(gpu, {}) | entries
+    use_cuda_tiles(found.get("9.0", {}))
+    return found
+
+
 @cache
 def table() -> Table:
-    """The user's entries, read once. A damaged file is reported once."""
+    """Our entries and the user's, read once. A damaged file of the user's is reported once."""
     try:
-        found = read(user_file())
-        use_cuda_tiles(found.get("9.0", {}))
-        return found
+        return _in_use(read(user_file()))
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         logger.warning(
             "the tuned entries in %s are ignored (%s); python -m mixprec.bench tune writes them "
@@ -136,7 +146,7 @@ def table() -> Table:
             os.environ.get("MIXPREC_TUNED") or "the cache folder",
             error,
         )
-        return {}
+        return _in_use({})
 
 
 def fastest(arch: str, family: str, size: str) -> str:
@@ -168,9 +178,9 @@ def order(args: Any, capability: Capability | None) -> tuple[str, ...]:
     blocks = scales_along_k(args)
     kind = family(itemsize, blocks=blocks, fast=getattr(args, "fast_accum", False))
     first = fastest(f"{capability[0]}.{capability[1]}", kind, size_class(m, n, k, itemsize))
-    if blocks and itemsize == 1 and first in ("", "vendor"):
-        return _OF_BLOCKS
-    return _FIRST[first] if first else DEFAULT
+    if first:
+        return _FIRST[first]
+    return _OF_BLOCKS if blocks and itemsize == 1 else DEFAULT
 
 
 def scales_along_k(args: Any) -> bool:

@@ -67,7 +67,7 @@ def _scaled_why_not(
     if kind == "mixed" or a_scale_inv is None or b_scale_inv is None:
         return "torch._scaled_mm takes scales of one granularity for both operands"
     if kind == "blocks":
-        return gemm_vendor_blocks.why_not(a_scale_inv, b_scale_inv, m, n, k, capability)
+        return gemm_vendor_blocks.why_not(a, b, a_scale_inv, b_scale_inv, capability)
     if capability is not None and capability[0] not in (9, 10):
         return "torch._scaled_mm takes scales per row only on compute capability 9 and 10"
     if out_dtype != torch.bfloat16 or b.dtype != torch.float8_e4m3fn:

@@ -22,15 +22,16 @@ def _squares(scale_shape: torch.Size, rows: int, k: int) -> bool | None:
 
 
 def why_not(
+    a: torch.Tensor,
+    b: torch.Tensor,
     a_scale_inv: torch.Tensor,
     b_scale_inv: torch.Tensor,
-    m: int,
-    n: int,
-    k: int,
     capability: Capability | None,
 ) -> str | None:
     """Why torch has no single call for scales that are neither per tensor nor per row."""
-    who = "torch.nn.functional.scaled_mm"
+    who, (m, k), n = "torch.nn.functional.scaled_mm", a.shape, b.shape[1]
+    if not a.dtype == b.dtype == torch.float8_e4m3fn:
+        return f"{who} takes scales of blocks for float8_e4m3fn operands only"
     if capability is not None and capability[0] != 9:
         return f"{who} takes scales of blocks of 128 on compute capability 9 only"
     cuda = torch.version.cuda

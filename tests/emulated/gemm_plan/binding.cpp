@@ -41,7 +41,7 @@ Strided strided(const Matrix& x) {
 
 auto fields(const TileConfig& t) {
   return std::tuple(t.fp8, static_cast<int>(t.accumulate), t.block_m, t.block_n, t.consumers,
-                    t.cluster, t.base, chunk_elements(t));
+                    t.cluster, chunk_elements(t));
 }
 
 auto fields(const GemmConfig& c) {

@@ -36,7 +36,7 @@ Config = namedtuple(
 
 class TileConfig(
     namedtuple(
-        "Fields", "index fp8 accumulate block_m block_n consumers cluster base chunk_elements"
+        "Fields", "index fp8 accumulate block_m block_n consumers cluster chunk_elements"
     )
 ):
     @property

@@ -117,6 +117,7 @@ IN_STORE = (
     Mutation("box used too early", "direct", BOX_WAIT, ";"),
     Mutation("box used too early", "direct", "wait_read<1>", "wait_read<2>"),
     Mutation("box used too early", "direct", BOX_WAIT, THREAD_0_WAITS),
+    Mutation("box used too early", "cluster", "boxes % 2 == 1", "false"),
     Mutation("no barrier before the box", "direct", BOX_BARRIER, ";"),
     Mutation("no barrier before TMA", "direct", BOX_BARRIER, ";", 1),
     Mutation("both consumers at one barrier", "direct", "1 + consumer, 128", "1, 128"),

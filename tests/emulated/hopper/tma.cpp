@@ -112,11 +112,16 @@ struct Store {
     });
   }
 
+  // A reduction works on words of 16 bytes: it adds to what lies between the end of a row and that
+  // of its last word. The PTX manual does not say so; an H100 does it.
   void write() const {
+    CUtensorMap words = map;
+    words.inner = (map.inner + 3) / 4 * 4;
     const uint8_t* from = box.data();
     for (int line = 0; line < map.box_outer; ++line) {
       for (int i = 0; i < map.box_inner; ++i, from += map.element_size) {
-        uint8_t* to = element(map, int64_t{x} + i, int64_t{y} + line);
+        int64_t column = int64_t{x} + i, row = int64_t{y} + line;
+        uint8_t* to = element(add ? words : map, column, row);
         if (to == nullptr) continue;
         if (add) {
           float value, old;

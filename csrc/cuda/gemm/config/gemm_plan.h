@@ -97,13 +97,10 @@ inline const char* why_none(const GemmProblem& p, const DeviceProperties& gpu) {
   return nullptr;
 }
 
-// Who asks for a tile: an override, which only what is impossible rules out; a measurement of a
-// size class, not all of whose shapes it need suit; or the planner.
-enum class AskedBy { force, measurement, planner };
-
-// Why this tile cannot compute the problem, or should not; null if it may.
+// Why this tile cannot compute the problem, or should not; null if it may. forced: only what is
+// impossible rules it out.
 inline const char* why_not(const TileConfig& t, const GemmProblem& p, const DeviceProperties& gpu,
-                           AskedBy asked_by) {
+                           bool forced = false) {
   if (const char* reason = why_none(p, gpu)) return reason;
   if (t.fp8 != is_8bit(p.a)) return t.fp8 ? "for FP8 operands" : "for 16-bit operands";
   if (t.accumulate != accumulate_of(p)) {
@@ -113,10 +110,9 @@ inline const char* why_not(const TileConfig& t, const GemmProblem& p, const Devi
   }
   if (stages_of(t, gpu) < kMinStages) return "two stages do not fit into shared memory";
   if (gpu.sms < t.cluster) return "the GPU is smaller than a cluster";
-  if (asked_by == AskedBy::force) return nullptr;
-  if (asked_by == AskedBy::planner && !t.base) return "only if measured or forced";
+  if (forced) return nullptr;
   bool too_big = 2 * p.m <= t.block_m * t.cluster || 2 * p.n <= t.block_n;
-  if (too_big && t.consumers > 1) return "at least half of each tile would lie outside of C";
+  if (too_big && t.consumers * t.cluster > 1) return "at least half of each tile would lie outside of C";
   return nullptr;
 }
 
@@ -174,15 +170,14 @@ inline std::optional<GemmConfig> plan_gemm(const GemmProblem& p, const DevicePro
                                            int measured = kNotMeasured) {
   std::optional<GemmConfig> best;
   if (forced.tile_config < 0 && measured != kNotMeasured &&
-      why_not(kTileConfigs[measured], p, gpu, AskedBy::measurement) == nullptr) {
+      why_not(kTileConfigs[measured], p, gpu) == nullptr) {
     best = best_on(measured, p, gpu, forced);
     if (best) return best;
   }
   for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
     bool requested = tile_config == forced.tile_config;
-    AskedBy asked_by = requested ? AskedBy::force : AskedBy::planner;
     if ((forced.tile_config >= 0 && !requested) ||
-        why_not(kTileConfigs[tile_config], p, gpu, asked_by) != nullptr)
+        why_not(kTileConfigs[tile_config], p, gpu, requested) != nullptr)
       continue;
     std::optional<GemmConfig> c = best_on(tile_config, p, gpu, forced);
     if (c && (!best || c->clocks < best->clocks)) best = c;

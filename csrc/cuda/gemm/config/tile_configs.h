@@ -30,25 +30,29 @@ struct TileConfig {
   int block_m, block_n;
   int consumers;  // warpgroups that compute; one more loads
   int cluster;    // blocks that share a tile of b
-  bool base;      // may be chosen without a measurement
 };
 
-constexpr std::array<TileConfig, 15> kTileConfigs = {{
-    {false, Accumulate::direct, 64, 128, 1, 1, true},
-    {false, Accumulate::direct, 128, 128, 2, 1, true},
-    {false, Accumulate::direct, 128, 256, 2, 1, true},
-    {false, Accumulate::direct, 128, 256, 2, 2, false},
-    {true, Accumulate::promoted, 64, 128, 1, 1, true},
-    {true, Accumulate::promoted, 128, 128, 2, 1, true},
-    {true, Accumulate::promoted, 256, 128, 2, 1, true},
-    {true, Accumulate::promoted, 256, 128, 2, 2, false},
-    {true, Accumulate::scaled, 64, 128, 1, 1, true},
-    {true, Accumulate::scaled, 128, 128, 2, 1, true},
-    {true, Accumulate::scaled, 256, 128, 2, 1, true},
-    {true, Accumulate::scaled, 256, 128, 2, 2, false},
-    {true, Accumulate::direct, 64, 128, 1, 1, true},
-    {true, Accumulate::direct, 128, 256, 2, 1, true},
-    {true, Accumulate::direct, 128, 256, 2, 2, false},
+constexpr std::array<TileConfig, 20> kTileConfigs = {{
+    {false, Accumulate::direct, 64, 128, 1, 1},
+    {false, Accumulate::direct, 64, 128, 1, 2},
+    {false, Accumulate::direct, 128, 128, 2, 1},
+    {false, Accumulate::direct, 128, 192, 2, 2},
+    {false, Accumulate::direct, 128, 256, 2, 1},
+    {false, Accumulate::direct, 128, 256, 2, 2},
+    {true, Accumulate::promoted, 64, 128, 1, 1},
+    {true, Accumulate::promoted, 64, 128, 1, 2},
+    {true, Accumulate::promoted, 128, 128, 2, 1},
+    {true, Accumulate::promoted, 128, 192, 2, 2},
+    {true, Accumulate::promoted, 256, 128, 2, 1},
+    {true, Accumulate::promoted, 256, 128, 2, 2},
+    {true, Accumulate::scaled, 64, 128, 1, 1},
+    {true, Accumulate::scaled, 128, 128, 2, 1},
+    {true, Accumulate::scaled, 256, 128, 2, 1},
+    {true, Accumulate::scaled, 256, 128, 2, 2},
+    {true, Accumulate::direct, 64, 128, 1, 1},
+    {true, Accumulate::direct, 128, 192, 2, 2},
+    {true, Accumulate::direct, 128, 256, 2, 1},
+    {true, Accumulate::direct, 128, 256, 2, 2},
 }};
 constexpr int kTileConfigCount = static_cast<int>(kTileConfigs.size());
 constexpr int kNotMeasured = -1;  // in the place of the index of a tile config

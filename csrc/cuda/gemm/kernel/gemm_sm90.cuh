@@ -36,17 +36,24 @@ __device__ __forceinline__ void produce(const Shared<T>& shared, const TensorMap
       load_boxes<T::kBlockM, T::kAMajor, T::kBlockK>(
           shared.a(ring.stage), work.m, k,
           [&](void* to, int x, int y) { tma_load(to, &maps.a, full, x, y); });
-      constexpr int share =
-          T::kBlockN / T::kCluster;  // rows of 128 bytes if K-major, else elements of a row
-      load_boxes<share, T::kBMajor, T::kBlockK>(
-          shared.b(ring.stage) + rank * (T::kBBytes / T::kCluster), work.n + rank * share, k,
-          [&](void* to, int x, int y) {
-            if constexpr (T::kCluster > 1) {
-              tma_load_multicast(to, &maps.b, full, x, y, (1 << T::kCluster) - 1);
-            } else {
-              tma_load(to, &maps.b, full, x, y);
-            }
-          });
+      // The blocks of a cluster each load a part of b: of its columns if b is K-major, else of K,
+      // because a box has 64 columns.
+      auto load_b = [&](void* to, int x, int y) {
+        if constexpr (T::kCluster > 1) {
+          tma_load_multicast(to, &maps.b, full, x, y, (1 << T::kCluster) - 1);
+        } else {
+          tma_load(to, &maps.b, full, x, y);
+        }
+      };
+      if constexpr (T::kBMajor == Major::k) {
+        constexpr int share = T::kBlockN / T::kCluster;
+        load_boxes<share, T::kBMajor, T::kBlockK>(shared.b(ring.stage) + rank * share * 128,
+                                                  work.n + rank * share, k, load_b);
+      } else {
+        constexpr int share = T::kBlockK / T::kCluster;
+        load_boxes<T::kBlockN, T::kBMajor, T::kBlockK>(shared.b(ring.stage) + rank * share * 128,
+                                                       work.n, k + rank * share, load_b);
+      }
       // Each block loads its own: threads read them, and only within a block does an arrival order
       // that before the next load.
       if (scales) tma_load(shared.b_scale(ring.stage), &maps.b_scale, full, work.n, chunk);

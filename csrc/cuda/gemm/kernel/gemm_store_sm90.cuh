@@ -17,35 +17,60 @@ struct Fragment {
   int col = static_cast<int>(threadIdx.x % 4 * 2);
 };
 
+// What the sums of a thread are multiplied with: the scales of its two rows, and that of all columns
+// or, if they differ, one for each, which is loaded when it is needed.
+struct OutputScales {
+  bool none, by_column;
+  float upper, lower, column;
+
+  // m: the first row of the warpgroup.
+  __device__ __forceinline__ OutputScales(const GemmArgs& args, int m) {
+    const ScaleView &a = args.epilogue.a_scale, &b = args.epilogue.b_scale;
+    int row = m + Fragment().row;
+    auto of_row = [&](int r) { return a.at(r < args.m ? r : args.m - 1, 0); };
+    none = a.data == nullptr && b.data == nullptr;
+    by_column = b.row_stride != 0;
+    upper = of_row(row), lower = of_row(row + 8);
+    column = by_column ? 1.0f : b.at(0, 0);
+  }
+};
+
+// d: the sums of two neighbouring columns in the thread's two rows.
+__device__ __forceinline__ void scale_pair(float* d, const OutputScales& s, float left,
+                                           float right) {
+  d[0] = scaled(d[0], s.upper, left);
+  d[1] = scaled(d[1], s.upper, right);
+  d[2] = scaled(d[2], s.lower, left);
+  d[3] = scaled(d[3], s.lower, right);
+}
+
 // acc <- (acc * a_scale) * b_scale + bias in columns [first, first + count) of the warpgroup's
-// rows, which start at row m and column n of C. Only some columns at a time: the compiler loads all
-// scales and biases of a call at once, and those of 256 columns would not fit into registers.
+// rows; n: the column of C that the tile begins at. Only some columns at a time: the compiler loads
+// all scales and biases of a call at once, and those of 256 columns would not fit into registers.
+// Without scales, as for all 16-bit operands, nothing is multiplied: a 20th of the time of a
+// product with K = 8192 was spent here.
 template <int count, int block_n>
-__device__ __forceinline__ void apply(float (&acc)[block_n / 2], int first, const GemmArgs& args,
-                                      int m, int n) {
+__device__ __forceinline__ void apply(float (&acc)[block_n / 2], int first, const OutputScales& s,
+                                      const GemmArgs& args, int n) {
   const Epilogue& e = args.epilogue;
-  Fragment at;
-  auto a_scale = [&](int row) { return e.a_scale.at(row < args.m ? row : args.m - 1, 0); };
-  auto b_scale = [&](int col) { return e.b_scale.at(col < args.n ? col : args.n - 1, 0); };
-  float upper = a_scale(m + at.row), lower = a_scale(m + at.row + 8);
-  bool one = e.b_scale.row_stride == 0;
-  float all = one ? b_scale(0) : 0.0f;
+  int col = n + Fragment().col;
+  if (s.by_column) {
+    auto scale_of = [&](int c) { return e.b_scale.at(c < args.n ? c : args.n - 1, 0); };
 #pragma unroll
-  for (int j = first / 8; j < (first + count) / 8; ++j) {
-    int col = n + at.col + 8 * j;
-    float left = one ? all : b_scale(col), right = one ? all : b_scale(col + 1);
-    float* d = acc + 4 * j;
-    d[0] = scaled(d[0], upper, left);
-    d[1] = scaled(d[1], upper, right);
-    d[2] = scaled(d[2], lower, left);
-    d[3] = scaled(d[3], lower, right);
+    for (int j = first / 8; j < (first + count) / 8; ++j) {
+      scale_pair(acc + 4 * j, s, scale_of(col + 8 * j), scale_of(col + 8 * j + 1));
+    }
+  } else if (!s.none) {
+#pragma unroll
+    for (int j = first / 8; j < (first + count) / 8; ++j) {
+      scale_pair(acc + 4 * j, s, s.column, s.column);
+    }
   }
   if (e.bias == nullptr) return;
+  auto bias_of = [&](int c) { return c < args.n ? load_float(e.bias, e.bias_dtype, c) : 0.0f; };
 #pragma unroll
   for (int j = first / 8; j < (first + count) / 8; ++j) {
-    int col = n + at.col + 8 * j;
-    float left = col < args.n ? load_float(e.bias, e.bias_dtype, col) : 0.0f;
-    float right = col + 1 < args.n ? load_float(e.bias, e.bias_dtype, col + 1) : 0.0f;
+    float left = bias_of(col + 8 * j), right = bias_of(col + 8 * j + 1);
     acc[4 * j] += left;
     acc[4 * j + 1] += right;
     acc[4 * j + 2] += left;
@@ -59,24 +84,32 @@ __device__ __forceinline__ bool is_leader() {
   return warp % 4 == 0 && elect_one();
 }
 
-// Columns [first, first + 128 bytes) of the warpgroup's 64 rows -> box, with TMA's swizzle.
+// Columns [first, first + 64) of the warpgroup's 64 rows, rounded to T -> box, with TMA's swizzle.
+template <class T, int block_n>
+__device__ __forceinline__ void stage_rounded(const float (&acc)[block_n / 2], uint8_t* box,
+                                              int first) {
+  int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x % 128 / 32);
+  int row = warp * 16 + lane % 16, word = lane / 16;
+  __syncwarp();  // stmatrix is .aligned, and not all columns have a bias
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {  // 16 columns: two words of a row
+    int j = first / 8 + 2 * pair;
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      r[i] = rounded_pair<T>(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+    }
+    stmatrix(box + row * 128 + ((2 * pair + word) ^ (row % 8)) * 16, r);
+  }
+}
+
+// Columns [first, first + 128 bytes), likewise; bytes: of an element, as it is stored.
 template <int bytes, int block_n>
 __device__ __forceinline__ void stage(const float (&acc)[block_n / 2], uint8_t* box, int first,
                                       Dtype dtype) {
   if constexpr (bytes == 2) {
-    int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x % 128 / 32);
-    int row = warp * 16 + lane % 16, word = lane / 16;
-    __syncwarp();  // stmatrix is .aligned, and not all columns have a bias
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {  // 16 columns: two words of a row
-      int j = first / 8 + 2 * pair;
-      uint32_t r[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        r[i] = pack_pair(dtype, acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
-      }
-      stmatrix(box + row * 128 + ((2 * pair + word) ^ (row % 8)) * 16, r);
-    }
+    if (dtype == Dtype::bf16) return stage_rounded<Bf16, block_n>(acc, box, first);
+    stage_rounded<Fp16, block_n>(acc, box, first);
   } else {
     Fragment at;
 #pragma unroll
@@ -97,13 +130,18 @@ template <int bytes, int block_n>
 __device__ __forceinline__ void store_by_tma(float (&acc)[block_n / 2], uint8_t* staging,
                                              const TensorMap* out_map, const GemmArgs& args, int m,
                                              int n, int consumer) {
-  constexpr int cols = 128 / bytes;
+  constexpr int cols = 128 / bytes, boxes = block_n / cols;
+  OutputScales scales(args, m);
 #pragma unroll
   for (int first = 0; first < block_n; first += cols) {
     uint8_t* box = staging + first / cols % 2 * (64 * 128);
-    if (is_leader()) tma_store_wait_read<1>();  // the store before the last one, from this box
+    if (boxes % 2 == 1 && first == 0) {  // the last store of the tile before was from this box
+      if (is_leader()) tma_store_wait_read<0>();
+    } else {
+      if (is_leader()) tma_store_wait_read<1>();  // the store before the last one
+    }
     named_barrier(1 + consumer, 128);
-    apply<cols, block_n>(acc, first, args, m, n);
+    apply<cols, block_n>(acc, first, scales, args, n);
     stage<bytes, block_n>(acc, box, first, args.epilogue.out_dtype);
     fence_async_proxy();
     named_barrier(1 + consumer, 128);
@@ -128,10 +166,11 @@ __device__ __forceinline__ void store_plainly(float (&acc)[block_n / 2], const G
   void* out = is_partial ? args.partial + int64_t{split} * args.m * args.n : e.out;
   int64_t pitch = is_partial ? args.n : e.pitch;
   Dtype dtype = is_partial ? Dtype::f32 : e.out_dtype;
+  OutputScales scales(args, m);
   Fragment at;
 #pragma unroll
   for (int first = 0; first < block_n; first += count) {
-    if (!is_partial) apply<count, block_n>(acc, first, args, m, n);
+    if (!is_partial) apply<count, block_n>(acc, first, scales, args, n);
 #pragma unroll
     for (int i = first / 2; i < (first + count) / 2; ++i) {
       int row = m + at.row + i / 2 % 2 * 8, col = n + at.col + i / 4 * 8 + i % 2;

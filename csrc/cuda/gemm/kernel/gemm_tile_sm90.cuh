@@ -39,7 +39,7 @@ struct Tile {
   static constexpr int kABox[2] = {a_major == Major::k ? kBlockK : 64,
                                    a_major == Major::k ? block_m : kBlockK};
   static constexpr int kBBox[2] = {b_major == Major::k ? kBlockK : 64,
-                                   b_major == Major::k ? block_n / cluster : kBlockK};
+                                   (b_major == Major::k ? block_n : kBlockK) / cluster};
 
   static constexpr int64_t shared_bytes(int stages) {
     return int64_t{stages} * (kStageBytes + kBScaleBytes + 2 * static_cast<int>(sizeof(Barrier))) +
