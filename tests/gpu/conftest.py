@@ -7,6 +7,7 @@ that what is wrong with a test itself shows without a GPU.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "tests/gpu/" in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason="no GPU here: make gpu-test on one"))
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """After an illegal access the GPU no longer answers this process: of several that run tests, it
+    ends here, so that xdist reports this test and goes on in another one."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"{nodeid} lost the GPU: {error}", file=sys.stderr)
+        os._exit(1)
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from mixprec.bench.results import write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FILES = ("device", "values", "products", "running", "layers")
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 # The cases of the benchmark, the seconds for each group.
 BENCH = {
@@ -73,16 +72,11 @@ def jobs(out: Path, full: bool = False) -> list[Job]:
     python = [sys.executable, "-m"]
     found = [Job("env", "env", [*python, "mixprec.env"], 100)]
     for kernels, others in (("cuda", "triton"), ("triton", "cuda")):
-        found += [
-            Job(
-                f"test-{file}-{kernels}",
-                f"test-{kernels}",
-                pytest("-m", "not large", "-k", f"not {others}", str(HERE / f"test_{file}.py")),
-                420,
-            )
-            for file in FILES
-            if kernels == "cuda" or file != "device"
-        ]
+        # A thousand tests of a second each, of which the GPU runs many at a time.
+        chosen = ["-m", "not large", "-k", f"not {others}"]
+        parallel = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
+        command = pytest(*parallel, *chosen, str(HERE))
+        found.append(Job(f"test-{kernels}", f"test-{kernels}", command, 420))
     found.append(Job("test-large", "test-large", pytest("-m", "large", str(HERE)), 200))
     found += [
         Job(
