@@ -39,8 +39,9 @@ PROMOTE = "promote(acc[part], partial, scale.upper[part], scale.lower[part],"
 MEETING = "__syncwarp();  // one lane arrives for all of them, which have read the scales"
 RELEASE_FIRST = f"if (last) {{ release(shared, ring.stage); {PROMOTE} {COLUMNS} continue; }}"
 COMMIT, WAIT = "wgmma_commit();", "wgmma_wait_for(acc[part]);"
+LAST_READ = "tma_store_wait_read<0>();  // shared memory is freed"
 BOX_BARRIER = "named_barrier(1 + consumer, 128);"
-BOX_WAIT = "if (is_leader()) tma_store_wait_read<1>();"
+BOX_WAIT = "if (is_leader()) latest ? tma_store_wait_read<0>() : tma_store_wait_read<1>();"
 THREAD_0_WAITS = BOX_WAIT.replace("is_leader()", "threadIdx.x % 128 == 0")
 UNSWIZZLED = "(to + (word - (word ^ row % 8)) * 16), acc"
 WORDS = "((2 * pair + word) ^ (row % 8)) * 16"
@@ -60,7 +61,7 @@ REPORTED = (
     Mutation("block mask 0x7", "cluster", "(1 << T::kCluster) - 1", "7"),
     Mutation("128-byte", "direct", "tma_load(to, &maps.a", "tma_load((char*)to + 64, &maps.a"),
     Mutation("128-byte", "direct", "store(out_map, box", "store(out_map, box + 64"),
-    Mutation("TMA store may read", "direct", "tma_store_wait_read<0>();", ";"),
+    Mutation("TMA store may read", "direct", LAST_READ, ";  //"),
     Mutation("without fence.proxy.async", "direct", "fence_async_proxy();", ";"),
     Mutation("TMA or wgmma may read", "direct", "tma_store_commit();", ";"),
     Mutation("no wgmma.fence", "direct", "wgmma_fence();", ";"),
@@ -117,7 +118,7 @@ IN_STORE = (
     Mutation("box used too early", "direct", BOX_WAIT, ";"),
     Mutation("box used too early", "direct", "wait_read<1>", "wait_read<2>"),
     Mutation("box used too early", "direct", BOX_WAIT, THREAD_0_WAITS),
-    Mutation("box used too early", "cluster", "boxes % 2 == 1", "false"),
+    Mutation("box used too early", "cluster", "latest ? ", "false ? "),
     Mutation("no barrier before the box", "direct", BOX_BARRIER, ";"),
     Mutation("no barrier before TMA", "direct", BOX_BARRIER, ";", 1),
     Mutation("both consumers at one barrier", "direct", "1 + consumer, 128", "1, 128"),

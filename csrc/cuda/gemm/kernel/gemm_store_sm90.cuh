@@ -135,11 +135,10 @@ __device__ __forceinline__ void store_by_tma(float (&acc)[block_n / 2], uint8_t*
 #pragma unroll
   for (int first = 0; first < block_n; first += cols) {
     uint8_t* box = staging + first / cols % 2 * (64 * 128);
-    if (boxes % 2 == 1 && first == 0) {  // the last store of the tile before was from this box
-      if (is_leader()) tma_store_wait_read<0>();
-    } else {
-      if (is_leader()) tma_store_wait_read<1>();  // the store before the last one
-    }
+    // Two boxes in turn: the store before the last one was from this box; with an odd number of
+    // boxes the last one of the tile before.
+    bool latest = boxes % 2 == 1 && first == 0;
+    if (is_leader()) latest ? tma_store_wait_read<0>() : tma_store_wait_read<1>();
     named_barrier(1 + consumer, 128);
     apply<cols, block_n>(acc, first, scales, args, n);
     stage<bytes, block_n>(acc, box, first, args.epilogue.out_dtype);
