@@ -90,15 +90,29 @@ __device__ __forceinline__ Span split(int64_t count, const First* first, const R
   return {count, head, (count - head) / n};
 }
 
-// Calls f(Int<n>, i) for packs [i, i + n) and f(Int<1>, i) for the elements outside them, as thread
-// `first` of `stride` threads.
-template <int n, class F>
-__device__ __forceinline__ void for_each(const Span& s, int64_t first, int64_t stride, const F& f) {
-  for (int64_t i = first; i < s.packs; i += stride) f(Int<n>{}, s.head + i * n);
+// Calls f(Int<n>, Int<packs>, i, step) for the packs [i, i + n), [i + step, i + step + n), ...,
+// f(Int<n>, Int<1>, i, 0) for the few packs that remain, and f(Int<1>, Int<1>, i, 0) for the
+// elements outside of packs, as thread `first` of `stride` threads. Neighbouring threads have
+// neighbouring packs: with one 16-byte vector a pack, a store writes whole 32-byte sectors.
+template <int n, int packs, class F>
+__device__ __forceinline__ void for_each_group(const Span& s, int64_t first, int64_t stride,
+                                               const F& f) {
+  int64_t pack = first;
+  for (; packs > 1 && pack + (packs - 1) * stride < s.packs; pack += packs * stride) {
+    f(Int<n>{}, Int<packs>{}, s.head + pack * n, stride * n);
+  }
+  for (; pack < s.packs; pack += stride) f(Int<n>{}, Int<1>{}, s.head + pack * n, 0);
   int64_t single = s.count - s.packs * n;
   for (int64_t i = first; i < single; i += stride) {
-    f(Int<1>{}, i < s.head ? i : i + s.packs * n);
+    f(Int<1>{}, Int<1>{}, i < s.head ? i : i + s.packs * n, 0);
   }
+}
+
+// The same with f(Int<n>, i) for each pack and f(Int<1>, i) for each element outside of packs.
+template <int n, class F>
+__device__ __forceinline__ void for_each(const Span& s, int64_t first, int64_t stride, const F& f) {
+  for_each_group<n, 1>(s, first, stride,
+                       [&](auto width, auto, int64_t i, int64_t) { f(width, i); });
 }
 
 }  // namespace mixprec::cuda

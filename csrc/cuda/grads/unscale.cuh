@@ -8,11 +8,15 @@
 
 namespace mixprec::cuda {
 
+constexpr int kUnscalePacks = 4;  // loaded before the first one is stored: the stores may alias
+
 template <class T, bool counting>
 __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const __grid_constant__ GradLaunch grads, const float* inv_scale,
                    float* found_inf, const ChunkStats chunks) {
-  constexpr int n = 2 * kVector<T>;  // two loads in flight: the stores after them may alias
+  constexpr int n = kVector<T>;
+  // Not kThreads: with a distance that it knows nvcc loads each pack right before it is stored.
+  const int64_t stride = blockDim.x;
   using Real = typename Unscale<T>::Real;
   Real s = *inv_scale;
   bool bad = false;
@@ -20,25 +24,30 @@ __global__ void __launch_bounds__(kThreads)
     Chunk chunk = grads.chunk(c);
     T* g = grads.at<T>(0, chunk);
     KindCounter counter;
-    for_each<n>(split<n>(chunk.size, g), threadIdx.x, kThreads, [&](auto width, int64_t i) {
-      constexpr int count = decltype(width)::value;
-      T x[count];
-      Real raw[count], unscaled[count];
-      load(g + i, x);
-      decode_all(x, raw);
+    auto multiply = [&](auto width, auto packs, int64_t i, int64_t step) {
+      constexpr int count = decltype(width)::value, together = decltype(packs)::value;
+      T x[together][count];
 #pragma unroll
-      for (int j = 0; j < count; ++j) {
-        unscaled[j] = raw[j] * s;
-        bad |= !is_finite_in<T>(unscaled[j]);
-      }
-      round_all(unscaled, x);
-      store(g + i, x);
-      if constexpr (counting) {
-        decode_all(x, unscaled);
+      for (int p = 0; p < together; ++p) load(g + i + p * step, x[p]);
 #pragma unroll
-        for (int j = 0; j < count; ++j) counter.add(Unscale<T>::kind(raw[j], unscaled[j]));
+      for (int p = 0; p < together; ++p) {
+        Real raw[count], unscaled[count];
+        decode_all(x[p], raw);
+#pragma unroll
+        for (int j = 0; j < count; ++j) {
+          unscaled[j] = raw[j] * s;
+          bad |= !is_finite_in<T>(unscaled[j]);
+        }
+        round_all(unscaled, x[p]);
+        store(g + i + p * step, x[p]);
+        if constexpr (counting) {
+          decode_all(x[p], unscaled);
+#pragma unroll
+          for (int j = 0; j < count; ++j) counter.add(Unscale<T>::kind(raw[j], unscaled[j]));
+        }
       }
-    });
+    };
+    for_each_group<n, kUnscalePacks>(split<n>(chunk.size, g), threadIdx.x, stride, multiply);
     if constexpr (counting) counter.finish(chunks.counts, place_of(grads, chunk));
   }
   raise_flag(found_inf, bad);

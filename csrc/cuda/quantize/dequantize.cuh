@@ -16,40 +16,54 @@ struct ScaleGrid {
 
   // The scale of element i; 64-bit divisions are slow, and few tensors need them.
   __device__ __forceinline__ float of(int64_t i) const {
-    if (i >> 32 == 0 && cols >> 32 == 0) {
-      uint32_t row = static_cast<uint32_t>(i) / static_cast<uint32_t>(cols);
-      return at(row, static_cast<uint32_t>(i) - row * static_cast<uint32_t>(cols));
-    }
-    return at(i / cols, i % cols);
+    return (i | cols | rows_each | cols_each) >> 32 == 0 ? of<uint32_t>(i) : of<int64_t>(i);
   }
-  __device__ __forceinline__ float at(int64_t row, int64_t col) const {
-    int64_t r = rows_each == 1 ? row : row / rows_each, c = col >= cols_each ? col / cols_each : 0;
-    return data[r * stride_row + c * stride_col];
+  template <class Index>
+  __device__ __forceinline__ float of(int64_t i) const {
+    auto in_block = [](Index at, int64_t each) { return each == 1 ? at : at / Index(each); };
+    Index row = Index(i) / Index(cols), col = Index(i) - row * Index(cols);
+    return data[in_block(row, rows_each) * stride_row + in_block(col, cols_each) * stride_col];
   }
 };
+
+// Elements of Q that make one vector of O, or of Q if its elements are wider; and as many such
+// packs a thread loads before it stores the first.
+template <class Q, class O>
+constexpr int kDequantizeRun = kVector<O> < kVector<Q> ? kVector<O> : kVector<Q>;
+constexpr int kDequantizePacks = 4;
 
 // by_blocks: a scale for every block of the matrix; otherwise one scale for all.
 template <class Q, class O, bool by_blocks>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const Q* __restrict__ data, O* __restrict__ out, int64_t count,
                       const ScaleGrid grid) {
-  constexpr int n = kVector<Q>;
+  constexpr int n = kDequantizeRun<Q, O>;
   float one = by_blocks ? 1.0f : *grid.data;
   int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   Span span = split<n>(count, data, out);
   // Then n consecutive elements are in one row and in one block.
   if (by_blocks && (span.head != 0 || grid.cols % n != 0)) span = {count, 0, 0};
-  for_each<n>(span, first, int64_t{gridDim.x} * kThreads, [&](auto width, int64_t i) {
-    Q in[decltype(width)::value];
-    O result[decltype(width)::value];
-    load(data + i, in);
-    float s = by_blocks ? grid.of(i) : one, x[decltype(width)::value];
-    decode_all(in, x);
+  auto multiply = [&](auto width, auto packs, int64_t i, int64_t step) {
+    constexpr int size = decltype(width)::value, together = decltype(packs)::value;
+    Q in[together][size];
+    float s[together];
 #pragma unroll
-    for (float& value : x) value = value * s;
-    round_all(x, result);
-    store(out + i, result);
-  });
+    for (int p = 0; p < together; ++p) {
+      load(data + i + p * step, in[p]);
+      s[p] = by_blocks ? grid.of(i + p * step) : one;
+    }
+#pragma unroll
+    for (int p = 0; p < together; ++p) {
+      float x[size];
+      O result[size];
+      decode_all(in[p], x);
+#pragma unroll
+      for (float& value : x) value = value * s[p];
+      round_all(x, result);
+      store(out + i + p * step, result);
+    }
+  };
+  for_each_group<n, kDequantizePacks>(span, first, int64_t{gridDim.x} * kThreads, multiply);
 }
 
 // One scale if grid.rows_each is 0.
@@ -62,8 +76,9 @@ inline cudaError_t dequantize(Dtype data_dtype, Dtype out_dtype, const void* dat
       using O = typename decltype(to)::type;
       auto kernel =
           grid.rows_each == 0 ? dequantize_kernel<Q, O, false> : dequantize_kernel<Q, O, true>;
-      return launch(kernel, grid_for(kernel, count / kVector<Q> / kThreads, sms), kThreads, 0,
-                    stream, static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
+      int64_t pieces = count / (kDequantizeRun<Q, O> * kDequantizePacks) / kThreads;
+      return launch(kernel, grid_for(kernel, pieces, sms), kThreads, 0, stream,
+                    static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
     });
   });
 }
