@@ -27,20 +27,25 @@ __global__ void __launch_bounds__(kThreads)
     const T* g = grads.at<T>(0, chunk);
     double sum = 0.0;
     KindCounter counter;
-    for_each<n>(split<n>(chunk.size, g), threadIdx.x, kThreads, [&](auto width, int64_t i) {
-      constexpr int count = decltype(width)::value;
-      T x[count];
-      Real raw[count];
-      load(g + i, x);
-      decode_all(x, raw);
+    auto add = [&](auto width, auto packs, int64_t i, int64_t step) {
+      constexpr int count = decltype(width)::value, together = decltype(packs)::value;
+      T x[together][count];
 #pragma unroll
-      for (int j = 0; j < count; ++j) {
-        Real unscaled = raw[j] * s;
-        bad |= !is_finite_in<Real>(unscaled);
-        sum = add_square(sum, unscaled);
-        if constexpr (counting) counter.add(Unscale<T>::kind(raw[j], unscaled));
+      for (int p = 0; p < together; ++p) load(g + i + p * step, x[p]);
+#pragma unroll
+      for (int p = 0; p < together; ++p) {  // in the order of the elements
+        Real raw[count];
+        decode_all(x[p], raw);
+#pragma unroll
+        for (int j = 0; j < count; ++j) {
+          Real unscaled = raw[j] * s;
+          bad |= !is_finite_in<Real>(unscaled);
+          sum = add_square(sum, unscaled);
+          if constexpr (counting) counter.add(Unscale<T>::kind(raw[j], unscaled));
+        }
       }
-    });
+    };
+    for_each_group<n, 2>(split<n>(chunk.size, g), threadIdx.x, kThreads, add);
     sum = block_reduce<kThreads, Sum>(sum);
     if (threadIdx.x == 0) chunks.sum_sq[place_of(grads, chunk)] = sum;
     if constexpr (counting) counter.finish(chunks.counts, place_of(grads, chunk));
