@@ -83,6 +83,22 @@ def test_side_stream(variant: Variant, device: torch.device, only_cuda: None, pa
     variant.finish()
 
 
+def test_accumulation_writes_its_rows_alone(variant: Variant, device: torch.device) -> None:
+    """TMA adds to whole words of 16 bytes (seen on an H100), and a row may end within one. -0
+    becomes 0 where 0 is added to it."""
+    for m, n, pitch in ((1, 33, 33), (5, 18, 24), (9, 140, 144)):
+        a = integers((m, 64), torch.bfloat16, 1)
+        b = transposed(integers((64, n), torch.bfloat16, 2))
+        wide = torch.full((m + 1, pitch), -0.0, device=device)
+        acc = wide[:m, :n]
+        if variant(mixprec.gemm_accumulate_, acc, a, b) is None:
+            continue
+        check_there(acc, product(a, b), f"{m} {n}")
+        acc.fill_(-0.0)
+        assert wide.signbit().all(), f"{m} {n}: written beside its rows"
+    variant.finish()
+
+
 @pytest.mark.large
 def test_more_than_2_to_the_31_elements(
     variant: Variant, device: torch.device, only_cuda: None
