@@ -1,48 +1,11 @@
 // Activations and their gradients as sources of the casting kernels.
 #pragma once
 
+#include "cuda/fused/activate.cuh"
 #include "cuda/fused/cast_from.cuh"
 #include "cuda/fused/computed.cuh"
-#include "math/activation.h"
 
 namespace mixprec::cuda {
-
-template <Activation kind>
-struct Kind {
-  static __device__ __forceinline__ ValueAndSlope<float> at(float x) { return activation<kind>(x); }
-};
-
-// f(Kind<kind>{}) for a kind known at run time.
-template <class F>
-__device__ __forceinline__ void with_kind(Activation kind, const F& f) {
-  switch (kind) {
-    case Activation::silu:
-      return f(Kind<Activation::silu>{});
-    case Activation::gelu:
-      return f(Kind<Activation::gelu>{});
-    case Activation::gelu_tanh:
-      return f(Kind<Activation::gelu_tanh>{});
-    default:
-      return f(Kind<Activation::relu2>{});
-  }
-}
-
-// x[j] <- f(x[j]), two at a time: the code of an activation is long, and this loop is in many
-// kernels. Elements move one place per round, because registers have no index.
-template <int n, class F>
-__device__ __forceinline__ void for_each_of(float (&x)[n], const F& f) {
-  constexpr int together = n == 1 ? 1 : 2;
-#pragma unroll 1
-  for (int round = 0; round < n / together; ++round) {
-    float done[together];
-#pragma unroll
-    for (int j = 0; j < together; ++j) done[j] = f(x[j]);
-#pragma unroll
-    for (int j = 0; j + together < n; ++j) x[j] = x[j + together];
-#pragma unroll
-    for (int j = 0; j < together; ++j) x[n - together + j] = done[j];
-  }
-}
 
 // activation(x) [* up]
 struct Activated : Computed {
@@ -52,33 +15,13 @@ struct Activated : Computed {
   template <int n>
   __device__ __forceinline__ void load(int64_t i, float (&y)[n], int count = n,
                                        bool together = true) const {
-    float factor[n];
-    x.load(i, y, count, together);
-    up.load_or(1.0f, i, factor, count, together);
-    with_kind(kind, [&](auto f) { for_each_of(y, [&](float x) { return f.at(x).value; }); });
-#pragma unroll
-    for (int j = 0; j < n; ++j) y[j] = y[j] * factor[j];
+    float slope[n];
+    Run<n> of_x(x, i, count, together), of_up(up, i, count, together);
+    of_x.decode(y);
+    activate(kind, y, slope);
+    of_up.multiply(y);
   }
 };
-
-// (x[j], y[j]) <- f(x[j]), four at a time, likewise.
-template <int n, class F>
-__device__ __forceinline__ void for_each_of(float (&x)[n], float (&y)[n], const F& f) {
-  constexpr int together = n < 4 ? n : 4;
-#pragma unroll 1
-  for (int round = 0; round < n / together; ++round) {
-    ValueAndSlope<float> done[together];
-#pragma unroll
-    for (int j = 0; j < together; ++j) done[j] = f(x[j]);
-#pragma unroll
-    for (int j = 0; j + together < n; ++j) x[j] = x[j + together], y[j] = y[j + together];
-#pragma unroll
-    for (int j = 0; j < together; ++j) {
-      x[n - together + j] = done[j].value;
-      y[n - together + j] = done[j].slope;
-    }
-  }
-}
 
 // The gradient of x, (g [* up]) * activation'(x), or that of up, g * activation(x).
 struct ActivatedGradient : Computed {
@@ -89,18 +32,15 @@ struct ActivatedGradient : Computed {
   template <int n>
   __device__ __forceinline__ void load(int64_t i, float (&y)[n], int count = n,
                                        bool together = true) const {
-    float gradient[n], factor[n];
-    g.load(i, gradient, count, together);
-    x.load(i, y, count, together);
-    up.load_or(1.0f, i, factor, count, together);
-    with_kind(kind, [&](auto f) {
-      for_each_of(y, [&](float x) {
-        ValueAndSlope<float> at = f.at(x);
-        return of_up ? at.value : at.slope;
-      });
-    });
+    float at[n], slope[n];
+    Run<n>(x, i, count, together).decode(at);
+    activate(kind, at, slope);
 #pragma unroll
-    for (int j = 0; j < n; ++j) y[j] = gradient[j] * factor[j] * y[j];
+    for (int j = 0; j < n; ++j) at[j] = of_up ? at[j] : slope[j];
+    Run<n>(g, i, count, together).decode(y);
+    Run<n>(up, i, count, together).multiply(y);
+#pragma unroll
+    for (int j = 0; j < n; ++j) y[j] = y[j] * at[j];
   }
 };
 
@@ -120,15 +60,25 @@ struct ActivatedGradients : Computed {
   template <int n>
   __device__ __forceinline__ void load(int64_t i, float (&y)[2][n], int count = n,
                                        bool together = true) const {
-    float value[n], slope[n];
-    x.load(i, value, count, together);
-    with_kind(kind, [&](auto f) { for_each_of(value, slope, [&](float x) { return f.at(x); }); });
-    g.load(i, y[1], count, together);
-    up.load_or(1.0f, i, y[0], count, together);
+    if constexpr (n > kRun) {  // a part after the other: both at once take too many registers
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      y[0][j] = y[1][j] * y[0][j] * slope[j];
-      y[1][j] = y[1][j] * value[j];
+      for (int first = 0; first < n; first += kRun) {
+        float part[2][kRun];
+        load(i + first, part, count - first, together);
+#pragma unroll
+        for (int j = 0; j < 2 * kRun; ++j) y[j / kRun][first + j % kRun] = part[j / kRun][j % kRun];
+      }
+    } else {
+      float value[n], slope[n];
+      Run<n> of_x(x, i, count, together), of_g(g, i, count, together), gate(up, i, count, together);
+      of_x.decode(value);
+      activate(kind, value, slope);
+      of_g.decode(y[0]);
+#pragma unroll
+      for (int j = 0; j < n; ++j) y[1][j] = y[0][j] * value[j];
+      gate.multiply(y[0]);
+#pragma unroll
+      for (int j = 0; j < n; ++j) y[0][j] = y[0][j] * slope[j];
     }
   }
 };

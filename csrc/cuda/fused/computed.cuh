@@ -53,6 +53,47 @@ struct Floats {
   }
 };
 
+// Elements [i, i + count) of an array, as Source::load takes them; none if it is not given. Those of
+// 16 bits are loaded when this is made and converted later, so that the loads of several arrays are
+// on their way together. Others are loaded when they are wanted: they would take more registers.
+template <int n>
+struct Run {
+  const Floats& from;
+  int64_t i;
+  int count;
+  bool together, early;
+  uint32_t word[(n + 1) / 2];
+
+  __device__ __forceinline__ Run(const Floats& from, int64_t i, int count, bool together)
+      : from(from), i(i), count(count), together(together) {
+    early = n > 1 && together && count == n && from.data != nullptr && from.dtype != Dtype::f32;
+    if (!early) return;
+    cuda::load(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(from.data) + i),
+               word);
+  }
+
+  __device__ __forceinline__ void decode(float (&values)[n]) const {
+    if (!early) return from.load(i, values, count, together);
+    auto half = [&](int j) { return static_cast<uint16_t>(word[j / 2] >> (j % 2 * 16)); };
+    if (from.dtype == Dtype::bf16) {
+#pragma unroll
+      for (int j = 0; j < n; ++j) values[j] = to_float(Bf16{half(j)});
+    } else {
+#pragma unroll
+      for (int j = 0; j < n; ++j) values[j] = to_float(Fp16{half(j)});
+    }
+  }
+
+  // values <- values * this, if it is given
+  __device__ __forceinline__ void multiply(float (&values)[n]) const {
+    if (from.data == nullptr) return;
+    float factor[n];
+    decode(factor);
+#pragma unroll
+    for (int j = 0; j < n; ++j) values[j] = values[j] * factor[j];
+  }
+};
+
 // values <- out[i, i + count) <- values rounded to `dtype`
 template <int n>
 __device__ __forceinline__ void store_rounded(void* out, Dtype dtype, int64_t i, float (&values)[n],

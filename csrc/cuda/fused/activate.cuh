@@ -1,0 +1,83 @@
+// An activation and its derivative, of a run of elements in registers.
+#pragma once
+
+#include "cuda/fused/near_float.cuh"
+#include "cuda/quantize/cast.cuh"
+
+namespace mixprec::cuda {
+
+constexpr int kNearGroup = 4;  // elements that are computed together: more take more registers
+
+// values <- activation(values), slope <- its derivative there, of the elements with a bit in `which`
+// and one after the other. They move one place per round, because registers have no index.
+template <Activation kind, int n>
+__device__ __forceinline__ void activate_each(uint32_t which, float (&values)[n],
+                                              float (&slope)[n]) {
+#pragma unroll 1
+  for (int round = 0; round < n; ++round, which >>= 1) {
+    ValueAndSlope<float> done = {values[0], slope[0]};
+    if ((which & 1u) != 0) done = activation<kind>(values[0]);
+#pragma unroll
+    for (int j = 0; j + 1 < n; ++j) values[j] = values[j + 1], slope[j] = slope[j + 1];
+    values[n - 1] = done.value, slope[n - 1] = done.slope;
+  }
+}
+
+// values[first, first + kNearGroup) likewise, if none of them is beyond activation_near.
+template <Activation kind, int n>
+__device__ __forceinline__ bool activate_near(int first, float (&values)[n], float (&slope)[n]) {
+  uint32_t largest = 0;  // NaN is beyond any limit
+#pragma unroll
+  for (int j = first; j < first + kNearGroup; ++j) {
+    largest = Max::apply(largest, magnitude_bits(values[j]));
+  }
+  if (largest > float_bits(activation_near(kind))) {
+#pragma unroll
+    for (int j = first; j < first + kNearGroup; ++j) slope[j] = 0.0f;
+    return false;
+  }
+#pragma unroll
+  for (int j = first; j < first + kNearGroup; ++j) {
+    ValueAndSlope<NearFloat> done = activation<kind, true>(NearFloat(values[j]));
+    values[j] = done.value.at, slope[j] = done.slope.at;
+  }
+  return true;
+}
+
+// values <- activation(values), slope <- its derivative there
+template <Activation kind, int n>
+__device__ __forceinline__ void activate(float (&values)[n], float (&slope)[n]) {
+  if constexpr (kind == Activation::relu2) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      ValueAndSlope<float> done = relu2(values[j]);
+      values[j] = done.value, slope[j] = done.slope;
+    }
+  } else {
+    uint32_t left = (1u << n) - 1;
+    constexpr int grouped = n / kNearGroup * kNearGroup;
+#pragma unroll
+    for (int first = 0; first < grouped; first += kNearGroup) {
+      bool done = activate_near<kind>(first, values, slope);
+      left &= done ? ~(((1u << kNearGroup) - 1) << first) : ~0u;
+    }
+    if (left != 0) activate_each<kind>(left, values, slope);
+  }
+}
+
+// For a kind known at run time.
+template <int n>
+__device__ __forceinline__ void activate(Activation kind, float (&values)[n], float (&slope)[n]) {
+  switch (kind) {
+    case Activation::silu:
+      return activate<Activation::silu>(values, slope);
+    case Activation::gelu:
+      return activate<Activation::gelu>(values, slope);
+    case Activation::gelu_tanh:
+      return activate<Activation::gelu_tanh>(values, slope);
+    default:
+      return activate<Activation::relu2>(values, slope);
+  }
+}
+
+}  // namespace mixprec::cuda
