@@ -152,7 +152,9 @@ DAMAGED += [b"\xff\xfe", b'{"9.0": {"fp8 thin": ["reference", null]}}']
 
 def test_the_users_entries_replace_ours(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours, users = tmp_path / "ours.json", tmp_path / "users.json"
-    ours.write_text(json.dumps({"9.0": {"16-bit thin": ("cuda", None), "fp8 thin": ("cuda", None)}}))
+    ours.write_text(
+        json.dumps({"9.0": {"16-bit thin": ("cuda", None), "fp8 thin": ("cuda", None)}})
+    )
     users.write_text(json.dumps({"9.0": {"16-bit thin": ("vendor", None)}}))
     gpu.setattr(gemm_table, "SHIPPED", ours)
     assert (chosen(CAN["bf16"]), chosen(CAN["fp8"])) == ("cuda", "cuda")

@@ -8,8 +8,8 @@ namespace mixprec::cuda {
 
 constexpr int kNearGroup = 4;  // elements that are computed together: more take more registers
 
-// values <- activation(values), slope <- its derivative there, of the elements with a bit in `which`
-// and one after the other. They move one place per round, because registers have no index.
+// values <- activation(values), slope <- its derivative there, of the elements with a bit in
+// `which` and one after the other. They move one place per round, because registers have no index.
 template <Activation kind, int n>
 __device__ __forceinline__ void activate_each(uint32_t which, float (&values)[n],
                                               float (&slope)[n]) {

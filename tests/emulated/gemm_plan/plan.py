@@ -35,9 +35,7 @@ Config = namedtuple(
 
 
 class TileConfig(
-    namedtuple(
-        "Fields", "index fp8 accumulate block_m block_n consumers cluster chunk_elements"
-    )
+    namedtuple("Fields", "index fp8 accumulate block_m block_n consumers cluster chunk_elements")
 ):
     @property
     def sums(self) -> str:

@@ -1,5 +1,5 @@
-// The divisions of csrc/cuda/fused/near_float.cuh, of a reciprocal that is as wrong as it may be, and
-// the activations made of them, against plain FP32, for test_near_float.py.
+// The divisions of csrc/cuda/fused/near_float.cuh, of a reciprocal that is as wrong as it may be,
+// and the activations made of them, against plain FP32, for test_near_float.py.
 #include "cuda/fused/near_float.cuh"
 
 using namespace mixprec;
@@ -31,7 +31,8 @@ bool agrees(Activation kind, float x) {
 
 extern "C" {
 
-// The first fraction of a divisor for which a reciprocal or quotient is not that of FP32; else 2^23.
+// The first fraction of a divisor for which a reciprocal or quotient is not that of FP32; else
+// 2^23.
 int64_t divides_otherwise() {
   uint32_t state = 1;
   for (uint32_t fraction = 0; fraction < 1u << 23; ++fraction) {

@@ -14,10 +14,10 @@ constexpr double kSharedBytesPerClock = 128;  // of one SM's shared memory
 // One SM's share of L2: what explains the speeds of four tiles without clusters on an H100, at
 // M = N = K = 8192 in bf16.
 constexpr double kL2BytesPerClock = 44;
-constexpr double kDramBytesPerClock = 2500;   // 4.3 TB/s at 1.7 GHz
-constexpr double kLanesPerClock = 128;        // FP32 additions of one SM
-constexpr double kStartClocks = 2000;         // launch, barriers, loading the first stage from DRAM
-constexpr double kFinishClocks = 4000;        // a second kernel that depends on the first one
+constexpr double kDramBytesPerClock = 2500;  // 4.3 TB/s at 1.7 GHz
+constexpr double kLanesPerClock = 128;       // FP32 additions of one SM
+constexpr double kStartClocks = 2000;        // launch, barriers, loading the first stage from DRAM
+constexpr double kFinishClocks = 4000;       // a second kernel that depends on the first one
 
 struct GemmWork {
   int64_t m, n, k;

@@ -112,7 +112,8 @@ inline const char* why_not(const TileConfig& t, const GemmProblem& p, const Devi
   if (gpu.sms < t.cluster) return "the GPU is smaller than a cluster";
   if (forced) return nullptr;
   bool too_big = 2 * p.m <= t.block_m * t.cluster || 2 * p.n <= t.block_n;
-  if (too_big && t.consumers * t.cluster > 1) return "at least half of each tile would lie outside of C";
+  if (too_big && t.consumers * t.cluster > 1)
+    return "at least half of each tile would lie outside of C";
   return nullptr;
 }
 

@@ -36,8 +36,7 @@ inline std::string reasons_against(const GemmProblem& p, const DeviceProperties&
   std::string all;
   for (int tile_config = 0; tile_config < kTileConfigCount; ++tile_config) {
     bool is_forced = tile_config == forced.tile_config;
-    const char* reason =
-        why_not(kTileConfigs[tile_config], p, gpu, is_forced);
+    const char* reason = why_not(kTileConfigs[tile_config], p, gpu, is_forced);
     std::string why = reason != nullptr ? reason
                       : forced.tile_config >= 0 && !is_forced
                           ? "tile config " + std::to_string(forced.tile_config) + " is forced"

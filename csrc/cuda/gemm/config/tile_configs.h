@@ -32,6 +32,7 @@ struct TileConfig {
   int cluster;    // blocks that share a tile of b
 };
 
+// clang-format off
 constexpr std::array<TileConfig, 20> kTileConfigs = {{
     {false, Accumulate::direct, 64, 128, 1, 1},
     {false, Accumulate::direct, 64, 128, 1, 2},
@@ -54,6 +55,7 @@ constexpr std::array<TileConfig, 20> kTileConfigs = {{
     {true, Accumulate::direct, 128, 256, 2, 1},
     {true, Accumulate::direct, 128, 256, 2, 2},
 }};
+// clang-format on
 constexpr int kTileConfigCount = static_cast<int>(kTileConfigs.size());
 constexpr int kNotMeasured = -1;  // in the place of the index of a tile config
 

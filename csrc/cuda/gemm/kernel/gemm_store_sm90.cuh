@@ -17,8 +17,8 @@ struct Fragment {
   int col = static_cast<int>(threadIdx.x % 4 * 2);
 };
 
-// What the sums of a thread are multiplied with: the scales of its two rows, and that of all columns
-// or, if they differ, one for each, which is loaded when it is needed.
+// What the sums of a thread are multiplied with: the scales of its two rows, and that of all
+// columns or, if they differ, one for each, which is loaded when it is needed.
 struct OutputScales {
   bool none, by_column;
   float upper, lower, column;
