@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
 namespace mixprec::cuda {
 
@@ -49,17 +49,17 @@ cudaError_t launch_cluster(void (*kernel)(Params...), int64_t grid, int block, i
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
-// Blocks of kThreads threads that an SM of the current device runs at once, as the kernel's
-// registers and shared memory allow. CUDA is asked once for each kernel and device.
-inline int blocks_per_sm(const void* kernel) {
+// Blocks of `threads` threads that an SM of the current device runs at once, as the kernel's
+// registers and shared memory allow. CUDA is asked once for each kernel, size and device.
+inline int blocks_per_sm(const void* kernel, int threads) {
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, int> known;
+  static std::map<std::tuple<const void*, int, int>, int> known;
   int device = 0;
   cudaGetDevice(&device);
   std::lock_guard lock(mutex);
-  int& blocks = known[{kernel, device}];
+  int& blocks = known[{kernel, threads, device}];
   if (blocks == 0) {
-    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0);
+    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0);
     if (error != cudaSuccess) return kBlocksPerSm;  // the launch will say why
     blocks = std::clamp(blocks, 1, kBlocksPerSm);
   }
@@ -72,8 +72,8 @@ inline int64_t grid_for(int64_t pieces, int sms, int per_sm = kBlocksPerSm) {
   return std::max<int64_t>(1, std::min<int64_t>(pieces, int64_t{sms} * per_sm));
 }
 template <class... Params>
-int64_t grid_for(void (*kernel)(Params...), int64_t pieces, int sms) {
-  return grid_for(pieces, sms, blocks_per_sm(reinterpret_cast<const void*>(kernel)));
+int64_t grid_for(void (*kernel)(Params...), int64_t pieces, int sms, int threads = kThreads) {
+  return grid_for(pieces, sms, blocks_per_sm(reinterpret_cast<const void*>(kernel), threads));
 }
 
 }  // namespace mixprec::cuda

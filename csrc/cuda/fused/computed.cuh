@@ -85,13 +85,20 @@ struct Run {
     }
   }
 
-  // values <- values * this, if it is given
+  // values <- values * this or values + this, if it is given
   __device__ __forceinline__ void multiply(float (&values)[n]) const {
     if (from.data == nullptr) return;
     float factor[n];
     decode(factor);
 #pragma unroll
     for (int j = 0; j < n; ++j) values[j] = values[j] * factor[j];
+  }
+  __device__ __forceinline__ void add(float (&values)[n]) const {
+    if (from.data == nullptr) return;
+    float term[n];
+    decode(term);
+#pragma unroll
+    for (int j = 0; j < n; ++j) values[j] = values[j] + term[j];
   }
 };
 

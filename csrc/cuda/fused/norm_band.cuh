@@ -32,17 +32,6 @@ struct NormGradients : Rows {
   }
 };
 
-// values <- 8 elements of 16 bits
-__device__ __forceinline__ void decode_run(const uint4& bits, Dtype dtype,
-                                           float (&values)[kRowRun]) {
-  uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-  for (int j = 0; j < kRowRun; ++j) {
-    uint16_t code = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
-    values[j] = dtype == Dtype::bf16 ? to_float(Bf16{code}) : to_float(Fp16{code});
-  }
-}
-
 // The sum of partial[kNormLanes], in shared memory: the same for all lanes of the warp.
 __device__ __forceinline__ float sum_of_lanes(const float* partial) {
   constexpr int n = kNormLanes / kWarp;

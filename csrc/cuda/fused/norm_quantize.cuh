@@ -28,30 +28,18 @@ struct Norm : Computed {
                                           bool together) const {
     int64_t i = row * cols + col;
     if (count == 0) return x.load(i, y, 0, false);  // there may be no such row
-    float w[n], b[n], m = mean != nullptr ? mean[row] : 0.0f, r = rstd[row];
-    x.load(i, y, count, together);
-    weight.load_or(1.0f, col, w, count, together);
-    bias.load_or(-0.0f, col, b, count, together);
+    float m = mean != nullptr ? mean[row] : 0.0f, r = rstd[row];
+    Run<n> of_x(x, i, count, together), w(weight, col, count, together),
+        b(bias, col, count, together);
+    of_x.decode(y);
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      y[j] = j < count ? norm_value(norm_xhat(y[j], m, r), w[j], b[j]) : 0.0f;
-    }
+    for (int j = 0; j < n; ++j) y[j] = norm_xhat(y[j], m, r);
+    w.multiply(y);
+    b.add(y);
+#pragma unroll
+    for (int j = 0; j < n; ++j) y[j] = j < count ? y[j] : 0.0f;
   }
 };
-
-template <class Q>
-cudaError_t norm_rows(const NormRows& rows, RowCast how, bool casts, const Quantize& a,
-                      int64_t grid, cudaStream_t stream) {
-  NormRowsOut<Q> out = {how,
-                        casts ? static_cast<Q*>(a.q) : nullptr,
-                        a.scale,
-                        a.fmt_max(),
-                        a.power_of_two_scale,
-                        a.scale_inv,
-                        a.scratch + 2};
-  return launch(norm_rows_kernel<Q>, grid, static_cast<int>(rows.warps()) * kWarp, 0, stream, rows,
-                rows.held(), rows.row_bytes(), out);
-}
 
 // rows: those of the matrix that is cast. One launch, and that of the cast unless the scales are of
 // rows, without a transpose; then a tiny one that finds the amax.
@@ -64,9 +52,23 @@ inline cudaError_t norm_quantize(NormRows rows, const Quantize& a, int sms, cuda
   bool by_row = a.granularity == Granularity::row && !a.transpose;
   RowCast how = by_tensor ? RowCast::tensor : by_row ? RowCast::row : RowCast::none;
   bool casts = (by_tensor || by_row) && !a.transpose;
-  int64_t blocks = rows.grid(sms, rows.warps());
+  bool whole = rows.x.dtype != Dtype::f32 && rows.held() && rows.wide && rows.wide_vectors &&
+               (!casts || all_aligned({a.q}));
+  int64_t blocks = 0;
   auto run = [&](auto tq) {
-    return norm_rows<typename decltype(tq)::type>(rows, how, casts, a, blocks, stream);
+    using Q = typename decltype(tq)::type;
+    auto kernel = whole ? norm_rows_kernel<Q, true> : norm_rows_kernel<Q, false>;
+    int warps = static_cast<int>(rows.warps());
+    blocks = grid_for(kernel, (rows.rows + warps - 1) / warps, sms, warps * kWarp);
+    NormRowsOut<Q> out = {how,
+                          casts ? static_cast<Q*>(a.q) : nullptr,
+                          a.scale,
+                          a.fmt_max(),
+                          a.power_of_two_scale,
+                          a.scale_inv,
+                          a.scratch + 2};
+    return launch(kernel, blocks, warps * kWarp, 0, stream, rows, rows.held(), rows.row_bytes(),
+                  out);
   };
   bool needs_type = casts && a.q_dtype != Dtype::f32;
   cudaError_t error = needs_type ? with_low(a.q_dtype, run) : run(Type<float>{});

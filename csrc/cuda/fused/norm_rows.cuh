@@ -33,11 +33,11 @@ struct Rows {
   }
 
   // f(column, count) for the runs of this lane, in ascending order; beyond the row, the last one
-  // has less than kRowRun elements.
-  template <class F>
+  // has less than kRowRun elements, unless cols is a multiple of kRowRun (`whole`).
+  template <bool whole = false, class F>
   __device__ __forceinline__ void for_each_run(const F& f) const {
     for (int64_t c = threadIdx.x % kWarp * kRowRun; c < cols; c += kNormLanes) {
-      f(c, cols - c < kRowRun ? static_cast<int>(cols - c) : kRowRun);
+      f(c, whole || cols - c >= kRowRun ? kRowRun : static_cast<int>(cols - c));
     }
   }
 };
@@ -91,12 +91,13 @@ struct NormRowsOut {
   uint32_t* partials;  // [gridDim.x]
 };
 
-// to <- from[start, start + cols), by a warp, without a change of bits
+// to <- from[start, start + cols), by a warp, without a change of bits. together: loads of a lane.
+template <int together>
 __device__ __forceinline__ void hold_row(void* to, const Floats& from, int64_t start, int64_t cols,
                                          bool wide) {
   int lane = threadIdx.x % kWarp;
   auto copy = [&](auto* words, const auto* source, int64_t count) {
-#pragma unroll 4
+#pragma unroll together
     for (int64_t i = lane; i < count; i += kWarp) words[i] = source[i];
   };
   if (from.dtype == Dtype::f32) {
@@ -109,17 +110,31 @@ __device__ __forceinline__ void hold_row(void* to, const Floats& from, int64_t s
   copy(static_cast<uint16_t*>(to), row, cols);
 }
 
-template <class Q>
+// values <- 8 elements of 16 bits
+__device__ __forceinline__ void decode_run(const uint4& bits, Dtype dtype,
+                                           float (&values)[kRowRun]) {
+  uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int j = 0; j < kRowRun; ++j) {
+    uint16_t code = static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16));
+    values[j] = dtype == Dtype::bf16 ? to_float(Bf16{code}) : to_float(Fp16{code});
+  }
+}
+
+// whole: x has 16 bits, its rows are held, and all runs are whole and aligned.
+template <class Q, bool whole>
 __global__ void __launch_bounds__(kThreads, 2)
     norm_rows_kernel(const NormRows a, bool held, int64_t row_bytes, const NormRowsOut<Q> out) {
   __shared__ uint4 held_rows[kHeldBytes / 16];
   __shared__ uint32_t of_warps[kThreads / kWarp];
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  char* own = reinterpret_cast<char*>(held_rows) + warp * row_bytes;
+  uint4* own = held_rows + warp * static_cast<int>(row_bytes / 16);
+  held = whole || held;
   // Where a row is read again.
   Floats normalized = {a.total != nullptr ? a.total : a.x.data, a.x.dtype};
   if (held) normalized.data = own;
-  bool wide = held || a.wide, wide_q = is_aligned(out.q) && a.cols % kRowRun == 0;
+  bool wide = held || a.wide, wide_vectors = whole || a.wide_vectors;
+  bool wide_q = whole || (is_aligned(out.q) && a.cols % kRowRun == 0);
 
   float given = out.scale != nullptr ? *out.scale : 0.0f, k = static_cast<float>(a.cols);
   float scale = given == 0.0f ? 1.0f : checked_scale(given);
@@ -128,37 +143,40 @@ __global__ void __launch_bounds__(kThreads, 2)
   a.for_each_row([&](int64_t row) {
     int64_t start = row * a.cols, from = held ? 0 : start;
     if (a.total != nullptr) {
-      a.for_each_run([&](int64_t c, int count) {
+      a.for_each_run<whole>([&](int64_t c, int count) {
         float x[kRowRun], residual[kRowRun];
-        a.x.load(start + c, x, count, a.wide);
-        a.residual.load(start + c, residual, count, a.wide);
+        a.x.load(start + c, x, count, whole || a.wide);
+        a.residual.load(start + c, residual, count, whole || a.wide);
 #pragma unroll
         for (int j = 0; j < kRowRun; ++j) x[j] += residual[j];
-        store_rounded(a.total, a.x.dtype, start + c, x, count, a.wide);
+        store_rounded(a.total, a.x.dtype, start + c, x, count, whole || a.wide);
         if (held) store_rounded(own, a.x.dtype, c, x, count, true);
       });
     } else if (held) {
-      hold_row(own, a.x, start, a.cols, a.wide);
+      hold_row<whole ? 8 : 4>(own, a.x, start, a.cols, whole || a.wide);
     }
     __syncwarp();
 
-    float mean = 0.0f, sum_of_squares = 0.0f;
-#pragma unroll 1
-    for (int pass = a.mean != nullptr ? 0 : 1; pass < 2; ++pass) {  // the mean, the squares
-      RowSum sum;
-      a.for_each_run([&](int64_t c, int count) {
-        float x[kRowRun];
+    auto load_again = [&](int64_t c, float (&x)[kRowRun], int count) {
+      if constexpr (whole) {
+        decode_run(own[static_cast<int>(c) / kRowRun], a.x.dtype, x);
+      } else {
         normalized.load(from + c, x, count, wide);
+      }
+    };
+    auto sum_of = [&](const auto& term) {
+      RowSum sum;
+      a.for_each_run<whole>([&](int64_t c, int count) {
+        float x[kRowRun];
+        load_again(c, x, count);
 #pragma unroll
-        for (int j = 0; j < kRowRun; ++j) {
-          float term = pass == 0 ? x[j] : norm_square(x[j], mean);
-          sum.partial[j] += j < count ? term : 0.0f;
-        }
+        for (int j = 0; j < kRowRun; ++j) sum.partial[j] += j < count ? term(x[j]) : 0.0f;
       });
-      (pass == 0 ? mean : sum_of_squares) = sum.total();
-      if (pass == 0) mean = norm_mean(mean, k);
-    }
-    float rstd = norm_rstd(sum_of_squares, k, a.eps);
+      return sum.total();
+    };
+    float mean = 0.0f;
+    if (a.mean != nullptr) mean = norm_mean(sum_of([](float x) { return x; }), k);
+    float rstd = norm_rstd(sum_of([&](float x) { return norm_square(x, mean); }), k, a.eps);
     if (lane == 0) {
       if (a.mean != nullptr) a.mean[row] = mean;
       a.rstd[row] = rstd;
@@ -170,15 +188,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     bool by_row = out.how == RowCast::row;
 #pragma unroll 1
     for (int pass = 0; pass < (by_row ? 2 : 1); ++pass) {
-      a.for_each_run([&](int64_t c, int count) {
-        float y[kRowRun], w[kRowRun], b[kRowRun];
-        normalized.load(from + c, y, count, wide);
-        a.weight.load_or(1.0f, c, w, count, a.wide_vectors);
-        a.bias.load_or(-0.0f, c, b, count, a.wide_vectors);
+      a.for_each_run<whole>([&](int64_t c, int count) {
+        Run<kRowRun> weight(a.weight, c, count, wide_vectors), bias(a.bias, c, count, wide_vectors);
+        float y[kRowRun];
+        load_again(c, y, count);
 #pragma unroll
-        for (int j = 0; j < kRowRun; ++j) {
-          y[j] = j < count ? norm_value(norm_xhat(y[j], mean, rstd), w[j], b[j]) : 0.0f;
-        }
+        for (int j = 0; j < kRowRun; ++j) y[j] = norm_xhat(y[j], mean, rstd);
+        weight.multiply(y);
+        bias.add(y);
+#pragma unroll
+        for (int j = 0; j < kRowRun; ++j) y[j] = j < count ? y[j] : 0.0f;
         if (pass == 0) largest = largest_of(y, largest);
         if (by_row ? pass == 0 : !casts) return;
         Q rounded[kRowRun];
