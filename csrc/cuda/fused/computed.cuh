@@ -59,7 +59,7 @@ struct Floats {
 // registers.
 template <int n>
 struct Run {
-  const Floats& from;
+  Floats from;
   int64_t i;
   int count;
   bool together, early;

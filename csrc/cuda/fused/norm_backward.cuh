@@ -101,8 +101,8 @@ inline cudaError_t norm_backward(NormGradients a, int sms, cudaStream_t stream) 
   bool sums = a.dweight != nullptr || a.dbias != nullptr;
   cudaError_t error = cudaSuccess;
   if (sums && a.by_bands(sms)) {
-    auto kernel = a.band_runs() == 1 ? norm_band_kernel<1> : norm_band_kernel<2>;
-    error = launch(kernel, a.bands_down(), a.band_threads(), 0, stream, a);
+    auto kernel = a.band_runs(sms) == 1 ? norm_band_kernel<1> : norm_band_kernel<2>;
+    error = launch(kernel, a.bands_down(), a.band_threads(sms), 0, stream, a);
   } else {
     constexpr int64_t warps = kThreads / kWarp;
     error = launch(norm_dx_kernel, a.grid(sms, warps), kThreads, 0, stream, a);

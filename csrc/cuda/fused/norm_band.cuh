@@ -18,17 +18,20 @@ struct NormGradients : Rows {
   MIXPREC_HD int64_t bands_down() const { return (rows + kNormBand - 1) / kNormBand; }
   MIXPREC_HD int64_t column_groups() const { return cols == 0 ? 1 : (cols + kWarp - 1) / kWarp; }
 
-  // Of norm_band_kernel: whole warps, a thread for each run of a row or for two of them.
-  int band_runs() const { return cols > kBandThreads * kRowRun ? 2 : 1; }
-  int band_threads() const {
-    int64_t of_warp = kNormLanes * band_runs();
+  // Of norm_band_kernel: whole warps, a thread for each run of a row or for two of them. Two where
+  // there are bands for two blocks an SM: one computes while the other waits for its warps.
+  int band_runs(int sms) const {
+    return cols > (bands_down() > sms ? kThreads : kBandThreads) * kRowRun ? 2 : 1;
+  }
+  int band_threads(int sms) const {
+    int64_t of_warp = kNormLanes * band_runs(sms);
     return static_cast<int>((cols + of_warp - 1) / of_warp * kWarp);
   }
   // Whether it takes these arrays, and gives each SM as many threads as a block of the others has.
   bool by_bands(int sms) const {
     bool narrow = g.dtype != Dtype::f32 && x.dtype != Dtype::f32;
     return wide && narrow && cols * (mean != nullptr ? 2 : 1) <= kBandTerms &&
-           bands_down() * band_threads() >= int64_t{sms} * kThreads;
+           bands_down() * band_threads(sms) >= int64_t{sms} * kThreads;
   }
 };
 
@@ -80,20 +83,23 @@ __global__ void __launch_bounds__(kBandThreads) norm_band_kernel(const NormGradi
   int64_t end = a.rows - row < kNormBand ? a.rows : row + kNormBand;
   load_next(row);
   for (; row < end; ++row) {
-    RunOf gw[runs], xhat[runs];
+    RunOf gw[runs] = {}, xhat[runs] = {};
     float mean = a.mean != nullptr ? a.mean[row] : 0.0f, rstd = a.rstd[row];
     for_each_run([&](int r, int col, bool inside) {
-      RunOf weight, products;
-      decode_run(next_g[r], a.g.dtype, gw[r]);
-      decode_run(next_x[r], a.x.dtype, xhat[r]);
-      a.weight.load_or(1.0f, col, weight, inside ? kRowRun : 0, true);
+      RunOf products = {};
+      if (inside) {
+        Run<kRowRun> weight(a.weight, col, kRowRun, true);
+        decode_run(next_g[r], a.g.dtype, gw[r]);
+        decode_run(next_x[r], a.x.dtype, xhat[r]);
 #pragma unroll
-      for (int j = 0; j < kRowRun; ++j) {
-        xhat[r][j] = norm_xhat(xhat[r][j], mean, rstd);
-        dbias[r][j] += gw[r][j];
-        dweight[r][j] += gw[r][j] * xhat[r][j];
-        gw[r][j] *= weight[j];
-        products[j] = inside ? gw[r][j] * xhat[r][j] : 0.0f;
+        for (int j = 0; j < kRowRun; ++j) {
+          xhat[r][j] = norm_xhat(xhat[r][j], mean, rstd);
+          dbias[r][j] += gw[r][j];
+          dweight[r][j] += gw[r][j] * xhat[r][j];
+        }
+        weight.multiply(gw[r]);
+#pragma unroll
+        for (int j = 0; j < kRowRun; ++j) products[j] = gw[r][j] * xhat[r][j];
       }
       store(&terms[col], products);
       if (sums == 2) store(&terms[width + col], gw[r]);
@@ -112,10 +118,11 @@ __global__ void __launch_bounds__(kBandThreads) norm_band_kernel(const NormGradi
     float c2 = sums == 2 ? norm_mean(sum_of_lanes(partial[1]), k) : 0.0f;
     for_each_run([&](int r, int col, bool inside) {
       if (!inside) return;
+      Run<kRowRun> g_total(a.g_total, row * a.cols + col, kRowRun, true);
       RunOf dx;
-      a.g_total.load_or(-0.0f, row * a.cols + col, dx, kRowRun, true);
 #pragma unroll
-      for (int j = 0; j < kRowRun; ++j) dx[j] = norm_dx(gw[r][j], xhat[r][j], c1, c2, rstd) + dx[j];
+      for (int j = 0; j < kRowRun; ++j) dx[j] = norm_dx(gw[r][j], xhat[r][j], c1, c2, rstd);
+      g_total.add(dx);
       store_rounded(a.dx, a.x.dtype, row * a.cols + col, dx, kRowRun, true);
     });
   }

@@ -20,24 +20,37 @@ struct Norm : Computed {
     // 64-bit divisions are slow, and few tensors need them.
     bool is_short = i >> 32 == 0 && cols >> 32 == 0;
     int64_t row = is_short ? static_cast<uint32_t>(i) / static_cast<uint32_t>(cols) : i / cols;
-    load_of(row, i - row * cols, y, n, true);
+    int64_t col = i - row * cols;
+    Run<n> of_x(x, i, n, true), w(weight, col, n, true), b(bias, col, n, true);
+    of_x.decode(y);
+    normalize(row, y);
+    w.multiply(y);
+    b.add(y);
   }
 
+  // One load after the other: the kernels that use it have few registers to spare.
   template <int n>
   __device__ __forceinline__ void load_of(int64_t row, int64_t col, float (&y)[n], int count,
                                           bool together) const {
     int64_t i = row * cols + col;
-    if (count == 0) return x.load(i, y, 0, false);  // there may be no such row
+    x.load(i, y, count, together);
+    if (count == 0) return;  // there may be no such row
+    normalize(row, y);
+    float w[n];
+    weight.load_or(1.0f, col, w, count, together);
+#pragma unroll
+    for (int j = 0; j < n; ++j) y[j] = y[j] * w[j];
+    bias.load_or(-0.0f, col, w, count, together);
+#pragma unroll
+    for (int j = 0; j < n; ++j) y[j] = j < count ? y[j] + w[j] : 0.0f;
+  }
+
+ private:
+  template <int n>
+  __device__ __forceinline__ void normalize(int64_t row, float (&y)[n]) const {
     float m = mean != nullptr ? mean[row] : 0.0f, r = rstd[row];
-    Run<n> of_x(x, i, count, together), w(weight, col, count, together),
-        b(bias, col, count, together);
-    of_x.decode(y);
 #pragma unroll
     for (int j = 0; j < n; ++j) y[j] = norm_xhat(y[j], m, r);
-    w.multiply(y);
-    b.add(y);
-#pragma unroll
-    for (int j = 0; j < n; ++j) y[j] = j < count ? y[j] : 0.0f;
   }
 };
 
