@@ -6,10 +6,14 @@
 
 namespace mixprec::cuda {
 
-constexpr int kNearGroup = 4;  // elements that are computed together: more take more registers
+// Elements of a run that are computed together. Four instead of two save 2 of 45 instructions an
+// element, but in runs of 8 cost the kernels that transpose the third block of an SM (on Hopper, 90
+// registers a thread instead of 80).
+template <int n>
+constexpr int kNearGroup = n >= 16 ? 4 : 2;
 
-// values <- activation(values), slope <- its derivative there, of the elements with a bit in
-// `which` and one after the other. They move one place per round, because registers have no index.
+// values <- activation(values), slope <- its derivative there, of elements with a bit in `which`,
+// one after the other. They move one place per round, because registers have no index.
 template <Activation kind, int n>
 __device__ __forceinline__ void activate_each(uint32_t which, float (&values)[n],
                                               float (&slope)[n]) {
@@ -23,21 +27,21 @@ __device__ __forceinline__ void activate_each(uint32_t which, float (&values)[n]
   }
 }
 
-// values[first, first + kNearGroup) likewise, if none of them is beyond activation_near.
+// values[first, first + kNearGroup<n>) likewise, if none of them is beyond activation_near.
 template <Activation kind, int n>
 __device__ __forceinline__ bool activate_near(int first, float (&values)[n], float (&slope)[n]) {
   uint32_t largest = 0;  // NaN is beyond any limit
 #pragma unroll
-  for (int j = first; j < first + kNearGroup; ++j) {
+  for (int j = first; j < first + kNearGroup<n>; ++j) {
     largest = Max::apply(largest, magnitude_bits(values[j]));
   }
   if (largest > float_bits(activation_near(kind))) {
 #pragma unroll
-    for (int j = first; j < first + kNearGroup; ++j) slope[j] = 0.0f;
+    for (int j = first; j < first + kNearGroup<n>; ++j) slope[j] = 0.0f;
     return false;
   }
 #pragma unroll
-  for (int j = first; j < first + kNearGroup; ++j) {
+  for (int j = first; j < first + kNearGroup<n>; ++j) {
     ValueAndSlope<NearFloat> done = activation<kind, true>(NearFloat(values[j]));
     values[j] = done.value.at, slope[j] = done.slope.at;
   }
@@ -55,11 +59,11 @@ __device__ __forceinline__ void activate(float (&values)[n], float (&slope)[n]) 
     }
   } else {
     uint32_t left = (1u << n) - 1;
-    constexpr int grouped = n / kNearGroup * kNearGroup;
+    constexpr int grouped = n / kNearGroup<n> * kNearGroup<n>;
 #pragma unroll
-    for (int first = 0; first < grouped; first += kNearGroup) {
+    for (int first = 0; first < grouped; first += kNearGroup<n>) {
       bool done = activate_near<kind>(first, values, slope);
-      left &= done ? ~(((1u << kNearGroup) - 1) << first) : ~0u;
+      left &= done ? ~(((1u << kNearGroup<n>) - 1) << first) : ~0u;
     }
     if (left != 0) activate_each<kind>(left, values, slope);
   }

@@ -55,8 +55,7 @@ struct Floats {
 
 // Elements [i, i + count) of an array, as Source::load takes them; none if it is not given. Those
 // of 16 bits are loaded when this is made and converted later, so that the loads of several arrays
-// are on their way together. Others are loaded when they are wanted: they would take more
-// registers.
+// are on their way together. Others, which would take more registers, are loaded when wanted.
 template <int n>
 struct Run {
   Floats from;

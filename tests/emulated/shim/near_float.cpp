@@ -31,8 +31,7 @@ bool agrees(Activation kind, float x) {
 
 extern "C" {
 
-// The first fraction of a divisor for which a reciprocal or quotient is not that of FP32; else
-// 2^23.
+// The first fraction of a divisor for which a reciprocal or a quotient is not FP32's; else 2^23.
 int64_t divides_otherwise() {
   uint32_t state = 1;
   for (uint32_t fraction = 0; fraction < 1u << 23; ++fraction) {
