@@ -63,7 +63,7 @@ __device__ __forceinline__ void activate(float (&values)[n], float (&slope)[n]) 
 #pragma unroll
     for (int first = 0; first < grouped; first += kNearGroup<n>) {
       bool done = activate_near<kind>(first, values, slope);
-      left &= done ? ~(((1u << kNearGroup<n>) - 1) << first) : ~0u;
+      left &= done ? ~(((1u << kNearGroup<n>)-1) << first) : ~0u;
     }
     if (left != 0) activate_each<kind>(left, values, slope);
   }
