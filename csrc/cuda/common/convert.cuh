@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/common/cvt.cuh"
+#include "cuda/common/vec.cuh"
 
 namespace mixprec::cuda {
 
@@ -33,6 +34,11 @@ __device__ __forceinline__ void decode_all(const T (&q)[n], Real (&x)[n]) {
       uint32_t pair = ptx::fp16x2_of_e4m3x2(static_cast<uint16_t>(q[j].bits | q[j + 1].bits << 8));
       x[j] = ptx::widen({static_cast<uint16_t>(pair)});
       x[j + 1] = ptx::widen({static_cast<uint16_t>(pair >> 16)});
+    }
+  } else if constexpr (std::is_same_v<T, Bf16> && n % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < n; j += 2) {
+      ptx::widen_bf16x2(static_cast<uint32_t>(pack<2>(q + j)), x[j], x[j + 1]);
     }
   } else {
 #pragma unroll

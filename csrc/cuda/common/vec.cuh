@@ -19,16 +19,24 @@ template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
 // The bits of x[0, 8 / sizeof(T)), the first element lowest; of fewer elements if n is smaller.
+// Bytes that nvcc took out of 32-bit words it puts back without an instruction in words of 32 bits
+// only, and halves in one of 64 bits only.
 template <int n, class T>
 __device__ __forceinline__ uint64_t pack(const T* x) {
-  uint64_t word = 0;
+  using Word = std::conditional_t<sizeof(T) == 1, uint32_t, uint64_t>;
+  constexpr int per_word = sizeof(Word) / sizeof(T);
+  Word words[8 / sizeof(Word)] = {};
 #pragma unroll
   for (int i = 0; i < n && i * sizeof(T) < 8; ++i) {
-    uint64_t bits = 0;
+    Word bits = 0;
     __builtin_memcpy(&bits, x + i, sizeof(T));
-    word |= bits << (i * sizeof(T) * 8);
+    words[i / per_word] |= bits << (i % per_word * sizeof(T) * 8);
   }
-  return word;
+  if constexpr (sizeof(Word) == 8) {
+    return words[0];
+  } else {
+    return words[0] | static_cast<uint64_t>(words[1]) << 32;
+  }
 }
 
 // Loads use a struct and stores an integer: for __int128 loads nvcc keeps a copy in local memory,

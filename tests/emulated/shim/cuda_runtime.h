@@ -143,6 +143,16 @@ T __shfl_xor_sync(unsigned mask, T value, int bits) {
   return __shfl_sync(mask, value, cuda_on_cpu::lane() ^ bits);
 }
 
+// Byte i of the result is the byte of (high, low) that nibble i of the selector names.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  }
+  return result;
+}
+
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   const uint64_t* values = cuda_on_cpu::warp_exchange(mask, value);
   uint64_t largest = 0;

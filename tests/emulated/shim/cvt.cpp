@@ -22,9 +22,9 @@ bool agrees(float x, uint32_t pair) {
 
 // The kernels use the instruction unless x is Inf, which it saturates.
 template <class Q>
-bool agrees(float x, uint16_t pair) {
-  uint8_t code = Convert<Q>::encode(x, 1.0f).bits, first = static_cast<uint8_t>(pair);
-  if (first != pair >> 8) return false;
+bool agrees_in_fp8(float x, uint32_t codes) {
+  uint8_t code = Convert<Q>::encode(x, 1.0f).bits, first = static_cast<uint8_t>(codes);
+  if (codes != first * 0x01010101u) return false;
   if (__builtin_isinf(x)) return (first & 0x7F) == (std::is_same_v<Q, E4m3> ? 0x7E : 0x7B);
   return x != x ? (first & 0x7F) == 0x7F : first == code;
 }
@@ -36,15 +36,16 @@ bool agrees_in_fp4(float x) {
 }
 
 bool agrees(int instruction, float x) {
+  const float four[4] = {x, x, x, x};
   switch (instruction) {
     case 0:
       return agrees<Bf16>(x, ptx::bf16x2(x, x));
     case 1:
       return agrees<Fp16>(x, ptx::fp16x2(x, x));
     case 2:
-      return agrees<E4m3>(x, ptx::e4m3x2(x, x));
+      return agrees_in_fp8<E4m3>(x, ptx::e4m3x4(four));
     case 3:
-      return agrees<E5m2>(x, ptx::e5m2x2(x, x));
+      return agrees_in_fp8<E5m2>(x, ptx::e5m2x4(four));
     default:
       return agrees_in_fp4(x);
   }
@@ -97,10 +98,12 @@ int64_t widens_otherwise() {
 // The first element is the lowest part.
 int in_order() {
   const float steps[8] = {0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.5f};
+  const float four[4] = {1.0f, 2.0f, 1.0f, 2.0f};
   E4m3 q[2] = {Convert<E4m3>::encode(1.0f, 1.0f), Convert<E4m3>::encode(2.0f, 1.0f)};
   return ptx::bf16x2(1.0f, 2.0f) == 0x40003F80u && ptx::fp16x2(1.0f, 2.0f) == 0x40003C00u &&
-         ptx::e4m3x2(1.0f, 2.0f) == (q[0].bits | q[1].bits << 8) &&
-         ptx::e5m2x2(1.0f, 2.0f) == 0x403C && ptx::e2m1x8(steps) == 0x97654321u &&
-         ptx::fp16x2_of_e4m3x2(0x4038) == 0x40003C00u;
+         ptx::e4m3x4(four) == (0x40380000u | q[0].bits | q[1].bits << 8) &&
+         ptx::e5m2x4(four) == 0x403C403Cu &&
+         ptx::max_u16x2(0x00028001u, 0x7FFF7FFFu) == 0x7FFF8001u &&
+         ptx::e2m1x8(steps) == 0x97654321u && ptx::fp16x2_of_e4m3x2(0x4038) == 0x40003C00u;
 }
 }

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from emulated.shim import runner
 
-INSTRUCTIONS = ("bf16x2", "f16x2", "e4m3x2", "e5m2x2", "e2m1x2")
+INSTRUCTIONS = ("bf16x2", "f16x2", "e4m3x4", "e5m2x4", "e2m1x8")
 PATTERNS = 1 << 32
 
 every_instruction = pytest.mark.parametrize("instruction", INSTRUCTIONS)

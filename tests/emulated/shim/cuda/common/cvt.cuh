@@ -11,7 +11,13 @@ namespace mixprec::cuda::ptx {
 
 // A GPU that has all of them. Without one the kernels use convert.h and mx.h, which the ops on the
 // CPU use too.
-constexpr bool kConvertsFp8 = true, kConvertsFp4 = true;
+constexpr bool kConvertsFp8 = true, kConvertsFp4 = true, kHasMaxOfPairs = true;
+
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  uint32_t low = (a & 0xFFFFu) > (b & 0xFFFFu) ? a & 0xFFFFu : b & 0xFFFFu;
+  uint32_t high = a >> 16 > b >> 16 ? a >> 16 : b >> 16;
+  return low | high << 16;
+}
 
 // The code of a finite x without its sign: to nearest, ties to even, in a format with `mantissa`
 // bits whose smallest normal number is 2^bottom, as if it had no largest one.
@@ -60,15 +66,21 @@ inline float widen(Fp16 x) {
   float magnitude = code == 0x7C00u ? HUGE_VALF : value_of(code, 10, -14);
   return std::copysign(magnitude, (x.bits & 0x8000u) != 0 ? -1.0f : 1.0f);
 }
+inline void forget(uint32_t&) {}
+inline void widen_bf16x2(uint32_t pair, float& first, float& second) {
+  auto of = [](uint32_t bits) { return decode(Bf16{static_cast<uint16_t>(bits)}); };
+  first = of(pair), second = of(pair >> 16);
+}
 
-inline uint16_t e4m3x2(float first, float second) {
-  auto of = [](float x) { return to_8_bits(x, 3, -6, 0x7E); };
-  return static_cast<uint16_t>(of(first) | of(second) << 8);
+inline uint32_t to_four(const float* x, int mantissa, int bottom, uint32_t largest) {
+  uint32_t codes = 0;
+  for (int j = 0; j < 4; ++j) {
+    codes |= uint32_t{to_8_bits(x[j], mantissa, bottom, largest)} << (8 * j);
+  }
+  return codes;
 }
-inline uint16_t e5m2x2(float first, float second) {
-  auto of = [](float x) { return to_8_bits(x, 2, -14, 0x7B); };
-  return static_cast<uint16_t>(of(first) | of(second) << 8);
-}
+inline uint32_t e4m3x4(const float* x) { return to_four(x, 3, -6, 0x7E); }
+inline uint32_t e5m2x4(const float* x) { return to_four(x, 2, -14, 0x7B); }
 inline uint32_t fp16x2_of_e4m3x2(uint16_t codes) {
   auto of = [](uint32_t code) {
     float magnitude = (code & 0x7Fu) == 0x7Fu ? NAN : value_of(code & 0x7Fu, 3, -6);
