@@ -1,6 +1,7 @@
 // quantize on the GPU: which kernels run for which granularity. Scratch memory need not be cleared.
 #pragma once
 
+#include "cuda/quantize/quantize_blocks.cuh"
 #include "cuda/quantize/quantize_rows.cuh"
 #include "cuda/quantize/quantize_tensor.cuh"
 #include "cuda/quantize/quantize_tiles.cuh"
@@ -131,6 +132,23 @@ cudaError_t quantize_rows(const Source& source, const Casts<Source>& casts, int 
   return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
 }
 
+// The same, of blocks of 1 x 128.
+template <class Q, class Source>
+cudaError_t quantize_blocks(const Source& source, const Casts<Source>& casts, int sms,
+                            cudaStream_t stream) {
+  using Lanes = BlockLanes<Source>;
+  const Quantize& a = casts.of[0];
+  auto* kernel = quantize_blocks_kernel<Source, Q>;
+  int64_t pieces = a.rows * a.across() / (Lanes::kTogether * Lanes::kLoads);
+  int64_t blocks = grid_for(kernel, pieces, sms);
+  auto out = of_casts(source, casts, [](const Quantize& a) {
+    return BlocksOut<Q>{static_cast<Q*>(a.q), a.scale_inv, a.scratch + 2};
+  });
+  cudaError_t error = launch(kernel, blocks, kThreads, 0, stream, source, a.rows, a.cols,
+                             a.fmt_max(), a.power_of_two_scale, out);
+  return error != cudaSuccess ? error : finish_partials(source, casts, blocks, stream);
+}
+
 // Blocks: two launches, as above. Rows and columns: three, the maxima, the scales, the cast.
 template <class Q, class Source>
 cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int sms,
@@ -139,9 +157,10 @@ cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int
   int outputs = source.outputs();
   int64_t tiles = a.down() * a.across();
   auto out = of_casts(source, casts, [&](const Quantize& a) {
-    return TilesOut{
-        a.q,          a.transpose ? a.q_t : nullptr, nullptr, nullptr, a.scale_inv, a.scale_inv_t,
-        a.scratch + 2};
+    TilesOut to = {};
+    to.q = a.q, to.q_t = a.transpose ? a.q_t : nullptr;
+    to.scale_inv = a.scale_inv, to.scale_inv_t = a.scale_inv_t, to.partials = a.scratch + 2;
+    return to;
   });
   if (!a.by_lines()) {
     auto* kernel = a.granularity == Granularity::block1x128
@@ -166,6 +185,7 @@ cudaError_t quantize_tiles(const Source& source, const Casts<Source>& casts, int
     lines.cols[k] = {col_max, a.down(), a.cols, col_scale, cast.scale_inv_t};
     out.of[k].row_scale = row_scale;
     out.of[k].col_scale = col_scale;
+    out.of[k].amax = cast.amax;
   }
   int64_t blocks = grid_for(tile_maxima_kernel<Source>, tiles, sms);
   cudaError_t error = launch(tile_maxima_kernel<Source>, blocks * outputs, kThreads, 0, stream,
@@ -194,6 +214,9 @@ cudaError_t quantize_from(const Source& source, const Casts<Source>& casts, int 
       if constexpr (!Source::kSearched) {  // which has cast the rows
         bool rows = a.granularity == Granularity::row && !a.transpose;
         if (rows) return quantize_rows<Q>(source, casts, sms, stream);
+      }
+      if (a.granularity == Granularity::block1x128 && !a.transpose) {
+        return quantize_blocks<Q>(source, casts, sms, stream);
       }
       return quantize_tiles<Q>(source, casts, sms, stream);
     }

@@ -64,8 +64,9 @@ struct TensorScales {
   template <int n>
   __device__ __forceinline__ void encode(int k, const typename Source::Element (&in)[n],
                                          Q (&rounded)[n]) {
-    largest[k] = largest_of(in, largest[k]);
-    encode_run(in, rounded, [&](int) { return scale[k]; });
+    uint32_t of_run = largest_of(in, 0u);
+    largest[k] = Max::apply(largest[k], of_run);
+    encode_run(in, rounded, [&](int) { return scale[k]; }, of_run);
   }
 
   __device__ __forceinline__ void finish(const Source& source,
@@ -102,28 +103,47 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class Source, class Q>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 4)
     quantize_transpose_kernel(const Source source, int64_t rows, int64_t cols,
                               const PerOutput<Source, TensorOut<Q>> out) {
   using Tile = QuantizeTile<Q>;
-  constexpr int side = Tile::kSide, run = Tile::kRun, n = Source::kRun < run ? Source::kRun : run;
+  constexpr int side = Tile::kSide, n = Source::kRun < Tile::kRun ? Source::kRun : Tile::kRun;
+  constexpr int lanes = side / n, step = kThreads / lanes;  // threads per row, rows at once
+  constexpr int most = side / step < 4 ? side / step : 4;   // loads in flight
   __shared__ Tile tile[Source::kOutputs];
   TensorScales<Source, Q> scales(source, out);
   bool x_vectors = source.aligned(n) && cols % n == 0;
   int64_t across = (cols + side - 1) / side, tiles = across * ((rows + side - 1) / side);
+  int row = threadIdx.x / lanes, col = threadIdx.x % lanes * n;
 
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     TileAt at = {rows, cols, t / across * side, t % across * side};
-#pragma unroll(Source::kFused ? 1 : 4)
-    for (int i = threadIdx.x; i < side * side / n; i += kThreads) {
-      int r = i / (side / n), c = i % (side / n) * n;
-      typename Source::Element in[Source::kOutputs][n];
-      at.load<n>(source, r, c, for_load(in), x_vectors);
-      for_outputs(source, [&](int k) {
-        Q rounded[n];
-        scales.encode(k, in[k], rounded);
-        store(&tile[k].at[tile[k].offset(r, c)], rounded);
-      });
+    // Rows first + row, first + row + step, ...: all are loaded before the first is cast.
+    auto cast = [&](auto whole, auto loads, int first) {
+      constexpr int count = decltype(loads)::value;
+      typename Source::Element in[count][Source::kOutputs][n];
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        at.load<n, decltype(whole)::value>(source, first + row + i * step, col, for_load(in[i]),
+                                           x_vectors);
+      }
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        for_outputs(source, [&](int k) {
+          Q rounded[n];
+          scales.encode(k, in[i][k], rounded);
+          store(&tile[k].at[tile[k].offset(first + row + i * step, col)], rounded);
+        });
+      }
+    };
+    if (!Source::kFused && x_vectors && at.height() >= side && at.width() >= side) {
+#pragma unroll
+      for (int first = 0; first < side; first += most * step) {
+        cast(std::true_type{}, Int<most>{}, first);
+      }
+    } else {  // its code is long
+#pragma unroll 1
+      for (int first = 0; first < side; first += step) cast(std::false_type{}, Int<1>{}, first);
     }
     __syncthreads();
     for_outputs(source, [&](int k) {

@@ -3,64 +3,111 @@
 #pragma once
 
 #include "cuda/quantize/amax.cuh"
+#include "cuda/quantize/quantize_blocks.cuh"
 #include "cuda/quantize/transpose.cuh"
 #include "math/scale.h"
 
 namespace mixprec::cuda {
 
-constexpr int kTile = 128;
-
-// A thread's part of a tile: n columns from `col` on, of the rows row, row + kStep, ...
+// A thread's part of a tile: n columns from `col` on, of the rows row, row + kStep, ... In words,
+// because nvcc would keep each element of 16 bits in a register of its own.
 template <class Source>
 struct HeldTile {
+  using Element = typename Source::Element;
   static constexpr int n = Source::kRun, kLanes = kTile / n;  // threads per row
   static constexpr int kStep = kThreads / kLanes, kRounds = kTile / kStep;
+  static constexpr int kWords = n * sizeof(Element) / 4;
 
-  typename Source::Element at[kRounds][n];
+  uint32_t words[kRounds][kWords];
   int row = threadIdx.x / kLanes, col = threadIdx.x % kLanes * n;
+
+  struct Run {
+    Element at[n];
+  };
+  __device__ __forceinline__ Run run(int i) const {
+    Run of_round;
+    __builtin_memcpy(&of_round, words[i], sizeof of_round);
+    return of_round;
+  }
+  __device__ __forceinline__ void set(int i, const Element (&x)[n]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[i][w] = static_cast<uint32_t>(pack<4 / sizeof(Element)>(x + w * (n / kWords)));
+    }
+  }
 
   // source: of one output
   template <class One>
   __device__ __forceinline__ void load(const TileAt& tile, const One& source, bool vectors) {
-    if constexpr (Source::kFused) {  // the code of a load is long: once, and the rows move up
+    auto load_rows = [&](auto whole) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        Element x[n];
+        tile.load<n, decltype(whole)::value>(source, row + i * kStep, col, x, vectors);
+        set(i, x);
+      }
+    };
+    if (!Source::kFused && vectors && tile.height() >= kTile && tile.width() >= kTile) {
+      load_rows(std::true_type{});
+    } else if constexpr (!Source::kFused && sizeof(Element) == 4) {
+      load_rows(std::false_type{});
+    } else {  // the code of a load is long: once, and the rows move up
 #pragma unroll 1
       for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
-        for (int k = 0; k < (kRounds - 1) * n; ++k) at[k / n][k % n] = at[k / n + 1][k % n];
-        tile.load<n>(source, row + i * kStep, col, at[kRounds - 1], vectors);
+        for (int k = 0; k < (kRounds - 1) * kWords; ++k) {
+          words[k / kWords][k % kWords] = words[k / kWords + 1][k % kWords];
+        }
+        Element x[n];
+        tile.load<n, false>(source, row + i * kStep, col, x, vectors);
+        set(kRounds - 1, x);
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) tile.load<n>(source, row + i * kStep, col, at[i], vectors);
     }
   }
 
   // The value of row + i * kStep, the same for all threads that hold a part of it.
   __device__ __forceinline__ uint32_t row_max(int i) const {
-    return warp_reduce<Max>(largest_of(at[i], 0u), kLanes);
+    return warp_reduce<Max>(largest_of(run(i).at, 0u), kLanes);
+  }
+  __device__ __forceinline__ uint32_t largest() const {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) amax = largest_of(run(i).at, amax);
+    return amax;
   }
 
+  // The place of a column among the column maxima: those that the threads of a warp raise at once
+  // are in different banks.
+  static __device__ __forceinline__ unsigned place(unsigned column) {
+    return column % n * kLanes + column / n;
+  }
   // maxima [kTile] in shared memory, initially zero
   __device__ __forceinline__ void raise_column_maxima(uint32_t* maxima) const {
 #pragma unroll
     for (int j = 0; j < n; ++j) {
-      uint32_t largest = 0;
+      Element column[kRounds];
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        largest = Max::apply(largest, magnitude_bits(to_float(at[i][j])));
-      }
-      atomicMax(&maxima[col + j], largest);
+      for (int i = 0; i < kRounds; ++i) column[i] = run(i).at[j];
+      atomicMax(&maxima[place(col + j)], largest_of(column, 0u));
     }
   }
 
-  // tile <- cast(x * scale(i, j)) for element j of round i
+  // tile <- cast(x * scale(i, j)) for element j of round i. largest: of all elements, or more.
   template <class Q, class Scale>
-  __device__ __forceinline__ void encode(QuantizeTile<Q>& tile, const Scale& scale) const {
+  __device__ __forceinline__ void encode(QuantizeTile<Q>& tile, uint32_t largest,
+                                         const Scale& scale) {
+    // What nvcc has made of the elements, and their places, it would keep from one use to the next,
+    // in more registers than there are.
+#pragma unroll
+    for (int k = 0; k < kRounds * kWords; ++k) ptx::forget(words[k / kWords][k % kWords]);
+    uint32_t first = row;
+    ptx::forget(first);
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       Q rounded[n];
-      encode_run(at[i], rounded, [&](int j) { return scale(i, j); });
-      store(&tile.at[tile.offset(row + i * kStep, col)], rounded);
+      ptx::forget(largest);  // nor does it then cast all rounds at once
+      encode_run(run(i).at, rounded, [&](int j) { return scale(i, j); }, largest);
+      store(&tile.at[tile.offset(first + i * kStep, col)], rounded);
     }
   }
 };
@@ -80,7 +127,7 @@ struct BlockOfOutput {
 
 enum class TileScales {
   known,    // of rows and columns, in row_scale and col_scale
-  lines,    // one for each row of the tile, and each column for q^T
+  lines,    // one for each row of the tile, and each column for q^T, which there is
   squares,  // one for the tile
 };
 
@@ -88,18 +135,22 @@ struct TilesOut {
   void *q, *q_t;                   // q_t: null without transpose
   const float* row_scale;          // [rows]
   const float* col_scale;          // [cols]
+  const float* amax;               // where the scales are known, of all x
   float *scale_inv, *scale_inv_t;  // [rows or tiles down, tiles across], [cols or ..., tiles down]
   uint32_t* partials;              // [blocks of this output]
 };
 
-// Blocks an SM, if the registers of two do not spill: none do on Hopper. Elsewhere those for scales
-// of lines do, and those of fused sources unless one scale is for all of the tile.
+// Blocks an SM, if the registers of two do not spill: none do on Hopper, where those of three do
+// not for elements of 16 bits. Elsewhere those for scales of lines do, those of fused sources
+// unless one scale is for all of the tile, and then those of FP32.
 template <class Source, TileScales scales>
 constexpr int tile_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-  return 2;
+  return sizeof(typename Source::Element) == 2 ? 3 : 2;
 #else
-  bool fits = scales == TileScales::squares || (scales == TileScales::known && !Source::kFused);
+  constexpr bool squares = scales == TileScales::squares, known = scales == TileScales::known;
+  constexpr bool halves = sizeof(typename Source::Element) == 2;
+  bool fits = Source::kFused ? squares : known || (squares && halves);
   return fits ? 2 : 1;
 #endif
 }
@@ -110,10 +161,11 @@ __global__ void __launch_bounds__(kThreads, (tile_blocks<Source, scales>()))
                           bool power_of_two,
                           const __grid_constant__ PerOutput<Source, TilesOut> outputs) {
   using Held = HeldTile<Source>;
-  static_assert(QuantizeTile<Q>::kSide == kTile);
+  constexpr bool squares = scales == TileScales::squares;
+  static_assert(QuantizeTile<Q>::kSide == kTile && kThreads == 2 * kTile);
   __shared__ QuantizeTile<Q> tile;
-  __shared__ uint32_t col_max[kTile];
-  __shared__ float col_scale[kTile];
+  __shared__ uint32_t maxima[squares ? 1 : kThreads];   // of the tile's rows, then of its columns
+  __shared__ float line_scale[squares ? 1 : kThreads];  // likewise
   auto scale_of = [&](uint32_t amax) {
     return scale_from_amax(bits_float(amax), fmt_max, 1.0f, power_of_two, 1.0f);
   };
@@ -123,63 +175,66 @@ __global__ void __launch_bounds__(kThreads, (tile_blocks<Source, scales>()))
   bool vectors = source.aligned(Held::n) && cols % Held::n == 0;
   int64_t across = (cols + kTile - 1) / kTile, down = (rows + kTile - 1) / kTile;
   uint32_t largest = 0;
+  if constexpr (scales == TileScales::lines) {
+    maxima[threadIdx.x] = 0;
+    __syncthreads();
+  }
 
   for (int64_t t = block.index; t < across * down; t += block.count) {
     int64_t tile_row = t / across, tile_col = t % across;
     TileAt at = {rows, cols, tile_row * kTile, tile_col * kTile};
+    // Where scales are by lines, a thread has that of a row or of a column.
+    bool is_row = threadIdx.x < kTile;
+    int own = threadIdx.x % kTile;
+    auto line = [&] { return (is_row ? at.row0 : at.col0) + own; };
+    auto inside = [&] { return own < (is_row ? at.height() : at.width()); };
+    if constexpr (scales == TileScales::known) {
+      const float* of_lines = is_row ? out.row_scale : out.col_scale;
+      line_scale[threadIdx.x] = inside() ? of_lines[line()] : 1.0f;
+    }
     Held held;
     held.load(at, only(source, block.output), vectors);
 
-    float row_scale[Held::kRounds];
-    if constexpr (scales == TileScales::squares) {
-      uint32_t amax = 0;
-#pragma unroll
-      for (int i = 0; i < Held::kRounds; ++i) amax = largest_of(held.at[i], amax);
-      amax = block_max(amax);
-      largest = Max::apply(largest, amax);
+    uint32_t amax = 0;  // of this thread's elements, or of more
+    if constexpr (squares) {
+      amax = block_max(held.largest());
       float s = scale_of(amax);
-#pragma unroll
-      for (float& of_row : row_scale) of_row = s;
       if (threadIdx.x == 0) {
         out.scale_inv[t] = 1.0f / s;
         if (q_t != nullptr) out.scale_inv_t[tile_col * down + tile_row] = 1.0f / s;
       }
+      held.encode(tile, amax, [&](int, int) { return s; });
     } else {
+      if constexpr (scales == TileScales::lines) {
 #pragma unroll
-      for (int i = 0; i < Held::kRounds; ++i) {
-        int64_t row = at.row0 + held.row + i * Held::kStep;
-        if constexpr (scales == TileScales::known) {
-          row_scale[i] = row < rows ? out.row_scale[row] : 1.0f;
-        } else {
-          uint32_t amax = held.row_max(i);
-          largest = Max::apply(largest, amax);
-          row_scale[i] = scale_of(amax);
-          if (held.col == 0 && row < rows) {
-            out.scale_inv[row * across + tile_col] = 1.0f / row_scale[i];
-          }
+        for (int i = 0; i < Held::kRounds; ++i) {
+          uint32_t of_row = held.row_max(i);
+          amax = Max::apply(amax, of_row);
+          if (held.col == 0) maxima[held.row + i * Held::kStep] = of_row;
         }
+        held.raise_column_maxima(maxima + kTile);
+        __syncthreads();
+        uint32_t& of_line = maxima[is_row ? own : kTile + Held::place(own)];
+        float s = scale_of(of_line);
+        of_line = 0;  // for the next tile
+        float* inverse = is_row ? out.scale_inv + line() * across + tile_col
+                                : out.scale_inv_t + line() * down + tile_row;
+        if (inside()) *inverse = 1.0f / s;
+        line_scale[threadIdx.x] = s;
+      } else {
+        amax = float_bits(*out.amax);
       }
-      if (threadIdx.x < kTile) col_max[threadIdx.x] = 0;
+      __syncthreads();  // the scales are there, and the tile before has been read
+      held.encode(tile, amax,
+                  [&](int round, int) { return line_scale[held.row + round * Held::kStep]; });
     }
-    __syncthreads();  // the tile before has been read, and the column maxima are cleared
-    if constexpr (scales == TileScales::lines) {
-      if (q_t != nullptr) held.raise_column_maxima(col_max);
-    }
-    held.encode(tile, [&](int i, int) { return row_scale[i]; });
+    largest = Max::apply(largest, amax);
     __syncthreads();
     at.store_rows(tile, q);
     if (q_t == nullptr) continue;
-    if constexpr (scales != TileScales::squares) {
-      int64_t col = at.col0 + threadIdx.x;
-      if (threadIdx.x < kTile && col < cols) {
-        float s = scales == TileScales::known ? out.col_scale[col] : scale_of(col_max[threadIdx.x]);
-        col_scale[threadIdx.x] = s;
-        if (scales == TileScales::lines) out.scale_inv_t[col * down + tile_row] = 1.0f / s;
-      } else if (threadIdx.x < kTile) {
-        col_scale[threadIdx.x] = 1.0f;
-      }
+    if constexpr (!squares) {
       __syncthreads();  // q has been read
-      held.encode(tile, [&](int, int j) { return col_scale[held.col + j]; });
+      held.encode(tile, amax, [&](int, int j) { return line_scale[kTile + held.col + j]; });
       __syncthreads();
     }
     at.store_columns(tile, q_t);
@@ -224,7 +279,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     held.raise_column_maxima(maxima);
     __syncthreads();
     int64_t col = at.col0 + threadIdx.x;
-    if (threadIdx.x < kTile && col < cols) out.cols[tile_row * cols + col] = maxima[threadIdx.x];
+    if (threadIdx.x < kTile && col < cols) {
+      out.cols[tile_row * cols + col] = maxima[Held::place(threadIdx.x)];
+    }
   }
   largest = block_reduce<kThreads, Max>(largest);
   if (threadIdx.x == 0) out.partials[block.index] = largest;

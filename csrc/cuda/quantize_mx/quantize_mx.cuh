@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, Source::kFused ? 1 : 4)
     for (int i = threadIdx.x; i < kMxSide * kMxSide / n; i += kThreads) {
       int r = i / (kMxSide / n), c = i % (kMxSide / n) * n;
       typename Source::Element in[Source::kOutputs][n];
-      at.load<n>(source, r, c, for_load(in), vectors);
+      at.load<n, false>(source, r, c, for_load(in), vectors);
       for_outputs(source, [&](int k) {
 #pragma unroll
         for (int j = 0; j < n; ++j) {
