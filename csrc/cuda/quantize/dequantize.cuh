@@ -26,11 +26,13 @@ struct ScaleGrid {
   }
 };
 
-// Elements of Q that make one vector of O, or of Q if its elements are wider; and as many such
-// packs a thread loads before it stores the first.
+// Elements of Q that make one vector of O, or of Q if its elements are wider; and how many such
+// packs a thread loads before it stores the first. The scales of four would take too many
+// registers.
 template <class Q, class O>
 constexpr int kDequantizeRun = kVector<O> < kVector<Q> ? kVector<O> : kVector<Q>;
-constexpr int kDequantizePacks = 4;
+template <bool by_blocks>
+constexpr int kDequantizePacks = by_blocks ? 2 : 4;
 
 // by_blocks: a scale for every block of the matrix; otherwise one scale for all.
 template <class Q, class O, bool by_blocks>
@@ -63,7 +65,8 @@ __global__ void __launch_bounds__(kThreads)
       store(out + i + p * step, result);
     }
   };
-  for_each_group<n, kDequantizePacks>(span, first, int64_t{gridDim.x} * kThreads, multiply);
+  for_each_group<n, kDequantizePacks<by_blocks>>(span, first, int64_t{gridDim.x} * kThreads,
+                                                 multiply);
 }
 
 // One scale if grid.rows_each is 0.
@@ -74,9 +77,10 @@ inline cudaError_t dequantize(Dtype data_dtype, Dtype out_dtype, const void* dat
     return with_float(out_dtype, [&](auto to) {
       using Q = typename decltype(tq)::type;
       using O = typename decltype(to)::type;
-      auto kernel =
-          grid.rows_each == 0 ? dequantize_kernel<Q, O, false> : dequantize_kernel<Q, O, true>;
-      int64_t pieces = count / (kDequantizeRun<Q, O> * kDequantizePacks) / kThreads;
+      bool by_blocks = grid.rows_each != 0;
+      auto kernel = by_blocks ? dequantize_kernel<Q, O, true> : dequantize_kernel<Q, O, false>;
+      int packs = by_blocks ? kDequantizePacks<true> : kDequantizePacks<false>;
+      int64_t pieces = count / (kDequantizeRun<Q, O> * packs) / kThreads;
       return launch(kernel, grid_for(kernel, pieces, sms), kThreads, 0, stream,
                     static_cast<const Q*>(data), static_cast<O*>(out), count, grid);
     });

@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       largest = Max::apply(largest, amax);
       if (held.col == 0 && row < rows) out.rows[tile_col * rows + row] = amax;
     }
-    if (threadIdx.x < kTile) maxima[threadIdx.x] = 0;
+    // By the threads that have read them.
+    if (threadIdx.x < kTile) maxima[Held::place(threadIdx.x)] = 0;
     __syncthreads();
     held.raise_column_maxima(maxima);
     __syncthreads();
