@@ -30,10 +30,6 @@ ARRIVE_FOR_ALL = (
 )
 STEP, LEADING, STRIDE = "b_at + ", "(b_at + step * b_step, ", "chunk_bytes, 1024), accum"
 LOAD_SCALES = "(scales) tma_load(shared.b_scale(ring.stage), &maps.b_scale, full, work.n, chunk)"
-MULTICAST_SCALES = (
-    "(scales && rank == 0) tma_load_multicast(shared.b_scale(ring.stage), &maps.b_scale, full,"
-    " work.n, chunk, 3)"
-)
 COLUMNS = "shared.b_scale(ring.stage) + at.col);"
 PROMOTE = "promote(acc[part], partial, scale.upper[part], scale.lower[part],"
 MEETING = "__syncwarp();  // one lane arrives for all of them, which have read the scales"
@@ -56,7 +52,6 @@ REPORTED = (
     Mutation("is not 8-byte aligned", "direct", "(b_scale(stages))", "(b_scale(stages) + 1)"),
     Mutation("without fence.mbarrier_init", "direct", "barrier_init_fence();", ";"),
     Mutation("without fence.mbarrier_init", "cluster", "barrier_init_fence();", ";"),
-    Mutation("their order is unknown", "scaled", LOAD_SCALES, MULTICAST_SCALES),
     Mutation("no block 2", "cluster", "lane < T::kCluster", "lane <= T::kCluster"),
     Mutation("block mask 0x7", "cluster", "(1 << T::kCluster) - 1", "7"),
     Mutation("128-byte", "direct", "tma_load(to, &maps.a", "tma_load((char*)to + 64, &maps.a"),

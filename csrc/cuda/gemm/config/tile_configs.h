@@ -33,15 +33,13 @@ struct TileConfig {
 };
 
 // clang-format off
-constexpr std::array<TileConfig, 20> kTileConfigs = {{
+constexpr std::array<TileConfig, 17> kTileConfigs = {{
     {false, Accumulate::direct, 64, 128, 1, 1},
-    {false, Accumulate::direct, 64, 128, 1, 2},
     {false, Accumulate::direct, 128, 128, 2, 1},
     {false, Accumulate::direct, 128, 192, 2, 2},
     {false, Accumulate::direct, 128, 256, 2, 1},
     {false, Accumulate::direct, 128, 256, 2, 2},
     {true, Accumulate::promoted, 64, 128, 1, 1},
-    {true, Accumulate::promoted, 64, 128, 1, 2},
     {true, Accumulate::promoted, 128, 128, 2, 1},
     {true, Accumulate::promoted, 128, 192, 2, 2},
     {true, Accumulate::promoted, 256, 128, 2, 1},
@@ -49,7 +47,6 @@ constexpr std::array<TileConfig, 20> kTileConfigs = {{
     {true, Accumulate::scaled, 64, 128, 1, 1},
     {true, Accumulate::scaled, 128, 128, 2, 1},
     {true, Accumulate::scaled, 256, 128, 2, 1},
-    {true, Accumulate::scaled, 256, 128, 2, 2},
     {true, Accumulate::direct, 64, 128, 1, 1},
     {true, Accumulate::direct, 128, 192, 2, 2},
     {true, Accumulate::direct, 128, 256, 2, 1},
