@@ -137,7 +137,11 @@ class _Turn:
                 break
             wanted = int(budget.sample_seconds / max(seconds, 1e-9))
             wanted = max(2 * times.calls, min(10 * times.calls, wanted))
-            times.calls = min(budget.max_calls, wanted)
+            # As many as are queued while the longest delay lasts.
+            most = min(budget.max_calls, int(MAX_DELAY / (1.5 * max(host, 1e-9))))
+            if most <= times.calls:
+                break
+            times.calls = min(most, wanted)
         self.late = 0
 
     def sample(self) -> tuple[float, float]:
