@@ -14,7 +14,7 @@ FP8 = ("E4m3", "E5m2")
 MIXES = tuple((a, b) for a in FP8 for b in FP8)
 SIXTEEN = (("Bf16", "Bf16"), ("Fp16", "Fp16"))
 TILE = re.compile(r"gemm_kernel<.*Tile<(\w+), (\w+), (\d), (\d), (\d+), (\d+), (\d), (\d), (\d)>")
-ROW = re.compile(r"\{(true|false), Accumulate::(\w+), (\d+), (\d+), (\d+), (\d+), (?:true|false)\}")
+ROW = re.compile(r"\{(true|false), Accumulate::(\w+), (\d+), (\d+), (\d+), (\d+)\}")
 
 
 class Instance(NamedTuple):
