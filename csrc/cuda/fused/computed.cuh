@@ -128,6 +128,7 @@ struct Computed {
   using Element = float;
   static constexpr int kRun = 8, kOutputs = 1;
   static constexpr bool kFused = true, kSearched = false;
+  static constexpr bool kLong = false;  // a load takes many registers beside its result
 
   bool wide;  // runs of up to 16 elements that start at a multiple of their length are aligned
 

@@ -9,7 +9,7 @@ namespace mixprec::cuda {
 
 // The normalized rows, a source. wide: cols is a multiple of 16, too.
 struct Norm : Computed {
-  static constexpr bool kSearched = true;
+  static constexpr bool kSearched = true, kLong = true;
 
   Floats x, weight, bias;
   const float *mean, *rstd;

@@ -140,17 +140,19 @@ struct TilesOut {
   uint32_t* partials;              // [blocks of this output]
 };
 
-// Blocks an SM, if the registers of two do not spill: none do on Hopper, where those of three do
-// not for elements of 16 bits. Elsewhere those for scales of lines do, those of fused sources
-// unless one scale is for all of the tile, and then those of FP32.
+// Blocks an SM, if the registers of two do not spill: on Hopper only those of kLong sources for
+// scales of lines do, and those of three do not for elements of 16 bits. Elsewhere those for scales
+// of lines do, those of fused sources unless one scale is for all of the tile and FP8 has
+// instructions, and then those of FP32.
 template <class Source, TileScales scales>
 constexpr int tile_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+  if constexpr (Source::kFused) return scales == TileScales::lines && Source::kLong ? 1 : 2;
   return sizeof(typename Source::Element) == 2 ? 3 : 2;
 #else
   constexpr bool squares = scales == TileScales::squares, known = scales == TileScales::known;
   constexpr bool halves = sizeof(typename Source::Element) == 2;
-  bool fits = Source::kFused ? squares : known || (squares && halves);
+  bool fits = Source::kFused ? squares && ptx::kConvertsFp8 : known || (squares && halves);
   return fits ? 2 : 1;
 #endif
 }
