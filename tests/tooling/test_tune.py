@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,30 @@ def test_what_is_written_is_read(tuned: Path) -> None:
     tuned.write_text("{")
     tune.save(tuned, {"16-bit thin": mine}, "9.0")
     assert gemm_table.table() == {"9.0": {"16-bit thin": mine}}
+
+
+def test_the_entries_that_come_with_mixprec_follow_from_what_was_measured() -> None:
+    """Where torch and we can do all shapes and differ by 5 % or more: the faster backend, if it
+    is not first without an entry."""
+    root = Path(__file__).resolve().parents[2]
+    path = root / "bench" / "results" / "nvidia-h100-80gb-hbm3" / "gemm-tiles.json"
+    rows, expected = json.loads(path.read_text())["rows"], {}
+    for family in gemm_table.FAMILIES:
+        for size, shapes in tune.SHAPES.items():
+            times = [
+                row["seconds"]
+                for row in rows
+                if row["family"] == family and tuple(row["shape"]) in shapes
+            ]
+            if not times or not all("vendor" in one for one in times):
+                continue
+            found = tune.fastest(times)
+            assert found is not None
+            backend, speedup = found[0].split()[0], found[1]
+            first = "cuda" if family == "fp8 blocks" else "vendor"
+            if backend != first and speedup >= 1.05:
+                expected[f"{family} {size}"] = gemm_table.Entry(backend, None)
+    assert gemm_table.read(gemm_table.SHIPPED) == {"9.0": expected}
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ GemmConfig plan_or_refuse(const Operand& a, const Operand& b, const Output& out,
   problem.fast_accum = fast_accum;
   problem.accumulate = out.accumulate;
   // TMA adds to memory in words of 16 bytes: to what lies beyond the end of a row too, if one ends
-  // within a word (seen on an H100). It stores no more than the row.
+  // within a word (seen on an H100).
   bool whole_words = !out.accumulate || b.rows() * element_size(out.dtype) % 16 == 0;
   problem.out_aligned = whole_words && out.pitch * element_size(out.dtype) % 16 == 0 &&
                         reinterpret_cast<uint64_t>(out.data) % 16 == 0;
