@@ -8,8 +8,6 @@
 
 namespace mixprec::cuda {
 
-constexpr int kTile = 128;
-
 template <class Q>
 struct BlocksOut {
   Q* __restrict__ q;   // [rows, cols]

@@ -4,6 +4,7 @@
 //   kRun                       how many values a thread loads at once
 //   kOutputs                   how many values it has for an element, each with a cast of its own
 //   outputs()                  the first so many of them are wanted
+//   kFused                     it computes its values; kLong: and a load takes many registers
 //   kSearched                  an earlier launch, of searched_blocks blocks, has written their
 //                              maxima, and cast what needs no amax and no transpose
 //   load(i, values, count, together)

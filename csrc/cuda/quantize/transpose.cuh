@@ -66,6 +66,8 @@ __device__ __forceinline__ void transpose_words(const uint32_t (&from)[2], uint3
   to[1] = __byte_perm(from[0], from[1], 0x7632);
 }
 
+constexpr int kTile = 128;  // rows and columns of the largest blocks with a scale of their own
+
 // The position of a tile in a matrix [rows, cols].
 struct TileAt {
   int64_t rows, cols, row0, col0;
