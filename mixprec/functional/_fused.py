@@ -16,7 +16,7 @@ from ..ops.norm_quantize import norm_backward_op, norm_quantize_op
 from ..recipes import Recipe
 from . import operands
 from ._derivatives import NO_SECOND, apply, on_backend_of_forward
-from ._products import Gemms, Product, grad_bias
+from ._products import Gemms, Product, WeightLike, grad_bias
 from .operands import NOTHING, Matrix, Operand, OperandCast
 
 
@@ -58,7 +58,8 @@ class Fused(torch.autograd.Function):
         gemms = ctx.gemms = [Gemms(recipe, p.name, simulated) for p in products]
         ctx.backend = context.backend
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.dtypes = [None if t is None else t.dtype for t in weights_and_biases]
+        ctx.like_w = [WeightLike.of(w) for w in weights]
+        ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         # Of x, the residual or the norm; of each weight; of each bias.
         needs = ctx.needs_input_grad
         need_x, need_w, need_bias = any(needs[:4]), needs[12::2], needs[13::2]
@@ -140,16 +141,16 @@ class Fused(torch.autograd.Function):
                 qg = operands.cast(g, "g", recipe, last.delayed, use_t=need_w[-1])
                 if need_w[-1]:
                     grad_wb[-2] = gemms[-1].grad_weight(
-                        qg.matrix_t, a_t, ctx.dtypes[-2], last.main_grad
+                        qg.matrix_t, a_t, ctx.like_w[-1], last.main_grad
                     )
                 if need_bias[-1]:
-                    grad_wb[-1] = grad_bias(g, ctx.dtypes[-1])
+                    grad_wb[-1] = grad_bias(g, ctx.bias_dtypes[-1])
                 if need_h:
                     g_a = gemms[-1].grad_input(qg.matrix, weights[-1], ctx.low)
                     qgs, plain = _through_activation(ctx, g_a, hidden, first)
                     for i, of_bias in enumerate(plain):
                         if need_bias[i]:
-                            grad_wb[2 * i + 1] = grad_bias(of_bias, ctx.dtypes[2 * i + 1])
+                            grad_wb[2 * i + 1] = grad_bias(of_bias, ctx.bias_dtypes[i])
         else:
             for i, (p, g) in enumerate(zip(first, grads, strict=False)):
                 if g is None or not (need_x or need_w[i]):
@@ -157,12 +158,12 @@ class Fused(torch.autograd.Function):
                 else:
                     qgs.append(operands.cast(g, "g", recipe, p.delayed, use_t=need_w[i]))
                 if need_bias[i] and g is not None:
-                    grad_wb[2 * i + 1] = grad_bias(g, ctx.dtypes[2 * i + 1])
+                    grad_wb[2 * i + 1] = grad_bias(g, ctx.bias_dtypes[i])
 
         for i, (p, of_h) in enumerate(zip(first, qgs, strict=False)):
             if of_h is not None and need_w[i]:
                 grad_wb[2 * i] = gemms[i].grad_weight(
-                    of_h.matrix_t, x_t, ctx.dtypes[2 * i], p.main_grad
+                    of_h.matrix_t, x_t, ctx.like_w[i], p.main_grad
                 )
         dx = dw = db = None
         if need_x:

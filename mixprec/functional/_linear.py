@@ -19,7 +19,7 @@ from ._derivatives import (
     is_twice_differentiable,
     on_backend_of_forward,
 )
-from ._products import Gemms, Product, grad_bias
+from ._products import Gemms, Product, WeightLike, grad_bias
 from ._saturate import clips, saturate
 from .operands import NOTHING, Delayed, Matrix, Operand
 
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.recipe, ctx.backend = recipe, context.backend
         ctx.gemms = Gemms(recipe, product.name, simulated)
-        ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.like_w = x.shape, x.dtype, WeightLike.of(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
         main_grad, delayed, quantized_weight, _ = product
@@ -106,7 +106,7 @@ class _Linear(torch.autograd.Function):
         if need_x:
             of_x = ctx.gemms.grad_input(qg.matrix, w_t, ctx.x_dtype).view(ctx.x_shape)
         if need_w:
-            of_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.w_dtype, ctx.main_grad)
+            of_w = ctx.gemms.grad_weight(qg.matrix_t, x_t, ctx.like_w, ctx.main_grad)
         of_bias = grad_bias(g, ctx.bias_dtype) if need_bias else None
         return of_x, of_w, of_bias, *[None] * 5
 

@@ -25,6 +25,18 @@ class Product(NamedTuple):
     name: str = ""
 
 
+class WeightLike(NamedTuple):
+    """The dtype of a weight, and whether its columns are contiguous: its gradient is made with the
+    same strides, because autograd copies one with others."""
+
+    dtype: torch.dtype
+    by_columns: bool
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> WeightLike:
+        return WeightLike(weight.dtype, weight.stride(0) == 1 and weight.stride(1) > 1)
+
+
 _ROLES = {"forward": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 
 
@@ -56,21 +68,33 @@ class Gemms(NamedTuple):
         self._add("grad_input", total, g, w_t)
 
     def grad_weight(
-        self, g_t: Matrix, x_t: Matrix, dtype: torch.dtype, main_grad: torch.Tensor | None
+        self, g_t: Matrix, x_t: Matrix, like: WeightLike, main_grad: torch.Tensor | None
     ) -> torch.Tensor | None:
         """g^T @ x, from g_t [N, M] and x_t [K, M]; or None where it is added to main_grad."""
         if main_grad is None:
-            return self._run("grad_weight", g_t, x_t, None, dtype)
+            # Scales that are not powers of two would multiply in the other order, and round.
+            exact = self.recipe.power_of_two_scale and not self.recipe.is_block
+            by_columns = like.by_columns and exact
+            return self._run("grad_weight", g_t, x_t, None, like.dtype, by_columns)
         self._add("grad_weight", main_grad, g_t, x_t)
         return None
 
     def _run(
-        self, kind: str, a: Matrix, b: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        kind: str,
+        a: Matrix,
+        b: Matrix,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        by_columns: bool = False,
     ) -> torch.Tensor:
+        """a @ b^T + bias. by_columns: as (b @ a^T)^T, which has the same sums; without a bias."""
         observe(kind, self.recipe, self.name)
         fast = kind in self.recipe.fast_accum
         if self.recipe.is_block:
             return run_blocks(*self._blocks(kind, a, b), bias, dtype, fast, self.simulated)
+        if by_columns:
+            return gemm(_operands(b, a), None, dtype, fast, self.simulated).t()
         return gemm(_operands(a, b), bias, dtype, fast, self.simulated)
 
     def _add(self, kind: str, total: torch.Tensor, a: Matrix, b: Matrix) -> None:
@@ -99,5 +123,11 @@ def _operands(a: Matrix, b: Matrix) -> Operands:
 
 
 def grad_bias(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of g over its rows, in FP32."""
     rows = g.unsqueeze(0) if g.dim() == 1 else g.flatten(0, -2)
+    plain = type(g) is torch.Tensor or torch.compiler.is_compiling()
+    if plain and g.is_cpu and g.dtype.itemsize == 2:
+        # torch's sum would write all of g in FP32 first.
+        ones = torch.ones((1, rows.shape[0]), dtype=g.dtype)
+        return gemm(Operands(ones, rows), None, torch.float32, False, None)[0].to(dtype)
     return rows.sum(0, dtype=torch.float32).to(dtype)

@@ -202,6 +202,23 @@ def test_matmul_is_linear_without_the_transpose(recipe: str) -> None:
     assert matmul(a, b, recipe=recipe, out_dtype=torch.float16).dtype == torch.float16
 
 
+@for_each("recipe", CURRENT)
+def test_the_gradient_has_the_strides_of_its_weight_and_the_same_bits(recipe: str) -> None:
+    recipe = nearest(recipe)
+    x, down = normal((130, 64), torch.bfloat16), normal((64, 96), torch.float32, seed=3)
+    by_columns = leaf(normal((64, 96), torch.float32, seed=1).t())
+    by_rows = leaf(by_columns.detach().contiguous())
+    for op in (linear, lambda x, w, recipe: mlp(x, w, down, act="silu", recipe=recipe)):
+        grads = []
+        for weight in (by_rows, by_columns):
+            y = op(x, weight, recipe=recipe)
+            g = normal(tuple(y.shape), y.dtype, seed=2)
+            grads += torch.autograd.grad(y, weight, g)
+            exact = recipe.power_of_two_scale and not recipe.is_block
+            assert grads[-1].stride() == (weight if exact else by_rows).stride()
+        assert torch.equal(*grads)
+
+
 def test_the_biases_of_mlp() -> None:
     shapes = {"x": (9, 16), "up": (32, 16), "down": (8, 32), "up_bias": (32,), "down_bias": (8,)}
     shapes |= {"gate": (32, 16), "gate_bias": (32,)}
