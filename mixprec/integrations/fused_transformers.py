@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from ..nn.known import MLPSpec, NormSpec, Spec, register_fusion
+from ..nn._feed_forward import register_feed_forward
+from ..nn.known import Describe, FirstHalf, MLPSpec, NormSpec, SecondHalf, register_fusion
+from . import transformers_classes as names
 
-__all__ = ["CLASSES", "VERSIONS", "register"]
+__all__ = ["CLASSES", "LAYERS", "VERSIONS", "register"]
 
 VERSIONS = ("5.23", "5.24")
 
@@ -34,16 +36,26 @@ def _gemma_norm(m: Any) -> NormSpec | None:
     return NormSpec(m.weight.shape[0], m.eps, 1.0 + m.weight.float())
 
 
-def _gated(m: Any) -> MLPSpec:
-    return MLPSpec((m.gate_proj, m.up_proj), m.act_fn, m.down_proj)
+def _mlp(first: tuple[str, ...], act: str, last: str, dropout: str) -> Describe:
+    """What an MLP computes, from the names of its attributes."""
+
+    def describe(m: Any) -> MLPSpec | None:
+        if not isinstance(getattr(m, act), nn.Module):
+            return None
+        layers = tuple(getattr(m, name) for name in first)
+        after = getattr(m, dropout) if dropout else None
+        return MLPSpec(layers, getattr(m, act), getattr(m, last), after)
+
+    return describe
 
 
-def _gpt2(m: Any) -> MLPSpec:
-    return MLPSpec((m.c_fc,), m.act, m.c_proj, after=m.dropout)
+def _first_half(m: Any) -> FirstHalf | None:
+    act = m.intermediate_act_fn
+    return FirstHalf(m.dense, act) if isinstance(act, nn.Module) else None
 
 
-def _phi(m: Any) -> MLPSpec:
-    return MLPSpec((m.fc1,), m.activation_fn, m.fc2)
+def _second_half(m: Any) -> SecondHalf:
+    return SecondHalf(m.dense, m.dropout, m.LayerNorm)
 
 
 def _gelu(m: Any) -> str | None:
@@ -56,26 +68,48 @@ def _gelu_tanh(m: Any) -> str | None:
     return "gelu_tanh" if known and act.keywords == {"approximate": "tanh"} else None
 
 
-# By module of transformers.
-CLASSES: dict[str, dict[str, Callable[[Any], Spec | None]]] = {
-    "activations": {
-        "SiLUActivation": lambda m: "silu",
-        "GELUActivation": _gelu,
-        "GELUTanh": _gelu_tanh,
-        "NewGELUActivation": lambda m: "gelu_tanh",
-        "ReLUSquaredActivation": lambda m: "relu2",
-    },
-    "models.llama.modeling_llama": {"LlamaRMSNorm": _rms_norm, "LlamaMLP": _gated},
-    "models.mistral.modeling_mistral": {"MistralRMSNorm": _rms_norm, "MistralMLP": _gated},
-    "models.qwen2.modeling_qwen2": {"Qwen2RMSNorm": _rms_norm, "Qwen2MLP": _gated},
-    "models.qwen3.modeling_qwen3": {"Qwen3RMSNorm": _rms_norm, "Qwen3MLP": _gated},
-    "models.gemma.modeling_gemma": {"GemmaRMSNorm": _gemma_norm, "GemmaMLP": _gated},
-    "models.gemma2.modeling_gemma2": {"Gemma2RMSNorm": _gemma_norm, "Gemma2MLP": _gated},
-    "models.gemma3.modeling_gemma3": {"Gemma3RMSNorm": _gemma_norm, "Gemma3MLP": _gated},
-    "models.phi.modeling_phi": {"PhiMLP": _phi},
-    "models.phi3.modeling_phi3": {"Phi3RMSNorm": _rms_norm},
-    "models.gpt2.modeling_gpt2": {"GPT2MLP": _gpt2},
-}
+Classes = dict[str, dict[str, Describe]]
+
+
+def _classes() -> Classes:
+    found: Classes = {
+        "activations": {
+            "SiLUActivation": lambda m: "silu",
+            "GELUActivation": _gelu,
+            "GELUTanh": _gelu_tanh,
+            "NewGELUActivation": lambda m: "gelu_tanh",
+            "ReLUSquaredActivation": lambda m: "relu2",
+        }
+    }
+
+    def add(entries: Iterable[str], describe: Describe) -> None:
+        for entry in entries:
+            path, name = _place(entry)
+            found.setdefault(path, {})[name] = describe
+
+    add((f"{entry}RMSNorm" for entry in names.RMS_NORMS.split()), _rms_norm)
+    add(names.GEMMA_NORMS.split(), _gemma_norm)
+    for attributes, entries in names.MLPS.items():
+        add(entries.split(), _mlp(*attributes))
+    add((f"{_halves(entry)}Intermediate" for entry in names.ENCODERS.split()), _first_half)
+    add((f"{_halves(entry)}Output" for entry in names.ENCODERS.split()), _second_half)
+    return found
+
+
+def _place(entry: str) -> tuple[str, str]:
+    """The module in transformers, and the class."""
+    *where, name = entry.split("/")
+    return f"models.{where[0]}.modeling_{where[-1]}", name
+
+
+def _halves(entry: str) -> str:
+    layer, _, other = entry.partition(":")
+    return f"{layer.rpartition('/')[0]}/{other}" if other else layer
+
+
+# By module of transformers; and the layers whose MLP is two modules.
+CLASSES = _classes()
+LAYERS = [_place(f"{entry.partition(':')[0]}Layer") for entry in names.ENCODERS.split()]
 
 
 def register() -> None:
@@ -91,6 +125,11 @@ def register() -> None:
             kind: Any = vars(module).get(name)
             if _is_defined_by(kind, module):
                 register_fusion(kind, describe)
+    for path, name in LAYERS:
+        module = sys.modules.get(f"transformers.{path}")
+        kind = vars(module).get(name) if module is not None else None
+        if module is not None and _has_feed_forward(kind, module):
+            register_feed_forward(kind)
 
 
 def _is_defined_by(kind: Any, module: ModuleType) -> bool:
@@ -100,3 +139,9 @@ def _is_defined_by(kind: Any, module: ModuleType) -> bool:
     methods = [m for m in vars(kind).values() if isinstance(m, FunctionType)]
     own = all(m.__globals__ is vars(module) for m in methods)
     return own and kind.__bases__ == (nn.Module,) and "forward" in vars(kind)
+
+
+def _has_feed_forward(kind: Any, module: ModuleType) -> bool:
+    """Whether the layer's feed_forward_chunk is the one that its module defines."""
+    method = vars(kind).get("feed_forward_chunk") if isinstance(kind, type) else None
+    return isinstance(method, FunctionType) and method.__globals__ is vars(module)

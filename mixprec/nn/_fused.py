@@ -41,9 +41,15 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def why_not_fused(
-    layers: Sequence[nn.Module], norm: nn.Module | None = None, act: nn.Module | None = None
+    layers: Sequence[nn.Module],
+    norm: nn.Module | None = None,
+    act: nn.Module | None = None,
+    around: Sequence[nn.Module] = (),
 ) -> str | None:
-    """Why these modules have to be called one by one; None if they can run as one function."""
+    """Why these modules have to be called one by one; None if they can run as one function.
+
+    around: modules whose forward passes call the others.
+    """
     for layer in layers:
         kind: Any = type(layer)
         if kind.forward not in _LINEAR or kind.__call__ is not CALL:
@@ -52,7 +58,7 @@ def why_not_fused(
         return f"the norm {type(norm).__name__}"
     if act is not None and activation_of(act) is None:
         return f"the activation {type(act).__name__}"
-    for module in (*layers, *(m for m in (norm, act) if m is not None)):
+    for module in (*layers, *around, *(m for m in (norm, act) if m is not None)):
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
         if any(hook is not as_input and type(hook) is not ModuleHook for hook in hooks):
             return "hooks on a layer, norm or activation"
@@ -93,16 +99,21 @@ class Part:
         norm: nn.Module | None = None,
         act: nn.Module | None = None,
         last: Any = None,
+        around: Sequence[nn.Module] = (),
     ) -> None:
         self.first, self.norm, self.act, self.last = [*first], norm, act, last
+        self.around = around
 
     @property
     def layers(self) -> list[Any]:
         return self.first if self.last is None else [*self.first, self.last]
 
+    def why_not_fused(self) -> str | None:
+        return why_not_fused(self.layers, self.norm, self.act, self.around)
+
     def is_fused(self, x: Any) -> bool:
         """Whether it runs as one function here; else its modules are to be called one by one."""
-        if why_not_fused(self.layers, self.norm, self.act) is not None or _has_any_global_hook():
+        if self.why_not_fused() is not None or _has_any_global_hook():
             return False
         if type(x) not in PLAIN or is_twice_differentiable() or _region.is_watched():
             return False

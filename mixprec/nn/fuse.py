@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -13,17 +11,16 @@ import torch
 from torch import nn
 
 from .._originals import METHODS
-from ..functional.operands import share_casts
 from . import _region
-from ._fused import Part, activation_of, norm_of, why_not_fused
+from ._feed_forward import METHOD, FusedFeedForward, feed_forward_of, unfuse_feed_forward
+from ._fused import Part, activation_of, norm_of
 from ._fused_forward import FusedForward, fused_forward_of
 from ._layer import Layer
+from ._marked import CONTAINERS, Marked, layers_in, own_layers
 from ._one_pass import FusedNorm, one_pass_class
-from ._sdpa import AttentionMode
 from .known import MLPSpec, load_tables, spec_of
 
 _SEQUENTIAL = METHODS[nn.Sequential]["forward"]
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward pass
 
 
 class FusedSequential(FusedForward):
@@ -70,23 +67,6 @@ class FusedMLP(FusedForward):
         return y if spec.after is None else spec.after(y)  # type: ignore[union-attr]
 
 
-class Marked(FusedForward):
-    """A module around layers: attention in its forward pass is `functional.attention`, and layers
-    that are its children cast a tensor that several of them take once."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        layers = [*_own_layers(self.module)]
-        layer = layers[0] if layers else next(_layers(self.module), None)
-        with ExitStack() as stack:
-            if not torch.compiler.is_compiling():
-                stack.enter_context(_region.with_modes())
-            if layer is not None and not AttentionMode.serves(layer.recipe):
-                stack.enter_context(AttentionMode(layer.recipe))
-            if len(layers) > 1 and not torch.compiler.is_compiling():
-                stack.enter_context(share_casts())
-            return self.unfused(*args, **kwargs)
-
-
 class Found(NamedTuple):
     """fused: what each fused module does, by path; left: why a candidate was not fused, by path;
     by class, how many modules share casts, and how many have forward passes that are not known."""
@@ -124,14 +104,14 @@ def fuse(model: nn.Module) -> Found:
     found = Found({}, {}, Counter(), Counter())
     in_parts: set[nn.Module] = set()  # of a Sequential
     for fqn, module in list(model.named_modules()):
-        if isinstance(module, (Layer, torch.jit.ScriptModule)) or type(module) in _CONTAINERS:
+        if isinstance(module, (Layer, torch.jit.ScriptModule)) or type(module) in CONTAINERS:
             continue
-        around_layers = next(_layers(module), None) is not None
+        around_layers = next(layers_in(module), None) is not None
         if "forward" in vars(module) or type(type(module).forward) is not FunctionType:
             if around_layers:
                 found.left[fqn] = "a module with a forward pass of its own"
             continue
-        spec, layers = spec_of(module), len([*_own_layers(module)])
+        spec, layers = spec_of(module), len([*own_layers(module)])
         if type(module) is nn.Sequential:
             in_parts |= _fuse_sequential(module, fqn, found)
             continue
@@ -143,6 +123,7 @@ def fuse(model: nn.Module) -> Found:
             found.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
         elif around_layers:
             vars(module)["forward"] = Marked(module)
+            _fuse_feed_forward(module, fqn, found)
             found.shares[type(module).__name__] += layers > 1
         name = type(module).__name__
         torchs = type(module) is getattr(nn, name, None)
@@ -156,19 +137,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if fused_forward_of(module) is not None:
             del vars(module)["forward"]
-
-
-def _layers(module: nn.Module) -> Iterator[Layer]:
-    return (m for m in module.modules() if isinstance(m, Layer))
-
-
-def _own_layers(module: nn.Module) -> Iterator[Layer]:
-    """The layers that the forward pass of `module` itself calls, also those in its lists."""
-    for child in module._modules.values():
-        if isinstance(child, Layer):
-            yield child
-        elif child is not None and type(child) in _CONTAINERS:
-            yield from _own_layers(child)
+        unfuse_feed_forward(module)
 
 
 def _part_of(modules: tuple[Any, ...]) -> Part:
@@ -182,9 +151,20 @@ def _mlp(spec: MLPSpec) -> Part:
     return Part(spec.layers, act=spec.act, last=spec.last)
 
 
+def _fuse_feed_forward(module: nn.Module, fqn: str, found: Found) -> None:
+    feed_forward = feed_forward_of(module)
+    if feed_forward is None:
+        return
+    if (why := feed_forward[0].why_not_fused()) is not None:
+        found.left[fqn] = why
+        return
+    vars(module)[METHOD] = FusedFeedForward(module)
+    found.fused[fqn] = "linear, activation, linear"
+
+
 def _fuse_mlp(module: nn.Module, spec: MLPSpec, fqn: str, found: Found) -> bool:
     part = _mlp(spec)
-    if (why := why_not_fused(part.layers, None, part.act)) is not None:
+    if (why := part.why_not_fused()) is not None:
         found.left[fqn] = why
         return False
     gated = "activation * linear" if len(part.first) == 2 else "activation"
@@ -210,7 +190,7 @@ def _fuse_sequential(module: nn.Module, fqn: str, found: Found) -> set[nn.Module
             continue  # a linear layer without neighbours
         modules = tuple(children[start:i])
         part = _part_of(modules)
-        why = why_not_fused(part.layers, part.norm, part.act)
+        why = part.why_not_fused()
         if why is not None:
             found.left[f"{fqn}.{start}".lstrip(".")] = why
             continue

@@ -41,7 +41,22 @@ class MLPSpec(NamedTuple):
     after: nn.Module | None = None
 
 
-Spec = NormSpec | MLPSpec | str
+class FirstHalf(NamedTuple):
+    """act(dense(x)): the first half of an MLP whose halves are modules. See `SecondHalf`."""
+
+    dense: nn.Module
+    act: nn.Module
+
+
+class SecondHalf(NamedTuple):
+    """norm(dropout(dense(a)) + x), of what the first half made of x."""
+
+    dense: nn.Module
+    dropout: nn.Module
+    norm: nn.Module
+
+
+Spec = NormSpec | MLPSpec | FirstHalf | SecondHalf | str
 Describe = Callable[[Any], Spec | None]
 
 
@@ -100,7 +115,7 @@ def spec_of(module: nn.Module) -> Spec | None:
     if any(own.get(name) is not method for name, method in known.methods.items()):
         return None
     spec = known.describe(module)
-    if isinstance(spec, NormSpec) or spec is None or spec in KINDS:
+    if isinstance(spec, (NormSpec, FirstHalf, SecondHalf)) or spec is None or spec in KINDS:
         return spec
     if isinstance(spec, MLPSpec) and len(spec.layers) in (1, 2):
         if all(isinstance(m, nn.Module) for m in (*spec.layers, spec.act, spec.last)):

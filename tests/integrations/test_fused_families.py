@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
+import pickle
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import mixprec  # noqa: E402
-from mixprec.integrations import fused_transformers  # noqa: E402
+from mixprec.integrations import fused_transformers, transformers_classes  # noqa: E402
 from mixprec.nn import known  # noqa: E402
 from mixprec.nn.known import NormSpec, spec_of  # noqa: E402
 from mixprec.testing import sqnr  # noqa: E402
 
 K = 48
 CLASSES = [(path, name) for path, names in fused_transformers.CLASSES.items() for name in names]
+HALVES = ("Intermediate", "Output")  # of layers, which test_the_mlp_of_an_encoders_layer is for
+WHOLE = [(path, name) for path, name in CLASSES if not name.endswith(HALVES)]
 ACTS = ("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "relu2")
 
 
 def class_of(path: str, name: str) -> Any:
     return getattr(importlib.import_module(f"transformers.{path}"), name)
+
+
+def with_attributes(kind: Any, **attributes: Any) -> Any:
+    """A module of the class without its own constructor."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
 
 
 def made(path: str, name: str) -> Iterator[nn.Module]:
@@ -36,41 +51,169 @@ def made(path: str, name: str) -> Iterator[nn.Module]:
         moved = [kind(True), kind()] if "__init__" in vars(kind) else [kind()]
     elif name.endswith("Norm"):
         moved = [kind(K, eps) for eps in (1e-6, 0.3)]
-    else:
+    elif name == "GPT2MLP":
         for act in ACTS:
-            config = SimpleNamespace(
-                hidden_size=K, intermediate_size=80, hidden_act=act, hidden_activation=act,
-                activation_function=act, mlp_bias=act == "silu", resid_pdrop=0.5,
-            )  # fmt: skip
-            moved.append(kind(80, config) if name.startswith("GPT2") else kind(config))
+            config = SimpleNamespace(hidden_size=K, activation_function=act, resid_pdrop=0.5)
+            moved.append(kind(80, config))
+    else:
+        first, act_name, last, dropout = next(
+            names for names, entries in transformers_classes.MLPS.items()
+            if any(fused_transformers._place(entry) == (path, name) for entry in entries.split())
+        )  # fmt: skip
+        for act in ACTS if name in ("LlamaMLP", "ViTMLP") else ACTS[:3:2]:
+            parts: dict[str, nn.Module] = {layer: nn.Linear(K, 80) for layer in first}
+            parts |= {act_name: transformers.activations.ACT2FN[act], last: nn.Linear(80, K)}
+            moved.append(with_attributes(kind, **parts, **{dropout or "_": nn.Dropout(0.5)}))
     for module in moved:
         for p in module.parameters():
             nn.init.normal_(p, std=0.3)
         yield module
 
 
-@pytest.mark.parametrize(("path", "name"), CLASSES)
+def compare(plain: nn.Module, run: Any, x: torch.Tensor) -> nn.Module:
+    """The model, fused: output and gradients are as near to FP64 as without fusion."""
+    exact = copy.deepcopy(plain).double()
+    fused = mixprec.convert(copy.deepcopy(plain), "bf16", fuse=True)
+    mixprec.convert(plain, "bf16")
+    ends = []
+    for model in (exact, plain, fused):
+        given = x.to(next(model.parameters()).dtype).requires_grad_()
+        torch.manual_seed(1)  # of dropout
+        y = run(model, given)
+        y.square().mean().backward()
+        ends.append([y, given.grad, *(p.grad for p in model.parameters())])
+    for true, separate, in_one in zip(*ends, strict=True):
+        assert separate.dtype == in_one.dtype
+        assert float(sqnr(true, in_one)) > float(sqnr(true, separate)) - 6, type(plain)
+    return fused
+
+
+@pytest.mark.parametrize(("path", "name"), WHOLE)
 def test_the_description_is_what_the_class_computes(path: str, name: str) -> None:
     fused_any = False
     for module in made(path, name):
-        x = torch.randn(2, 9, K)
         plain = nn.Sequential(nn.Linear(K, K), module, nn.Linear(K, K))
-        exact = copy.deepcopy(plain).double()
-        fused = mixprec.convert(copy.deepcopy(plain), "bf16", fuse=True)
-        mixprec.convert(plain, "bf16")
-        ends = []
-        for model in (exact, plain, fused):
-            given = x.to(next(model.parameters()).dtype).requires_grad_()
-            torch.manual_seed(1)  # of dropout
-            y = model[2](model[1](model[0](given))) if path != "activations" else model(given)
-            y.square().mean().backward()
-            ends.append([y, given.grad, *(p.grad for p in model.parameters())])
-        for true, separate, together in zip(*ends, strict=True):
-            assert separate.dtype == together.dtype
-            assert float(sqnr(true, together)) > float(sqnr(true, separate)) - 6, module
+        run = (lambda m, x: m[2](m[1](m[0](x)))) if path != "activations" else (lambda m, x: m(x))
+        fused = compare(plain, run, torch.randn(16, 33, K))
         fused_any |= "forward" in vars(fused[1]) or "forward" in vars(fused)
     version = ".".join(transformers.__version__.split(".")[:2])
     assert fused_any == (version in fused_transformers.VERSIONS)
+
+
+def encoder_layer(path: str, name: str, act: str = "gelu") -> Any:
+    """A layer of which the method feed_forward_chunk alone can be called."""
+    entry = next(
+        e for e in transformers_classes.ENCODERS.split()
+        if fused_transformers._place(f"{e.partition(':')[0]}Layer") == (path, name)
+    )  # fmt: skip
+    half = fused_transformers._place(fused_transformers._halves(entry))[1]
+    act_fn, norm = transformers.activations.ACT2FN[act], nn.LayerNorm(K, eps=0.3)
+    parts = {"dense": nn.Linear(K, 80), "intermediate_act_fn": act_fn}
+    first = with_attributes(class_of(path, f"{half}Intermediate"), **parts)
+    parts = {"dense": nn.Linear(80, K), "dropout": nn.Dropout(0.5), "LayerNorm": norm}
+    second = with_attributes(class_of(path, f"{half}Output"), **parts)
+    return with_attributes(class_of(path, name), intermediate=first, output=second)
+
+
+@pytest.mark.parametrize(("path", "name"), fused_transformers.LAYERS)
+def test_the_mlp_of_an_encoders_layer_is_its_method(path: str, name: str) -> None:
+    for act in ("gelu", "gelu_new"):
+        layer = encoder_layer(path, name, act)
+        fused = compare(layer, lambda m, x: m.feed_forward_chunk(x), torch.randn(16, 33, K))
+        assert "feed_forward_chunk" in vars(fused)
+        assert "feed_forward_chunk" not in vars(mixprec.unconvert(fused))
+
+
+def bert() -> tuple[Any, torch.Tensor]:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=K, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=80, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertModel(config)
+    for layer in (model.encoder.layer[0].intermediate, model.encoder.layer[0].output):
+        nn.init.normal_(layer.dense.weight, std=0.4)
+    return model, torch.randint(0, 64, (2, 9))
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def replace_output(layer: Any) -> None:
+    other = copy.deepcopy(layer.output)
+    other.dense.weight.data.mul_(3)
+    layer.output = other
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def class_with_sine(layer: Any) -> Any:
+    return type("BertLayer", (type(layer),), {"feed_forward_chunk": lambda self, x: sine(x)})
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(1, 1, 2)[..., :80]
+
+
+CHANGES: dict[str, Any] = {
+    "a hook on a half": lambda layer: layer.output.register_forward_hook(lambda m, x, y: 2 * y),
+    "a pre-hook on a half": lambda layer: layer.intermediate.register_forward_pre_hook(
+        lambda m, x: (2 * x[0],)
+    ),
+    "a hook on a linear layer": lambda layer: layer.output.dense.register_forward_hook(
+        lambda m, x, y: 2 * y
+    ),
+    "a forward of its own": lambda layer: setattr(layer.intermediate, "forward", wide),
+    "a method of its own": lambda layer: setattr(layer, "feed_forward_chunk", sine),
+    "another layer": lambda layer: setattr(layer.output, "dense", Doubled(80, K)),
+    "another class": lambda layer: setattr(
+        layer,
+        "__class__",
+        type("BertLayer", (type(layer),), {"feed_forward_chunk": lambda self, x: sine(x)}),
+    ),
+    "weights of its own": replace_output,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_into_a_layer_after_fusing_is_used(change: str) -> None:
+    model, tokens = bert()
+    model.eval()
+    plain = mixprec.convert(copy.deepcopy(model), "bf16")
+    fused = mixprec.convert(model, "bf16", fuse=True)
+    for one in (plain, fused):
+        torch.manual_seed(3)
+        CHANGES[change](one.encoder.layer[0])
+    y, got = (one(tokens).last_hidden_state for one in (plain, fused))
+    assert float(sqnr(y, got)) > 30  # attention and, where it still fits, the MLP are fused
+
+
+def test_copies_of_a_layer_use_their_own_halves() -> None:
+    model, tokens = bert()
+    fused = mixprec.convert(model.eval(), "bf16", fuse=True)
+    layer, x = fused.encoder.layer[0], torch.randn(2, 9, K)
+    y = layer(x)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert torch.equal(other(tokens).last_hidden_state, fused(tokens).last_hidden_state)
+    shallow = copy.copy(layer)
+    shallow._modules = dict(layer._modules)
+    replace_output(shallow)
+    assert float(sqnr(y, shallow(x))) < 20
+    assert torch.equal(layer(x), y)
+    layer.chunk_size_feed_forward = 3
+    assert float(sqnr(y, layer(x))) > 40
+    layer.train(), layer.zero_grad()
+    grads = []
+    for checkpointing in (False, True):
+        layer.gradient_checkpointing = checkpointing
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer(x.requires_grad_()).square().mean().backward()
+        grads.append([p.grad for p in layer.parameters()])
+        layer.zero_grad()
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,7 +227,10 @@ def test_norms_keep_the_dtype_of_their_result(dtype: torch.dtype) -> None:
             both = nn.ModuleList([nn.Linear(2, 2), module])
             fused = mixprec.convert(copy.deepcopy(both), fuse=True)
             x = torch.randn(3, K).to(dtype)
-            y, got = module(x), fused[1](hidden_states=x) if "Gemma" not in name else fused[1](x=x)
+            y, got = (
+                module(x),
+                fused[1](**{next(iter(inspect.signature(module.forward).parameters)): x}),
+            )
             assert got.dtype == y.dtype, (name, weights)
             torch.testing.assert_close(got, y, rtol=0.02, atol=0.02)
 
