@@ -66,7 +66,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
         qkv = self.qkv(x).float().view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
         cos, sin = self.cos[:time], self.sin[:time]
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         # On a CPU the attention core stays FP32: torch's own fp16 attention takes 6 times as long

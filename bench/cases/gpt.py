@@ -82,10 +82,11 @@ def _step(
     return step
 
 
-def torchs(make: Make, *, autocast: bool = False, compiled: bool = False) -> Step:
+def torchs(make: Make, *, autocast: bool = False, compile: Any = None) -> Step:
+    """compile: torch.compile with its settings, or None."""
     torch.manual_seed(0)
     model, loss = make()
-    run = torch.compile(model) if compiled else model
+    run = model if compile is None else compile(model)
 
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -125,10 +126,11 @@ def check(ours: Callable[[], Step], theirs: Callable[[], Step], share: float) ->
 
 
 def workload(make: Make, recipe: str, fuse: bool, compiled: bool) -> Workload:
-    ways = {FP32: (False, False), FP32_COMPILED: (False, True)}
+    ways: dict[str, tuple[bool, Any]] = {FP32: (False, None), FP32_COMPILED: (False, torch.compile)}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # else torch's bf16 takes ten times as long
-        ways |= {"torch autocast": (True, False), "torch autocast, compiled": (True, True)}
-    baselines = {name: torchs(make, autocast=a, compiled=c) for name, (a, c) in ways.items()}
+        ways["torch autocast"] = True, None
+        ways["torch autocast, compiled"] = True, torch.compile
+    baselines = {name: torchs(make, autocast=a, compile=c) for name, (a, c) in ways.items()}
     same = partial(check, partial(ours, make, recipe, fuse=fuse), partial(torchs, make), 0.03)
     return Workload(ours(make, recipe, fuse=fuse, compiled=compiled), baselines, same)
 
@@ -147,18 +149,13 @@ def _simulated(size: str) -> Workload:
 
 
 _FP16 = times_faster_than(FP32_COMPILED, 1.05)
-for _size, _eager, _compiled in (("4x512", 1.2, 1.25), ("3x256", 1.3, 1.35)):
+_WAYS = ("bf16", "bf16-fuse", "bf16-compiled", "fp8-fuse", "fp8-compiled", "fp8-block-fuse")
+for _size, _bars in (("4x512", (1.2, 1.33, 1.15, 1.25)), ("3x256", (1.2, 1.5, 1.15, 1.35))):
     _layers, _width, _context = SIZES[_size]
-    for _name, _target in (
-        ("bf16", None),
-        ("bf16-fuse", times_faster(_eager)),
-        ("bf16-compiled", times_faster(_compiled)),  # and fused
-        ("fp8-fuse", times_faster(1.1)),
-        ("fp8-block-fuse", times_faster(1.0)),
-        ("fp16-fuse", _FP16),
-    ):
+    _targets = [None, *map(times_faster, _bars), times_faster(1.0), _FP16]
+    for _name, _target in zip((*_WAYS, "fp16-fuse"), _targets, strict=True):
         _recipe = _name.removesuffix("-fuse").removesuffix("-compiled")
-        _how = {"bf16": "", "bf16-compiled": ", fuse, compiled"}.get(_name, ", fuse")
+        _how = ", fuse" * (_name != "bf16") + ", compiled" * _name.endswith("-compiled")
         case(
             f"training/gpt/{_size}/{_name}",
             f"training step of the GPT of {_layers} blocks of width {_width}, "
