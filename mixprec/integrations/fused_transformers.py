@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
-from types import FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from ..nn._feed_forward import register_feed_forward
+from ..nn._known_functions import register_rotary
 from ..nn.known import Describe, FirstHalf, MLPSpec, NormSpec, SecondHalf, register_fusion
 from . import transformers_classes as names
 
@@ -130,6 +131,28 @@ def register() -> None:
         kind = vars(module).get(name) if module is not None else None
         if module is not None and _has_feed_forward(kind, module):
             register_feed_forward(kind)
+    _register_rotary()
+
+
+def _register_rotary() -> None:
+    deprecation = sys.modules.get("transformers.utils.deprecation")
+    decorator = getattr(deprecation, "deprecate_kwarg", None)
+    codes = set(_codes(decorator.__code__)) if isinstance(decorator, FunctionType) else set()
+    for entry in names.ROTARY.split():
+        module = sys.modules.get(f"transformers.{_place(f'{entry}/')[0]}")
+        rotate, half = (getattr(module, n, None) for n in ("apply_rotary_pos_emb", "rotate_half"))
+        if not (isinstance(rotate, FunctionType) and isinstance(half, FunctionType)):
+            continue
+        if rotate.__globals__ is half.__globals__ is vars(module):
+            register_rotary(rotate, codes)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """This one, and those of the functions that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
 def _is_defined_by(kind: Any, module: ModuleType) -> bool:

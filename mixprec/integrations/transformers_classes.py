@@ -165,3 +165,18 @@ layoutlmv3/LayoutLMv3 lilt/Lilt luke/Luke markuplm/MarkupLM mra/Mra nystromforme
 rembert/RemBert roberta/Roberta roc_bert/RoCBert roformer/RoFormer splinter/Splinter tapas/Tapas
 visual_bert/VisualBert xlm_roberta/XLMRoberta yoso/Yoso
 """
+# Modules, by NAME, whose apply_rotary_pos_emb is that of Llama.
+ROTARY = """
+afmoe apertus apertus1p5 arcee aria axk1 axk2 bitnet chameleon cohere_compass cosmos3_edge csm cwm
+dbrx deepseek_ocr2 deepseek_v3 deepseek_v32 dia diffllama doge dory dots1 embedding_gemma2 emu3
+esmc esmfold2 eurobert exaone4 exaone4_5 exaone_moe falcon falcon_h1 flint gemma gemma2 gemma3
+glm4_moe_lite gpt_neox_japanese gradium_phonon_tts granite granite4_vision granite_docling
+granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte higgs_audio_v2 hrm_text
+hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax idefics jais2 jetmoe jina_embeddings_v3
+kolibri1 kyutai_speech_to_text lara_mini lasr lfm2 lfm2_moe llama mellum mimi minicpm3 minimax
+ministral ministral3 mistral mistral4 mixtral mllama molmo2 moshi muse_glimmer muse_spark neucodec
+nomic_bert olmoe paddleocr_vl persimmon phi phimoe pixtral pocket_tts pocket_tts_audio_tokenizer
+qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_omni_moe qwen3_vl
+qwen3_vl_moe seed_oss smollm3 solar_open stablelm starcoder2 t5gemma t5gemma2 timesfm2_5 ultrabert
+unlimited_ocr vaultgemma voxtral_realtime xcodec2 youtu zamba2
+"""

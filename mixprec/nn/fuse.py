@@ -15,6 +15,7 @@ from . import _region
 from ._feed_forward import METHOD, FusedFeedForward, feed_forward_of, unfuse_feed_forward
 from ._fused import Part, activation_of, norm_of
 from ._fused_forward import FusedForward, fused_forward_of
+from ._known_functions import RotaryForward, calls_known_functions
 from ._layer import Layer
 from ._marked import CONTAINERS, Marked, layers_in, own_layers
 from ._one_pass import FusedNorm, one_pass_class
@@ -122,7 +123,10 @@ def fuse(model: nn.Module) -> Found:
             vars(module)["forward"] = kind(module)
             found.fused[fqn or "the model"] = "norm" if kind is FusedNorm else "activation"
         elif around_layers:
-            vars(module)["forward"] = Marked(module)
+            rotates = calls_known_functions(type(module))
+            vars(module)["forward"] = (RotaryForward if rotates else Marked)(module)
+            if rotates:
+                found.fused[fqn] = "rotary positions"
             _fuse_feed_forward(module, fqn, found)
             found.shares[type(module).__name__] += layers > 1
         name = type(module).__name__

@@ -1,0 +1,108 @@
+"""Functions of other libraries that a forward pass calls by a global name, in one pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from ..functional._derivatives import is_twice_differentiable
+from ..functional._rotary import rotary
+from ..ops._dispatch import checks
+from . import _region
+from ._fused import PLAIN
+from ._marked import Marked
+
+# What the functions use of their modules, by name, as it was when they were registered.
+_known: dict[FunctionType, dict[str, Any]] = {}
+_decorators: set[CodeType] = set()
+
+
+def register_rotary(function: FunctionType, decorators: set[CodeType]) -> None:
+    """function(q, k, cos, sin, unsqueeze_dim=1) returns x * cos + cat(-x2, x1) * sin of both q and
+    k [B, H, T, D], x1 and x2 being the halves of x. decorators: the code of wrappers of forward
+    passes that only rename an argument, from `old_name`."""
+    used = function.__code__.co_names
+    _known[function] = {n: function.__globals__[n] for n in used if n in function.__globals__}
+    _decorators.update(decorators)
+
+
+def calls_known_functions(kind: Any) -> bool:
+    raw, _ = _undecorated(kind.forward)
+    return raw is not None and bool(_found(raw))
+
+
+class RotaryForward(Marked):
+    """A module around layers whose forward pass rotates queries and keys by such a function."""
+
+    def unfused(self, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = type(self.module)
+        if torch.compiler.is_compiling():  # which makes one loop of them
+            return super().unfused(*args, **kwargs)
+        raw, renamed = _undecorated(kind.forward)
+        found = {} if raw is None else _found(raw)
+        if raw is None or not found or renamed & kwargs.keys():
+            return super().unfused(*args, **kwargs)
+        scope = {**raw.__globals__, **{name: _in_one_pass(f) for name, f in found.items()}}
+        same = FunctionType(raw.__code__, scope, raw.__name__, raw.__defaults__, raw.__closure__)
+        same.__kwdefaults__ = raw.__kwdefaults__
+        return same(self.module, *args, **kwargs)
+
+
+def _undecorated(forward: Any) -> tuple[FunctionType | None, set[str]]:
+    """The function itself, and the names of arguments that its decorators rename; None under a
+    decorator that may do anything."""
+    renamed = set()
+    while isinstance(forward, FunctionType) and forward.__code__ in _decorators:
+        renamed.add(inspect.getclosurevars(forward).nonlocals["old_name"])
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    known = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
+    return (forward if known else None), renamed
+
+
+def _found(raw: FunctionType) -> dict[str, FunctionType]:
+    """The known functions that it calls, by name, whose own functions are those of then."""
+    found = {}
+    for name in raw.__code__.co_names:
+        function = raw.__globals__.get(name)
+        if not isinstance(function, FunctionType) or function not in _known:
+            continue
+        if all(function.__globals__.get(n) is f for n, f in _known[function].items()):
+            found[name] = function
+    return found
+
+
+def _in_one_pass(function: FunctionType) -> Callable[..., Any]:
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and _fits(*args):
+            q, k, cos, sin = args
+            with _region.without_modes():
+                return rotary(q, cos[0], sin[0]), rotary(k, cos[0], sin[0])
+        return function(*args, **kwargs)
+
+    return rotate
+
+
+def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Whether `rotary` computes the same: one table, with each number twice, for all of a batch."""
+    tensors = (q, k, cos, sin)
+    if any(type(x) not in PLAIN or not x.is_cpu or x.is_nested for x in tensors):
+        return False
+    t, d = q.shape[-2:] if q.dim() == k.dim() == 4 else (0, 1)
+    return (
+        d % 2 == 0
+        and k.shape[-2:] == (t, d)
+        and cos.shape == sin.shape == (1, t, d)
+        and q.dtype in checks.FLOATS
+        and q.dtype == k.dtype == cos.dtype == sin.dtype
+        and not (cos.requires_grad or sin.requires_grad)
+        and all(torch.equal(x[..., : d // 2], x[..., d // 2 :]) for x in (cos, sin))
+        and _region.current_region() is None
+        and not _region.is_for_onnx()
+        and not is_twice_differentiable()
+        and not _region.is_watched()
+        and not torch._C._are_functorch_transforms_active()
+    )

@@ -1,0 +1,192 @@
+"""convert(fuse=True): rotary positions of transformers in one pass, where the function is known."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import mixprec  # noqa: E402
+from mixprec.functional import _rotary  # noqa: E402
+from mixprec.integrations import fused_transformers, transformers_classes  # noqa: E402
+from mixprec.nn import _known_functions  # noqa: E402
+from mixprec.nn._known_functions import RotaryForward  # noqa: E402
+
+B, H, T, D = 2, 4, 7, 16
+
+
+def tables(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.outer(torch.arange(T) + 3.0, 0.1 ** torch.linspace(0, 2, D // 2))
+    return tuple(f(angle).repeat(1, 2)[None].to(dtype) for f in (torch.cos, torch.sin))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What was rotated in one pass."""
+    seen: list[torch.Tensor] = []
+    run = _rotary.run
+    monkeypatch.setattr(_rotary, "run", lambda *args: seen.append(args[0]) or run(*args))
+    return seen
+
+
+@pytest.mark.parametrize("entry", transformers_classes.ROTARY.split())
+def test_one_pass_has_the_bits_of_the_function(entry: str, calls: list[torch.Tensor]) -> None:
+    path = fused_transformers._place(f"{entry}/")[0]
+    module: Any = importlib.import_module(f"transformers.{path}")
+    fused_transformers.register()
+    function = module.apply_rotary_pos_emb
+    assert function in _known_functions._known
+    ends = []
+    for rotate in (function, _known_functions._in_one_pass(function)):
+        torch.manual_seed(0)
+        q, k = (torch.randn(B, T, h, D).transpose(1, 2).requires_grad_() for h in (H, 1))
+        y = rotate(q, k, *tables())
+        (y[0].square().sum() + y[1].exp().sum()).backward()
+        ends.append([*y, q.grad, k.grad])
+        assert y[0].stride() == q.stride()
+    assert all(map(torch.equal, *ends))
+    assert len(calls) == 4  # of q and k, forward and backward
+
+
+def _given() -> dict[str, Any]:
+    cos, sin = tables()
+    q, k = torch.randn(B, H, T, D), torch.randn(B, 1, T, D)
+    return {"q": q, "k": k, "cos": cos, "sin": sin, "more": ()}
+
+
+def _halves(a: dict[str, Any]) -> None:
+    a["cos"][0, 3, D - 1] += 0.25
+
+
+def _by_sample(a: dict[str, Any]) -> None:
+    a["cos"], a["sin"] = (torch.cat([x, x.flip(1)]) for x in (a["cos"], a["sin"]))
+
+
+def _rows(a: dict[str, Any]) -> None:
+    a["q"], a["k"], a["more"] = a["q"].transpose(1, 2), a["k"].transpose(1, 2), (2,)
+
+
+OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tables whose halves differ": _halves,
+    "a table for each sample": _by_sample,
+    "heads behind positions": _rows,
+    "tables of another dtype": lambda a: a.update(cos=a["cos"].double(), sin=a["sin"].double()),
+    "16-bit values and FP32 tables": lambda a: a.update(q=a["q"].bfloat16(), k=a["k"].bfloat16()),
+    "tables with a gradient": lambda a: a["cos"].requires_grad_(),
+    "another number of positions": lambda a: a.update(q=a["q"][:, :, :1], k=a["k"][:, :, :1]),
+    "fp64": lambda a: a.update({n: x.double() for n, x in a.items() if n != "more"}),
+    "a complex sample": lambda a: a.update(q=a["q"].to(torch.complex64)),
+    "a subclass": lambda a: a.update(q=a["q"].as_subclass(type("Own", (torch.Tensor,), {}))),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_the_kernel_does_not_compute_is_left_to_the_function(
+    what: str, calls: list[torch.Tensor]
+) -> None:
+    function = importlib.import_module(
+        "transformers.models.llama.modeling_llama"
+    ).apply_rotary_pos_emb
+    given = _given()
+    OTHERS[what](given)
+    *tensors, more = given.values()
+    expected = function(*tensors, *more)
+    got = _known_functions._in_one_pass(function)(*tensors, *more)
+    assert all(map(torch.equal, expected, got))
+    assert [y.dtype for y in got] == [y.dtype for y in expected]
+    assert not calls
+
+
+def llama() -> tuple[Any, torch.Tensor]:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=100,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config), torch.randint(0, 100, (2, 12))
+
+
+def step(model: Any, tokens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    y = model(input_ids=tokens, labels=tokens, **options)
+    y.loss.backward()
+    return [y.logits, *(p.grad.clone() for p in model.parameters())]
+
+
+def test_a_model_has_the_bits_that_it_has_without(
+    calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = llama()
+    fused = mixprec.convert(copy.deepcopy(model), "bf16", fuse=True)
+    kinds = [type(vars(m).get("forward")) for m in fused.modules()]
+    assert kinds.count(RotaryForward) == 2
+    packed = torch.tensor([[*range(5), *range(7)], [*range(7), *range(5)]])
+    options: list[dict[str, Any]] = [{}, {"use_cache": True}, {"position_ids": packed}]
+    options.append({"attention_mask": torch.ones_like(tokens).index_fill(1, tokens[0, :1] % 12, 0)})
+    got = [step(fused, tokens, **more) for more in options]
+    assert len(calls) == 3 * 8
+    fused.gradient_checkpointing_enable()
+    got.append(step(fused.train(), tokens))
+    fused.gradient_checkpointing_disable()
+    monkeypatch.setattr(_known_functions, "_known", {})
+    for mine, more in zip(got, [*options, {}], strict=True):
+        assert all(map(torch.equal, mine, step(fused, tokens, **more))), [*more]
+    mixprec.unconvert(fused)
+    assert not any("forward" in vars(m) for m in fused.modules())
+
+
+def replaced(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (2 * q, k))
+
+
+def half_replaced(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "rotate_half", torch.zeros_like)
+
+
+def decorated(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = module.LlamaAttention.forward
+
+    @functools.wraps(forward)
+    def other(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, 2 * hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(module.LlamaAttention, "forward", other)
+
+
+@pytest.mark.parametrize("change", [replaced, half_replaced, decorated])
+@pytest.mark.parametrize("before", [True, False])
+def test_functions_that_another_library_replaced_are_used(
+    change: Any, before: bool, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Tensor]
+) -> None:
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    model, tokens = llama()
+    first = mixprec.convert(copy.deepcopy(model), "bf16", fuse=True)
+    before_change = step(first, tokens)
+    calls.clear()
+    change(module, monkeypatch)
+    fused = mixprec.convert(model, "bf16", fuse=True) if before else first
+    got = step(fused, tokens)
+    assert not torch.equal(got[0], before_change[0])
+    assert not calls
+
+
+def test_deprecated_names_of_arguments_are_still_renamed() -> None:
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    forward = module.LlamaAttention.forward
+    raw, renamed = _known_functions._undecorated(forward)
+    assert raw is inspect.unwrap(forward)
+    fused = mixprec.convert(llama()[0], "bf16", fuse=True)
+    attention, x = fused.model.layers[0].self_attn, torch.randn(2, T, 64)
+    cos, sin = tables()
+    for name in renamed:
+        cache = transformers.DynamicCache()
+        attention(x, position_embeddings=(cos, sin), attention_mask=None, **{name: cache})
+        assert cache.get_seq_length() == T
