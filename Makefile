@@ -90,6 +90,10 @@ lint: needs-lint $(READY) $(LINT_READY) build/werror/$(KEY)/.built
 	@$(WITH) "$(PY)" -c 'from clang_format import *; clang_format()' --dry-run -Werror $(FORMATTED)
 
 #: make bench   measure every op against its baselines on this CPU; results in build/bench/
+# Freed memory stays with the process, as PyTorch's tuning guide has it: else how often the system
+# clears it again depends on which candidates have run before.
+bench: export MALLOC_TRIM_THRESHOLD_ ?= 8000000000
+bench: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 bench: needs-build $(READY)
 	@$(RUN) -m mixprec.bench run --device cpu \
 	  --out "$(CURDIR)/build/bench/$(shell date -u +%Y%m%d-%H%M%S).json" $(ARGS)

@@ -15,6 +15,7 @@ def environment(*, quick: bool) -> dict[str, Any]:
     """What a figure needs beside it: processor, threads, ISA, versions, commit, date.
 
     Asked before a run: load is how many programs were running then, None where it is unknown.
+    keeps_memory: whether the C library was told to keep what is freed, as make bench does.
     """
     return {
         **machine(),
@@ -22,6 +23,7 @@ def environment(*, quick: bool) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "quick": quick,
+        "keeps_memory": "MALLOC_TRIM_THRESHOLD_" in os.environ,
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 

@@ -12,6 +12,8 @@ def machine(where: dict[str, Any]) -> str:
     """Where the figures of a block were taken."""
     isa = f" ({where['isa']})" if where.get("isa") else ""
     parts = [where["processor"] + isa, f"{where['threads']} threads", f"torch {where['torch']}"]
+    if where.get("keeps_memory"):
+        parts.append("freed memory kept")
     if where.get("commit"):
         parts.append(f"commit {where['commit']}")
     return ", ".join(parts) + "."

@@ -1,8 +1,8 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, speed,
-training steps, demo, footprint, lean, memory, underflow, versions, gpu, gpu state, "peak MODEL",
-"accuracy TASK", "stats TABLE", "build FILE" and "moved TABLE".
+training steps, model steps, demo, footprint, lean, memory, underflow, versions, gpu, gpu state,
+"peak MODEL", "accuracy TASK", "stats TABLE", "build FILE" and "moved TABLE".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from mixprec.diagnostics.memory_report import MemoryReport
 
 from . import accuracy, device, footprint, pages, peak, profile, results, table, underflow, versions
+from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
 
 Block = Callable[[dict[str, Any]], str]  # the content of a result file -> the block
@@ -39,25 +40,40 @@ def bench(content: dict[str, Any]) -> str:
     return f"{shown}\n\n{remarks and remarks + chr(10)}{table.summary(rows)}. {where}"
 
 
-def training_steps(content: dict[str, Any]) -> str:
-    """The time of a training step of the GPT, and how many times as fast as torch's best it is."""
+def _ways(content: dict[str, Any], columns: dict[str, str]) -> str:
+    """The time of each way to train, and how many times as fast as torch's best it is. columns:
+    titles by the start of the cases' names; "" without such cases."""
     ways: dict[str, dict[str, str]] = {}
     rivals: set[str] = set()
     for row in content["rows"]:
-        if row["status"] == "ok" and row["name"].startswith("training/gpt/"):
-            size, way = row["name"].split("/")[2:]
+        case, _, way = row["name"].rpartition("/")
+        if row["status"] == "ok" and case in columns:
             best = best_baseline(row["median"])
             assert best is not None
             rivals.add(best)
             ours, torchs = row["median"]["ours"], row["median"][best]
-            ways.setdefault(way, {})[size] = (
-                f"{quantity(1e3 * ours, 'ms')} ({quantity(torchs / ours, 'x')})"
-            )
-    sizes = sorted({size for cells in ways.values() for size in cells}, reverse=True)
-    body = [(way, *(cells.get(size, "") for size in sizes)) for way, cells in ways.items()]
-    shown = table.markdown(("step", *(f"GPT {size}" for size in sizes)), body)
+            cell = f"{quantity(1e3 * ours, 'ms')} ({quantity(torchs / ours, 'x')})"
+            ways.setdefault(way, {})[case] = cell
+    if not ways:
+        return ""
+    found = [case for case in columns if any(case in cells for cells in ways.values())]
+    body = [(way, *(cells.get(case, "") for case in found)) for way, cells in ways.items()]
+    shown = table.markdown(("step", *(columns[case] for case in found)), body)
     where = pages.machine(content["environment"])
     return f"{shown}\n\nCompared with {', '.join(sorted(rivals))}. {where}"
+
+
+def training_steps(content: dict[str, Any]) -> str:
+    """Of the GPT of examples/."""
+    return _ways(content, {f"training/gpt/{size}": f"GPT {size}" for size in gpt.SIZES})
+
+
+def model_steps(root: Path) -> str:
+    """Of other people's models, with each torch that they were measured with."""
+    contents = results.load_all_processors(root)
+    contents += [results.load(p) for p in sorted((root / results.CPU).glob("models-*.json"))]
+    columns = {f"training/{name}": name for name in models.MODELS}
+    return "\n\n".join(filter(None, (_ways(content, columns) for content in contents)))
 
 
 def speed(content: dict[str, Any]) -> str:
@@ -217,6 +233,8 @@ def block(root: Path, name: str) -> str | None:
     kind, _, of = name.partition(" ")
     if name in OF_BENCH:
         return "\n\n".join(map(OF_BENCH[name], results.load_all_processors(root)))
+    if name == "model steps":
+        return model_steps(root)
     if name == "demo":
         return demo(results.read_json(cpu / "demo.json"), accuracy.load(cpu, "gpt"))
     if name in OF_A_FILE:

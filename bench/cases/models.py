@@ -145,13 +145,14 @@ def _workload(make: Make, recipe: str, compiled: bool) -> Workload:
     return found
 
 
-for _make in (llama, gpt2, bert, vit, own_gpt):
+MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit, "own_gpt": own_gpt}
+for _name, _make in MODELS.items():
     for _recipe, _times in (("bf16", 1.3), ("fp8", 1.25)):
         for _compiled in (False, True):
             _how = ", compiled" if _compiled else ""
             case(
-                f"training/{_make.__name__}/{_recipe}{_how.replace(', ', '-')}",
-                f"training step of a {_make.__name__} of {LAYERS} blocks of width {WIDTH}, "
+                f"training/{_name}/{_recipe}{_how.replace(', ', '-')}",
+                f"training step of a {_name} of {LAYERS} blocks of width {WIDTH}, "
                 f"{BATCH * CONTEXT} tokens, {_recipe}, fuse{_how}",
                 times_faster(_times),
                 partial(_workload, _make, _recipe, _compiled),
