@@ -17,6 +17,7 @@ from torch import nn
 
 from ..nn._feed_forward import register_feed_forward
 from ..nn._known_functions import register_rotary
+from ..nn._region import current_region
 from ..nn.known import Describe, FirstHalf, MLPSpec, NormSpec, SecondHalf, register_fusion
 from . import transformers_classes as names
 
@@ -63,6 +64,11 @@ def _gelu(m: Any) -> str | None:
     return "gelu" if m.act is nn.functional.gelu else None
 
 
+def _new_gelu(m: Any) -> str | None:
+    # In a region torch.pow is FP32, and so is what it returns.
+    return "gelu_tanh" if current_region() is None else None
+
+
 def _gelu_tanh(m: Any) -> str | None:
     act = m.act
     known = isinstance(act, functools.partial) and act.func is nn.functional.gelu and not act.args
@@ -78,7 +84,7 @@ def _classes() -> Classes:
             "SiLUActivation": lambda m: "silu",
             "GELUActivation": _gelu,
             "GELUTanh": _gelu_tanh,
-            "NewGELUActivation": lambda m: "gelu_tanh",
+            "NewGELUActivation": _new_gelu,
             "ReLUSquaredActivation": lambda m: "relu2",
         }
     }

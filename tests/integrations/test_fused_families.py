@@ -124,6 +124,22 @@ def test_the_mlp_of_an_encoders_layer_is_its_method(path: str, name: str) -> Non
         assert "feed_forward_chunk" not in vars(mixprec.unconvert(fused))
 
 
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("where", [mixprec.autocast, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_regions_give_the_dtype_that_they_give_without(act: str, where: Any) -> None:
+    mlp = with_attributes(
+        class_of("models.phi.modeling_phi", "PhiMLP"), fc1=nn.Linear(K, 80),
+        activation_fn=transformers.activations.ACT2FN[act], fc2=nn.Linear(80, K),
+    )  # fmt: skip
+    mlp = mixprec.cast_parameters(mixprec.convert(mlp, "bf16"), torch.bfloat16)
+    fused = mixprec.convert(copy.deepcopy(mlp), "bf16", fuse=True)
+    x = torch.randn(2, 9, K, dtype=torch.bfloat16)
+    with where():
+        y, got = mlp(x), fused(x)
+    assert got.dtype == y.dtype
+    assert float(sqnr(y, got)) > 30
+
+
 def bert() -> tuple[Any, torch.Tensor]:
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=K, num_hidden_layers=1, num_attention_heads=2,
