@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mixprec import _C
+from mixprec.diagnostics.env import machine
 
 from .gpt import FP32, FP32_COMPILED, Make, Model, torchs, workload
 from .registry import NotMeasured, Workload, case, times_faster
@@ -139,7 +139,7 @@ def _workload(make: Make, recipe: str, compiled: bool) -> Workload:
     found = workload(make, recipe, fuse=True, compiled=compiled)
     autotuned = partial(torch.compile, mode="max-autotune")
     found.baselines["torch autocast, max-autotune"] = torchs(make, autocast=True, compile=autotuned)
-    if _C.isa() == "avx512_bf16":
+    if machine()["isa"] == "avx512_bf16":
         for name in (FP32, FP32_COMPILED):
             del found.baselines[name]
     return found

@@ -143,7 +143,9 @@ def register() -> None:
 def _register_rotary() -> None:
     deprecation = sys.modules.get("transformers.utils.deprecation")
     decorator = getattr(deprecation, "deprecate_kwarg", None)
-    codes = set(_codes(decorator.__code__)) if isinstance(decorator, FunctionType) else set()
+    codes: set[CodeType] = set()
+    if isinstance(decorator, FunctionType) and decorator.__globals__ is vars(deprecation):
+        codes.update(_codes(decorator.__code__))
     for entry in names.ROTARY.split():
         module = sys.modules.get(f"transformers.{_place(f'{entry}/')[0]}")
         rotate, half = (getattr(module, n, None) for n in ("apply_rotary_pos_emb", "rotate_half"))
