@@ -33,6 +33,8 @@ namespace attention_f32 {
 constexpr int kPair = 1, kRows = kAttentionRows, kVecs = 2;
 inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 #include "attention_loops.h"
+//
+#include "attention_softmax_f32.h"
 }  // namespace attention_f32
 #include "side_by_side.h"
 

@@ -1,6 +1,6 @@
 // Loops of attention. Included once per instruction set and kind of word, after definitions of Vec,
 // kPair (numbers in a word), kRows x (kVecs vectors) (the micro-kernel's tile of c) and
-// multiply_add(acc, word of a, words of b).
+// multiply_add(acc, word of a, words of b); before attention_softmax_f32.h or _bf16.h.
 
 constexpr int kLanes = sizeof(Vec) / sizeof(float);
 
@@ -66,12 +66,23 @@ void product_of(const TileProduct& p) {
 
 void product(const TileProduct& p) { p.transposed ? product_of<true>(p) : product_of<false>(p); }
 
-inline uint32_t bf16_bits(float x) { return Convert<Bf16>::encode(x).bits; }
-
 template <class T>
 inline uint32_t word_of(T low, T high) {
-  if constexpr (kPair == 1) return float_bits(decode(low));
-  return bf16_bits(decode(low)) | bf16_bits(decode(high)) << 16;
+  if constexpr (kPair == 1) {
+    return float_bits(decode(low));
+  } else {
+    return low.bits | static_cast<uint32_t>(high.bits) << 16;
+  }
+}
+
+// f(Type of the operands): words of two hold bf16 numbers.
+template <class F>
+inline void with_operand(Dtype dtype, F&& f) {
+  if constexpr (kPair == 2) {
+    f(Type<Bf16>{});
+  } else {
+    with_float(dtype, f);
+  }
 }
 
 // Rows of a head lie apart in memory, too short for the processor to foresee the next one.
@@ -89,14 +100,17 @@ void zero_words(uint32_t* out, int64_t first, int64_t last) {
 void pack(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d, uint32_t* out,
           int64_t ld, int64_t padded) {
   int64_t whole = d / kPair, width = ((d + kPair - 1) / kPair + 15) / 16 * 16;
-  with_float(dtype, [&](auto t) {
+  with_operand(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     for (int64_t r = 0; r < rows; ++r) {
       const T* __restrict x = static_cast<const T*>(src) + r * stride;
       prefetch_row<0>(x + kHeadRowsAhead * stride, d);
       uint32_t* __restrict words = out + r * ld;
-      for (int64_t i = 0; i < whole; ++i)
-        words[i] = word_of(x[i * kPair], x[i * kPair + kPair - 1]);
+      if constexpr (kPair == 2) {
+        __builtin_memcpy(words, x, whole * sizeof *words);
+      } else {
+        for (int64_t i = 0; i < d; ++i) words[i] = float_bits(decode(x[i]));
+      }
       if (d % kPair != 0) words[whole] = word_of(x[d - 1], T{});
       zero_words(words, (d + kPair - 1) / kPair, width);
     }
@@ -107,7 +121,7 @@ void pack(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
 void pack_by_rows(Dtype dtype, const void* src, int64_t stride, int64_t rows, int64_t d,
                   uint32_t* out, int64_t ld, int64_t padded) {
   int64_t whole = rows / kPair, width = (d + 15) / 16 * 16;
-  with_float(dtype, [&](auto t) {
+  with_operand(dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     for (int64_t w = 0; w < (rows + kPair - 1) / kPair; ++w) {
       const T* __restrict x = static_cast<const T*>(src) + w * kPair * stride;
@@ -157,22 +171,22 @@ inline float largest(const float* x, int64_t n, float least) {  // n: a multiple
 }
 
 typedef int32_t Whole __attribute__((vector_size(sizeof(Vec))));
-// Vectors whose exponentials are computed side by side: each is a long chain of operations.
-constexpr int kSide = 32 / kLanes < 4 ? 32 / kLanes : 4;
 
-// x <- e^x: exp_fp32 with fused multiply-adds, and 0 where the result is subnormal.
-inline void exponentials(Vec (&x)[kSide]) {
+// x <- e^x: exp_fp32 with fused multiply-adds, and 0 where the result is subnormal. Several vectors
+// side by side, because each is a long chain of operations.
+template <int count>
+inline void exponentials(Vec (&x)[count]) {
   using E = ExpTerms;
   const Vec least = broadcast(-87.0f), most = broadcast(89.0f),
             to_integer = broadcast(E::to_integer);
-  Vec t[kSide], n[kSide], q[kSide];
-  Whole power[kSide];
+  Vec t[count], n[count], q[count];
+  Whole power[count];
   auto each = [](const auto& f) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kSide; ++i) f(i);
+    for (int i = 0; i < count; ++i) f(i);
   };
-  each([&](int i) { t[i] = x[i] > most ? most : x[i]; });  // NaN compares false
-  each([&](int i) { t[i] = t[i] < least ? least : t[i]; });
+  each([&](int i) { t[i] = most < x[i] ? most : x[i]; });  // NaN compares false
+  each([&](int i) { t[i] = least > t[i] ? least : t[i]; });
   each([&](int i) { n[i] = fma(t[i], broadcast(E::log2_e), to_integer); });
   each([&](int i) { power[i] = ((Whole)n[i] + 127) << 23; });  // of the integer in the low bits
   each([&](int i) { n[i] = n[i] - to_integer; });
@@ -185,88 +199,6 @@ inline void exponentials(Vec (&x)[kSide]) {
   each([&](int i) { q[i] = fma(q[i], t[i] * t[i], t[i]) + broadcast(1.0f); });
   each([&](int i) { q[i] = q[i] * (Vec)power[i]; });
   each([&](int i) { x[i] = x[i] < least ? Vec{} : q[i]; });
-}
-
-// One step after the other for all rows: within a row each waits for the one before.
-void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, float* factor,
-             uint32_t* weights) {
-  float shift[kTileSide];
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    float* row = scores + r * kTileLd;
-    int64_t seen = tile.seen(r), padded = (seen + 31) / 32 * 32;
-    for (int64_t i = seen; i < padded; ++i) row[i] = -__builtin_inff();
-    shift[r] = largest(row, padded, maximum[r]);
-  }
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    float most = shift[r];
-    // A row that has seen nothing but -inf has weights of 0 instead of NaN until it sees another.
-    shift[r] = most == -__builtin_inff() ? 0.0f : most;
-    factor[r] = exp_fp32(maximum[r] - shift[r]);
-    maximum[r] = most;
-  }
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    float* row = scores + r * kTileLd;
-    int64_t padded = (tile.seen(r) + 31) / 32 * 32;
-    const Vec of_row = broadcast(shift[r]);
-    Vec total = {};
-    for (int64_t i = 0; i < padded; i += kSide * kLanes) {
-      Vec x[kSide];
-#pragma GCC unroll 4
-      for (int j = 0; j < kSide; ++j) x[j] = load(row + i + j * kLanes) - of_row;
-      exponentials(x);
-#pragma GCC unroll 4
-      for (int j = 0; j < kSide; ++j) {
-        store(row + i + j * kLanes, x[j]);
-        total = total + x[j];
-      }
-    }
-    for (int64_t i = padded; i < kTileSide; ++i) row[i] = 0.0f;
-    sum[r] = sum[r] * factor[r] + reduce(total, [](float a, float b) { return a + b; });
-    if constexpr (kPair == 2) {
-      uint32_t* __restrict words = weights + r * kTileLd;
-      for (int64_t i = 0; i < kTileSide / 2; ++i) words[i] = word_of(row[2 * i], row[2 * i + 1]);
-    }
-  }
-}
-
-void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
-                      const float* logsumexp, const float* shared, float scale, uint32_t* weights_t,
-                      uint32_t* grads, uint32_t* grads_t) {
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    float *weight = scores + r * kTileLd, *grad = of_weights + r * kTileLd;
-    int64_t seen = tile.seen(r);
-    const Vec lse = broadcast(logsumexp[r]), of_row = broadcast(shared[r]), by = broadcast(scale);
-    for (int64_t i = 0; i < seen; i += kSide * kLanes) {
-      Vec x[kSide];
-#pragma GCC unroll 4
-      for (int j = 0; j < kSide; ++j) x[j] = load(weight + i + j * kLanes) - lse;
-      exponentials(x);
-#pragma GCC unroll 4
-      for (int j = 0; j < kSide; ++j) {
-        int64_t at = i + j * kLanes;
-        store(weight + at, x[j]);
-        store(grad + at, x[j] * (load(grad + at) - of_row) * by);
-      }
-    }
-    for (int64_t i = seen; i < kTileSide; ++i) weight[i] = grad[i] = 0.0f;
-  }
-  if constexpr (kPair == 2) {
-    for (int64_t r = 0; r < tile.rows; r += 2) {
-      float *weight = scores + r * kTileLd, *grad = of_weights + r * kTileLd;
-      if (r + 1 == tile.rows) {
-        for (int64_t i = 0; i < kTileSide; ++i) weight[kTileLd + i] = grad[kTileLd + i] = 0.0f;
-      }
-      uint32_t* __restrict words = weights_t + r / 2 * kTileLd;
-      for (int64_t i = 0; i < kTileSide; ++i) words[i] = word_of(weight[i], weight[kTileLd + i]);
-      words = grads_t + r / 2 * kTileLd;
-      for (int64_t i = 0; i < kTileSide; ++i) words[i] = word_of(grad[i], grad[kTileLd + i]);
-    }
-    for (int64_t r = 0; r < tile.rows; ++r) {
-      const float* grad = of_weights + r * kTileLd;
-      uint32_t* __restrict words = grads + r * kTileLd;
-      for (int64_t i = 0; i < kTileSide / 2; ++i) words[i] = word_of(grad[2 * i], grad[2 * i + 1]);
-    }
-  }
 }
 
 // In the order of `product`, so that what is equal there is equal here.
@@ -296,6 +228,26 @@ void store_rows(Dtype dtype, const float* x, int64_t ld, const float* factor, in
   });
 }
 
-constexpr AttentionKernel attention_kernel{
-    kPair, pack, pack_by_rows, transpose, product, softmax, softmax_backward, row_dots, store_rows,
-};
+// What softmax subtracts from each row: its new maximum. Numbers that a row does not see become
+// -inf up to a multiple of 32. One step after the other for all rows: within a row each waits for
+// the one before.
+inline void subtrahends(const TileShape& tile, float* scores, float* maximum, float* factor,
+                        float* shift) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float* row = scores + r * kTileLd;
+    int64_t seen = tile.seen(r), padded = (seen + 31) / 32 * 32;
+    for (int64_t i = seen; i < padded; ++i) row[i] = -__builtin_inff();
+    shift[r] = largest(row, padded, maximum[r]);
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float most = shift[r];
+    // A row that has seen nothing but -inf has weights of 0 instead of NaN until it sees another.
+    shift[r] = most == -__builtin_inff() ? 0.0f : most;
+    factor[r] = exp_fp32(maximum[r] - shift[r]);
+    maximum[r] = most;
+  }
+}
+
+inline float total_of(Vec v) {
+  return reduce(v, [](float a, float b) { return a + b; });
+}

@@ -39,15 +39,12 @@ constexpr GemmKernel make_gemm_bf16(Indices<width...>) {
 constexpr GemmKernel gemm_bf16 =
     make_gemm_bf16(Indices<1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, MR>{});
 
-// The processor's conversion reads subnormal numbers as zero and keeps the bits of NaN: rows with
-// such values are rounded by integer arithmetic.
+// As store_tile; bf16 results of whole vectors are rounded in registers.
 void store_tile_bf16(Dtype out_dtype, const SumTile& sums, const Epilogue& e, void* out,
                      int64_t ld) {
   if (out_dtype != Dtype::bf16 || sums.cols != NR) {
     return store_tile(out_dtype, sums, e, out, ld);
   }
-  constexpr int quiet_nan = 0x01, subnormal = 0x20, signaling_nan = 0x80;
-  constexpr int others = quiet_nan | subnormal | signaling_nan;
   static_assert(NR == 32);
   Bf16* to = static_cast<Bf16*>(out);
   const float *sum = sums.data, *bias = e.bias;
@@ -57,10 +54,7 @@ void store_tile_bf16(Dtype out_dtype, const SumTile& sums, const Epilogue& e, vo
     Vec low = load(sum) * a_scale_inv * b_scale_inv[0];
     Vec high = load(sum + 16) * a_scale_inv * b_scale_inv[1];
     if (bias != nullptr) low += load(bias), high += load(bias + 16);
-    if ((_mm512_fpclass_ps_mask(low, others) | _mm512_fpclass_ps_mask(high, others)) == 0) {
-      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    } else {
-      store_sums(sum, e.a_scale_inv[i], e.b_scale_inv, bias, to, NR);
-    }
+    Words32 rounded = in_bf16(low, high);
+    __builtin_memcpy(to, &rounded, sizeof rounded);
   }
 }

@@ -69,8 +69,9 @@ struct Registers {
 #pragma GCC push_options
 #pragma GCC target("avx512bf16,avx512vbmi")
 
+#include "bf16_rounding.h"
 #include "gemm_bf16_panels.h"
-// Uses the one above.
+// Uses the ones above.
 #include "gemm_bf16_loops.h"
 
 namespace attention_bf16 {
@@ -79,6 +80,8 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 }
 #include "attention_loops.h"
+//
+#include "attention_softmax_bf16.h"
 }  // namespace attention_bf16
 
 #pragma GCC pop_options

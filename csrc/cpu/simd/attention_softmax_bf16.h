@@ -1,0 +1,122 @@
+// The softmax of attention with words of two bf16 numbers, rounded in registers, and the table of
+// its loops. Included after attention_loops.h and bf16_rounding.h.
+
+static_assert(kLanes == 16);
+
+inline void store_words(uint32_t* out, Words32 numbers) { __builtin_memcpy(out, &numbers, 64); }
+
+// Word i: low[i], high[i].
+inline void store_pairs(uint32_t* out, Vec low, Vec high) {
+  constexpr Words32 alternating = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  store_words(out, Registers::look_up(in_bf16(low, high), alternating));
+}
+
+// Two rows at a time, 32 columns of each.
+void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, float* factor,
+             uint32_t* weights) {
+  float shift[kTileSide + 1];
+  shift[tile.rows] = 0.0f;
+  subtrahends(tile, scores, maximum, factor, shift);
+  for (int64_t r = 0; r < tile.rows; r += 2) {
+    const float *low = scores + r * kTileLd, *high = low + kTileLd;
+    uint32_t *low_words = weights + r * kTileLd, *high_words = low_words + kTileLd;
+    // Of both rows: where the second sees one more, the first sees an odd number.
+    int64_t padded = (tile.seen(r) + 31) / 32 * 32;
+    const Vec of_low = broadcast(shift[r]), of_high = broadcast(shift[r + 1]);
+    Vec totals[2] = {};
+    for (int64_t i = 0; i < padded; i += 32) {
+      Vec x[4] = {load(low + i) - of_low, load(low + i + 16) - of_low, load(high + i) - of_high,
+                  load(high + i + 16) - of_high};
+      exponentials(x);
+      store_words(low_words + i / 2, in_bf16(x[0], x[1]));
+      store_words(high_words + i / 2, in_bf16(x[2], x[3]));
+      totals[0] = totals[0] + x[0], totals[1] = totals[1] + x[2];
+      totals[0] = totals[0] + x[1], totals[1] = totals[1] + x[3];
+    }
+    zero_words(low_words, padded / 2, kTileSide / 2);
+    zero_words(high_words, padded / 2, kTileSide / 2);
+    for (int64_t i = 0; i < 2 && r + i < tile.rows; ++i) {
+      sum[r + i] = sum[r + i] * factor[r + i] + total_of(totals[i]);
+    }
+  }
+}
+
+// A row of what softmax_backward reads; `seen` of a row that does not exist is 0.
+struct BackwardRow {
+  const float *scores, *of_weights;
+  int64_t seen;
+  Vec logsumexp, shared, scale;
+
+  Vec exponent(int64_t i) const { return load(scores + i) - logsumexp; }
+  // Of these weights at i: the gradients of the scores. Both are 0 from `seen` on.
+  Vec grads(int64_t i, Vec& weights) const {
+    Vec g = weights * (load(of_weights + i) - shared) * scale;
+    if (i + 16 <= seen) return g;
+    const Whole lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Whole sees = lanes < static_cast<int32_t>(seen - i);
+    weights = sees ? weights : Vec{};
+    return sees ? g : Vec{};
+  }
+};
+
+// Two rows at a time, 32 columns of each.
+void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
+                      const float* logsumexp, const float* shared, float scale, uint32_t* weights_t,
+                      uint32_t* grads, uint32_t* grads_t) {
+  auto row_at = [&](int64_t r) -> BackwardRow {
+    bool exists = r < tile.rows;
+    return {scores + r * kTileLd,
+            of_weights + r * kTileLd,
+            exists ? tile.seen(r) : 0,
+            broadcast(exists ? logsumexp[r] : 0.0f),
+            broadcast(exists ? shared[r] : 0.0f),
+            broadcast(scale)};
+  };
+  for (int64_t r = 0; r < tile.rows; r += 2) {
+    const BackwardRow low = row_at(r), high = row_at(r + 1);
+    uint32_t *of_low = grads + r * kTileLd, *of_high = of_low + kTileLd;
+    uint32_t *weight_pairs = weights_t + r / 2 * kTileLd, *grad_pairs = grads_t + r / 2 * kTileLd;
+    int64_t end = ((low.seen > high.seen ? low.seen : high.seen) + 31) / 32 * 32;
+    for (int64_t i = 0; i < end; i += 32) {
+      Vec w[4] = {low.exponent(i), low.exponent(i + 16), high.exponent(i), high.exponent(i + 16)};
+      exponentials(w);
+      const Vec g[4] = {low.grads(i, w[0]), low.grads(i + 16, w[1]), high.grads(i, w[2]),
+                        high.grads(i + 16, w[3])};
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        store_pairs(weight_pairs + i + j * 16, w[j], w[j + 2]);
+        store_pairs(grad_pairs + i + j * 16, g[j], g[j + 2]);
+      }
+      store_words(of_low + i / 2, in_bf16(g[0], g[1]));
+      store_words(of_high + i / 2, in_bf16(g[2], g[3]));
+    }
+    zero_words(weight_pairs, end, kTileSide);
+    zero_words(grad_pairs, end, kTileSide);
+    zero_words(of_low, end / 2, kTileSide / 2);
+    zero_words(of_high, end / 2, kTileSide / 2);
+  }
+}
+
+// As store_rows; bf16 numbers are rounded 32 at a time.
+void store_rows_bf16(Dtype dtype, const float* x, int64_t ld, const float* factor, int64_t rows,
+                     int64_t d, void* out, int64_t stride) {
+  if (dtype != Dtype::bf16 || d % 32 != 0) {
+    return store_rows(dtype, x, ld, factor, rows, d, out, stride);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* from = x + r * ld;
+    Bf16* to = static_cast<Bf16*>(out) + r * stride;
+    prefetch_row<1>(to + kHeadRowsAhead * stride, d);
+    const Vec by = broadcast(factor == nullptr ? 1.0f : factor[r]);
+    for (int64_t i = 0; i < d; i += 32) {
+      Words32 numbers = in_bf16(load(from + i) * by, load(from + i + 16) * by);
+      __builtin_memcpy(to + i, &numbers, sizeof numbers);
+    }
+  }
+}
+
+constexpr AttentionKernel attention_kernel{
+    kPair,           pack, pack_by_rows, transpose, product, softmax, softmax_backward, row_dots,
+    store_rows_bf16,
+};
