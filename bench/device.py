@@ -53,12 +53,7 @@ def sized(*sizes: int, tiny: int = 24) -> tuple[int, ...]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile of one expression for one set of shapes; in a dry run only traced.
-
-    The memory of what was compiled before is cleared: cases share code, and torch stops compiling
-    one piece of code after a few shapes and dtypes.
-    """
-    torch._dynamo.reset()
+    """torch.compile of one expression for one set of shapes; in a dry run only traced."""
     backend = "eager" if DRY_RUN else "inductor"
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 

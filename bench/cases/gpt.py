@@ -87,12 +87,16 @@ def torchs(make: Make, *, autocast: bool = False, compile: Any = None) -> Step:
     torch.manual_seed(0)
     model, loss = make()
     run = model if compile is None else compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return _step(_forward(loss, run, autocast), model, optimizer)
 
+
+def _forward(loss: Callable[[Any], torch.Tensor], run: Any, autocast: bool) -> Any:
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return loss(run)
 
-    return _step(forward, model, torch.optim.AdamW(model.parameters(), fused=True))
+    return forward
 
 
 def ours(
@@ -101,6 +105,7 @@ def ours(
     *,
     fuse: bool = False,
     compiled: bool = False,
+    autocast: bool = False,
     params: torch.dtype = torch.float32,
     saved: str | None = None,
 ) -> Step:
@@ -113,7 +118,7 @@ def ours(
     run = torch.compile(model) if compiled else model
     scaler = mixprec.GradScaler("cpu") if recipe == "fp16" else None
     optimizer = mixprec.optim.AdamW(model.parameters(), max_grad_norm=1.0)
-    return _step(lambda: loss(run), model, optimizer, scaler)
+    return _step(_forward(loss, run, autocast), model, optimizer, scaler)
 
 
 def check(ours: Callable[[], Step], theirs: Callable[[], Step], share: float) -> str | None:
@@ -125,14 +130,17 @@ def check(ours: Callable[[], Step], theirs: Callable[[], Step], share: float) ->
     return verify.close("loss", [ends[0]], [ends[1]], rtol=0.0, atol=share * expected[0])
 
 
-def workload(make: Make, recipe: str, fuse: bool, compiled: bool) -> Workload:
+def workload(
+    make: Make, recipe: str, fuse: bool, compiled: bool, autocast: bool = False
+) -> Workload:
     ways: dict[str, tuple[bool, Any]] = {FP32: (False, None), FP32_COMPILED: (False, torch.compile)}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # else torch's bf16 takes ten times as long
         ways["torch autocast"] = True, None
         ways["torch autocast, compiled"] = True, torch.compile
     baselines = {name: torchs(make, autocast=a, compile=c) for name, (a, c) in ways.items()}
-    same = partial(check, partial(ours, make, recipe, fuse=fuse), partial(torchs, make), 0.03)
-    return Workload(ours(make, recipe, fuse=fuse, compiled=compiled), baselines, same)
+    step = partial(ours, make, recipe, fuse=fuse, autocast=autocast)
+    same = partial(check, step, partial(torchs, make), 0.03)
+    return Workload(step(compiled=compiled), baselines, same)
 
 
 def _simulated(size: str) -> Workload:

@@ -85,6 +85,8 @@ def measure(case: Case, budget: Budget) -> dict[str, Any]:
     try:
         if case.device != "cpu" and not (device.DRY_RUN or torch.cuda.is_available()):
             raise NotMeasured("this machine has no GPU that torch can use")
+        # Cases share code, of which torch.compile compiles eight versions and then no more.
+        torch.compiler.reset()
         return result | _measure(case, case.make(), budget)
     except DeviceLost:
         raise

@@ -80,7 +80,8 @@ def _in_one_pass(function: FunctionType) -> Callable[..., Any]:
         if len(args) == 4 and not kwargs and _fits(*args):
             q, k, cos, sin = args
             with _region.without_modes():
-                return rotary(q, cos[0], sin[0]), rotary(k, cos[0], sin[0])
+                # To the dtype that x * cos has.
+                return tuple(rotary(x.to(cos.dtype), cos[0], sin[0]) for x in (q, k))
         return function(*args, **kwargs)
 
     return rotate
@@ -97,7 +98,9 @@ def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         and k.shape[-2:] == (t, d)
         and cos.shape == sin.shape == (1, t, d)
         and q.dtype in checks.FLOATS
-        and q.dtype == k.dtype == cos.dtype == sin.dtype
+        and q.dtype == k.dtype
+        and cos.dtype == sin.dtype
+        and cos.dtype in (q.dtype, torch.float32)
         and not (cos.requires_grad or sin.requires_grad)
         and all(torch.equal(x[..., : d // 2], x[..., d // 2 :]) for x in (cos, sin))
         and _region.current_region() is None

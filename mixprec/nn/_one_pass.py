@@ -63,10 +63,10 @@ def _is_one_pass(x: torch.Tensor) -> bool:
         and x.dim() > 0
         and x.layout is torch.strided
         and not x.is_nested
-        # In a region norms and powers are FP32; in torch.autocast, on some devices.
+        # In a region norms and powers are FP32; in torch.autocast as well, but not on a CPU.
         and _region.current_region() is None
         and not _region.is_for_onnx()
-        and not autocast.is_on(x.device.type)
+        and (x.is_cpu or not autocast.is_on(x.device.type))
         and not is_twice_differentiable()
         and not _region.is_watched()
         and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())

@@ -43,7 +43,7 @@ class Region(TorchFunctionMode):
         self.inside = inside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = traceable(func), kwargs or {}
         if func is _SDPA:
             for mode in reversed(_get_current_function_mode_stack()):
                 if isinstance(mode, SeesRegions) and mode.region is None:
@@ -84,6 +84,12 @@ def recipe_here(own: Recipe, region: Region | None = None) -> Recipe | None:
 def is_watched() -> bool:
     """Whether a torch function mode of the program is to see each of torch's functions."""
     return any(not isinstance(mode, _MODES) for mode in _get_current_function_mode_stack())
+
+
+def traceable(func: Any) -> Any:
+    """func, or the same function in a form that torch.compile can trace inside of a mode, which
+    stops at the `super()` of Tensor.unflatten."""
+    return torch.unflatten if func is torch.Tensor.unflatten else func
 
 
 def with_modes() -> AbstractContextManager[Any]:

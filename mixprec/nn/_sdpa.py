@@ -47,14 +47,13 @@ class AttentionMode(_region.SeesRegions):
             recipe = _region.recipe_here(self.recipe, self.region)
             operands = None if recipe is None else _operands(*args, **kwargs)
         if recipe is None or operands is None:
-            return func(*args, **kwargs)
+            return _region.traceable(func)(*args, **kwargs)
         query, key, value, is_causal, scale = operands
         low = torch.bfloat16 if recipe.is_scaled else recipe.x.dtype
+        device = query.device.type
         with _region.without_modes():
-            if autocast.is_on(query.device.type):
-                query, key, value = (
-                    autocast.cast_operand(x, query.device.type) for x in (query, key, value)
-                )
+            if autocast.is_on(device):
+                query, key, value = (autocast.cast_operand(x, device) for x in (query, key, value))
                 low = query.dtype
             return run_attention(query, key, value, is_causal, scale, low)
 
@@ -81,11 +80,17 @@ def _operands(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
             return None
     if any(type(x) not in PLAIN or x.is_nested for x in (query, key, value)):
         return None
-    if not (query.dtype == key.dtype == value.dtype) or not fits(query, key, value):
+    if len({_read_as(x) for x in (query, key, value)}) > 1 or not fits(query, key, value):
         return None
     if query.shape[1] != key.shape[1] and not enable_gqa:
         return None
     return query, key, value, is_causal, scale
+
+
+def _read_as(x: torch.Tensor) -> torch.dtype:
+    """The dtype to which torch.autocast, if it is on, casts this operand."""
+    device = x.device.type
+    return autocast.operand_dtype(x, device) if autocast.is_on(device) else x.dtype
 
 
 def _bind(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import profile
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -19,6 +20,7 @@ from mixprec.functional import _rotary  # noqa: E402
 from mixprec.integrations import fused_transformers, transformers_classes  # noqa: E402
 from mixprec.nn import _known_functions  # noqa: E402
 from mixprec.nn._known_functions import RotaryForward  # noqa: E402
+from mixprec.testing import sqnr  # noqa: E402
 
 B, H, T, D = 2, 4, 7, 16
 
@@ -79,7 +81,9 @@ OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a table for each sample": _by_sample,
     "heads behind positions": _rows,
     "tables of another dtype": lambda a: a.update(cos=a["cos"].double(), sin=a["sin"].double()),
-    "16-bit values and FP32 tables": lambda a: a.update(q=a["q"].bfloat16(), k=a["k"].bfloat16()),
+    "16-bit values and tables of other 16 bits": lambda a: a.update(
+        q=a["q"].half(), k=a["k"].half(), cos=a["cos"].bfloat16(), sin=a["sin"].bfloat16()
+    ),
     "tables with a gradient": lambda a: a["cos"].requires_grad_(),
     "another number of positions": lambda a: a.update(q=a["q"][:, :, :1], k=a["k"][:, :, :1]),
     "fp64": lambda a: a.update({n: x.double() for n, x in a.items() if n != "more"}),
@@ -103,6 +107,29 @@ def test_what_the_kernel_does_not_compute_is_left_to_the_function(
     assert all(map(torch.equal, expected, got))
     assert [y.dtype for y in got] == [y.dtype for y in expected]
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_values_with_fp32_tables_are_fp32(
+    dtype: torch.dtype, calls: list[torch.Tensor]
+) -> None:
+    function = importlib.import_module(
+        "transformers.models.llama.modeling_llama"
+    ).apply_rotary_pos_emb
+    given, ends = _given(), []
+    for rotate in (function, _known_functions._in_one_pass(function)):
+        q, k = (given[n].to(dtype).requires_grad_() for n in "qk")
+        y = rotate(q, k, given["cos"], given["sin"])
+        (y[0].square().sum() + y[1].exp().sum()).backward()
+        ends.append([*y, q.grad, k.grad])
+    expected, got = ends
+    assert all(map(torch.equal, expected[:2], got[:2]))
+    for theirs, ours in zip(
+        expected[2:], got[2:], strict=True
+    ):  # theirs is rounded twice, and added
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    assert len(calls) == 4
 
 
 def llama() -> tuple[Any, torch.Tensor]:
@@ -190,3 +217,20 @@ def test_deprecated_names_of_arguments_are_still_renamed() -> None:
         cache = transformers.DynamicCache()
         attention(x, position_embeddings=(cos, sin), attention_mask=None, **{name: cache})
         assert cache.get_seq_length() == T
+
+
+def test_a_model_in_torchs_autocast_runs_fused() -> None:
+    model, tokens = llama()
+    fused = mixprec.convert(copy.deepcopy(model), "bf16", fuse=True)
+    mixprec.convert(model, "bf16")
+    with profile() as p, torch.autocast("cpu", torch.bfloat16):
+        got = step(fused, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(model, tokens)
+    ran = {e.key for e in p.key_averages()}
+    assert {
+        f"mixprec::{n}" for n in ("attention", "rotary", "norm_quantize", "act_quantize")
+    } <= ran
+    assert got[0].dtype == expected[0].dtype
+    for theirs, ours in zip(expected, got, strict=True):
+        assert float(sqnr(theirs, ours)) > 25

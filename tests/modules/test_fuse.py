@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from blocks import HIDDEN, ROWS, WIDTH, Block, converted, feed_forward, gradients, model_and_batch
 from torch import nn
+from torch.profiler import profile
 
 import mixprec
 from mixprec import functional
@@ -240,6 +241,34 @@ def test_attention_in_torchs_autocast_with_another_dtype(recipe: str) -> None:
         y = model(torch.randn(8, 16, requires_grad=True))
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
+
+
+class Mixed(Core):
+    """The operands that rotary positions in FP32 leave of 16-bit products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v = self.proj(x).unflatten(-1, (2, 8))[None].transpose(1, 2)
+        q = v.float() * 1.01
+        return F.scaled_dot_product_attention(q, q, v)
+
+
+def test_attention_in_torchs_autocast_casts_operands_of_several_dtypes() -> None:
+    model = mixprec.convert(Mixed(), "bf16", fuse=True)
+    ends, seen = [], []
+    for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with profile() as p, torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        y.float().square().sum().backward()
+        ends.append([y, x.grad])
+        seen.append([e.key for e in p.key_averages()])
+    assert ends[0][0].dtype == torch.bfloat16
+    assert all(map(torch.equal, *ends))
+    assert all("mixprec::attention" in names for names in seen)
+    with torch.autocast("cpu", torch.bfloat16), mixprec.autocast(enabled=False):
+        assert float(sqnr(model(x), y)) > 35
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x.bfloat16())  # outside of autocast it is torch's error
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])

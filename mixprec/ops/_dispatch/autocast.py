@@ -17,9 +17,13 @@ def cast_operand(x: torch.Tensor, device: str) -> torch.Tensor:
 
     FP8, whose scale belongs to its format, is not cast, nor is fp64, as in torch's own ops.
     """
-    if x.dtype not in _CAST or x.device.type != device:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    return x.to(operand_dtype(x, device))
+
+
+def operand_dtype(x: torch.Tensor, device: str) -> torch.dtype:
+    """The dtype of `cast_operand(x, device)`."""
+    cast = x.dtype in _CAST and x.device.type == device
+    return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
 def is_on(device: str) -> bool:
