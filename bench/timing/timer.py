@@ -152,7 +152,9 @@ class _Turn:
             clock.delay(self.delay)
             first, before = clock.mark(), clock.host()
             for i, arguments in itertools.islice(self.sets, calls):
-                # Kept until this set's turn comes again: outputs move through memory too.
+                # Kept until this set's turn comes again, so that outputs move through memory, too;
+                # then freed first: else each call may get memory that the system has to clear.
+                outputs[i] = None
                 outputs[i] = run(*arguments)
             host = (clock.host() - before) / calls
             late = clock.reached(first)

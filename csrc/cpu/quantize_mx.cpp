@@ -11,7 +11,7 @@ namespace mixprec::cpu {
 
 namespace {
 
-constexpr int64_t kRows = 128, kCols = 128;  // of x in a tile of the transpose
+constexpr int64_t kRows = 128, kCols = 64;  // of x in a tile of the transpose
 
 struct Codes {
   uint8_t *q, *scale_inv;

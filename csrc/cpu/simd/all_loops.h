@@ -27,6 +27,8 @@
 //
 #include "quantize_mx_codes.h"
 //
+#include "quantize_mx_columns.h"
+//
 #include "quantize_mx_loops.h"
 
 namespace attention_f32 {

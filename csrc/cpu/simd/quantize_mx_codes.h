@@ -5,9 +5,9 @@
 // two, or the product is cut to 16 bits with a bit for the rest, which no format of at most 4 bits
 // of significand can tell apart.
 
-// 16 products in fp32.
+// 16 numbers in fp32.
 template <class R, class X>
-Floats16 products_16(const X* x, float factor) {
+Floats16 floats_16(const X* x) {
   alignas(64) X in[16];
   __builtin_memcpy(in, x, sizeof in);
   Floats16 values;
@@ -23,7 +23,7 @@ Floats16 products_16(const X* x, float factor) {
     for (int i = 0; i < 16; ++i) decoded[i] = decode(in[i]);
     __builtin_memcpy(&values, decoded, sizeof values);
   }
-  return values * factor;
+  return values;
 }
 
 // The products of a group with the factors of its blocks, cut to 16 bits, of which the last one is
@@ -31,8 +31,9 @@ Floats16 products_16(const X* x, float factor) {
 template <class R, int block, class X>
 MIXPREC_HD void cut_group(const X* x, const float* factor, uint16_t* words) {
   if constexpr (R::of_32_words) {
-    Floats16 first = products_16<R>(x, factor[0]);
-    Words32 both = R::cut((Uints16)first, (Uints16)products_16<R>(x + 16, factor[32 / block - 1]));
+    Floats16 first = floats_16<R>(x) * factor[0];
+    Floats16 second = floats_16<R>(x + 16) * factor[32 / block - 1];
+    Words32 both = R::cut((Uints16)first, (Uints16)second);
     __builtin_memcpy(words, &both, sizeof both);
   } else {
     for (int i = 0; i < kMxGroup; i += block) {
@@ -51,11 +52,11 @@ MIXPREC_HD void cut_group(const X* x, const float* factor, uint16_t* words) {
 // A number in steps of 2^-8 of a code is a convex function of the bits, linear for each exponent,
 // so that it is the largest of linear functions.
 template <class E, class S, class U>
-MIXPREC_HD U encode_word(U u, int scale) {
+MIXPREC_HD U encode_word(U u, S scale) {
   using F = Element<E>;
   constexpr int m = F::mantissa, below = m + 1;  // exponents below that of normal numbers
   constexpr int most_code = static_cast<int>(F::max_bits >> (23 - m)) - ((127 - F::bias) << m);
-  S low = S{} + static_cast<int16_t>((scale - F::bias - below) * 128);
+  S low = (S)((scale - static_cast<int16_t>(F::bias + below)) * static_cast<int16_t>(128));
   S high = (S)(low + static_cast<int16_t>((most_code << (7 - m)) + 128 * below));
   S bits = (S)(u & 0x7FFF);
   bits = bits > low ? bits : low;
@@ -85,7 +86,7 @@ MIXPREC_HD void encode_group(const uint16_t* __restrict words, int scale, uint8_
   if constexpr (R::of_32_words) {
     Words32 u;
     __builtin_memcpy(&u, words, sizeof u);
-    Words32 codes = encode_word<E, Shorts32>(u, scale);
+    Words32 codes = encode_word<E>(u, Shorts32{} + static_cast<int16_t>(scale));
     if constexpr (bits == 4) {
       Uints16 pairs = (Uints16)((codes | codes >> 4) & 15);
       Bytes16 bytes = R::narrow_bytes(pairs | pairs >> 12);
@@ -98,7 +99,8 @@ MIXPREC_HD void encode_group(const uint16_t* __restrict words, int scale, uint8_
   } else {
     alignas(64) uint16_t codes[kMxGroup];
 #pragma GCC unroll 1
-    for (int i = 0; i < kMxGroup; ++i) codes[i] = encode_word<E, int16_t>(words[i], scale);
+    for (int i = 0; i < kMxGroup; ++i)
+      codes[i] = encode_word<E>(words[i], static_cast<int16_t>(scale));
     if constexpr (bits == 4) {
       const Pair* pairs = reinterpret_cast<const Pair*>(codes);
 #pragma GCC unroll 1

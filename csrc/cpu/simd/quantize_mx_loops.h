@@ -1,7 +1,5 @@
 // Loops of quantize_mx. Included once per instruction set, after those of Philox and pack and
-// quantize_mx_codes.h.
-
-constexpr int64_t kMxRows = 128, kMxCols = 128;
+// quantize_mx_columns.h.
 
 template <class E, int block>
 void encode_block(const float* __restrict x, float factor, const uint64_t* words,
@@ -119,6 +117,12 @@ void quantize_mx_columns(const BlockCastRule& rule, const void* x, int64_t ld, i
       using X = typename decltype(t)::type;
       using E = typename decltype(e)::type;
       constexpr int block = sizeof(typename decltype(size)::type) / sizeof(int);
+      if (!rule.stochastic && rows % kMxGroup == 0 && cols % 32 == 0) {
+        if (quantize_side_by_side<Registers, E, block>(rule, static_cast<const X*>(x), ld, rows,
+                                                       cols, q_t, ld_q, scale_inv_t, ld_scale)) {
+          return;
+        }
+      }
       alignas(64) X turned[kMxCols * kMxRows];
       alignas(64) uint8_t codes[kMxPiece], scales[kMxPiece / block];
       int64_t whole = (rows + kMxGroup - 1) / kMxGroup * kMxGroup;
@@ -130,12 +134,8 @@ void quantize_mx_columns(const BlockCastRule& rule, const void* x, int64_t ld, i
         quantize_groups<E, block>(rule, turned + c * whole, count * whole, element + c * ld_element,
                                   buffers, codes, scales);
         for (int64_t i = 0; i < count; ++i) {
-          const uint8_t* from = codes + i * block_bytes(rule.format, whole);
-          int64_t bytes = block_bytes(rule.format, rows);
-          for (int64_t j = 0; j < bytes; j += 64) {
-            uint64_t line = static_cast<uint64_t>(bytes - j < 64 ? bytes - j : 64);
-            store_line(q_t + (c + i) * ld_q + j, from + j, line, stream);
-          }
+          store_codes(q_t + (c + i) * ld_q, codes + i * block_bytes(rule.format, whole),
+                      block_bytes(rule.format, rows), stream);
           __builtin_memcpy(scale_inv_t + (c + i) * ld_scale, scales + i * (whole / block),
                            static_cast<uint64_t>(blocks_of(rule.format, rows)));
         }
