@@ -17,6 +17,7 @@ import torch
 from torch.autograd import function
 from torch.utils import _pytree as pytree
 
+from ..ops._dispatch import autocast
 from ..recipes import Recipe
 
 _TORCH = (
@@ -180,7 +181,8 @@ def _with_one(t: torch.Tensor, dim: int) -> tuple[int, ...]:
 def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """torch.stack, also of FP8. (Not of its bytes: torch 2.11 has no view(dtype) in a vmap.)"""
     if parts[0].dtype.itemsize > 1:
-        return torch.stack(list(parts))
+        with autocast.disabled(parts[0].device.type):  # which refuses the other type of 16 bits
+            return torch.stack(list(parts))
     stacked = parts[0].new_empty((len(parts), *parts[0].shape))
     for i, part in enumerate(parts):
         stacked[i].copy_(part)

@@ -202,3 +202,12 @@ def test_torch_compile_leaves_transforms_to_torch_func() -> None:
         torch.compile(of_each, backend="aot_eager", fullgraph=True)(task.xs)
     torch._dynamo.reset()
     same(torch.compile(of_each, backend="aot_eager")(task.xs), of_each(task.xs))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_vmap_in_torchs_autocast_to_any_16_bits(recipe: str, dtype: torch.dtype) -> None:
+    layer, x = mixprec.convert(nn.Linear(8, 4), recipe), torch.randn(3, 5, 8)
+    with torch.autocast("cpu", dtype):
+        y = vmap(layer)(x)
+        same([y], [torch.stack([layer(sample).float() for sample in x]).to(dtype)])
