@@ -32,6 +32,7 @@ from .timing import timer
 from .timing.run import DeviceLost, clock, heading, measure
 from .timing.timer import Budget
 
+ROOT = Path(__file__).resolve().parents[1]  # of a clone
 RESULT = Path("mixprec-bench.json")
 RUNNING = "the program died or hung while it ran"
 BUSY = 0.5  # other programs per core; threads that wait for each other then measure the wait
@@ -120,12 +121,12 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if table.bad(rows) else 0
 
 
-def _place(where: dict[str, Any]) -> str:
+def _place(where: dict[str, Any], root: Path = ROOT) -> str:
     """Which committed file the results of a whole run on this processor are for."""
     path = results.processor_file(where)
     text = f"the results of this processor in the repository: {path}"
     try:
-        old = results.load(path)["environment"]
+        old = results.load(root / path)["environment"]
     except results.ResultError:
         return f"{text} (there is none yet)"
     return f"{text} (of {old['date'][:10]}, commit {old['commit']})"

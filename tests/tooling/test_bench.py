@@ -101,14 +101,13 @@ def test_list_bad_arguments_and_a_wrong_case(
 # Result files
 
 
-def test_each_processor_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_each_processor_has_a_file(tmp_path: Path) -> None:
     where = {"processor": "Intel(R) Xeon(R) Processor", "isa": "avx512", "commit": "abc"}
     path = results.CPU / "bench-intel-xeon-processor-avx512.json"
     assert results.processor_file(where) == path
-    assert cli._place(where).endswith(f"{path} (there is none yet)")
-    results.save(path, where | {"date": "2026-01-02T03:04"}, [])
-    assert cli._place(where).endswith(f"{path} (of 2026-01-02, commit abc)")
+    assert cli._place(where, tmp_path).endswith(f"{path} (there is none yet)")
+    results.save(tmp_path / path, where | {"date": "2026-01-02T03:04"}, [])
+    assert cli._place(where, tmp_path).endswith(f"{path} (of 2026-01-02, commit abc)")
     assert [c["environment"]["commit"] for c in results.load_all_processors(tmp_path)] == ["abc"]
 
 
