@@ -87,9 +87,10 @@ def is_watched() -> bool:
 
 
 def traceable(func: Any) -> Any:
-    """func, or the same function in a form that torch.compile can trace inside of a mode, which
-    stops at the `super()` of Tensor.unflatten."""
-    return torch.unflatten if func is torch.Tensor.unflatten else func
+    """func; in compiled code torch.unflatten for Tensor.unflatten, at whose `super()` torch.compile
+    stops inside of a mode. Eager code keeps it: subclasses and other modes see which one it is."""
+    compiling = torch.compiler.is_compiling()
+    return torch.unflatten if compiling and func is torch.Tensor.unflatten else func
 
 
 def with_modes() -> AbstractContextManager[Any]:

@@ -124,9 +124,8 @@ def test_16_bit_values_with_fp32_tables_are_fp32(
         ends.append([*y, q.grad, k.grad])
     expected, got = ends
     assert all(map(torch.equal, expected[:2], got[:2]))
-    for theirs, ours in zip(
-        expected[2:], got[2:], strict=True
-    ):  # theirs is rounded twice, and added
+    # Gradients of the function are rounded twice, and added.
+    for theirs, ours in zip(expected[2:], got[2:], strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
     assert len(calls) == 4
@@ -228,9 +227,8 @@ def test_a_model_in_torchs_autocast_runs_fused() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = step(model, tokens)
     ran = {e.key for e in p.key_averages()}
-    assert {
-        f"mixprec::{n}" for n in ("attention", "rotary", "norm_quantize", "act_quantize")
-    } <= ran
+    for op in ("attention", "rotary", "norm_quantize", "act_quantize"):
+        assert f"mixprec::{op}" in ran
     assert got[0].dtype == expected[0].dtype
     for theirs, ours in zip(expected, got, strict=True):
         assert float(sqnr(theirs, ours)) > 25

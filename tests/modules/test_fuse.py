@@ -271,6 +271,23 @@ def test_attention_in_torchs_autocast_casts_operands_of_several_dtypes() -> None
         model(x.bfloat16())  # outside of autocast it is torch's error
 
 
+def test_a_subclass_sees_the_function_that_was_called() -> None:
+    seen = []
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, *args, **kwargs)
+
+    class Model(Core):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(-1, (2, 8))
+
+    mixprec.convert(Model(), "bf16", fuse=True)(torch.randn(3, 16).as_subclass(Own))
+    assert torch.Tensor.unflatten in seen
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_an_overflow_of_a_norms_sum_is_not_finite(norm: Callable[[int], nn.Module]) -> None:
     x = torch.full((2, WIDTH), 1e19)

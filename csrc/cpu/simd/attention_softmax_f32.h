@@ -3,6 +3,13 @@
 
 constexpr int kSide = 32 / kLanes < 4 ? 32 / kLanes : 4;  // vectors at a time
 
+// x <- e^(scores - shift)
+inline void shifted_exponentials(const float* scores, Vec shift, Vec (&x)[kSide]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < kSide; ++j) x[j] = load(scores + j * kLanes) - shift;
+  exponentials(x);
+}
+
 void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, float* factor,
              uint32_t*) {
   float shift[kTileSide];
@@ -14,9 +21,7 @@ void softmax(const TileShape& tile, float* scores, float* maximum, float* sum, f
     Vec total = {};
     for (int64_t i = 0; i < padded; i += kSide * kLanes) {
       Vec x[kSide];
-#pragma GCC unroll 4
-      for (int j = 0; j < kSide; ++j) x[j] = load(row + i + j * kLanes) - of_row;
-      exponentials(x);
+      shifted_exponentials(row + i, of_row, x);
 #pragma GCC unroll 4
       for (int j = 0; j < kSide; ++j) {
         store(row + i + j * kLanes, x[j]);
@@ -37,9 +42,7 @@ void softmax_backward(const TileShape& tile, float* scores, float* of_weights,
     const Vec lse = broadcast(logsumexp[r]), of_row = broadcast(shared[r]), by = broadcast(scale);
     for (int64_t i = 0; i < seen; i += kSide * kLanes) {
       Vec x[kSide];
-#pragma GCC unroll 4
-      for (int j = 0; j < kSide; ++j) x[j] = load(weight + i + j * kLanes) - lse;
-      exponentials(x);
+      shifted_exponentials(weight + i, lse, x);
 #pragma GCC unroll 4
       for (int j = 0; j < kSide; ++j) {
         int64_t at = i + j * kLanes;
