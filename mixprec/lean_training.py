@@ -56,7 +56,7 @@ def lean(
         "small"       2 + 2       8 bits            8.03     4 where they suffice, else 8
 
     against 16 bytes of FP32. It is short for `cast_parameters(model, torch.bfloat16)`,
-    `convert(model, recipe, saved=...)` and `optim.AdamW(model.parameters(), lr,
+    `convert(model, recipe, saved=..., fuse=True)` and `optim.AdamW(model.parameters(), lr,
     master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
 
     The table that is printed is computed from the parameters: it has them, their gradients and the
@@ -92,7 +92,7 @@ def lean(
         return memory_report(model, optimizer, batch, loss, label=label)
 
     before = report("fp32", plain, batch)
-    model = convert(cast_parameters(model, torch.bfloat16), recipe, saved=saved)
+    model = convert(cast_parameters(model, torch.bfloat16), recipe, saved=saved, fuse=True)
     optimizer = AdamW(model.parameters(), lr, **options)
     after = report(fidelity, optimizer, map_tensors(_low, batch))
     if verbose:

@@ -74,7 +74,7 @@ def test_checkpointed_blocks() -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     assert set(mixprec.memory_report(model, optimizer, x, loss_of).saved) == {"other"}
     plain = nn.Sequential(make(), make())
-    mixprec.convert(mixprec.cast_parameters(plain, torch.bfloat16), "bf16")
+    mixprec.convert(mixprec.cast_parameters(plain, torch.bfloat16), "bf16", fuse=True)
     for net in (model, plain):
         loss_of(net(x)).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
