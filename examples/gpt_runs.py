@@ -137,7 +137,7 @@ def train(
             recipe,
             validation=gpt_data.Batches(text.validation, *shape, evaluations, None),
             make_optimizer=adamw,
-            fuse=name.startswith(FUSED),
+            fuse=name.startswith((FUSED, LEAN)),
             schedule=lambda step: warmup_then_cosine(step, options.steps),
             seed=seed,
             device=options.device,

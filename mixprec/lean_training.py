@@ -58,6 +58,7 @@ def lean(
     against 16 bytes of FP32. It is short for `cast_parameters(model, torch.bfloat16)`,
     `convert(model, recipe, saved=..., fuse=True)` and `optim.AdamW(model.parameters(), lr,
     master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
+    `convert` says which roundings fusion changes.
 
     The table that is printed is computed from the parameters: it has them, their gradients and the
     optimizer's state. With `batch`, both columns are measured by `memory_report(model, optimizer,
