@@ -1,5 +1,6 @@
-"""linear, grouped_linear, matmul and conv2d with forward and backward passes in the formats of a
-recipe, and the orthogonalization of matrices; attention and rotary embeddings."""
+"""linear, grouped_linear, matmul, conv2d and linear_cross_entropy with forward and backward passes
+in the formats of a recipe, and the orthogonalization of matrices; attention and rotary
+embeddings."""
 
 from ._attention import attention
 from ._blocks import mlp, norm_linear
@@ -7,6 +8,7 @@ from ._conv2d import IntOrPair, cast_conv_weight, conv2d, is_pointwise
 from ._derivatives import twice_differentiable
 from ._grouped_linear import grouped_linear
 from ._linear import linear, matmul
+from ._linear_cross_entropy import linear_cross_entropy
 from ._newton_schulz import orthogonalize
 from ._observed import Observer, observed
 from ._rotary import rotary
@@ -20,6 +22,7 @@ __all__ = [
     "grouped_linear",
     "is_pointwise",
     "linear",
+    "linear_cross_entropy",
     "matmul",
     "mlp",
     "norm_linear",

@@ -35,11 +35,14 @@ inline void with_kind(Activation kind, F&& f) {
   }
 }
 
-// f(numbers at i) for all i < n, several vectors at a time where the activation is near.
-template <Activation kind, bool near, class F>
+template <Activation kind, bool near>
+constexpr bool by_several = near && kind != Activation::relu2;
+
+// f(numbers at i) for all i < n, several vectors at a time if that is possible.
+template <bool several, class F>
 inline void for_numbers(int64_t n, const F& f) {
   int64_t i = 0;
-  if constexpr (near && kind != Activation::relu2) {
+  if constexpr (several) {
     for (; i + Several::count <= n; i += Several::count) {
       f([i](const float* x) { return load_several(x + i); },
         [i](float* y, const Several& a) { store_several(y + i, a); });
@@ -53,22 +56,22 @@ inline void for_numbers(int64_t n, const F& f) {
 template <Activation kind, bool near>
 __attribute__((noinline, flatten)) void activate(const float* __restrict x, float* __restrict y,
                                                  int64_t n) {
-  for_numbers<kind, near>(n,
-                          [&](auto at, auto set) { set(y, activation<kind, near>(at(x)).value); });
+  for_numbers<by_several<kind, near>>(
+      n, [&](auto at, auto set) { set(y, activation<kind, near>(at(x)).value); });
 }
 
 template <Activation kind, bool near>
 __attribute__((noinline, flatten)) void activate_up(const float* __restrict x,
                                                     const float* __restrict up, float* __restrict y,
                                                     int64_t n) {
-  for_numbers<kind, near>(
+  for_numbers<by_several<kind, near>>(
       n, [&](auto at, auto set) { set(y, activation<kind, near>(at(x)).value * at(up)); });
 }
 
 template <Activation kind, bool near>
 __attribute__((noinline, flatten)) void derive(const float* __restrict g, const float* __restrict x,
                                                float* __restrict dx, int64_t n) {
-  for_numbers<kind, near>(
+  for_numbers<by_several<kind, near>>(
       n, [&](auto at, auto set) { set(dx, at(g) * activation<kind, near>(at(x)).slope); });
 }
 
@@ -77,7 +80,7 @@ __attribute__((noinline, flatten)) void derive_up(const float* __restrict g,
                                                   const float* __restrict x,
                                                   const float* __restrict up, float* __restrict dx,
                                                   float* __restrict dup, int64_t n) {
-  for_numbers<kind, near>(n, [&](auto at, auto set) {
+  for_numbers<by_several<kind, near>>(n, [&](auto at, auto set) {
     auto a = activation<kind, near>(at(x));
     auto of_y = at(g);
     set(dx, (of_y * at(up)) * a.slope);

@@ -42,6 +42,7 @@ inline Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 
 // These use step_loops.h and side_by_side.h.
 #include "activation_loops.h"
+#include "cross_entropy_loops.h"
 #include "norm_loops.h"
 
 constexpr GemmKernel make_gemm_f32() {
@@ -87,6 +88,8 @@ constexpr Loops make_table(const char* isa, GemmKernel gemm, decltype(Loops::sto
       .attention_f32 = attention_f32::attention_kernel,
       .attention_bf16 = attention,
       .rotary = rotary,
+      .cross_entropy = cross_entropy,
+      .cross_entropy_backward = cross_entropy_backward,
       .simulated = simulated,
       .simulated_short = simulated_short,
   };

@@ -8,6 +8,7 @@
 #include "dispatch.h"
 #include "math/activation.h"
 #include "math/adamw.h"
+#include "math/cross_entropy.h"
 #include "math/lion.h"
 #include "math/muon_direction.h"
 #include "math/mx.h"
@@ -203,6 +204,11 @@ struct Loops {
   // y <- the row x of d features rotated by the angles of its position, d / 2 of them
   void (*rotary)(Dtype, bool interleaved, const void* x, const float* cos, const float* sin,
                  void* y, int64_t d);
+  // Of n logits of a row: its statistics with those before (see mixprec/ops/cross_entropy.py), and
+  // the gradients; target: the column of its target, if that is in [0, n).
+  void (*cross_entropy)(const float* logits, int64_t n, int64_t target, Softcap, float* row);
+  void (*cross_entropy_backward)(const float* logits, int64_t n, int64_t target, float own,
+                                 const CrossEntropyRow&, Softcap, Dtype, void* g);
   SimulatedKernel simulated;        // sums of 24 bits
   SimulatedKernel simulated_short;  // of 14 bits
 };

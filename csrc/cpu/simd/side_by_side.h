@@ -74,3 +74,6 @@ inline Several high_part(const Several& x) {
 inline Several if_negative(const Several& x, const Several& then, const Several& otherwise) {
   return each_vector([&](int i) { return x.v[i] < 0.0f ? then.v[i] : otherwise.v[i]; });
 }
+inline Several if_negative(const Several& x, float then, const Several& otherwise) {
+  return each_vector([&](int i) { return x.v[i] < 0.0f ? broadcast(then) : otherwise.v[i]; });
+}

@@ -8,7 +8,14 @@ operands of a GEMM are small integers, whose sums are exact in FP32.
 
 from .blocks import dequantize_mx, pack, quantize_mx, unpack
 from .casts import amax, dequantize, quantize
-from .fused import act_backward, act_quantize, norm_backward, norm_quantize
+from .fused import (
+    act_backward,
+    act_quantize,
+    cross_entropy,
+    cross_entropy_backward,
+    norm_backward,
+    norm_quantize,
+)
 from .grouped import gemm_grouped, gemm_grouped_accumulate
 from .lists import grad_stats, unscale, update
 from .products import (
@@ -23,8 +30,9 @@ from .scales import clip_coef, inv_scale, scale_from_amax, update_delayed_scales
 
 __all__ = [
     "act_backward", "act_quantize", "amax", "attention", "attention_backward", "clip_coef",
-    "dequantize", "dequantize_mx", "gemm", "gemm_accumulate", "gemm_grouped",
-    "gemm_grouped_accumulate", "gemm_simulated", "grad_stats", "inv_scale", "norm_backward",
+    "cross_entropy", "cross_entropy_backward", "dequantize", "dequantize_mx", "gemm",
+    "gemm_accumulate", "gemm_grouped", "gemm_grouped_accumulate", "gemm_simulated",
+    "grad_stats", "inv_scale", "norm_backward",
     "norm_quantize", "pack", "quantize", "quantize_mx", "rotary", "scale_from_amax", "unpack",
     "unscale", "update", "update_delayed_scales", "update_scale",
 ]  # fmt: skip

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from .inputs import FLOATS, Arguments, awkward, random, tensor
+from .inputs import FLOATS, Arguments, awkward, integers, random, tensor
 
 # Several tiles across, several bands of rows, several tiles down.
-NORMS, NORM_GRADS, ACTIVATIONS = (
+NORMS, NORM_GRADS, ACTIVATIONS, CLASSES = (
     ((32, 272), (27, 257)),
     ((80, 272), (67, 257)),
     ((144, 80), (131, 77)),
+    ((32, 1040), (27, 1031)),
 )
 
 
@@ -74,3 +75,28 @@ def act_backward(device: str) -> Iterator[Arguments]:
     for x, up, *rest in act_quantize(device):
         g = random(device, 3, x.shape)
         yield [g if up is None else g.to(x.dtype), x, up, *rest]
+
+
+def cross_entropy(device: str) -> Iterator[Arguments]:
+    """Exponentials are 1 or 0, whose sums are exact, as are those of the logits."""
+    for n, t in CLASSES:
+        drawn = integers(device, (n, t), torch.float32)
+        logits = (drawn > 0).float() * 258.0 - 256.0
+        logits[3] = -math.inf
+        rows = tensor(device, [-math.inf, 0.0, math.nan, 0.0]).repeat(n, 1)
+        rows[1::2] = tensor(device, [2.0, 3.0, 2.0, -6.0])
+        target = (torch.arange(n, device=device) * 37) % (2 * t) - 1
+        yield [logits, target, rows, 0, 0.0]
+        yield [logits, target, rows, t, 0.0]
+
+
+def cross_entropy_backward(device: str) -> Iterator[Arguments]:
+    for n, t in CLASSES:
+        logits = random(device, 1, (n, t)) * 8
+        logits[7, 3], logits[-1, -1], logits[2, 2] = math.nan, -math.inf, 300.0
+        logsumexp, weight = random(device, 2, (n,)) + 16, random(device, 3, (n,))
+        weight[5] = 0.0
+        target = (torch.arange(n, device=device) * 37) % (2 * t) - 1
+        for i, dtype in enumerate(FLOATS):
+            settings = (0.1, 1e-3, 30.0) if i else (0.0, 0.0, 0.0)
+            yield [logits, target, logsumexp, weight, t * (i % 2), 3 * t, *settings, dtype]

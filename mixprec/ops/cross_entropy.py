@@ -1,0 +1,124 @@
+"""cross_entropy and its gradient for a tile of the logits: some columns of all classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._dispatch import checks
+from ._dispatch.op import Op
+from ._reference.exp import exp_fp32
+
+COLUMNS = 4  # of the statistics of a row: see `cross_entropy_reference`
+
+
+def _exp(d: torch.Tensor) -> torch.Tensor:
+    """e^d as csrc/math/cross_entropy.h has it: 0 below -87, e^87 above 87; NaN stays."""
+    return torch.where(d < -87.0, 0.0, exp_fp32(torch.where(d > 87.0, 87.0, d)))
+
+
+def _tanh(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """tanh(logits / softcap)"""
+    return 1.0 - 2.0 / (_exp(logits * (2.0 / softcap)) + 1.0)
+
+
+def cross_entropy_reference(
+    logits: torch.Tensor, target: torch.Tensor, rows: torch.Tensor, first: int, softcap: float
+) -> torch.Tensor:
+    """The statistics of each row [N, 4] after this tile: the maximum m of its logits, the sum of
+    e^(logit - m), the logit of its target (unchanged if another tile has it), the sum of logits.
+
+    logits: fp32 [N, T], the classes [first, first + T); target: int64 [N]; rows: fp32 [N, 4], those
+    of the tiles before. softcap: 0, or c of c * tanh(logit / c), which takes the logit's place.
+    """
+    x = logits if softcap == 0 else _tanh(logits, softcap) * softcap
+    maximum, total, picked, sums = rows.unbind(1)
+    if logits.shape[1] == 0:
+        return rows.clone()
+    largest = torch.where(x.isnan(), -torch.inf, x).amax(1).maximum(maximum)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    total = total * _exp(maximum - shift) + _exp(x - shift[:, None]).sum(1)
+    column = target - first
+    inside = (column >= 0) & (column < logits.shape[1])
+    own = x.gather(1, torch.where(inside, column, 0)[:, None])[:, 0]
+    return torch.stack([largest, total, torch.where(inside, own, picked), sums + x.sum(1)], 1)
+
+
+def cross_entropy_backward_reference(args: Any) -> torch.Tensor:
+    """The gradient of the loss of each row to its logits, times weight [N], in out_dtype:
+
+        g = ((p * (1 + 2 * z_loss * logsumexp) - label_smoothing / classes)
+             - (1 - label_smoothing) [class is target]) * weight,   p = e^(logit - logsumexp)
+
+    and times 1 - tanh(logit / c)^2 with a softcap c; 0 where the weight is 0. FP32, in this order,
+    then one rounding. logsumexp, weight: fp32 [N]; the rest as in `cross_entropy_reference`.
+    """
+    x, column = args.logits, args.target - args.first
+    tanh = None if args.softcap == 0 else _tanh(x, args.softcap)
+    x = x if tanh is None else tanh * args.softcap
+    factor = args.logsumexp * (2.0 * args.z_loss) + 1.0
+    g = _exp(x - args.logsumexp[:, None]) * factor[:, None] - args.label_smoothing / args.classes
+    own = torch.arange(x.shape[1], device=x.device) == column[:, None]
+    g = g - own.float() * (1.0 - args.label_smoothing)
+    if tanh is not None:
+        g = g * (1.0 - tanh * tanh)
+    weight = args.weight[:, None]
+    return torch.where(weight == 0.0, 0.0, g * weight).to(args.out_dtype)
+
+
+def _check(op: str, args: Any) -> None:
+    logits = args.logits
+    checks.has_dtype(op, "logits", logits, (torch.float32,))
+    if logits.dim() != 2:
+        raise ValueError(f"{op}: logits must be [N, T], got shape {tuple(logits.shape)}")
+    n = logits.shape[0]
+    vectors: list[tuple[str, torch.dtype, tuple[int, ...], str]] = [
+        ("target", torch.int64, (n,), "[N]")
+    ]
+    if op == "cross_entropy":
+        vectors += [("rows", torch.float32, (n, COLUMNS), "[N, 4]")]
+    else:
+        vectors += [(name, torch.float32, (n,), "[N]") for name in ("logsumexp", "weight")]
+    for name, dtype, shape, meaning in vectors:
+        checks.has_dtype(op, name, x := getattr(args, name), (dtype,))
+        checks.has_shape(op, name, x, shape, meaning)
+        checks.on_device(op, name, x, logits.device, "logits")
+
+
+def _check_forward(args: Any) -> None:
+    _check("cross_entropy", args)
+
+
+def _check_backward(args: Any) -> None:
+    op = "cross_entropy_backward"
+    _check(op, args)
+    if args.out_dtype not in checks.FLOATS:
+        raise ValueError(
+            f"{op}: out_dtype must be float32, bfloat16 or float16, got {args.out_dtype}"
+        )
+
+
+def _fake(logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty((logits.shape[0], COLUMNS))
+
+
+def _fake_backward(logits: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return logits.new_empty(logits.shape, dtype=out_dtype)
+
+
+cross_entropy_op = Op(
+    "cross_entropy",
+    "(Tensor logits, Tensor target, Tensor rows, int first, float softcap) -> Tensor",
+    reference=cross_entropy_reference,
+    fake=_fake,
+    check=_check_forward,
+)
+cross_entropy_backward_op = Op(
+    "cross_entropy_backward",
+    "(Tensor logits, Tensor target, Tensor logsumexp, Tensor weight, int first, int classes, "
+    "float label_smoothing, float z_loss, float softcap, ScalarType out_dtype) -> Tensor",
+    reference=cross_entropy_backward_reference,
+    fake=_fake_backward,
+    check=_check_backward,
+)
