@@ -54,6 +54,26 @@ class Loss(NamedTuple):
         return loss if self.reduction == "sum" else loss / valid.sum(), logsumexp
 
 
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, how: Loss) -> torch.Tensor:
+    """The same loss of logits [..., V], as torch computes it."""
+    logits, labels = logits.reshape(-1, logits.shape[-1]).float(), target.reshape(-1)
+    logits = how.softcap * (logits / how.softcap).tanh() if how.softcap > 0 else logits
+    losses = torch.nn.functional.cross_entropy(
+        logits,
+        labels,
+        ignore_index=how.ignore_index,
+        reduction="none",
+        label_smoothing=how.label_smoothing,
+    )
+    valid = labels != how.ignore_index
+    if how.z_loss > 0:
+        squares = how.z_loss * logits.logsumexp(-1).square()
+        losses = losses + torch.where(valid, squares, 0.0)
+    if how.reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if how.reduction == "sum" else losses.sum() / valid.sum()
+
+
 def _tiles(classes: int) -> Iterator[slice]:
     return (slice(i, min(i + TILE, classes)) for i in range(0, classes, TILE))
 
@@ -277,8 +297,21 @@ def linear_cross_entropy(
     recipe = _recipe_for(x) if recipe is None else Recipe.parse(recipe)
     cap = 0.0 if softcap is None else softcap
     how = Loss(ignore_index, reduction, label_smoothing, z_loss, cap)
+    return run_linear_cross_entropy(x, weight, target, bias, recipe, how)
+
+
+def run_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    how: Loss,
+    name: str = "",
+) -> torch.Tensor:
+    """`linear_cross_entropy`; name: for `observed`."""
     _check(x, weight, target, bias, recipe, how)
-    product = Product(main_grad_of(_OP, weight))
+    product = Product(main_grad_of(_OP, weight), name=name)
     grad, simulated = torch.is_grad_enabled(), simulation.current()
     return apply(
         _OP, _LinearCrossEntropy, x, weight, bias, target, product, recipe, how, grad, simulated

@@ -8,6 +8,7 @@ from .conv1d import Conv1D
 from .intercepted import Experts, Intercepted
 from .known import MLPSpec, NormSpec, register_fusion
 from .linear import Linear
+from .linear_cross_entropy import LinearCrossEntropy
 
 __all__ = [
     "MLP",
@@ -18,6 +19,7 @@ __all__ = [
     "Intercepted",
     "Layer",
     "Linear",
+    "LinearCrossEntropy",
     "MLPSpec",
     "MultiheadAttention",
     "NormLinear",

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mixprec
 from mixprec.functional import _linear_cross_entropy as module
 from mixprec.functional import linear, linear_cross_entropy
+from mixprec.nn import LinearCrossEntropy
 
 Tensors = tuple[torch.Tensor, ...]
 OPTIONS = st.fixed_dictionaries(
@@ -275,3 +276,29 @@ def test_simulated_products() -> None:
     want = exact(args, target)
     for a, b in zip(with_grads(loss, args), want, strict=True):
         assert error(a, b) < 0.02
+
+
+def test_module() -> None:
+    """The function with the layer's recipe; torch's loss in a region and after unconvert."""
+    options: dict[str, Any] = {"softcap": 4.0, "z_loss": 1e-3, "label_smoothing": 0.1}
+    head = LinearCrossEntropy(16, 300, dtype=torch.bfloat16, reduction="sum", **options)
+    x, target = normal((2, 6, 16), torch.bfloat16), targets(300).view(2, 6)
+    target[0, 0] = -100
+    weight, bias = head.linear.weight, head.linear.bias
+    want = linear_cross_entropy(x, weight, target, bias, reduction="sum", **options)
+    ind.assert_same_bits(head(x, target), want)
+    options = {**options, "reduction": "sum"}
+    exactly = loss_of_logits(
+        F.linear(x.double(), weight.double(), bias.double()).flatten(0, 1),
+        target.view(-1),
+        **options,
+    )
+    assert torch.allclose(want.double(), exactly, rtol=1e-6)
+    with mixprec.autocast(enabled=False):
+        assert torch.allclose(head(x, target).double(), exactly, rtol=1e-3)
+    with mixprec.autocast("fp8"):
+        assert torch.allclose(head(x, target).double(), exactly, rtol=0.05)
+        assert head(x, target) != want
+    mixprec.unconvert(head)
+    assert type(head.linear) is torch.nn.Linear
+    assert torch.allclose(head(x, target).double(), exactly, rtol=1e-3)

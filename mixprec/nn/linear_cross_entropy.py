@@ -1,0 +1,61 @@
+"""LinearCrossEntropy: a head and its loss, without the logits in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..functional._linear_cross_entropy import Loss, cross_entropy, run_linear_cross_entropy
+from ..recipes import Recipe
+from . import _region
+from ._fused import why_not_fused
+from .linear import Linear
+
+
+class LinearCrossEntropy(nn.Module):
+    """The cross entropy of linear(x) and target, whose logits are never all stored.
+
+    in_features: K; num_classes: V. The child `linear` is a `mixprec.nn.Linear`, whose weight may be
+    that of an embedding: `head.linear.weight = embedding.weight`. forward(x [..., K], target [...])
+    returns the loss; `head.linear(x)` the logits, for sampling. Formula, other arguments, dtypes
+    and errors: `mixprec.functional.linear_cross_entropy`. Where layers compute as torch's
+    (`mixprec.autocast(enabled=False)`, `mixprec.unconvert`) and where `linear` has hooks or is of
+    another class, the loss is torch's, of all logits.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        recipe: Recipe | str = "bf16",
+    ) -> None:
+        super().__init__()
+        self.linear = Linear(in_features, num_classes, bias, device, dtype, recipe=recipe)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x, layer = input, self.linear
+        cap = 0.0 if self.softcap is None else self.softcap
+        how = Loss(self.ignore_index, self.reduction, self.label_smoothing, self.z_loss, cap)
+        recipe = None
+        if why_not_fused([layer]) is None:
+            recipe = _region.recipe_here(layer.recipe)
+        if recipe is None:
+            return cross_entropy(layer(x), target, how)
+        with _region.without_modes():
+            return run_linear_cross_entropy(
+                x, layer.weight, target, layer.bias, recipe, how, layer._path
+            )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction}, softcap={self.softcap}, z_loss={self.z_loss}"
