@@ -54,7 +54,7 @@ def cross_entropy_backward_reference(args: Any) -> torch.Tensor:
     and times 1 - tanh(logit / c)^2 with a softcap c; 0 where the weight is 0. FP32, in this order,
     then one rounding. logsumexp, weight: fp32 [N]; the rest as in `cross_entropy_reference`.
     """
-    x, column = args.logits, args.target - args.first
+    x, column = args.logits.contiguous(), args.target - args.first
     tanh = None if args.softcap == 0 else _tanh(x, args.softcap)
     x = x if tanh is None else tanh * args.softcap
     factor = args.logsumexp * (2.0 * args.z_loss) + 1.0
@@ -113,6 +113,7 @@ cross_entropy_op = Op(
     reference=cross_entropy_reference,
     fake=_fake,
     check=_check_forward,
+    triton="cross_entropy",
 )
 cross_entropy_backward_op = Op(
     "cross_entropy_backward",
@@ -121,4 +122,5 @@ cross_entropy_backward_op = Op(
     reference=cross_entropy_backward_reference,
     fake=_fake_backward,
     check=_check_backward,
+    triton="cross_entropy",
 )

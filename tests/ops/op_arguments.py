@@ -10,6 +10,7 @@ from cases import permuted, small_integers
 from mixprec.ops._dispatch.op import OPS
 
 UPDATES = ("adamw_", "sgd_", "lion_", "muon_direction_")
+CROSS_ENTROPY = ("cross_entropy", "cross_entropy_backward")
 FUSED = ("norm_quantize", "norm_backward", "act_quantize", "act_backward")
 
 
@@ -39,6 +40,10 @@ def arguments(op: str, dtype: torch.dtype, arrangement: str) -> tuple[Any, ...]:
             "act_quantize": (x, x.clone(), "gelu", *cast),
             "act_backward": (x.clone(), x, x + 1, "silu", *cast),
         }[op]
+    if op in CROSS_ENTROPY:
+        target, row = torch.arange(len(x)), torch.ones(len(x))
+        more = (torch.ones(len(x), 4), 1) if op == "cross_entropy" else (row, row, 1, 9, 0.1, 0.01)
+        return x, target, *more, 5.0, *([torch.bfloat16] if op != "cross_entropy" else [])
     if op == "dequantize":
         return x, one, torch.bfloat16
     if op == "quantize_mx":

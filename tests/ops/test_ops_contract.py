@@ -11,7 +11,7 @@ import independent as ind
 import pytest
 import torch
 from cases import FP8, WIDE, normal
-from op_arguments import FUSED, UPDATES, arguments
+from op_arguments import CROSS_ENTROPY, FUSED, UPDATES, arguments
 
 import mixprec
 from mixprec import ops
@@ -29,7 +29,7 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
         **dict.fromkeys(("attention", "attention_backward", "rotary"), WIDE),
         **dict.fromkeys(("dequantize", *(op for op in OPS if op.startswith("gemm"))), LOW),
         **dict.fromkeys(("unscale_", "grad_stats_", *UPDATES), fp64),
-        "scale_from_amax_": (torch.float32,),
+        **dict.fromkeys(("scale_from_amax_", *CROSS_ENTROPY), (torch.float32,)),
     }
     table = []
     for op in sorted(OPS.keys() - dtypes.keys()):

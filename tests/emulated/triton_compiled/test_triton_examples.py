@@ -28,6 +28,7 @@ SIZES: dict[ModuleType, dict[str, Any]] = {
         "NORMS": ((64, 304), (53, 305)),
         "NORM_GRADS": ((1024, 304), (131, 305)),
         "ACTIVATIONS": ((256, 384), (253, 391)),
+        "CLASSES": ((16, 2080), (13, 2075)),
     },
     lists: {"GRADS": (65536, 5555, 16), "SUMMED": (262_144, 16_399, 16), "PARAMS": (1024, 77, 16)},
     products: {"SHAPES": ((32, 96, 128), (13, 21, 35))},
