@@ -9,6 +9,7 @@ from . import (  # noqa: F401
     gpu_gemm,
     gpu_layer,
     gpu_memory,
+    head,
     mlp,
     models,
     overhead,

@@ -25,7 +25,7 @@ _NO_SECOND = (
     "torch.nn.functional.cross_entropy of torch.nn.functional.linear"
 )
 REDUCTIONS = ("none", "mean", "sum")
-TILE = 4096  # classes whose logits exist at a time, a multiple of the blocks of all recipes
+TILE = 2048  # classes whose logits exist at a time, a multiple of the blocks of all recipes
 _FP16_SCALE = 2.0**10  # gradients of logits are at most 1; FP16 then holds 2^-34
 
 
