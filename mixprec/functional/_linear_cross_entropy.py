@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from . import operands
 from ._arguments import check_output, main_grad_of
 from ._derivatives import Tensors, apply, on_backend_of_forward
 from ._linear import check_input
+from ._loss import Loss
 from ._products import Gemms, Product, WeightLike, grad_bias
 from .operands import Matrix, Operand
 
@@ -24,54 +25,8 @@ _NO_SECOND = (
     f"{_OP}: its gradients have no derivative (create_graph=True); for a second derivative use "
     "torch.nn.functional.cross_entropy of torch.nn.functional.linear"
 )
-REDUCTIONS = ("none", "mean", "sum")
 TILE = 2048  # classes whose logits exist at a time, a multiple of the blocks of all recipes
 _FP16_SCALE = 2.0**10  # gradients of logits are at most 1; FP16 then holds 2^-34
-
-
-class Loss(NamedTuple):
-    """How the loss is computed of logits: see the arguments of `linear_cross_entropy`."""
-
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    z_loss: float
-    softcap: float  # 0: none
-
-    def reduced(self, rows: torch.Tensor, valid: torch.Tensor, classes: int) -> Tensors:
-        """The loss, and the logsumexp of each row, from the statistics of the rows."""
-        maximum, total, picked, sums = rows.unbind(1)
-        logsumexp = maximum + total.log()
-        losses = logsumexp - (1.0 - self.label_smoothing) * picked
-        if self.label_smoothing > 0:
-            losses = losses - self.label_smoothing / classes * sums
-        if self.z_loss > 0:
-            losses = losses + self.z_loss * logsumexp.square()
-        losses = torch.where(valid, losses, 0.0)
-        if self.reduction == "none":
-            return losses, logsumexp
-        loss = losses.sum()
-        return loss if self.reduction == "sum" else loss / valid.sum(), logsumexp
-
-
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor, how: Loss) -> torch.Tensor:
-    """The same loss of logits [..., V], as torch computes it."""
-    logits, labels = logits.reshape(-1, logits.shape[-1]).float(), target.reshape(-1)
-    logits = how.softcap * (logits / how.softcap).tanh() if how.softcap > 0 else logits
-    losses = torch.nn.functional.cross_entropy(
-        logits,
-        labels,
-        ignore_index=how.ignore_index,
-        reduction="none",
-        label_smoothing=how.label_smoothing,
-    )
-    valid = labels != how.ignore_index
-    if how.z_loss > 0:
-        squares = how.z_loss * logits.logsumexp(-1).square()
-        losses = losses + torch.where(valid, squares, 0.0)
-    if how.reduction == "none":
-        return losses.view(target.shape)
-    return losses.sum() if how.reduction == "sum" else losses.sum() / valid.sum()
 
 
 def _tiles(classes: int) -> Iterator[slice]:
@@ -224,15 +179,7 @@ def _check(
     checks.on_device(_OP, "target", target, x.device, "x")
     if recipe.is_delayed or recipe.clip_activations:
         raise ValueError(f"{_OP}: recipe must keep no state, got {recipe.name}")
-    if how.reduction not in REDUCTIONS:
-        raise ValueError(f'{_OP}: reduction must be "none", "mean" or "sum", got {how.reduction!r}')
-    if not 0 <= how.label_smoothing <= 1:
-        raise ValueError(
-            f"{_OP}: label_smoothing must be between 0 and 1, got {how.label_smoothing}"
-        )
-    for name in ("z_loss", "softcap"):
-        if not 0 <= getattr(how, name) < float("inf"):
-            raise ValueError(f"{_OP}: {name} must be positive, got {getattr(how, name)}")
+    how.check(_OP)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_targets(target, weight.shape[0], how.ignore_index)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..functional._linear_cross_entropy import Loss, cross_entropy, run_linear_cross_entropy
+from ..functional._linear_cross_entropy import run_linear_cross_entropy
+from ..functional._loss import Loss, cross_entropy
 from ..recipes import Recipe
 from . import _region
 from ._fused import why_not_fused
@@ -18,9 +19,9 @@ class LinearCrossEntropy(nn.Module):
     in_features: K; num_classes: V. The child `linear` is a `mixprec.nn.Linear`, whose weight may be
     that of an embedding: `head.linear.weight = embedding.weight`. forward(x [..., K], target [...])
     returns the loss; `head.linear(x)` the logits, for sampling. Formula, other arguments, dtypes
-    and errors: `mixprec.functional.linear_cross_entropy`. Where layers compute as torch's
-    (`mixprec.autocast(enabled=False)`, `mixprec.unconvert`) and where `linear` has hooks or is of
-    another class, the loss is torch's, of all logits.
+    and errors: `mixprec.functional.linear_cross_entropy`. The loss is torch's, of all logits, where
+    layers compute as torch's (`mixprec.autocast(enabled=False)`, `mixprec.unconvert`) and where
+    `linear` has hooks, delayed scales or clip_activations, or is of another class.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LinearCrossEntropy(nn.Module):
         recipe = None
         if why_not_fused([layer]) is None:
             recipe = _region.recipe_here(layer.recipe)
-        if recipe is None:
+        if recipe is None or recipe.is_delayed:
             return cross_entropy(layer(x), target, how)
         with _region.without_modes():
             return run_linear_cross_entropy(
