@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("cross_entropy", "nll_loss", "log_softmax", "mse_loss", "l1_loss", "smooth_l1_loss"),
         *("huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
         *("ctc_loss", "cosine_embedding_loss", "triplet_margin_loss", "poisson_nll_loss"),
-        *("gaussian_nll_loss", "soft_margin_loss", "margin_ranking_loss"),
+        *("gaussian_nll_loss", "soft_margin_loss", "margin_ranking_loss", "linear_cross_entropy"),
     ),
     # Their backward is linear in what they save, or reads only its shape.
     "other": (
@@ -46,6 +46,7 @@ _KIND = {name: kind for kind, names in KINDS.items() for name in names}
 OF_MODULES = {"mlp", "norm_linear", "hidden", "gate", "normalized"}  # several as one function
 # Names that only functions of mixprec give to what they save: torch.norm is another function.
 _OURS = OF_MODULES | {"attention", "grouped_linear", "scores", "attended", "norm"}
+_OURS |= {"linear_cross_entropy"}
 
 
 def _functions() -> Iterator[tuple[Callable[..., Any], str]]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.functional import _linear_cross_entropy as module
@@ -168,6 +169,28 @@ def test_a_second_backward_has_the_same_bits() -> None:
         ind.assert_same_bits(a, b)
     with pytest.raises(RuntimeError, match=r"^linear_cross_entropy: its gradients have no"):
         torch.autograd.grad(loss, args, g, create_graph=True)
+
+
+def test_the_same_bits_in_every_mode() -> None:
+    """torch.func, checkpoints, compressed activations, and the reference of each op."""
+    args, target = inputs(torch.bfloat16, 300), targets(300)
+
+    def loss(*args: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(*args[:2], target, args[2], z_loss=1e-3)
+
+    want = torch.autograd.grad(loss(*args), args)
+    plain = tuple(t.detach() for t in args)
+    found = [torch.func.grad(loss, argnums=(0, 1, 2))(*plain)]
+    found += [torch.autograd.grad(checkpoint(loss, *args, use_reentrant=False), args)]
+    with mixprec.compress_saved("int8"):
+        found += [torch.autograd.grad(loss(*args), args)]
+    for grads in found:
+        for got, same in zip(grads, want, strict=True):
+            ind.assert_same_bits(got, same)
+    with mixprec.use_backend("reference"):
+        result = loss(*args)
+    for got, same in zip(torch.autograd.grad(result, args), want, strict=True):
+        assert error(got, same.double()) < 4e-3
 
 
 def test_main_grad() -> None:
