@@ -7,6 +7,7 @@ from .act_quantize import act_quantize
 from .adamw import adamw_
 from .amax import amax
 from .attention import attention, attention_backward
+from .cross_entropy import cross_entropy, cross_entropy_backward
 from .delayed_scales import update_delayed_scales_
 from .dequantize import dequantize
 from .gemm import gemm, gemm_accumulate_
@@ -29,6 +30,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "clip_coef",
+    "cross_entropy",
+    "cross_entropy_backward",
     "dequantize",
     "export_master",
     "gemm",

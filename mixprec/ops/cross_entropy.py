@@ -10,7 +10,7 @@ from ._dispatch import checks
 from ._dispatch.op import Op
 from ._reference.exp import exp_fp32
 
-COLUMNS = 4  # of the statistics of a row: see `cross_entropy_reference`
+COLUMNS = 4  # of the statistics of a row: see `cross_entropy`
 
 
 def _exp(d: torch.Tensor) -> torch.Tensor:
@@ -26,12 +26,6 @@ def _tanh(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 def cross_entropy_reference(
     logits: torch.Tensor, target: torch.Tensor, rows: torch.Tensor, first: int, softcap: float
 ) -> torch.Tensor:
-    """The statistics of each row [N, 4] after this tile: the maximum m of its logits, the sum of
-    e^(logit - m), the logit of its target (unchanged if another tile has it), the sum of logits.
-
-    logits: fp32 [N, T], the classes [first, first + T); target: int64 [N]; rows: fp32 [N, 4], those
-    of the tiles before. softcap: 0, or c of c * tanh(logit / c), which takes the logit's place.
-    """
     x = logits if softcap == 0 else _tanh(logits, softcap) * softcap
     maximum, total, picked, sums = rows.unbind(1)
     if logits.shape[1] == 0:
@@ -46,14 +40,6 @@ def cross_entropy_reference(
 
 
 def cross_entropy_backward_reference(args: Any) -> torch.Tensor:
-    """The gradient of the loss of each row to its logits, times weight [N], in out_dtype:
-
-        g = ((p * (1 + 2 * z_loss * logsumexp) - label_smoothing / classes)
-             - (1 - label_smoothing) [class is target]) * weight,   p = e^(logit - logsumexp)
-
-    and times 1 - tanh(logit / c)^2 with a softcap c; 0 where the weight is 0. FP32, in this order,
-    then one rounding. logsumexp, weight: fp32 [N]; the rest as in `cross_entropy_reference`.
-    """
     x, column = args.logits.contiguous(), args.target - args.first
     tanh = None if args.softcap == 0 else _tanh(x, args.softcap)
     x = x if tanh is None else tanh * args.softcap
@@ -124,3 +110,57 @@ cross_entropy_backward_op = Op(
     check=_check_backward,
     triton="cross_entropy",
 )
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    rows: torch.Tensor,
+    first: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Return the statistics of each row, [N, 4], after this tile: the maximum m of its logits, the
+    sum of e^(logit - m), the logit of its target (unchanged if another tile has it), and the sum of
+    logits.
+
+    logits: fp32 [N, T], the classes [first, first + T); target: int64 [N]; rows: fp32 [N, 4], those
+    of the tiles before. softcap: 0, or c of c * tanh(logit / c), which takes the logit's place.
+
+    Before the first tile rows are -inf, 0, NaN, 0. mixprec.functional.linear_cross_entropy makes a
+    loss of them, and has a derivative. TypeError or ValueError names an invalid argument.
+    """
+    checks.is_tensor("cross_entropy", "logits", logits)
+    hint = "use mixprec.functional.linear_cross_entropy"
+    checks.needs_no_grad("cross_entropy", hint, logits, rows)
+    result: torch.Tensor = cross_entropy_op(logits, target, rows, first, softcap)
+    return result
+
+
+def cross_entropy_backward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    logsumexp: torch.Tensor,
+    weight: torch.Tensor,
+    first: int,
+    classes: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the gradient of the loss of each row to its logits, times weight [N], in out_dtype:
+
+        g = ((p * (1 + 2 * z_loss * logsumexp) - label_smoothing / classes)
+             - (1 - label_smoothing) [class is target]) * weight,   p = e^(logit - logsumexp)
+
+    and times 1 - tanh(logit / c)^2 with a softcap c; 0 where the weight is 0. FP32, in this order,
+    then one rounding. logsumexp, weight: fp32 [N]; the rest as in `cross_entropy`.
+    TypeError or ValueError names an invalid argument.
+    """
+    op = "cross_entropy_backward"
+    checks.is_tensor(op, "logits", logits)
+    hint = "call it under torch.no_grad()"
+    checks.needs_no_grad(op, hint, logits, logsumexp, weight)
+    settings = first, classes, label_smoothing, z_loss, softcap, out_dtype
+    g: torch.Tensor = cross_entropy_backward_op(logits, target, logsumexp, weight, *settings)
+    return g

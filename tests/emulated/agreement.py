@@ -15,7 +15,6 @@ from typing import Any
 import independent as ind
 import torch
 
-import mixprec.ops.cross_entropy
 import mixprec.ops.dequantize_mx
 import mixprec.ops.quantize_mx  # noqa: F401 (defines the ops)
 from mixprec.ops._dispatch.op import OPS

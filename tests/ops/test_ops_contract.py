@@ -185,6 +185,7 @@ def test_raw_ops_give_no_silent_gradients() -> None:
         lambda: mixprec.norm_quantize(x.detach(), "bf16", x[0]),
         lambda: ops.pack(x, 8),
         lambda: ops.attention(*[x.view(1, 1, 4, 4)] * 3, True, 1.0),
+        lambda: ops.cross_entropy(x, torch.arange(4), plain),
         lambda: ops.rotary(x.view(1, 1, 4, 4), torch.ones(4, 2), torch.ones(4, 2)),
         lambda: ops.rotary(plain.view(1, 1, 4, 4), torch.ones(4, 2), x[:, :2]),
         lambda: mixprec.gemm(x.half(), half),
