@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.errors import CompileError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / ".ci"))
 
@@ -95,6 +96,15 @@ def cuda_archs() -> str:
     return os.environ["TORCH_CUDA_ARCH_LIST"]
 
 
+def warnings() -> list[str]:
+    """For the C++ compiler."""
+    return ["-Wall", "-Wextra", "-Werror"] if os.environ.get("MIXPREC_WERROR") == "1" else []
+
+
+def isystem(paths: list[str]) -> list[str]:
+    return [word for path in paths for word in ("-isystem", path)]
+
+
 def cpu_extension() -> Extension:
     """mixprec._C: the pybind11 module and the CPU ops, on libtorch's stable ABI (torch >= 2.11)."""
     flags = [
@@ -110,10 +120,9 @@ def cpu_extension() -> Extension:
         f'-DMIXPREC_NO_CUDA="{NO_CUDA}"',
         f'-DMIXPREC_CUDA_ARCHS="{"" if NO_CUDA else cuda_archs()}"',
         STABLE_ABI,
-        *[word for path in [*PYBIND11, *include_paths()] for word in ("-isystem", path)],
+        *isystem([*PYBIND11, *include_paths()]),
+        *warnings(),
     ]
-    if os.environ.get("MIXPREC_WERROR") == "1":
-        flags += ["-Wall", "-Wextra", "-Werror"]
     csrc = Path("csrc")
     return Extension(
         "mixprec._C",
@@ -126,6 +135,23 @@ def cpu_extension() -> Extension:
         libraries=["c10", "torch", "torch_cpu"],
         extra_compile_args={"cxx": flags},
         language="c++",
+    )
+
+
+def allocator_extension() -> Extension:
+    """mixprec._C_allocator, for this version of torch: c10::Allocator has no stable ABI."""
+    csrc = Path("csrc")
+    flags = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"]
+    return Extension(
+        "mixprec._C_allocator",
+        sources=[str(p) for p in sorted((csrc / "allocator").glob("*.cpp"))],
+        depends=[str(p) for p in sorted((csrc / "allocator").glob("*.h"))],
+        include_dirs=[str(csrc.resolve())],
+        library_dirs=library_paths(),
+        libraries=["c10"],
+        extra_compile_args={"cxx": flags + isystem([*PYBIND11, *include_paths()]) + warnings()},
+        language="c++",
+        optional=True,  # all else runs without it
     )
 
 
@@ -205,6 +231,8 @@ class Build(BuildExtension):  # type: ignore[misc]
             with progress.shown(plan, ext.name):
                 super().build_extension(ext)
         except RuntimeError as error:  # of torch, if ninja fails; a traceback tells no more
+            if ext.optional:
+                raise CompileError(f"{error}; mixprec runs without {ext.name}") from error
             sys.exit(f"mixprec: {error}; the lines above say why")
 
 
@@ -222,7 +250,11 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={"mixprec": ["py.typed"], "mixprec.ops._dispatch": ["gemm_table.json"]},
-    ext_modules=[cpu_extension(), *([] if NO_CUDA else cuda_extensions())],
+    ext_modules=[
+        cpu_extension(),
+        *([allocator_extension()] if sys.platform == "linux" else []),  # mremap
+        *([] if NO_CUDA else cuda_extensions()),
+    ],
     cmdclass={"build_ext": Build},
     options={"global": {"quiet": "1"}},  # what is said is progress, not each file that is copied
 )

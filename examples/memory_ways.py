@@ -47,7 +47,7 @@ def bitsandbytes_8bit(model: nn.Module) -> torch.optim.Optimizer:
 def masters(model: nn.Module) -> torch.optim.Optimizer:
     import mixprec
 
-    mixprec.convert(mixprec.cast_parameters(model, torch.bfloat16), "bf16")
+    mixprec.convert(mixprec.cast_parameters(model, torch.bfloat16), "bf16", fuse=True)
     return mixprec.optim.AdamW(model.parameters())
 
 

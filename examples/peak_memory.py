@@ -5,7 +5,7 @@
 
 Each way of memory_ways.py runs in fresh interpreters, one after the other, and its peak is the
 maximum resident set size that `/usr/bin/time -v` would show, imports included. Linux. With
-MALLOC_MMAP_THRESHOLD_=262144 in the environment, glibc gives back the memory of freed tensors.
+--caching-allocator each process calls mixprec.memory.use_caching_allocator first, FP32's too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 STEP = Path(__file__).resolve().with_name("peak_step.py")
 NAMES = {"gpt": "GPT of examples/", "phi3": "Phi-3 of transformers"}
 SIZES = {"layers": 4, "width": 512, "context": 256, "batch": 8}
-MMAP = "MALLOC_MMAP_THRESHOLD_"  # of glibc: bytes from which it gives memory back when it is freed
 VOCABULARY = {"gpt": 256, "phi3": 12000}
 WAYS = "import json, memory_ways; print(json.dumps(list(memory_ways.WAYS)))"
 ENVIRONMENT = (
@@ -72,18 +71,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="*", help="these instead of all")
     parser.add_argument("--steps", type=int, default=6, help="of each process (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="processes a way (%(default)s)")
+    parser.add_argument("--caching-allocator", action="store_true", help="in every process")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="(%(default)s)")
     options = parser.parse_args(argv)
-    settings = {name: getattr(options, name) for name in ("model", "steps", *SIZES)}
+    settings = {
+        name: getattr(options, name) for name in ("model", "steps", "caching_allocator", *SIZES)
+    }
     settings["vocabulary"] = VOCABULARY[options.model]
-    threshold = os.environ.get(MMAP, "")
     rows: dict[str, dict[str, Any]] = {way: {} for way in options.ways or printed(WAYS)}
     content = {
         "what": f"{NAMES[options.model]}, {options.layers} blocks of width {options.width}, "
         f"{options.batch * options.context:,} tokens a step"
-        f"{threshold and f', {MMAP}={threshold}'}",
-        "command": f"python examples/peak_memory.py --model {options.model}",
+        f"{', caching allocator' if options.caching_allocator else ''}",
+        "command": f"python examples/peak_memory.py --model {options.model}"
+        f"{' --caching-allocator' if options.caching_allocator else ''}",
         "environment": printed(ENVIRONMENT),
         "settings": settings,
         "rows": rows,

@@ -53,8 +53,14 @@ def phi3(config: dict[str, int]) -> tuple[nn.Module, Loss]:
 MODELS = {"gpt": gpt, "phi3": phi3}
 
 
-def train(way: str, model: str, steps: int, **config: int) -> dict[str, Any]:
+def train(
+    way: str, model: str, steps: int, caching_allocator: bool = False, **config: int
+) -> dict[str, Any]:
     """Steps on one batch of random tokens, whose loss falls as they are learned by heart."""
+    if caching_allocator:
+        import mixprec
+
+        mixprec.memory.use_caching_allocator()
     torch.manual_seed(0)
     WAYS[way](MODELS[model]({**config, "layers": 1, "width": HEAD})[0])
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
