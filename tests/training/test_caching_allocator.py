@@ -60,6 +60,7 @@ assert memory.memory_reserved() == memory.memory_allocated()
 # A child process has the parent's tensors and a cache of its own.
 FORK = """
 import os
+torch.set_num_threads(1)  # OpenMP's threads do not exist in the child, which would wait for them
 kept, _ = torch.ones(1 << 20), torch.ones(1 << 20)
 del _
 if (child := os.fork()) == 0:
@@ -83,7 +84,11 @@ else:
 @pytest.mark.parametrize("program", [RANDOM, HOLES, FORK, TOO_LARGE])
 def test_programs(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", BEGIN + program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 
