@@ -1,8 +1,8 @@
 """python -m mixprec.bench.head: the time, the peak and the errors of the loss of a head.
 
-Prints a table: each way takes turns with the others, and times are minima; the peak is the resident
-set of a fresh process above what it had before the pass; errors are those of the gradients, of the
-norm of the exact ones.
+Writes --out and prints its table: each way takes turns with the others, and times are minima; the
+peak is the resident set of a fresh process above what it had before the pass; errors are those of
+the gradients, of the norm of the exact ones.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from . import pages, results
 from .cases.head import WAYS, Head, make_head
+from .environment import environment
 from .table import full, markdown
 
 
@@ -63,9 +66,23 @@ def _errors(head: Head) -> dict[str, list[float]]:
     }
 
 
+def block(content: dict[str, Any]) -> str:
+    """The table of docs/memory.md."""
+    body = []
+    for name, row in content["rows"].items():
+        cells = (f"{row['seconds']:.2f} s", f"{row['peak'] / 1e6:.0f} MB")
+        body.append((name, *cells, *(f"{error:.1e}" for error in row["errors"])))
+    header = ("", "time", "peak", "error of dx", "of dweight")
+    return (
+        f"{markdown(*full(header, body))}\n\n"
+        f"`{content['command']}`. {pages.machine(content['environment'])}"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mixprec.bench.head", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="the JSON to write")
     parser.add_argument("--peak", choices=[*WAYS], help="print that of one way, in bytes")
     given = parser.parse_args(arguments)
     if given.peak:
@@ -73,11 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     head = make_head()
     times, errors = _times(head, given.rounds), _errors(head)
-    body = [
-        (name, f"{times[name]:.2f} s", f"{_peak(name) / 1e6:.0f} MB", *(f"{e:.1e}" for e in both))
-        for name, both in errors.items()
-    ]
-    print(markdown(*full(("", "time", "peak", "error of dx", "of dweight"), body)))
+    rows = {
+        name: {"seconds": times[name], "peak": _peak(name), "errors": errors[name]} for name in WAYS
+    }
+    content = {
+        "command": f"python -m mixprec.bench.head --rounds {given.rounds}",
+        "environment": environment(quick=False),
+        "rows": rows,
+    }
+    if given.out:
+        results.write_json(given.out, content)
+    print(block(content))
 
 
 if __name__ == "__main__":

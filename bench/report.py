@@ -1,8 +1,8 @@
 """The measured tables of README.md and of docs/, generated from bench/results/.
 
 Whatever page holds the marker of a block gets it, up to <!-- end -->: bench, bench summary, speed,
-training steps, model steps, demo, footprint, lean, memory, underflow, versions, gpu, gpu state,
-"peak MODEL", "accuracy TASK", "stats TABLE", "build FILE" and "moved TABLE".
+training steps, model steps, demo, footprint, head, lean, memory, underflow, versions, gpu, gpu
+state, "peak MODEL", "accuracy TASK", "stats TABLE", "build FILE" and "moved TABLE".
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from typing import Any
 
 from mixprec.diagnostics.memory_report import MemoryReport
 
-from . import accuracy, device, footprint, pages, peak, profile, results, table, underflow, versions
+from . import (
+    accuracy,
+    device,
+    footprint,
+    head,
+    pages,
+    peak,
+    profile,
+    results,
+    table,
+    underflow,
+    versions,
+)
 from .cases import gpt, models
 from .cases.registry import best_baseline, quantity
 
@@ -222,6 +234,7 @@ OF_A_FILE: dict[str, Block] = {
     "lean": lean,
     "footprint": footprint.block,
     "profile": profile.block,
+    "head": head.block,
     "underflow": underflow.block,
     "versions": versions.block,
 }

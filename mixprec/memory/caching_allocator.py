@@ -22,7 +22,7 @@ def use_caching_allocator(max_cached: int | None = None) -> None:
     get pages that freed tensors leave: no page is faulted in again in every step, and no hole
     between tensors is lost, because pages of several freed blocks are moved together where none is
     large enough. The cache and the tensors then never hold more pages than were in use at one
-    moment, where malloc's heap may hold several times as much. Values do not change.
+    moment, where malloc's heap keeps holes as well. Values do not change.
 
     max_cached: the most bytes that freed blocks keep, at least 0; None: a quarter of the memory
     that the process may use. Another call changes it. Tensors that exist remain where they are.
