@@ -69,11 +69,12 @@ class GradCounts:
 
     def __init__(self) -> None:
         self._last: dict[torch.device, Table] = {}
+        self._parts: dict[torch.device, list[Table]] = {}  # of a step that goes on
         self._overflow: dict[torch.device, Table] = {}
 
     def start(self) -> None:
         """Begin a step: drop the counts of the last one."""
-        self._last = {}
+        self._last, self._parts = {}, {}
 
     def table(
         self,
@@ -81,16 +82,18 @@ class GradCounts:
         params: Sequence[torch.Tensor],
         elements: list[int] | None = None,
     ) -> torch.Tensor:
-        """New counts for the gradients of `params`: int64 [params, 4] on `device`.
+        """New counts for the gradients of `params`, beside those of others in this step: int64
+        [params, 4] on `device`.
 
         elements: the size of each gradient where it differs from its param's (sharded, sparse).
         """
         counts = torch.zeros((len(params), 4), dtype=torch.int64, device=device)
-        self._last[device] = Table(list(params), elements, counts)
+        self._parts.setdefault(device, []).append(Table(list(params), elements, counts))
         return counts
 
     def finish(self, overflowed: torch.Tensor | bool) -> None:
         """End a step. If it overflowed (bool []), its counts become those of the last overflow."""
+        self._last, self._parts = {d: _joined(parts) for d, parts in self._parts.items()}, {}
         for device, table in self._last.items():
             if overflowed is True:
                 self._overflow[device] = table
@@ -115,6 +118,14 @@ class GradCounts:
 
     def underflows(self, name: Callable[[torch.Tensor], str]) -> list[Underflow]:
         return [Underflow(name(p), n, c[2], c[3]) for p, n, c in _read(self._last)]
+
+
+def _joined(tables: list[Table]) -> Table:
+    if len(tables) == 1:
+        return tables[0]
+    params = [p for table in tables for p in table.params]
+    elements = [n for table in tables for n in _elements(table)]
+    return Table(params, elements, torch.cat([table.counts for table in tables]))
 
 
 def _aligned(table: Table, before: Table | None) -> tuple[Table, torch.Tensor]:

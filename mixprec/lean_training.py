@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,10 @@ def lean(
     master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
     `convert` says which roundings fusion changes.
 
+    `release_gradients=True` among the options frees each gradient in backward, 2 bytes in all, but
+    for those that exist at once: at least those of tied parameters and the largest other one, which
+    is what the table has without `batch`.
+
     The table that is printed is computed from the parameters: it has them, their gradients and the
     optimizer's state. With `batch`, both columns are measured by `memory_report(model, optimizer,
     batch, loss)` instead, and have the activations that a step keeps for backward as well; batch
@@ -114,7 +119,18 @@ def _computed(label: str, model: nn.Module, optimizer: torch.optim.Optimizer) ->
             optimizer._policy.prepare(like, state, optimizer._moment_names)
         for key, value in state.items():
             states[key] = states.get(key, 0) + _bytes([value])
-    return MemoryReport(label, _bytes(model.parameters()), _bytes(params), states)
+    gradients = _released(model) if getattr(optimizer, "_releases", None) else _bytes(params)
+    return MemoryReport(label, _bytes(model.parameters()), gradients, states)
+
+
+def _released(model: nn.Module) -> int:
+    """The gradients that exist at once with release_gradients=True: of params with several names,
+    and the largest other one."""
+    trained = [p for _, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    uses = Counter(map(id, trained))
+    tied = {id(p): p for p in trained if uses[id(p)] > 1}
+    others = [_bytes([p]) for p in trained if id(p) not in tied]
+    return _bytes(tied.values()) + max(others, default=0)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
-from .. import ops, scaling
+from .. import _scaled_losses, ops, scaling
 from ..distributed import Ranks
 from ..grad_report import Overflow, Underflow
 from .lagged import Lagged
@@ -177,7 +177,9 @@ class GradScaler(UnscalesPrepared):
             assert self._scale is not None, "created just above"
             if outputs.dtype == torch.float16 and outputs.numel() == 1:
                 outputs = outputs.float()
-            return outputs * self._scale.to(outputs.device, non_blocking=True)
+            scaled = outputs * self._scale.to(outputs.device, non_blocking=True)
+            _scaled_losses.mark(scaled)
+            return scaled
         if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled

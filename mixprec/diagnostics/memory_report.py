@@ -18,8 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import _random_state
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
+from ..optim._release_hooks import other_hooks
+from ..optim._released_gradient import is_released
 from . import plotting
 from .batches import call, scalar_loss, tensors
+from .live_gradients import LiveGradients
 from .report_table import aligned, readable
 from .unchanged import unchanged
 
@@ -118,7 +121,8 @@ def memory_report(
     Each storage counts once; what the model holds itself (parameters, buffers) and the batch do not
     count as saved. The states are all tensors in optimizer.state, of any optimizer; before its
     first step, those of a copy of it, with a copy of the parameters, after one step. Of DTensors,
-    the local part counts.
+    the local part counts. With release_gradients=True the gradients are the most that exist at a
+    time, and nothing is updated.
 
     Optimizer, gradients and random generators are left as they were, and so is the model: buffers,
     which a forward pass may change, replace, add or delete, and all other attributes of its
@@ -126,7 +130,7 @@ def memory_report(
     attribute keeps (such as a list that it appends to). ValueError if the loss is not one number.
     """
     params = list(model.parameters())
-    if any(p._post_accumulate_grad_hooks for p in params):
+    if any(other_hooks(p, optimizer) for p in params):
         raise ValueError(
             "memory_report: the model's parameters must have no hooks for their gradients "
             "(register_post_accumulate_grad_hook), such as an optimizer's that steps in backward"
@@ -140,11 +144,18 @@ def memory_report(
             remedy = "pass loss=, a function of the model's output"
             scalar = scalar_loss("memory_report", output, remedy)
         output = None
-        scalar.backward()
+        releases = getattr(optimizer, "_releases", None)
+        live = None if releases is None else LiveGradients(scalar)
+        with contextlib.nullcontext() if releases is None else releases.rehearsed():
+            scalar.backward()
         largest = peak()
         gradients = _bytes(
-            g for p in params for g in (p.grad, getattr(p, "main_grad", None)) if g is not None
+            g
+            for p in params
+            for g in (p.grad, getattr(p, "main_grad", None))
+            if g is not None and not is_released(g)
         )
+        gradients += 0 if live is None else live.largest
         own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in own)
         states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
@@ -201,7 +212,10 @@ def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin = copy.deepcopy(optimizer)
     for mine, its in zip(optimizer.param_groups, twin.param_groups, strict=True):
         for p, q in zip(mine["params"], its["params"], strict=True):
-            q.grad = None if p.grad is None else p.grad.clone()
+            if is_released(p.grad):
+                q.grad = torch.zeros_like(q, dtype=p.grad.dtype)
+            else:
+                q.grad = None if p.grad is None else p.grad.clone()
     twin._optimizer_step_pre_hooks.clear()
     twin._optimizer_step_post_hooks.clear()
     type(twin).step(twin)  # a scheduler's wrapper in optimizer.step would step the original

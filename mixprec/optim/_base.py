@@ -23,7 +23,7 @@ from ..grad_report import (
     worst_first,
 )
 from ..ops import inv_scale
-from . import _grad_norms, _repr, _settings, _state8
+from . import _grad_norms, _release, _release_hooks, _repr, _settings, _state8
 from ._batches import Batch, Batches
 from ._state import Policy, hide_states, show_states
 
@@ -52,6 +52,8 @@ class Optimizer(torch.optim.Optimizer):
     # The keys of a state to load, and whether each is required.
     _moment_names: tuple[str, ...]
     _moments_required = True
+    # Of optimizers that were pickled before these options.
+    _release_gradients, _clip = False, "current"
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         """options: those of `_settings.Options`, to be checked."""
@@ -59,6 +61,7 @@ class Optimizer(torch.optim.Optimizer):
         moments = _state8.CODES if isinstance(given.state_dtype, str) else given.state_dtype
         self._policy = Policy(given.master_weights, moments, given.stochastic_rounding)
         self._seed, self._grad_dtype = given.seed, given.grad_dtype
+        self._release_gradients, self._clip = given.release_gradients, given.clip
         self.max_grad_norm, self.max_grad_value = given.max_grad_norm, given.max_grad_value
         self.ranks = Ranks(given.process_group)
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -94,6 +97,7 @@ class Optimizer(torch.optim.Optimizer):
         self._sums: dict[int, torch.Tensor] = {}  # squared norms by group, of the last step
         self._last_skip: torch.Tensor | bool | None = None  # bool []; None without a check
         self.grad_counts = GradCounts()
+        self._releases = _release.Releases(self) if self._release_gradients else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of params; its settings override the defaults."""
@@ -104,6 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _settings.check_params(who, group["params"], self._grad_dtype)
+            _release_hooks.check(who, self, group["params"])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -120,14 +125,20 @@ class Optimizer(torch.optim.Optimizer):
                 "another optimizer?"
             )
         self._check_settings(group, who)
-        _settings.check_limit(who, "max_grad_norm", group.get("max_grad_norm"))
+        limit = group.get("max_grad_norm")
+        _settings.check_limit(who, "max_grad_norm", limit)
+        _settings.check_clip(who, self._release_gradients, self._clip, limit)
 
     def _set_up_params(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         self._index = {id(p): i for i, p in enumerate(params)}
+        self._group_of = {id(p): g for g, group in enumerate(self.param_groups)
+                          for p in group["params"]}  # fmt: skip
         # Whether a param has 16 bits, on any rank, with or without a gradient.
         self._low = any(p.dtype in LOW_PRECISION for p in params)
         self._set_grad_dtype(params)
+        if self._release_gradients:
+            _release_hooks.watch(self, params)
 
     def _set_grad_dtype(self, params: list[torch.Tensor]) -> None:
         """grad_dtype on each param, which loses it where it is copied or cast."""
@@ -139,7 +150,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, `main_grad` included."""
+        """Clear the gradients, `main_grad` included. With release_gradients=True RuntimeError
+        between backward and step(): they have been applied."""
+        if self._releases is not None:
+            self._releases.check_idle("zero_grad")
         self._clear_main_grads(keep=not set_to_none)
         super().zero_grad(set_to_none)
         self._set_grad_dtype([p for group in self.param_groups for p in group["params"]])
@@ -220,7 +234,11 @@ class Optimizer(torch.optim.Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Update the params with their current gradients; return what `closure`, if given,
-        returned. A `main_grad` is cleared."""
+        returned. A `main_grad` is cleared. With release_gradients=True it ends what backward has
+        begun: RuntimeError for a closure and under a GradScaler that is enabled."""
+        if self._releases is not None:
+            self._releases.step(closure, self._current_scaling())
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -228,7 +246,9 @@ class Optimizer(torch.optim.Optimizer):
         batches = [
             batch
             for g, group in enumerate(self.param_groups)
-            for batch in self._batches.of_group(g, group, self.state, self._moments(group))
+            for batch in self._batches.of_group(
+                g, group["params"], self.state, self._moments(group)
+            )
         ]
         params = [p for group in self.param_groups for p in group["params"]]
         plain = self.ranks.process_group is None and PLAIN.issuperset(map(type, params))
@@ -247,9 +267,7 @@ class Optimizer(torch.optim.Optimizer):
                 "mixprec.GradScaler"
             )
         self._low = self._low or self._batches.met_low_precision
-        limits = [self.max_grad_norm, *(g.get("max_grad_norm") for g in self.param_groups)]
-        clips = any(limit is not None for limit in limits)
-        must_read = clips or grad_scale is not None or (self._low and not seen)
+        must_read = self._clips or grad_scale is not None or (self._low and not seen)
         if found_inf is None and must_read:
             found_inf = torch.zeros((), dtype=torch.float32, device=params[0].device)
         unscale = None if grad_scale is None else inv_scale(grad_scale)
@@ -278,6 +296,12 @@ class Optimizer(torch.optim.Optimizer):
         self._batches.remember()
         return loss
 
+    @property
+    def _clips(self) -> bool:
+        """Whether any norm is limited."""
+        limits = [self.max_grad_norm, *(g.get("max_grad_norm") for g in self.param_groups)]
+        return any(limit is not None for limit in limits)
+
     def _update_batches(
         self,
         batches: list[Batch],
@@ -287,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         for batch in batches:
             group, device = self.param_groups[batch.group], batch.device
-            lists = [[s[name] for s in batch.states] for name in self._moments(group)]
+            lists = [[s[name] for s in batch.states] for name in batch.moments]
             states = batch.states if batch.has_master else []
             lists.append([s.get("master", s.get("remainder")) for s in states])
             if batch.data is not batch.params:  # they are sharded
@@ -314,7 +338,7 @@ class Optimizer(torch.optim.Optimizer):
     def _scales(self, batch: Batch) -> list[torch.Tensor]:
         """Of each moment in turn one per param; any tensor for one that is not in 8 bits."""
         coded = self._policy.state_dtype == _state8.CODES
-        moments = self._moments(self.param_groups[batch.group]) if coded else ()
+        moments = batch.moments if coded else ()
         names = [name + _state8.SUFFIX for name in moments]
         return [s.get(name, s["step"]) for name in names for s in batch.states]
 
@@ -367,6 +391,8 @@ class Optimizer(torch.optim.Optimizer):
         "max_grad_value",
         "ranks",
         "skipped",
+        "_release_gradients",
+        "_clip",
     )
 
     def _moments_of(self, saved: dict[str, Any]) -> tuple[str, ...]:
@@ -396,7 +422,11 @@ class Optimizer(torch.optim.Optimizer):
         restored: defaultdict[Any, Any] = defaultdict(dict, show_states(state["state"]))
         for group in state["param_groups"]:
             group.update({**self._optional, **group})
+            if self._clip == "current":
+                group.pop(_release.PREVIOUS, None)
             self._check_group(group, who)
+            if not loading:
+                _release_hooks.check(who, self, group["params"])
             for p in group["params"] if loading else ():
                 if saved := restored.get(p):  # an empty one stays
                     restored[p] = self._restore(who, p, saved, group)

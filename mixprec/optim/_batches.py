@@ -18,6 +18,7 @@ class Batch:
     """The params of one call of an update op: of one group, on one device."""
 
     group: int
+    moments: tuple[str, ...]
     params: list[torch.Tensor]  # as the optimizer holds them
     data: list[torch.Tensor]  # their parts on this rank: the same list without DTensors
     grads: list[torch.Tensor]
@@ -56,16 +57,15 @@ class Batches:
     def of_group(
         self,
         g: int,
-        group: dict[str, Any],
+        params: list[torch.Tensor],
         state: MutableMapping[Any, dict[str, Any]],
         moments: tuple[str, ...],
     ) -> Iterator[Batch]:
-        """The params of a group that have gradients, with their state prepared.
+        """Those of the params of a group that have gradients, with their state prepared.
 
         It works on whole lists, because this is most of a step's Python time.
         """
-        params = group["params"]
-        grads = [p.grad for p in params]
+        grads: list[Any] = [p.grad for p in params]
         if "main_grad" in set().union(*map(vars, params)):
             self.met_main_grad = True
             grads = [gradient_of(p) for p in params]
@@ -106,12 +106,12 @@ class Batches:
             self.met_low_precision |= any(dtype in LOW_PRECISION for dtype in dtypes)
         self._current[g] = _Known(*now, addresses, versions, data, has_master)
         if has_master is not None:
-            yield Batch(g, params, data, grads, states, has_master)
+            yield Batch(g, moments, params, data, grads, states, has_master)
             return
         split: dict[tuple[bool, torch.device], Batch] = {}
         for p, part, grad, of_param in zip(params, data, grads, states, strict=True):
             kind = (_has_master(of_param), part.device)
-            batch = split.setdefault(kind, Batch(g, [], [], [], [], kind[0]))
+            batch = split.setdefault(kind, Batch(g, moments, [], [], [], [], kind[0]))
             batch.params.append(p)
             batch.data.append(part)
             batch.grads.append(grad)

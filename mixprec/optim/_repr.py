@@ -27,6 +27,8 @@ def lines(optimizer: Any) -> str:
         "grad_dtype": None if grad_dtype is None else short(grad_dtype),
         "max_grad_norm": optimizer.max_grad_norm,
         "max_grad_value": optimizer.max_grad_value,
+        "release_gradients": optimizer._release_gradients or None,
+        "clip": None if optimizer._clip == "current" else optimizer._clip,
         "skipped steps": int(optimizer.skipped),  # waits for a GPU, the only place that knows
     }
     return "".join(f"    {name}: {text}\n" for name, text in told.items() if text is not None)

@@ -27,6 +27,7 @@ _ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
         'torch.float32 ("fp32"), torch.bfloat16 ("bf16") or "int8"',
     ),
     "grad_dtype": ((None, torch.float32), 'torch.float32 ("fp32") or None'),
+    "clip": (("current", "previous"), '"current" or "previous"'),
 }
 
 
@@ -60,6 +61,17 @@ def check_betas(who: str, name: str, betas: Any) -> None:
 def check_limit(who: str, name: str, limit: Any) -> None:
     if limit is not None and not (isinstance(limit, Real) and float(limit) > 0):
         raise ValueError(f"{who}: {name} must be positive, got {limit!r}")
+
+
+def check_clip(who: str, release_gradients: bool, clip: str, limit: float | None) -> None:
+    """Whether the norm to clip by is known when it is needed."""
+    if release_gradients and limit is not None and clip == "current":
+        raise ValueError(
+            f'{who}: clip must be "previous" with max_grad_norm and release_gradients=True, got '
+            '"current": gradients are applied before the norm of all of them is known'
+        )
+    if clip == "previous" and not release_gradients:
+        raise ValueError(f'{who}: clip must be "current" without release_gradients=True')
 
 
 def check_off(who: str, name: str, value: Any) -> None:
@@ -118,6 +130,8 @@ class Options:
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     process_group: dist.ProcessGroup | None = None
+    release_gradients: bool = False
+    clip: str = "current"
 
     @classmethod
     def parse(cls, who: str, options: dict[str, Any]) -> Options:
@@ -137,8 +151,9 @@ class Options:
         for name, (allowed, meaning) in _ALLOWED.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{who}: {name} must be {meaning}, got {value!r}")
-        if not isinstance(is_random, bool):
-            raise ValueError(f"{who}: stochastic_rounding must be True or False, got {is_random!r}")
+        for name in ("stochastic_rounding", "release_gradients"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{who}: {name} must be True or False, got {value!r}")
         if is_random and masters not in ("auto", None):
             raise ValueError(
                 f"{who}: stochastic_rounding is for bf16 params without masters, got "
@@ -150,6 +165,9 @@ class Options:
         check_limit(who, "max_grad_value", self.max_grad_value)
         if self.max_grad_norm is not None and self.max_grad_value is not None:
             raise ValueError(f"{who}: give max_grad_norm or max_grad_value, not both")
+        check_clip(who, self.release_gradients, self.clip, self.max_grad_norm)
+        if self.release_gradients and self.process_group is not None:
+            raise ValueError(f"{who}: release_gradients must be False with a process_group")
 
 
 def check_state_dict(who: str, state_dict: Any) -> None:

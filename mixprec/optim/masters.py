@@ -62,6 +62,11 @@ class Masters(Optimizer):
         **options: Any,
     ) -> None:
         _check_kind(kind)
+        if options.pop("release_gradients", False):
+            raise TypeError(
+                f"Masters: release_gradients must be False, got True: {kind.__name__} updates all "
+                "params in one step"
+            )
         self._kind, self._options = kind, options
         given: Any = params if isinstance(params, torch.Tensor) else list(params)
         ours = {

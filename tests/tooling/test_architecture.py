@@ -22,7 +22,7 @@ PACKAGE = ROOT / "mixprec"
 # From the bottom up: a module imports only from layers below its own, never sideways. The names are
 # modules of mixprec; a package stands for all its modules, except that ops is taken apart.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("formats", "_atomic", "_context", "_originals", "_said"),
+    ("formats", "_atomic", "_context", "_originals", "_said", "_scaled_losses"),
     ("quantized",),
     ("ops._dispatch.checks",),
     ("ops._reference",),

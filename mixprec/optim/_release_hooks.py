@@ -1,0 +1,91 @@
+"""The hooks that update a param in backward, and the params that cannot have one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _scaled_losses
+from .._local_gradients import is_sharded
+from ._released_gradient import is_released
+
+if TYPE_CHECKING:
+    from ._base import Optimizer
+
+
+class Hook:
+    """The hook of the params of an optimizer, which it does not keep alive."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._optimizer()
+
+    def __call__(self, param: torch.Tensor) -> None:
+        optimizer = self.optimizer
+        # Autograd calls it for an undefined gradient too.
+        if optimizer is None or param.grad is None or is_released(param.grad):
+            return
+        assert optimizer._releases is not None, "else there is no hook"
+        optimizer._releases.in_backward(param)
+
+
+def watch(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Register the hook where it is needed and not yet there: a frozen param gets it when it is no
+    longer."""
+    mine = Hook(optimizer)
+    _scaled_losses.start()
+    for p in params:
+        theirs = (hook.optimizer for hook in _hooks(p) if isinstance(hook, Hook))
+        if p.requires_grad and not any(other is optimizer for other in theirs):
+            p.register_post_accumulate_grad_hook(mine)
+
+
+def check(who: str, optimizer: Optimizer, params: list[torch.Tensor]) -> None:
+    """ValueError if a param cannot be updated in backward, or another optimizer does it there."""
+    for p in params:
+        for hook in _hooks(p):
+            if isinstance(hook, Hook) and hook.optimizer not in (None, optimizer):
+                raise ValueError(
+                    f"{who}: params must not be those of an optimizer with release_gradients=True, "
+                    f"got one of shape {tuple(p.shape)} that {type(hook.optimizer).__name__} "
+                    "updates in backward"
+                )
+    if optimizer._release_gradients and (reason := refusal(params)):
+        raise ValueError(f"{who}: {reason}")
+
+
+def refusal(params: Iterable[torch.Tensor]) -> str | None:
+    """Why these params cannot be updated in backward; None if they can."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return (
+            f"release_gradients must be False with several ranks, got {dist.get_world_size()}: "
+            "their gradients are averaged after they would have been applied"
+        )
+    for p in params:
+        if is_sharded(p):
+            return "release_gradients must be False for DTensors (FSDP2, tensor parallelism)"
+        if getattr(p, "main_grad", None) is not None:
+            return "release_gradients must be False for params with main_grad, which is not freed"
+        if any(not isinstance(hook, Hook) for hook in _hooks(p)):
+            return (
+                "release_gradients must be False for params with other hooks by register_post_"
+                "accumulate_grad_hook, which would find the gradient freed, or have it changed late"
+            )
+    return None
+
+
+def other_hooks(p: torch.Tensor, optimizer: object) -> list[Any]:
+    """Those that are not this optimizer's, nor of one that is gone."""
+    mine = (None, optimizer)
+    return [h for h in _hooks(p) if not isinstance(h, Hook) or h.optimizer not in mine]
+
+
+def _hooks(p: torch.Tensor) -> list[Any]:
+    return list((p._post_accumulate_grad_hooks or {}).values())
