@@ -20,6 +20,7 @@ from .._local_gradients import LOW_PRECISION
 from ..grad_report import is_set
 from . import _grad_norms
 from ._batches import Batches
+from ._recomputation import UpdatedParams
 from ._release_hooks import refusal, watch
 from ._released_gradient import ReleasedGradient, is_released
 
@@ -55,6 +56,7 @@ class Releases:
         self._batches: dict[int, Batches] = {}  # by param, each in a batch of its own
         self._inner: int | None = None  # autograd's number of a pass known to run within another
         self._pass: _Pass | None = None
+        self._updated = UpdatedParams()
         self._rehearses = False
 
     @property
@@ -149,6 +151,7 @@ class Releases:
             now.flags.append(skip)
         if skip is not True:
             optimizer._update_batches(batch, None, now.clips, found)
+            self._updated.add(p)
         batches.remember()
         assert p.grad is not None, "it was in the batch"
         p.grad = ReleasedGradient(p.grad)
@@ -193,6 +196,7 @@ class Releases:
                 if is_released(p.grad):
                     p.grad = None
             now, self._pass = self._pass, None
+            self._updated.clear()
         assert now is not None, "opened above"
         optimizer._sums, optimizer._last_skip = {}, None
         if now.flags:

@@ -266,3 +266,19 @@ def test_memory_report_measures_the_largest_gradients_at_one_time() -> None:
         assert found.states["exp_avg"]
         assert not optimizer.state
         assert_same(list(model.parameters()), before)
+
+
+@for_each("read", [
+    lambda x, layer: torch.no_grad()(layer)(x), lambda x, layer: x @ layer.weight.detach(),
+    lambda x, layer: x @ layer.weight.data, lambda x, layer: x * layer.weight[0, 0].item(),
+])  # fmt: skip
+def test_a_checkpoint_does_not_read_what_was_updated_since(read: Callable) -> None:
+    first, second = nn.Linear(D, D), nn.Linear(D, D)
+    _optimizer = AdamW([*first.parameters(), *second.parameters()], release_gradients=True)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return first(x) * read(x, second) * second.weight.shape[0]
+
+    loss = second(checkpoint(part, torch.randn(4, D), use_reentrant=False)).square().mean()
+    with pytest.raises(RuntimeError, match=r"calls aten.* that was updated since"):
+        loss.backward()
