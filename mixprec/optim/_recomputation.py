@@ -4,7 +4,7 @@ must be what the forward pass has read."""
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -18,7 +18,7 @@ _lock = threading.Lock()
 class UpdatedParams:
     """Those that an optimizer has updated since its last step()."""
 
-    _all: WeakSet[UpdatedParams] = WeakSet()
+    _all: ClassVar[WeakSet[UpdatedParams]] = WeakSet()
 
     def __init__(self) -> None:
         self._extents: dict[int, list[tuple[int, int]]] = {}  # by storage
@@ -73,8 +73,8 @@ class _Reads(TorchDispatchMode):
         for t in tree_leaves((args, kwargs or {})):
             if isinstance(t, torch.Tensor) and UpdatedParams.any_overlaps(t):
                 raise RuntimeError(
-                    f"release_gradients=True: a checkpoint that backward computes again calls {op} "
-                    f"on a param of shape {tuple(t.shape)} that was updated since the forward pass, "
+                    f"release_gradients=True: a checkpoint that backward computes again calls {op} on "
+                    f"a param of shape {tuple(t.shape)} that was updated since the forward pass, "
                     "because its gradient needs nothing of this checkpoint (detach() or no_grad): "
                     "leave what reads it so out of checkpoints"
                 )

@@ -45,8 +45,8 @@ class AdamW(Optimizer):
     norm of that group. max_grad_value bounds each element. The norm is in `grad_norm`.
     release_gradients: True updates each param inside backward, when its gradient is complete, and
     frees the gradient; step() ends the step. `grad` then raises RuntimeError when it is used, a
-    param whose gradient is Inf or NaN is skipped alone, and one backward pass per step() is allowed.
-    max_grad_norm then needs clip="previous": by the norm of the step before, the first unclipped.
+    param whose gradient is Inf or NaN is skipped and no other, and there is one backward pass per
+    step(). max_grad_norm then needs clip="previous": by the norm of the step before, the first unclipped.
     RuntimeError, as a rule before the first update, for what cannot work so: docs/optimizers.md.
     process_group: ranks that hold different params, or parts of them, and must skip and clip
     together; for DTensors (FSDP2) the ranks are detected without it.
