@@ -73,10 +73,10 @@ class _Reads(TorchDispatchMode):
         for t in tree_leaves((args, kwargs or {})):
             if isinstance(t, torch.Tensor) and UpdatedParams.any_overlaps(t):
                 raise RuntimeError(
-                    f"release_gradients=True: a checkpoint that backward computes again calls {op} on "
-                    f"a param of shape {tuple(t.shape)} that was updated since the forward pass, "
-                    "because its gradient needs nothing of this checkpoint (detach() or no_grad): "
-                    "leave what reads it so out of checkpoints"
+                    "release_gradients=True: a checkpoint that backward computes again calls "
+                    f"{op} on a param of shape {tuple(t.shape)} that was updated since the forward "
+                    "pass, because its gradient needs nothing of this checkpoint (detach() or "
+                    "no_grad): leave what reads it so out of checkpoints"
                 )
         return op(*args, **(kwargs or {}))
 

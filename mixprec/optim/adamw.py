@@ -46,8 +46,9 @@ class AdamW(Optimizer):
     release_gradients: True updates each param inside backward, when its gradient is complete, and
     frees the gradient; step() ends the step. `grad` then raises RuntimeError when it is used, a
     param whose gradient is Inf or NaN is skipped and no other, and there is one backward pass per
-    step(). max_grad_norm then needs clip="previous": by the norm of the step before, the first unclipped.
-    RuntimeError, as a rule before the first update, for what cannot work so: docs/optimizers.md.
+    step(). max_grad_norm then needs clip="previous": by the norm of the step before, the first
+    unclipped. RuntimeError, as a rule before the first update, for what cannot work so: see
+    docs/optimizers.md.
     process_group: ranks that hold different params, or parts of them, and must skip and clip
     together; for DTensors (FSDP2) the ranks are detected without it.
     foreach, fused, capturable: accepted for compatibility with torch.optim and ignored: the step is
