@@ -16,7 +16,7 @@ class LiveGradients:
     def __init__(self, loss: torch.Tensor) -> None:
         self.largest = 0
         self._live: dict[Any, int] = {}
-        for node in _nodes(loss.grad_fn):
+        for node in nodes(loss.grad_fn):
             if hasattr(node, "variable"):  # it accumulates into a leaf
                 node.register_hook(partial(self._remove, node))
             elif any(hasattr(edge, "variable") for edge, _ in node.next_functions):
@@ -32,7 +32,7 @@ class LiveGradients:
         self.largest = max(self.largest, sum(self._live.values()))
 
 
-def _nodes(root: Any) -> Iterator[Any]:
+def nodes(root: Any) -> Iterator[Any]:
     seen, waiting = set(), [root]
     while waiting:
         node = waiting.pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ..optim._released_gradient import is_released
 from . import plotting
 from .batches import call, scalar_loss, tensors
 from .live_gradients import LiveGradients
+from .most_in_use import MostInUse, resident
 from .report_table import aligned, readable
 from .unchanged import unchanged
 
@@ -37,7 +38,12 @@ class MemoryReport:
 
     states: of the optimizer, by their key ("exp_avg", "master"); saved: for backward, by the kind
     of op that saves them, where compressed as they are kept; peak: the most that the device had
-    allocated, or the process resident, during the forward and backward pass, None if unknown.
+    allocated, or the process resident, during the forward and backward pass, None if unknown;
+    start: the same when they begin; files: of the peak, libraries that the process has loaded.
+
+    held: who has the memory at `moment`, when most of it is in use: all that was there before the
+    pass, gradients, saved tensors, and "other", which are results and what ops allocate while they
+    run; beside these "freed", which the process keeps from the system. Empty if unknown.
     """
 
     label: str
@@ -46,6 +52,10 @@ class MemoryReport:
     states: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     peak: int | None = None
+    start: int | None = None
+    files: int | None = None
+    held: dict[str, int] = field(default_factory=dict)
+    moment: str = ""
 
     def rows(self) -> dict[str, int]:
         """The parts, without the peak, by their name in the table."""
@@ -80,7 +90,7 @@ class MemoryReport:
             ("peak", lambda report: report.peak),
         ):
             lines.append([name, *(readable(get(report)) for report in reports)])
-        return lines
+        return lines + [line for line in _peak_lines(reports) if set(line[1:]) != {"-"}]
 
     def __str__(self) -> str:
         return self.table()
@@ -92,6 +102,16 @@ class MemoryReport:
         """
         reports = (self, *others)
         plotting.save(plotting.plot_memory(reports, row_names(reports)), path)
+
+
+def _peak_lines(reports: Sequence[MemoryReport]) -> Iterator[list[str]]:
+    """What the table has of the peak."""
+    above = [None if r.peak is None or r.start is None else r.peak - r.start for r in reports]
+    yield ["peak above the start", *map(readable, above)]
+    yield ["peak: files", *(readable(report.files) for report in reports)]
+    yield ["most in use at", *(report.moment or "-" for report in reports)]
+    for part in dict.fromkeys(part for report in reports for part in report.held):
+        yield [f"there: {part}", *(readable(report.held.get(part)) for report in reports)]
 
 
 def row_names(reports: Iterable[MemoryReport]) -> list[str]:
@@ -137,14 +157,24 @@ def memory_report(
         )
     owned = [*params, *model.buffers(), *tensors(batch)]
     saved, record = recorder(owned)
-    with _as_before(model), _peak(params) as peak:
-        with recorded(record):
+    device = next((p.device for p in params), torch.device("cpu"))
+    most = MostInUse(params, device)
+
+    def look(kind: str, kept: torch.Tensor | Saved) -> None:
+        before = saved.get(kind, 0)
+        record(kind, kept)
+        if size := saved[kind] - before:
+            most.add(kind, size, kept)
+
+    with _as_before(model), _peak(device) as (start, peak):
+        with recorded(look):
             output = call(model, batch)
             output = output if loss is None else loss(output)
             remedy = "pass loss=, a function of the model's output"
             scalar = scalar_loss("memory_report", output, remedy)
         output = None
         releases = getattr(optimizer, "_releases", None)
+        most.watch(scalar)
         live = None if releases is None else LiveGradients(scalar)
         with contextlib.nullcontext() if releases is None else releases.rehearsed():
             scalar.backward()
@@ -160,7 +190,19 @@ def memory_report(
         has_stepped = all(set(optimizer.state.get(p, ())) - _MASTERS for p in own)
         states = _state_bytes(optimizer if has_stepped else _stepped(optimizer))
     kinds = {kind: saved[kind] for kind in KINDS if saved.get(kind)}
-    return MemoryReport(label, _bytes(params), gradients, states, kinds, largest)
+    files = resident("RssFile") if device.type == "cpu" else None
+    return MemoryReport(
+        label,
+        _bytes(params),
+        gradients,
+        states,
+        kinds,
+        largest,
+        start,
+        files,
+        most.held,
+        most.moment,
+    )
 
 
 def _bytes(values: Iterable[torch.Tensor]) -> int:
@@ -238,23 +280,15 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _peak(params: list[nn.Parameter]) -> Iterator[Callable[[], int | None]]:
-    """A function that returns the most memory in use since the block began."""
-    device = next((p.device for p in params), torch.device("cpu"))
+def _peak(device: torch.device) -> Iterator[tuple[int | None, Callable[[], int | None]]]:
+    """The memory in use now, and a function that returns the most since then."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device)
+        yield torch.cuda.memory_allocated(device), lambda: torch.cuda.max_memory_allocated(device)
         return
     try:  # Linux: 5 resets the largest resident size
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        yield lambda: None
+        yield None, lambda: None
     else:
-        yield _resident_peak
-
-
-def _resident_peak() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
+        yield resident("VmRSS"), lambda: resident("VmHWM")

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.diagnostics.memory_report import MemoryReport
+from mixprec.diagnostics.most_in_use import usage
 
 M, K = 64, 128
 
@@ -46,6 +47,23 @@ def test_each_part_has_the_bytes_that_it_has_to_have() -> None:
     assert found.saved == {"linear": one, "activation": one, "norm": one + 8 * K, "other": one}
     assert found.total == sum(found.rows().values()) == 4 * params + 24 + 4 * one + 8 * K
     assert found.peak is None or found.peak > found.total
+
+
+@pytest.mark.skipif(usage(torch.device("cpu")) is None, reason="needs glibc 2.33")
+def test_who_holds_the_memory_when_most_is_in_use() -> None:
+    n, frees = 512, lambda y: y.exp().cos().mean()  # exp saves its result, cos its input: the same
+    net = nn.Sequential(*[nn.Linear(n, n) for _ in range(4)])
+    x = torch.randn(8 * n, n)
+    found = mixprec.memory_report(net, torch.optim.SGD(net.parameters()), x, frees)
+    one = 4 * x.numel()
+    assert found.moment.startswith("backward")
+    assert found.held["saved: linear"] == 3 * one  # that of the first is the batch
+    assert found.held["saved: other"] in (0, one)
+    assert one <= found.held["other"] <= 3.1 * one  # gradients of results
+    assert found.held["gradients"] < 4 * (n * n + n)
+    assert found.peak is None or found.peak - found.start >= 4 * one
+    lines = str(found).splitlines()
+    assert [line for line in lines if line.startswith("there: saved: linear") and "25.2 MB" in line]
 
 
 def test_compressed_tensors_count_as_they_are_kept() -> None:
