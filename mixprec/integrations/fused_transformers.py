@@ -91,7 +91,7 @@ def _classes() -> Classes:
 
     def add(entries: Iterable[str], describe: Describe) -> None:
         for entry in entries:
-            path, name = _place(entry)
+            path, name = place(entry)
             found.setdefault(path, {})[name] = describe
 
     add((f"{entry}RMSNorm" for entry in names.RMS_NORMS.split()), _rms_norm)
@@ -103,7 +103,7 @@ def _classes() -> Classes:
     return found
 
 
-def _place(entry: str) -> tuple[str, str]:
+def place(entry: str) -> tuple[str, str]:
     """The module in transformers, and the class."""
     *where, name = entry.split("/")
     return f"models.{where[0]}.modeling_{where[-1]}", name
@@ -116,7 +116,7 @@ def _halves(entry: str) -> str:
 
 # By module of transformers; and the layers whose MLP is two modules.
 CLASSES = _classes()
-LAYERS = [_place(f"{entry.partition(':')[0]}Layer") for entry in names.ENCODERS.split()]
+LAYERS = [place(f"{entry.partition(':')[0]}Layer") for entry in names.ENCODERS.split()]
 
 
 def register() -> None:
@@ -147,7 +147,7 @@ def _register_rotary() -> None:
     if isinstance(decorator, FunctionType) and decorator.__globals__ is vars(deprecation):
         codes.update(_codes(decorator.__code__))
     for entry in names.ROTARY.split():
-        module = sys.modules.get(f"transformers.{_place(f'{entry}/')[0]}")
+        module = sys.modules.get(f"transformers.{place(f'{entry}/')[0]}")
         rotate, half = (getattr(module, n, None) for n in ("apply_rotary_pos_emb", "rotate_half"))
         if not (isinstance(rotate, FunctionType) and isinstance(half, FunctionType)):
             continue

@@ -29,8 +29,9 @@ except ImportError as error:
     ) from error
 
 from .accelerate import _Optimizer, attach
+from .fused_loss import fuse_loss
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "fuse_loss"]
 
 
 class Trainer(transformers.Trainer):

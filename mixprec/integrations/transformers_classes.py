@@ -180,3 +180,16 @@ qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_omni_moe 
 qwen3_vl_moe seed_oss smollm3 solar_open stablelm starcoder2 t5gemma t5gemma2 timesfm2_5 ultrabert
 unlimited_ocr vaultgemma voxtral_realtime xcodec2 youtu zamba2
 """
+# Their logits are lm_head(model(...).last_hidden_state), all of which go to loss_function with the
+# labels, and nowhere else but into the output.
+CAUSAL = """
+apertus/ApertusForCausalLM arcee/ArceeForCausalLM bitnet/BitNetForCausalLM cwm/CwmForCausalLM
+diffllama/DiffLlamaForCausalLM emu3/Emu3ForCausalLM ernie4_5/Ernie4_5ForCausalLM
+exaone4/Exaone4ForCausalLM gemma/GemmaForCausalLM glm/GlmForCausalLM glm4/Glm4ForCausalLM
+helium/HeliumForCausalLM hunyuan_v1_dense/HunYuanDenseV1ForCausalLM jais2/Jais2ForCausalLM
+lfm2/Lfm2ForCausalLM llama/LlamaForCausalLM ministral/MinistralForCausalLM
+ministral3/Ministral3ForCausalLM mistral/MistralForCausalLM olmo/OlmoForCausalLM
+olmo2/Olmo2ForCausalLM olmo3/Olmo3ForCausalLM olmo_hybrid/OlmoHybridForCausalLM phi/PhiForCausalLM
+phi3/Phi3ForCausalLM qwen2/Qwen2ForCausalLM qwen3/Qwen3ForCausalLM seed_oss/SeedOssForCausalLM
+smollm3/SmolLM3ForCausalLM starcoder2/Starcoder2ForCausalLM
+"""

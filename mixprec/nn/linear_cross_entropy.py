@@ -45,18 +45,22 @@ class LinearCrossEntropy(nn.Module):
         self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        x, layer = input, self.linear
         cap = 0.0 if self.softcap is None else self.softcap
         how = Loss(self.ignore_index, self.reduction, self.label_smoothing, self.z_loss, cap)
-        recipe = None
-        if why_not_fused([layer]) is None:
-            recipe = _region.recipe_here(layer.recipe)
-        if recipe is None or recipe.is_delayed:
-            return cross_entropy(layer(x), target, how)
-        with _region.without_modes():
-            return run_linear_cross_entropy(
-                x, layer.weight, target, layer.bias, recipe, how, layer._path
-            )
+        return head_loss(self.linear, input, target, how)
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction}, softcap={self.softcap}, z_loss={self.z_loss}"
+
+
+def head_loss(layer: Linear, x: torch.Tensor, target: torch.Tensor, how: Loss) -> torch.Tensor:
+    """The loss of layer(x), whose logits are stored only where they have to be."""
+    recipe = None
+    if why_not_fused([layer]) is None:
+        recipe = _region.recipe_here(layer.recipe)
+    if recipe is None or recipe.is_delayed:
+        return cross_entropy(layer(x), target, how)
+    with _region.without_modes():
+        return run_linear_cross_entropy(
+            x, layer.weight, target, layer.bias, recipe, how, layer._path
+        )
