@@ -5,9 +5,9 @@
 
 namespace mixprec {
 
-// Of an optimizer's tensors only: u8, states of 8 bits; i16, the remainders of masters; none, no
-// tensor.
-enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64, u8, i16, none };
+// Of an optimizer's tensors only: u8, states of 8 bits; i16 and i8, the remainders of masters;
+// none, no tensor.
+enum class Dtype : int32_t { f32, bf16, f16, e4m3, e5m2, f64, u8, i16, i8, none };
 
 constexpr int64_t element_size(Dtype d) {
   return d == Dtype::f64 ? 8 : d == Dtype::f32 ? 4 : d == Dtype::bf16 || d == Dtype::f16 ? 2 : 1;

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .launch import FORMATS, codes, in_one_order, on, soft_cast
 from .philox import random16
-from .rounding import join_master, split_master, stochastic_bf16
+from .rounding import join_master, split_master, stochastic_24, stochastic_bf16
 from .state8 import decode_codes, encode_codes
 from .step_rules import COLUMNS, FLAGS, LR, SETTING, STEP, derive, formula
 from .tiles import decode, encode, load, store
@@ -23,6 +23,7 @@ from .tiles import decode, encode, load, store
 BLOCK = 1024  # elements per program of an update
 STEPS_BLOCK = 128
 _FORMATS = {**FORMATS, torch.uint8: "codes"}  # of states
+_REMAINDERS = {torch.int16: 16, torch.int8: 8}  # bits; 0: of a master, or none
 # Every operation is rounded separately: no fused multiply-add.
 OPTIONS = {"enable_fp_fusion": False}
 # One kernel for all seeds and params: Triton would specialise it for 1 and multiples of 16.
@@ -94,7 +95,7 @@ def _load_master(param_ptr, master_ptr, offsets, n, P: tl.constexpr, REMAINDER: 
     """The value to update: the master, or the param if it has none."""
     if master_ptr is None:
         return decode(load(param_ptr, offsets, n, FULL), P, SOFT_CAST)
-    elif REMAINDER:
+    elif REMAINDER != 0:
         return join_master(load(param_ptr, offsets, n, FULL), load(master_ptr, offsets, n, FULL))
     else:
         return load(master_ptr, offsets, n, FULL)
@@ -128,7 +129,11 @@ def _write_param(param_ptr, master_ptr, p, start, n, key, P: tl.constexpr, REMAI
                  STOCHASTIC: tl.constexpr, SOFT_CAST: tl.constexpr, FULL: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     offsets = start + tl.arange(0, BLOCK)
-    if REMAINDER:
+    if REMAINDER == 8:
+        p = stochastic_24(p, random16(start, key, PARAM, BLOCK))
+        low, remainder = split_master(p, SOFT_CAST)
+        store(master_ptr, offsets, (remainder >> 8).to(tl.uint8), n, FULL)
+    elif REMAINDER == 16:
         low, remainder = split_master(p, SOFT_CAST)
         store(master_ptr, offsets, remainder, n, FULL)
     elif STOCHASTIC:
@@ -250,7 +255,8 @@ def _update_param(args: Any, i: int, row: torch.Tensor, constants: dict[str, Any
     given = [param, grad, *own, master]
     tensors = [t for t in given if t is not None]
     # With random bits the order of elements must be row-major.
-    if stochastic or {"bf16", "codes"} & set(formats):
+    bits = _REMAINDERS.get(master.dtype, 0) if master is not None else 0
+    if stochastic or bits == 8 or {"bf16", "codes"} & set(formats):
         as_they_are = all(t.is_contiguous() for t in tensors)
     else:
         as_they_are = in_one_order(tensors)
@@ -262,7 +268,7 @@ def _update_param(args: Any, i: int, row: torch.Tensor, constants: dict[str, Any
         master_array, row, args.inv_scale, args.clip, args.found_inf, args.max_value, args.seed,
         args.indices[i] if args.indices else 0, param.numel(), P=FORMATS[param.dtype],
         G=FORMATS[grad.dtype], FIRST=formats[0], SECOND=formats[1],
-        REMAINDER=master is not None and master.dtype == torch.int16, STOCHASTIC=stochastic,
+        REMAINDER=bits, STOCHASTIC=stochastic,
         SOFT_CAST=soft_cast(param.device, param.dtype), BLOCK=BLOCK, **constants,
     )  # fmt: skip
     for original, copy in zip(tensors, flat, strict=True):

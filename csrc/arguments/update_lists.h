@@ -28,9 +28,9 @@ struct UpdateLists {
 // thousand small tensors.
 struct CheckedParam {
   Dtype param, grad;
-  Dtype master = Dtype::none;  // i16: a remainder
+  Dtype master = Dtype::none;  // i16, i8: a remainder
   Dtype state[2] = {Dtype::none, Dtype::none};
-  bool stochastic = false;  // the param is rounded stochastically
+  bool stochastic = false;  // the param is rounded stochastically, not a master
   bool contiguous = false;  // all tensors are, so that no memory order needs matching
   bool random = false;      // random bits are drawn, in row-major order
 };
@@ -115,10 +115,12 @@ class UpdateCheck {
     if (!a_.masters.empty()) {
       const Tensor& t = a_.masters[i];
       ScalarType type = t.scalar_type();
-      bool remainder = type == ScalarType::Short && p == Dtype::bf16;
-      found.master = remainder ? Dtype::i16 : wide;
+      bool i16 = type == ScalarType::Short, i8 = type == ScalarType::Char;
+      bool remainder = (i16 || i8) && p == Dtype::bf16;
+      found.master = !remainder ? wide : i16 ? Dtype::i16 : Dtype::i8;
       require(remainder || type == real,
-              "masters must be fp32, or int16 for bf16 params (fp64 for fp64 params)");
+              "masters must be fp32, or int16 or int8 for bf16 params (fp64 for fp64 params)");
+      found.random = found.random || found.master == Dtype::i8;
       found.contiguous = check_written(t, sizes) && found.contiguous;
     }
     found.stochastic = a_.stochastic_rounding && a_.masters.empty() && p == Dtype::bf16;

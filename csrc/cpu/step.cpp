@@ -20,7 +20,9 @@ class Step {
       std::copy(c.state, c.state + 2, arrays.state_dtype);
       arrays.stochastic = c.stochastic;
       if (!lists_.masters.empty()) {
-        arrays.master_kind = c.master == Dtype::i16 ? Master::remainder : Master::real;
+        arrays.master_kind = c.master == Dtype::i16  ? Master::remainder_16
+                             : c.master == Dtype::i8 ? Master::remainder_8
+                                                     : Master::real;
       }
       rows_.push_back({arrays, c.contiguous, c.random});
     }

@@ -1,4 +1,4 @@
-// FP32 to BF16 by stochastic rounding, or as a split into a BF16 param and a 16-bit remainder.
+// FP32 to BF16 by stochastic rounding, or as a split into a BF16 param and a remainder.
 #pragma once
 
 #include "convert.h"
@@ -21,6 +21,17 @@ struct SplitMaster {
   Bf16 param;
   int16_t remainder;
 };
+
+// A remainder of 8 bits is the upper half of one of 16, of a master that has 24 bits: x with its
+// last 8 bits cut off, one unit more in magnitude with a probability of (these bits) / 2^8. Inf and
+// NaN are kept. Of the random bits, the lower 8 are used.
+MIXPREC_HD float stochastic_24(float x, uint32_t bits) {
+  uint32_t u = float_bits(x);
+  return bits_float(is_nonfinite_bits(u) ? u : (u + (bits & 0xFFu)) & 0xFFFFFF00u);
+}
+
+MIXPREC_HD int16_t remainder_16(int16_t remainder) { return remainder; }
+MIXPREC_HD int16_t remainder_16(int8_t remainder) { return static_cast<int16_t>(remainder * 256); }
 
 MIXPREC_HD SplitMaster split_master(float master) {
   uint32_t u = float_bits(master);

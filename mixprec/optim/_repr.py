@@ -12,7 +12,6 @@ from ._checked import short
 from ._state import Policy
 
 _STATES = {torch.bfloat16: "bfloat16"}
-_KEPT = {"master": " with FP32 masters", "remainder": " with 16-bit remainders"}
 
 
 def lines(optimizer: Any) -> str:
@@ -38,6 +37,7 @@ def _kept(param: torch.Tensor, policy: Policy) -> str:
     if param.dtype not in LOW_PRECISION:
         return ""
     if kept := policy.master(param):
-        return _KEPT[kept]
+        bits = 8 * policy.remainder.itemsize
+        return " with FP32 masters" if kept == "master" else f" with {bits}-bit remainders"
     rounded_at_random = policy.stochastic_rounding and param.dtype == torch.bfloat16
     return " with stochastic rounding" if rounded_at_random else " without masters"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # The options that have few values, and how an error names these.
 _ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
     "master_weights": (
-        ("auto", "fp32", "remainder16", None),
-        '"auto", "fp32", "remainder16" or None',
+        ("auto", "fp32", "remainder16", "remainder8", None),
+        '"auto", "fp32", "remainder16", "remainder8" or None',
     ),
     "state_dtype": (
         (torch.float32, torch.bfloat16, "int8"),

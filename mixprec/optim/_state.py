@@ -10,11 +10,12 @@ import torch
 from .. import _unrounded
 from .._local_gradients import LOW_PRECISION, is_sharded, local
 from ..ops import join_master
-from ..ops._reference.rounding import remainder_of
+from ..ops._reference.rounding import lower_half, remainder_of, upper_half
 from . import _state8
 from ._checked import checked, short
 
-_MASTERS = {"master": torch.float32, "remainder": torch.int16}
+_MASTERS = ("master", "remainder")
+_REMAINDERS = {"remainder16": torch.int16, "remainder8": torch.int8}
 _MAX_STEP = 2**24  # step is counted in fp32
 
 
@@ -33,9 +34,14 @@ class Policy:
         if param.dtype == torch.bfloat16:
             if self.stochastic_rounding:
                 return None
-            if self.master_weights == "remainder16":
+            if self.master_weights in _REMAINDERS:
                 return "remainder"
         return "master"
+
+    @property
+    def remainder(self) -> torch.dtype:
+        """Of the remainders, if the policy has them."""
+        return _REMAINDERS.get(self.master_weights or "", torch.int16)
 
     def moments(self, param: torch.Tensor) -> torch.dtype:
         if param.dtype == torch.float64:
@@ -47,7 +53,8 @@ class Policy:
     @property
     def random(self) -> bool:
         """Whether an update may round at random."""
-        return self.stochastic_rounding or self.state_dtype != torch.float32
+        wide = self.state_dtype == torch.float32
+        return self.stochastic_rounding or not wide or self.master_weights == "remainder8"
 
     def prepare(self, param: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]) -> None:
         """Create missing state. If other code modified the param, update its master.
@@ -75,7 +82,7 @@ class Policy:
                 _widen(state.pop("master"), param)
             return
         if key not in state:
-            state[key] = _first_master(key, param, unrounded)
+            state[key] = self._first_master(key, param, unrounded)
         elif key == "master":
             follow(state["master"], param)
 
@@ -104,7 +111,7 @@ class Policy:
         # torch.optim.SGD has no step count; a state with a buffer has had its first step.
         state: dict[str, Any] = {"step": _step(who, param, saved.get("step", 1.0))}
         place = self.master(param)
-        for name in _MASTERS.keys() & saved.keys():
+        for name in saved.keys() & set(_MASTERS):
             if name != place:
                 raise ValueError(
                     f"{who}: the state holds a {name}, for which a {short(param.dtype)} param has "
@@ -119,10 +126,32 @@ class Policy:
             if name in moments and _state8.CODES in (real, getattr(saved[name], "dtype", None)):
                 state.update(_state8.restored(who, param, name, saved, real))
                 continue
-            dtype = _MASTERS.get(name, real)
+            if name == "remainder":
+                state[name] = self._restored_remainder(who, param, saved[name])
+                continue
+            dtype = torch.float32 if name == "master" else real
             narrower = LOW_PRECISION if dtype == torch.float32 and name in moments else ()
             state[name] = checked(who, name, param, saved[name], dtype, narrower)
         return state
+
+    def _first_master(
+        self, key: str, param: torch.Tensor, unrounded: torch.Tensor | None
+    ) -> torch.Tensor:
+        """From the values that `cast_parameters` rounded, else from the param."""
+        if key == "master":
+            return param.detach().to(torch.float32) if unrounded is None else unrounded
+        if unrounded is None:
+            return torch.zeros_like(param, dtype=self.remainder)
+        return remainder_of(unrounded, param.detach(), self.remainder)
+
+    def _restored_remainder(self, who: str, param: torch.Tensor, saved: Any) -> torch.Tensor:
+        """Of 8 bits in place of 16: to nearest."""
+        own = self.remainder
+        (other,) = set(_REMAINDERS.values()) - {own}
+        if getattr(saved, "dtype", None) != other:
+            return checked(who, "remainder", param, saved, own, ())
+        found = checked(who, "remainder", param, saved, other, ())
+        return lower_half(found) if own == torch.int16 else upper_half(found)
 
 
 def follow(master: torch.Tensor, param: torch.Tensor) -> None:
@@ -138,15 +167,6 @@ def _widen(master: torch.Tensor, param: torch.Tensor) -> None:
     master, p = local(master), local(param)
     same = torch.stack([master.to(dtype).float() == p for dtype in LOW_PRECISION]).any(0)
     p.copy_(torch.where(same, master, p))
-
-
-def _first_master(key: str, param: torch.Tensor, unrounded: torch.Tensor | None) -> torch.Tensor:
-    """From the values that `cast_parameters` rounded, else from the param."""
-    if key == "master":
-        return param.detach().to(torch.float32) if unrounded is None else unrounded
-    if unrounded is None:
-        return torch.zeros_like(param, dtype=torch.int16)
-    return remainder_of(unrounded, param.detach())
 
 
 def _step(who: str, param: torch.Tensor, step: torch.Tensor | float) -> torch.Tensor:

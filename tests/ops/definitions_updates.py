@@ -69,7 +69,9 @@ def update_(
             else:
                 bits = random(1 + k, state.numel()) if state.dtype == torch.bfloat16 else None
                 write(state, after[k], bits)
-        if master is not None and master.dtype == torch.int16:
+        if master is not None and master.dtype in (torch.int16, torch.int8):
+            if master.dtype == torch.int8:
+                p = with_24_bits(np.array(p, F32), random(0, param.numel()))
             write_with_remainder(param, master, p)
             continue
         at_random = stochastic and master is None and param.dtype == torch.bfloat16
@@ -87,12 +89,20 @@ def write(t: torch.Tensor, x: np.ndarray, bits: np.ndarray | None) -> None:
 def held(param: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """What is updated: the master, which may be the param and its remainder, or the param. One that
     other code set to 0 stays that."""
-    if master is None or master.dtype != torch.int16:
+    if master is None or master.dtype not in (torch.int16, torch.int8):
         return param if master is None else master
-    low = master.numpy().astype(np.int64)
+    low = master.numpy().astype(np.int64) * (1 if master.dtype == torch.int16 else 256)
     low = np.where((ind.values(param) == 0) & (low < 0), 0, low)
     code = (ind.bits(param).astype(np.int64) << 16) + low & 0xFFFFFFFF
     return fp32(code.astype(np.uint32).view(F32))
+
+
+def with_24_bits(p: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """The neighbours below and above are 256 codes apart; bits: random, of which 8 count."""
+    code = p.reshape(-1).view(np.uint32).astype(np.int64)
+    below, part = code // 256 * 256, code % 256
+    rounded = (below + 256 * (part + bits.reshape(-1) % 256 >= 256)).astype(np.uint32).view(F32)
+    return np.where(np.isfinite(p), rounded.reshape(p.shape), p)
 
 
 def write_with_remainder(param: torch.Tensor, remainder: torch.Tensor, p: np.ndarray) -> None:
@@ -101,4 +111,5 @@ def write_with_remainder(param: torch.Tensor, remainder: torch.Tensor, p: np.nda
     nan = np.isnan(p)
     high, low = np.where(nan, 0x7FC0, high), np.where(nan, 0, code - (high << 16))
     param.copy_(filled(high.astype(np.uint16), torch.bfloat16).reshape(param.shape))
-    remainder.copy_(torch.from_numpy(low.astype(np.int16)).reshape(remainder.shape))
+    low = np.asarray(low // 256 if remainder.dtype == torch.int8 else low)
+    remainder.copy_(torch.from_numpy(low).reshape(remainder.shape))

@@ -88,7 +88,10 @@ same_kinds = pytest.mark.parametrize("kind", SAME.values(), ids=SAME)
 
 
 # Every valid combination: a master or stochastic rounding, not both.
-MASTERS = [("fp32", False), ("remainder16", False), (None, False), ("auto", True), (None, True)]
+MASTERS = [
+    *(("fp32", False), ("remainder16", False), ("remainder8", False), (None, False)),
+    *(("auto", True), (None, True)),
+]
 MIXES: list[dict[str, Any]] = [
     {"master_weights": masters, "stochastic_rounding": stochastic, "state_dtype": dtype}
     for masters, stochastic in MASTERS

@@ -26,6 +26,7 @@ STOCHASTIC = {"stochastic_rounding": True, "seed": 5, "state_dtype": torch.bfloa
 # tests/training/test_optim_state.py resumes every optimizer.
 MIXES: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "bf16 remainder16": (torch.bfloat16, Adam, {"master_weights": "remainder16"}),
+    "bf16 remainder8": (torch.bfloat16, AdamW, {"master_weights": "remainder8"}),
     "bf16 stochastic": (torch.bfloat16, AdamW, STOCHASTIC),
     "fp16 master": (torch.float16, Adam, {"max_grad_norm": 0.5}),
     "torch AdamW": (torch.float32, torch.optim.AdamW, TORCH_SCALER),

@@ -59,7 +59,10 @@ def test_bad_settings(ours: tuple[type, ...], settings: dict, message: str) -> N
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"differentiable": True}, "differentiable must be False"),
-    ({"master_weights": "bf16"}, 'master_weights must be "auto", "fp32", "remainder16" or No'),
+    (
+        {"master_weights": "bf16"},
+        'master_weights must be "auto", "fp32", "remainder16", "remainder8" or No',
+    ),
     ({"master_weights": True}, "master_weights must be"),
     ({"state_dtype": "bf8"}, r'state_dtype must be torch.float32 \("fp32"\), .* \("bf16"\) or "i'),
     ({"state_dtype": torch.float16}, "state_dtype must be"),

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 from cases import name
-from optimizers import LOW, MOMENTS, Kind, Run, assert_same, kinds, mixed, parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import LOW, MOMENTS, Kind, Run, assert_same, kinds, master_of, mixed, parameters
 
+from mixprec.ops._reference import rounding
 from mixprec.optim import SGD, Adam, AdamW, Lion, Muon
+
+REMAINDERS = {"remainder16": torch.int16, "remainder8": torch.int8}
 
 
 @kinds
@@ -28,8 +33,8 @@ def test_what_a_state_holds(kind: Kind) -> None:
             want = {"step": torch.float32}
             if p.dtype == torch.bfloat16 and mix["stochastic_rounding"]:
                 pass
-            elif p.dtype == torch.bfloat16 and mix["master_weights"] == "remainder16":
-                want["remainder"] = torch.int16
+            elif p.dtype == torch.bfloat16 and mix["master_weights"] in REMAINDERS:
+                want["remainder"] = REMAINDERS[mix["master_weights"]]
             elif p.dtype in LOW and mix["master_weights"]:
                 want["master"] = torch.float32
             real = torch.float32 if mix["state_dtype"] == "int8" else mix["state_dtype"]
@@ -54,6 +59,40 @@ def drift(kind: Callable, dtype: torch.dtype, n: int = 4096, **options: Any) -> 
     return 1.0 - p.detach().double().mean().item()
 
 
+def test_updates_smaller_than_a_24_bit_unit_arrive_on_average() -> None:
+    """Of 1 / 15 of u = 2^-16, the unit below 1: the mean of 100 steps is 6.6 units, the variance
+    100 * lr * u."""
+    p = torch.nn.Parameter(torch.full((4096,), 0.9375).bfloat16())
+    optimizer = SGD([p], lr=1e-6, master_weights="remainder8")
+    p.grad = torch.ones_like(p)
+    for _ in range(100):
+        optimizer.step()
+    moved = 0.9375 - master_of(optimizer, p).double()
+    assert moved.remainder(2.0**-16).eq(0).all()
+    assert moved.mean() == pytest.approx(1e-4, abs=5 * math.sqrt(1e-4 * 2.0**-16 / 4096))
+    assert (p == 0.9375).all()
+
+
+@settings(max_examples=300)
+@given(bits=st.integers(0, 2**32 - 1), seed=st.integers(0, 2**16 - 1))
+def test_24_bits_are_a_neighbour_and_on_average_the_number(bits: int, seed: int) -> None:
+    code = bits - 2**32 * (bits >= 2**31)
+    x = torch.tensor([code], dtype=torch.int32).view(torch.float32).expand(256).clone()
+    rounded = rounding.stochastic_24(x, torch.arange(256) ^ seed & 0xFF | seed & 0xFF00)
+    param, low = rounding.split_master(rounded)
+    kept = rounding.join_master(param, (low >> 8).to(torch.int8))
+    assert_same([kept.view(torch.int32)[~kept.isnan()]], [rounded.view(torch.int32)[~x.isnan()]])
+    if not x.isfinite().all():
+        assert kept.isnan().all() if x.isnan().any() else kept.equal(x)
+        return
+    codes = kept.view(torch.int32).long() & 0xFFFFFFFF
+    assert (codes & 0xFF).eq(0).all()
+    assert codes.sum() == 256 * bits  # also of the numbers, but where the exponent changes
+    again = rounding.remainder_of(rounding.export_master(param, low), param, torch.int8)
+    near = rounded.to(torch.bfloat16) == param  # not a tie that rounds to the other one
+    assert again[near].equal((low >> 8).to(torch.int8)[near])
+
+
 @pytest.mark.parametrize("kind", [AdamW, Adam, SGD, Lion], ids=name)
 def test_tiny_updates_are_lost_without_masters(kind: Callable) -> None:
     """Why masters exist. The last rounding is half a unit of the param.
@@ -65,7 +104,7 @@ def test_tiny_updates_are_lost_without_masters(kind: Callable) -> None:
     for dtype in LOW:
         half = torch.finfo(dtype).eps / 4
         assert drift(kind, dtype, n=4, master_weights=None) == 0.0
-        for mode in ("auto", "fp32", "remainder16"):
+        for mode in ("auto", "fp32", *REMAINDERS):
             assert drift(kind, dtype, n=4, master_weights=mode) == pytest.approx(1e-2, abs=half)
     deviation = math.sqrt(1e-2 * 2.0**-8 / 4096)
     for free in ("auto", None):

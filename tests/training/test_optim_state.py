@@ -82,7 +82,9 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_run(kind: Kind, way: str
 @kinds
 def test_other_weights_after_the_state_are_where_training_goes_on(kind: Kind) -> None:
     """The master follows where they differ, and keeps all its bits where they do not."""
-    for key, mode in (("master", "fp32"), ("remainder", "remainder16")):
+    for key, mode in (
+        *(("master", "fp32"), ("remainder", "remainder16"), ("remainder", "remainder8")),
+    ):
         run = Run(kind, parameters(torch.bfloat16, [(4,)]), lr=0.01, master_weights=mode).train(3)
         (before,) = run.masters()
         assert not torch.equal(before, run.params[0].float())
@@ -98,6 +100,21 @@ def test_other_weights_after_the_state_are_where_training_goes_on(kind: Kind) ->
         assert torch.equal(now[[0, 1, 3]], before[[0, 1, 3]])
         assert abs(now[2] - 7.0) < 7.0 * 2.0**-8  # a remainder stays, less than half a unit
         assert key == "remainder" or now[2] == 7.0
+
+
+@kinds
+def test_remainders_of_8_and_16_bits_can_be_exchanged(kind: Kind) -> None:
+    """From 8 to 16 bits exactly, from 16 to 8 to nearest; params stay."""
+    for wrote, reads in (("remainder8", "remainder16"), ("remainder16", "remainder8")):
+        run = Run(kind, parameters(torch.bfloat16), lr=0.01, master_weights=wrote).train(3)
+        other = Run(kind, clones(run.params), master_weights=reads)
+        other.optimizer.load_state_dict(through_a_file(run.optimizer.state_dict()))
+        assert_same(other.params, run.params)
+        got, want = (torch.cat([m.flatten() for m in r.masters()]) for r in (other, run))
+        far = (got.view(torch.int32) - want.view(torch.int32)).abs().max()
+        assert far <= (0 if wrote == "remainder8" else 255)  # 127 / 256 stands for a half
+        assert far.gt(0) == (wrote == "remainder16")
+        other.train()
 
 
 SETTINGS = ({}, {"weight_decay": 0.1}, {"maximize": True}, {"momentum": 0.0, "nesterov": False})

@@ -76,7 +76,7 @@ struct Epilogue {
   const float* bias;         // [cols], or null
 };
 
-enum class Master { none, real, remainder };  // remainder: int16 beside a bf16 param
+enum class Master { none, real, remainder_16, remainder_8 };  // the last two beside a bf16 param
 
 // One param and the arrays updated with it, all in one memory order.
 struct StepArrays {

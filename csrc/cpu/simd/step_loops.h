@@ -40,10 +40,10 @@ __attribute__((noinline)) void narrow_stochastic(const float* __restrict x,
   for (int64_t i = 0; i < n; ++i) out[i] = stochastic_bf16(x[i], bits[i]);
 }
 
-__attribute__((noinline)) void join(const Bf16* __restrict param,
-                                    const int16_t* __restrict remainder, float* __restrict out,
-                                    int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = join_master(param[i], remainder[i]);
+template <class T>
+__attribute__((noinline)) void join(const Bf16* __restrict param, const T* __restrict remainder,
+                                    float* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = join_master(param[i], remainder_16(remainder[i]));
 }
 
 __attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict param,
@@ -52,6 +52,17 @@ __attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict
     SplitMaster both = split_master(x[i]);
     param[i] = both.param;
     remainder[i] = both.remainder;
+  }
+}
+
+__attribute__((noinline)) void split_stochastic(const float* __restrict x,
+                                                const uint16_t* __restrict bits,
+                                                Bf16* __restrict param,
+                                                int8_t* __restrict remainder, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    SplitMaster both = split_master(stochastic_24(x[i], bits[i]));
+    param[i] = both.param;
+    remainder[i] = static_cast<int8_t>(both.remainder >> 8);
   }
 }
 
@@ -75,23 +86,34 @@ inline float* read_param(const StepArrays& a, int64_t begin, int64_t n, float* b
   switch (a.master_kind) {
     case Master::real:
       return element<float>(a.master, begin);
-    case Master::remainder:
+    case Master::remainder_16:
       join(element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), buffer, n);
+      return buffer;
+    case Master::remainder_8:
+      join(element<Bf16>(a.param, begin), element<int8_t>(a.master, begin), buffer, n);
       return buffer;
     default:
       return read(a.param_dtype, a.param, begin, n, buffer);
   }
 }
 
+// b.bits: 16 for each element, of the stream of an array of the param.
+inline void draw(const StepArrays& a, Stream stream, int64_t begin, int64_t n, Buffers& b) {
+  random_bits(random_stream(a.seed, a.step, a.index, stream), begin, n, b);
+}
+
 inline void write_stochastic(const StepArrays& a, Stream stream, const float* x, void* out,
                              int64_t begin, int64_t n, Buffers& b) {
-  random_bits(random_stream(a.seed, a.step, a.index, stream), begin, n, b);
+  draw(a, stream, begin, n, b);
   narrow_stochastic(x, b.bits, element<Bf16>(out, begin), n);
 }
 
 inline void write_param(const StepArrays& a, const float* p, int64_t begin, int64_t n, Buffers& b) {
-  if (a.master_kind == Master::remainder) {
+  if (a.master_kind == Master::remainder_16) {
     split(p, element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), n);
+  } else if (a.master_kind == Master::remainder_8) {
+    draw(a, kParamStream, begin, n, b);
+    split_stochastic(p, b.bits, element<Bf16>(a.param, begin), element<int8_t>(a.master, begin), n);
   } else if (a.stochastic) {
     write_stochastic(a, kParamStream, p, a.param, begin, n, b);
   } else if (a.param_dtype == Dtype::bf16) {
@@ -114,13 +136,13 @@ inline float* read_state(const StepArrays& a, int s, int64_t begin, int64_t n, f
 
 // Draws the random bits for states in 8 bits (state8.h), of the blocks from element `begin` on.
 inline void draw_state8(const StepArrays& a, int64_t begin, Buffers& b) {
-  auto draw = [&](Stream stream, int64_t first, uint16_t* out, int64_t n) {
-    random_bits(random_stream(a.seed, a.step, a.index, stream), first, n, b);
+  auto keep = [&](Stream stream, int64_t first, uint16_t* out, int64_t n) {
+    draw(a, stream, first, n, b);
     __builtin_memcpy(out, b.bits, static_cast<size_t>(n) * sizeof(uint16_t));
   };
-  draw(kFirstStateStream, 0, b.in_block[0], kState8Block);
-  draw(kSecondStateStream, 0, b.in_block[1], kState8Block);
-  draw(kBlockStream, 2 * (begin / kState8Block), b.of_block, 2 * kDrawn);
+  keep(kFirstStateStream, 0, b.in_block[0], kState8Block);
+  keep(kSecondStateStream, 0, b.in_block[1], kState8Block);
+  keep(kBlockStream, 2 * (begin / kState8Block), b.of_block, 2 * kDrawn);
 }
 
 inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t begin, int64_t n,

@@ -29,7 +29,7 @@ struct Group {
   uint32_t word[kGroup * sizeof(Real) / 4] = {};
 
   static __device__ __forceinline__ int element_bytes(Dtype d) {
-    return kDouble ? 8 : d == Dtype::f32 ? 4 : d == Dtype::u8 ? 1 : 2;
+    return kDouble ? 8 : d == Dtype::f32 ? 4 : d == Dtype::u8 || d == Dtype::i8 ? 1 : 2;
   }
 
   // Elements [i, i + count) of a, 0 < count <= 8, i a multiple of 8.

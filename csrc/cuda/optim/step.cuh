@@ -113,7 +113,8 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
                                            int64_t i, int count, unsigned lanes) {
   constexpr int states = kRuleStates<Rule>;
   const Array &param = c.array[kParam], &master = c.array[kMaster];
-  const bool has_master = master.dtype != Dtype::none, split = master.dtype == Dtype::i16;
+  const bool has_master = master.dtype != Dtype::none, narrow = master.dtype == Dtype::i8;
+  const bool split = narrow || master.dtype == Dtype::i16;
   const bool has_state = c.has_state();
   Group<Real> weight, rest, grad, state[states];
   grad.load(c.array[kGrad], i, count);
@@ -127,7 +128,8 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
     rest.load(master, i, count);
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
-      p[j] = join_master({weight.half(j)}, static_cast<int16_t>(rest.half(j)));
+      uint32_t bits = narrow ? rest.byte(j) << 8 : rest.half(j);
+      p[j] = join_master({weight.half(j)}, static_cast<int16_t>(bits));
     }
   } else {
     weight.decode(has_master ? master.dtype : param.dtype, p);
@@ -175,11 +177,19 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
     state[k].store(a, i, count);
   }
   if (split) {
+    PhiloxWords bits = {};
+    if (narrow) bits = random_words(c.random(kParamStream), i / kGroup);
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
-      SplitMaster both = split_master(static_cast<float>(p[j]));
+      float x = static_cast<float>(p[j]);
+      SplitMaster both = split_master(narrow ? stochastic_24(x, random16(bits, j)) : x);
       weight.set_half(j, both.param.bits);
-      rest.set_half(j, static_cast<uint16_t>(both.remainder));
+      uint16_t remainder = static_cast<uint16_t>(both.remainder);
+      if (narrow) {
+        rest.set_byte(j, static_cast<uint8_t>(remainder >> 8));
+      } else {
+        rest.set_half(j, remainder);
+      }
     }
     rest.store(master, i, count);
   } else if (has_master) {

@@ -14,7 +14,7 @@ from .._reference import rounding, state8
 from . import checks, example_inputs, overlap
 from .op import Op
 
-REMAINDER = torch.int16  # of a master: the bits that a bf16 param lacks
+REMAINDERS = (torch.int16, torch.int8)  # of a master: the bits that a bf16 param lacks; 8 of them
 CODES = torch.uint8  # of a state in 8 bits
 _CODES_OF = (state8.SIGNED, state8.UNSIGNED)  # of the first state, of the second
 SCHEMA = (
@@ -82,7 +82,7 @@ class _Update:
         param, master = self._args.params[i], self._master(i)
         if master is None:
             return param.to(_real(param))
-        return rounding.join_master(param, master) if master.dtype == REMAINDER else master
+        return rounding.join_master(param, master) if master.dtype in REMAINDERS else master
 
     def _bits(self, i: int, shape: torch.Size, stream: int) -> torch.Tensor:
         args = self._args
@@ -126,7 +126,11 @@ class _Update:
     def write_param(self, i: int, p: torch.Tensor) -> None:
         param, master = self._args.params[i], self._master(i)
         stochastic = self._args.stochastic_rounding and param.dtype == torch.bfloat16
-        if master is not None and master.dtype == REMAINDER:
+        if master is not None and master.dtype == torch.int8:
+            p = rounding.stochastic_24(p, self._bits(i, p.shape, rounding.PARAM))
+            low, p = rounding.split_master(p)
+            p = p >> 8
+        elif master is not None and master.dtype == torch.int16:
             low, p = rounding.split_master(p)
         elif master is None and stochastic:
             low = rounding.stochastic_bf16(p, self._bits(i, p.shape, rounding.PARAM))
@@ -289,10 +293,10 @@ def _check_param(
     checks.is_writable(op, f"params[{i}]", param)
     real = _real(param)
     narrow = (torch.bfloat16, CODES) if real == torch.float32 else ()
-    remainder = (REMAINDER,) if param.dtype == torch.bfloat16 else ()
+    remainders = REMAINDERS if param.dtype == torch.bfloat16 else ()
     given = [(f"grads[{i}]", args.grads[i], checks.FLOATS if narrow else (real,))]
     if args.masters:
-        given.append((f"masters[{i}]", args.masters[i], (real, *remainder)))
+        given.append((f"masters[{i}]", args.masters[i], (real, *remainders)))
     for label, t, dtypes in [*given, *((label, t, (real, *narrow)) for label, t in states)]:
         checks.has_shape(op, label, t, param.shape, f"params[{i}].shape")
         checks.has_dtype(op, label, t, dtypes)
@@ -305,6 +309,11 @@ def _check_param(
                 f"{op}: {label} must have dtype float32, or bfloat16 or uint8 with indices for its "
                 f"stochastic rounding, got {str(t.dtype).removeprefix('torch.')} without"
             )
+    if args.masters and args.masters[i].dtype == torch.int8 and not args.indices:
+        raise ValueError(
+            f"{op}: masters[{i}] must have dtype float32 or int16, or int8 with indices for its "
+            "stochastic rounding, got int8 without"
+        )
 
 
 def _check_scales(op: str, args: Any, states: list[tuple[str, torch.Tensor]]) -> None:

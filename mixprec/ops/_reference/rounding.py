@@ -73,6 +73,16 @@ def stochastic_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(x), rounded, x.to(torch.bfloat16))
 
 
+def stochastic_24(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """x (fp32) with 24 bits: the last 8 are cut off, and one unit of magnitude is added with
+    probability `the part cut off`, by the lower 8 random bits.
+
+    Inf and NaN are unchanged.
+    """
+    noisy = ((x.view(torch.int32).long() & _WORD) + (bits & 0xFF)) & ~0xFF
+    return torch.where(torch.isfinite(x), noisy.to(torch.int32).view(torch.float32), x)
+
+
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An FP32 tensor as BF16 (to nearest, ties away from zero) and the int16 difference in bits.
 
@@ -85,21 +95,35 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(nan, master.to(torch.bfloat16), high), low.masked_fill(nan, 0)
 
 
-def remainder_of(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The int16 remainder with which `param`, which is `master` rounded to nearest even, joins to
-    `master`; 0 where it is another number. A tie that was rounded down is one FP32 unit too large
-    for it."""
+def remainder_of(
+    master: torch.Tensor, param: torch.Tensor, dtype: torch.dtype = torch.int16
+) -> torch.Tensor:
+    """The remainder with which `param`, which is `master` rounded to nearest even, joins to
+    `master`, in int8 to the nearest number of 24 bits; 0 where it is another number. A tie that was
+    rounded down is one unit too large for it."""
     low = master.view(torch.int32) - (param.view(torch.int16).to(torch.int32) << 16)
     same = (master.to(param.dtype) == param) & master.isfinite()
-    return torch.where(same, low.clamp(-(2**15), 2**15 - 1), 0).to(torch.int16)
+    low = torch.where(same, low.clamp(-(2**15), 2**15 - 1), 0).to(torch.int16)
+    return low if dtype == torch.int16 else upper_half(low)
+
+
+def upper_half(remainder: torch.Tensor) -> torch.Tensor:
+    """A remainder of 16 bits to the nearest of 8, of which the largest is 127 / 256 of a unit."""
+    return ((remainder.to(torch.int32) + 128) >> 8).clamp(max=127).to(torch.int8)
+
+
+def lower_half(remainder: torch.Tensor) -> torch.Tensor:
+    """A remainder of 8 bits as one of 16: the same number."""
+    return remainder.to(torch.int16) * 256
 
 
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The FP32 tensor of which split_master made `param` and `remainder`.
+    """The FP32 tensor of which split_master made `param` and `remainder`: int16, or the upper 8 of
+    these bits as int8.
 
     A param that other code set to zero stays zero: no smaller magnitude could be subtracted from.
     """
-    low = remainder.to(torch.int32)
+    low = remainder.to(torch.int32) * (1 if remainder.dtype == torch.int16 else 256)
     low = torch.where((param == 0) & (low < 0), 0, low)
     return ((param.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
@@ -107,5 +131,5 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def export_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """`join_master`, but a number halfway between two BF16 neighbours is returned one FP32 unit
     further from 0, so that rounding to nearest even gives `param`."""
-    tie = (remainder == torch.iinfo(torch.int16).min).to(torch.int32)
+    tie = (remainder == torch.iinfo(remainder.dtype).min).to(torch.int32)
     return (join_master(param, remainder).view(torch.int32) + tie).view(torch.float32)

@@ -37,7 +37,8 @@ FLAGS = f"""-std=c++20 -ffp-contract=off -fno-strict-aliasing -fPIC -I{HERE}
 SUFFIXES = (".h", ".cuh", ".cpp", ".cu")
 # csrc/dispatch.h: enum class Dtype
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8, torch.int16, None]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.uint8]
+DTYPES += [torch.int16, torch.int8, None]
 
 
 def sources(csrc: Path = CSRC) -> list[Path]:

@@ -16,7 +16,8 @@ from emulated.agreement import Agreement, Shape, assert_bits, tensors
 from mixprec.ops._reference import rounding, state8
 
 INF, NAN = math.inf, math.nan
-F32, BF16, F16, F64, INT16, U8 = *WIDE, torch.float64, torch.int16, torch.uint8
+F32, BF16, F16, F64, INT16, INT8 = *WIDE, torch.float64, torch.int16, torch.int8
+U8 = torch.uint8
 CHUNK = 32768  # csrc/cuda/common/tensor_list.cuh
 # The op, how many states it keeps, and its numbers.
 RULES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -58,8 +59,8 @@ class Mix(NamedTuple):
 
 # A list may hold all that have a master, or all that have none.
 KINDS: list[tuple[torch.dtype, torch.dtype | None]] = [
-    (F32, None), (F32, F32), (BF16, None), (BF16, F32), (BF16, INT16), (F16, None), (F16, F32),
-    (F64, None), (F64, F64),
+    (F32, None), (F32, F32), (BF16, None), (BF16, F32), (BF16, INT16), (BF16, INT8), (F16, None),
+    (F16, F32), (F64, None), (F64, F64),
 ]  # fmt: skip
 
 
@@ -86,7 +87,8 @@ def arguments(
         shape, real = shapes[i % len(shapes)], F64 if mix.param == F64 else F32
         own, other = (layouts[(i + k) % len(layouts)] for k in range(2))
         wide = normal(shape, real, seed=10 * i)
-        low, kept = rounding.split_master(wide) if mix.master == INT16 else (wide, wide)
+        low, kept = rounding.split_master(wide) if mix.master in (INT16, INT8) else (wide, wide)
+        kept = (kept >> 8).to(INT8) if mix.master == INT8 else kept
         params.append(own(low.to(mix.param)))
         grads.append(other(normal(shape, mix.grad, seed=10 * i + 1)))
         for k, state in enumerate(mix.states[:count]):
@@ -237,11 +239,16 @@ def test_remainders_hold_every_master(agree: Agreement) -> None:
     high = np.random.default_rng(0).integers(0x0080, 0x7F00, 400, dtype=np.uint32) << 16
     bits = np.concatenate([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     master = torch.cat([from_bits(bits, F32), -from_bits(bits, F32)])
-    args = arguments("sgd", [Mix(BF16, F32, INT16)], (tuple(master.shape),), lr=0.0,
-                     weight_decay=0.0)  # fmt: skip
-    args[0], args[4] = ([x] for x in rounding.split_master(master))
-    after = agree("sgd_", args)
-    assert_bits([rounding.join_master(after[0][0], after[4][0])], [master], "master")
+    for dtype, shift, kept in (
+        (INT16, 0, master),
+        (INT8, 8, master[master.view(torch.int32) & 0xFF == 0]),
+    ):
+        args = arguments("sgd", [Mix(BF16, F32, dtype)], (tuple(kept.shape),), lr=0.0,
+                         weight_decay=0.0)  # fmt: skip
+        param, remainder = rounding.split_master(kept)
+        args[0], args[4] = [param], [(remainder >> shift).to(dtype)]
+        after = agree("sgd_", args)
+        assert_bits([rounding.join_master(after[0][0], after[4][0])], [kept], "master")
 
 
 @every_rule

@@ -58,6 +58,7 @@ _STORED = (
     (torch.float16, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.float32),
     (torch.bfloat16, torch.int16, torch.float32),
+    (torch.bfloat16, torch.int8, torch.float32),
     (torch.bfloat16, torch.float32, torch.uint8),
     (torch.bfloat16, None, torch.bfloat16),
     (torch.float32, None, torch.float32),
@@ -73,8 +74,9 @@ def update(states: int, settings: list[float], device: str) -> Iterator[Argument
         params[2] = shifted(params[2])
         stochastic = state_dtype == torch.bfloat16
         masters: list[torch.Tensor] = []
-        if master_dtype == torch.int16:
-            masters = [torch.arange(x.numel(), device=device).short() * 31 for x in values]
+        if master_dtype in (torch.int16, torch.int8):
+            numbers16 = (torch.arange(x.numel(), device=device).short() * 31 for x in values)
+            masters = [n.to(master_dtype) for n in numbers16]
         elif master_dtype is not None:
             masters = [x.clone() for x in values]
         lists = [params, grads, *_states(values, state_dtype, states), masters]
