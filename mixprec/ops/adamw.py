@@ -100,7 +100,8 @@ def adamw_(
     codes, of the param's shape. state_scales: empty without uint8; else the scales of exp_avgs,
     then of exp_avg_sqs: fp32 [ceil(numel / 256)] for each, or any tensor beside one that is not
     uint8. masters: one tensor per param, or an empty list; fp32, or, for bf16 params, int16: the
-    bits that the param lacks, such that it rounds to the param, to nearest, ties away from zero.
+    bits that the param lacks, such that it rounds to the param, to nearest, ties away from zero, or
+    int8: the upper 8 of these, of values with 24 bits.
     steps: fp32 [params], counts. inv_scale, clip, found_inf: fp32, one element. lr: a
     number or an fp32 or fp64 tensor of one element. All on one device.
 

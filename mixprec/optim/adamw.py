@@ -30,6 +30,7 @@ class AdamW(Optimizer):
       "auto", "fp32"  an FP32 copy in state[param]["master"], 4 bytes; the param is this rounded
       "remainder16"   for bf16 the 16 bits that the param lacks, in state[param]["remainder"],
                       2 bytes: the same FP32 values; fp16 params get an FP32 copy
+      "remainder8"    the upper 8 of these, 1 byte: weights of 24 bits, rounded stochastically
       None            none: small updates are rounded away, unless rounding is stochastic
     state_dtype: of the moments, torch.float32 or "fp32", torch.bfloat16 or "bf16", or "int8": uint8
     codes, of params of 4,096 elements and more, with one scale per 256 elements in
