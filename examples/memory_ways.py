@@ -51,11 +51,11 @@ def masters(model: nn.Module) -> torch.optim.Optimizer:
     return mixprec.optim.AdamW(model.parameters())
 
 
-def lean(fidelity: str, **options: bool) -> Way:
+def lean(fidelity: str) -> Way:
     def prepare(model: nn.Module) -> torch.optim.Optimizer:
         import mixprec
 
-        return mixprec.lean(model, fidelity=fidelity, verbose=False, **options)[1]
+        return mixprec.lean(model, fidelity=fidelity, verbose=False)[1]
 
     return prepare
 
@@ -85,12 +85,8 @@ WAYS: dict[str, Way] = {
     "mixprec bf16": masters,
     "lean high": lean("high"),
     "lean balanced": lean("balanced"),
-    "lean balanced, `release_gradients`": lean("balanced", release_gradients=True),
     "lean small": lean("small"),
     "checkpointing, mixprec bf16": checkpointed(masters),
     "checkpointing, lean balanced": checkpointed(lean("balanced")),
-    "checkpointing, lean balanced, `release_gradients`": checkpointed(
-        lean("balanced", release_gradients=True)
-    ),
     "checkpointing, lean small": checkpointed(lean("small")),
 }

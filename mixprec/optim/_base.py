@@ -175,6 +175,8 @@ class Optimizer(torch.optim.Optimizer):
         trace, so that the step would overwrite it with the master. It sees all other writes.
         """
         self._batches.forget()
+        if self._releases is not None:
+            self._releases.forget()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -65,6 +65,10 @@ class Releases:
         assert optimizer is not None, "it calls this"
         return optimizer
 
+    def forget(self) -> None:
+        """Treat every param as modified by other code since its last update."""
+        self._batches.clear()
+
     @_disable_dynamo
     def in_backward(self, p: torch.Tensor) -> None:
         """Update p with its gradient and free this; not within another backward pass (reentrant

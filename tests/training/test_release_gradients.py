@@ -91,6 +91,9 @@ def test_a_random_program_has_the_bits_of_a_plain_step(
         for model, optimizer, scheduler in runs:
             model.frozen.requires_grad_(step % 2 == 1)
             model.unused.grad = torch.ones_like(model.unused, dtype=options.get("grad_dtype"))
+            if step == 3:  # a write that leaves no trace
+                model.head.weight.data.mul_(0.5)
+                optimizer.reload_model_params()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*use_reentrant=False")
                 loss_of(model, step).backward(retain_graph=retain)
