@@ -132,8 +132,6 @@ class Optimizer(torch.optim.Optimizer):
     def _set_up_params(self) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         self._index = {id(p): i for i, p in enumerate(params)}
-        self._group_of = {id(p): g for g, group in enumerate(self.param_groups)
-                          for p in group["params"]}  # fmt: skip
         # Whether a param has 16 bits, on any rank, with or without a gradient.
         self._low = any(p.dtype in LOW_PRECISION for p in params)
         self._set_grad_dtype(params)

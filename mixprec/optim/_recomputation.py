@@ -3,6 +3,7 @@ must be what the forward pass has read."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -24,9 +25,10 @@ class UpdatedParams:
         self._extents: dict[int, list[tuple[int, int]]] = {}  # by storage
         with _lock:
             self._all.add(self)
-            # Of all that torch calls to compute a checkpoint again, this alone has a name.
+            # Of all that torch calls to compute a checkpoint again, these have a name.
             if checkpoint._recomputation_hook is not _Recomputation:
                 checkpoint._recomputation_hook = _Recomputation  # type: ignore[misc]
+                checkpoint.CheckpointFunction.backward = staticmethod(_recompute)  # type: ignore[method-assign]
 
     def add(self, p: torch.Tensor) -> None:
         self._extents.setdefault(p.untyped_storage()._cdata, []).append(_extent(p))
@@ -79,6 +81,15 @@ class _Reads(TorchDispatchMode):
                     "no_grad): leave what reads it so out of checkpoints"
                 )
         return op(*args, **(kwargs or {}))
+
+
+_BACKWARD = checkpoint.CheckpointFunction.backward
+
+
+def _recompute(ctx: Any, *grads: Any) -> Any:
+    """The backward pass of a reentrant checkpoint."""
+    with contextlib.nullcontext() if UpdatedParams.is_empty() else _Reads():
+        return _BACKWARD(ctx, *grads)
 
 
 class _Recomputation(checkpoint._recomputation_hook):

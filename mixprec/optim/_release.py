@@ -42,6 +42,8 @@ class _Pass:
     moments: list[tuple[str, ...]]  # by group
     clips: dict[int, torch.Tensor]
     must_read: bool
+    group_of: dict[int, int]  # by param
+    updated: set[int] = field(default_factory=set)
     flags: list[torch.Tensor | bool] = field(default_factory=list)  # of overflow, by param
     sums: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # squared norms by group
 
@@ -86,7 +88,8 @@ class Releases:
                 except RuntimeError:
                     p.grad = None  # of a pass that is refused, nothing stays
                     raise
-            if task != self._inner:
+            mine = self._pass is not None and id(p) in self._pass.group_of
+            if task != self._inner and mine:
                 with torch.no_grad():
                     self._update(p)
 
@@ -108,6 +111,8 @@ class Releases:
             )
         elif torch.is_grad_enabled():
             raise RuntimeError(f"{who}: release_gradients must be False for create_graph=True")
+        elif _is_compiled():
+            raise RuntimeError(f"{who}: release_gradients must be False under compiled autograd")
         elif _scaled_losses.is_scaled(task):
             raise RuntimeError(
                 f"{who}: release_gradients=True takes losses as they are, got one that GradScaler "
@@ -121,8 +126,12 @@ class Releases:
         optimizer = self._optimizer
         groups = optimizer.param_groups
         params = [p for group in groups for p in group["params"]]
-        if reason := refusal(params):
+        reason = refusal(params)
+        if reason is None and optimizer._clips and optimizer._clip == "current":
+            reason = 'clip must be "previous" with max_grad_norm and release_gradients=True'
+        if reason is not None:
             raise RuntimeError(f"{self._who}: {reason}")
+        group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
         optimizer._low = optimizer._low or any(p.dtype in LOW_PRECISION for p in params)
         sums: dict[int, torch.Tensor] = {}
         if any(PREVIOUS in group for group in groups):
@@ -135,12 +144,13 @@ class Releases:
         clips = _grad_norms.clip_factors(sums, groups, optimizer.max_grad_norm)
         moments = list(map(optimizer._moments, groups))
         optimizer.grad_counts.start()
-        self._pass = _Pass(task, moments, clips, optimizer._low or optimizer._clips)
+        self._pass = _Pass(task, moments, clips, optimizer._low or optimizer._clips, group_of)
 
     def _update(self, p: torch.Tensor) -> None:
         now, optimizer = self._pass, self._optimizer
         assert now is not None, "opened before"
-        g = optimizer._group_of[id(p)]
+        g = now.group_of[id(p)]
+        now.updated.add(id(p))
         batches = self._batches.get(id(p))
         if batches is None:
             batches = self._batches[id(p)] = Batches(self._who, optimizer._policy)
@@ -193,9 +203,14 @@ class Releases:
         with self._lock:
             if self._pass is None:
                 self._open(None)
-            for p in params:
-                if p.grad is not None and not is_released(p.grad):
-                    self._update(p)
+            late = [p for p in params if p.grad is not None and not is_released(p.grad)]
+            if any(id(p) in self._pass.updated for p in late):  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"{self._who}.step: release_gradients=True has applied a gradient in backward "
+                    "that other code has replaced since: set it to None"
+                )
+            for p in late:
+                self._update(p)
             for p in params:
                 if is_released(p.grad):
                     p.grad = None
@@ -231,6 +246,12 @@ class Releases:
                 group[PREVIOUS] = old if skipped else new
             else:
                 group[PREVIOUS] = torch.where(skipped, old, new)
+
+
+def _is_compiled() -> bool:
+    """Whether compiled autograd runs the current backward pass."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and compiled.in_compiled_autograd_region
 
 
 def _is_nested() -> bool:

@@ -68,7 +68,12 @@ def refusal(params: Iterable[torch.Tensor]) -> str | None:
             f"release_gradients must be False with several ranks, got {dist.get_world_size()}: "
             "their gradients are averaged after they would have been applied"
         )
+    storages: set[int] = set()
     for p in params:
+        if torch._C._has_storage(p) and p.numel() > 0:
+            if (storage := p.untyped_storage()._cdata) in storages:
+                return "release_gradients must be False for params that share a storage"
+            storages.add(storage)
         if is_sharded(p):
             return "release_gradients must be False for DTensors (FSDP2, tensor parallelism)"
         if getattr(p, "main_grad", None) is not None:

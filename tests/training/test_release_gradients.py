@@ -132,6 +132,11 @@ BEFORE: list[tuple[Callable[[nn.Module, Any], Any], str]] = [
      "params with main_grad"),
     (lambda m, o: (setattr(m.embed.weight, "main_grad", torch.zeros(70, D)), o.step()),
      "params with main_grad"),
+    (lambda m, o: (o.param_groups[0].update(max_grad_norm=1.0), loss_of(m).backward()),
+     'clip must be "previous"'),
+    (lambda m, o: (o.param_groups[0]["params"].append(m.embed.weight.detach().requires_grad_()),
+                   loss_of(m).backward()), "params that share a storage"),
+    (lambda m, o: compiled_backward(m), "under compiled autograd"),
     (lambda m, o: o.step(lambda: loss_of(m).backward()), "step: closure must be None"),
     (lambda m, o: AdamW(m.parameters()), "params must not be those of an optimizer with release"),
     (lambda m, o: copy.copy(o), "params must not be those of an optimizer with release"),
@@ -139,6 +144,8 @@ BEFORE: list[tuple[Callable[[nn.Module, Any], Any], str]] = [
 AFTER: list[tuple[Callable[[nn.Module, Any], Any], str]] = [
     (lambda m, o: loss_of(m).backward(), "aten.add_.Tensor needs a gradient"),
     (lambda m, o: (m.zero_grad(), loss_of(m).backward()), "one backward pass per step"),
+    (lambda m, o: (setattr(m.head.weight, "grad", m.head.weight.detach() * 0), o.step()),
+     "that other code has replaced since"),
     (lambda m, o: o.zero_grad(), "zero_grad: release_gradients=True has updated the params"),
     (lambda m, o: m.zero_grad(set_to_none=False), "aten.zero_.default needs a gradient"),
     (lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "needs a gradient"),
@@ -149,6 +156,11 @@ AFTER: list[tuple[Callable[[nn.Module, Any], Any], str]] = [
     (lambda m, o: scaler(torch.amp.GradScaler("cpu")).step(o), "needs a gradient"),
     (lambda m, o: torch.optim.SGD(m.parameters()).step(), "needs a gradient"),
 ]  # fmt: skip
+
+
+def compiled_backward(model: nn.Module) -> None:
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss_of(model).backward()
 
 
 def scaler(kind: Any = None) -> Any:
@@ -275,13 +287,15 @@ def test_memory_report_measures_the_largest_gradients_at_one_time() -> None:
     lambda x, layer: torch.no_grad()(layer)(x), lambda x, layer: x @ layer.weight.detach(),
     lambda x, layer: x @ layer.weight.data, lambda x, layer: x * layer.weight[0, 0].item(),
 ])  # fmt: skip
-def test_a_checkpoint_does_not_read_what_was_updated_since(read: Callable) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_does_not_read_what_was_updated_since(read: Callable, reentrant: bool) -> None:
     first, second = nn.Linear(D, D), nn.Linear(D, D)
     _optimizer = AdamW([*first.parameters(), *second.parameters()], release_gradients=True)
 
     def part(x: torch.Tensor) -> torch.Tensor:
         return first(x) * read(x, second) * second.weight.shape[0]
 
-    loss = second(checkpoint(part, torch.randn(4, D), use_reentrant=False)).square().mean()
+    x = torch.randn(4, D, requires_grad=True)
+    loss = second(checkpoint(part, x, use_reentrant=reentrant)).square().mean()
     with pytest.raises(RuntimeError, match=r"calls aten.* that was updated since"):
         loss.backward()
