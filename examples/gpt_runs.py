@@ -121,7 +121,7 @@ def train(
         recipe = dataclasses.replace(Recipe.parse(recipe), fast_accum=True)
     settings: dict[str, Any] = dict(ADAMW)
     if lean:  # as mixprec.lean does
-        settings |= {"master_weights": "remainder16", "state_dtype": lean.state_dtype}
+        settings |= {"master_weights": lean.master_weights, "state_dtype": lean.state_dtype}
 
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return mixprec.optim.AdamW(list(model.parameters()), options.lr, **settings)

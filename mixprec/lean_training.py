@@ -20,16 +20,17 @@ from .recipes import Recipe
 
 
 class Fidelity(NamedTuple):
-    """What is kept in fewer bits, besides bf16 parameters with 16 more bits beside them."""
+    """What is kept in fewer bits, besides the parameters, which are bf16."""
 
-    state_dtype: torch.dtype | str  # of AdamW's moments
+    master_weights: str  # of AdamW: the bits beside a parameter
+    state_dtype: torch.dtype | str  # of its moments
     saved: str  # bits of compress_saved
 
 
 FIDELITIES = {
-    "high": Fidelity(torch.float32, "int8"),
-    "balanced": Fidelity("int8", "int8"),
-    "small": Fidelity("int8", "int4"),
+    "high": Fidelity("remainder16", torch.float32, "int8"),
+    "balanced": Fidelity("remainder16", "int8", "int8"),
+    "small": Fidelity("remainder8", "int8", "int4"),
 }
 
 
@@ -49,16 +50,17 @@ def lean(
         model, optimizer = mixprec.lean(model, lr=3e-4)
 
     The weights that are trained stay FP32 numbers: each is a bf16 parameter and the 16 bits that it
-    lacks. Bytes per parameter with its gradient and state, and bits of saved activations:
+    lacks; in "small" 8 of them, so that a weight has 24. Bytes per parameter with its gradient and
+    state, and bits of saved activations:
 
         fidelity      parameter   AdamW's moments   in all   saved for backward
         "high"        2 + 2       FP32              14       8
         "balanced"    2 + 2       8 bits            8.03     8
-        "small"       2 + 2       8 bits            8.03     4 where they suffice, else 8
+        "small"       2 + 1       8 bits            7.03     4 where they suffice, else 8
 
     against 16 bytes of FP32. It is short for `cast_parameters(model, torch.bfloat16)`,
     `convert(model, recipe, saved=..., fuse=True)` and `optim.AdamW(model.parameters(), lr,
-    master_weights="remainder16", state_dtype=..., **options)`, in place; norms stay in FP32.
+    master_weights=..., state_dtype=..., **options)`, in place; norms stay in FP32.
     `convert` says which roundings fusion changes.
 
     `release_gradients=True` among the options frees each gradient in backward, 2 bytes in all, but
@@ -78,8 +80,8 @@ def lean(
     if fidelity not in FIDELITIES:
         offered = ", ".join(f'"{name}"' for name in FIDELITIES)
         raise ValueError(f"lean: fidelity must be one of {offered}, got {fidelity!r}")
-    state_dtype, saved = FIDELITIES[fidelity]
-    options = {"master_weights": "remainder16", "state_dtype": state_dtype, **options}
+    master_weights, state_dtype, saved = FIDELITIES[fidelity]
+    options = {"master_weights": master_weights, "state_dtype": state_dtype, **options}
     low = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
     if low:
         warnings.warn(

@@ -64,11 +64,12 @@ class Kind(NamedTuple):
     size: Bytes
     options: dict[str, Any]
     optimizer: str = "adamw"
+    what: str = ""  # as what another kind is compared with
 
 
 KINDS = {
     "fp32": Kind(torch.float32, Bytes(4, 4, 8, 0), {}),
-    "masters": Kind(torch.bfloat16, Bytes(2, 2, 8, 4), {}),
+    "masters": Kind(torch.bfloat16, Bytes(2, 2, 8, 4), {}, what="fp32 moments"),
     "remainder16": Kind(torch.bfloat16, Bytes(2, 2, 8, 2), {"master_weights": "remainder16"}),
     "stochastic": Kind(
         torch.bfloat16,
@@ -76,6 +77,17 @@ KINDS = {
         {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
     ),
     "int8": Kind(torch.bfloat16, Bytes(2, 2, 2, 4), {"state_dtype": "int8"}),
+    "remainder8": Kind(
+        torch.bfloat16,
+        Bytes(2, 2, 2, 1),
+        {"master_weights": "remainder8", "state_dtype": "int8"},
+    ),
+    "remainder16-int8": Kind(
+        torch.bfloat16,
+        Bytes(2, 2, 2, 2),
+        {"master_weights": "remainder16", "state_dtype": "int8"},
+        what="16 remainder bits",
+    ),
     "sgd": Kind(torch.float32, Bytes(4, 4, 4, 0), {}, "sgd"),
     "lion": Kind(torch.bfloat16, Bytes(2, 2, 4, 4), {}, "lion"),
     "lion-int8": Kind(torch.bfloat16, Bytes(2, 2, 1, 4), {"state_dtype": "int8"}, "lion"),
@@ -112,7 +124,7 @@ def _workload(on_gpu: bool, full: Shapes, kind: Kind, rival: Kind | None = None)
     torchs = TORCH_FP32 if dtype == torch.float32 else TORCH_MASTERS
     return Workload(
         lambda step: step["ours"](),
-        {torchs if rival is None else "fp32 moments": lambda step: step["other"]()},
+        {torchs if rival is None else rival.what: lambda step: step["other"]()},
         partial(steps.check, few, dtype, where, name, **kind.options),
         inputs,
         ops=(f"{name}_", *SHARED_OPS) if on_gpu else (),
@@ -229,6 +241,8 @@ _ON_CPU: tuple[tuple[str, Target, Any, str], ...] = (
      "unscale + clip + AdamW, fp32, 1,000 tensors of 1,000"),
     ("bf16/int8", times_the_time(1.2), _on_cpu(GPT, "int8", "masters"),
      f"unscale + clip + AdamW, 8-bit moments against fp32 ones, bf16 with fp32 masters, {_LIST}"),
+    ("bf16/remainder8", times_the_time(1.2), _on_cpu(GPT, "remainder8", "remainder16-int8"),
+     f"unscale + clip + AdamW with 8-bit moments, 8 remainder bits against 16, {_LIST}"),
     ("bf16/int8/others", times_faster(8.0), _other_libraries,
      f"the same without masters, against AdamW8bit of other libraries, {_LIST}"),
     ("fp32/per-tensor", at_most(3.0, "us", _per_tensor), _many_and_one,
