@@ -40,6 +40,17 @@ def decode_codes(codes, scale_ptr, start, n, SIGNED: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def block_random(start, key, STREAM: tl.constexpr, BLOCKS: tl.constexpr):
+    """16 random bits, as int32 [BLOCKS, ELEMENTS], of each element from `start` (a multiple of
+    ELEMENTS) on: those of its place in a block, plus those of the block."""
+    in_block = random16(tl.zeros((), tl.int64), key, STREAM, ELEMENTS)
+    pairs = tl.reshape(random16(start // ELEMENTS * 2, key, PER_BLOCK, 2 * BLOCKS), (BLOCKS, 2))
+    mine = tl.arange(0, 2)[None, :] == (1 if STREAM == 2 else 0)
+    of_block = tl.sum(tl.where(mine, pairs.to(tl.int32), 0), axis=1)
+    return (in_block.to(tl.int32)[None, :] + of_block[:, None]) & 0xFFFF
+
+
+@triton.jit
 def encode_codes(x, scale_ptr, start, n, key, SIGNED: tl.constexpr, STREAM: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """The codes of x [BLOCK], whose scales are stored. STREAM: 1 or 2, the array of random bits."""
@@ -68,12 +79,7 @@ def encode_codes(x, scale_ptr, start, n, key, SIGNED: tl.constexpr, STREAM: tl.c
         low = (y * 119304648.0).to(tl.int32)  # 2^16 / (1.125 * 2^-11) in fp32
     position = tl.maximum(position, tl.minimum(low, 65536))
 
-    in_block = random16(tl.zeros((), tl.int64), key, STREAM, ELEMENTS)
-    pairs = tl.reshape(random16(start // ELEMENTS * 2, key, PER_BLOCK, 2 * BLOCKS), (BLOCKS, 2))
-    mine = tl.arange(0, 2)[None, :] == STREAM - 1
-    of_block = tl.sum(tl.where(mine, pairs.to(tl.int32), 0), axis=1)
-    random = (in_block.to(tl.int32)[None, :] + of_block[:, None]) & 0xFFFF
-    code = (position + random) >> 16
+    code = (position + block_random(start, key, STREAM, BLOCKS)) >> 16
     if SIGNED:
         code = code | tl.where(x.to(tl.int32, bitcast=True) < 0, 0x80, 0)
     code = tl.where(finite[:, None], code, 0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from .launch import FORMATS, codes, in_one_order, on, soft_cast
 from .philox import random16
 from .rounding import join_master, split_master, stochastic_24, stochastic_bf16
-from .state8 import decode_codes, encode_codes
+from .state8 import ELEMENTS, block_random, decode_codes, encode_codes
 from .step_rules import COLUMNS, FLAGS, LR, SETTING, STEP, derive, formula
 from .tiles import decode, encode, load, store
 
@@ -130,7 +130,8 @@ def _write_param(param_ptr, master_ptr, p, start, n, key, P: tl.constexpr, REMAI
                  BLOCK: tl.constexpr):  # fmt: skip
     offsets = start + tl.arange(0, BLOCK)
     if REMAINDER == 8:
-        p = stochastic_24(p, random16(start, key, PARAM, BLOCK))
+        random = block_random(start, key, PARAM, BLOCK // ELEMENTS)
+        p = stochastic_24(p, tl.reshape(random, (BLOCK,)).to(tl.uint32))
         low, remainder = split_master(p, SOFT_CAST)
         store(master_ptr, offsets, (remainder >> 8).to(tl.uint8), n, FULL)
     elif REMAINDER == 16:

@@ -37,7 +37,7 @@ __attribute__((noinline)) void encode_block(const float* __restrict x,
                                             const uint16_t* __restrict bits, uint16_t offset,
                                             float inverse, uint8_t* __restrict codes, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    codes[i] = encode_state8<is_signed>(x[i], inverse, state8_random(bits[i], offset));
+    codes[i] = encode_state8<is_signed>(x[i], inverse, block_random(bits[i], offset));
   }
 }
 

@@ -12,7 +12,8 @@ struct Buffers {
   alignas(64) float param[kBlock], grad[kBlock], state[2][kBlock];
   alignas(64) uint64_t words[kBlock / 4];
   alignas(64) uint16_t bits[kBlock];
-  alignas(64) uint16_t in_block[2][kState8Block], of_block[2 * kDrawn];  // see draw_state8
+  // See draw_blocks. Of the param, and of both states.
+  alignas(64) uint16_t in_block[3][kState8Block], of_block[2 * kDrawn];
 };
 
 template <class T>
@@ -55,12 +56,13 @@ __attribute__((noinline)) void split(const float* __restrict x, Bf16* __restrict
   }
 }
 
+// n <= kState8Block elements of one block.
 __attribute__((noinline)) void split_stochastic(const float* __restrict x,
-                                                const uint16_t* __restrict bits,
-                                                Bf16* __restrict param,
+                                                const uint16_t* __restrict in_block,
+                                                uint16_t of_block, Bf16* __restrict param,
                                                 int8_t* __restrict remainder, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    SplitMaster both = split_master(stochastic_24(x[i], bits[i]));
+    SplitMaster both = split_master(stochastic_24(x[i], block_random(in_block[i], of_block)));
     param[i] = both.param;
     remainder[i] = static_cast<int8_t>(both.remainder >> 8);
   }
@@ -112,8 +114,12 @@ inline void write_param(const StepArrays& a, const float* p, int64_t begin, int6
   if (a.master_kind == Master::remainder_16) {
     split(p, element<Bf16>(a.param, begin), element<int16_t>(a.master, begin), n);
   } else if (a.master_kind == Master::remainder_8) {
-    draw(a, kParamStream, begin, n, b);
-    split_stochastic(p, b.bits, element<Bf16>(a.param, begin), element<int8_t>(a.master, begin), n);
+    for (int64_t i = 0; i < n; i += kState8Block) {
+      int64_t at = begin + i, left = n - i < kState8Block ? n - i : kState8Block;
+      split_stochastic(p + i, b.in_block[kParamStream],
+                       b.of_block[2 * (at / kState8Block % kDrawn)], element<Bf16>(a.param, at),
+                       element<int8_t>(a.master, at), left);
+    }
   } else if (a.stochastic) {
     write_stochastic(a, kParamStream, p, a.param, begin, n, b);
   } else if (a.param_dtype == Dtype::bf16) {
@@ -134,14 +140,15 @@ inline float* read_state(const StepArrays& a, int s, int64_t begin, int64_t n, f
   return buffer;
 }
 
-// Draws the random bits for states in 8 bits (state8.h), of the blocks from element `begin` on.
-inline void draw_state8(const StepArrays& a, int64_t begin, Buffers& b) {
+// Draws the random bits of what has them by blocks (state8.h), for those from element `begin` on.
+inline void draw_blocks(const StepArrays& a, int64_t begin, Buffers& b) {
   auto keep = [&](Stream stream, int64_t first, uint16_t* out, int64_t n) {
     draw(a, stream, first, n, b);
     __builtin_memcpy(out, b.bits, static_cast<size_t>(n) * sizeof(uint16_t));
   };
-  keep(kFirstStateStream, 0, b.in_block[0], kState8Block);
-  keep(kSecondStateStream, 0, b.in_block[1], kState8Block);
+  keep(kParamStream, 0, b.in_block[kParamStream], kState8Block);
+  keep(kFirstStateStream, 0, b.in_block[kFirstStateStream], kState8Block);
+  keep(kSecondStateStream, 0, b.in_block[kSecondStateStream], kState8Block);
   keep(kBlockStream, 2 * (begin / kState8Block), b.of_block, 2 * kDrawn);
 }
 
@@ -155,7 +162,7 @@ inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t 
     } else if (a.state_dtype[s] == Dtype::u8) {
       int64_t block = begin / kState8Block;
       auto* narrow = s == 0 ? narrow_state8<true> : narrow_state8<false>;
-      narrow(state[s], b.in_block[s], b.of_block + 2 * (block % kDrawn) + s,
+      narrow(state[s], b.in_block[kFirstStateStream + s], b.of_block + 2 * (block % kDrawn) + s,
              element<uint8_t>(a.state[s], begin), a.scale[s] + block, n);
     }
   }
@@ -165,10 +172,11 @@ inline void write_states(const StepArrays& a, float* const (&state)[2], int64_t 
 template <class Update>
 inline void for_blocks(const StepArrays& a, int64_t begin, int64_t end, const Update& update) {
   Buffers b;
-  bool codes = a.state_dtype[0] == Dtype::u8 || a.state_dtype[1] == Dtype::u8;
+  bool blocks = a.state_dtype[0] == Dtype::u8 || a.state_dtype[1] == Dtype::u8 ||
+                a.master_kind == Master::remainder_8;
   for (int64_t first = begin; begin < end; begin += kBlock) {
     int64_t n = end - begin < kBlock ? end - begin : kBlock;
-    if (codes && (begin - first) % (kDrawn * kState8Block) == 0) draw_state8(a, begin, b);
+    if (blocks && (begin - first) % (kDrawn * kState8Block) == 0) draw_blocks(a, begin, b);
     float* p = read_param(a, begin, n, b.param);
     const float* grad = read(a.grad_dtype, const_cast<void*>(a.grad), begin, n, b.grad);
     float* state[2] = {};

@@ -21,11 +21,11 @@ __device__ __forceinline__ unsigned lanes_of_block(int left) {
   return 0xFFFFFFFFu >> (32 - lanes);
 }
 
-// The random bits of a warp's blocks (state8_random): those of the places of this lane, in state k,
-// the same in all blocks of a tensor, and those of a block, in each half the ones of a state.
-__device__ __forceinline__ PhiloxWords random_in_block(RandomStream of_param, int k) {
-  of_param.index_and_stream += (kFirstStateStream + k) << 30;
-  return random_words(of_param, threadIdx.x % 32);
+// The random bits of a warp's blocks (block_random): those of the places of this lane, the same in
+// all blocks of an array, and those of a block, in the lower half for the first state and the
+// param.
+__device__ __forceinline__ PhiloxWords random_in_block(const RandomStream& of_array) {
+  return random_words(of_array, threadIdx.x % 32);
 }
 __device__ __forceinline__ uint32_t random_of_block(RandomStream of_param, int64_t block) {
   of_param.index_and_stream += static_cast<uint32_t>(kBlockStream) << 30;
@@ -48,8 +48,8 @@ __device__ __forceinline__ float encode_group(const float (&x)[kGroup], int coun
   float inverse = state8_inverse(scale);
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) {
-    uint16_t bits = state8_random(static_cast<uint16_t>(random16(in_block, j)),
-                                  static_cast<uint16_t>(of_block >> (16 * k)));
+    uint16_t bits = block_random(static_cast<uint16_t>(random16(in_block, j)),
+                                 static_cast<uint16_t>(of_block >> (16 * k)));
     codes.set_byte(j, encode_state8<is_signed>(x[j], inverse, bits));
   }
   return scale;

@@ -68,7 +68,7 @@ struct StepChunk {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
       if (array[kState + k].dtype == Dtype::u8) {
-        in_block[k] = random_in_block(random(kParamStream), k);
+        in_block[k] = random_in_block(random(kFirstStateStream + k));
       }
     }
   }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   update_group<Rule>(c.variant, p, g, s, c.scalars);
 
   uint32_t of_block = 0;
-  if (sizeof(Real) == 4 && c.has_8_bits()) {
+  if (sizeof(Real) == 4 && (narrow || c.has_8_bits())) {
     of_block = random_of_block(c.random(kParamStream), i / kState8Block);
   }
 #pragma unroll
@@ -178,11 +178,13 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   }
   if (split) {
     PhiloxWords bits = {};
-    if (narrow) bits = random_words(c.random(kParamStream), i / kGroup);
+    if (narrow) bits = random_in_block(c.random(kParamStream));
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
       float x = static_cast<float>(p[j]);
-      SplitMaster both = split_master(narrow ? stochastic_24(x, random16(bits, j)) : x);
+      uint32_t random =
+          block_random(static_cast<uint16_t>(random16(bits, j)), static_cast<uint16_t>(of_block));
+      SplitMaster both = split_master(narrow ? stochastic_24(x, random) : x);
       weight.set_half(j, both.param.bits);
       uint16_t remainder = static_cast<uint16_t>(both.remainder);
       if (narrow) {

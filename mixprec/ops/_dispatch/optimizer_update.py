@@ -89,6 +89,13 @@ class _Update:
         seed, index = (args.seed, args.indices[i]) if args.indices else (0, 0)
         return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
+    def _block_bits(self, i: int, blocks: int, stream: int) -> torch.Tensor:
+        """[blocks, 256]: of the place in a block plus of the block: any two sums are independent."""
+        second = stream == rounding.SECOND_STATE
+        of_block = self._bits(i, torch.Size([2 * blocks]), rounding.BLOCK)[int(second) :: 2]
+        in_block = self._bits(i, torch.Size([state8.BLOCK]), stream)
+        return in_block + of_block[:, None] & 0xFFFF
+
     def _places(self, i: int) -> Iterator[tuple[int, int]]:
         """For each state of param i, which one it is, and its place in the lists."""
         count = len(self._args.params)
@@ -111,12 +118,8 @@ class _Update:
             state, value = self._args.states[place], values[k]
             if state.dtype == CODES:
                 scale = self._args.state_scales[place]
-                # Of the place in a block plus of the block: any two sums are independent.
-                of_block = self._bits(i, torch.Size([2 * len(scale)]), rounding.BLOCK)[k::2]
-                bits = self._bits(i, torch.Size([state8.BLOCK]), rounding.FIRST_STATE + k)
-                value, new_scale = state8.encode(
-                    value, _CODES_OF[k], bits + of_block[:, None] & 0xFFFF
-                )
+                bits = self._block_bits(i, len(scale), rounding.FIRST_STATE + k)
+                value, new_scale = state8.encode(value, _CODES_OF[k], bits)
                 scale.copy_(torch.where(self._skip, scale, new_scale))
             elif state.dtype == torch.bfloat16:
                 bits = self._bits(i, value.shape, rounding.FIRST_STATE + k)
@@ -127,7 +130,9 @@ class _Update:
         param, master = self._args.params[i], self._master(i)
         stochastic = self._args.stochastic_rounding and param.dtype == torch.bfloat16
         if master is not None and master.dtype == torch.int8:
-            p = rounding.stochastic_24(p, self._bits(i, p.shape, rounding.PARAM))
+            blocks = -(-p.numel() // state8.BLOCK)
+            bits = self._block_bits(i, blocks, rounding.PARAM).flatten()[: p.numel()]
+            p = rounding.stochastic_24(p, bits.view(p.shape))
             low, p = rounding.split_master(p)
             p = p >> 8
         elif master is not None and master.dtype == torch.int16:
