@@ -90,7 +90,7 @@ class _Update:
         return rounding.random_bits(shape, seed, self.counts[i], index, stream)
 
     def _block_bits(self, i: int, blocks: int, stream: int) -> torch.Tensor:
-        """[blocks, 256]: of the place in a block plus of the block: any two sums are independent."""
+        """[blocks, 256]: those of the place in a block plus those of the block."""
         second = stream == rounding.SECOND_STATE
         of_block = self._bits(i, torch.Size([2 * blocks]), rounding.BLOCK)[int(second) :: 2]
         in_block = self._bits(i, torch.Size([state8.BLOCK]), stream)
