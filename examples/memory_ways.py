@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,11 +52,11 @@ def masters(model: nn.Module) -> torch.optim.Optimizer:
     return mixprec.optim.AdamW(model.parameters())
 
 
-def lean(fidelity: str) -> Way:
+def lean(fidelity: str, **options: Any) -> Way:
     def prepare(model: nn.Module) -> torch.optim.Optimizer:
         import mixprec
 
-        return mixprec.lean(model, fidelity=fidelity, verbose=False)[1]
+        return mixprec.lean(model, fidelity=fidelity, verbose=False, **options)[1]
 
     return prepare
 
@@ -74,7 +75,21 @@ def checkpointed(way: Way) -> Way:
     return prepare
 
 
-WAYS: dict[str, Way] = {
+def without_logits(way: Way) -> Way:
+    """`way`, and the loss of a model of transformers from its last hidden states."""
+
+    def prepare(model: nn.Module) -> torch.optim.Optimizer:
+        from mixprec.integrations.transformers import fuse_loss
+
+        optimizer = way(model)
+        fuse_loss(model)
+        return optimizer
+
+    return prepare
+
+
+released = lean("balanced", release_gradients=True)
+_COMMON: dict[str, Way] = {
     "FP32": plain,
     "`torch.autocast`, bf16": autocast,
     "checkpointing": checkpointed(plain),
@@ -85,8 +100,17 @@ WAYS: dict[str, Way] = {
     "mixprec bf16": masters,
     "lean high": lean("high"),
     "lean balanced": lean("balanced"),
+    "lean balanced, `release_gradients`": released,
     "lean small": lean("small"),
     "checkpointing, mixprec bf16": checkpointed(masters),
     "checkpointing, lean balanced": checkpointed(lean("balanced")),
+    "checkpointing, lean balanced, `release_gradients`": checkpointed(released),
     "checkpointing, lean small": checkpointed(lean("small")),
 }
+_TRANSFORMERS: dict[str, Way] = {
+    "lean balanced, `fuse_loss`": without_logits(lean("balanced")),
+    "checkpointing, lean balanced, `release_gradients`, `fuse_loss`": checkpointed(
+        without_logits(released)
+    ),
+}
+WAYS = {"gpt": _COMMON, "phi3": _COMMON | _TRANSFORMERS}  # of the models of peak_step.py

@@ -24,7 +24,7 @@ STEP = Path(__file__).resolve().with_name("peak_step.py")
 NAMES = {"gpt": "GPT of examples/", "phi3": "Phi-3 of transformers"}
 SIZES = {"layers": 4, "width": 512, "context": 256, "batch": 8}
 VOCABULARY = {"gpt": 256, "phi3": 12000}
-WAYS = "import json, memory_ways; print(json.dumps(list(memory_ways.WAYS)))"
+WAYS = "import json, memory_ways; print(json.dumps(list(memory_ways.WAYS['{}'])))"
 ENVIRONMENT = (
     "import json; from mixprec.bench.environment import environment;"
     "print(json.dumps(environment(quick=False)))"
@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         name: getattr(options, name) for name in ("model", "steps", "caching_allocator", *SIZES)
     }
     settings["vocabulary"] = VOCABULARY[options.model]
-    rows: dict[str, dict[str, Any]] = {way: {} for way in options.ways or printed(WAYS)}
+    ways = options.ways or printed(WAYS.format(options.model))
+    rows: dict[str, dict[str, Any]] = {way: {} for way in ways}
     content = {
         "what": f"{NAMES[options.model]}, {options.layers} blocks of width {options.width}, "
         f"{options.batch * options.context:,} tokens a step"

@@ -62,11 +62,11 @@ def train(
 
         mixprec.memory.use_caching_allocator()
     torch.manual_seed(0)
-    WAYS[way](MODELS[model]({**config, "layers": 1, "width": HEAD})[0])
+    WAYS[model][way](MODELS[model]({**config, "layers": 1, "width": HEAD})[0])
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     net, loss_of = MODELS[model](config)
     parameters = sum(p.numel() for p in net.parameters())
-    optimizer = WAYS[way](net)
+    optimizer = WAYS[model][way](net)
     tokens = torch.randint(config["vocabulary"], (config["batch"], config["context"]))
     losses, seconds = [], []
     for _ in range(steps):
