@@ -27,7 +27,12 @@ def _exp(d):
 @triton.jit
 def _tanh(x, scale):
     """tanh(x / softcap), scale being 2 / softcap."""
-    return 1.0 - tl.div_rn(tl.zeros_like(x) + 2.0, _exp(x * scale) + 1.0)
+    v = x * scale
+    u = v * 0.5
+    q = u * u
+    series = ((q * (-17.0 / 315.0) + 2.0 / 15.0) * q - 1.0 / 3.0) * q * u + u
+    tanh = 1.0 - tl.div_rn(tl.zeros_like(x) + 2.0, _exp(v) + 1.0)
+    return tl.where(q < 0.015625, series, tanh)
 
 
 @triton.jit

@@ -13,10 +13,13 @@ MIXPREC_HD F bounded_exp(F d) {
   return if_negative(d + 87.0f, 0.0f, e);
 }
 
-// tanh(x / softcap), scale being 2 / softcap.
+// tanh(x / softcap), scale being 2 / softcap; below 1/8, where the difference would cancel, its
+// series.
 template <class F>
 MIXPREC_HD F softcap_tanh(F x, float scale) {
-  return 1.0f - 2.0f / (bounded_exp(x * scale) + 1.0f);
+  F v = x * scale, u = v * 0.5f, q = u * u;
+  F series = ((q * (-17.0f / 315.0f) + 2.0f / 15.0f) * q - 1.0f / 3.0f) * q * u + u;
+  return if_negative(q - 0.015625f, series, 1.0f - 2.0f / (bounded_exp(v) + 1.0f));
 }
 
 struct Softcap {

@@ -71,7 +71,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = factor / valid.sum() if how.reduction == "mean" else factor
         factor = torch.where(valid, factor, 0.0)
         ctx.save_for_backward(*qx, weight, bias, labels, logsumexp, factor)
-        return loss.view(target.shape) if how.reduction == "none" else loss
+        # A copy: results that are views could not be changed in place.
+        return loss.view(target.shape).clone() if how.reduction == "none" else loss
 
     @staticmethod
     @on_backend_of_forward
@@ -84,7 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         classes, k = weight.shape
         g_dtype = recipe.g.dtype if recipe.g.bits == 16 else torch.float32
         g = g.reshape(-1).float() if how.reduction == "none" else g.float()
-        row_weight, scale = _normalized(g * factor, logsumexp, how.z_loss, g_dtype)
+        row_grad = torch.where(factor == 0, 0.0, g * factor)  # of ignored rows, g may be NaN
+        row_weight, scale = _normalized(row_grad, logsumexp, how.z_loss, g_dtype)
         of_x: Any = None
         of_w: Any = None
         of_bias: Any = None
@@ -134,6 +136,7 @@ def _normalized(
     size = row_grad.abs()
     if z_loss > 0:
         size = torch.where(size == 0, 0.0, size * (1.0 + 2.0 * z_loss * logsumexp.abs()))
+    size = torch.where(size.isfinite(), size, 0.0)  # Inf and NaN stay in their rows
     largest = size.amax() if size.shape[0] > 0 else size.sum()
     scale = torch.where(largest > 0, largest, 1.0)
     up = _FP16_SCALE if dtype == torch.float16 else 1.0

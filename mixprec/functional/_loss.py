@@ -25,6 +25,11 @@ class Loss(NamedTuple):
             raise ValueError(
                 f'{op}: reduction must be "none", "mean" or "sum", got {self.reduction!r}'
             )
+        if type(self.ignore_index) is not int:
+            raise TypeError(f"{op}: ignore_index must be an int, got {self.ignore_index!r}")
+        for name in ("label_smoothing", "z_loss", "softcap"):
+            if not isinstance(value := getattr(self, name), (int, float)):
+                raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(
                 f"{op}: label_smoothing must be between 0 and 1, got {self.label_smoothing}"
@@ -53,6 +58,7 @@ class Loss(NamedTuple):
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, how: Loss) -> torch.Tensor:
     """The same loss of logits [..., V], as torch computes it."""
+    how.check("cross_entropy")
     logits, labels = logits.reshape(-1, logits.shape[-1]).float(), target.reshape(-1)
     logits = how.softcap * (logits / how.softcap).tanh() if how.softcap > 0 else logits
     losses = torch.nn.functional.cross_entropy(

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import torch
+from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -18,6 +19,7 @@ from . import transformers_classes as names
 from .fused_transformers import VERSIONS, place
 
 _CAUSAL = [place(entry) for entry in names.CAUSAL.split()]
+_CROSS_ENTROPY = loss_utils.fixed_cross_entropy
 _FUSED: set[type] = set()
 
 
@@ -29,11 +31,11 @@ def fuse_loss(model: Any) -> Any:
         loss = model(input_ids=tokens, labels=tokens).loss
 
     In training mode, with `labels`, the output then has no logits (`logits` is None), so that they
-    are never all in memory. In evaluation, for generation, without labels, and with
-    `logits_to_keep`, `return_dict=False`, a cache or a `loss_function` of your own, nothing
-    changes. The recipe is that of `lm_head`, a `mixprec.nn.Linear`; the loss is of the logits in
-    FP32, where the model rounds them to 16 bits. Not for trainers that read logits in training,
-    such as TRL's SFTTrainer.
+    are never all in memory, and no cache. In evaluation, for generation, without labels, and with
+    `logits_to_keep`, `return_dict=False`, `use_cache=True`, a cache, a `loss_function` or a head of
+    your own, nothing changes. The recipe is that of `lm_head`, a `mixprec.nn.Linear`; the loss is
+    of the logits in FP32, where the model rounds them to 16 bits. Not for trainers that read logits
+    in training, such as TRL's SFTTrainer.
 
     TypeError for a model whose class is not known to compute its loss so (Llama, Mistral, Qwen,
     Phi, OLMo and others: `transformers_classes.CAUSAL`), with its own methods, and with a head that
@@ -68,14 +70,27 @@ def _fused(kind: Any) -> type:
         labels = given.pop("labels", None)
         if labels is None or kind.forward is not original or not _is_plain(self, given):
             return kind.forward(self, *args, **kwargs)
+        if "use_cache" in parameters:  # the config's default would make one that nothing reads
+            given["use_cache"] = False
         outputs = self.model(**given)
         loss = _loss(self.lm_head, outputs.last_hidden_state, labels, **given)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
 
-    fused = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        """Pickled as the class that it was made of, which has its name, and fused again."""
+        reduced: Any = object.__reduce_ex__(self, 2)
+        return _unpickled, (kind,), *reduced[2:]
+
+    members = {"forward": forward, "__module__": kind.__module__, "__reduce_ex__": reduce_ex}
+    fused = type(kind.__name__, (kind,), members)
     _FUSED.add(fused)
     return fused
+
+
+def _unpickled(kind: Any) -> Any:
+    fused: Any = _fused(kind)
+    return fused.__new__(fused)
 
 
 def _is_plain(model: Any, given: dict[str, Any]) -> bool:
@@ -87,9 +102,11 @@ def _is_plain(model: Any, given: dict[str, Any]) -> bool:
         and isinstance(keep, int)
         and keep == 0
         and (model.config.return_dict if returns_dict is None else returns_dict)
-        and given.get("cache") is None
-        and given.get("past_key_values") is None
+        and not given.get("use_cache")
+        and all(given.get(name) is None for name in ("cache", "past_key_values"))
         and model.loss_function is ForCausalLMLoss
+        and loss_utils.fixed_cross_entropy is _CROSS_ENTROPY
+        and isinstance(model.lm_head, Linear)
         and model.config.vocab_size == model.lm_head.out_features
     )
 

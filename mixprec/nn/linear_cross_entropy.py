@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional._linear_cross_entropy import run_linear_cross_entropy
 from ..functional._loss import Loss, cross_entropy
@@ -56,7 +57,7 @@ class LinearCrossEntropy(nn.Module):
 def head_loss(layer: Linear, x: torch.Tensor, target: torch.Tensor, how: Loss) -> torch.Tensor:
     """The loss of layer(x), whose logits are stored only where they have to be."""
     recipe = None
-    if why_not_fused([layer]) is None:
+    if why_not_fused([layer]) is None and not _has_any_global_hook():
         recipe = _region.recipe_here(layer.recipe)
     if recipe is None or recipe.is_delayed:
         return cross_entropy(layer(x), target, how)

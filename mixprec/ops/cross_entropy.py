@@ -20,7 +20,11 @@ def _exp(d: torch.Tensor) -> torch.Tensor:
 
 def _tanh(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     """tanh(logits / softcap)"""
-    return 1.0 - 2.0 / (_exp(logits * (2.0 / softcap)) + 1.0)
+    v = logits * (2.0 / softcap)
+    u = v * 0.5
+    q = u * u
+    series = ((q * (-17.0 / 315.0) + 2.0 / 15.0) * q - 1.0 / 3.0) * q * u + u
+    return torch.where(q < 0.015625, series, 1.0 - 2.0 / (_exp(v) + 1.0))
 
 
 def cross_entropy_reference(

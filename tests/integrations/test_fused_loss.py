@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.loss import loss_utils  # noqa: E402
 
 import mixprec  # noqa: E402
 from mixprec.integrations import fused_loss, fused_transformers, transformers_classes  # noqa: E402
@@ -47,7 +50,7 @@ def assert_same_training(model: Any, **inputs: Any) -> None:
     (theirs, expected), (ours, found) = grads(model, **inputs), grads(twin, **inputs)
     assert type(ours) is type(theirs)
     assert ours.logits is None
-    assert set(ours) == set(theirs) - {"logits"}
+    assert set(ours) == set(theirs) - {"logits", "cache"}
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
     assert len(found) == len(expected)
     for got, want in zip(found, expected, strict=True):
@@ -62,7 +65,7 @@ def test_each_class_trains_as_without(entry: str) -> None:
 @pytest.mark.parametrize("inputs", [
     {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}, {"ignore_index": -100},
     {"shift_labels": LABELS}, {"attention_mask": (TOKENS > 4).long()},
-    {"output_hidden_states": True}, {"use_cache": True},
+    {"output_hidden_states": True},
 ])  # fmt: skip
 def test_the_arguments_of_the_loss_and_of_the_body(inputs: dict[str, Any]) -> None:
     assert_same_training(made(tie_word_embeddings=True), **inputs)
@@ -71,7 +74,8 @@ def test_the_arguments_of_the_loss_and_of_the_body(inputs: dict[str, Any]) -> No
 def test_logits_are_returned_where_they_are_asked_for() -> None:
     model = made()
     fused = fuse_loss(copy.deepcopy(model))
-    for inputs in ({"logits_to_keep": 2}, {"return_dict": False}, {"labels": None}):
+    kinds = {"logits_to_keep": 2}, {"return_dict": False}, {"labels": None}, {"use_cache": True}
+    for inputs in kinds:
         call = {
             "input_ids": TOKENS,
             "labels": TOKENS[:, -2:] if "logits_to_keep" in inputs else LABELS,
@@ -83,6 +87,27 @@ def test_logits_are_returned_where_they_are_asked_for() -> None:
     assert fused.generate(TOKENS, max_new_tokens=2, do_sample=False).shape == (2, 14)
     fused.train().loss_function = lambda logits, labels, **_: logits.sum() + labels.sum()
     assert fused(input_ids=TOKENS, labels=LABELS).logits is not None
+
+
+def test_a_patched_loss_and_another_head_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = fuse_loss(made())
+    head, fused.lm_head = fused.lm_head, nn.Sequential(fused.lm_head)
+    assert fused(input_ids=TOKENS, labels=LABELS).logits is not None
+    fused.lm_head = head
+    assert fused(input_ids=TOKENS, labels=LABELS).logits is None
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda *args, **_: torch.tensor(7.0))
+    assert fused(input_ids=TOKENS, labels=LABELS).loss == 7.0
+
+
+def test_pickled_with_torch_save() -> None:
+    fused = fuse_loss(made())
+    torch.save(fused, buffer := io.BytesIO())
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    assert type(again) is type(fused)
+    ours, theirs = (m(input_ids=TOKENS, labels=LABELS) for m in (again, fused))
+    assert ours.logits is None
+    assert torch.equal(ours.loss, theirs.loss)
 
 
 def test_positional_arguments_copies_and_torch_compile() -> None:

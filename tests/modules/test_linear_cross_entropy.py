@@ -12,6 +12,7 @@ from cases import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -139,6 +140,38 @@ def test_ignored_targets() -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(loss, args))
     sums = linear_cross_entropy(*args[:2], target * 0 - 100, args[2], reduction="sum")
     assert sums == 0
+
+
+def test_gradients_of_inf_stay_in_their_rows() -> None:
+    """Those of ignored rows count for nothing, as in torch."""
+    args, target = inputs(torch.bfloat16, 300), targets(300)
+    target[3] = -100
+    g, masked = torch.ones(12), torch.ones(12)
+    g[3], g[5], masked[3] = math.inf, math.inf, 0.0
+    loss = linear_cross_entropy(*args[:2], target, args[2], reduction="none")
+    of_x, of_w, _ = torch.autograd.grad(loss, args, g, retain_graph=True)
+    assert of_x.isfinite().all(1).tolist() == [i != 5 for i in range(12)]
+    assert not of_w.isfinite().all()
+    g[5] = 1.0
+    for got, want in zip(
+        torch.autograd.grad(loss, args, g, retain_graph=True),
+        torch.autograd.grad(loss, args, masked),
+        strict=True,
+    ):
+        ind.assert_same_bits(got, want)
+    loss = linear_cross_entropy(*args[:2], target, args[2], reduction="none")
+    loss *= 2  # not a view
+    loss.sum().backward()
+
+
+@pytest.mark.parametrize("softcap", [30.0, 1e8])
+def test_a_softcap_far_above_the_logits(softcap: float) -> None:
+    args, target = inputs(torch.bfloat16, 300), targets(300)
+    loss = linear_cross_entropy(*args[:2], target, args[2], softcap=softcap)
+    got, want = with_grads(loss, args), exact(args, target, softcap=softcap)
+    assert error(got[0], want[0]) < 1e-5
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert error(a, b) < 0.01
 
 
 @given(st.tuples(st.booleans(), st.booleans(), st.booleans()))
@@ -287,6 +320,8 @@ def test_errors() -> None:
         ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1"),
         ({"z_loss": -1.0}, "z_loss must be"),
         ({"softcap": math.inf}, "softcap must be"),
+        ({"softcap": torch.tensor(3.0)}, "softcap must be a number, got Tensor"),
+        ({"ignore_index": 1.5}, "ignore_index must be an int"),
         ({"recipe": "fp8-delayed"}, "recipe must keep no state"),
     ):
         call: dict[str, Any] = {"x": x, "weight": w, "target": target, "bias": b, **changed}  # type: ignore[dict-item]
@@ -305,6 +340,7 @@ def test_simulated_products() -> None:
 
 def test_module() -> None:
     """The function with the layer's recipe; torch's loss in a region and after unconvert."""
+    seen: list[torch.nn.Module] = []
     options: dict[str, Any] = {"softcap": 4.0, "z_loss": 1e-3, "label_smoothing": 0.1}
     head = LinearCrossEntropy(16, 300, dtype=torch.bfloat16, reduction="sum", **options)
     x, target = normal((2, 6, 16), torch.bfloat16), targets(300).view(2, 6)
@@ -319,6 +355,10 @@ def test_module() -> None:
         **options,
     )
     assert torch.allclose(want.double(), exactly, rtol=1e-6)
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    assert torch.allclose(head(x, target).double(), exactly, rtol=1e-3)
+    handle.remove()
+    assert head.linear in seen
     with mixprec.autocast(enabled=False):
         assert torch.allclose(head(x, target).double(), exactly, rtol=1e-3)
     with mixprec.autocast("fp8"):

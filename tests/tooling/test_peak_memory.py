@@ -91,9 +91,9 @@ def test_what_the_page_says_of_the_peaks(model: str) -> None:
     else:
         assert found["lean balanced"] < checkpointing
     assert rows["checkpointing"]["losses"] == pytest.approx(rows["FP32"]["losses"], rel=1e-6)
-    both = ["checkpointing, lean balanced", "checkpointing, lean small"]
-    assert sorted(sorted(found, key=found.__getitem__)[:2]) == both
-    assert found[both[1]] == pytest.approx(found[both[0]], rel=0.05)
+    with_logits = {way: peak for way, peak in found.items() if "fuse_loss" not in way}
+    both = {way for way in with_logits if way.startswith("checkpointing, lean")}
+    assert set(sorted(with_logits, key=with_logits.__getitem__)[: len(both)]) == both
     assert checkpointing < min(found[f"{name} `AdamW8bit`"] for name in ("torchao", "bitsandbytes"))
 
 
