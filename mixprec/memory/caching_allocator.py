@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -36,7 +37,8 @@ def use_caching_allocator(max_cached: int | None = None) -> None:
         raise ValueError(f"{_OP}: max_cached must be a number of bytes >= 0, got {max_cached!r}")
     global _installed
     allocator = _installed or _load()
-    allocator.set_limit(_memory_limit() // 4 if max_cached is None else max_cached)
+    limit = _memory_limit() // 4 if max_cached is None else max_cached
+    allocator.set_limit(min(limit, sys.maxsize))
     if not allocator.install():
         raise RuntimeError(f"{_OP}: another library has replaced torch's allocator of CPU memory")
     _installed = allocator

@@ -124,6 +124,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{who}: a param group must have {', '.join(missing)}: is this a checkpoint of "
                 "another optimizer?"
             )
+        _settings.check_group(who, group.keys() - self.defaults.keys())
         self._check_settings(group, who)
         limit = group.get("max_grad_norm")
         _settings.check_limit(who, "max_grad_norm", limit)
@@ -143,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         dtype = self._grad_dtype
         for p in params if dtype is not None else ():
             free = p.grad is None or p.grad.dtype == dtype
-            if free and p.dtype in LOW_PRECISION and p.requires_grad:
+            if free and p.dtype in LOW_PRECISION:  # frozen or not: it may be trained later
                 p.grad_dtype = dtype
 
     @_disable_dynamo
@@ -171,6 +172,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Call this after a write in place through `param.data` (as `p.data.add_(x)`), which leaves no
         trace, so that the step would overwrite it with the master. It sees all other writes.
+        A remainder is kept: it is less than half a unit in the last place of the value.
         """
         self._batches.forget()
         if self._releases is not None:

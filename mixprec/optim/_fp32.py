@@ -21,7 +21,7 @@ def fp32_state_dict(
     Loading it into this model restores exactly its params. To this end, a number kept as a
     remainder that is halfway between two BF16 neighbours is returned one FP32 unit further from 0.
     Raises ValueError where a param was written after the last step and is no longer its master
-    rounded.
+    rounded; a remainder fits every value.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     states = {id(p): state for o in optimizers for p, state in o.state.items()}

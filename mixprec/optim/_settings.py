@@ -170,6 +170,15 @@ class Options:
             raise ValueError(f"{who}: release_gradients must be False with a process_group")
 
 
+def check_group(who: str, names: set[str]) -> None:
+    """Whether the settings of a group, without the optimizer's own, may differ between groups."""
+    options = {field.name for field in fields(Options)} - {"max_grad_norm"}
+    if refused := ", ".join(sorted(names & options)):
+        raise ValueError(
+            f"{who}: a param group must not have {refused}: give it to the optimizer, for all groups"
+        )
+
+
 def check_state_dict(who: str, state_dict: Any) -> None:
     """Check for the two keys of every optimizer's state dict and the types of their values."""
     wrong = None

@@ -71,6 +71,7 @@ assert os.waitpid(child, 0)[1] == 0 and kept.sum() == 1 << 20
 """
 
 TOO_LARGE = """
+memory.use_caching_allocator(max_cached=1 << 70)
 try:
     torch.empty(1 << 50)
 except RuntimeError as error:

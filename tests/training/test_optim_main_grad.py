@@ -48,6 +48,15 @@ def test_a_gradient_that_is_there_already_makes_way_for_fp32_ones() -> None:
     assert torch.equal(added.grad, torch.ones(3))
 
 
+def test_grad_dtype_of_a_param_that_is_frozen_at_first() -> None:
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+    AdamW([p], grad_dtype=torch.float32)
+    p.requires_grad_()
+    for _ in range(300):
+        p.sum().backward()
+    assert torch.equal(p.grad, torch.full((3,), 300.0))  # 256 in BF16
+
+
 def test_grad_dtype_outlives_casts_and_copies() -> None:
     """Which lose what is set on a param: a trainer may cast a model whose optimizer is there."""
     layer = torch.nn.Linear(8, 4)
