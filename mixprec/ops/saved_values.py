@@ -12,7 +12,7 @@ def limited(t: torch.Tensor, low: float | None, high: float | None) -> torch.Ten
 
 def with_below(t: torch.Tensor, low: float | None, below: float | None) -> torch.Tensor:
     """t, with `below` where it is `low` or less. Changes t."""
-    return t if low is None or below is None else t.masked_fill_(t <= low, below)
+    return t if low is None or below is None else torch.threshold_(t, low, below)
 
 
 def score_error(q: torch.Tensor, k: torch.Tensor, scale: float | None, steps: int) -> float:
@@ -72,9 +72,11 @@ def unpack_mask(packed: torch.Tensor, n: int) -> torch.Tensor:
 def normalized(t: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(t - mean) / std, mean and std in fp32; those of equal values are 0."""
     x = t.float()
-    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    std = var.sqrt()
-    return (x - mean).div_(std.masked_fill(std == 0, 1.0)), mean, std
+    mean = x.mean(dims, keepdim=True)
+    rest = x - mean
+    n = x.numel() // max(mean.numel(), 1)
+    std = torch.linalg.vector_norm(rest, dim=dims, keepdim=True).mul_(n**-0.5)
+    return rest.div_(std.masked_fill(std == 0, 1.0)), mean, std
 
 
 def not_normalized(
