@@ -75,7 +75,8 @@ def normalized(t: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Te
     mean = x.mean(dims, keepdim=True)
     rest = x - mean
     n = x.numel() // max(mean.numel(), 1)
-    std = torch.linalg.vector_norm(rest, dim=dims, keepdim=True).mul_(n**-0.5)
+    norm = torch.linalg.vector_norm(rest, dim=dims, keepdim=True, dtype=torch.float64)
+    std = norm.mul_(n**-0.5).float()
     return rest.div_(std.masked_fill(std == 0, 1.0)), mean, std
 
 
