@@ -175,7 +175,7 @@ def check_group(who: str, names: set[str]) -> None:
     options = {field.name for field in fields(Options)} - {"max_grad_norm"}
     if refused := ", ".join(sorted(names & options)):
         raise ValueError(
-            f"{who}: a param group must not have {refused}: give it to the optimizer, for all of them"
+            f"{who}: a group must not have {refused}: give it to the optimizer, for all groups"
         )
 
 

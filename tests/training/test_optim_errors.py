@@ -60,7 +60,7 @@ def test_bad_settings(ours: tuple[type, ...], settings: dict, message: str) -> N
 def test_options_of_all_groups_are_refused_in_one() -> None:
     group = {"params": parameters(), "state_dtype": "int8", "master_weights": None}
     for make in (lambda: AdamW([group]), lambda: AdamW(parameters()).add_param_group(group)):
-        with pytest.raises(ValueError, match="must not have master_weights, state_dtype: give it"):
+        with pytest.raises(ValueError, match="a group must not have master_weights, state_dtype: "):
             make()
     AdamW([{"params": parameters(), "max_grad_norm": 1.0, "of_mine": 3}])
 
