@@ -48,6 +48,10 @@ def update_(
         def random(stream: int, count: int, i: int = i, step: int = step) -> np.ndarray:
             return ind.random16(count, seed & 2**64 - 1, step, indices[i], stream)
 
+        def by_blocks(stream: int, blocks: int, second: int = 0) -> np.ndarray:
+            of_block = random(3, 2 * blocks)[second::2].astype(np.int64)
+            return random(stream, state8.BLOCK) + of_block[:, None] & 0xFFFF
+
         before = [
             s if s.dtype != torch.uint8 else state8.decode(s, scale, KINDS[k])
             for k, (s, scale) in enumerate(zip(mine, scales, strict=True))
@@ -59,8 +63,7 @@ def update_(
         )  # fmt: skip
         for k, state in enumerate(mine):
             if state.dtype == torch.uint8:
-                of_block = random(3, 2 * len(scales[k]))[k::2]
-                bits = random(1 + k, state8.BLOCK).astype(np.int64) + of_block[:, None] & 0xFFFF
+                bits = by_blocks(1 + k, len(scales[k]), k)
                 codes, scale = state8.encode(
                     fp32(after[k], *state.shape), KINDS[k], torch.from_numpy(bits)
                 )
@@ -71,7 +74,8 @@ def update_(
                 write(state, after[k], bits)
         if master is not None and master.dtype in (torch.int16, torch.int8):
             if master.dtype == torch.int8:
-                p = with_24_bits(np.array(p, F32), random(0, param.numel()))
+                bits = by_blocks(0, -(-param.numel() // state8.BLOCK)).reshape(-1)
+                p = with_24_bits(np.array(p, F32), bits[: param.numel()])
             write_with_remainder(param, master, p)
             continue
         at_random = stochastic and master is None and param.dtype == torch.bfloat16
