@@ -89,7 +89,7 @@ def test_lean_training(demo: ModuleType, text: str, tmp_path: Path, capsys: Any)
     saved = [row["saved_for_backward_bytes"] for row in rows]
     assert saved[3] < saved[2] == saved[1] < 0.5 * saved[0]
     states = [row["optimizer_bytes"] for row in rows]
-    assert states[3] == states[2] < 0.7 * states[1]
+    assert states[3] < states[2] < 0.7 * states[1]
 
 
 def test_failures_are_reported_and_the_other_precisions_run(
