@@ -249,7 +249,11 @@ setup(
     license="Apache-2.0",
     packages=list(packages),
     package_dir=packages,
-    package_data={"mixprec": ["py.typed"], "mixprec.ops._dispatch": ["gemm_table.json"]},
+    package_data={
+        "mixprec": ["py.typed"],
+        "mixprec.diagnostics.audit": ["page.html"],
+        "mixprec.ops._dispatch": ["gemm_table.json"],
+    },
     ext_modules=[
         cpu_extension(),
         *([allocator_extension()] if sys.platform == "linux" else []),  # mremap

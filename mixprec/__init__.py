@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .availability import is_available, why_not
     from .checkpoint import load_checkpoint, save_checkpoint
     from .diagnostics import stats
+    from .diagnostics.audit.report import Audit, audit
     from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
     from .diagnostics.report import Report
@@ -45,6 +46,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "FP16",
+    "Audit",
     "Format",
     "GradScaler",
     "MemoryReport",
@@ -53,6 +55,7 @@ __all__ = [
     "Report",
     "act_quantize",
     "amax",
+    "audit",
     "autocast",
     "cast_parameters",
     "compare",
@@ -97,10 +100,12 @@ _MODULES |= {
     )
 }
 _DEFINED_IN = {
+    "Audit": "diagnostics.audit.report",
     "GradScaler": "amp.grad_scaler",
     "MemoryReport": "diagnostics.memory_report",
     "Recipe": "recipes",
     "Report": "diagnostics.report",
+    "audit": "diagnostics.audit.report",
     "autocast": "nn.autocast",
     "cast_parameters": "nn.cast",
     "compare": "diagnostics.compare",

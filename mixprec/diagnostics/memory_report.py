@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _random_state
 from ..memory.compress_saved import recorded
 from ..memory.packed import Parts, Saved
 from ..optim._release_hooks import other_hooks
@@ -25,7 +24,7 @@ from .batches import call, scalar_loss, tensors
 from .live_gradients import LiveGradients
 from .most_in_use import MostInUse, resident
 from .report_table import aligned, readable
-from .unchanged import unchanged
+from .unchanged import as_before
 
 # What an optimizer of mixprec may hold before its first step.
 _MASTERS = {"master", "remainder"}
@@ -166,7 +165,7 @@ def memory_report(
         if size := saved[kind] - before:
             most.add(kind, size, kept)
 
-    with _as_before(model), _peak(device) as (start, peak):
+    with as_before(model), _peak(device) as (start, peak):
         with recorded(look):
             output = call(model, batch)
             output = output if loss is None else loss(output)
@@ -262,21 +261,6 @@ def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin._optimizer_step_post_hooks.clear()
     type(twin).step(twin)  # a scheduler's wrapper in optimizer.step would step the original
     return twin
-
-
-@contextlib.contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers, attributes and random generators at the end."""
-    grads = [(p, p.grad) for p in model.parameters()]
-    mains = [getattr(p, "main_grad", None) for p, _ in grads]
-    try:
-        for p, _ in grads:
-            p.grad = None
-        with _random_state.restored(), unchanged(model, [t for t in mains if t is not None]):
-            yield
-    finally:
-        for p, grad in grads:
-            p.grad = grad
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _random_state
+
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -66,3 +68,18 @@ def _restore(now: dict[str, Any], then: dict[str, Any]) -> None:
     if now.keys() - then.keys() or any(now.get(name, then) is not then[name] for name in then):
         now.clear()
         now.update(then)
+
+
+@contextlib.contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Restore gradients, buffers, attributes and random generators at the end."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    mains = [getattr(p, "main_grad", None) for p, _ in grads]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        with _random_state.restored(), unchanged(model, [t for t in mains if t is not None]):
+            yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad

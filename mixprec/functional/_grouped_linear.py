@@ -26,7 +26,7 @@ from ._derivatives import (
 from ._group_casts import cast_rows, cast_weights, in_one_call, space_apart
 from ._linear import run_linear
 from ._observed import observe
-from ._products import _ROLES, Product
+from ._products import ROLES, Product
 from ._saturate import clips, saturate
 from .operands import Delayed, Matrix
 
@@ -62,7 +62,7 @@ class _Gemms(NamedTuple):
         observe(kind, self.recipe, self.name)
         a_data, a_inv, b_data, b_inv = a.data, a.scale_inv, b.data, b.scale_inv
         if self.recipe.is_block:
-            formats = [self.recipe.block_format(role) or "" for role in _ROLES[kind]]
+            formats = [self.recipe.block_format(role) or "" for role in ROLES[kind]]
             a_data, b_data = (
                 decode(Blocks(x.data.flatten(0, -2), _flat(x.scale_inv), None, fmt, columns))[0]
                 for x, fmt in zip((a, b), formats, strict=True)

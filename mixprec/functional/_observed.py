@@ -11,6 +11,8 @@ from ..recipes import Recipe
 Observer = Callable[[str, str, str, str], None]
 
 _observer: Observer | None = None
+# For audit, with the recipe itself: kind, recipe, name.
+listeners: list[Callable[[str, Recipe, str], None]] = []
 
 
 @contextlib.contextmanager
@@ -36,3 +38,5 @@ def observe(kind: str, recipe: Recipe, name: str) -> None:
     if _observer is not None:
         a_format, b_format = getattr(recipe, kind)
         _observer(kind, name, a_format.name, b_format.name)
+    for listener in listeners:
+        listener(kind, recipe, name)

@@ -37,7 +37,7 @@ class WeightLike(NamedTuple):
         return WeightLike(weight.dtype, weight.stride(0) == 1 and weight.stride(1) > 1)
 
 
-_ROLES = {"forward": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
+ROLES = {"forward": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 
 
 def _t(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -106,7 +106,7 @@ class Gemms(NamedTuple):
             accumulate(total, _operands(a, b), self.simulated)
 
     def _blocks(self, kind: str, a: Matrix, b: Matrix) -> tuple[Blocks, Blocks]:
-        formats = [self.recipe.block_format(role) or "" for role in _ROLES[kind]]
+        formats = [self.recipe.block_format(role) or "" for role in ROLES[kind]]
         # Rows of an odd length end with half a byte of zeros, in both operands or in one.
         columns = min(unpacked(m.data, fmt) for m, fmt in zip((a, b), formats, strict=True))
         return _with(a, formats[0], columns), _with(b, formats[1], columns)

@@ -98,7 +98,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is _MHA:
             with self:  # its parts save as they do outside of it
-                return _without_dispatch(func)(*args, **kwargs)
+                return without_dispatch(func)(*args, **kwargs)
         op = None if func in _originals.BACKWARD else _op(self.names.get(func, ""), args, kwargs)
         with replaced("op", op):
             result = func(*args, **kwargs)
@@ -109,8 +109,8 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def _without_dispatch(func: Any) -> Any:
-    """A function of torch.nn.functional that does not ask the function modes about itself."""
+def without_dispatch(func: Any) -> Any:
+    """A function of torch in Python that does not ask the function modes about itself."""
     names = {**func.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
     copy.__kwdefaults__ = func.__kwdefaults__

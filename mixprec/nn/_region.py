@@ -55,8 +55,12 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+class Passive(TorchFunctionMode):
+    """A mode that needs no functions of torch in place of those of fused layers."""
+
+
 # Those that see nothing of what a layer computes.
-_MODES = (Region, SeesRegions, Watch, simulation.simulate, DeviceContext)
+_MODES = (Region, SeesRegions, Passive, Watch, simulation.simulate, DeviceContext)
 
 
 def is_for_onnx() -> bool:

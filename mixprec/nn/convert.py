@@ -113,7 +113,7 @@ def convert(
 
     One line reports the number of layers, the share of the model's weights that they hold, and what
     else has weights, with the reason why it was left. (For the share of its arithmetic, which
-    depends on the input: mixprec.stats.flop_share.) It goes to the logger "mixprec" at level INFO;
+    depends on the input: mixprec.audit.) It goes to the logger "mixprec" at level INFO;
     where logging does not show that level, it is printed to stderr, once and on rank 0 only.
     `logging.getLogger("mixprec").setLevel("WARNING")` turns it off.
 

@@ -108,8 +108,10 @@ def test_compiled_block(fresh_compiler: None) -> None:
 
 
 def test_flops_are_counted() -> None:
-    with mixprec.simulate("hopper"):
-        assert mixprec.stats.flop_share(layer_of("fp8"), normal((M, K), torch.float32)) == 1.0
+    layer = layer_of("fp8")
+    with mixprec.simulate("hopper"), torch.no_grad(), mixprec.audit(layer) as audit:
+        layer(normal((M, K), torch.float32))
+    assert [*audit.decided] == ["recipe fp8"]
 
 
 class MeanSquare(torch.nn.Module):

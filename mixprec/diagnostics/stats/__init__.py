@@ -1,10 +1,9 @@
 """Statistics of the casts of a model: amax, scale, overflow, underflow and SQNR, sampled.
 
 `Monitor` watches a model while it trains; `mixprec.compare(..., sqnr=True)` measures its layers
-once, at the end of a run. `flop_share` counts how much of a model's arithmetic has a recipe.
+once, at the end of a run.
 """
 
-from .flops import flop_share
 from .monitor import Monitor
 
-__all__ = ["Monitor", "flop_share"]
+__all__ = ["Monitor"]

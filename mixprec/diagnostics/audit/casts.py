@@ -1,0 +1,145 @@
+"""Who decided the dtype of a tensor: the provenance of casts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ... import _originals
+from ...memory.running import without_dispatch
+from ...nn._region import Passive
+
+AS_MADE = "as made"  # the dtype of parameters, inputs and what is computed of them
+AUTOCAST = "torch.autocast"
+CAST = "cast"  # by the program: x.to(dtype), softmax(dtype=)
+TORCH = "torch"  # inside of one of its functions
+RECIPE = "recipe"  # an op of mixprec
+UNKNOWN = "unknown"
+_CASTS = {
+    getattr(torch.Tensor, name)
+    for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16", "__array__")
+}
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+class _Call(NamedTuple):
+    """func: a function of torch; has_dtype: it was called with dtype=; autocast: by the type of
+    device, in what torch.autocast computes there (the ops that autocast runs do not see it)."""
+
+    func: Any
+    has_dtype: bool
+    autocast: dict[str, torch.dtype]
+
+
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    kinds = ("cpu", "cuda")
+    return {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
+
+
+class Calls(Passive):
+    """Knows the function of torch that the program has called, before autocast and dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = _Call(None, False, {})
+        self.autocast_on: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor
+            return func(*args, **kwargs)
+        before = self.call
+        self.call = _Call(func, kwargs.get("dtype") is not None, autocast := autocast_dtypes())
+        self.autocast_on.update(autocast)
+        try:
+            if func not in _originals.BACKWARD:
+                return func(*args, **kwargs)
+            self.call = before  # a checkpoint computes functions again, which are to be seen
+            unasked = _backward if func is torch.Tensor.backward else without_dispatch(func)
+            with self:
+                return unasked(*args, **kwargs)
+        finally:
+            self.call = before
+
+
+def _backward(
+    loss: torch.Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Tensor.backward, which would ask the modes again."""
+    run = without_dispatch(torch.autograd.backward)
+    run(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+class Provenance:
+    """The reason for the dtype of each tensor that ops return, if it is not `AS_MADE`."""
+
+    def __init__(self, calls: Calls, params: Iterable[torch.Tensor]) -> None:
+        self._calls = calls
+        self._reasons: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what a cast had
+        self._params: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # and their views
+        for p in params:
+            self._params[p] = None
+
+    def decided(self, operands: list[torch.Tensor]) -> str:
+        """Who decided the dtypes of an op: autocast if it cast an operand; else a parameter, to
+        which the others were fitted; else what the largest operand has."""
+        if any(self._reasons.get(t) == AUTOCAST for t in operands):
+            return AUTOCAST
+        if any(t in self._params for t in operands):
+            return AS_MADE
+        return self._of_largest(operands)
+
+    def _of_largest(self, tensors: Iterable[torch.Tensor]) -> str:
+        largest = max(tensors, key=torch.Tensor.numel, default=None)
+        return AS_MADE if largest is None else self._reasons.get(largest, AS_MADE)
+
+    def note(
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        decided: str | None,
+    ) -> bool:
+        """An op has run. decided: of one that is listed. A cast has the reason of its call, another
+        result that of the largest input with its dtype. Returns whether it is a cast back to the
+        dtype that another cast, to fewer bits, has just left."""
+        if not outputs:
+            return False
+        first, is_back, reason = outputs[0], False, decided
+        if func is _TO_COPY and _is_cast(inputs[0], first):
+            reason = self._of_cast(first)
+            before = self._sources.get(inputs[0])
+            is_back = before == first.dtype and before.itemsize > inputs[0].dtype.itemsize
+            self._sources[first] = inputs[0].dtype
+        elif func.is_view and inputs and inputs[0] in self._params:
+            for t in outputs:
+                self._params[t] = None
+        if reason is None:
+            reason = self._of_largest(t for t in inputs if t.dtype == first.dtype)
+        if reason != AS_MADE:
+            for t in outputs:
+                if t.is_floating_point():
+                    self._reasons[t] = reason
+        return is_back
+
+    def _of_cast(self, result: torch.Tensor) -> str:
+        call = self._calls.call
+        if call.func in _CASTS or call.has_dtype:
+            return CAST
+        dtype = call.autocast.get(result.device.type)
+        if dtype and result.dtype in (dtype, torch.float32):
+            return AUTOCAST
+        return UNKNOWN if call.func is None else TORCH
+
+
+def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Between floating dtypes: an integer has no precision that a program could have kept."""
+    return before.dtype != after.dtype and before.is_floating_point() and after.is_floating_point()

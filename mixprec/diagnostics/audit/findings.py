@@ -1,0 +1,142 @@
+"""What is wrong with the precisions of a step, in sentences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...nn._layer import Layer
+from . import casts
+from .op import FORWARD, SHORT, Op, bits, joined
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+    from .report import Audit
+
+# Of the FLOPs of a step: what is less has nothing to lose.
+_WORTH_SAYING = 0.005
+_LOSSES = {"_log_softmax", "nll_loss_forward", "mse_loss", "logsumexp", "cross_entropy"}
+
+
+def of_run(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
+    """The worst first: what makes results wrong, what loses precision, what wastes time."""
+    found: list[str] = []
+    found += _scaler(audit, scaler, recorder)
+    found += _sums_in_16_bits(audit)
+    found += _summed_gradients(model, recorder)
+    found += _wide_products(audit, model, recorder)
+    found += _frozen(audit, model)
+    found += _casts_back(recorder)
+    return found
+
+
+def _scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
+    """Of torch.amp.GradScaler or ours, if the block was given one."""
+    if scaler is None:
+        return []
+    has_fp16 = any("fp16" in op.precision for op in audit.ops)
+    if not scaler.is_enabled():
+        return ["GradScaler is disabled: fp16 gradients are not scaled"] if has_fp16 else []
+    found = []
+    called = recorder.called
+    if recorder.has_backward and "scale" not in called:
+        found.append("GradScaler does nothing: backward() ran without scaler.scale(loss)")
+    elif recorder.has_stepped and "step" not in called:
+        found.append("GradScaler does nothing: optimizer.step() ran in place of scaler.step()")
+    if not has_fp16 and recorder.has_backward:
+        found.append("GradScaler scales the loss, and no op computes in fp16: it is not needed")
+    if "scale" in called and (scale := float(scaler.get_scale())) < 1:
+        found.append(f"the loss scale has fallen to {scale:g}: gradients overflow, or are NaN")
+    return found
+
+
+def _sums_in_16_bits(audit: Audit) -> list[str]:
+    """Losses in 16 bits, and softmax in fp16."""
+    losses: dict[tuple[str, str], list[str]] = defaultdict(list)
+    softmax: list[str] = []
+    for op in audit.ops:
+        if op.kind != "reduction" or op.phase != FORWARD:
+            continue
+        if op.op in _LOSSES and op.precision in ("bf16", "fp16"):
+            losses[op.where, op.precision].append(op.op.strip("_"))
+        elif op.op == "_softmax" and op.precision == "fp16":
+            softmax.append(op.where)
+    return [
+        *(f"{where}: the loss is computed in {precision} ({joined(names)})"
+          for (where, precision), names in losses.items()),
+        *([f"softmax runs in fp16: {joined(softmax, 3)}"] if softmax else []),
+    ]  # fmt: skip
+
+
+def _summed_gradients(model: nn.Module, recorder: Recorder) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for p, (dtype, times) in recorder.summed.items():
+        if dtype in ("bfloat16", "float16"):
+            found[SHORT[dtype], times + 1].append(names.get(id(p), "another parameter"))
+    return [
+        f"gradients are summed in {dtype} over {times} backward passes, of "
+        f"{joined(reversed(params), 3)}: give the optimizer grad_dtype=torch.float32"
+        for (dtype, times), params in found.items()
+    ]
+
+
+def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[str]:
+    """Layers that compute in more bits than others of the step."""
+    found = []
+    if recorder.autocast_on and recorder.devices and not recorder.autocast_on & recorder.devices:
+        on, there = (joined(sorted(kinds)) for kinds in (recorder.autocast_on, recorder.devices))
+        found.append(f"torch.autocast is on for {on}, and the products run on {there}")
+    total = sum(audit.flops.values())
+    least = min((bits(op.precision) for op in audit.ops if op.flops > total / 20), default=32)
+    layers: dict[str, list[Op]] = defaultdict(list)
+    for op in audit.ops:
+        if op.flops and op.module is not None and bits(op.precision) > least:
+            layers[op.module].append(op)
+    has_recipes = any(op.decided.startswith(casts.RECIPE) for op in audit.ops)
+    groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
+    for name, ops in layers.items():
+        layer = model.get_submodule(name)
+        if getattr(layer, "weight", None) is None or ops[0].decided.startswith(casts.RECIPE):
+            continue
+        if ops[0].decided == casts.CAST:
+            reason = "to which the program casts its operands"
+        elif has_recipes and not isinstance(layer, Layer):
+            reason = "because mixprec.convert has left it out"
+        else:
+            reason = f"decided by: {ops[0].decided}"
+        group = groups[type(layer).__name__, ops[0].precision, reason]
+        group[name or type(model).__name__] = sum(op.flops for op in ops)
+    for (kind, precision, reason), names in groups.items():
+        if (flops := sum(names.values())) >= _WORTH_SAYING * total:
+            found.append(
+                f"{joined(names, 3)} ({kind}): {precision}, {reason}; {flops / total:.1%} of the "
+                "FLOPs"
+            )
+    return found
+
+
+def _frozen(audit: Audit, model: nn.Module) -> list[str]:
+    """Layers that cast a frozen weight in each pass."""
+    run = {op.module for op in audit.ops}
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, layer in model.named_modules():
+        if name not in run or not isinstance(layer, Layer) or layer.weight.requires_grad:
+            continue
+        if layer.recipe.is_scaled:
+            found[layer.recipe.name].append(name or type(model).__name__)
+    return [
+        f"{joined(names, 3)}: a frozen weight is cast to {recipe} in each pass: mixprec.freeze "
+        "casts it once"
+        for recipe, names in found.items()
+    ]
+
+
+def _casts_back(recorder: Recorder) -> list[str]:
+    return [
+        f"{where}: a tensor is cast from {SHORT[wide]} to {SHORT[narrow]} and back at once, "
+        f"{times} times"
+        for (where, wide, narrow), times in recorder.cast_back.items()
+    ]

@@ -1,0 +1,75 @@
+"""Op: a line of an audit, calls of an op that are the same in all that it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
+PRODUCTS = ("product", "convolution", "attention", "rnn")
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_FP8 = {"e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+_BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8}
+
+
+@dataclass(frozen=True)
+class Op:
+    """Calls of an op that are the same in all of this.
+
+    module: its path in the model, "" for the model, None for the code outside, then with `line`,
+    the file and line that called it; kind: "product", "convolution", "attention", "rnn" or
+    "reduction"; phase: "forward", "backward", "recomputation" (what a checkpoint computes again)
+    or "optimizer"; op: torch's name; shapes and formats: of the operands; accumulation: in what is
+    summed; result: its dtype; decided: who chose the operands' formats, "recipe fp8",
+    "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside of one of its functions),
+    "as made" (of parameters and inputs) or "unknown"; calls, flops, and bytes of operands and
+    results: of all calls.
+    """
+
+    module: str | None
+    module_class: str
+    line: str
+    kind: str
+    phase: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    formats: tuple[str, ...]
+    accumulation: str
+    result: str
+    decided: str
+    calls: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    @property
+    def precision(self) -> str:
+        """The formats as one word, or as in "bf16 x fp32" where they differ."""
+        found = ("fp8" if name in _FP8 else SHORT.get(name, name) for name in self.formats)
+        return " x ".join(dict.fromkeys(found))
+
+    @property
+    def where(self) -> str:
+        """The module, or the line."""
+        if self.module is None:
+            return self.line or "unknown"
+        return self.module or self.module_class
+
+
+def bits(precision: str) -> int:
+    """The most bits of an operand."""
+    return max(_BITS.get(part, 4) for part in precision.split(" x "))
+
+
+def joined(words: Iterable[str], most: int | None = None) -> str:
+    """Each once, the first `most` of them."""
+    found = [*dict.fromkeys(words)]
+    rest = "" if most is None or len(found) <= most else f" and {len(found) - most} more"
+    return ", ".join(found[:most]) + rest or "-"
+
+
+def readable(n: int) -> str:
+    """12,300,000 as "12.3 M", with three digits; nothing for 0."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= 0.9995 * size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} " if n else ""

@@ -1,0 +1,243 @@
+"""The ops that audit lists, and their FLOPs.
+
+A multiplication and an addition are 2 FLOPs; only those of products count. Causal attention counts
+as attention without a mask, as in torch.utils.flop_counter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ops.attention import attention_backward_op, attention_op
+from ...ops.cross_entropy import cross_entropy_op
+from ...ops.gemm import gemm_accumulate_op, gemm_op, gemm_simulated_op
+from ...ops.gemm_grouped import gemm_grouped_accumulate_op, gemm_grouped_op
+from ...ops.norm_quantize import norm_quantize_op
+
+Arguments = dict[str, Any]  # of a call, by the names of the op's schema
+Count = Callable[[Arguments, Any], int]  # FLOPs, from the arguments and the result
+aten, ours = torch.ops.aten, torch.ops.mixprec
+
+
+class Listed(NamedTuple):
+    """kind: "product", "convolution", "attention", "rnn" or "reduction"; operands: the arguments
+    whose dtypes are the op's precision."""
+
+    kind: str
+    operands: tuple[str, ...]
+    flops: Count
+
+
+def _product(a: str, b: str) -> Count:
+    """a [..., M, K] @ b [..., K, N] or [K]; of groups, each row of a or of K is of one."""
+
+    def flops(args: Arguments, _: Any) -> int:
+        x, y = args[a], args[b]
+        columns = y.shape[-1] if y.dim() > 1 else 1
+        if x.dim() == 2 and y.dim() == 3:
+            return 2 * x.numel() * columns
+        return 2 * x.numel() * columns if x.dim() > 1 else 2 * x.numel()
+
+    return flops
+
+
+def _grouped(a: str, b: str) -> Count:
+    """a [M, K] and b [G, K, N], a [G, M, K] and b [K, N], or both of 2 or of 3 dimensions."""
+
+    def flops(args: Arguments, _: Any) -> int:
+        x, y = args[a], args[b]
+        rows = x.shape[0] * x.shape[1] if x.dim() == 3 and y.dim() == 3 else x.shape[-2]
+        return 2 * rows * x.shape[-1] * y.shape[-1]
+
+    return flops
+
+
+def _linear(args: Arguments, _: Any) -> int:
+    return 2 * args["input"].numel() * args["weight"].shape[0]
+
+
+def _convolution(x: str, result: int | None = None, transposed: bool | None = None) -> Count:
+    """Each element of the result (of a transposed one, of x) is a sum over a weight's part."""
+
+    def flops(args: Arguments, out: Any) -> int:
+        out = out if result is None else out[result]
+        is_transposed = args.get("transposed", False) if transposed is None else transposed
+        points = args[x].shape[2:] if is_transposed else out.shape[2:]
+        weight = args["weight"]
+        return 2 * args[x].shape[0] * prod(points) * prod(weight.shape)
+
+    return flops
+
+
+def _convolution_backward(args: Arguments, _: Any) -> int:
+    """As many for each of the two gradients that is computed."""
+    of_points = args["input"] if args.get("transposed") else args["grad_output"]
+    once = 2 * of_points.shape[0] * prod(of_points.shape[2:]) * prod(args["weight"].shape)
+    return once * sum(map(bool, args["output_mask"][:2]))
+
+
+def _attention(
+    products: Sequence[str], q: str = "query", k: str = "key", v: str = "value"
+) -> Count:
+    """products: "k" for one over the features of q and k, "v" over those of v."""
+
+    def flops(args: Arguments, _: Any) -> int:
+        *heads, rows, d = args[q].shape
+        columns, d_v = args[k].shape[-2], args[v].shape[-1]
+        return sum(2 * prod(heads) * rows * columns * (d if p == "k" else d_v) for p in products)
+
+    return flops
+
+
+def _rnn(args: Arguments, _: Any) -> int:
+    """One layer and direction of oneDNN: x [T, B, I], weights [G * H, I] and [G * H, H]."""
+    x = args["input"]
+    return 2 * x.shape[0] * x.shape[1] * (args["weight0"].numel() + args["weight1"].numel())
+
+
+def _rnn_backward(args: Arguments, _: Any) -> int:
+    x = args["input"]
+    return 4 * x.shape[0] * x.shape[1] * (args["weight1"].numel() + args["weight2"].numel())
+
+
+def _cudnn_rnn(times: int) -> Count:
+    """weight: for each layer and direction two matrices, and biases."""
+
+    def flops(args: Arguments, _: Any) -> int:
+        x = args["input"]
+        tokens = x.shape[0] if args["batch_sizes"] else x.shape[0] * x.shape[1]
+        return times * tokens * sum(w.numel() for w in args["weight"] if w.dim() > 1)
+
+    return flops
+
+
+def _encoder_layer(args: Arguments, _: Any) -> int:
+    """A whole TransformerEncoderLayer in one op: four linear layers and attention."""
+    *_, t, d = args["src"].shape
+    tokens = args["src"].numel() // d
+    names = ("qkv_weight", "proj_weight", "ffn_weight_1", "ffn_weight_2")
+    return 2 * tokens * (sum(args[name].numel() for name in names) + 2 * t * d)
+
+
+def _multi_head_attention(args: Arguments, _: Any) -> int:
+    d, s = args["query"].shape[-1], args["key"].shape[-2]
+    tokens = args["query"].numel() // d
+    return 2 * tokens * (args["qkv_weight"].numel() + args["proj_weight"].numel() + 2 * s * d)
+
+
+def _trilinear(args: Arguments, _: Any) -> int:
+    """sum over sumdim of i1 * i2 * i3, which are expanded: two multiplications an addition."""
+    shapes = []
+    for name, at in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
+        shape = list(args[name].shape)
+        for dim in sorted(args[at]):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 3 * prod(map(max, *shapes))
+
+
+def _none(*_: Any) -> int:
+    return 0
+
+
+_TABLE: dict[str, list[tuple[str, tuple[str, ...], Count]]] = {
+    "product": [
+        ("mm", ("self", "mat2"), _product("self", "mat2")),
+        ("addmm", ("mat1", "mat2"), _product("mat1", "mat2")),
+        ("bmm", ("self", "mat2"), _product("self", "mat2")),
+        ("baddbmm", ("batch1", "batch2"), _product("batch1", "batch2")),
+        ("addbmm", ("batch1", "batch2"), _product("batch1", "batch2")),
+        ("mv", ("self", "vec"), _product("self", "vec")),
+        ("addmv", ("mat", "vec"), _product("mat", "vec")),
+        ("dot", ("self", "tensor"), _product("self", "tensor")),
+        ("vdot", ("self", "other"), _product("self", "other")),
+        ("_scaled_mm", ("self", "mat2"), _product("self", "mat2")),
+        ("_scaled_mm_v2", ("self", "mat2"), _product("self", "mat2")),
+        ("_int_mm", ("self", "mat2"), _product("self", "mat2")),
+        ("_grouped_mm", ("self", "mat2"), _grouped("self", "mat2")),
+        ("_scaled_grouped_mm", ("self", "mat2"), _grouped("self", "mat2")),
+        ("linear", ("input", "weight"), _linear),
+        ("_trilinear", ("i1", "i2", "i3"), _trilinear),
+    ],
+    "convolution": [
+        ("convolution", ("input", "weight"), _convolution("input")),
+        ("convolution_overrideable", ("input", "weight"), _convolution("input")),
+        ("_convolution", ("input", "weight"), _convolution("input")),
+        ("mkldnn_convolution", ("self", "weight"), _convolution("self")),
+        ("cudnn_convolution", ("self", "weight"), _convolution("self")),
+        ("miopen_convolution", ("self", "weight"), _convolution("self")),
+        ("_slow_conv2d_forward", ("self", "weight"), _convolution("self")),
+        ("convolution_backward", ("grad_output", "input", "weight"), _convolution_backward),
+    ],
+    "attention": [
+        (f"_scaled_dot_product_{name}{backward}", ("query", "key", "value"), _attention(products))
+        for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention",
+                     "cudnn_attention", "fused_attention_overrideable")
+        for backward, products in (("", "kv"), ("_backward", "kvkvk"))
+    ] + [("_native_multi_head_attention", ("query", "qkv_weight"), _multi_head_attention),
+         ("_transformer_encoder_layer_fwd", ("src", "qkv_weight"), _encoder_layer)],
+    "rnn": [
+        ("mkldnn_rnn_layer", ("input", "weight0", "weight1"), _rnn),
+        ("mkldnn_rnn_layer_backward", ("input", "weight1", "weight2"), _rnn_backward),
+        ("_cudnn_rnn", ("input", "weight"), _cudnn_rnn(2)),
+        ("_cudnn_rnn_backward", ("input", "weight"), _cudnn_rnn(4)),
+    ],
+    "reduction": [
+        (name, (first,), _none)
+        for first, names in (
+            ("self", "_softmax _log_softmax sum mean logsumexp cumsum var_mean linalg_vector_norm "
+                     "nll_loss_forward mse_loss"),
+            ("input", "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm"),
+        )
+        for name in names.split()
+    ],
+}  # fmt: skip
+
+
+# By the names of our ops' arguments, which all variants share.
+_OURS: dict[Any, Listed] = {
+    **dict.fromkeys((gemm_op, gemm_simulated_op, gemm_accumulate_op),
+                    Listed("product", ("a", "b"), _product("a", "b"))),
+    **dict.fromkeys((gemm_grouped_op, gemm_grouped_accumulate_op),
+                    Listed("product", ("a", "b"), _grouped("a", "b"))),
+    attention_op: Listed("attention", ("q", "k", "v"), _attention("kv", "q", "k", "v")),
+    attention_backward_op: Listed(
+        "attention", ("g", "q", "k", "v"), _attention("kvkvk", "q", "k", "v")
+    ),
+    cross_entropy_op: Listed("reduction", ("logits",), _none),
+    norm_quantize_op: Listed("reduction", ("x",), _none),
+}  # fmt: skip
+
+
+@functools.cache
+def _listed() -> dict[Any, Listed]:
+    """By torch's op."""
+    found: dict[Any, Listed] = {}
+    for kind, rows in _TABLE.items():
+        for name, operands, flops in rows:
+            if hasattr(aten, name):  # an older torch lacks some
+                found[getattr(aten, name)] = Listed(kind, operands, flops)
+    for op, row in _OURS.items():
+        for variant in ("cpp", "reference", "triton", "vendor"):
+            if hasattr(ours, name := op.variant_name(variant)):
+                found[getattr(ours, name)] = row
+    if hasattr(ours, "gemm_blocks_vendor"):
+        found[ours.gemm_blocks_vendor] = _OURS[gemm_op]
+    return found
+
+
+def listed(func: Any) -> Listed | None:
+    """What audit knows of an op that torch dispatches; None: it is not listed."""
+    return _listed().get(getattr(func, "overloadpacket", None))
+
+
+def arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """By the names of the schema, with the defaults."""
+    names = func._schema.arguments
+    given = dict(zip((a.name for a in names), args, strict=False))
+    return {a.name: a.default_value for a in names if a.has_default_value()} | given | kwargs

@@ -1,0 +1,82 @@
+"""Which module, or which line of the program, an op belongs to."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ... import _originals
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_LIBRARIES = tuple(f"{name}." for name in ("torch", "mixprec", "contextlib"))
+
+
+class Owner(NamedTuple):
+    """name: a module's path in the model, "" for the model itself, None for none of its modules;
+    kind: the module's class; line: the file and line of the program that called the op."""
+
+    name: str | None
+    kind: str
+    line: str
+
+
+class Owners:
+    """Looks up the owner of what the current thread runs.
+
+    The module is the innermost one whose `forward` runs, known by the frames of torch's code that
+    calls it: no hook, which would keep fused layers from running as they do without one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # A module under several names has the first.
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model = model
+        self._paths: dict[tuple[str, str], str | None] = {}
+        self._watched: dict[Any, str] = {}
+        self.called: set[str] = set()
+
+    def watch(self, scaler: Any) -> None:
+        """Note in `called` which methods of a GradScaler run ops."""
+        for name in ("scale", "step"):
+            self._watched[getattr(type(scaler), name).__code__] = name
+
+    def find(self) -> Owner:
+        """During a backward pass, only of what a checkpoint computes again and of hooks."""
+        frame: FrameType | None = sys._getframe(1)
+        line = ""
+        while frame is not None and frame.f_code is not _ENGINE:
+            if frame.f_code in _originals.CALLERS:
+                module = frame.f_locals["self"]
+                name = self._names.get(id(module))
+                if name is not None:
+                    return Owner(name, type(module).__name__, line)
+            elif frame.f_code in self._watched:
+                self.called.add(self._watched[frame.f_code])
+            elif not line and not _is_library(frame):
+                line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return Owner(None, "", line)
+
+    def layer(self, owner: Owner, path: str) -> Owner:
+        """The layer of mixprec with this `name`, which `owner` runs as a part of itself."""
+        if not path or owner.name is None:
+            return owner
+        key = owner.name, path
+        if key not in self._paths:
+            module = self._model.get_submodule(owner.name)
+            found = (n for n, m in module.named_modules() if vars(m).get("_path") == path)
+            self._paths[key] = next(found, None)
+        inner = self._paths[key]
+        if not inner:
+            return owner
+        name = f"{owner.name}.{inner}" if owner.name else inner
+        return owner._replace(name=name, kind=type(self._model.get_submodule(name)).__name__)
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = f"{frame.f_globals.get('__name__', '')}."
+    return name.startswith(_LIBRARIES)

@@ -1,0 +1,247 @@
+"""Records the ops of training steps, forward and backward, as torch dispatches them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from ...functional import _observed
+from ...functional._products import ROLES
+from ...optim._checked import short
+from ...recipes import Recipe
+from . import casts, ops
+from .op import AGAIN, BACKWARD, FORWARD, STEP, Op
+from .owners import Owner, Owners
+
+_ADD_ = torch.ops.aten.add_.Tensor
+
+
+@functools.cache
+def _accumulate_grad() -> Any:
+    """The class of the nodes that write `grad`."""
+    with torch.enable_grad():
+        node: Any = (torch.ones((), requires_grad=True) * 1).grad_fn
+        return type(node.next_functions[0][0])
+
+
+@dataclass
+class Total:
+    """Of the calls of an Op: their number, FLOPs, and bytes of operands and results."""
+
+    calls: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def add(self, flops: int, size: int) -> None:
+        self.calls += 1
+        self.flops += flops
+        self.bytes += size
+
+
+@dataclass
+class _Origin:
+    """Of an autograd node: who ran the forward op, and who decided its dtypes."""
+
+    owner: Owner
+    decided: str | None = None
+
+
+class _Place(NamedTuple):
+    """Of an op: the phase, its owner, and the node that it is of, if any."""
+
+    phase: str
+    owner: Owner
+    origin: _Origin | None = None
+
+
+@dataclass
+class _Gemm:
+    """A product of mixprec that is about to run. What it returns has the dtype of the layer's
+    input, or of torch.autocast."""
+
+    kind: str
+    recipe: Recipe
+    name: str
+    formats: tuple[str, ...] = field(init=False)
+    autocast: dict[str, torch.dtype] = field(default_factory=casts.autocast_dtypes)
+
+    def decided_result(self, result: torch.Tensor) -> str:
+        has_autocast = result.dtype == self.autocast.get(result.device.type)
+        return casts.AUTOCAST if has_autocast else casts.AS_MADE
+
+    def __post_init__(self) -> None:
+        formats = zip(ROLES[self.kind], getattr(self.recipe, self.kind), strict=True)
+        named = (self.recipe.block_format(role) or format.name for role, format in formats)
+        self.formats = tuple(named)
+
+
+class Recorder(TorchDispatchMode):
+    """A mode that notes each op that the module `ops` lists in `ops`.
+
+    devices: the types of device of products; summed: of a parameter, the dtype of `grad` and how
+    often a backward pass has added to it; cast_back: where tensors are cast to fewer bits and back
+    at once, with both dtypes, how often.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any
+    ) -> None:
+        super().__init__()
+        self.ops: dict[Op, Total] = {}
+        self.devices: set[str] = set()
+        self.summed: dict[torch.Tensor, tuple[str, int]] = {}
+        self.cast_back: Counter[tuple[str, str, str]] = Counter()
+        self.has_backward = self.has_stepped = False
+        self._owners, self._optimizer = Owners(model), optimizer
+        if scaler is not None:
+            self._owners.watch(scaler)
+        _accumulate_grad()
+        self._calls = casts.Calls()
+        self._provenance = casts.Provenance(self._calls, model.parameters())
+        self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
+        self._gemm: _Gemm | None = None
+        self._stepping = False
+
+    @property
+    def called(self) -> set[str]:
+        """The methods of the scaler that have run: "scale", "step"."""
+        return self._owners.called
+
+    @property
+    def autocast_on(self) -> set[str]:
+        """The types of device that torch.autocast was on for."""
+        return self._calls.autocast_on
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        def before(*_: Any) -> None:
+            self._stepping = self.has_stepped = True
+
+        def after(*_: Any) -> None:
+            self._stepping = False
+
+        with contextlib.ExitStack() as stack:
+            if self._optimizer is not None:
+                for register, hook in (
+                    (self._optimizer.register_step_pre_hook, before),
+                    (self._optimizer.register_step_post_hook, after),
+                ):
+                    stack.callback(register(hook).remove)
+            _observed.listeners.append(self._product)
+            stack.callback(_observed.listeners.remove, self._product)
+            stack.enter_context(self)
+            stack.enter_context(self._calls)
+            yield
+
+    def _product(self, kind: str, recipe: Recipe, name: str) -> None:
+        if self in _get_current_dispatch_mode_stack():  # else it is another thread's
+            self._gemm = _Gemm(kind, recipe, name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        listed = ops.listed(func)
+        if listed is None and func._can_decompose():  # in inference mode functions arrive whole
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        place = self._place()
+        result = func(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        decided = None
+        if listed is not None:
+            given = ops.arguments(func, args, kwargs)
+            decided = self._record(func, listed, place, given, result)
+        is_back = self._provenance.note(func, inputs, _tensors(result), decided)
+        if is_back and place.phase == FORWARD:
+            narrow, wide = (short(t.dtype) for t in (inputs[0], result))
+            self.cast_back[place.owner.name or place.owner.line, wide, narrow] += 1
+        if func is _ADD_ and place.phase == BACKWARD:
+            self._added()
+        return result
+
+    def _added(self) -> None:
+        """A gradient has been added to that of an earlier backward pass."""
+        node: Any = torch._C._current_autograd_node()
+        if isinstance(node, _accumulate_grad()):
+            times = self.summed[node.variable][1] if node.variable in self.summed else 0
+            self.summed[node.variable] = short(node.variable.grad.dtype), times + 1
+
+    def _place(self) -> _Place:
+        """Of an op that is about to run."""
+        node = None if self._stepping else torch._C._current_autograd_node()
+        owner = self._owners.find()
+        if self._stepping:
+            return _Place(STEP, owner)
+        if node is not None and owner.name is None:
+            self.has_backward = True
+            origin = self._origins.get(node._sequence_nr())
+            return _Place(BACKWARD, owner if origin is None else origin.owner, origin)
+        # Autograd makes the node of an op, or of a Function, before it runs it.
+        origin = self._origins.setdefault(_get_sequence_nr() - 1, _Origin(owner))
+        return _Place(FORWARD if node is None else AGAIN, owner, origin)
+
+    def _record(
+        self, func: Any, listed: ops.Listed, place: _Place, args: ops.Arguments, result: Any
+    ) -> str:
+        """Returns who decided the dtype of the result."""
+        operands = [t for name in listed.operands for t in _tensors(args[name])]
+        formats = tuple(short(t.dtype) for t in operands)
+        owner, gemm, of_result = place.owner, None, None
+        if listed.kind in ("product", "convolution"):
+            gemm, self._gemm = self._gemm, None
+        if gemm is not None:
+            formats, owner = gemm.formats, self._owners.layer(owner, gemm.name)
+            decided = f"{casts.RECIPE} {gemm.recipe.name}"
+            of_result = gemm.decided_result(_tensors(result)[0]) if _tensors(result) else None
+        elif place.phase == BACKWARD:
+            decided = (place.origin and place.origin.decided) or casts.UNKNOWN
+        elif func.namespace == "mixprec":
+            decided = casts.RECIPE
+        else:
+            decided = self._provenance.decided(operands)
+        if place.phase != BACKWARD and place.origin is not None and place.origin.decided is None:
+            place.origin.decided = decided
+        results = _tensors(result) or operands[:1]
+        if listed.kind != "reduction":
+            self.devices.add(operands[0].device.type)
+        op = Op(
+            *owner,
+            listed.kind,
+            place.phase,
+            func.name().split("::")[-1].split(".")[0],
+            tuple(tuple(t.shape) for t in operands),
+            formats,
+            accumulation(operands[0]),
+            short(results[0].dtype),
+            decided,
+        )
+        size = sum(t.numel() * t.element_size() for t in (*operands, *results))
+        self.ops.setdefault(op, Total()).add(listed.flops(args, result), size)
+        return decided if of_result is None else of_result
+
+
+def accumulation(operand: torch.Tensor) -> str:
+    """In what products of such an operand are summed: everywhere FP32 for narrower ones."""
+    dtype = operand.dtype
+    if not dtype.is_floating_point:
+        return "int32"
+    if operand.is_cuda and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "fp32, of tf32"
+    return short(dtype if dtype.itemsize > 4 else torch.float32)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,185 @@
+"""audit: which precision each product of a training step really had, and who decided it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..batches import call, scalar_loss
+from ..report_table import aligned
+from ..unchanged import as_before
+from . import findings, page
+from .op import AGAIN, FORWARD, PRODUCTS, SHORT, STEP, Op, joined, readable
+from .recorder import Recorder
+
+
+class Audit:
+    """What `audit` found. str() is `findings` and `table()`.
+
+    ops: a list of Op, by FLOPs; findings: sentences, the worst first; flops: by precision, all
+    phases but those of optimizers.
+    """
+
+    ops: list[Op]
+    findings: list[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+    ) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._stack: contextlib.ExitStack | None = None
+        self.ops, self.findings = [], []
+
+    def __enter__(self) -> Audit:
+        if self._stack is not None:
+            raise RuntimeError("audit: a block that has begun cannot be entered again")
+        self._recorder = Recorder(self._model, self._optimizer, self._scaler)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._recorder.recording())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._stack is not None, "entered"
+        self._stack.close()
+        self.ops = sorted(
+            (replace(op, **asdict(total)) for op, total in self._recorder.ops.items()),
+            key=lambda op: -op.flops,
+        )
+        self.findings = findings.of_run(self, self._model, self._scaler, self._recorder)
+        del self._recorder
+
+    @property
+    def flops(self) -> dict[str, int]:
+        return _share(self.ops, lambda op: op.precision)
+
+    @property
+    def decided(self) -> dict[str, int]:
+        """FLOPs by who decided, as `flops`."""
+        return _share(self.ops, lambda op: op.decided)
+
+    def __str__(self) -> str:
+        lines = [*(f"- {finding}" for finding in self.findings), self.summary(), "", self.table()]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """The shares of precisions, and of who decided them."""
+        total = sum(self.flops.values())
+        if not total:
+            return "no products"
+        parts = [
+            ", ".join(f"{n / total:.1%} {name}" for name, n in found.items())
+            for found in (self.flops, self.decided)
+        ]
+        again = sum(op.flops for op in self.ops if op.phase == AGAIN)
+        more = f", {again / total:.1%} computed again in backward" if again else ""
+        return f"{readable(total)}FLOP{more}: {parts[0]}. Decided by: {parts[1]}"
+
+    def table(self, most: int = 40) -> str:
+        """A line for each module, or line of the program, and kind of op, the one with most FLOPs
+        first; at most `most` of them."""
+        lines = [["module", "op", "forward", "backward", "sum", "decided by", "FLOP", "again"]]
+        groups: dict[tuple[str, str], list[Op]] = {}
+        for op in self.ops:
+            if op.kind in PRODUCTS:
+                groups.setdefault((op.where, op.kind), []).append(op)
+        ranked = sorted(groups.items(), key=lambda item: -sum(op.flops for op in item[1]))
+        for (where, kind), ops in ranked[:most]:
+            lines.append([
+                where,
+                kind,
+                *(joined(op.precision for op in ops if (op.phase == FORWARD) == forward)
+                  for forward in (True, False)),
+                joined(SHORT.get(op.accumulation, op.accumulation) for op in ops),
+                joined(op.decided for op in ops),
+                readable(sum(op.flops for op in ops if op.phase != AGAIN)),
+                readable(sum(op.flops for op in ops if op.phase == AGAIN)) or "-",
+            ])  # fmt: skip
+        text = aligned(lines)
+        rest = len(ranked) - most
+        return "\n".join(text + ([f"and {rest} more"] if rest > 0 else []))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save` writes."""
+        return {
+            "findings": self.findings,
+            "flops": self.flops,
+            "decided": self.decided,
+            "ops": [{**asdict(op), "precision": op.precision} for op in self.ops],
+        }
+
+    def save_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Write a page with the findings, a tree of modules and a table to sort and filter: one
+        file, which needs no network."""
+        name = title or f"Audit of {type(self._model).__name__}"
+        Path(path).write_text(page.html(self, self._model, name), encoding="utf-8")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+
+def _share(ops: Iterable[Op], key: Callable[[Op], str]) -> dict[str, int]:
+    """FLOPs of a step by a key, the largest first."""
+    found: Counter[str] = Counter()
+    for op in ops:
+        if op.flops and op.phase != STEP:
+            found[key(op)] += op.flops
+    return dict(found.most_common())
+
+
+def audit(
+    model: nn.Module,
+    *batch: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+) -> Audit:
+    """Find which precision each matrix product, convolution, attention, RNN and reduction of
+    `model` really has, forward and backward, and who decided it.
+
+        with mixprec.audit(model, optimizer=optimizer, scaler=scaler) as a:
+            train_step()                        # your own: autocast, scaler, micro-batches
+        print(a)
+
+        print(mixprec.audit(model, tokens))     # one forward and backward pass
+
+    model: any module: torch's own, under torch.autocast, converted, of another library. It is
+    neither changed nor given hooks: ops are seen as torch dispatches them. optimizer and scaler:
+    those that the block uses, for what is said of them.
+
+    batch: the arguments of model, or one mapping of its keyword arguments: a forward and a backward
+    pass runs at once, which leaves gradients, buffers and random generators as they were. Findings
+    about the optimizer and the scaler need the block. loss(output) returns the scalar to
+    differentiate; None: it is the output, or output.loss or output["loss"].
+
+    A product counts 2 FLOPs for a multiplication and an addition; causal attention counts as
+    attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
+    torch.compile compiles nothing inside: a compiled model is seen as it runs without. Kernels of
+    other libraries and NumPy are not visible. ValueError if the loss is
+    not one number; TypeError for an optimizer in the batch.
+    """
+    if any(isinstance(value, torch.optim.Optimizer) for value in batch):
+        raise TypeError("audit: give optimizer= and scaler= by name; the others are a batch")
+    found = Audit(model, optimizer, scaler)
+    if not batch:
+        return found
+    arguments = batch[0] if len(batch) == 1 else batch
+    with as_before(model), found:
+        output = call(model, arguments)
+        output = output if loss is None else loss(output)
+        value = scalar_loss("audit", output, "pass loss=, a function of the model's output")
+        if value.requires_grad:
+            value.backward()
+    return found

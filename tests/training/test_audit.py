@@ -1,0 +1,436 @@
+"""audit: owners, formats, FLOPs and who decided, against what is known of small models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from independent import assert_same_bits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import mixprec
+from mixprec.diagnostics.audit.op import readable
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+IMAGE = torch.linspace(-1, 1, 2 * 3 * 9 * 8).view(2, 3, 9, 8)
+
+
+def square(out: Any) -> torch.Tensor:
+    return (out[0] if isinstance(out, tuple) else out).float().square().mean()
+
+
+def products(audit: mixprec.Audit) -> set[tuple[Any, ...]]:
+    return {
+        (op.module, op.phase, op.precision, op.decided)
+        for op in audit.ops
+        if op.kind != "reduction"
+    }
+
+
+def mlp(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16, **options), nn.GELU(), nn.Linear(16, 6, **options))
+
+
+class Blocks(nn.Module):
+    """A checkpointed block, a layer that runs twice, a Function, a product of its own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.twice, self.head = mlp(), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(6, 6))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.block, x + self.scale[0], use_reentrant=self.reentrant)
+        x = Product.apply(self.twice(self.twice(x)) @ self.scale, self.scale)
+        return self.head(x)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.t() @ g
+
+
+# Owners
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [None, "fp8", "bf16"])
+def test_owners(reentrant: bool, recipe: str | None) -> None:
+    model = Blocks(reentrant)
+    if recipe is not None:
+        mixprec.convert(model, recipe)
+    model.twice.register_forward_hook(lambda *_: None)
+    audit = mixprec.audit(model, X, loss=square)
+    calls: dict[tuple[str | None, str], int] = {}
+    for op in audit.ops:
+        if op.kind == "product" and "grad_bias" not in op.op and op.shapes[0][0] != 1:
+            calls[op.module, op.phase] = calls.get((op.module, op.phase), 0) + op.calls
+    for name in ("block.0", "block.2", "head"):
+        assert calls.pop((name, "forward")) == 1
+        assert calls.pop((name, "backward")) == 2
+    assert calls.pop(("twice", "forward")) == 2
+    assert calls.pop(("twice", "backward")) == 4
+    assert calls.pop(("", "forward")) == 2
+    assert calls.pop(("", "backward")) == 4
+    again = {key: n for key, n in calls.items() if key[1] == "recomputation"}
+    assert again.keys() >= {("block.0", "recomputation")}
+    assert again.keys() <= {(f"block.{i}", "recomputation") for i in (0, 2)}
+    assert calls == again
+
+
+def test_code_outside_of_the_model_and_its_line() -> None:
+    model = mlp()
+    with mixprec.audit(model) as audit:
+        loss = (model(X) @ X.t()).sum()
+        loss.backward()
+    found = {(op.module, op.phase) for op in audit.ops if op.flops and op.module is None}
+    assert found == {(None, "forward"), (None, "backward")}
+    (line,) = {op.line for op in audit.ops if op.module is None and op.flops}
+    number = test_code_outside_of_the_model_and_its_line.__code__.co_firstlineno + 3
+    assert line == f"{__file__}:{number}"
+    assert {op.where for op in audit.ops if op.module is None} >= {line}
+
+
+def test_fused_blocks_name_their_layers() -> None:
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    mixprec.convert(model, "fp8", fuse=True)
+    x = torch.randn(128, 32, requires_grad=True)
+    audit = mixprec.audit(model, x, loss=square)
+    assert any(op.op == "norm_quantize" for op in audit.ops)  # it ran as without audit
+    found = {op.module for op in audit.ops if op.precision == "fp8" and op.kind == "product"}
+    assert found == {"1", "3"}
+
+
+def test_the_optimizers_products() -> None:
+    model = nn.Linear(6, 6, bias=False)
+    muon = mixprec.optim.Muon(model.parameters())
+    with mixprec.audit(model, optimizer=muon) as audit:
+        square(model(X)).backward()
+        muon.step()
+    step = sum(op.flops for op in audit.ops if op.phase == "optimizer")
+    assert step > 0
+    assert sum(audit.flops.values()) == 4 * 2 * 4 * 36 - 2 * 4 * 36 * 2  # X has no gradient
+
+
+# FLOPs
+
+
+COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
+    "mlp": (mlp, (X,)),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 5, 2)),
+        (IMAGE,),
+    ),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), (IMAGE,)),
+    "dilated": (lambda: nn.Conv1d(3, 4, 3, dilation=2), (IMAGE[:, :, 0],)),
+    "gru": (lambda: nn.GRU(6, 8, bidirectional=True), (X[None],)),
+    "lstm cell": (lambda: nn.LSTMCell(6, 8), (X,)),
+    "attention": (lambda: nn.MultiheadAttention(6, 2, batch_first=True), (X[None],) * 3),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0.0),
+        (X[None],),
+    ),
+    "checkpoint": (lambda: Blocks(False), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_as_many_as_torchs_counter(name: str) -> None:
+    """And as many in a forward pass of inference, where other ops run."""
+    make, batch = COUNTED[name]
+    model = make()
+    with FlopCounterMode(display=False) as counter:
+        square(model(*batch)).backward()
+    audit = mixprec.audit(model, *batch, loss=square)
+    of_attention = sum(op.flops for op in audit.ops if "for_cpu" in op.op)  # torch counts none
+    assert sum(audit.flops.values()) - of_attention == counter.get_total_flops() > 0
+    forward = sum(op.flops for op in audit.ops if op.phase == "forward")
+    model.eval()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, mixprec.audit(model) as audit:
+            model(*batch)
+        assert sum(audit.flops.values()) == forward
+
+
+def test_of_ops_that_torchs_counter_lacks() -> None:
+    """An LSTM layer of oneDNN, grouped convolutions, attention, Bilinear, dot and mv."""
+    lstm = nn.LSTM(6, 8, num_layers=2)
+    weights = sum(p.numel() for name, p in lstm.named_parameters() if name.startswith("weight"))
+    assert sum(mixprec.audit(lstm, X[None], loss=square).flops.values()) == 3 * 2 * 4 * weights
+    conv = nn.Conv2d(4, 8, 3, groups=2, bias=False)
+    x = torch.randn(2, 4, 7, 6, requires_grad=True)
+    audit = mixprec.audit(conv, x, loss=square)
+    assert sum(audit.flops.values()) == 3 * 2 * 2 * 5 * 4 * conv.weight.numel()
+    q, k = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(2, 3, 7, 8, requires_grad=True)
+    v = torch.randn(2, 3, 7, 8, requires_grad=True)
+    with mixprec.audit(conv) as audit:
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert sum(audit.flops.values()) == (2 + 5) * 2 * 2 * 3 * 5 * 7 * 8
+    with mixprec.audit(conv) as audit, torch.no_grad():
+        X[0].dot(X[1]), X.mv(X[0]), nn.Bilinear(6, 6, 2, bias=False)(X, X)
+    assert sum(audit.flops.values()) == 2 * 6 + 2 * 24 + 3 * 4 * 6 * 6 * 2
+    assert [readable(n) for n in (0, 999, 1000, 999_600, 12_345_678)] == [
+        "", "999 ", "1 k", "1 M", "12.3 M",
+    ]  # fmt: skip
+
+
+# Who decided
+
+
+def cast_in_the_model() -> nn.Module:
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.float() @ self.w.float()
+
+    return Island()
+
+
+def test_who_decided() -> None:
+    every = ("forward", "backward")
+
+    def of(model: nn.Module, x: torch.Tensor = X, **region: Any) -> set[tuple[Any, ...]]:
+        with torch.autocast("cpu", **region) if region else torch.enable_grad():
+            return {row[1:] for row in products(mixprec.audit(model, x, loss=square))}
+
+    assert of(mlp()) == {(phase, "fp32", "as made") for phase in every}
+    low = {"dtype": torch.bfloat16}
+    assert of(mlp(), **low) == {(phase, "bf16", "torch.autocast") for phase in every}
+    assert of(mlp(), enabled=False) == {(phase, "fp32", "as made") for phase in every}
+    assert of(mlp().bfloat16(), X.bfloat16()) == {(phase, "bf16", "as made") for phase in every}
+    assert of(cast_in_the_model(), X.bfloat16()) == {(phase, "fp32", "cast") for phase in every}
+    for recipe in ("bf16", "fp8", "mxfp4"):
+        model = mixprec.convert(nn.Linear(32, 32, bias=False), recipe)
+        found = of(model, torch.randn(32, 32))
+        assert found == {(phase, recipe, f"recipe {recipe}") for phase in every}
+    model = mixprec.convert(mlp(), "fp8", overrides={"2": "bf16"})
+    decided = {name: who for name, _, _, who in products(mixprec.audit(model, X, loss=square))}
+    assert decided == {"0": "recipe fp8", "2": "recipe bf16"}
+    with mixprec.autocast("fp8"):
+        assert {row[2] for row in of(mixprec.convert(mlp(), "bf16"))} == {"recipe fp8"}
+
+
+# Findings
+
+
+def step(model: nn.Module, x: torch.Tensor = X, times: int = 1, scaler: Any = None) -> list[str]:
+    """What is found in steps without a scaler that is used."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
+        for _ in range(times):
+            square(model(x)).backward()
+        sgd.step()
+    return audit.findings
+
+
+def scaled(
+    model: nn.Module,
+    scaler: Any,
+    through_scaler: bool = True,
+    dtype: torch.dtype = torch.float16,
+) -> list[str]:
+    """In a step in which the scaler is used."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
+        with torch.autocast("cpu", dtype):
+            loss = square(model(X))
+        scaler.scale(loss).backward()
+        if through_scaler:
+            scaler.step(sgd)
+            scaler.update()
+        else:
+            sgd.step()
+    return audit.findings
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x))
+
+
+def island(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.float()
+
+
+class Part(nn.Module):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.enabled = nn.Linear(6, 6), nn.Linear(6, 6), enabled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.first(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+                return self.second(x if self.enabled else x.float())
+
+
+def frozen(recipe: str) -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return mixprec.convert(model, recipe)
+
+
+def half(model: nn.Module) -> nn.Module:
+    return model.half()
+
+
+FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] = {
+    # what is planted, the finding, and the same without the fault
+    "a skipped layer": (
+        lambda: step(mixprec.convert(mlp(), "bf16", overrides={"2": None})),
+        r"2 \(Linear\): fp32, because mixprec.convert has left it out; 60.0% of the FLOPs",
+        lambda: step(mixprec.convert(mlp(), "bf16")),
+    ),
+    "autocast off in a part": (
+        lambda: step(Part(False)),
+        r"second \(Linear\): fp32, decided by: as made; 60.0% of the FLOPs",
+        lambda: step(Part(True)),
+    ),
+    "a disabled GradScaler": (
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu", enabled=False)),
+        "GradScaler is disabled: fp16 gradients are not scaled",
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
+    ),
+    "a GradScaler that scales nothing": (
+        lambda: step(half(mlp()), X.half(), scaler=mixprec.GradScaler()),
+        r"GradScaler does nothing: backward\(\) ran without scaler.scale\(loss\)",
+        lambda: scaled(mlp(), mixprec.GradScaler()),
+    ),
+    "a step without the GradScaler": (
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu"), through_scaler=False),
+        r"GradScaler does nothing: optimizer.step\(\) ran in place of scaler.step\(\)",
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
+    ),
+    "a GradScaler for bf16": (
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu"), dtype=torch.bfloat16),
+        "GradScaler scales the loss, and no op computes in fp16: it is not needed",
+        lambda: step(mlp().bfloat16(), X.bfloat16()),
+    ),
+    "a loss scale that has fallen": (
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**-3)),
+        "the loss scale has fallen to 0.125",
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
+    ),
+    "softmax in fp16": (
+        lambda: step(half(Function(lambda x: x.softmax(-1))), X.half()),
+        "softmax runs in fp16: Function",
+        lambda: step(half(Function(lambda x: x.softmax(-1, dtype=torch.float32))), X.half()),
+    ),
+    "a loss in bf16": (
+        lambda: step(Function(lambda x: F.log_softmax(x, -1)).bfloat16(), X.bfloat16()),
+        r"Function: the loss is computed in bf16 \(log_softmax\)",
+        lambda: step(Function(lambda x: F.log_softmax(x.float(), -1)).bfloat16(), X.bfloat16()),
+    ),
+    "a cast and back": (
+        lambda: step(Function(lambda x: x.bfloat16().float())),
+        "Function|layer|: a tensor is cast from fp32 to bf16 and back at once, 1 times",
+        lambda: step(Function(lambda x: x.bfloat16().relu())),
+    ),
+    "a gradient summed in 16 bits": (
+        lambda: step(mlp(bias=False).bfloat16(), X.bfloat16(), times=4),
+        "gradients are summed in bf16 over 4 backward passes, of 0.weight, 2.weight: give the opt",
+        lambda: step(mlp(bias=False), times=4),
+    ),
+    "a frozen layer in fp8": (
+        lambda: step(frozen("fp8")),
+        "0: a frozen weight is cast to fp8 in each pass",
+        lambda: step(mixprec.convert(mlp(), "fp8")),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults(fault: str) -> None:
+    plant, finding, clean = FAULTS[fault]
+    found = plant()
+    with_it = [
+        one for one in found if torch.typename(one) and __import__("re").search(finding, one)
+    ]
+    assert len(with_it) == 1, found
+    assert clean() == []
+
+
+# The run itself
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-delayed", "bf16"])
+def test_an_audited_step_computes_the_same(recipe: str | None) -> None:
+    """Bit for bit, without hooks, and the short form leaves everything as it was."""
+    runs = []
+    for audited in (False, True):
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 6))
+        torch.manual_seed(1)
+        for p in model.parameters():
+            nn.init.uniform_(p, -1, 1)
+        if recipe is not None:
+            mixprec.convert(model, recipe)
+        if audited:
+            before = {name: t.clone() for name, t in model.state_dict().items()}
+            state = torch.get_rng_state()
+            mixprec.audit(model, X, loss=square)
+            assert all(p.grad is None for p in model.parameters())
+            assert torch.equal(state, torch.get_rng_state())
+            for name, t in model.state_dict().items():
+                assert_same_bits(t, before[name])
+        torch.manual_seed(2)
+        with mixprec.audit(model) if audited else torch.enable_grad():
+            square(model(X)).backward()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        runs.append([*model.buffers(), *(p.grad for p in model.parameters())])
+    for got, want in zip(*runs, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_the_text_and_the_file(tmp_path: Path) -> None:
+    model = mixprec.convert(mlp(), "fp8", overrides={"2": None})
+    audit = mixprec.audit(model, {"input": X}, loss=square)
+    text = str(audit)
+    assert text.splitlines()[0] == f"- {audit.findings[0]}"
+    assert "60.0% fp32, 40.0% fp8. Decided by: 60.0% as made, 40.0% recipe fp8" in text
+    rows = [line.split() for line in audit.table().splitlines()[2:]]
+    assert [row[0] for row in rows] == ["2", "0"]
+    assert audit.table(most=1).endswith("and 1 more")
+    audit.save(tmp_path / "audit.json")
+    saved = json.loads((tmp_path / "audit.json").read_text())
+    assert saved["flops"] == audit.flops
+    assert sum(op["flops"] for op in saved["ops"]) == sum(audit.flops.values())
+    with mixprec.audit(model) as nothing:
+        pass
+    assert nothing.summary() == "no products"
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="audit: the loss must be one number, got shape"):
+        mixprec.audit(mlp(), X)
+    with pytest.raises(TypeError, match="give optimizer= and scaler= by name"):
+        mixprec.audit(mlp(), torch.optim.SGD([nn.Parameter(X.clone())]))
+    model = mlp()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        mixprec.audit(model, X.t(), loss=square)
+    audit = mixprec.audit(model, X, loss=square)  # the modes are gone again
+    with pytest.raises(RuntimeError, match="cannot be entered again"), audit:
+        pass
