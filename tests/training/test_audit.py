@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mixprec
+import mixprec.__main__
+from mixprec.diagnostics.audit import page
 from mixprec.diagnostics.audit.op import readable
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -367,10 +370,7 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] 
 def test_planted_faults(fault: str) -> None:
     plant, finding, clean = FAULTS[fault]
     found = plant()
-    with_it = [
-        one for one in found if torch.typename(one) and __import__("re").search(finding, one)
-    ]
-    assert len(with_it) == 1, found
+    assert len([one for one in found if re.search(finding, one)]) == 1, found
     assert clean() == []
 
 
@@ -421,6 +421,72 @@ def test_the_text_and_the_file(tmp_path: Path) -> None:
     with mixprec.audit(model) as nothing:
         pass
     assert nothing.summary() == "no products"
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """Each op is a row, and modules are where they are in the model; names are escaped."""
+    model = nn.ModuleDict({"a<b": mlp()})
+    model.forward = model["a<b"].forward
+    with mixprec.audit(model) as audit:
+        square(model["a<b"](X)).backward()
+        (X @ X.t()).sum()
+    audit.save_html(tmp_path / "page.html", "Of <this>")
+    text = (tmp_path / "page.html").read_text()
+    assert "<title>Of &lt;this&gt;</title>" in text
+    assert "a<b" not in text
+    shown = re.findall(r"<tr><td>([^<]*)</td><td>(\w+)</td>", text)
+    assert len(shown) == len(audit.ops)
+    assert text.index("a&lt;b <svg") < text.index("code outside of the model <svg")
+    root = page.tree(audit.ops, model)
+    assert root.children["model"].children["a<b"].total == sum(
+        op.flops for op in audit.ops if op.module is not None
+    )
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert [page.color(name) for name in ("fp32", "mxfp8", "mxfp4", "bf16 x fp8")] == [
+        "#d94801", "#238b45", "#74c476", "#969696",
+    ]  # fmt: skip
+
+
+MAKE = """
+import torch
+def mlp():
+    layers = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+    return torch.nn.Sequential(*layers), torch.ones(4, 8), torch.sum
+def wrong():
+    return 1
+"""
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "made_for_audit.py").write_text(MAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        return mixprec.__main__.main(["audit", *arguments])
+
+    make = "made_for_audit:mlp"
+    assert run(make, "--recipe", "fp8", "--require", "fp8=0.9", "--html=a.html", "--json=a") == 0
+    assert "recipe fp8" in capsys.readouterr().out
+    assert Path("a.html").stat().st_size > 1000 < Path("a").stat().st_size
+    assert run(make, "--strict") == 0
+    assert run(make, "--require", "fp8=0.9") == 1
+    assert capsys.readouterr().err == "required: fp8 90.0% of the FLOPs, got 0.0%\n"
+    for arguments, message in (
+        (("made_for_audit:wrong",), "must return"),
+        (("made_for_audit",), "expected MODULE:FUNCTION, as in train:make_model, got"),
+        (("made_for_audit:none",), "has no attribute 'none'"),
+        (("not_there:none",), "No module named 'not_there'"),
+        ((make, "--require", "fp8=2"), "--require: invalid"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run(*arguments)
+        assert message in capsys.readouterr().err
+    assert mixprec.__main__.main([]) == 0
+    assert mixprec.__main__.main(["no"]) == 2
+    assert "audit" in capsys.readouterr().out
 
 
 def test_bad_input() -> None:

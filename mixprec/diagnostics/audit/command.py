@@ -1,0 +1,85 @@
+"""`python -m mixprec audit MODULE:FUNCTION`: audit of one forward and backward pass."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+from torch import nn
+
+from ...nn.convert import convert
+from .report import Audit, audit
+
+_EPILOG = (
+    "MODULE is imported as Python does, first from the current directory. FUNCTION returns (model, "
+    "batch), or (model, batch, loss): the arguments of mixprec.audit."
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mixprec audit", epilog=_EPILOG)
+    parser.add_argument("make", metavar="MODULE:FUNCTION")
+    parser.add_argument("--recipe", help="convert the model with it first, as to fp8")
+    parser.add_argument(
+        "--require",
+        metavar="PRECISION=SHARE",
+        type=_requirement,
+        action="append",
+        default=[],
+        help="exit with 1 if a smaller share of the FLOPs has this precision, as in fp8=0.9",
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there is a finding")
+    parser.add_argument("--html", metavar="PATH", help="write a page to look at")
+    parser.add_argument("--json", metavar="PATH", help="write all that was found")
+    given = parser.parse_args(arguments)
+    try:
+        model, *rest = _made(given.make)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.recipe:
+        convert(model, given.recipe)
+    found = audit(model, rest[0], loss=rest[1] if len(rest) > 1 else None)
+    print(found)
+    if given.html:
+        found.save_html(given.html)
+    if given.json:
+        found.save(given.json)
+    missed = [line for name, share in given.require for line in _missed(found, name, share)]
+    for line in missed:
+        print(line, file=sys.stderr)
+    return 1 if missed or (given.strict and found.findings) else 0
+
+
+def _requirement(text: str) -> tuple[str, float]:
+    name, _, share = text.partition("=")
+    if not name or not 0 <= float(share) <= 1:  # argparse reports a ValueError
+        raise ValueError(text)
+    return name, float(share)
+
+
+def _missed(found: Audit, name: str, share: float) -> list[str]:
+    total = sum(found.flops.values())
+    has = found.flops.get(name, 0) / total if total else 0.0
+    return [] if has >= share else [f"required: {name} {share:.1%} of the FLOPs, got {has:.1%}"]
+
+
+def _made(place: str) -> tuple[Any, ...]:
+    """What the function returns."""
+    module, _, name = place.partition(":")
+    if not module or not name:
+        raise ValueError(f"expected MODULE:FUNCTION, as in train:make_model, got {place!r}")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if getattr(error, "name", "") not in (module, name):
+            raise
+        raise ValueError(str(error)) from None
+    made = make()
+    is_pair = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)
+    if not is_pair:
+        got = type(made).__name__
+        raise ValueError(f"{place} must return (model, batch) or (model, batch, loss), got {got}")
+    result: tuple[Any, ...] = made
+    return result
