@@ -8,8 +8,9 @@ of every block ran all its matrix products in its recipe's format, each validati
 2 % of FP32's, and each model learned clearly more than the frequencies of single bytes. With fewer
 steps than the default, losses only have to be finite.
 
-fp32-reseeded is FP32 from another seed: a difference smaller than its own to fp32 is none that was
-seen.
+After the table, a line for each precision says which precision the products of a step really had
+(`mixprec.audit`). fp32-reseeded is FP32 from another seed: a difference smaller than its own to
+fp32 is none that was seen.
 
 With --lean it trains in FP32 and in the ways of `mixprec.lean`, and shows the bytes of a step.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ import mixprec.env
 from mixprec.bench import device
 from mixprec.bench.environment import environment
 from mixprec.lean_training import FIDELITIES
+from mixprec.recipes import Recipe
 
 __all__ = [
     "BITS",
@@ -169,6 +171,22 @@ def problems(
     return found
 
 
+def audits(options: argparse.Namespace, batch: tuple[torch.Tensor, ...]) -> Iterator[str]:
+    """A line for each precision: what the products of a step had, and what is wrong."""
+    for name in options.recipes:
+        if name.startswith(LEAN) or AT in name or name in (TF32, RESEEDED):
+            continue
+        model = GPT(gpt_config(options)).to(options.device)
+        if name != "fp32":  # as mixprec.compare prepares it
+            recipe = Recipe.parse(name.removeprefix(FUSED))
+            mixprec.convert(model, recipe, fuse=name.startswith(FUSED))
+            low = torch.float16 if recipe.needs_loss_scaling else torch.bfloat16
+            mixprec.cast_parameters(model, low)
+        found = mixprec.audit(model, batch)
+        yield f"audit of {name}: {found.summary()}"
+        yield from (f"  {finding}" for finding in found.findings)
+
+
 def run(options: argparse.Namespace) -> int:
     text = gpt_data.load(options.text, options.context)
     unigram = text.unigram_entropy()
@@ -218,13 +236,17 @@ def run(options: argparse.Namespace) -> int:
     found = [] if report.interrupted else problems(report, block_linears, unigram, gain)
     describe(report, found)
     print(f"\n{report}\n", flush=True)
+    batch = gpt_data.Batches(text.train, options.batch, options.context, 1, options.seed)[0]
+    batch = tuple(t.to(options.device) for t in batch)
+    if not report.interrupted:
+        for line in audits(options, batch):
+            print(line, flush=True)
     files: list[tuple[Path, Callable[[Path], None]]] = [
         (out / "results.json", report.save),
         (out / "loss.png", report.plot),
     ]
     if options.lean and not report.interrupted:
-        batch = gpt_data.Batches(text.train, options.batch, options.context, 1, options.seed)[0]
-        first, *others = reports(gpt_config(options), tuple(t.to(options.device) for t in batch))
+        first, *others = reports(gpt_config(options), batch)
         print(f"{first.table(*others)}\n", flush=True)
         files.append((out / "memory.png", lambda path: first.plot(path, *others)))
     for path, write in files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,11 @@ def test_the_demo_end_to_end(demo: ModuleType, text: str, tmp_path: Path, capsys
     printed = capsys.readouterr().out
     assert "bits/byte" in printed
     assert "passed: every matrix product" in printed
+    for line in re.findall("audit of (.*)", printed):
+        name, _, said = line.partition(": ")
+        assert f"% {name}" in said
+        assert f"recipe {name}" in said or name == "fp32", line
+    assert printed.count("audit of ") == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "results.json"]
 
     results = json.loads((tmp_path / "results.json").read_text())
