@@ -68,6 +68,7 @@ class Layer(torch.nn.Module):
     grad_amax: torch.Tensor
     _recipe: Recipe
     _path = ""
+    _is_override = False  # convert has its recipe from overrides
     _quantized_weight: QuantizedWeight | None = None
 
     @property
@@ -112,7 +113,7 @@ class Layer(torch.nn.Module):
     def _leave(self) -> None:
         """Remove all that torch's module does not have, before `unconvert` makes it one."""
         self._drop_state()
-        for name in ("_path", "_quantized_weight", "_warned"):
+        for name in ("_path", "_is_override", "_quantized_weight", "_warned"):
             vars(self).pop(name, None)
 
     @classmethod

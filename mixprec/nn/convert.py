@@ -178,6 +178,8 @@ def _convert(
             module.recipe, module._path = own, fqn
         elif (kind := kinds.layer_for(module)) is not None:
             kind._of(module, own, fqn)
+        if isinstance(module, Layer):
+            module._is_override = own != recipe
     used = Counter(str(own) for own in chosen.values()) or {str(recipe): 0}
     names = "; ".join(own if len(used) == 1 else f"{own} ({count})" for own, count in used.items())
     note = f" ({already} had it already)" if already else ""

@@ -227,9 +227,10 @@ def test_who_decided() -> None:
         assert found == {(phase, recipe, f"recipe {recipe}") for phase in every}
     model = mixprec.convert(mlp(), "fp8", overrides={"2": "bf16"})
     decided = {name: who for name, _, _, who in products(mixprec.audit(model, X, loss=square))}
-    assert decided == {"0": "recipe fp8", "2": "recipe bf16"}
+    assert decided == {"0": "recipe fp8", "2": "override bf16"}
     with mixprec.autocast("fp8"):
-        assert {row[2] for row in of(mixprec.convert(mlp(), "bf16"))} == {"recipe fp8"}
+        found = of(mixprec.convert(mlp(), "bf16"))
+    assert {row[2] for row in found} == {"mixprec.autocast fp8"}
 
 
 # Findings
@@ -421,6 +422,15 @@ def test_the_text_and_the_file(tmp_path: Path) -> None:
     with mixprec.audit(model) as nothing:
         pass
     assert nothing.summary() == "no products"
+
+
+def test_a_compiled_model_says_so() -> None:
+    model = mlp()
+    assert mixprec.audit(model, X, loss=square).notes == []
+    audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
+    assert "compiled, and ran without that" in audit.notes[0]
+    assert audit.notes[0] in str(audit)
+    assert {op.module for op in audit.ops if op.flops} == {"_orig_mod.0", "_orig_mod.2"}
 
 
 def test_the_page(tmp_path: Path) -> None:

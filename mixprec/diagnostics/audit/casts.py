@@ -16,7 +16,10 @@ AS_MADE = "as made"  # the dtype of parameters, inputs and what is computed of t
 AUTOCAST = "torch.autocast"
 CAST = "cast"  # by the program: x.to(dtype), softmax(dtype=)
 TORCH = "torch"  # inside of one of its functions
-RECIPE = "recipe"  # an op of mixprec
+RECIPE = "recipe"  # of a layer of mixprec, or of one of its functions
+OVERRIDE = "override"  # a recipe from the overrides of convert
+REGION = "mixprec.autocast"
+OURS = (RECIPE, OVERRIDE, REGION)
 UNKNOWN = "unknown"
 _CASTS = {
     getattr(torch.Tensor, name)

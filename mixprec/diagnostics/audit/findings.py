@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,16 @@ def of_run(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> l
     found += _frozen(audit, model)
     found += _casts_back(recorder)
     return found
+
+
+def notes(model: nn.Module) -> list[str]:
+    """What is not seen of this model."""
+    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    is_compiled = any(
+        isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules()
+    )
+    said = "The model is compiled, and ran without that: the compiled code may drop casts."
+    return [said] if is_compiled else []
 
 
 def _scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
@@ -95,11 +106,11 @@ def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[s
     for op in audit.ops:
         if op.flops and op.module is not None and bits(op.precision) > least:
             layers[op.module].append(op)
-    has_recipes = any(op.decided.startswith(casts.RECIPE) for op in audit.ops)
+    has_recipes = any(op.decided.startswith(casts.OURS) for op in audit.ops)
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for name, ops in layers.items():
         layer = model.get_submodule(name)
-        if getattr(layer, "weight", None) is None or ops[0].decided.startswith(casts.RECIPE):
+        if getattr(layer, "weight", None) is None or ops[0].decided.startswith(casts.OURS):
             continue
         if ops[0].decided == casts.CAST:
             reason = "to which the program casts its operands"

@@ -20,10 +20,11 @@ class Op:
     the file and line that called it; kind: "product", "convolution", "attention", "rnn" or
     "reduction"; phase: "forward", "backward", "recomputation" (what a checkpoint computes again)
     or "optimizer"; op: torch's name; shapes and formats: of the operands; accumulation: in what is
-    summed; result: its dtype; decided: who chose the operands' formats, "recipe fp8",
-    "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside of one of its functions),
-    "as made" (of parameters and inputs) or "unknown"; calls, flops, and bytes of operands and
-    results: of all calls.
+    summed; result: its dtype; calls, flops, and bytes of operands and results: of all calls.
+
+    decided: who chose the operands' formats: "recipe fp8", "override bf16" (of convert),
+    "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
+    of one of its functions), "as made" (of parameters and inputs) or "unknown".
     """
 
     module: str | None

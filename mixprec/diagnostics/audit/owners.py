@@ -61,6 +61,9 @@ class Owners:
             frame = frame.f_back
         return Owner(None, "", line)
 
+    def module(self, owner: Owner) -> nn.Module | None:
+        return None if owner.name is None else self._model.get_submodule(owner.name)
+
     def layer(self, owner: Owner, path: str) -> Owner:
         """The layer of mixprec with this `name`, which `owner` runs as a part of itself."""
         if not path or owner.name is None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...functional import _observed
 from ...functional._products import ROLES
+from ...nn._layer import Layer
 from ...optim._checked import short
 from ...recipes import Recipe
 from . import casts, ops
@@ -172,6 +173,15 @@ class Recorder(TorchDispatchMode):
             self._added()
         return result
 
+    def _source(self, owner: Owner, recipe: Recipe) -> str:
+        """Where the recipe of a product is from."""
+        layer = self._owners.module(owner)
+        if not isinstance(layer, Layer):
+            return casts.RECIPE
+        if recipe != layer.recipe:
+            return casts.REGION
+        return casts.OVERRIDE if layer._is_override else casts.RECIPE
+
     def _added(self) -> None:
         """A gradient has been added to that of an earlier backward pass."""
         node: Any = torch._C._current_autograd_node()
@@ -204,7 +214,7 @@ class Recorder(TorchDispatchMode):
             gemm, self._gemm = self._gemm, None
         if gemm is not None:
             formats, owner = gemm.formats, self._owners.layer(owner, gemm.name)
-            decided = f"{casts.RECIPE} {gemm.recipe.name}"
+            decided = f"{self._source(owner, gemm.recipe)} {gemm.recipe.name}"
             of_result = gemm.decided_result(_tensors(result)[0]) if _tensors(result) else None
         elif place.phase == BACKWARD:
             decided = (place.origin and place.origin.decided) or casts.UNKNOWN

@@ -25,12 +25,13 @@ from .recorder import Recorder
 class Audit:
     """What `audit` found. str() is `findings` and `table()`.
 
-    ops: a list of Op, by FLOPs; findings: sentences, the worst first; flops: by precision, all
-    phases but those of optimizers.
+    ops: a list of Op, by FLOPs; findings: sentences, the worst first; notes: what audit does not
+    show of this run; flops: by precision, all phases but those of optimizers.
     """
 
     ops: list[Op]
     findings: list[str]
+    notes: list[str]
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Audit:
     ) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._stack: contextlib.ExitStack | None = None
-        self.ops, self.findings = [], []
+        self.ops, self.findings, self.notes = [], [], []
 
     def __enter__(self) -> Audit:
         if self._stack is not None:
@@ -58,6 +59,7 @@ class Audit:
             key=lambda op: -op.flops,
         )
         self.findings = findings.of_run(self, self._model, self._scaler, self._recorder)
+        self.notes = findings.notes(self._model)
         del self._recorder
 
     @property
@@ -70,8 +72,8 @@ class Audit:
         return _share(self.ops, lambda op: op.decided)
 
     def __str__(self) -> str:
-        lines = [*(f"- {finding}" for finding in self.findings), self.summary(), "", self.table()]
-        return "\n".join(lines)
+        found = [*(f"- {finding}" for finding in self.findings), *self.notes]
+        return "\n".join([*found, self.summary(), "", self.table()])
 
     def summary(self) -> str:
         """The shares of precisions, and of who decided them."""
@@ -114,6 +116,7 @@ class Audit:
         """What `save` writes."""
         return {
             "findings": self.findings,
+            "notes": self.notes,
             "flops": self.flops,
             "decided": self.decided,
             "ops": [{**asdict(op), "precision": op.precision} for op in self.ops],
