@@ -151,7 +151,7 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   update_group<Rule>(c.variant, p, g, s, c.scalars);
 
   uint32_t of_block = 0;
-  if (sizeof(Real) == 4 && (narrow || c.has_8_bits())) {
+  if (sizeof(Real) == 4 && c.has_8_bits()) {
     of_block = random_of_block(c.random(kParamStream), i / kState8Block);
   }
 #pragma unroll
@@ -178,7 +178,10 @@ __device__ __forceinline__ void step_group(const StepChunk<Rule, Real>& c, const
   }
   if (split) {
     PhiloxWords bits = {};
-    if (narrow) bits = random_in_block(c.random(kParamStream));
+    if (narrow) {  // of_block would need a register up to here
+      bits = random_in_block(c.random(kParamStream));
+      of_block = random_of_block(c.random(kParamStream), i / kState8Block);
+    }
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
       float x = static_cast<float>(p[j]);
