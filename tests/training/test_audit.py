@@ -251,12 +251,14 @@ def scaled(
     scaler: Any,
     through_scaler: bool = True,
     dtype: torch.dtype = torch.float16,
+    x: torch.Tensor = X,
 ) -> list[str]:
     """In a step in which the scaler is used."""
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    kind = mixprec.optim.SGD if type(scaler) is mixprec.GradScaler else torch.optim.SGD
+    sgd = kind(model.parameters(), lr=0.0)
     with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
-        with torch.autocast("cpu", dtype):
-            loss = square(model(X))
+        with torch.autocast("cpu", dtype, enabled=x.dtype == torch.float32):
+            loss = square(model(x))
         scaler.scale(loss).backward()
         if through_scaler:
             scaler.step(sgd)
@@ -302,6 +304,11 @@ def half(model: nn.Module) -> nn.Module:
     return model.half()
 
 
+def scaled_half(function: Callable[..., torch.Tensor]) -> list[str]:
+    model = half(Function(function))
+    return scaled(model, mixprec.GradScaler(), x=X.half(), dtype=torch.bfloat16)
+
+
 FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] = {
     # what is planted, the finding, and the same without the fault
     "a skipped layer": (
@@ -321,12 +328,12 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] 
     ),
     "a GradScaler that scales nothing": (
         lambda: step(half(mlp()), X.half(), scaler=mixprec.GradScaler()),
-        r"GradScaler does nothing: backward\(\) ran without scaler.scale\(loss\)",
+        r"scaler.scale\(loss\) was not called before backward\(\)",
         lambda: scaled(mlp(), mixprec.GradScaler()),
     ),
     "a step without the GradScaler": (
         lambda: scaled(mlp(), torch.amp.GradScaler("cpu"), through_scaler=False),
-        r"GradScaler does nothing: optimizer.step\(\) ran in place of scaler.step\(\)",
+        r"optimizer.step\(\) ran in place of scaler.step\(\)",
         lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
     ),
     "a GradScaler for bf16": (
@@ -339,10 +346,20 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] 
         "the loss scale has fallen to 0.125",
         lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
     ),
+    "fp16 without a GradScaler": (
+        lambda: step(half(mlp()), X.half()),
+        "fp16 gradients are not scaled, or audit was not given the scaler",
+        lambda: scaled(mlp(), mixprec.GradScaler()),
+    ),
+    "steps that are all skipped": (
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**40)),
+        "GradScaler has skipped every step: gradients are Inf or NaN",
+        lambda: scaled(mlp(), torch.amp.GradScaler("cpu")),
+    ),
     "softmax in fp16": (
-        lambda: step(half(Function(lambda x: x.softmax(-1))), X.half()),
+        lambda: scaled_half(lambda x: x.softmax(-1)),
         "softmax runs in fp16: Function",
-        lambda: step(half(Function(lambda x: x.softmax(-1, dtype=torch.float32))), X.half()),
+        lambda: scaled_half(lambda x: x.softmax(-1, dtype=torch.float32)),
     ),
     "a loss in bf16": (
         lambda: step(Function(lambda x: F.log_softmax(x, -1)).bfloat16(), X.bfloat16()),
@@ -422,6 +439,103 @@ def test_the_text_and_the_file(tmp_path: Path) -> None:
     with mixprec.audit(model) as nothing:
         pass
     assert nothing.summary() == "no products"
+
+
+def silu_and_encoder() -> list[tuple[nn.Module, tuple[torch.Tensor, ...], Any]]:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    x, pad = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, True, True]])
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    silu = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Softplus(), nn.Mish()).bfloat16()
+    return [
+        (silu, (x.bfloat16(),), torch.enable_grad()),
+        (encoder, (x, None, pad), torch.no_grad()),
+        (nn.MultiheadAttention(8, 2, batch_first=True).eval(), (x, x, x), torch.inference_mode()),
+        (nn.GRU(8, 8), (x,), torch.enable_grad()),
+    ]
+
+
+@pytest.mark.parametrize("i", range(4))
+def test_the_kernels_are_those_without_audit(i: int) -> None:
+    """Of ops that also have parts, and of modules with a fast path."""
+    torch.manual_seed(0)
+    model, batch, mode = silu_and_encoder()[i]
+    results = []
+    for audited in (False, True):
+        with mode, mixprec.audit(model) if audited else torch.autograd.set_detect_anomaly(False):
+            out = model(*batch)
+            out = out[0] if isinstance(out, tuple) else out
+            results.append([out])
+            if torch.is_grad_enabled():
+                results[-1] += torch.autograd.grad(out.float().sum(), list(model.parameters()))
+    for got, want in zip(*results, strict=True):
+        assert_same_bits(got, want)
+        assert got.stride() == want.stride()
+    assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.casts"
+
+
+def test_inference_mode_with_autocast_is_refused() -> None:
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        mixprec.audit(nn.Identity()),
+        pytest.raises(RuntimeError, match=r"use torch.no_grad in place of inference_mode"),
+    ):
+        torch.einsum("ij,jk->ik", X, X.t())
+
+
+def test_how_often_a_gradient_is_summed() -> None:
+    """Not one that has been zeroed, and by step."""
+    model = mlp(bias=False).bfloat16()
+    for to_none, times in ((False, 1), (True, 1), (True, 4), (False, 4)):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        sgd.zero_grad()
+        with mixprec.audit(model, optimizer=sgd) as audit:
+            for _ in range(3):
+                for _ in range(times):
+                    square(model(X.bfloat16())).backward()
+                sgd.step()
+                sgd.zero_grad(set_to_none=to_none)
+        found = [line for line in audit.findings if "summed" in line]
+        assert len(found) == (times > 1), (to_none, times, found)
+        assert all("over 4 backward passes" in line for line in found)
+
+
+def test_forward_called_by_the_program_and_second_derivatives() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer.forward(x)
+            (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            return g.square().sum()
+
+    model = Penalty()
+    audit = mixprec.audit(model, X.clone().requires_grad_())
+    assert {op.module for op in audit.ops if op.flops} == {"layer"}
+
+
+def test_inputs_with_gradients_and_losses_without() -> None:
+    x = X.clone().requires_grad_()
+    x.grad = torch.ones_like(x)
+    mixprec.audit(mlp(), x, loss=square)
+    assert torch.equal(x.grad, torch.ones_like(x))
+    with torch.no_grad():
+        audit = mixprec.audit(mlp(), X, loss=square)
+    assert audit.notes == ["There was no backward pass: the loss needs no gradient."]
+
+
+def test_nested_tensors() -> None:
+    """Of either layout; only rows that are there count."""
+    parts = [torch.randn(3, 6), torch.randn(2, 6)]
+    for layout in (torch.strided, torch.jagged):
+        model, x = mlp(), torch.nested.nested_tensor(parts, layout=layout)
+        with mixprec.audit(model) as audit:
+            model(x)
+        assert sum(audit.flops.values()) == 2 * 5 * 6 * 16 * 2
+        assert {op.module for op in audit.ops if op.flops} == {"0", "2"}
+        assert audit.table()
 
 
 def test_a_compiled_model_says_so() -> None:
@@ -504,6 +618,13 @@ def test_bad_input() -> None:
         mixprec.audit(mlp(), X)
     with pytest.raises(TypeError, match="give optimizer= and scaler= by name"):
         mixprec.audit(mlp(), torch.optim.SGD([nn.Parameter(X.clone())]))
+    for arguments, options, message in (
+        ((mlp(), X), {"scaler": mixprec.GradScaler()}, "optimizer= and scaler= are for a block"),
+        ((mlp(),), {"loss": square}, "loss= is for a batch"),
+        ((square, X), {}, "model must be a torch.nn.Module, got function"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            mixprec.audit(*arguments, **options)
     model = mlp()
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         mixprec.audit(model, X.t(), loss=square)

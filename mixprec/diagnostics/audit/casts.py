@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +68,37 @@ class Calls(Passive):
                 return unasked(*args, **kwargs)
         finally:
             self.call = before
+
+
+_lock, _blocks = threading.Lock(), [0]
+_HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
+
+
+def _has_torch_function(args: Any) -> bool:
+    """torch's, which modules with a fast path ask: one of our modes is no reason to leave it."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    if not modes or not all(isinstance(mode, Passive) for mode in modes):
+        return _HAS_TORCH_FUNCTION(args)
+    with contextlib.ExitStack() as stack:
+        for _ in modes:
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        return _HAS_TORCH_FUNCTION(args)
+
+
+@contextlib.contextmanager
+def not_asked() -> Iterator[None]:
+    """`Calls` does not keep torch's modules from their fast paths. In threads without one of these
+    modes nothing changes."""
+    with _lock:
+        _blocks[0] += 1
+        torch.overrides.has_torch_function = _has_torch_function
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks[0] -= 1
+            if _blocks[0] == 0:
+                torch.overrides.has_torch_function = _HAS_TORCH_FUNCTION
 
 
 def _backward(

@@ -45,17 +45,23 @@ def notes(model: nn.Module) -> list[str]:
 
 def _scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
     """Of torch.amp.GradScaler or ours, if the block was given one."""
-    if scaler is None:
-        return []
     has_fp16 = any("fp16" in op.precision for op in audit.ops)
+    if scaler is None:
+        is_step = recorder.has_stepped and recorder.has_backward and has_fp16
+        said = "fp16 gradients are not scaled, or audit was not given the scaler"
+        return [said] if is_step else []
     if not scaler.is_enabled():
         return ["GradScaler is disabled: fp16 gradients are not scaled"] if has_fp16 else []
     found = []
     called = recorder.called
     if recorder.has_backward and "scale" not in called:
-        found.append("GradScaler does nothing: backward() ran without scaler.scale(loss)")
+        found.append(
+            "scaler.scale(loss) was not called before backward(): gradients are not scaled"
+        )
     elif recorder.has_stepped and "step" not in called:
-        found.append("GradScaler does nothing: optimizer.step() ran in place of scaler.step()")
+        found.append("optimizer.step() ran in place of scaler.step(), which skips Inf and NaN")
+    elif "step" in called and recorder.skips_all:
+        found.append("GradScaler has skipped every step: gradients are Inf or NaN")
     if not has_fp16 and recorder.has_backward:
         found.append("GradScaler scales the loss, and no op computes in fp16: it is not needed")
     if "scale" in called and (scale := float(scaler.get_scale())) < 1:

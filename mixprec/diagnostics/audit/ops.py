@@ -116,12 +116,23 @@ def _cudnn_rnn(times: int) -> Count:
     return flops
 
 
+def shape(t: torch.Tensor) -> tuple[int, ...]:
+    """-1 where the tensors of a nested one differ."""
+    return (t.size(0), -1, t.size(-1)) if t.is_nested else tuple(t.shape)
+
+
 def _encoder_layer(args: Arguments, _: Any) -> int:
-    """A whole TransformerEncoderLayer in one op: four linear layers and attention."""
-    *_, t, d = args["src"].shape
-    tokens = args["src"].numel() // d
+    """A whole TransformerEncoderLayer in one op: four linear layers and attention. Of sequences
+    without their padding if src is nested."""
+    src = args["src"]
+    d, tokens = src.size(-1), src.numel() // src.size(-1)
+    scores = (
+        tokens * src.shape[-2]
+        if not src.is_nested
+        else sum(part.shape[0] ** 2 for part in src.unbind())
+    )
     names = ("qkv_weight", "proj_weight", "ffn_weight_1", "ffn_weight_2")
-    return 2 * tokens * (sum(args[name].numel() for name in names) + 2 * t * d)
+    return 2 * tokens * sum(args[name].numel() for name in names) + 4 * scores * d
 
 
 def _multi_head_attention(args: Arguments, _: Any) -> int:
@@ -234,6 +245,15 @@ def _listed() -> dict[Any, Listed]:
 def listed(func: Any) -> Listed | None:
     """What audit knows of an op that torch dispatches; None: it is not listed."""
     return _listed().get(getattr(func, "overloadpacket", None))
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Whether torch has nothing but its parts for an op: no kernel of a backend."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    kernels = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return has(name, "CompositeImplicitAutograd") and not any(has(name, k) for k in kernels)
 
 
 def arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:

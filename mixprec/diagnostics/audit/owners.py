@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,17 @@ class Owner(NamedTuple):
 class Owners:
     """Looks up the owner of what the current thread runs.
 
-    The module is the innermost one whose `forward` runs, known by the frames of torch's code that
-    calls it: no hook, which would keep fused layers from running as they do without one.
+    The module is the innermost one whose `forward` runs, known by its frame, or by that of torch's
+    code that calls it: no hook, which would keep fused layers from running as they do without one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         # A module under several names has the first.
         self._names = {id(module): name for name, module in model.named_modules()}
         self._model = model
+        # A forward may be called without torch's code.
+        forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+        self._forwards = {f.__code__ for f in forwards if isinstance(f, FunctionType)}
         self._paths: dict[tuple[str, str], str | None] = {}
         self._watched: dict[Any, str] = {}
         self.called: set[str] = set()
@@ -49,13 +53,14 @@ class Owners:
         frame: FrameType | None = sys._getframe(1)
         line = ""
         while frame is not None and frame.f_code is not _ENGINE:
-            if frame.f_code in _originals.CALLERS:
-                module = frame.f_locals["self"]
+            code = frame.f_code
+            if code in _originals.CALLERS or code in self._forwards:
+                module = frame.f_locals.get(code.co_varnames[0])
                 name = self._names.get(id(module))
                 if name is not None:
                     return Owner(name, type(module).__name__, line)
-            elif frame.f_code in self._watched:
-                self.called.add(self._watched[frame.f_code])
+            elif code in self._watched:
+                self.called.add(self._watched[code])
             elif not line and not _is_library(frame):
                 line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back

@@ -14,10 +14,12 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...functional import _observed
 from ...functional._products import ROLES
 from ...nn._layer import Layer
+from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import Recipe
 from . import casts, ops
@@ -25,6 +27,7 @@ from .op import AGAIN, BACKWARD, FORWARD, STEP, Op
 from .owners import Owner, Owners
 
 _ADD_ = torch.ops.aten.add_.Tensor
+_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 @functools.cache
@@ -102,7 +105,9 @@ class Recorder(TorchDispatchMode):
         self.devices: set[str] = set()
         self.summed: dict[torch.Tensor, tuple[str, int]] = {}
         self.cast_back: Counter[tuple[str, str, str]] = Counter()
-        self.has_backward = self.has_stepped = False
+        self.has_backward, self._steps, self._skipped = False, 0, 0
+        self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by gradient
+        self._zeroed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._owners, self._optimizer = Owners(model), optimizer
         if scaler is not None:
             self._owners.watch(scaler)
@@ -123,10 +128,26 @@ class Recorder(TorchDispatchMode):
         """The types of device that torch.autocast was on for."""
         return self._calls.autocast_on
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the optimizer, if audit was given it, has begun a step."""
+        return self._steps > 0
+
+    @property
+    def skips_all(self) -> bool:
+        """Whether a scaler has kept the optimizer from every step, as torch's does, or the
+        optimizer has skipped each, as ours do."""
+        return self._optimizer is not None and self._skips() - self._skipped == self._steps
+
+    def _skips(self) -> int:
+        optimizer = self._optimizer
+        return int(optimizer.skipped) if isinstance(optimizer, Optimizer) else 0
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         def before(*_: Any) -> None:
-            self._stepping = self.has_stepped = True
+            self._stepping = True
+            self._steps += 1
 
         def after(*_: Any) -> None:
             self._stepping = False
@@ -138,10 +159,12 @@ class Recorder(TorchDispatchMode):
                     (self._optimizer.register_step_post_hook, after),
                 ):
                     stack.callback(register(hook).remove)
+                self._skipped = self._skips()
             _observed.listeners.append(self._product)
             stack.callback(_observed.listeners.remove, self._product)
             stack.enter_context(self)
             stack.enter_context(self._calls)
+            stack.enter_context(casts.not_asked())
             yield
 
     def _product(self, kind: str, recipe: Recipe, name: str) -> None:
@@ -153,11 +176,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         listed = ops.listed(func)
-        if listed is None and func._can_decompose():  # in inference mode functions arrive whole
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        if torch.is_inference_mode_enabled() and (listed is None) and ops.is_composite(func):
+            if self._calls.call.autocast:
+                raise RuntimeError(
+                    "audit: torch.inference_mode with torch.autocast computes in other dtypes "
+                    "while ops are watched: use torch.no_grad in place of inference_mode"
+                )
+            with self:  # elsewhere it has arrived as its parts
+                return func.decompose(*args, **kwargs)
         place = self._place()
         result = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
@@ -171,6 +197,9 @@ class Recorder(TorchDispatchMode):
             self.cast_back[place.owner.name or place.owner.line, wide, narrow] += 1
         if func is _ADD_ and place.phase == BACKWARD:
             self._added()
+        elif func in _ZERO:
+            for t in inputs:
+                self._zeroed[t] = None
         return result
 
     def _source(self, owner: Owner, recipe: Recipe) -> str:
@@ -185,9 +214,15 @@ class Recorder(TorchDispatchMode):
     def _added(self) -> None:
         """A gradient has been added to that of an earlier backward pass."""
         node: Any = torch._C._current_autograd_node()
-        if isinstance(node, _accumulate_grad()):
-            times = self.summed[node.variable][1] if node.variable in self.summed else 0
-            self.summed[node.variable] = short(node.variable.grad.dtype), times + 1
+        if not isinstance(node, _accumulate_grad()):
+            return
+        param, grad = node.variable, node.variable.grad
+        if self._zeroed.pop(grad, self) is None:  # by zero_grad(set_to_none=False)
+            self._times[grad] = 0
+            return
+        self._times[grad] = times = self._times.get(grad, 0) + 1
+        most = self.summed.get(param, ("", 0))[1]
+        self.summed[param] = short(grad.dtype), max(times, most)
 
     def _place(self) -> _Place:
         """Of an op that is about to run."""
@@ -198,6 +233,8 @@ class Recorder(TorchDispatchMode):
         if node is not None and owner.name is None:
             self.has_backward = True
             origin = self._origins.get(node._sequence_nr())
+            if torch.is_grad_enabled():  # create_graph=True
+                self._origins.setdefault(_get_sequence_nr() - 1, origin or _Origin(owner))
             return _Place(BACKWARD, owner if origin is None else origin.owner, origin)
         # Autograd makes the node of an op, or of a Function, before it runs it.
         origin = self._origins.setdefault(_get_sequence_nr() - 1, _Origin(owner))
@@ -232,7 +269,7 @@ class Recorder(TorchDispatchMode):
             listed.kind,
             place.phase,
             func.name().split("::")[-1].split(".")[0],
-            tuple(tuple(t.shape) for t in operands),
+            tuple(map(ops.shape, operands)),
             formats,
             accumulation(operands[0]),
             short(results[0].dtype),

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batches import call, scalar_loss
+from ..batches import call, scalar_loss, tensors
 from ..report_table import aligned
 from ..unchanged import as_before
 from . import findings, page
@@ -171,18 +171,41 @@ def audit(
     attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
     torch.compile compiles nothing inside: a compiled model is seen as it runs without. Kernels of
     other libraries and NumPy are not visible. ValueError if the loss is
-    not one number; TypeError for an optimizer in the batch.
+    not one number; TypeError for arguments that do not belong together.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit: model must be a torch.nn.Module, got {type(model).__name__}")
     if any(isinstance(value, torch.optim.Optimizer) for value in batch):
         raise TypeError("audit: give optimizer= and scaler= by name; the others are a batch")
+    if batch and (optimizer is not None or scaler is not None):
+        raise TypeError(
+            "audit: optimizer= and scaler= are for a block, around a step that uses them"
+        )
+    if not batch and loss is not None:
+        raise TypeError("audit: loss= is for a batch; in a block call backward() yourself")
     found = Audit(model, optimizer, scaler)
     if not batch:
         return found
     arguments = batch[0] if len(batch) == 1 else batch
-    with as_before(model), found:
+    with as_before(model), _kept(tensors(batch)), found:
         output = call(model, arguments)
         output = output if loss is None else loss(output)
         value = scalar_loss("audit", output, "pass loss=, a function of the model's output")
         if value.requires_grad:
             value.backward()
+    if not value.requires_grad:
+        found.notes.append("There was no backward pass: the loss needs no gradient.")
     return found
+
+
+@contextlib.contextmanager
+def _kept(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Leave the gradients of a batch as they were."""
+    before = [(t, t.grad) for t in inputs if t.is_leaf]
+    for t, _ in before:
+        t.grad = None
+    try:
+        yield
+    finally:
+        for t, grad in before:
+            t.grad = grad
