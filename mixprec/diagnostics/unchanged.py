@@ -24,7 +24,7 @@ def unchanged(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Iterator[N
     modules = [(module, _registries(module)) for module in model.modules()]
     not_saved = [(module, {*module._non_persistent_buffers_set}) for module, _ in modules]
     held = [v for _, dicts in modules for d in dicts for v in d.values() if _has_value(v)]
-    kept = {id(t): t for t in (*held, *more)}.values()
+    kept = {id(t): t for t in (*held, *model.buffers(), *more)}.values()
     values = [(t, t.data, t.detach().clone()) for t in kept]
     try:
         yield
@@ -45,6 +45,8 @@ def unchanged(model: nn.Module, more: Iterable[torch.Tensor] = ()) -> Iterator[N
 def _registries(module: nn.Module, copied: bool = True) -> list[dict[str, Any]]:
     """The buffers of a module, its children and its attributes. Of torch's parallel wrappers the
     buffers only: the rest says what of a larger state has been built."""
+    if isinstance(module, torch.jit.ScriptModule):  # which has views of what it holds
+        return []
     found: list[dict[str, Any]] = [module._buffers]
     if not isinstance(module, _wrappers()):
         found += [module._modules, vars(module)]

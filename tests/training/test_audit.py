@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,27 @@ class Part(nn.Module):
                 return self.second(x if self.enabled else x.float())
 
 
+class Experts(nn.Module):
+    """A product of its own parameter, whose class has no `weight`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.experts, self.dtype = (
+            nn.Linear(6, 6),
+            nn.Parameter(torch.ones(6, 6)),
+            dtype,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layer(x)
+        return x.relu().to(self.dtype) @ self.experts.to(self.dtype)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(12)))
+
+
 def frozen(recipe: str) -> nn.Module:
     model = mlp()
     model[0].requires_grad_(False)
@@ -315,6 +337,16 @@ FAULTS: dict[str, tuple[Callable[[], list[str]], str, Callable[[], list[str]]]] 
         lambda: step(mixprec.convert(mlp(), "bf16", overrides={"2": None})),
         r"2 \(Linear\): fp32, because mixprec.convert has left it out; 60.0% of the FLOPs",
         lambda: step(mixprec.convert(mlp(), "bf16")),
+    ),
+    "the last of many layers": (
+        lambda: step(mixprec.convert(deep(), "bf16", overrides={"11": None})),
+        r"11 \(Linear\): fp32, because mixprec.convert has left it out; 8.6% of the FLOPs",
+        lambda: step(mixprec.convert(deep(), "bf16")),
+    ),
+    "experts outside of autocast": (
+        lambda: step(Experts(torch.float32)),
+        r"Experts \(Experts\): fp32, .*; 60.0% of the FLOPs",
+        lambda: step(Experts(torch.bfloat16)),
     ),
     "autocast off in a part": (
         lambda: step(Part(False)),
@@ -451,16 +483,35 @@ def silu_and_encoder() -> list[tuple[nn.Module, tuple[torch.Tensor, ...], Any]]:
         (encoder, (x, None, pad), torch.no_grad()),
         (nn.MultiheadAttention(8, 2, batch_first=True).eval(), (x, x, x), torch.inference_mode()),
         (nn.GRU(8, 8), (x,), torch.enable_grad()),
+        (encoder, (x,), in_autocast()),
+        (nn.MultiheadAttention(8, 2, batch_first=True).eval(), (x, x, x), in_autocast()),
+        (nn.Bilinear(8, 8, 8), (x, x), in_autocast()),
+        (Sparse(), (x[0],), in_autocast()),
     ]
 
 
-@pytest.mark.parametrize("i", range(4))
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(3).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.w, x)
+
+
+@contextmanager
+def in_autocast() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+@pytest.mark.parametrize("i", range(8))
 def test_the_kernels_are_those_without_audit(i: int) -> None:
-    """Of ops that also have parts, and of modules with a fast path."""
-    torch.manual_seed(0)
-    model, batch, mode = silu_and_encoder()[i]
+    """Of ops that also have parts, of modules with a fast path, of kernels that call others."""
     results = []
     for audited in (False, True):
+        torch.manual_seed(0)
+        model, batch, mode = silu_and_encoder()[i]
         with mode, mixprec.audit(model) if audited else torch.autograd.set_detect_anomaly(False):
             out = model(*batch)
             out = out[0] if isinstance(out, tuple) else out
@@ -470,6 +521,10 @@ def test_the_kernels_are_those_without_audit(i: int) -> None:
     for got, want in zip(*results, strict=True):
         assert_same_bits(got, want)
         assert got.stride() == want.stride()
+        assert got.dtype == want.dtype
+    with in_autocast(), mixprec.audit(model) as audit:
+        model(*batch[: 1 if i == 1 else 3])  # nested tensors and autocast raise in torch
+    assert {op.precision for op in audit.ops if op.flops and op.kind != "rnn"} <= {"bf16"}
     assert torch.overrides.has_torch_function.__module__ != "mixprec.diagnostics.audit.casts"
 
 
@@ -540,6 +595,9 @@ def test_nested_tensors() -> None:
 
 def test_a_compiled_model_says_so() -> None:
     model = mlp()
+    scripted = mixprec.audit(torch.jit.script(model), X, loss=square)
+    assert "TorchScript" in scripted.notes[0]
+    assert sum(scripted.flops.values()) > 0
     assert mixprec.audit(model, X, loss=square).notes == []
     audit = mixprec.audit(torch.compile(model, backend="eager"), X, loss=square)
     assert "compiled, and ran without that" in audit.notes[0]

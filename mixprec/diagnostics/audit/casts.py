@@ -44,6 +44,18 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     return {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
 
 
+@contextlib.contextmanager
+def autocast_inside() -> Iterator[None]:
+    """torch.autocast for the ops that a kernel calls, as it is for them outside of a dispatch mode,
+    which switches it off."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutocastCPU, keys.AutocastCUDA):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
 class Calls(Passive):
     """Knows the function of torch that the program has called, before autocast and dispatch."""
 

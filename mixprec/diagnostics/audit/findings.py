@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ...nn._layer import Layer
@@ -40,7 +41,10 @@ def notes(model: nn.Module) -> list[str]:
         isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules()
     )
     said = "The model is compiled, and ran without that: the compiled code may drop casts."
-    return [said] if is_compiled else []
+    found = [said] if is_compiled else []
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        found.append("TorchScript has no frames: its ops are those of the module that called it.")
+    return found
 
 
 def _scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
@@ -54,7 +58,7 @@ def _scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
         return ["GradScaler is disabled: fp16 gradients are not scaled"] if has_fp16 else []
     found = []
     called = recorder.called
-    if recorder.has_backward and "scale" not in called:
+    if recorder.has_backward and not {"scale", "get_scale"} & called:
         found.append(
             "scaler.scale(loss) was not called before backward(): gradients are not scaled"
         )
@@ -107,7 +111,9 @@ def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[s
         on, there = (joined(sorted(kinds)) for kinds in (recorder.autocast_on, recorder.devices))
         found.append(f"torch.autocast is on for {on}, and the products run on {there}")
     total = sum(audit.flops.values())
-    least = min((bits(op.precision) for op in audit.ops if op.flops > total / 20), default=32)
+    least = min(
+        (bits(name) for name, flops in audit.flops.items() if flops > total / 20), default=32
+    )
     layers: dict[str, list[Op]] = defaultdict(list)
     for op in audit.ops:
         if op.flops and op.module is not None and bits(op.precision) > least:
@@ -116,7 +122,7 @@ def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[s
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for name, ops in layers.items():
         layer = model.get_submodule(name)
-        if getattr(layer, "weight", None) is None or ops[0].decided.startswith(casts.OURS):
+        if not [*layer.parameters(recurse=False)] or ops[0].decided.startswith(casts.OURS):
             continue
         if ops[0].decided == casts.CAST:
             reason = "to which the program casts its operands"

@@ -152,6 +152,12 @@ def _trilinear(args: Arguments, _: Any) -> int:
     return 3 * prod(map(max, *shapes))
 
 
+def _sparse(args: Arguments, _: Any) -> int:
+    mat1 = args["mat1"]
+    stored = mat1._nnz() if mat1.layout == torch.sparse_coo else mat1.values().numel()
+    return int(2 * stored * args["mat2"].shape[-1])
+
+
 def _none(*_: Any) -> int:
     return 0
 
@@ -174,6 +180,7 @@ _TABLE: dict[str, list[tuple[str, tuple[str, ...], Count]]] = {
         ("_scaled_grouped_mm", ("self", "mat2"), _grouped("self", "mat2")),
         ("linear", ("input", "weight"), _linear),
         ("_trilinear", ("i1", "i2", "i3"), _trilinear),
+        ("_sparse_addmm", ("mat1", "mat2"), _sparse),
     ],
     "convolution": [
         ("convolution", ("input", "weight"), _convolution("input")),
@@ -245,6 +252,17 @@ def _listed() -> dict[Any, Listed]:
 def listed(func: Any) -> Listed | None:
     """What audit knows of an op that torch dispatches; None: it is not listed."""
     return _listed().get(getattr(func, "overloadpacket", None))
+
+
+@functools.cache
+def _callers() -> set[Any]:
+    names = ("_trilinear", "_sparse_addmm", "_native_multi_head_attention")
+    return {getattr(aten, name) for name in (*names, "_transformer_encoder_layer_fwd")}
+
+
+def calls_others(func: Any) -> bool:
+    """Whether the kernel of a listed op calls ops that torch.autocast casts for."""
+    return func.overloadpacket in _callers()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -37,15 +38,17 @@ class Owners:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._model = model
         # A forward may be called without torch's code.
-        forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
-        self._forwards = {f.__code__ for f in forwards if isinstance(f, FunctionType)}
+        kinds = {type(module) for module in model.modules()}
+        forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)
+        unwrapped = (inspect.unwrap(f) for f in forwards if isinstance(f, FunctionType))
+        self._forwards = {f.__code__ for f in unwrapped if isinstance(f, FunctionType)}
         self._paths: dict[tuple[str, str], str | None] = {}
         self._watched: dict[Any, str] = {}
         self.called: set[str] = set()
 
     def watch(self, scaler: Any) -> None:
         """Note in `called` which methods of a GradScaler run ops."""
-        for name in ("scale", "step"):
+        for name in ("scale", "step", "get_scale"):
             self._watched[getattr(type(scaler), name).__code__] = name
 
     def find(self) -> Owner:
@@ -65,6 +68,9 @@ class Owners:
                 line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
         return Owner(None, "", line)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return self._model.parameters()
 
     def module(self, owner: Owner) -> nn.Module | None:
         return None if owner.name is None else self._model.get_submodule(owner.name)

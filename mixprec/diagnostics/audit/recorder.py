@@ -160,6 +160,9 @@ class Recorder(TorchDispatchMode):
                 ):
                     stack.callback(register(hook).remove)
                 self._skipped = self._skips()
+            for p in self._owners.parameters():
+                if p.grad is not None:  # it may be 0
+                    self._zeroed[p.grad] = None
             _observed.listeners.append(self._product)
             stack.callback(_observed.listeners.remove, self._product)
             stack.enter_context(self)
@@ -185,7 +188,9 @@ class Recorder(TorchDispatchMode):
             with self:  # elsewhere it has arrived as its parts
                 return func.decompose(*args, **kwargs)
         place = self._place()
-        result = func(*args, **kwargs)
+        inside = listed is not None and self._calls.call.autocast and ops.calls_others(func)
+        with casts.autocast_inside() if inside else contextlib.nullcontext():
+            result = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
         decided = None
         if listed is not None:
@@ -253,12 +258,15 @@ class Recorder(TorchDispatchMode):
             formats, owner = gemm.formats, self._owners.layer(owner, gemm.name)
             decided = f"{self._source(owner, gemm.recipe)} {gemm.recipe.name}"
             of_result = gemm.decided_result(_tensors(result)[0]) if _tensors(result) else None
-        elif place.phase == BACKWARD:
-            decided = (place.origin and place.origin.decided) or casts.UNKNOWN
         elif func.namespace == "mixprec":
             decided = casts.RECIPE
+        elif place.phase == BACKWARD:
+            decided = (place.origin and place.origin.decided) or casts.UNKNOWN
         else:
             decided = self._provenance.decided(operands)
+            low = self._calls.call.autocast.get(operands[0].device.type)
+            if low is not None and ops.calls_others(func):
+                formats, decided = (short(low),) * len(operands), casts.AUTOCAST
         if place.phase != BACKWARD and place.origin is not None and place.origin.decided is None:
             place.origin.decided = decided
         results = _tensors(result) or operands[:1]
