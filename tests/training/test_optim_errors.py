@@ -62,7 +62,7 @@ def test_options_of_all_groups_are_refused_in_one() -> None:
     for make in (lambda: AdamW([group]), lambda: AdamW(parameters()).add_param_group(group)):
         with pytest.raises(ValueError, match="a group must not have master_weights, state_dtype: "):
             make()
-    AdamW([{"params": parameters(), "max_grad_norm": 1.0, "of_mine": 3}])
+    AdamW([{"params": parameters(), "max_grad_norm": 1.0, "own_key": 3}])
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [

@@ -25,7 +25,7 @@ OURS = (RECIPE, OVERRIDE, REGION)
 UNKNOWN = "unknown"
 _CASTS = {
     getattr(torch.Tensor, name)
-    for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16", "__array__")
+    for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 }
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -143,9 +143,9 @@ class Provenance:
             return AUTOCAST
         if any(t in self._params for t in operands):
             return AS_MADE
-        return self._of_largest(operands)
+        return self._largest_reason(operands)
 
-    def _of_largest(self, tensors: Iterable[torch.Tensor]) -> str:
+    def _largest_reason(self, tensors: Iterable[torch.Tensor]) -> str:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
         return AS_MADE if largest is None else self._reasons.get(largest, AS_MADE)
 
@@ -163,7 +163,7 @@ class Provenance:
             return False
         first, is_back, reason = outputs[0], False, decided
         if func is _TO_COPY and _is_cast(inputs[0], first):
-            reason = self._of_cast(first)
+            reason = self._cast_reason(first)
             before = self._sources.get(inputs[0])
             is_back = before == first.dtype and before.itemsize > inputs[0].dtype.itemsize
             self._sources[first] = inputs[0].dtype
@@ -171,14 +171,14 @@ class Provenance:
             for t in outputs:
                 self._params[t] = None
         if reason is None:
-            reason = self._of_largest(t for t in inputs if t.dtype == first.dtype)
+            reason = self._largest_reason(t for t in inputs if t.dtype == first.dtype)
         if reason != AS_MADE:
             for t in outputs:
                 if t.is_floating_point():
                     self._reasons[t] = reason
         return is_back
 
-    def _of_cast(self, result: torch.Tensor) -> str:
+    def _cast_reason(self, result: torch.Tensor) -> str:
         call = self._calls.call
         if call.func in _CASTS or call.has_dtype:
             return CAST

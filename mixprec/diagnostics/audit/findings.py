@@ -22,7 +22,7 @@ _WORTH_SAYING = 0.005
 _LOSSES = {"_log_softmax", "nll_loss_forward", "mse_loss", "logsumexp", "cross_entropy"}
 
 
-def of_run(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
+def collect(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
     """The worst first: what makes results wrong, what loses precision, what wastes time."""
     found: list[str] = []
     found += _scaler(audit, scaler, recorder)
@@ -160,6 +160,6 @@ def _frozen(audit: Audit, model: nn.Module) -> list[str]:
 def _casts_back(recorder: Recorder) -> list[str]:
     return [
         f"{where}: a tensor is cast from {SHORT[wide]} to {SHORT[narrow]} and back at once, "
-        f"{times} times"
+        f"{times}x"
         for (where, wide, narrow), times in recorder.cast_back.items()
     ]

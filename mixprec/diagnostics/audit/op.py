@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
+from ...optim._checked import short
+
 FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
 PRODUCTS = ("product", "convolution", "attention", "rnn")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -54,6 +58,38 @@ class Op:
         if self.module is None:
             return self.line or "unknown"
         return self.module or self.module_class
+
+
+@dataclass
+class Total:
+    """Of the calls of an Op: their number, FLOPs, and bytes of operands and results."""
+
+    calls: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def add(self, flops: int, size: int) -> None:
+        self.calls += 1
+        self.flops += flops
+        self.bytes += size
+
+
+def accumulation(kind: str, dtype: torch.dtype, device: str, library: str) -> str:
+    """In what products of such operands are summed. library: "aten" or "mixprec"."""
+    if not dtype.is_floating_point:
+        return "int32"
+    cuda = torch.backends.cuda.matmul
+    if device == "cuda" and library == "aten" and kind in ("product", "convolution"):
+        tf32 = cuda.allow_tf32 if kind == "product" else torch.backends.cudnn.allow_tf32
+        if dtype == torch.float32 and tf32:
+            return "float32, of tf32"
+        reduced = {
+            torch.float16: cuda.allow_fp16_reduced_precision_reduction,
+            torch.bfloat16: cuda.allow_bf16_reduced_precision_reduction,
+        }
+        if kind == "product" and reduced.get(dtype):
+            return f"float32, where K is split {short(dtype)}"
+    return short(dtype if dtype.itemsize > 4 else torch.float32)
 
 
 def bits(precision: str) -> int:

@@ -21,7 +21,7 @@ from ...ops.norm_quantize import norm_quantize_op
 
 Arguments = dict[str, Any]  # of a call, by the names of the op's schema
 Count = Callable[[Arguments, Any], int]  # FLOPs, from the arguments and the result
-aten, ours = torch.ops.aten, torch.ops.mixprec
+aten = torch.ops.aten
 
 
 class Listed(NamedTuple):
@@ -34,14 +34,11 @@ class Listed(NamedTuple):
 
 
 def _product(a: str, b: str) -> Count:
-    """a [..., M, K] @ b [..., K, N] or [K]; of groups, each row of a or of K is of one."""
+    """a [..., M, K] or [K], b [..., K, N] or [K]."""
 
     def flops(args: Arguments, _: Any) -> int:
-        x, y = args[a], args[b]
-        columns = y.shape[-1] if y.dim() > 1 else 1
-        if x.dim() == 2 and y.dim() == 3:
-            return 2 * x.numel() * columns
-        return 2 * x.numel() * columns if x.dim() > 1 else 2 * x.numel()
+        columns = args[b].shape[-1] if args[b].dim() > 1 else 1
+        return int(2 * args[a].numel() * columns)
 
     return flops
 
@@ -61,23 +58,20 @@ def _linear(args: Arguments, _: Any) -> int:
     return 2 * args["input"].numel() * args["weight"].shape[0]
 
 
-def _convolution(x: str, result: int | None = None, transposed: bool | None = None) -> Count:
+def _convolution(x: str) -> Count:
     """Each element of the result (of a transposed one, of x) is a sum over a weight's part."""
 
     def flops(args: Arguments, out: Any) -> int:
-        out = out if result is None else out[result]
-        is_transposed = args.get("transposed", False) if transposed is None else transposed
-        points = args[x].shape[2:] if is_transposed else out.shape[2:]
-        weight = args["weight"]
-        return 2 * args[x].shape[0] * prod(points) * prod(weight.shape)
+        points = args[x].shape[2:] if args.get("transposed") else out.shape[2:]
+        return int(2 * args[x].shape[0] * prod(points) * args["weight"].numel())
 
     return flops
 
 
 def _convolution_backward(args: Arguments, _: Any) -> int:
     """As many for each of the two gradients that is computed."""
-    of_points = args["input"] if args.get("transposed") else args["grad_output"]
-    once = 2 * of_points.shape[0] * prod(of_points.shape[2:]) * prod(args["weight"].shape)
+    image = args["input"] if args.get("transposed") else args["grad_output"]
+    once = 2 * image.shape[0] * prod(image.shape[2:]) * args["weight"].numel()
     return once * sum(map(bool, args["output_mask"][:2]))
 
 
@@ -217,7 +211,7 @@ _TABLE: dict[str, list[tuple[str, tuple[str, ...], Count]]] = {
 }  # fmt: skip
 
 
-# By the names of our ops' arguments, which all variants share.
+# Of all variants of one of our ops, whose arguments have the same names.
 _OURS: dict[Any, Listed] = {
     **dict.fromkeys((gemm_op, gemm_simulated_op, gemm_accumulate_op),
                     Listed("product", ("a", "b"), _product("a", "b"))),
@@ -230,28 +224,30 @@ _OURS: dict[Any, Listed] = {
     cross_entropy_op: Listed("reduction", ("logits",), _none),
     norm_quantize_op: Listed("reduction", ("x",), _none),
 }  # fmt: skip
+# By the names that we give them: variants are registered when they are first used.
+_OUR_NAMES = {
+    f"mixprec::{op.variant_name(variant)}": row
+    for op, row in _OURS.items()
+    for variant in ("cpp", "reference", "triton", "vendor")
+} | {"mixprec::gemm_blocks_vendor": _OURS[gemm_op]}
 
 
 @functools.cache
-def _listed() -> dict[Any, Listed]:
+def _torchs() -> dict[Any, Listed]:
     """By torch's op."""
-    found: dict[Any, Listed] = {}
-    for kind, rows in _TABLE.items():
-        for name, operands, flops in rows:
-            if hasattr(aten, name):  # an older torch lacks some
-                found[getattr(aten, name)] = Listed(kind, operands, flops)
-    for op, row in _OURS.items():
-        for variant in ("cpp", "reference", "triton", "vendor"):
-            if hasattr(ours, name := op.variant_name(variant)):
-                found[getattr(ours, name)] = row
-    if hasattr(ours, "gemm_blocks_vendor"):
-        found[ours.gemm_blocks_vendor] = _OURS[gemm_op]
-    return found
+    return {
+        getattr(aten, name): Listed(kind, operands, flops)
+        for kind, rows in _TABLE.items()
+        for name, operands, flops in rows
+        if hasattr(aten, name)  # an older torch lacks some
+    }
 
 
 def listed(func: Any) -> Listed | None:
     """What audit knows of an op that torch dispatches; None: it is not listed."""
-    return _listed().get(getattr(func, "overloadpacket", None))
+    if func.namespace == "mixprec":
+        return _OUR_NAMES.get(func.name())
+    return _torchs().get(func.overloadpacket)
 
 
 @functools.cache

@@ -41,7 +41,8 @@ class Owners:
         kinds = {type(module) for module in model.modules()}
         forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)
         unwrapped = (inspect.unwrap(f) for f in forwards if isinstance(f, FunctionType))
-        self._forwards = {f.__code__ for f in unwrapped if isinstance(f, FunctionType)}
+        codes = (f.__code__ for f in unwrapped if isinstance(f, FunctionType))
+        self._forwards = {code: code.co_varnames[0] for code in codes if code.co_argcount}
         self._paths: dict[tuple[str, str], str | None] = {}
         self._watched: dict[Any, str] = {}
         self.called: set[str] = set()
@@ -58,7 +59,8 @@ class Owners:
         while frame is not None and frame.f_code is not _ENGINE:
             code = frame.f_code
             if code in _originals.CALLERS or code in self._forwards:
-                module = frame.f_locals.get(code.co_varnames[0])
+                argument = "self" if code in _originals.CALLERS else self._forwards[code]
+                module = frame.f_locals.get(argument)
                 name = self._names.get(id(module))
                 if name is not None:
                     return Owner(name, type(module).__name__, line)

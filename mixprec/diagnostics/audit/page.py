@@ -81,7 +81,7 @@ def html(audit: Audit, model: nn.Module, title: str) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.globals.update(parts=parts, readable=readable, color=color, short=short)
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text())
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     return template.render(
         title=title,
         audit=audit,

@@ -23,7 +23,7 @@ from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import Recipe
 from . import casts, ops
-from .op import AGAIN, BACKWARD, FORWARD, STEP, Op
+from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation
 from .owners import Owner, Owners
 
 _ADD_ = torch.ops.aten.add_.Tensor
@@ -36,20 +36,6 @@ def _accumulate_grad() -> Any:
     with torch.enable_grad():
         node: Any = (torch.ones((), requires_grad=True) * 1).grad_fn
         return type(node.next_functions[0][0])
-
-
-@dataclass
-class Total:
-    """Of the calls of an Op: their number, FLOPs, and bytes of operands and results."""
-
-    calls: int = 0
-    flops: int = 0
-    bytes: int = 0
-
-    def add(self, flops: int, size: int) -> None:
-        self.calls += 1
-        self.flops += flops
-        self.bytes += size
 
 
 @dataclass
@@ -79,7 +65,7 @@ class _Gemm:
     formats: tuple[str, ...] = field(init=False)
     autocast: dict[str, torch.dtype] = field(default_factory=casts.autocast_dtypes)
 
-    def decided_result(self, result: torch.Tensor) -> str:
+    def result_decided_by(self, result: torch.Tensor) -> str:
         has_autocast = result.dtype == self.autocast.get(result.device.type)
         return casts.AUTOCAST if has_autocast else casts.AS_MADE
 
@@ -179,7 +165,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         listed = ops.listed(func)
-        if torch.is_inference_mode_enabled() and (listed is None) and ops.is_composite(func):
+        if listed is None and torch.is_inference_mode_enabled() and ops.is_composite(func):
             if self._calls.call.autocast:
                 raise RuntimeError(
                     "audit: torch.inference_mode with torch.autocast computes in other dtypes "
@@ -251,13 +237,15 @@ class Recorder(TorchDispatchMode):
         """Returns who decided the dtype of the result."""
         operands = [t for name in listed.operands for t in _tensors(args[name])]
         formats = tuple(short(t.dtype) for t in operands)
-        owner, gemm, of_result = place.owner, None, None
+        owner, gemm, result_decided = place.owner, None, None
         if listed.kind in ("product", "convolution"):
             gemm, self._gemm = self._gemm, None
         if gemm is not None:
             formats, owner = gemm.formats, self._owners.layer(owner, gemm.name)
             decided = f"{self._source(owner, gemm.recipe)} {gemm.recipe.name}"
-            of_result = gemm.decided_result(_tensors(result)[0]) if _tensors(result) else None
+            result_decided = (
+                gemm.result_decided_by(_tensors(result)[0]) if _tensors(result) else None
+            )
         elif func.namespace == "mixprec":
             decided = casts.RECIPE
         elif place.phase == BACKWARD:
@@ -279,23 +267,13 @@ class Recorder(TorchDispatchMode):
             func.name().split("::")[-1].split(".")[0],
             tuple(map(ops.shape, operands)),
             formats,
-            accumulation(operands[0]),
+            accumulation(listed.kind, operands[0].dtype, operands[0].device.type, func.namespace),
             short(results[0].dtype),
             decided,
         )
         size = sum(t.numel() * t.element_size() for t in (*operands, *results))
         self.ops.setdefault(op, Total()).add(listed.flops(args, result), size)
-        return decided if of_result is None else of_result
-
-
-def accumulation(operand: torch.Tensor) -> str:
-    """In what products of such an operand are summed: everywhere FP32 for narrower ones."""
-    dtype = operand.dtype
-    if not dtype.is_floating_point:
-        return "int32"
-    if operand.is_cuda and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "fp32, of tf32"
-    return short(dtype if dtype.itemsize > 4 else torch.float32)
+        return decided if result_decided is None else result_decided
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ class Audit:
             (replace(op, **asdict(total)) for op, total in self._recorder.ops.items()),
             key=lambda op: -op.flops,
         )
-        self.findings = findings.of_run(self, self._model, self._scaler, self._recorder)
+        self.findings = findings.collect(self, self._model, self._scaler, self._recorder)
         self.notes = findings.notes(self._model)
         del self._recorder
 
@@ -170,8 +170,11 @@ def audit(
     A product counts 2 FLOPs for a multiplication and an addition; causal attention counts as
     attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
     torch.compile compiles nothing inside: a compiled model is seen as it runs without. Kernels of
-    other libraries and NumPy are not visible. ValueError if the loss is
-    not one number; TypeError for arguments that do not belong together.
+    other libraries and NumPy are not visible. Until the block ends, this thread's ops run under a
+    dispatch mode and a function mode of torch.
+
+    ValueError if the loss is not one number; TypeError for arguments that do not belong together;
+    RuntimeError for torch.inference_mode inside of torch.autocast.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit: model must be a torch.nn.Module, got {type(model).__name__}")
