@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...optim._checked import short
+from .lost import Lost
 
 FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
 PRODUCTS = ("product", "convolution", "attention", "rnn")
@@ -29,6 +30,8 @@ class Op:
     decided: who chose the operands' formats: "recipe fp8", "override bf16" (of convert),
     "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
     of one of its functions), "as made" (of parameters and inputs) or "unknown".
+
+    lost: with sqnr=True, if the op or its operands are rounded; see `Lost`.
     """
 
     module: str | None
@@ -45,6 +48,7 @@ class Op:
     calls: int = 0
     flops: int = 0
     bytes: int = 0
+    lost: Lost | None = None
 
     @property
     def precision(self) -> str:
@@ -62,16 +66,20 @@ class Op:
 
 @dataclass
 class Total:
-    """Of the calls of an Op: their number, FLOPs, and bytes of operands and results."""
+    """Of the calls of an Op: their number, FLOPs, bytes of operands and results, and losses."""
 
     calls: int = 0
     flops: int = 0
     bytes: int = 0
+    lost: Lost | None = None
 
-    def add(self, flops: int, size: int) -> None:
+    def add(self, flops: int, size: int, lost: Lost | None) -> None:
         self.calls += 1
         self.flops += flops
         self.bytes += size
+        if lost is not None:
+            self.lost = self.lost or Lost()
+            self.lost.add(lost)
 
 
 def accumulation(kind: str, dtype: torch.dtype, device: str, library: str) -> str:

@@ -22,9 +22,11 @@ from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import Recipe
-from . import casts, ops
+from . import casts, noise, ops
+from .lost import Lost
 from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation
 from .owners import Owner, Owners
+from .shadow import Ran, Shadow
 
 _ADD_ = torch.ops.aten.add_.Tensor
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -84,9 +86,14 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: Any,
+        shadow: Shadow | None,
     ) -> None:
         super().__init__()
+        self._shadow = shadow
         self.ops: dict[Op, Total] = {}
         self.devices: set[str] = set()
         self.summed: dict[torch.Tensor, tuple[str, int]] = {}
@@ -137,6 +144,8 @@ class Recorder(TorchDispatchMode):
 
         def after(*_: Any) -> None:
             self._stepping = False
+            if self._shadow is not None:
+                self._shadow.clear()
 
         with contextlib.ExitStack() as stack:
             if self._optimizer is not None:
@@ -174,14 +183,22 @@ class Recorder(TorchDispatchMode):
             with self:  # elsewhere it has arrived as its parts
                 return func.decompose(*args, **kwargs)
         place = self._place()
+        shadow = None if place.phase == STEP else self._shadow
+        if shadow is not None:
+            shadow.prepare(func, args, kwargs, listed)
         inside = listed is not None and self._calls.call.autocast and ops.calls_others(func)
         with casts.autocast_inside() if inside else contextlib.nullcontext():
             result = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
+        ran = None
+        if shadow is not None:
+            ran = shadow.follow(func, args, kwargs, result, listed)
+            shadow.mark(func, args, kwargs, _tensors(result), place.phase == BACKWARD)
         decided = None
         if listed is not None:
+            lost = None if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
-            decided = self._record(func, listed, place, given, result)
+            decided = self._record(func, listed, place, given, result, lost)
         is_back = self._provenance.note(func, inputs, _tensors(result), decided)
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (inputs[0], result))
@@ -192,6 +209,13 @@ class Recorder(TorchDispatchMode):
             for t in inputs:
                 self._zeroed[t] = None
         return result
+
+    def _lost(
+        self, func: Any, listed: ops.Listed, args: Any, kwargs: Any, result: Any, ran: Ran
+    ) -> Lost | None:
+        assert self._shadow is not None, "ran"
+        with torch.no_grad():
+            return noise.measured(func, listed, args, kwargs, result, ran, self._shadow)
 
     def _source(self, owner: Owner, recipe: Recipe) -> str:
         """Where the recipe of a product is from."""
@@ -232,7 +256,13 @@ class Recorder(TorchDispatchMode):
         return _Place(FORWARD if node is None else AGAIN, owner, origin)
 
     def _record(
-        self, func: Any, listed: ops.Listed, place: _Place, args: ops.Arguments, result: Any
+        self,
+        func: Any,
+        listed: ops.Listed,
+        place: _Place,
+        args: ops.Arguments,
+        result: Any,
+        lost: Lost | None,
     ) -> str:
         """Returns who decided the dtype of the result."""
         operands = [t for name in listed.operands for t in _tensors(args[name])]
@@ -272,7 +302,7 @@ class Recorder(TorchDispatchMode):
             decided,
         )
         size = sum(t.numel() * t.element_size() for t in (*operands, *results))
-        self.ops.setdefault(op, Total()).add(listed.flops(args, result), size)
+        self.ops.setdefault(op, Total()).add(listed.flops(args, result), size, lost)
         return decided if result_decided is None else result_decided
 
 

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...recipes import Recipe
 from ..batches import call, scalar_loss, tensors
 from ..report_table import aligned
 from ..unchanged import as_before
-from . import findings, page
+from . import findings, lost_findings, page, sqnr_table
+from . import what_if as losses
 from .op import AGAIN, FORWARD, PRODUCTS, SHORT, STEP, Op, joined, readable
 from .recorder import Recorder
+from .shadow import Shadow
 
 
 class Audit:
@@ -38,7 +41,11 @@ class Audit:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
+        sqnr: bool = False,
+        what_if: Iterable[Recipe | str] = (),
     ) -> None:
+        others = losses.parse(what_if)
+        self._shadow = Shadow(model.parameters(), others) if sqnr or others else None
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._stack: contextlib.ExitStack | None = None
         self.ops, self.findings, self.notes = [], [], []
@@ -46,7 +53,7 @@ class Audit:
     def __enter__(self) -> Audit:
         if self._stack is not None:
             raise RuntimeError("audit: a block that has begun cannot be entered again")
-        self._recorder = Recorder(self._model, self._optimizer, self._scaler)
+        self._recorder = Recorder(self._model, self._optimizer, self._scaler, self._shadow)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._recorder.recording())
         return self
@@ -55,12 +62,16 @@ class Audit:
         assert self._stack is not None, "entered"
         self._stack.close()
         self.ops = sorted(
-            (replace(op, **asdict(total)) for op, total in self._recorder.ops.items()),
+            (replace(op, **vars(total)) for op, total in self._recorder.ops.items()),
             key=lambda op: -op.flops,
         )
         self.findings = findings.collect(self, self._model, self._scaler, self._recorder)
         self.notes = findings.notes(self._model)
         del self._recorder
+        if self._shadow is not None:
+            self.findings += lost_findings.collect(self.ops)
+            self.notes += lost_findings.notes(self._shadow.not_followed)
+            self._shadow.clear()
 
     @property
     def flops(self) -> dict[str, int]:
@@ -73,7 +84,8 @@ class Audit:
 
     def __str__(self) -> str:
         found = [*(f"- {finding}" for finding in self.findings), *self.notes]
-        return "\n".join([*found, self.summary(), "", self.table()])
+        more = [] if self._shadow is None else ["", self.sqnr_table()]
+        return "\n".join([*found, self.summary(), "", self.table(), *more])
 
     def summary(self) -> str:
         """The shares of precisions, and of who decided them."""
@@ -112,6 +124,15 @@ class Audit:
         rest = len(ranked) - most
         return "\n".join(text + ([f"and {rest} more"] if rest > 0 else []))
 
+    def sqnr_table(self, most: int | None = 40) -> str:
+        """With sqnr=True: what each product, convolution, attention and RNN has lost, in dB of SQNR
+        against FP32, the one with the largest error of its own first; at most `most` of them.
+
+        own: with the operands that it had, as they were before they were cast for it; total: in a
+        whole step in FP32. x, w, g: of the casts of inputs, weights and gradients.
+        """
+        return sqnr_table.table(self.ops, most)
+
     def to_dict(self) -> dict[str, Any]:
         """What `save` writes."""
         return {
@@ -119,7 +140,7 @@ class Audit:
             "notes": self.notes,
             "flops": self.flops,
             "decided": self.decided,
-            "ops": [{**asdict(op), "precision": op.precision} for op in self.ops],
+            "ops": [_row(op) for op in self.ops],
         }
 
     def save_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
@@ -131,6 +152,13 @@ class Audit:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+
+def _row(op: Op) -> dict[str, Any]:
+    found = {**asdict(op), "precision": op.precision}
+    if op.lost is not None:
+        found["lost"].update(own=op.lost.own, total=op.lost.total, product=op.lost.product)
+    return found
 
 
 def _share(ops: Iterable[Op], key: Callable[[Op], str]) -> dict[str, int]:
@@ -148,6 +176,8 @@ def audit(
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
+    sqnr: bool = False,
+    what_if: Iterable[Recipe | str] | Recipe | str = (),
 ) -> Audit:
     """Find which precision each matrix product, convolution, attention, RNN and reduction of
     `model` really has, forward and backward, and who decided it.
@@ -166,6 +196,12 @@ def audit(
     pass runs at once, which leaves gradients, buffers and random generators as they were. Findings
     about the optimizer and the scaler need the block. loss(output) returns the scalar to
     differentiate; None: it is the output, or output.loss or output["loss"].
+
+    sqnr: compute each op once more in FP32, twice where its operands are not those of a step in
+    FP32, and report what it loses: see `Audit.sqnr_table` and `Lost`. Random draws and the choices
+    of topk, sort and max follow the step. A step takes several times as long, and memory for the
+    activations in FP32. what_if: recipes, as "fp8-block": also what the products of layers would
+    lose had their operands been cast by these, on what they have now.
 
     A product counts 2 FLOPs for a multiplication and an addition; causal attention counts as
     attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
@@ -186,7 +222,8 @@ def audit(
         )
     if not batch and loss is not None:
         raise TypeError("audit: loss= is for a batch; in a block call backward() yourself")
-    found = Audit(model, optimizer, scaler)
+    others = (what_if,) if isinstance(what_if, (Recipe, str)) else what_if
+    found = Audit(model, optimizer, scaler, sqnr, others)
     if not batch:
         return found
     arguments = batch[0] if len(batch) == 1 else batch

@@ -86,7 +86,7 @@ def cast_sums(
         overflow = finite & ~torch.isfinite(kept)
         low = high = torch.ones((), dtype=torch.float32, device=x.device)
     else:
-        kept, scale_inv, each = _decoded(operand, wide, recipe.block_format(role))
+        kept, scale_inv, each = decoded(operand, wide, recipe.block_format(role))
         overflow = finite & (wide.abs() > largest_kept(fmt) * each)
         scales = 1.0 / scale_inv
         none = scales.new_ones(())
@@ -97,7 +97,7 @@ def cast_sums(
     return _stacked(wide, scale_min=low, scale_max=high, **lost)
 
 
-def _decoded(
+def decoded(
     operand: operands.Operand, x: torch.Tensor, block_format: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The values of a cast of x [M, K], its scale_inv, and the one of each element, all FP32."""

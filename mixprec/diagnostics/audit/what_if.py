@@ -1,0 +1,45 @@
+"""The errors of products with operands that another recipe would have made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from ...functional import operands
+from ...ops._reference.hadamard import hadamard
+from ...recipes import Recipe
+from ..stats.measure import decoded, squares
+
+
+def parse(names: Iterable[Recipe | str]) -> dict[str, Recipe]:
+    """The recipes of what_if=, by name, with rounding to nearest: no random numbers are drawn."""
+    found = {}
+    for name in names:
+        recipe = Recipe.parse(name)
+        if recipe.is_delayed:
+            raise ValueError(
+                "audit: what_if must be a recipe with scales of the tensors that it casts, got "
+                f"{recipe.name}, whose scales are of earlier steps"
+            )
+        found[recipe.name] = replace(recipe, stochastic_rounding=())
+    return found
+
+
+def product(
+    recipe: Recipe, roles: tuple[str, str], a: torch.Tensor, b_t: torch.Tensor
+) -> tuple[float, float]:
+    """The two halves of the SQNR of a [M, K] @ b_t [N, K]^T, both FP32, cast as these roles."""
+    is_rotated = recipe.hadamard and set(roles) == {"g", "x"}
+    used = [_cast(recipe, role, t, is_rotated) for role, t in zip(roles, (a, b_t), strict=True)]
+    signal, noise = squares(a @ b_t.t(), used[0] @ used[1].t())
+    return float(signal), float(noise)
+
+
+def _cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> torch.Tensor:
+    rows = hadamard(rows.contiguous()) if is_rotated else rows.contiguous()
+    cast = operands.cast(rows, role, recipe, None, use_t=False, record=False)
+    if cast.scale_inv is None:
+        return cast.data.float()
+    return decoded(cast, rows, recipe.block_format(role))[0]

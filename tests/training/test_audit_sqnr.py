@@ -1,0 +1,206 @@
+"""audit with sqnr=True: against products by hand, and against whole models in FP32."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from independent import assert_same_bits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec.testing import sqnr
+
+Lost = Any
+TOKENS = torch.arange(48).view(2, 24) % 40
+
+
+def lost(audit: mixprec.Audit, module: str, product: str) -> Lost:
+    """Of one product of a layer, not of what a checkpoint computes again."""
+    found = [
+        op.lost
+        for op in audit.ops
+        if op.lost is not None
+        and (op.where, op.lost.product) == (module, product)
+        and op.phase != "recomputation"
+    ]
+    (one,) = found
+    return one
+
+
+class Block(nn.Module):
+    """Most of what a shadow has to follow: norms, attention, dropout, experts, in-place ops, views,
+    a checkpoint, tied weights."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.gate, self.up = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
+        nn.init.uniform_(self.gate.weight, -0.01, 0.01)  # the choice is that of the bias
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + checkpoint(self.attention, x, use_reentrant=False)
+        score, expert = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for i in range(4):
+            mine = (score * (expert == i)).sum(-1, keepdim=True).to(x.dtype)
+            y += F.gelu(x @ self.up[i].to(x.dtype)).mul_(mine)
+        x = x + y
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+def block(dropout: float = 0.0) -> Block:
+    torch.manual_seed(0)
+    return Block(dropout)
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: model.to(dtype)
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "bf16 model": in_dtype(torch.bfloat16),
+    "fp16 model": in_dtype(torch.float16),
+    "autocast": lambda model: model,
+    **{
+        name: lambda model, name=name: mixprec.convert(model, name, fuse=True)
+        for name in ("bf16", "fp8", "fp8-rowwise", "mxfp8", "mxfp4")
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_total_is_the_distance_to_the_model_in_fp32(way: str) -> None:
+    """Of what each layer returns, of gradients, through dropout and the choice of experts."""
+    plain, model = block(), WAYS[way](block())
+    if way.endswith("model"):
+        plain.to(model.up.dtype).float()
+    plain_out, out = outputs(plain), outputs(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        audit = mixprec.audit(model, TOKENS, sqnr=True)
+    plain(TOKENS)
+    assert not audit._shadow.not_followed
+    for name in ("qkv", "out", "gate", "head"):
+        measured = lost(audit, name, "y").total
+        assert measured == pytest.approx(sqnr(plain_out[name], out[name].float()), abs=0.05)
+
+
+def outputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The last ones, by layer, filled in as the model runs."""
+    found: dict[str, torch.Tensor] = {}
+    for name in ("qkv", "out", "gate", "head"):
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda _, __, y, name=name: found.update({name: y.detach()}))
+    return found
+
+
+def test_own_is_the_error_of_the_op_alone() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 48), torch.randn(40, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        audit = mixprec.audit(layer, x, loss=lambda y: y.float().square().mean(), sqnr=True)
+        y = layer(x)
+    found = lost(audit, "Linear", "y")
+    assert found.own == pytest.approx(
+        sqnr(F.linear(x, layer.weight, layer.bias), y.float()), abs=1e-3
+    )
+    assert found.operands["w"].sqnr == pytest.approx(
+        sqnr(layer.weight, layer.weight.bfloat16().float()), abs=1e-3
+    )
+    assert 0.4 < found.beyond < 1.2
+    assert "SQNR in dB" in str(audit)
+
+
+def test_what_underflows_overflows_and_is_zero() -> None:
+    x = torch.ones(8, 16)
+    x[0, 0], x[1] = 1e-9, 1e6
+    x[2] = 0.0
+    layer = nn.Linear(16, 16, bias=False)
+    with torch.autocast("cpu", torch.float16):
+        audit = mixprec.audit(layer, x, loss=lambda y: 1e-9 * y.nan_to_num().sum(), sqnr=True)
+    operand = lost(audit, "Linear", "y").operands["x"]
+    assert (operand.elements, operand.zeros, operand.underflow, operand.overflow) == (
+        128,
+        17,
+        1,
+        16,
+    )
+    assert any("overflow in fp16" in finding for finding in audit.findings)
+    assert any("87.5% of the gradients underflow in fp16" in line for line in audit.findings)
+
+
+def test_random_draws_and_choices_follow_the_step() -> None:
+    """Else a shadow with other masks and experts would be 0 dB away."""
+    model = block(dropout=0.5).bfloat16()
+    torch.manual_seed(1)
+    audit = mixprec.audit(model, TOKENS, sqnr=True)
+    assert lost(audit, "head", "y").total > 25
+    assert not audit._shadow.not_followed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_that_the_model_computes_changes(way: str) -> None:
+    results = []
+    for is_audited in (False, True):
+        model = WAYS[way](block(dropout=0.3))
+        torch.manual_seed(2)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        region = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
+        audit = mixprec.audit(model, optimizer=sgd, sqnr=is_audited)
+        with audit if is_audited else torch.enable_grad():
+            for _ in range(2):
+                with region:
+                    loss = model(TOKENS)
+                loss.backward()
+                sgd.step()
+                sgd.zero_grad()
+        results.append([loss.detach(), *(p.detach() for p in model.parameters()), torch.rand(3)])
+    for before, after in zip(*results, strict=True):
+        assert_same_bits(before, after)
+    assert len(audit._shadow.whole) == len(audit._shadow.before) == 0
+
+
+def test_what_another_recipe_would_lose() -> None:
+    """As much as the layer loses once it has that recipe."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+    x, recipes = torch.randn(64, 64), ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4")
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.float().square().mean()
+
+    before = mixprec.audit(model, x, loss=loss, what_if=recipes)
+    for recipe in recipes:
+        nearest = dataclasses.replace(mixprec.Recipe.parse(recipe), stochastic_rounding=())
+        converted = mixprec.convert(copy.deepcopy(model), nearest)
+        after = mixprec.audit(converted, x, loss=loss, sqnr=True)
+        for product in ("y", "grad_weight"):
+            there = lost(before, "0", product).sqnr_if(recipe)
+            got = lost(after, "0", product).own
+            assert there == pytest.approx(got, abs=1.5 if recipe == "bf16" else 0.7), recipe
+    with pytest.raises(ValueError, match="what_if must be a recipe with scales of the tensors"):
+        mixprec.audit(model, x, loss=loss, what_if="fp8-delayed")
+
+
+def test_in_fp32_nothing_is_lost() -> None:
+    audit = mixprec.audit(block(), TOKENS, sqnr=True)
+    assert all(op.lost is None or math.isinf(op.lost.own or math.inf) for op in audit.ops)
+    assert "no product rounds" in audit.sqnr_table()
+    assert [line for line in audit.findings if "explains" in line] == []
