@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..stats.measure import decibels, squares
+from ..stats.measure import decibels
 
 _PRODUCTS = {
     frozenset("xw"): "y",
@@ -40,33 +40,48 @@ class Operand:
         """Of the cast, in dB."""
         return decibels(self.signal, self.noise)
 
-    def add(
-        self,
-        used: torch.Tensor,
-        given: torch.Tensor,
-        saturated: torch.Tensor | None,
-        expected: float | None,
-    ) -> None:
+    def add(self, used: torch.Tensor, given: torch.Tensor, expected: float | None) -> None:
         """used: the values in the op's format; given: before the cast, or without one those of the
-        step in FP32; saturated: which elements have the largest code; expected: the noise of a
-        cast, None without one."""
+        step in FP32; expected: the noise of a cast, None without one."""
+        kept, there = int(torch.count_nonzero(used)), int(torch.count_nonzero(given))
         self.elements += used.numel()
-        none, lost = used == 0, torch.isfinite(given) & ~torch.isfinite(used)
-        if saturated is not None:
-            # More than half a step: not what rounding to nearest does to the largest code.
-            lost |= saturated & (given.abs() > used.abs() * (1 + 2.0**-4))
-        counts = torch.stack([none.sum(), (none & (given != 0)).sum(), lost.sum()]).tolist()
-        self.zeros += counts[0]
-        self.underflow += counts[1]
-        self.overflow += counts[2]
-        if expected is not None:
-            signal, noise = map(float, squares(given, used))
-            self.signal += signal
-            self.noise += noise
-            if counts[2]:
-                noise = float(squares(given, torch.where(lost, given, used))[1])
-            self.unsaturated += noise
-            self.expected += expected
+        self.zeros += used.numel() - kept
+        self.underflow += max(there - kept, 0)
+        if expected is None:
+            self.overflow += len(_cut_off(used, given)) if not math.isfinite(power(used)) else 0
+            return
+        signal, noise = power(given), power(given - used)
+        self.signal += signal
+        self.noise += noise
+        # More than half a step: not what rounding to nearest does to the largest code.
+        if not noise <= expected or bool(given.abs().amax() > used.abs().amax() * _HALF_STEP):
+            cut = _cut_off(used, given)
+            self.overflow += len(cut)
+            if len(cut):
+                left = (given - used).reshape(-1).index_fill(0, cut, 0.0)
+                noise = power(left)
+        self.unsaturated += noise
+        self.expected += expected
+
+
+_HALF_STEP = 1 + 2.0**-4  # of the widest of the small formats' spacings at their largest value
+
+
+def _cut_off(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """The places of elements that have become Inf, or the largest of all in `used`."""
+    size, there = used.abs().reshape(-1), given.abs().reshape(-1)
+    finite = torch.isfinite(size)
+    largest = size[finite].amax() if bool(finite.any()) else size.new_zeros(())
+    cut = torch.isfinite(there) & ~(finite & ~((size == largest) & (there > size * _HALF_STEP)))
+    return cut.nonzero()[:, 0]
+
+
+def power(x: torch.Tensor) -> float:
+    """The sum of squares."""
+    norm = float(torch.linalg.vector_norm(x))
+    if 1e-12 < norm < 1e12:
+        return norm**2
+    return float(x.double().square().sum())  # which would leave the range of FP32
 
 
 @dataclass

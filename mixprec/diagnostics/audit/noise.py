@@ -9,16 +9,14 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from ...formats import E4M3, E5M2, Format
+from ...formats import Format
 from ...ops._reference.block_formats import BlockFormat
-from ..stats.measure import squares
 from . import exact, what_if
-from .lost import Lost, Operand
+from .lost import Lost, Operand, power
 from .ops import Arguments, Listed, arguments
 from .shadow import Ran, Shadow
 from .values import FLOATS, is_float, widened
 
-_LARGEST = {E4M3.dtype: E4M3.max, E5M2.dtype: E5M2.max}
 # A rounding is off by up to half a unit in the last place, evenly: by 12^-1/2 of it in the mean.
 _VARIANCE = 1 / 12
 _ACCUMULATED = 2.0**-48  # of a sum in FP32, squared
@@ -38,35 +36,52 @@ def measured(
     actual = _results(func, given, result)
     if actual and actual[0].dtype.itemsize == 1:
         return None  # norm_quantize: what its codes lose is of the product that reads them
-    lost = Lost()
-    halves = [
-        (i, *squares(own, widened(t)))
+    powers = [
+        (i, power(own), power(own - t))
         for i, (t, own) in enumerate(zip(actual, ran.own, strict=False))
         if own is not None and is_float(t) and own.shape == t.shape and t.numel()
     ]
-    if not halves:
+    if not powers:
         return None
+    lost = Lost()
     # Results differ in size, as the gradients of weights and inputs do: the one that lost most.
-    i, signal, noise = max(halves, key=lambda half: float(half[2] / half[1].clamp(min=1e-300)))
-    lost.own_signal, lost.own_noise = float(signal), float(noise)
+    i, lost.own_signal, lost.own_noise = max(powers, key=lambda one: one[2] / max(one[1], 1e-300))
     whole = ran.whole[i]
-    if whole is not None:
-        total = squares(whole, widened(actual[i]))
-        lost.total_signal, lost.total_noise = float(total[0]), float(total[1])
-    _operands(lost, func, listed, given, shadow)
+    if whole is ran.own[i]:
+        lost.total_signal, lost.total_noise = lost.own_signal, lost.own_noise
+    elif whole is not None:
+        lost.total_signal, lost.total_noise = power(whole), power(whole - actual[i])
+    used = _Used(func, given)
+    _operands(lost, used, listed, given, shadow)
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     has_casts = any(shadow.before.packed(t) is not None for t in inputs)
-    _arithmetic(lost, listed, inputs, actual[i], ran, i, has_casts)
-    if lost.product is not None and listed.kind == "product":
-        a, b = (given[name] for name in listed.operands)
+    _arithmetic(lost, listed, inputs, actual[i], ran, i, used if has_casts else None)
+    if shadow.what_if and lost.product is not None and listed.kind == "product":
+        first, second = listed.operands
+        a, b = given[first], given[second]
         if a.dim() == b.dim() == 2:
             roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
-            first, second = listed.operands
-            a = shadow.own(a, lambda: _used(func, given, first))
-            b_t = shadow.own(b, lambda: _used(func, given, second)).t()
+            wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()
             for name, recipe in shadow.what_if.items():
-                lost.what_if[name] = what_if.product(recipe, roles, a, b_t)
+                lost.what_if[name] = what_if.product(recipe, roles, *wide)
     return lost
+
+
+class _Used(dict[str, torch.Tensor]):
+    """The values of the operands that an op computes with, by name."""
+
+    def __init__(self, func: Any, given: Arguments) -> None:
+        super().__init__()
+        self._has_scales, self._given = func.namespace == "mixprec", given
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        t = self._given[name]
+        self[name] = exact.decoded(self._given, name) if self._has_scales else widened(t)
+        return self[name]
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        name = next((name for name, given in self._given.items() if given is t), None)
+        return t if t.dtype not in FLOATS else widened(t) if name is None else self[name]
 
 
 def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor]:
@@ -76,25 +91,18 @@ def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor]:
     return [t for t in found if isinstance(t, torch.Tensor)]
 
 
-def _used(func: Any, given: Arguments, name: str) -> torch.Tensor:
-    """The values of an operand that the op computes with."""
-    return exact.decoded(given, name) if func.namespace == "mixprec" else widened(given[name])
-
-
-def _operands(lost: Lost, func: Any, listed: Listed, given: Arguments, shadow: Shadow) -> None:
+def _operands(lost: Lost, used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> None:
     for name in listed.operands:
         t = given[name]
         if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or not t.numel():
             continue
-        used, before, expected = _used(func, given, name), shadow.before.get(t), None
+        before, expected = shadow.before.get(t), None
         if before is None:
             before = shadow.whole.get(t)
         elif (fmt := shadow.formats.get(t)) is not None:
             expected = _cast_noise(before, fmt, along=-2 if name == "b" else -1)
-        largest = _LARGEST.get(t.dtype)
-        saturated = None if largest is None else t.float().abs() == largest
         operand = lost.operands.setdefault(shadow.roles.get(t) or "x", Operand())
-        operand.add(used, used if before is None else before, saturated, expected)
+        operand.add(used[name], used[name] if before is None else before, expected)
 
 
 def _arithmetic(
@@ -104,27 +112,32 @@ def _arithmetic(
     actual: torch.Tensor,
     ran: Ran,
     i: int,
-    has_casts: bool,
+    used: _Used | None,
 ) -> None:
     """The noise of the i-th result against FP32 of the operands as they are, and what explains it:
     its rounding, the sums, and what is rounded in between, which is taken to be as if the operands
     were rounded once more."""
 
     def as_cast(t: torch.Tensor, known: Any = None) -> torch.Tensor:
-        return known() if known is not None else widened(t) if t.dtype in FLOATS else t
+        return (
+            widened(t) if used is None and t.dtype in FLOATS else t if used is None else used.of(t)
+        )
 
-    want = ran.again(as_cast)[i] if has_casts else ran.own[i]
+    want = ran.own[i] if used is None else ran.again(as_cast)[i]
     assert want is not None
-    got, finite = widened(actual), torch.isfinite(want)
-    if bool((finite & ~torch.isfinite(got)).any()):
-        lost.noise, lost.expected = math.inf, 1.0
-        return
-    want = torch.where(finite, want, 0.0)
-    total, noise = map(float, squares(want, torch.where(finite, got, 0.0)))
-    lost.noise = noise
+    total, lost.noise = power(want), power(want - actual)
+    finite = None
+    if not math.isfinite(lost.noise):
+        finite = torch.isfinite(want)
+        if bool((finite & ~torch.isfinite(actual)).any()):
+            lost.noise, lost.expected = math.inf, 1.0
+            return
+        want = torch.where(finite, want, 0.0)
+        total, lost.noise = power(want), power(want - torch.where(finite, actual, 0.0))
     lost.expected = _rounding(actual.dtype, total, want.numel())
     if listed.kind == "product":
         lost.expected += max(t.shape[-1] for t in inputs if t.dim()) * _ACCUMULATED * total
+    if listed.kind == "product" or lost.noise <= lost.expected:
         return
     generator = torch.Generator(want.device).manual_seed(0)
     narrow = [t.dtype for t in (*inputs, actual) if t.dtype in FLOATS]
@@ -139,7 +152,7 @@ def _arithmetic(
 
     found = ran.again(rounded)[i]
     if found is not None:
-        lost.expected += float(squares(want, torch.where(finite, found, 0.0))[1])
+        lost.expected += power(want - (found if finite is None else torch.where(finite, found, 0)))
 
 
 def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0) -> float:
@@ -152,16 +165,14 @@ def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0)
 def _cast_noise(x: torch.Tensor, fmt: Format | BlockFormat, along: int) -> float:
     """What a cast of x to a format may be off by; scales of block formats are those of blocks along
     this dimension."""
-    square = x.double().square()
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    square = power(x)
     if isinstance(fmt, BlockFormat):
-        blocks = square.sqrt().transpose(along, -1).flatten(0, -2)
+        blocks = x.abs().transpose(along, -1).flatten(0, -2)
         blocks = functional.pad(blocks, (0, -blocks.shape[-1] % fmt.block))
-        largest = blocks.unflatten(-1, (-1, fmt.block)).amax(-1)
-        count = fmt.block
+        largest = power(blocks.unflatten(-1, (-1, fmt.block)).amax(-1)) * fmt.block
     else:
-        largest, count = square.amax().sqrt(), x.numel()
+        largest = float(x.abs().amax()) ** 2 * x.numel()
     # A scale that is a power of two may be half of what would fit.
-    scale = 2 * largest / element.max if element.bits <= 8 else torch.ones_like(largest)
-    steps = (element.smallest_subnormal * scale).square().sum() * count
-    return _VARIANCE * float(element.eps**2 * square.sum() + steps)
+    scale = (2 / element.max) ** 2 * largest if element.bits <= 8 else float(x.numel())
+    return _VARIANCE * (element.eps**2 * square + element.smallest_subnormal**2 * scale)
