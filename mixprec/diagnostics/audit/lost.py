@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,11 @@ _PRODUCTS = {
     frozenset("gw"): "grad_input",
     frozenset("gx"): "grad_weight",
 }
+
+
+def product(roles: Iterable[str]) -> str | None:
+    """The product of a layer with operands of these roles: "y", "grad_input" or "grad_weight"."""
+    return _PRODUCTS.get(frozenset(roles))
 
 
 @dataclass
@@ -114,7 +120,7 @@ class Lost:
     @property
     def product(self) -> str | None:
         """Which of a layer's: "y", "grad_input" or "grad_weight"."""
-        return _PRODUCTS.get(frozenset(self.operands))
+        return product(self.operands)
 
     @property
     def beyond(self) -> float:

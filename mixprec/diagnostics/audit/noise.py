@@ -34,28 +34,30 @@ def measured(
     """What one call has lost."""
     given = arguments(func, args, kwargs)
     actual = _results(func, given, result)
-    if actual and actual[0].dtype.itemsize == 1:
+    if actual and actual[0] is not None and actual[0].dtype.itemsize == 1:
         return None  # norm_quantize: what its codes lose is of the product that reads them
     powers = [
         (i, power(own), power(own - t))
         for i, (t, own) in enumerate(zip(actual, ran.own, strict=False))
-        if own is not None and is_float(t) and own.shape == t.shape and t.numel()
+        if t is not None and own is not None and is_float(t) and own.shape == t.shape and t.numel()
     ]
     if not powers:
         return None
     lost = Lost()
     # Results differ in size, as the gradients of weights and inputs do: the one that lost most.
     i, lost.own_signal, lost.own_noise = max(powers, key=lambda one: one[2] / max(one[1], 1e-300))
+    one = actual[i]
+    assert one is not None
     whole = ran.whole[i]
     if whole is ran.own[i]:
         lost.total_signal, lost.total_noise = lost.own_signal, lost.own_noise
     elif whole is not None:
-        lost.total_signal, lost.total_noise = power(whole), power(whole - actual[i])
+        lost.total_signal, lost.total_noise = power(whole), power(whole - one)
     used = _Used(func, given)
     _operands(lost, used, listed, given, shadow)
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     has_casts = any(shadow.before.packed(t) is not None for t in inputs)
-    _arithmetic(lost, listed, inputs, actual[i], ran, i, used if has_casts else None)
+    _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
     if shadow.what_if and lost.product is not None and listed.kind == "product":
         first, second = listed.operands
         a, b = given[first], given[second]
@@ -84,11 +86,11 @@ class _Used(dict[str, torch.Tensor]):
         return t if t.dtype not in FLOATS else widened(t) if name is None else self[name]
 
 
-def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor]:
+def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor | None]:
     if func._schema.is_mutable and not func._schema.returns:  # gemm_accumulate_
         return [given["acc"]]
     found = result if isinstance(result, (tuple, list)) else [result]
-    return [t for t in found if isinstance(t, torch.Tensor)]
+    return [t if isinstance(t, torch.Tensor) else None for t in found]
 
 
 def _operands(lost: Lost, used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> None:

@@ -22,7 +22,7 @@ from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import Recipe
-from . import casts, noise, ops
+from . import casts, noise, ops, points
 from .lost import Lost
 from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation
 from .owners import Owner, Owners
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         if listed is not None:
             lost = None if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
-            decided = self._record(func, listed, place, given, result, lost)
+            decided = self._record(func, listed, place, given, result, lost, ran)
         is_back = self._provenance.note(func, inputs, _tensors(result), decided)
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (inputs[0], result))
@@ -263,6 +263,7 @@ class Recorder(TorchDispatchMode):
         args: ops.Arguments,
         result: Any,
         lost: Lost | None,
+        ran: Ran | None,
     ) -> str:
         """Returns who decided the dtype of the result."""
         operands = [t for name in listed.operands for t in _tensors(args[name])]
@@ -288,6 +289,9 @@ class Recorder(TorchDispatchMode):
         if place.phase != BACKWARD and place.origin is not None and place.origin.decided is None:
             place.origin.decided = decided
         results = _tensors(result) or operands[:1]
+        if self._shadow is not None and place.phase in (FORWARD, BACKWARD):
+            where = owner.name if owner.name is not None else owner.line
+            points.record(self._shadow, where, place.phase, func, listed, args, results, ran, lost)
         if listed.kind != "reduction":
             self.devices.add(operands[0].device.type)
         op = Op(

@@ -20,21 +20,25 @@ from ..report_table import aligned
 from ..unchanged import as_before
 from . import findings, lost_findings, page, sqnr_table
 from . import what_if as losses
+from .diff import Diff
 from .op import AGAIN, FORWARD, PRODUCTS, SHORT, STEP, Op, joined, readable
 from .recorder import Recorder
 from .shadow import Shadow
+from .trace import Point
 
 
 class Audit:
     """What `audit` found. str() is `findings` and `table()`.
 
     ops: a list of Op, by FLOPs; findings: sentences, the worst first; notes: what audit does not
-    show of this run; flops: by precision, all phases but those of optimizers.
+    show of this run; flops: by precision, all phases but those of optimizers; points: with
+    sqnr=True, what `diff` compares.
     """
 
     ops: list[Op]
     findings: list[str]
     notes: list[str]
+    points: list[Point]
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class Audit:
         self._shadow = Shadow(model.parameters(), others) if sqnr or others else None
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._stack: contextlib.ExitStack | None = None
-        self.ops, self.findings, self.notes = [], [], []
+        self.ops, self.findings, self.notes, self.points = [], [], [], []
 
     def __enter__(self) -> Audit:
         if self._stack is not None:
@@ -71,6 +75,7 @@ class Audit:
         if self._shadow is not None:
             self.findings += lost_findings.collect(self.ops)
             self.notes += lost_findings.notes(self._shadow.not_followed)
+            self.points = self._shadow.trace.points
             self._shadow.clear()
 
     @property
@@ -133,6 +138,15 @@ class Audit:
         """
         return sqnr_table.table(self.ops, most)
 
+    def diff(self, other: Audit | str | os.PathLike[str]) -> Diff:
+        """Find where this step and another one part by more than rounding explains: of two
+        precisions, two versions of a program, before and after convert. Both with sqnr=True.
+
+        other: an Audit, or the path of a file that `save` has written. ValueError if they have no
+        op in common, or were made without sqnr=True.
+        """
+        return Diff(_points(self), _points(other))
+
     def to_dict(self) -> dict[str, Any]:
         """What `save` writes."""
         return {
@@ -141,6 +155,7 @@ class Audit:
             "flops": self.flops,
             "decided": self.decided,
             "ops": [_row(op) for op in self.ops],
+            "points": [vars(point) for point in self.points],
         }
 
     def save_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
@@ -152,6 +167,16 @@ class Audit:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+
+def _points(audit: Audit | str | os.PathLike[str]) -> list[Point]:
+    if isinstance(audit, Audit):
+        found = audit.points
+    else:
+        found = [Point(**row) for row in json.loads(Path(audit).read_text())["points"]]
+    if not found:
+        raise ValueError("diff: both audits must be made with sqnr=True, and have run a product")
+    return found
 
 
 def _row(op: Op) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ...recipes import Recipe
 from . import exact
 from .ops import Listed, arguments
+from .trace import Trace
 from .values import FLOATS, Marks, Values, is_float, shares, widened
 
 _SWEEP = 32  # ops between two searches for storages that are no more
@@ -42,6 +43,8 @@ class Shadow:
         self, params: Iterable[torch.Tensor], what_if: Mapping[str, Recipe] | None = None
     ) -> None:
         self.what_if = what_if or {}
+        self.trace = Trace()
+        self.made = 0.0  # the spacing at 1 of weights and inputs that were made in few bits
         self.formats: Marks[exact.Cast] = Marks()  # of casts, the narrowest one
         self.roles: Marks[str] = Marks()  # "w" of parameters, "g" of what backward returns
         for p in params:
@@ -135,7 +138,11 @@ class Shadow:
     ) -> torch.Tensor:
         """The values of an operand in the whole step in FP32."""
         found = self.whole.get(t)
-        return self.own(t, known) if found is None else found
+        if found is not None:
+            return found
+        if t.dtype in FLOATS and t.dtype.itemsize < 4 and self.before.packed(t) is None:
+            self.made = max(self.made, torch.finfo(t.dtype).eps)
+        return self.own(t, known)
 
     def _run(
         self,

@@ -1,0 +1,69 @@
+"""The points of a trace: which numbers of an op are compared with those of another step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import exact
+from .lost import Lost, product
+from .op import PRODUCTS
+from .ops import Arguments, Listed
+from .shadow import Ran, Shadow
+from .trace import sketch
+from .values import is_float, widened
+
+# Of a layer's products, in the order of a @ b. Torch and mixprec compute the transpose of some.
+_ORDER = {"y": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
+_WORDS = {"x": "input", "w": "weight", "g": "gradient"}
+
+
+def record(
+    shadow: Shadow,
+    module: str,
+    phase: str,
+    func: Any,
+    listed: Listed,
+    given: Arguments,
+    results: list[torch.Tensor],
+    ran: Ran | None,
+    lost: Lost | None,
+) -> None:
+    """After an op: a product, a convolution, attention or an RNN."""
+    if listed.kind not in PRODUCTS or not results or not is_float(results[0]):
+        return
+    operands = [given[name] for name in listed.operands]
+    if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in operands):
+        return
+    roles = [shadow.roles.get(t) or "x" for t in operands]
+    values = [_value(shadow, func, given, name) for name in listed.operands]
+    wholes = () if ran is None else (value for value in ran.whole if value is not None)
+    result = next(iter(wholes), widened(results[0]))
+    name = product(roles) if listed.kind == "product" and len(operands) == 2 else None
+    if name is not None and tuple(roles) != _ORDER[name] and result.dim() == 2:
+        roles.reverse()
+        values = [t.transpose(-1, -2) for t in reversed(values)]
+        result = result.t()
+    point = shadow.trace.point(module, phase, name or listed.kind, result.numel())
+    for role, value in zip(roles, values, strict=True):
+        point.inputs.setdefault(_WORDS[role], sketch(value))
+    if not func._schema.is_mutable:  # else with what was there before
+        point.result = sketch(result)
+    point.made = shadow.made
+    if lost is not None:
+        point.beyond, point.wrong = _wrong(lost)
+
+
+def _value(shadow: Shadow, func: Any, given: Arguments, name: str) -> torch.Tensor:
+    """Of an operand, in a step in FP32."""
+    known = (lambda: exact.decoded(given, name)) if func.namespace == "mixprec" else None
+    return shadow.of_step(given[name], known)
+
+
+def _wrong(lost: Lost) -> tuple[float, str]:
+    """What is least explained by rounding: the op, or the cast of an operand."""
+    found = [(lost.beyond, "what it computes of its operands")]
+    for role, operand in lost.operands.items():
+        found.append((operand.beyond, f"the cast of its {_WORDS[role]}"))
+    return max(found)
