@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def record(
     point.made = shadow.made
     if lost is not None:
         point.beyond, point.wrong = _wrong(lost)
+        point.own = math.sqrt(lost.own_noise / lost.own_signal) if lost.own_signal else 0.0
 
 
 def _value(shadow: Shadow, func: Any, given: Arguments, name: str) -> torch.Tensor:

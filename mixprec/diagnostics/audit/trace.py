@@ -18,10 +18,13 @@ _DRAWS, _COLUMNS, _ROWS = 4, 127, 4096  # a prime: no column of a matrix is a co
 
 @dataclass
 class Point:
-    """Of an op in a step: module, phase and op, the how many of those that are the same in these;
+    """Of an op in a step: module, phase and op, the how many of those that are the same in these.
+
     inputs: sketches of its operands in a step in FP32, by role; result: that of the result; wrong:
-    what rounding does not explain of the op itself, in a sentence; beyond: by which factor;
-    made: the spacing at 1 of the formats that weights and inputs have so far, 0 for FP32."""
+    what rounding does not explain of the op itself, in a sentence; beyond: by which factor; own:
+    the op's own error, as a part of its result; made: the spacing at 1 of the formats that weights
+    and inputs have so far, 0 for FP32.
+    """
 
     module: str
     phase: str
@@ -32,6 +35,7 @@ class Point:
     result: list[float] = field(default_factory=list)
     wrong: str = ""
     beyond: float = 0.0
+    own: float = 0.0
     made: float = 0.0
 
     @property
