@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .availability import is_available, why_not
     from .checkpoint import load_checkpoint, save_checkpoint
     from .diagnostics import stats
+    from .diagnostics.audit.diff import Diff, bisect
     from .diagnostics.audit.report import Audit, audit
     from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
@@ -47,6 +48,7 @@ __all__ = [
     "E5M2",
     "FP16",
     "Audit",
+    "Diff",
     "Format",
     "GradScaler",
     "MemoryReport",
@@ -57,6 +59,7 @@ __all__ = [
     "amax",
     "audit",
     "autocast",
+    "bisect",
     "cast_parameters",
     "compare",
     "compress_saved",
@@ -101,12 +104,14 @@ _MODULES |= {
 }
 _DEFINED_IN = {
     "Audit": "diagnostics.audit.report",
+    "Diff": "diagnostics.audit.diff",
     "GradScaler": "amp.grad_scaler",
     "MemoryReport": "diagnostics.memory_report",
     "Recipe": "recipes",
     "Report": "diagnostics.report",
     "audit": "diagnostics.audit.report",
     "autocast": "nn.autocast",
+    "bisect": "diagnostics.audit.diff",
     "cast_parameters": "nn.cast",
     "compare": "diagnostics.compare",
     "compress_saved": "memory.compress_saved",
