@@ -235,6 +235,17 @@ def test_who_decided() -> None:
     assert {row[2] for row in found} == {"mixprec.autocast fp8"}
 
 
+def test_torchs_attention_without_a_kernel() -> None:
+    """Its dropout on the CPU: autocast casts to bf16, and torch's function back to FP32."""
+    model = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        audit = mixprec.audit(model, x, x, x, None, False, loss=square)
+    found = {(op.op, op.precision, op.decided) for op in audit.ops if op.phase == "forward"}
+    assert {row for row in found if row[0] in ("bmm", "baddbmm")} == {("bmm", "fp32", "torch")}
+    assert audit.findings == []
+
+
 # Findings
 
 

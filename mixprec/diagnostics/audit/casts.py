@@ -27,6 +27,10 @@ _CASTS = {
     getattr(torch.Tensor, name)
     for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 }
+_ATTENTION = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.nn.functional.multi_head_attention_forward,  # which calls it with tensors [B, H, S, D]
+)
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
@@ -182,6 +186,8 @@ class Provenance:
         call = self._calls.call
         if call.func in _CASTS or call.has_dtype:
             return CAST
+        if call.func in _ATTENTION and result.dtype == torch.float32 and result.dim() == 4:
+            return TORCH  # autocast casts to 16 bits; attention without a kernel casts back
         dtype = call.autocast.get(result.device.type)
         if dtype and result.dtype in (dtype, torch.float32):
             return AUTOCAST

@@ -111,18 +111,22 @@ def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[s
         on, there = (joined(sorted(kinds)) for kinds in (recorder.autocast_on, recorder.devices))
         found.append(f"torch.autocast is on for {on}, and the products run on {there}")
     total = sum(audit.flops.values())
-    least = min(
-        (bits(name) for name, flops in audit.flops.items() if flops > total / 20), default=32
-    )
+    in_recipes = [op for op in audit.ops if op.flops and op.decided.startswith(casts.OURS)]
+    has_recipes = bool(in_recipes)
+    # Of what convert has reached, however little: the less it is, the more is left out.
+    low = {name for name, flops in audit.flops.items() if flops > total / 20}
+    least = min(map(bits, low | {op.precision for op in in_recipes}), default=32)
     layers: dict[str, list[Op]] = defaultdict(list)
     for op in audit.ops:
         if op.flops and op.module is not None and bits(op.precision) > least:
-            layers[op.module].append(op)
-    has_recipes = any(op.decided.startswith(casts.OURS) for op in audit.ops)
+            layer = model.get_submodule(op.module)
+            # Beside recipes, attention is in the dtype of its input, and no layer is at fault.
+            if op.decided == casts.CAST if _is_attention(op, layer) else _has_weights(layer):
+                layers[op.module].append(op)
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for name, ops in layers.items():
         layer = model.get_submodule(name)
-        if not [*layer.parameters(recurse=False)] or ops[0].decided.startswith(casts.OURS):
+        if ops[0].decided.startswith(casts.OURS):
             continue
         if ops[0].decided == casts.CAST:
             reason = "to which the program casts its operands"
@@ -139,6 +143,16 @@ def _wide_products(audit: Audit, model: nn.Module, recorder: Recorder) -> list[s
                 "FLOPs"
             )
     return found
+
+
+def _has_weights(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters(recurse=False))
+
+
+def _is_attention(op: Op, layer: nn.Module) -> bool:
+    """Where torch has no kernel for it, attention is two products of stacked matrices."""
+    is_parts = isinstance(layer, nn.MultiheadAttention) and op.op in ("bmm", "baddbmm")
+    return op.kind == "attention" or is_parts
 
 
 def _frozen(audit: Audit, model: nn.Module) -> list[str]:
