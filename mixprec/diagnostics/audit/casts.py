@@ -149,6 +149,9 @@ class Provenance:
             return AS_MADE
         return self._largest_reason(operands)
 
+    def has_parameter(self, tensors: list[torch.Tensor]) -> bool:
+        return any(t in self._params for t in tensors)
+
     def _largest_reason(self, tensors: Iterable[torch.Tensor]) -> str:
         largest = max(tensors, key=torch.Tensor.numel, default=None)
         return AS_MADE if largest is None else self._reasons.get(largest, AS_MADE)

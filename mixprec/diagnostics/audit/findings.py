@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...nn._layer import Layer
-from . import casts
+from . import casts, step_findings
 from .op import FORWARD, SHORT, Op, bits, joined
 
 if TYPE_CHECKING:
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 
 # Of the FLOPs of a step: what is less has nothing to lose.
 _WORTH_SAYING = 0.005
+_NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"}
 _LOSSES = {"_log_softmax", "nll_loss_forward", "mse_loss", "logsumexp", "cross_entropy"}
 
 
 def collect(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> list[str]:
     """The worst first: what makes results wrong, what loses precision, what wastes time."""
     found: list[str] = []
-    found += _scaler(audit, scaler, recorder)
-    found += _sums_in_16_bits(audit)
+    found += step_findings.of_scaler(audit, scaler, recorder)
+    found += _sums_in_16_bits(audit, model)
     found += _summed_gradients(model, recorder)
+    found += step_findings.lost_updates(recorder)
+    found += _regions(audit, recorder)
     found += _wide_products(audit, model, recorder)
     found += _frozen(audit, model)
     found += _casts_back(recorder)
@@ -47,36 +50,12 @@ def notes(model: nn.Module) -> list[str]:
     return found
 
 
-def _scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
-    """Of torch.amp.GradScaler or ours, if the block was given one."""
-    has_fp16 = any("fp16" in op.precision for op in audit.ops)
-    if scaler is None:
-        is_step = recorder.has_stepped and recorder.has_backward and has_fp16
-        said = "fp16 gradients are not scaled, or audit was not given the scaler"
-        return [said] if is_step else []
-    if not scaler.is_enabled():
-        return ["GradScaler is disabled: fp16 gradients are not scaled"] if has_fp16 else []
-    found = []
-    called = recorder.called
-    if recorder.has_backward and not {"scale", "get_scale"} & called:
-        found.append(
-            "scaler.scale(loss) was not called before backward(): gradients are not scaled"
-        )
-    elif recorder.has_stepped and "step" not in called:
-        found.append("optimizer.step() ran in place of scaler.step(), which skips Inf and NaN")
-    elif "step" in called and recorder.skips_all:
-        found.append("GradScaler has skipped every step: gradients are Inf or NaN")
-    if not has_fp16 and recorder.has_backward:
-        found.append("GradScaler scales the loss, and no op computes in fp16: it is not needed")
-    if "scale" in called and (scale := float(scaler.get_scale())) < 1:
-        found.append(f"the loss scale has fallen to {scale:g}: gradients overflow, or are NaN")
-    return found
-
-
-def _sums_in_16_bits(audit: Audit) -> list[str]:
-    """Losses in 16 bits, and softmax in fp16."""
+def _sums_in_16_bits(audit: Audit, model: nn.Module) -> list[str]:
+    """Losses in 16 bits, softmax in fp16, and norms whose weight is in fp16: under autocast on a
+    CPU, the input of a norm with FP32 weights is fp16 too, which is no fault of the program."""
     losses: dict[tuple[str, str], list[str]] = defaultdict(list)
     softmax: list[str] = []
+    norms: list[str] = []
     for op in audit.ops:
         if op.kind != "reduction" or op.phase != FORWARD:
             continue
@@ -84,10 +63,15 @@ def _sums_in_16_bits(audit: Audit) -> list[str]:
             losses[op.where, op.precision].append(op.op.strip("_"))
         elif op.op == "_softmax" and op.precision == "fp16":
             softmax.append(op.where)
+        elif op.op in _NORMS and op.precision == "fp16" and op.module is not None:
+            weight = getattr(model.get_submodule(op.module), "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.dtype == torch.float16:
+                norms.append(op.where)
     return [
         *(f"{where}: the loss is computed in {precision} ({joined(names)})"
           for (where, precision), names in losses.items()),
         *([f"softmax runs in fp16: {joined(softmax, 3)}"] if softmax else []),
+        *([f"norms run in fp16, with their weights: {joined(norms, 3)}"] if norms else []),
     ]  # fmt: skip
 
 
@@ -101,6 +85,20 @@ def _summed_gradients(model: nn.Module, recorder: Recorder) -> list[str]:
         f"gradients are summed in {dtype} over {times} backward passes, of "
         f"{joined(reversed(params), 3)}: give the optimizer grad_dtype=torch.float32"
         for (dtype, times), params in found.items()
+    ] + [
+        f"{where}: {times} products are summed in {SHORT[dtype]}, in a tensor of the shape of a "
+        f"weight, {list(shape)}: sum the chunks of a gradient in FP32"
+        for (where, dtype, shape), times in recorder.sums.items()
+    ]
+
+
+def _regions(audit: Audit, recorder: Recorder) -> list[str]:
+    """Regions in which no layer can use the recipe. Where some can, the others are left out."""
+    if not recorder.regions or any(op.decided.startswith(casts.OURS) for op in audit.ops):
+        return []
+    return [
+        f"mixprec.autocast {joined(sorted(recorder.regions))} is on and does nothing: no layer of "
+        "mixprec.convert has run"
     ]
 
 

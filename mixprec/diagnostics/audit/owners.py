@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import utils
 
 from ... import _originals
+from ...nn._region import Region
+from ...recipes import Recipe
 
+_REGION = Region.__torch_function__.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _LIBRARIES = tuple(f"{name}." for name in ("torch", "mixprec", "contextlib"))
 
@@ -45,12 +49,16 @@ class Owners:
         self._forwards = {code: code.co_varnames[0] for code in codes if code.co_argcount}
         self._paths: dict[tuple[str, str], str | None] = {}
         self._watched: dict[Any, str] = {}
-        self.called: set[str] = set()
+        self.called: dict[str, None] = {}  # in the order of the first calls
+        self.regions: set[str] = set()
 
     def watch(self, scaler: Any) -> None:
-        """Note in `called` which methods of a GradScaler run ops."""
-        for name in ("scale", "step", "get_scale"):
-            self._watched[getattr(type(scaler), name).__code__] = name
+        """Note in `called` which methods of a GradScaler run ops, and "clip" for what clips."""
+        for name in ("scale", "step", "get_scale", "unscale_", "update"):
+            # Methods with one decorator share the code around them.
+            self._watched[inspect.unwrap(getattr(type(scaler), name)).__code__] = name
+        for clip in (utils.clip_grad_norm_, utils.clip_grad_value_):
+            self._watched[inspect.unwrap(clip).__code__] = "clip"
 
     def find(self) -> Owner:
         """During a backward pass, only of what a checkpoint computes again and of hooks."""
@@ -65,7 +73,11 @@ class Owners:
                 if name is not None:
                     return Owner(name, type(module).__name__, line)
             elif code in self._watched:
-                self.called.add(self._watched[code])
+                self.called.setdefault(self._watched[code])
+            elif code is _REGION:
+                inside = frame.f_locals["self"].inside
+                if isinstance(inside, Recipe):
+                    self.regions.add(inside.name)
             elif not line and not _is_library(frame):
                 line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back

@@ -27,6 +27,8 @@ from .lost import Lost
 from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation
 from .owners import Owner, Owners
 from .shadow import Ran, Shadow
+from .sums import Sums
+from .updates import Updates
 
 _ADD_ = torch.ops.aten.add_.Tensor
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -82,7 +84,8 @@ class Recorder(TorchDispatchMode):
 
     devices: the types of device of products; summed: of a parameter, the dtype of `grad` and how
     often a backward pass has added to it; cast_back: where tensors are cast to fewer bits and back
-    at once, with both dtypes, how often.
+    at once, with both dtypes, how often; sums: where products of no parameter are added to a tensor
+    of 16 bits, its dtype and shape, of how many it is the sum.
     """
 
     def __init__(
@@ -102,6 +105,9 @@ class Recorder(TorchDispatchMode):
         self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by gradient
         self._zeroed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._owners, self._optimizer = Owners(model), optimizer
+        self.updates = None if optimizer is None else Updates(optimizer)
+        self.sums: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self._sums = Sums(model.parameters())
         if scaler is not None:
             self._owners.watch(scaler)
         _accumulate_grad()
@@ -112,9 +118,15 @@ class Recorder(TorchDispatchMode):
         self._stepping = False
 
     @property
-    def called(self) -> set[str]:
-        """The methods of the scaler that have run: "scale", "step"."""
-        return self._owners.called
+    def called(self) -> list[str]:
+        """The methods of the scaler that have run, as "scale", and "clip" for gradients that were
+        clipped, by their first call."""
+        return [*self._owners.called]
+
+    @property
+    def regions(self) -> set[str]:
+        """The names of the recipes of mixprec.autocast that functions of torch ran in."""
+        return self._owners.regions
 
     @property
     def autocast_on(self) -> set[str]:
@@ -141,8 +153,12 @@ class Recorder(TorchDispatchMode):
         def before(*_: Any) -> None:
             self._stepping = True
             self._steps += 1
+            assert self.updates is not None
+            self.updates.before()
 
         def after(*_: Any) -> None:
+            assert self.updates is not None
+            self.updates.after()
             self._stepping = False
             if self._shadow is not None:
                 self._shadow.clear()
@@ -203,6 +219,8 @@ class Recorder(TorchDispatchMode):
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (inputs[0], result))
             self.cast_back[place.owner.name or place.owner.line, wide, narrow] += 1
+        if not torch.is_grad_enabled() and not self._stepping:
+            self._note_sum(func, listed, inputs, _tensors(result))
         if func is _ADD_ and place.phase == BACKWARD:
             self._added()
         elif func in _ZERO:
@@ -216,6 +234,18 @@ class Recorder(TorchDispatchMode):
         assert self._shadow is not None, "ran"
         with torch.no_grad():
             return noise.measured(func, listed, args, kwargs, result, ran, self._shadow)
+
+    def _note_sum(self, func: Any, listed: ops.Listed | None, inputs: Any, outputs: Any) -> None:
+        is_torchs = func.namespace == "aten" and len(outputs) > 0  # ours sum in FP32
+        is_product = listed is not None and listed.kind == "product"
+        if is_product and self._provenance.has_parameter(inputs):
+            is_product = False
+        if not is_torchs or (times := self._sums.note(func, inputs, outputs, is_product)) < 2:
+            return
+        owner = self._owners.find()
+        if owner.name is not None or owner.line:  # else autograd's engine, of a weight used twice
+            key = owner.name or owner.line, short(outputs[0].dtype), tuple(outputs[0].shape)
+            self.sums[key] = max(times, self.sums[key])
 
     def _source(self, owner: Owner, recipe: Recipe) -> str:
         """Where the recipe of a product is from."""

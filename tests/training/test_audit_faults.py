@@ -1,0 +1,331 @@
+"""audit names faults that are planted in training steps, and nothing in steps without one.
+
+Those of test_audit.py are of the same kind. The docstring of a fault that was found in another
+project says where.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from audit_steps import (
+    HALF,
+    LOW,
+    Attention,
+    Calls,
+    ChunkedLoss,
+    D,
+    Head,
+    InFloat32,
+    Tied,
+    X,
+    autocast_of_another_device,
+    bf16,
+    converted,
+    half_step,
+    in_two,
+    is_linear,
+    layers,
+    loss_of,
+    mixture,
+    scaled,
+    step,
+    with_optimizer,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+
+Make = Callable[[], list[str]]
+FAULTS: dict[str, tuple[Make, str, Make]] = {
+    # what is planted, the finding, and the same without the fault
+    "a filter that takes one layer of many": (
+        lambda: step(converted(layers(depth=40), module_filter_fn=lambda _, fqn: fqn == "0")),
+        r"2, 4, 6 and 36 more \(Linear\): fp32, because mixprec.convert has left it out; 98\.3%",
+        lambda: step(converted(layers(depth=40))),
+    ),
+    "a pattern that matches more than it should": (
+        lambda: step(converted(layers(depth=8), overrides={"1*": None})),
+        r"10, 12, 14 \(Linear\): fp32, because mixprec.convert has left it out",
+        lambda: step(converted(layers(depth=8), overrides={"1*": "bf16"})),
+    ),
+    "the head left out": (
+        lambda: step(converted(Head(), module_filter_fn=lambda _, fqn: "head" not in fqn)),
+        r"head \(Linear\): fp32, because mixprec.convert has left it out; 37\.5%",
+        lambda: step(converted(Head(), module_filter_fn=lambda _, fqn: "tail" not in fqn)),
+    ),
+    "a tied weight converted once": (
+        lambda: step(converted(Tied(), overrides={"out": None})),
+        r"out \(Linear\): fp32, because mixprec.convert has left it out",
+        lambda: step(converted(Tied())),
+    ),
+    "FP32 in a BF16 model": (
+        lambda: step(
+            Calls(lambda x, w: (x.float() @ w.float()).to(x.dtype)).bfloat16(), x=X.bfloat16()
+        ),
+        r"Calls \(Calls\): fp32, to which the program casts its operands; 60\.0%",
+        lambda: step(Calls(lambda x, w: x @ w).bfloat16(), x=X.bfloat16()),
+    ),
+    "a layer that stayed in FP32": (
+        lambda: step(in_two(layers().bfloat16(), nn.Linear)),
+        r"second \(Linear\): fp32, decided by: as made; 37\.5%",
+        lambda: step(in_two(layers().bfloat16(), lambda *size: nn.Linear(*size).bfloat16())),
+    ),
+    "FP64 from NumPy": (
+        lambda: step(in_two(layers(), lambda *size: nn.Linear(*size).double())),
+        r"second \(Linear\): fp64, decided by: as made",
+        lambda: step(in_two(layers(), nn.Linear)),
+    ),
+    "autocast off around the head": (
+        lambda: step(Head(torch.autocast("cpu", enabled=False)), bf16()),
+        r"head \(Linear\): fp32, decided by: as made; 37\.5%",
+        lambda: step(Head(), bf16()),
+    ),
+    "the recipe off around the head": (
+        lambda: step(converted(Head(mixprec.autocast(enabled=False)))),
+        r"head \(Linear\): fp32, decided by: as made; 37\.5%",
+        lambda: step(converted(Head())),
+    ),
+    "autocast for another device": (
+        lambda: step(layers(), autocast_of_another_device()),
+        "torch.autocast is on for cuda, and the products run on cpu",
+        lambda: step(layers(), bf16()),
+    ),
+    "fp16 autocast without a scaler": (
+        lambda: step(layers(), torch.autocast("cpu", HALF)),
+        "fp16 gradients are not scaled, or audit was not given the scaler",
+        lambda: scaled(layers(), "step update"),
+    ),
+    "clipping of scaled gradients": (
+        lambda: scaled(layers(), "clip step update"),
+        r"gradients were clipped before scaler.unscale_\(optimizer\)",
+        lambda: scaled(layers(), "unscale_ clip step update"),
+    ),
+    "clipping of scaled values": (
+        lambda: scaled(layers(), "clip_value unscale_ step update"),
+        r"gradients were clipped before scaler.unscale_\(optimizer\)",
+        lambda: scaled(layers(), "unscale_ clip_value step update"),
+    ),
+    "a scaler that is never updated": (
+        lambda: scaled(layers(), "step"),
+        r"scaler.update\(\) was not called after scaler.step\(\)",
+        lambda: scaled(layers(), "step update"),
+    ),
+    "a scaler in FP32": (
+        lambda: scaled(layers(), "step update", low=False),
+        "no op computes in fp16: it is not needed",
+        lambda: step(layers()),
+    ),
+    "a loss in fp16": (
+        lambda: half_step(layers(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
+        r"the loss is computed in fp16 \(mse_loss\)",
+        lambda: half_step(layers(), lambda y: F.mse_loss(y.float(), torch.zeros_like(y).float())),
+    ),
+    "norms in fp16": (
+        lambda: half_step(layers(nn.LayerNorm(D), nn.Linear(D, D)), loss_of),
+        "norms run in fp16, with their weights: 4$",
+        lambda: half_step(layers(InFloat32(D), nn.Linear(D, D)), loss_of),
+    ),
+    "a cast and back in a residual": (
+        lambda: step(Calls(lambda x, w: (x + x.half().float()) @ w)),
+        r"a tensor is cast from fp32 to fp16 and back at once, 1x$",
+        lambda: step(Calls(lambda x, w: (x + x.relu()) @ w)),
+    ),
+    "a head whose gradient is summed in BF16": (
+        lambda: step(in_two(layers(), lambda *size: nn.Linear(*size).bfloat16()), batches=8),
+        "gradients are summed in bf16 over 8 backward passes, of second.weight, second.bias",
+        lambda: step(in_two(layers(), nn.Linear), batches=8),
+    ),
+    "attention in FP32": (
+        lambda: step(Attention(torch.float32).bfloat16(), x=X.bfloat16()),
+        r"Attention \(Attention\): fp32, to which the program casts its operands; \d+\.\d%",
+        lambda: step(Attention(LOW).bfloat16(), x=X.bfloat16()),
+    ),
+    "a learning rate below the last bit": (
+        lambda: with_optimizer(layers().bfloat16(), 1e-6, torch.optim.AdamW),
+        r"\d+% of the bf16 weights with a gradient did not change in optimizer.step\(\)",
+        lambda: with_optimizer(layers().bfloat16(), 1e-6, mixprec.optim.AdamW),
+    ),
+    "a region without layers": (
+        lambda: step(layers(), mixprec.autocast("fp8")),
+        "mixprec.autocast fp8 is on and does nothing: no layer of mixprec.convert has run",
+        lambda: step(converted(layers()), mixprec.autocast("fp8")),
+    ),
+}
+
+
+def check(plant: Make, finding: str, clean: Make) -> None:
+    found = plant()
+    assert len([line for line in found if re.search(finding, line)]) == 1, found
+    assert clean() == []
+
+
+@pytest.mark.filterwarnings("ignore:convert. .* was asked for and reaches")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults(fault: str) -> None:
+    check(*FAULTS[fault])
+
+
+# Steps without a fault
+
+
+def micro_batches() -> list[str]:
+    model = mixprec.cast_parameters(converted(layers()), LOW)
+    adamw = mixprec.optim.AdamW(model.parameters(), lr=1e-4, grad_dtype=torch.float32)
+    return step(model, batches=8, optimizer=adamw)
+
+
+def fp16_masters(clip: float | None) -> list[str]:
+    model = mixprec.cast_parameters(converted(layers(), "fp16"), HALF)
+    sgd = mixprec.optim.SGD(model.parameters(), lr=1e-3, max_grad_norm=clip)
+    scaler = mixprec.GradScaler()
+    with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
+        for _ in range(3):
+            scaler.scale(loss_of(model(X))).backward()
+            scaler.step(sgd)
+            scaler.update()
+            sgd.zero_grad()
+    return audit.findings
+
+
+def checkpointed(reentrant: bool) -> list[str]:
+    model = layers()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(nn.Sequential.forward, model, x, use_reentrant=reentrant)
+
+    model.forward = forward
+    return step(model, bf16(), x=X.clone().requires_grad_())
+
+
+def frozen() -> list[str]:
+    model = layers(nn.Linear(D, D))
+    mixprec.freeze(model[:4], "int8")
+    return step(mixprec.convert(model, "bf16"))
+
+
+def recurrent() -> list[str]:
+    return step(nn.LSTM(D, D), bf16(), x=X[None], loss=lambda out: loss_of(out[0]))
+
+
+def convolutions() -> list[str]:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    return step(converted(model, "bf16"), x=torch.linspace(-1, 1, 384).view(2, 3, 8, 8))
+
+
+def encoder(recipe: str) -> list[str]:
+    model = nn.TransformerEncoderLayer(D, 2, D, batch_first=True)
+    return step(converted(model, recipe), x=X[None])
+
+
+def cross_entropy() -> list[str]:
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return mixprec.functional.linear_cross_entropy(x, w, torch.arange(8))
+
+    return step(Calls(loss).bfloat16(), x=X.bfloat16(), loss=lambda value: value)
+
+
+CLEAN: dict[str, Make] = {
+    "FP32": lambda: step(layers(), optimizer=None),
+    "FP32, AdamW": lambda: with_optimizer(layers(), 1e-3, torch.optim.AdamW),
+    "autocast": lambda: step(layers(nn.LayerNorm(D), nn.Linear(D, D)), bf16()),
+    "autocast, checkpoint": lambda: checkpointed(False),
+    "autocast, reentrant checkpoint": lambda: checkpointed(True),
+    "autocast, LSTM": recurrent,
+    "fp16 autocast, clipped": lambda: scaled(
+        layers(nn.LayerNorm(D), nn.Linear(D, D)), "unscale_ clip step update"
+    ),
+    "BF16 model": lambda: with_optimizer(layers().bfloat16(), 1e-4, mixprec.optim.AdamW),
+    "BF16 model, large updates": lambda: with_optimizer(
+        layers().bfloat16(), 0.1, torch.optim.AdamW
+    ),
+    "BF16 model, loss without logits": cross_entropy,
+    "micro-batches": micro_batches,
+    "converted": lambda: step(converted(layers())),
+    "converted, tied": lambda: step(converted(Tied(), "fp8")),
+    "converted, fused": lambda: step(converted(layers(), fuse=True)),
+    "converted, delayed scales": lambda: step(converted(layers(), "fp8-delayed")),
+    "converted, block formats": lambda: step(converted(layers(), "mxfp8")),
+    "converted, in a region": lambda: step(converted(layers(), "fp8"), mixprec.autocast()),
+    "converted, in torch.autocast": lambda: step(converted(layers(), "fp8"), bf16()),
+    "converted, convolutions": convolutions,
+    "converted, attention": lambda: encoder("fp8"),
+    "experts": lambda: step(converted(mixture(), "fp8")),
+    "fp16 masters": lambda: fp16_masters(None),
+    "fp16 masters, clipped": lambda: fp16_masters(0.1),
+    "frozen": frozen,
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_steps_without_a_fault(name: str) -> None:
+    assert CLEAN[name]() == []
+
+
+# Faults of other projects
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8"])
+def test_experts_that_a_converter_of_linear_layers_skipped(recipe: str) -> None:
+    """pytorch/torchtitan 3199 (MXFP8) and 3233 (FP8): experts are no nn.Linear, and stayed BF16."""
+    low = X.bfloat16()
+    check(
+        lambda: step(converted(mixture(LOW), recipe, module_filter_fn=is_linear), x=low),
+        r"4 \(GroupedExperts\): bf16, because mixprec.convert has left it out; 42\.6%",
+        lambda: step(converted(mixture(LOW), recipe), x=low),
+    )
+
+
+def test_experts_that_autocast_does_not_know() -> None:
+    """pytorch/pytorch 174763: torch.autocast has no grouped_mm, which stays in FP32."""
+    check(
+        lambda: step(mixture(), bf16()),
+        r"4 \(GroupedExperts\): fp32, decided by: as made; 42\.9%",
+        lambda: step(converted(mixture())),
+    )
+
+
+def test_fp8_that_was_asked_for_and_did_not_run() -> None:
+    """hiyouga/LlamaFactory 9500: FP8 was on in the settings, no layer was converted, and the run
+    was in BF16 without a word."""
+    low = X.bfloat16()
+    check(
+        lambda: step(layers().bfloat16(), mixprec.autocast("fp8"), x=low),
+        "mixprec.autocast fp8 is on and does nothing",
+        lambda: step(converted(layers().bfloat16(), "fp8"), mixprec.autocast("fp8"), x=low),
+    )
+
+
+def test_a_gradient_summed_in_16_bits_chunk_by_chunk() -> None:
+    """linkedin/Liger-Kernel 1391: the gradient of the head is rounded to BF16 after each chunk."""
+
+    def of(dtype: torch.dtype) -> list[str]:
+        model = Calls(lambda x, w: ChunkedLoss.apply(x, w, dtype)).bfloat16()
+        return step(model, x=X.bfloat16(), loss=lambda value: value)
+
+    found = (
+        rf"^.*/audit_steps.py:\d+: 4 products are summed in bf16, .* \[{D}, {D}\]: sum the chunks"
+    )
+    check(lambda: of(LOW), found, lambda: of(torch.float32))
+
+
+@pytest.mark.parametrize("filter_sees", ["layer", "model"])
+def test_a_head_that_was_to_stay_as_it_is(filter_sees: str) -> None:
+    """huggingface/accelerate 4147 (the filter looked for the first and the last layer in the layer
+    that it was given) and pytorch/torchtitan 4008 (it named a head that is called otherwise): the
+    head ran in FP8. This is no fault in itself, and no finding: the rows of the table show it."""
+    model = layers(depth=3)
+
+    def is_between(layer: nn.Module, fqn: str) -> bool:
+        of = layer if filter_sees == "layer" else model
+        names = [name for name, m in of.named_modules() if isinstance(m, nn.Linear)]
+        return fqn not in (names[0], names[-1])
+
+    audit = mixprec.audit(converted(model, "fp8", module_filter_fn=is_between), X, loss=loss_of)
+    found = {op.module for op in audit.ops if op.decided == "recipe fp8"}
+    assert found == ({"0", "2", "4"} if filter_sees == "layer" else {"2"})
