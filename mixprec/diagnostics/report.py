@@ -13,7 +13,7 @@ from typing import Any
 
 from .._atomic import replace_file
 from . import plotting, report_table
-from .stats.records import finite
+from .recorded import finite
 from .stats.suggest import Overrides, sqnr_table
 
 KINDS = ("forward", "grad_input", "grad_weight")

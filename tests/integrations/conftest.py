@@ -21,7 +21,8 @@ _outcomes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
 
 def package_of(path: Path) -> str:
     name = path.stem.removeprefix("test_")
-    return "transformers" if name.endswith(("_families", "_models")) else name
+    of_transformers = name.startswith("transformers") or name.endswith(("_families", "_models"))
+    return "transformers" if of_transformers else name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

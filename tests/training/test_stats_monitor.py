@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mixprec
 from mixprec.diagnostics.plotting import plot_records
-from mixprec.diagnostics.stats import Monitor, records
+from mixprec.diagnostics.recorded import finite
+from mixprec.diagnostics.stats import Monitor
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-block"])
@@ -159,7 +160,7 @@ def test_outputs_take_only_what_is_new(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0] == '{"cut sho'
     assert [json.loads(line)["step"] for line in lines[1:]] == [0, 1, 2, 3]
-    assert json.loads(lines[1])["tensors"] == records.finite(monitor.records[0]["tensors"])
+    assert json.loads(lines[1])["tensors"] == finite(monitor.records[0]["tensors"])
     added = [call.args for call in writer.add_scalar.call_args_list]
     assert [s for tag, _, s in added if tag == "amax/x/0"] == [0, 1, 2, 3]
     assert ("scale_max/x/0", 256.0, 0) in added

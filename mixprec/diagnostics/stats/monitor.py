@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from ..._local_gradients import is_sharded
 from ...ops._dispatch import autocast, checks
 from .. import plotting
+from ..recorded import Recorded
 from . import measure, records
 from .layers import (
     as_operand,
@@ -25,7 +25,7 @@ from .layers import (
 )
 
 
-class Monitor:
+class Monitor(Recorded):
     """Statistics of every tensor that is cast, at every `every`-th step of training.
 
         with mixprec.stats.Monitor(model, every=100, scaler=scaler) as monitor:
@@ -53,6 +53,9 @@ class Monitor:
     torch.compile or replayed by a CUDA graph, where the hooks do nothing, and the weights of a
     layer that FSDP shards by itself. `close` removes the hooks.
 
+    The names in `to_logger` are "loss_scale", "skipped_steps", "amax/x/LAYER", "overflow/g/LAYER",
+    and so on.
+
     TypeError if `model` is not a module; ValueError if it has no layer with a recipe or `every` is
     not an int of 1 or more.
     """
@@ -74,12 +77,11 @@ class Monitor:
         self.model, self.every, self.sqnr = model, every, sqnr
         self.scaler, self.optimizer = scaler, optimizer
         self.steps = 0  # that ended
-        self.records: list[dict[str, Any]] = []  # one for each sampled step, after flush()
+        super().__init__()  # a record for each sampled step, after flush()
         # On their devices: the sums of a tensor in a call of a layer; step, name and number.
         self._samples: list[tuple[records.Key, torch.Tensor]] = []
         self._scalars: list[tuple[int, str, torch.Tensor]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._written: dict[Any, int] = {}  # how many records a file or logger has
         if optimizer is not None:
             self._applied_before = _applied(optimizer)
         self._start_step()
@@ -222,39 +224,8 @@ class Monitor:
         SQNR."""
         return records.table(self.records[-1], limit) if self.records else "nothing was sampled"
 
-    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Append the records that this monitor has not written there yet, a line each, with None
-        for NaN and Inf. All lines are written at once; a line truncated by a crash does not affect
-        later ones."""
-        done = self._written.get(os.path.abspath(path), 0)
-        records.append_jsonl(self.records[done:], path)
-        self._written[os.path.abspath(path)] = len(self.records)
-
-    def to_logger(self, logger: Any) -> None:
-        """Give every number of `records` that `logger` does not have yet to it.
-
-        logger: an object with add_scalar(tag, value, global_step), such as TensorBoard's
-        SummaryWriter, which gets one call per number; or with log(dict, step=), such as a run of
-        Weights & Biases or its module `wandb`, which gets one call per sampled step. Names:
-        "loss_scale", "skipped_steps", "amax/x/LAYER", "overflow/g/LAYER", ... TypeError for another
-        object.
-        """
-        add = getattr(logger, "add_scalar", None)
-        log = getattr(logger, "log", None)
-        if isinstance(logger, logging.Logger) or not (callable(add) or callable(log)):
-            raise TypeError(
-                "Monitor: logger must have add_scalar(tag, value, global_step), as TensorBoard's "
-                "SummaryWriter, or log(dict, step=), as a run of Weights & Biases, got "
-                f"{type(logger).__name__}"
-            )
-        for record in self.records[self._written.get(logger, 0) :]:
-            numbers, step = dict(records.scalars(record)), record["step"]
-            if not callable(add):
-                logger.log(numbers, step=step)
-                continue
-            for tag, value in numbers.items():
-                add(tag, value, step)
-        self._written[logger] = len(self.records)
+    def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+        return records.scalars(record)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw amax, scale and the shares that over- and underflow over the steps, for x, w and g,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -128,26 +126,6 @@ def _percent(share: float) -> str:
     if not share:
         return "0"
     return f"{share:.2%}" if share >= 1e-4 else f"{100 * share:.1g}%"
-
-
-def finite(value: Any) -> Any:
-    """`value` with NaN and Inf, which JSON does not have, as None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): finite(v) for key, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def append_jsonl(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    lines = [json.dumps(finite(record), allow_nan=False) + "\n" for record in records]
-    if not lines:
-        return
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            lines[0] = lines[0] if file.read(1) == b"\n" else "\n" + lines[0]
-        file.write("".join(lines).encode())
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
