@@ -46,9 +46,10 @@ def step(
     return audit.findings
 
 
-def scaled(model: nn.Module, then: str, low: bool = True) -> list[str]:
-    """Of a step with torch's scaler. then: the calls that follow backward()."""
-    sgd, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+def scaled(model: nn.Module, then: str, low: bool = True, scaler: Any = None) -> list[str]:
+    """Of a step with a scaler, torch's by default. then: the calls that follow backward()."""
+    scaler = scaler or torch.amp.GradScaler("cpu")
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     with mixprec.audit(model, optimizer=sgd, scaler=scaler) as audit:
         with torch.autocast("cpu", HALF, enabled=low):
             loss = loss_of(model(X))

@@ -106,6 +106,11 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
         r"gradients were clipped before scaler.unscale_\(optimizer\)",
         lambda: scaled(layers(), "unscale_ clip step update"),
     ),
+    "clipping of scaled gradients of ours": (
+        lambda: scaled(layers(), "clip step update", scaler=mixprec.GradScaler()),
+        r"gradients were clipped before scaler.unscale_\(optimizer\)",
+        lambda: scaled(layers(), "unscale_ clip step update", scaler=mixprec.GradScaler()),
+    ),
     "clipping of scaled values": (
         lambda: scaled(layers(), "clip_value unscale_ step update"),
         r"gradients were clipped before scaler.unscale_\(optimizer\)",
@@ -113,7 +118,7 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     ),
     "a scaler that is never updated": (
         lambda: scaled(layers(), "step"),
-        r"scaler.update\(\) was not called after scaler.step\(\)",
+        r"scaler.step\(\) was called, and scaler.update\(\) was not: the scale stays",
         lambda: scaled(layers(), "step update"),
     ),
     "a scaler in FP32": (
@@ -153,7 +158,7 @@ FAULTS: dict[str, tuple[Make, str, Make]] = {
     ),
     "a region without layers": (
         lambda: step(layers(), mixprec.autocast("fp8")),
-        "mixprec.autocast fp8 is on and does nothing: no layer of mixprec.convert has run",
+        "mixprec.autocast fp8 is on, and no product uses it: only layers of mixprec.convert do",
         lambda: step(converted(layers()), mixprec.autocast("fp8")),
     ),
 }
@@ -283,6 +288,11 @@ def test_experts_that_a_converter_of_linear_layers_skipped(recipe: str) -> None:
 
 def test_experts_that_autocast_does_not_know() -> None:
     """pytorch/pytorch 174763: torch.autocast has no grouped_mm, which stays in FP32."""
+    with bf16():
+        ends = torch.tensor([D], dtype=torch.int32)
+        y = F.grouped_mm(torch.eye(D), torch.eye(D)[None], offs=ends)
+    if y.dtype == LOW:
+        pytest.skip("the autocast of this torch has grouped_mm")
     check(
         lambda: step(mixture(), bf16()),
         r"4 \(GroupedExperts\): fp32, decided by: as made; 42\.9%",
@@ -296,7 +306,7 @@ def test_fp8_that_was_asked_for_and_did_not_run() -> None:
     low = X.bfloat16()
     check(
         lambda: step(layers().bfloat16(), mixprec.autocast("fp8"), x=low),
-        "mixprec.autocast fp8 is on and does nothing",
+        "mixprec.autocast fp8 is on, and no product uses it",
         lambda: step(converted(layers().bfloat16(), "fp8"), mixprec.autocast("fp8"), x=low),
     )
 

@@ -97,8 +97,8 @@ def _regions(audit: Audit, recorder: Recorder) -> list[str]:
     if not recorder.regions or any(op.decided.startswith(casts.OURS) for op in audit.ops):
         return []
     return [
-        f"mixprec.autocast {joined(sorted(recorder.regions))} is on and does nothing: no layer of "
-        "mixprec.convert has run"
+        f"mixprec.autocast {joined(sorted(recorder.regions))} is on, and no product uses it: only "
+        "layers of mixprec.convert do"
     ]
 
 

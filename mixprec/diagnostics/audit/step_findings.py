@@ -30,14 +30,17 @@ def of_scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
         found.append("optimizer.step() ran in place of scaler.step(), which skips Inf and NaN")
     elif "step" in called and recorder.skips_all:
         found.append("GradScaler has skipped every step: gradients are Inf or NaN")
-    # A step that is not clipped unscales by itself, after all that the program does.
-    if "scale" in called and "clip" in called and "unscale_" not in called[: called.index("clip")]:
+    # step() unscales what is not yet unscaled, which is too late for the limit of a norm. Gradients
+    # of a loss that was not scaled, and those that the program divides itself, may be clipped.
+    before = called[: called.index("clip")] if "clip" in called else []
+    if "scale" in before and not {"unscale_", "get_scale"}.intersection(before):
         found.append(
             "gradients were clipped before scaler.unscale_(optimizer): the limit is compared with "
             "a norm that has the loss scale in it"
         )
+    # torch raises in the next step; ours goes on.
     if "step" in called and "update" not in called:
-        found.append("scaler.update() was not called after scaler.step(): the scale never changes")
+        found.append("scaler.step() was called, and scaler.update() was not: the scale stays")
     if not has_fp16 and recorder.has_backward:
         found.append("GradScaler scales the loss, and no op computes in fp16: it is not needed")
     if "scale" in called and (scale := float(scaler.get_scale())) < 1:

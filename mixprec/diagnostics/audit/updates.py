@@ -13,12 +13,14 @@ _LOW = (torch.bfloat16, torch.float16)
 class Updates:
     """Of the sampled elements with a gradient: how many there are, and how many no step changed.
 
-    Only of torch's optimizers: others may keep masters of the weights, which change.
+    Only of torch's optimizers: others may keep masters of the weights, which change. LBFGS does
+    nothing where it has converged, and a GradScaler makes fused kernels skip a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self._is_known = is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counts: list[torch.Tensor] = []
         self.dtype = ""
@@ -26,7 +28,8 @@ class Updates:
     def before(self) -> None:
         """A step begins."""
         self._before = []
-        for group in self._optimizer.param_groups if self._is_torchs else ():
+        is_scaled = getattr(self._optimizer, "found_inf", None) is not None
+        for group in self._optimizer.param_groups if self._is_known and not is_scaled else ():
             for p in group["params"] if float(group["lr"]) != 0 else ():
                 if p.dtype in _LOW and p.grad is not None and not p.grad.is_sparse:
                     self.dtype = short(p.dtype)
