@@ -218,9 +218,12 @@ def recurrent() -> list[str]:
     return step(nn.LSTM(D, D), bf16(), x=X[None], loss=lambda out: loss_of(out[0]))
 
 
-def convolutions() -> list[str]:
+def convolutions(recipe: str, dtype: torch.dtype = torch.float32) -> list[str]:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    return step(converted(model, "bf16"), x=torch.linspace(-1, 1, 384).view(2, 3, 8, 8))
+    mixprec.cast_parameters(converted(model, recipe), dtype)
+    with mixprec.audit(model) as audit:
+        loss_of(model(torch.linspace(-1, 1, 384).view(2, 3, 8, 8).to(dtype)))
+    return audit.findings
 
 
 def encoder(recipe: str) -> list[str]:
@@ -258,7 +261,8 @@ CLEAN: dict[str, Make] = {
     "converted, block formats": lambda: step(converted(layers(), "mxfp8")),
     "converted, in a region": lambda: step(converted(layers(), "fp8"), mixprec.autocast()),
     "converted, in torch.autocast": lambda: step(converted(layers(), "fp8"), bf16()),
-    "converted, convolutions": convolutions,
+    "converted, convolutions": lambda: convolutions("fp8"),
+    "converted, 16-bit convolutions": lambda: convolutions("fp16", HALF),
     "converted, attention": lambda: encoder("fp8"),
     "experts": lambda: step(converted(mixture(), "fp8")),
     "fp16 masters": lambda: fp16_masters(None),

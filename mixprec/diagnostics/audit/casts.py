@@ -31,7 +31,7 @@ _ATTENTION = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,  # which calls it with tensors [B, H, S, D]
 )
-_TO_COPY = torch.ops.aten._to_copy.default
+TO_COPY = torch.ops.aten._to_copy.default
 
 
 class _Call(NamedTuple):
@@ -162,18 +162,21 @@ class Provenance:
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
         decided: str | None,
+        is_ours: bool = False,
     ) -> bool:
-        """An op has run. decided: of one that is listed. A cast has the reason of its call, another
-        result that of the largest input with its dtype. Returns whether it is a cast back to the
-        dtype that another cast, to fewer bits, has just left."""
+        """An op has run. decided: of one that is listed; is_ours: in a layer of mixprec. A cast has
+        the reason of its call, another result that of the largest input with its dtype. Returns
+        whether it is a cast back to the dtype that another cast, to fewer bits, has just left: not
+        of what a layer casts, which computes in its recipe and returns the dtype of its input."""
         if not outputs:
             return False
         first, is_back, reason = outputs[0], False, decided
-        if func is _TO_COPY and _is_cast(inputs[0], first):
+        if func is TO_COPY and _is_cast(inputs[0], first):
             reason = self._cast_reason(first)
-            before = self._sources.get(inputs[0])
+            before = None if is_ours else self._sources.get(inputs[0])
             is_back = before == first.dtype and before.itemsize > inputs[0].dtype.itemsize
-            self._sources[first] = inputs[0].dtype
+            if not is_ours:
+                self._sources[first] = inputs[0].dtype
         elif func.is_view and inputs and inputs[0] in self._params:
             for t in outputs:
                 self._params[t] = None

@@ -29,6 +29,11 @@ class Owner(NamedTuple):
     kind: str
     line: str
 
+    @property
+    def where(self) -> str:
+        """For a finding about a line of code: in the model itself, the line says more."""
+        return self.name or self.line or self.kind
+
 
 class Owners:
     """Looks up the owner of what the current thread runs.
@@ -40,7 +45,7 @@ class Owners:
     def __init__(self, model: nn.Module) -> None:
         # A module under several names has the first.
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._model = model
+        self._model, self._modules = model, dict(model.named_modules())
         # A forward may be called without torch's code.
         kinds = {type(module) for module in model.modules()}
         forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)
@@ -87,7 +92,7 @@ class Owners:
         return self._model.parameters()
 
     def module(self, owner: Owner) -> nn.Module | None:
-        return None if owner.name is None else self._model.get_submodule(owner.name)
+        return None if owner.name is None else self._modules[owner.name]
 
     def layer(self, owner: Owner, path: str) -> Owner:
         """The layer of mixprec with this `name`, which `owner` runs as a part of itself."""

@@ -215,10 +215,11 @@ class Recorder(TorchDispatchMode):
             lost = None if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
             decided = self._record(func, listed, place, given, result, lost, ran)
-        is_back = self._provenance.note(func, inputs, _tensors(result), decided)
+        is_ours = func is casts.TO_COPY and isinstance(self._owners.module(place.owner), Layer)
+        is_back = self._provenance.note(func, inputs, _tensors(result), decided, is_ours)
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (inputs[0], result))
-            self.cast_back[place.owner.name or place.owner.line, wide, narrow] += 1
+            self.cast_back[place.owner.where, wide, narrow] += 1
         if not torch.is_grad_enabled() and not self._stepping:
             self._note_sum(func, listed, inputs, _tensors(result))
         if func is _ADD_ and place.phase == BACKWARD:
@@ -244,7 +245,7 @@ class Recorder(TorchDispatchMode):
             return
         owner = self._owners.find()
         if owner.name is not None or owner.line:  # else autograd's engine, of a weight used twice
-            key = owner.name or owner.line, short(outputs[0].dtype), tuple(outputs[0].shape)
+            key = owner.where, short(outputs[0].dtype), tuple(outputs[0].shape)
             self.sums[key] = max(times, self.sums[key])
 
     def _source(self, owner: Owner, recipe: Recipe) -> str:

@@ -29,7 +29,10 @@ def of_scaler(audit: Audit, scaler: Any, recorder: Recorder) -> list[str]:
     elif recorder.has_stepped and "step" not in called:
         found.append("optimizer.step() ran in place of scaler.step(), which skips Inf and NaN")
     elif "step" in called and recorder.skips_all:
-        found.append("GradScaler has skipped every step: gradients are Inf or NaN")
+        found.append(
+            "GradScaler has skipped every step: gradients are Inf or NaN (as is usual in the first "
+            "steps, until the scale has fallen)"
+        )
     # step() unscales what is not yet unscaled, which is too late for the limit of a norm. Gradients
     # of a loss that was not scaled, and those that the program divides itself, may be clipped.
     before = called[: called.index("clip")] if "clip" in called else []
