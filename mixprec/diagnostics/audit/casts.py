@@ -23,7 +23,7 @@ OVERRIDE = "override"  # a recipe from the overrides of convert
 REGION = "mixprec.autocast"
 OURS = (RECIPE, OVERRIDE, REGION)
 UNKNOWN = "unknown"
-_CASTS = {
+CASTS = {
     getattr(torch.Tensor, name)
     for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 }
@@ -92,6 +92,8 @@ _HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
 def _has_torch_function(args: Any) -> bool:
     """torch's, which modules with a fast path ask: one of our modes is no reason to leave it."""
+    if torch.compiler.is_dynamo_compiling():
+        return any(type(arg) not in (torch.Tensor, torch.nn.Parameter, type(None)) for arg in args)
     modes = torch.overrides._get_current_function_mode_stack()
     if not modes or not all(isinstance(mode, Passive) for mode in modes):
         return _HAS_TORCH_FUNCTION(args)
@@ -99,6 +101,9 @@ def _has_torch_function(args: Any) -> bool:
         for _ in modes:
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         return _HAS_TORCH_FUNCTION(args)
+
+
+NOT_COMPILED = (Calls.__torch_function__, _has_torch_function)  # by Dynamo, as frames
 
 
 @contextlib.contextmanager
@@ -140,6 +145,18 @@ class Provenance:
         for p in params:
             self._params[p] = None
 
+    def reason(self, value: Any) -> str:
+        """Of an argument of compiled code."""
+        return self._reasons.get(value, AS_MADE) if isinstance(value, torch.Tensor) else AS_MADE
+
+    def is_parameter(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value in self._params
+
+    def know(self, result: torch.Tensor, reason: str) -> None:
+        """Of compiled code."""
+        if reason != AS_MADE and result.is_floating_point():
+            self._reasons[result] = reason
+
     def decided(self, operands: list[torch.Tensor]) -> str:
         """Who decided the dtypes of an op: autocast if it cast an operand; else a parameter, to
         which the others were fitted; else what the largest operand has."""
@@ -171,7 +188,7 @@ class Provenance:
         if not outputs:
             return False
         first, is_back, reason = outputs[0], False, decided
-        if func is TO_COPY and _is_cast(inputs[0], first):
+        if func is TO_COPY and is_cast(inputs[0], first):
             reason = self._cast_reason(first)
             before = None if is_ours else self._sources.get(inputs[0])
             is_back = before == first.dtype and before.itemsize > inputs[0].dtype.itemsize
@@ -190,7 +207,7 @@ class Provenance:
 
     def _cast_reason(self, result: torch.Tensor) -> str:
         call = self._calls.call
-        if call.func in _CASTS or call.has_dtype:
+        if call.func in CASTS or call.has_dtype:
             return CAST
         if call.func in _ATTENTION and result.dtype == torch.float32 and result.dim() == 4:
             return TORCH  # autocast casts to 16 bits; attention without a kernel casts back
@@ -200,6 +217,6 @@ class Provenance:
         return UNKNOWN if call.func is None else TORCH
 
 
-def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
+def is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Between floating dtypes: an integer has no precision that a program could have kept."""
     return before.dtype != after.dtype and before.is_floating_point() and after.is_floating_point()

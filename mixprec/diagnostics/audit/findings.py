@@ -14,6 +14,7 @@ from . import casts, step_findings
 from .op import FORWARD, SHORT, Op, bits, joined
 
 if TYPE_CHECKING:
+    from .compiled import Compiled
     from .recorder import Recorder
     from .report import Audit
 
@@ -37,14 +38,35 @@ def collect(audit: Audit, model: nn.Module, scaler: Any, recorder: Recorder) -> 
     return found
 
 
-def notes(model: nn.Module) -> list[str]:
+def notes(model: nn.Module, compiled: Compiled) -> list[str]:
     """What is not seen of this model."""
-    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
-    is_compiled = any(
-        isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules()
+    kind = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    is_compiled = compiled.called or any(
+        isinstance(m, kind) or m._compiled_call_impl is not None for m in model.modules()
     )
-    said = "The model is compiled, and ran without that: the compiled code may drop casts."
-    found = [said] if is_compiled else []
+    found = []
+    if compiled.runs:
+        found.append(
+            f"Compiled code was compiled again for the block, and ran {compiled.runs}x. Its ops "
+            "are those of its graphs: casts between fused ops may be left out."
+        )
+    elif is_compiled and not compiled.unread:
+        found.append("The model is compiled, and ran without that: compiled code may drop casts.")
+    for name, how in compiled.unread.items():
+        found.append(f"The graphs of backend {name} are not read: its code ran {how}.")
+    if compiled.hidden:
+        names = joined(sorted(compiled.hidden))
+        found.append(f"What {names} runs in compiled code is not read: its ops are missing.")
+    if compiled.missed:
+        said = f"{compiled.missed} compiled graphs were not seen: of their ops, those that are "
+        found.append(f"{said}kernels of the compiler are missing, and the others have no module.")
+    if compiled.has_unsized:
+        found.append("Sizes that depend on values are not in compiled code: they count as 0.")
+    if compiled.is_older:
+        found.append(
+            "Code compiled before the block ran a backward pass in it: only what it calls of torch "
+            "was seen, and nothing of who decided."
+        )
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
         found.append("TorchScript has no frames: its ops are those of the module that called it.")
     return found

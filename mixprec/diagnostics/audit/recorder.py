@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -22,7 +22,7 @@ from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import Recipe
-from . import casts, noise, ops, points
+from . import casts, compiled, dynamo, noise, ops, points
 from .lost import Lost
 from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation
 from .owners import Owner, Owners
@@ -79,7 +79,7 @@ class _Gemm:
         self.formats = tuple(named)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(dynamo.Asked):
     """A mode that notes each op that the module `ops` lists in `ops`.
 
     devices: the types of device of products; summed: of a parameter, the dtype of `grad` and how
@@ -104,29 +104,34 @@ class Recorder(TorchDispatchMode):
         self.has_backward, self._steps, self._skipped = False, 0, 0
         self._times: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by gradient
         self._zeroed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._owners, self._optimizer = Owners(model), optimizer
+        self.owners, self._optimizer = Owners(model), optimizer
         self.updates = None if optimizer is None else Updates(optimizer)
         self.sums: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self._sums = Sums(model.parameters())
         if scaler is not None:
-            self._owners.watch(scaler)
+            self.owners.watch(scaler)
         _accumulate_grad()
         self._calls = casts.Calls()
-        self._provenance = casts.Provenance(self._calls, model.parameters())
+        self.provenance = casts.Provenance(self._calls, model.parameters())
         self._origins: dict[int, _Origin] = {}  # by the sequence number of a node
         self._gemm: _Gemm | None = None
         self._stepping = False
+        self.compiled = compiled.Compiled(self)
+        # A shadow follows ops one by one.
+        self._reads_compiled = shadow is None and dynamo.is_supported()
+        if self._reads_compiled:  # torch asks the object; else what is compiled runs uncompiled
+            self.ignore_compile_internals = lambda: True  # type: ignore[method-assign]
 
     @property
     def called(self) -> list[str]:
         """The methods of the scaler that have run, as "scale", and "clip" for gradients that were
         clipped, by their first call."""
-        return [*self._owners.called]
+        return [*self.owners.called]
 
     @property
     def regions(self) -> set[str]:
         """The names of the recipes of mixprec.autocast that functions of torch ran in."""
-        return self._owners.regions
+        return self.owners.regions
 
     @property
     def autocast_on(self) -> set[str]:
@@ -171,11 +176,13 @@ class Recorder(TorchDispatchMode):
                 ):
                     stack.callback(register(hook).remove)
                 self._skipped = self._skips()
-            for p in self._owners.parameters():
+            for p in self.owners.parameters():
                 if p.grad is not None:  # it may be 0
                     self._zeroed[p.grad] = None
             _observed.listeners.append(self._product)
             stack.callback(_observed.listeners.remove, self._product)
+            if self._reads_compiled:
+                stack.enter_context(self.compiled.watching())
             stack.enter_context(self)
             stack.enter_context(self._calls)
             stack.enter_context(casts.not_asked())
@@ -212,11 +219,14 @@ class Recorder(TorchDispatchMode):
             shadow.mark(func, args, kwargs, _tensors(result), place.phase == BACKWARD)
         decided = None
         if listed is not None:
+            if place.phase == BACKWARD and place.origin is None:
+                name = torch._C._current_autograd_node().name()
+                self.compiled.is_older |= name == "CompiledFunctionBackward"
             lost = None if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
             decided = self._record(func, listed, place, given, result, lost, ran)
-        is_ours = func is casts.TO_COPY and isinstance(self._owners.module(place.owner), Layer)
-        is_back = self._provenance.note(func, inputs, _tensors(result), decided, is_ours)
+        is_ours = func is casts.TO_COPY and isinstance(self.owners.module(place.owner), Layer)
+        is_back = self.provenance.note(func, inputs, _tensors(result), decided, is_ours)
         if is_back and place.phase == FORWARD:
             narrow, wide = (short(t.dtype) for t in (inputs[0], result))
             self.cast_back[place.owner.where, wide, narrow] += 1
@@ -239,18 +249,31 @@ class Recorder(TorchDispatchMode):
     def _note_sum(self, func: Any, listed: ops.Listed | None, inputs: Any, outputs: Any) -> None:
         is_torchs = func.namespace == "aten" and len(outputs) > 0  # ours sum in FP32
         is_product = listed is not None and listed.kind == "product"
-        if is_product and self._provenance.has_parameter(inputs):
+        if is_product and self.provenance.has_parameter(inputs):
             is_product = False
         if not is_torchs or (times := self._sums.note(func, inputs, outputs, is_product)) < 2:
             return
-        owner = self._owners.find()
+        owner = self.owners.find()
         if owner.name is not None or owner.line:  # else autograd's engine, of a weight used twice
             key = owner.where, short(outputs[0].dtype), tuple(outputs[0].shape)
             self.sums[key] = max(times, self.sums[key])
 
-    def _source(self, owner: Owner, recipe: Recipe) -> str:
+    def callback(self, given: Any) -> Any:
+        return self.compiled.callback(given)
+
+    def phase_of_graph(self, is_backward: bool) -> tuple[int, str]:
+        """Of compiled code that is about to run, with the number of its node of autograd."""
+        node = torch._C._current_autograd_node()
+        number = _get_sequence_nr() - 1
+        if is_backward and node is not None:
+            self.has_backward, number = True, node._sequence_nr()
+        if self._stepping:
+            return number, STEP
+        return number, BACKWARD if is_backward else FORWARD if node is None else AGAIN
+
+    def source(self, owner: Owner, recipe: Recipe) -> str:
         """Where the recipe of a product is from."""
-        layer = self._owners.module(owner)
+        layer = self.owners.module(owner)
         if not isinstance(layer, Layer):
             return casts.RECIPE
         if recipe != layer.recipe:
@@ -273,7 +296,7 @@ class Recorder(TorchDispatchMode):
     def _place(self) -> _Place:
         """Of an op that is about to run."""
         node = None if self._stepping else torch._C._current_autograd_node()
-        owner = self._owners.find()
+        owner = self.owners.find()
         if self._stepping:
             return _Place(STEP, owner)
         if node is not None and owner.name is None:
@@ -303,8 +326,8 @@ class Recorder(TorchDispatchMode):
         if listed.kind in ("product", "convolution"):
             gemm, self._gemm = self._gemm, None
         if gemm is not None:
-            formats, owner = gemm.formats, self._owners.layer(owner, gemm.name)
-            decided = f"{self._source(owner, gemm.recipe)} {gemm.recipe.name}"
+            formats, owner = gemm.formats, self.owners.layer(owner, gemm.name)
+            decided = f"{self.source(owner, gemm.recipe)} {gemm.recipe.name}"
             result_decided = (
                 gemm.result_decided_by(_tensors(result)[0]) if _tensors(result) else None
             )
@@ -313,32 +336,52 @@ class Recorder(TorchDispatchMode):
         elif place.phase == BACKWARD:
             decided = (place.origin and place.origin.decided) or casts.UNKNOWN
         else:
-            decided = self._provenance.decided(operands)
+            decided = self.provenance.decided(operands)
             low = self._calls.call.autocast.get(operands[0].device.type)
             if low is not None and ops.calls_others(func):
                 formats, decided = (short(low),) * len(operands), casts.AUTOCAST
         if place.phase != BACKWARD and place.origin is not None and place.origin.decided is None:
             place.origin.decided = decided
-        results = _tensors(result) or operands[:1]
-        if self._shadow is not None and place.phase in (FORWARD, BACKWARD):
+        device = operands[0].device.type
+        phase = place.phase
+        self.add(func, listed, owner, phase, device, args, result, operands, formats, decided, lost)
+        if self._shadow is not None and phase in (FORWARD, BACKWARD):
             where = owner.name if owner.name is not None else owner.line
-            points.record(self._shadow, where, place.phase, func, listed, args, results, ran, lost)
+            results = _tensors(result)
+            points.record(self._shadow, where, phase, func, listed, args, results, ran, lost)
+        return decided if result_decided is None else result_decided
+
+    def add(
+        self,
+        func: Any,
+        listed: ops.Listed,
+        owner: Owner,
+        phase: str,
+        device: str,
+        args: ops.Arguments,
+        result: Any,
+        operands: list[torch.Tensor],
+        formats: tuple[str, ...],
+        decided: str,
+        lost: Lost | None = None,
+    ) -> None:
+        """A call of an op."""
+        results = _tensors(result) or operands[:1]
         if listed.kind != "reduction":
-            self.devices.add(operands[0].device.type)
+            self.devices.add(device)
         op = Op(
             *owner,
             listed.kind,
-            place.phase,
+            phase,
             func.name().split("::")[-1].split(".")[0],
             tuple(map(ops.shape, operands)),
             formats,
-            accumulation(listed.kind, operands[0].dtype, operands[0].device.type, func.namespace),
+            accumulation(listed.kind, operands[0].dtype, device, func.namespace),
             short(results[0].dtype),
             decided,
         )
         size = sum(t.numel() * t.element_size() for t in (*operands, *results))
         self.ops.setdefault(op, Total()).add(listed.flops(args, result), size, lost)
-        return decided if result_decided is None else result_decided
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

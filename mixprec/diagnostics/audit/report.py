@@ -70,7 +70,7 @@ class Audit:
             key=lambda op: -op.flops,
         )
         self.findings = findings.collect(self, self._model, self._scaler, self._recorder)
-        self.notes = findings.notes(self._model)
+        self.notes = findings.notes(self._model, self._recorder.compiled)
         del self._recorder
         if self._shadow is not None:
             self.findings += lost_findings.collect(self.ops)
@@ -230,9 +230,9 @@ def audit(
 
     A product counts 2 FLOPs for a multiplication and an addition; causal attention counts as
     attention without a mask. "computed again" are FLOPs of a checkpoint's second forward pass.
-    torch.compile compiles nothing inside: a compiled model is seen as it runs without. Kernels of
-    other libraries and NumPy are not visible. Until the block ends, this thread's ops run under a
-    dispatch mode and a function mode of torch.
+    Compiled models (inductor, aot_eager) are compiled again for the block, and their ops are those
+    of the graphs that run. Kernels of other libraries and NumPy are not visible. Until the block
+    ends, this thread's ops run under a dispatch mode and a function mode of torch.
 
     ValueError if the loss is not one number; TypeError for arguments that do not belong together;
     RuntimeError for torch.inference_mode inside of torch.autocast.

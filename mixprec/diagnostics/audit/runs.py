@@ -1,0 +1,228 @@
+"""Runs of the graphs of torch.compile: each adds the ops of its graph to an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map
+
+from ...functional._products import ROLES
+from ...nn._layer import Layer
+from ...nn._region import Region, current_region, recipe_here
+from ...optim._checked import short
+from ...recipes import Recipe
+from . import casts
+from .graphs import Graph, Step
+from .op import FORWARD, SHORT, STEP
+from .owners import Owner
+from .traced import Functions
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_PRODUCTS = ("product", "convolution")
+_FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
+class Renamed(NamedTuple):
+    """The same code runs for other modules than those that it was traced with: their names then
+    begin with `now` in place of `traced`."""
+
+    traced: str
+    now: str
+
+
+@dataclass
+class _Forward:
+    """A run of a forward graph. decided: by the number of the autograd node."""
+
+    owner: Owner
+    renamed: list[Renamed]
+    region: Region | None
+    decided: dict[int | None, str] = field(default_factory=dict)
+
+
+class Runs:
+    """Of one graph that Dynamo has traced: of the forward and the backward graph made of it."""
+
+    def __init__(self, recorder: Recorder, functions: Functions, lossy: bool) -> None:
+        """lossy: the compiler may leave out casts between ops that it fuses."""
+        self.recorder, self.functions, self.lossy = recorder, functions, lossy
+        self._forward: Graph | None = None
+        self._traced: list[str | None] | None = None  # the names of the first run's parameters
+        self._known: dict[int, _Forward] = {}  # by the number of the node of autograd
+
+    def graph(self, graph: torch.fx.GraphModule, is_backward: bool) -> Graph:
+        read = Graph(graph, self.functions, self._forward if is_backward else None)
+        if not is_backward:
+            self._forward = read
+        return read
+
+    def begin(self, graph: Graph, args: Sequence[Any]) -> Run:
+        """What is to be known of a run before it: the compiled code frees its arguments."""
+        provenance, owners = self.recorder.provenance, self.recorder.owners
+        is_backward = graph is not self._forward
+        number, phase = self.recorder.phase_of_graph(is_backward)
+        if is_backward:
+            return Run(self, graph, self._known.get(number), phase, args)
+        names = [owners.parameter(arg) for arg in args]
+        if self._traced is None:
+            self._traced = names
+        known = [provenance.reason(arg) for arg in args]
+        forward = _Forward(owners.find(), _renamed(self._traced, names), current_region())
+        self._known[number] = forward
+        run = Run(self, graph, forward, phase, args)
+        run.found = graph.decided(known, [provenance.is_parameter(arg) for arg in args])
+        return run
+
+
+class Run:
+    """One run of a graph."""
+
+    def __init__(
+        self, runs: Runs, graph: Graph, forward: _Forward | None, phase: str, args: Sequence[Any]
+    ) -> None:
+        self._recorder, self._graph = runs.recorder, graph
+        self._forward, self._phase = forward, phase
+        self._lossy, self._has_regions = runs.lossy, runs.functions.has_regions
+        self._symbols = _symbols(graph, args)
+        self.found = graph.decided([], [])
+
+    def end(self, outputs: Any) -> None:
+        """It has run."""
+        self._recorder.compiled.hidden |= self._graph.hidden
+        for step in self._graph.steps:
+            if step.listed is not None:
+                self._record(step)
+        results = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        for place, result in zip(self._graph.outputs, results, strict=False):
+            if place is not None and isinstance(result, torch.Tensor):
+                self._recorder.provenance.know(result, self.found.reasons[place])
+
+    def _record(self, step: Step) -> None:
+        assert step.listed is not None
+        places = self._graph.operands(step)
+        owner, decided = self._owner(step), self._decided(step, places)
+        formats = [short(self._graph.steps[i].tensors[0].dtype) for i in places]
+        if step.listed.kind in _PRODUCTS:
+            formats = [
+                self._graph.block_format(i) or f for i, f in zip(places, formats, strict=True)
+            ]
+            formats = [_FP8.get(f, f) for f in formats]
+            decided = self._by_recipe(step, owner, formats) or decided
+        phase = self._phase if step.phase == FORWARD or self._phase == STEP else step.phase
+        args, value = self._sized(step.arguments), self._sized(step.value)
+        operands = [self._sized(self._graph.steps[i].tensors[0]) for i in places]
+        device = self._graph.steps[places[0]].tensors[0].device.type
+        self._recorder.add(
+            step.func, step.listed, owner, phase, device, args, value, operands,
+            tuple(formats), decided,
+        )  # fmt: skip
+
+    def _owner(self, step: Step) -> Owner:
+        owners = self._recorder.owners
+        forward = self._forward
+        for module in step.modules:
+            name = owners.name(module)
+            if name is not None:
+                now = owners.named(_rename(name, forward.renamed if forward else []))
+                return now or Owner(None, "", step.line)
+        if forward is not None and forward.owner.name is not None:
+            return forward.owner
+        return Owner(None, "", step.line)
+
+    def _decided(self, step: Step, places: list[int]) -> str:
+        forward = self._forward
+        if step.phase != FORWARD:
+            return forward.decided.get(step.number, casts.UNKNOWN) if forward else casts.UNKNOWN
+        decided = self._graph.of_operands(places, self.found)
+        assert forward is not None
+        if self._lossy and self._graph.may_lose_cast(step, places, decided):
+            decided = casts.UNKNOWN
+        forward.decided.setdefault(step.number, decided)
+        return decided
+
+    def _recipe(self, layer: Layer) -> Recipe | None:
+        """That of a layer in this run; None: it computes as torch's, or it is not known."""
+        if self._forward is None or self._has_regions:
+            return None
+        return recipe_here(layer.recipe, self._forward.region)
+
+    def _by_recipe(self, step: Step, owner: Owner, formats: list[str]) -> str | None:
+        """Who decided a product of a layer of mixprec, if the operands are those of its recipe."""
+        layer = self._recorder.owners.module(owner)
+        is_ours = step.func.namespace == "mixprec"
+        if not isinstance(layer, Layer):
+            return casts.RECIPE if is_ours else None
+        recipe = self._recipe(layer)
+        if recipe is not None and [SHORT.get(f, f) for f in formats] in _formats(recipe):
+            return f"{self._recorder.source(owner, recipe)} {recipe.name}"
+        return casts.UNKNOWN if is_ours else None
+
+    def _sized(self, value: Any) -> Any:
+        """With tensors that have sizes and no values, for the formulas of FLOPs."""
+
+        def of(x: Any) -> Any:
+            if isinstance(x, Node):
+                return self._sized(self._graph.steps[self._graph.places[x]].value)
+            if isinstance(x, torch.SymInt):
+                return self._size(x)
+            if isinstance(x, torch.Tensor):
+                shape = [self._size(n) for n in x.shape]
+                return torch.empty(shape, dtype=x.dtype, device="meta")
+            return x
+
+        return tree_map(of, map_arg(value, of))
+
+    def _size(self, n: Any) -> int:
+        size = n.node.expr.xreplace(self._symbols) if isinstance(n, torch.SymInt) else n
+        if getattr(size, "is_number", True):
+            return int(size)
+        self._recorder.compiled.has_unsized = True
+        return 0
+
+
+def _formats(recipe: Recipe) -> list[list[str]]:
+    """Of the operands of a layer's three products."""
+    return [
+        [recipe.block_format(role) or SHORT.get(f.name, f.name)
+         for role, f in zip(ROLES[kind], getattr(recipe, kind), strict=True)]
+        for kind in ROLES
+    ]  # fmt: skip
+
+
+def _symbols(graph: Graph, args: Sequence[Any]) -> dict[Any, int]:
+    """The sizes that a graph of dynamic shapes has in a run."""
+    found: dict[Any, int] = {}
+    for place, arg in zip(graph.inputs, args, strict=False):
+        value = graph.steps[place].value
+        is_tensor = isinstance(value, torch.Tensor) and isinstance(arg, torch.Tensor)
+        sizes = zip(value.shape, arg.shape, strict=True) if is_tensor else [(value, arg)]
+        for symbol, n in sizes:
+            if isinstance(symbol, torch.SymInt) and isinstance(n, int):
+                found[symbol.node.expr] = n
+    return found
+
+
+def _renamed(traced: list[str | None], now: list[str | None]) -> list[Renamed]:
+    found = {}
+    for before, after in zip(traced, now, strict=False):
+        if before is not None and after is not None and before != after:
+            a, b = before.split("."), after.split(".")
+            while a and b and a[-1] == b[-1]:
+                a.pop()
+                b.pop()
+            found[".".join(a)] = ".".join(b)
+    return [Renamed(a, found[a]) for a in sorted(found, key=len, reverse=True)]
+
+
+def _rename(name: str, renamed: list[Renamed]) -> str:
+    for traced, now in renamed:
+        if name == traced or name.startswith(f"{traced}.") or not traced:
+            return now + name[len(traced) :] if traced else f"{now}.{name}".rstrip(".")
+    return name

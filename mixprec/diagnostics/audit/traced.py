@@ -1,0 +1,71 @@
+"""The functions of a program that torch.compile has traced, and what they say of casts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ...nn._region import Region
+from . import casts
+
+_CASTS = {function.__name__ for function in casts.CASTS}
+_ENTER = torch.amp.autocast_mode._enter_autocast
+_EXIT = torch.amp.autocast_mode._exit_autocast
+
+
+class Call(NamedTuple):
+    """casts: it casts a tensor; autocast: by the type of device, what torch.autocast computes in
+    there."""
+
+    casts: bool
+    autocast: dict[str, torch.dtype]
+
+    def reason(self, before: torch.Tensor, after: torch.Tensor) -> str:
+        """Of a cast, as `casts.Provenance` has it for one that runs."""
+        if self.casts:
+            return casts.CAST
+        dtype = self.autocast.get(after.device.type)
+        return casts.AUTOCAST if dtype and after.dtype in (dtype, torch.float32) else casts.TORCH
+
+
+class Functions:
+    """Those of the graph that Dynamo has traced, by the names that AOTAutograd keeps of them."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self._calls: dict[tuple[str, ...], Call | None] = {}
+        self.autocast_on: set[str] = set()
+        traced = torch._guards.TracingContext.get_traced_code() or []
+        self.has_regions = Region.__init__.__code__ in traced  # of mixprec.autocast
+        self._read(graph, casts.autocast_dtypes())
+
+    def call(self, node: Node) -> Call | None:
+        """Of a node of an AOT graph. None: it is not known, or not which of several."""
+        return self._calls.get(_names(node))
+
+    def _read(self, graph: GraphModule, autocast: dict[str, torch.dtype]) -> None:
+        around = []
+        for node in graph.graph.nodes:
+            if node.target is _ENTER:
+                around.append(autocast)
+                kind, dtype, enabled = node.args[:3]
+                autocast = {k: v for k, v in autocast.items() if k != kind}
+                if enabled:
+                    autocast[kind] = dtype or torch.get_autocast_dtype(kind)
+            elif node.target is _EXIT:
+                autocast = around.pop()
+            self.autocast_on.update(autocast)
+            for part in node.all_input_nodes:
+                body: Any = part.op == "get_attr" and getattr(graph, part.target, None)
+                if isinstance(body, GraphModule):
+                    self._read(body, autocast)
+            if names := _names(node):
+                name = getattr(node.target, "__name__", node.target)
+                is_cast = name in _CASTS or node.kwargs.get("dtype") is not None
+                call = Call(is_cast, autocast)
+                self._calls[names] = call if self._calls.get(names, call) == call else None
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return tuple(name for name, _ in node.meta.get("source_fn_stack") or ())
