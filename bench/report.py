@@ -16,6 +16,7 @@ from mixprec.diagnostics.memory_report import MemoryReport
 
 from . import (
     accuracy,
+    audit,
     device,
     footprint,
     head,
@@ -231,6 +232,8 @@ OF_BENCH: dict[str, Block] = {
     "training steps": training_steps,
 }
 OF_A_FILE: dict[str, Block] = {
+    "audit-cost": audit.cost,
+    "audit-errors": audit.errors,
     "lean": lean,
     "footprint": footprint.block,
     "profile": profile.block,
