@@ -10,16 +10,14 @@ import torch
 
 from ..stats.measure import decibels
 
-_PRODUCTS = {
-    frozenset("xw"): "y",
-    frozenset("gw"): "grad_input",
-    frozenset("gx"): "grad_weight",
-}
+RESULT = "result"  # of an op that is none of a layer's products
+# Of a layer's products, by name, the roles of a and b in a @ b.
+ROLES_OF = {"y": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 
 
 def product(roles: Iterable[str]) -> str | None:
     """The product of a layer with operands of these roles: "y", "grad_input" or "grad_weight"."""
-    return _PRODUCTS.get(frozenset(roles))
+    return next((name for name, of in ROLES_OF.items() if {*roles} == {*of}), None)
 
 
 @dataclass
@@ -116,11 +114,6 @@ class Lost:
     def total(self) -> float | None:
         """SQNR in dB, of the op's own errors and those that its operands brought."""
         return decibels(self.total_signal, self.total_noise)
-
-    @property
-    def product(self) -> str | None:
-        """Which of a layer's: "y", "grad_input" or "grad_weight"."""
-        return product(self.operands)
 
     @property
     def beyond(self) -> float:

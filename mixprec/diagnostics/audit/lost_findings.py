@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from ..stats.products import BARS
 from .lost import Lost
 from .op import PRODUCTS, Op, joined
+from .sqnr_table import product
 
 _UNDERFLOW, _OVERFLOW = 0.1, 1e-3  # shares of elements that are worth a sentence
 _WORDS = {"x": "inputs", "w": "weights", "g": "gradients"}
@@ -18,7 +19,7 @@ SUSPECT = 2.0
 
 def collect(ops: Iterable[Op]) -> list[str]:
     """The worst first."""
-    every = [(op, op.lost) for op in ops if op.kind in PRODUCTS and op.lost is not None]
+    every = [(op, *item) for op in ops if op.kind in PRODUCTS for item in op.lost.items()]
     return [*_beyond(every), *_cut(every, "overflow", _OVERFLOW), *_below_bar(every),
             *_cut(every, "underflow", _UNDERFLOW)]  # fmt: skip
 
@@ -29,7 +30,7 @@ def notes(not_followed: Mapping[str, int]) -> list[str]:
     return [f"Not computed again in FP32, and taken as they are: {joined(not_followed, 5)}."]
 
 
-def _beyond(ops: list[tuple[Op, Lost]]) -> list[str]:
+def _beyond(ops: list[tuple[Op, str, Lost]]) -> list[str]:
     found: dict[str, float] = {}
 
     def note(said: str, why: str, beyond: float) -> None:
@@ -40,23 +41,18 @@ def _beyond(ops: list[tuple[Op, Lost]]) -> list[str]:
                 sentence = f"{said} is off by {beyond:.3g} times what {why} explains"
             found[sentence] = beyond
 
-    for op, lost in ops:
-        note(name_of(op, lost), "rounding", lost.beyond)
+    for op, name, lost in ops:
+        note(f"{op.where}, {product(op, name)}", "rounding", lost.beyond)
         for role, operand in lost.operands.items():
             said = f"{op.where}: the cast of its {_WORDS[role]} to {op.precision}"
             note(said, "the format", operand.beyond)
     return sorted(found, key=lambda sentence: -found[sentence])
 
 
-def name_of(op: Op, lost: Lost) -> str:
-    """As in "head, grad_weight"."""
-    return f"{op.where}, {lost.product or f'{op.kind} in {op.phase}'}"
-
-
-def _cut(ops: list[tuple[Op, Lost]], what: str, least: float) -> list[str]:
+def _cut(ops: list[tuple[Op, str, Lost]], what: str, least: float) -> list[str]:
     """Elements that become 0, or Inf or the largest value."""
     shares: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for op, lost in ops:
+    for op, _, lost in ops:
         for role, operand in lost.operands.items():
             share = getattr(operand, what) / max(operand.elements, 1)
             if share >= least:
@@ -72,15 +68,14 @@ def _cut(ops: list[tuple[Op, Lost]], what: str, least: float) -> list[str]:
     return found
 
 
-def _below_bar(ops: list[tuple[Op, Lost]]) -> list[str]:
+def _below_bar(ops: list[tuple[Op, str, Lost]]) -> list[str]:
     groups: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for op, lost in ops:
-        bar, own = BARS.get(lost.product or ""), lost.own
+    for op, name, lost in ops:
+        bar, own = BARS.get(name), lost.own
         if bar is not None and own is not None and lost.beyond <= SUSPECT and own < bar:
-            assert lost.product is not None
-            groups[lost.product, op.precision][op.where] = own
+            groups[name, op.precision][op.where] = own
     return [
-        f"{joined(sorted(names, key=lambda n: names[n]), 3)}: {product} in {precision} has an SQNR "
-        f"of {min(names.values()):.1f} dB, below {BARS[product]:g}"
-        for (product, precision), names in groups.items()
+        f"{joined(sorted(names, key=lambda n: names[n]), 3)}: {name} in {precision} has an SQNR "
+        f"of {min(names.values()):.1f} dB, below {BARS[name]:g}"
+        for (name, precision), names in groups.items()
     ]

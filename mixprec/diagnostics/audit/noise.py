@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_leaves
 from ...formats import Format
 from ...ops._reference.block_formats import BlockFormat
 from . import exact, what_if
-from .lost import Lost, Operand, power
+from .lost import RESULT, ROLES_OF, Lost, Operand, power, product
 from .ops import Arguments, Listed, arguments
 from .shadow import Ran, Shadow
 from .values import FLOATS, is_float, widened
 
 # A rounding is off by up to half a unit in the last place, evenly: by 12^-1/2 of it in the mean.
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward
+_GRADIENTS = {0: "grad_input", 1: "grad_weight"}  # of a convolution's, by the place of the result
 _VARIANCE = 1 / 12
 _ACCUMULATED = 2.0**-48  # of a sum in FP32, squared
 
@@ -30,43 +32,58 @@ def measured(
     result: Any,
     ran: Ran,
     shadow: Shadow,
-) -> Lost | None:
-    """What one call has lost."""
+) -> dict[str, Lost]:
+    """What one call has lost, by what it computes, as `Op.lost` has it."""
     given = arguments(func, args, kwargs)
     actual = _results(func, given, result)
     if actual and actual[0] is not None and actual[0].dtype.itemsize == 1:
-        return None  # norm_quantize: what its codes lose is of the product that reads them
+        return {}  # norm_quantize: what its codes lose is of the product that reads them
     powers = [
         (i, power(own), power(own - t))
         for i, (t, own) in enumerate(zip(actual, ran.own, strict=False))
         if t is not None and own is not None and is_float(t) and own.shape == t.shape and t.numel()
     ]
     if not powers:
-        return None
-    lost = Lost()
-    # Results differ in size, as the gradients of weights and inputs do: the one that lost most.
-    i, lost.own_signal, lost.own_noise = max(powers, key=lambda one: one[2] / max(one[1], 1e-300))
-    one = actual[i]
-    assert one is not None
-    whole = ran.whole[i]
-    if whole is ran.own[i]:
-        lost.total_signal, lost.total_noise = lost.own_signal, lost.own_noise
-    elif whole is not None:
-        lost.total_signal, lost.total_noise = power(whole), power(whole - one)
+        return {}
     used = _Used(func, given)
-    _operands(lost, used, listed, given, shadow)
+    operands = _operands(used, listed, given, shadow)
+    if func.overloadpacket is _CONVOLUTION_BACKWARD:
+        chosen = {_GRADIENTS[one[0]]: one for one in powers if one[0] in _GRADIENTS}
+    else:  # results differ in size, as the gradients of q, k and v do: the one that lost most
+        name = product(operands) if listed.kind in ("product", "convolution") else None
+        chosen = {name or RESULT: max(powers, key=lambda one: one[2] / max(one[1], 1e-300))}
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     has_casts = any(shadow.before.packed(t) is not None for t in inputs)
-    _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
-    if shadow.what_if and lost.product is not None and listed.kind == "product":
-        first, second = listed.operands
-        a, b = given[first], given[second]
-        if a.dim() == b.dim() == 2:
-            roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
-            wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()
-            for name, recipe in shadow.what_if.items():
-                lost.what_if[name] = what_if.product(recipe, roles, *wide)
-    return lost
+    found = {}
+    for name, (i, signal, noise) in chosen.items():
+        lost, one, whole = Lost(signal, noise), actual[i], ran.whole[i]
+        assert one is not None
+        if whole is ran.own[i]:
+            lost.total_signal, lost.total_noise = signal, noise
+        elif whole is not None:
+            lost.total_signal, lost.total_noise = power(whole), power(whole - one)
+        lost.operands = {
+            role: operand
+            for role, operand in operands.items()
+            if name == RESULT or role in ROLES_OF[name]
+        }
+        _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
+        if listed.kind == "product" and name != RESULT:
+            lost.what_if = _what_if(listed, given, used, shadow)
+        found[name] = lost
+    return found
+
+
+def _what_if(
+    listed: Listed, given: Arguments, used: _Used, shadow: Shadow
+) -> dict[str, tuple[float, float]]:
+    first, second = listed.operands
+    a, b = given[first], given[second]
+    if not shadow.what_if or not a.dim() == b.dim() == 2:
+        return {}
+    roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
+    wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()
+    return {name: what_if.product(recipe, roles, *wide) for name, recipe in shadow.what_if.items()}
 
 
 class _Used(dict[str, torch.Tensor]):
@@ -93,7 +110,8 @@ def _results(func: Any, given: Arguments, result: Any) -> list[torch.Tensor | No
     return [t if isinstance(t, torch.Tensor) else None for t in found]
 
 
-def _operands(lost: Lost, used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> None:
+def _operands(used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> dict[str, Operand]:
+    found: dict[str, Operand] = {}
     for name in listed.operands:
         t = given[name]
         if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or not t.numel():
@@ -103,8 +121,9 @@ def _operands(lost: Lost, used: _Used, listed: Listed, given: Arguments, shadow:
             before = shadow.whole.get(t)
         elif (fmt := shadow.formats.get(t)) is not None:
             expected = _cast_noise(before, fmt, along=-2 if name == "b" else -1)
-        operand = lost.operands.setdefault(shadow.roles.get(t) or "x", Operand())
+        operand = found.setdefault(shadow.roles.get(t) or "x", Operand())
         operand.add(used[name], used[name] if before is None else before, expected)
+    return found
 
 
 def _arithmetic(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,7 +31,8 @@ class Op:
     "mixprec.autocast fp8", "torch.autocast", "cast" (x.to(dtype) in the program), "torch" (inside
     of one of its functions), "as made" (of parameters and inputs) or "unknown".
 
-    lost: with sqnr=True, if the op or its operands are rounded; see `Lost`.
+    lost: with sqnr=True, if the op or its operands are rounded, by what it computes: "y",
+    "grad_input" and "grad_weight" of a layer, or "result"; see `Lost`.
     """
 
     module: str | None
@@ -48,7 +49,7 @@ class Op:
     calls: int = 0
     flops: int = 0
     bytes: int = 0
-    lost: Lost | None = None
+    lost: dict[str, Lost] = field(default_factory=dict, compare=False)
 
     @property
     def precision(self) -> str:
@@ -71,15 +72,14 @@ class Total:
     calls: int = 0
     flops: int = 0
     bytes: int = 0
-    lost: Lost | None = None
+    lost: dict[str, Lost] = field(default_factory=dict)
 
-    def add(self, flops: int, size: int, lost: Lost | None) -> None:
+    def add(self, flops: int, size: int, lost: Mapping[str, Lost]) -> None:
         self.calls += 1
         self.flops += flops
         self.bytes += size
-        if lost is not None:
-            self.lost = self.lost or Lost()
-            self.lost.add(lost)
+        for name, one in lost.items():
+            self.lost.setdefault(name, Lost()).add(one)
 
 
 def accumulation(kind: str, dtype: torch.dtype, device: str, library: str) -> str:

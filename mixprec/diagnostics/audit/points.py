@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from . import exact
-from .lost import Lost, product
+from .lost import ROLES_OF, Lost, product
 from .op import PRODUCTS
 from .ops import Arguments, Listed
 from .shadow import Ran, Shadow
 from .trace import sketch
 from .values import is_float, widened
 
-# Of a layer's products, in the order of a @ b. Torch and mixprec compute the transpose of some.
-_ORDER = {"y": ("x", "w"), "grad_input": ("g", "w"), "grad_weight": ("g", "x")}
 _WORDS = {"x": "input", "w": "weight", "g": "gradient"}
 
 
@@ -29,7 +28,7 @@ def record(
     given: Arguments,
     results: list[torch.Tensor],
     ran: Ran | None,
-    lost: Lost | None,
+    lost: Mapping[str, Lost],
 ) -> None:
     """After an op: a product, a convolution, attention or an RNN."""
     if listed.kind not in PRODUCTS or not results or not is_float(results[0]):
@@ -42,7 +41,7 @@ def record(
     wholes = () if ran is None else (value for value in ran.whole if value is not None)
     result = next(iter(wholes), widened(results[0]))
     name = product(roles) if listed.kind == "product" and len(operands) == 2 else None
-    if name is not None and tuple(roles) != _ORDER[name] and result.dim() == 2:
+    if name is not None and tuple(roles) != ROLES_OF[name] and result.dim() == 2:
         roles.reverse()
         values = [t.transpose(-1, -2) for t in reversed(values)]
         result = result.t()
@@ -52,9 +51,11 @@ def record(
     if not func._schema.is_mutable:  # else with what was there before
         point.result = sketch(result)
     point.made = shadow.made
-    if lost is not None:
-        point.beyond, point.wrong = _wrong(lost)
-        point.own = math.sqrt(lost.own_noise / lost.own_signal) if lost.own_signal else 0.0
+    for one in lost.values():
+        beyond, wrong = _wrong(one)
+        if beyond >= point.beyond:
+            point.beyond, point.wrong = beyond, wrong
+            point.own = math.sqrt(one.own_noise / one.own_signal) if one.own_signal else 0.0
 
 
 def _value(shadow: Shadow, func: Any, given: Arguments, name: str) -> torch.Tensor:

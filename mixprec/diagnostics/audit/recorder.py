@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -222,7 +222,7 @@ class Recorder(dynamo.Asked):
             if place.phase == BACKWARD and place.origin is None:
                 name = torch._C._current_autograd_node().name()
                 self.compiled.is_older |= name == "CompiledFunctionBackward"
-            lost = None if ran is None else self._lost(func, listed, args, kwargs, result, ran)
+            lost = {} if ran is None else self._lost(func, listed, args, kwargs, result, ran)
             given = ops.arguments(func, args, kwargs)
             decided = self._record(func, listed, place, given, result, lost, ran)
         is_ours = func is casts.TO_COPY and isinstance(self.owners.module(place.owner), Layer)
@@ -241,7 +241,7 @@ class Recorder(dynamo.Asked):
 
     def _lost(
         self, func: Any, listed: ops.Listed, args: Any, kwargs: Any, result: Any, ran: Ran
-    ) -> Lost | None:
+    ) -> dict[str, Lost]:
         assert self._shadow is not None, "ran"
         with torch.no_grad():
             return noise.measured(func, listed, args, kwargs, result, ran, self._shadow)
@@ -316,7 +316,7 @@ class Recorder(dynamo.Asked):
         place: _Place,
         args: ops.Arguments,
         result: Any,
-        lost: Lost | None,
+        lost: dict[str, Lost],
         ran: Ran | None,
     ) -> str:
         """Returns who decided the dtype of the result."""
@@ -363,7 +363,7 @@ class Recorder(dynamo.Asked):
         operands: list[torch.Tensor],
         formats: tuple[str, ...],
         decided: str,
-        lost: Lost | None = None,
+        lost: Mapping[str, Lost] | None = None,
     ) -> None:
         """A call of an op."""
         results = _tensors(result) or operands[:1]
@@ -381,7 +381,7 @@ class Recorder(dynamo.Asked):
             decided,
         )
         size = sum(t.numel() * t.element_size() for t in (*operands, *results))
-        self.ops.setdefault(op, Total()).add(listed.flops(args, result), size, lost)
+        self.ops.setdefault(op, Total()).add(listed.flops(args, result), size, lost or {})
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -181,8 +181,8 @@ def _points(audit: Audit | str | os.PathLike[str]) -> list[Point]:
 
 def _row(op: Op) -> dict[str, Any]:
     found = {**asdict(op), "precision": op.precision}
-    if op.lost is not None:
-        found["lost"].update(own=op.lost.own, total=op.lost.total, product=op.lost.product)
+    for name, lost in op.lost.items():
+        found["lost"][name].update(own=lost.own, total=lost.total)
     return found
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from ..report_table import aligned
-from .lost import Lost
+from .lost import RESULT, Lost
 from .op import PRODUCTS, Op
 
 _ROLES = ("x", "w", "g")
@@ -16,20 +16,24 @@ def table(ops: Iterable[Op], most: int | None) -> str:
     """A line for each module and product of it, the one that loses most first."""
     found: dict[tuple[str, str, str], Lost] = {}
     for op in ops:
-        if op.kind in PRODUCTS and op.lost is not None:
-            key = op.where, op.lost.product or f"{op.kind}, {op.phase}", op.precision
-            found.setdefault(key, Lost()).add(op.lost)
+        for name, lost in op.lost.items() if op.kind in PRODUCTS else ():
+            found.setdefault((op.where, product(op, name), op.precision), Lost()).add(lost)
     ranked = sorted(found.items(), key=lambda item: _decibels(item[1].own))
     others = list(dict.fromkeys(name for _, lost in ranked for name in lost.what_if))
     heads = ["module", "product", "precision", "own", "total", *_ROLES, "underflow", "overflow"]
     lines = [[*heads, *(f"in {name}" for name in others)]]
-    for (where, product, precision), lost in ranked[:most]:
-        lines.append([where, product, precision, *_cells(lost, others)])
+    for (where, what, precision), lost in ranked[:most]:
+        lines.append([where, what, precision, *_cells(lost, others)])
     if len(lines) == 1:
         return "no product rounds its operands or its result"
     text = ["SQNR in dB against FP32", *aligned(lines, left=(0, 1, 2))]
     rest = len(ranked) - len(ranked[:most])
     return "\n".join(text + ([f"and {rest} more"] if rest else []))
+
+
+def product(op: Op, name: str) -> str:
+    """What `name` of op.lost is."""
+    return f"{op.kind}, {op.phase}" if name == RESULT else name
 
 
 def _cells(lost: Lost, others: Iterable[str]) -> Iterator[str]:
