@@ -172,7 +172,7 @@ def test_an_op_that_is_wrong_by_itself(wrong: str, monkeypatch: pytest.MonkeyPat
     diff = mixprec.bisect(model(), bad, TOKENS)
     assert diff.first is not None
     assert diff.first.module == ("layers.0.up" if wrong == "sum" else "layers.0.down")
-    said = "what it computes of its operands" if wrong == "sum" else "the cast of its input"
+    said = "what it computes of its operands" if wrong == "sum" else "the cast of its weight"
     assert f"in the second step {said} is off by" in diff.said
 
 

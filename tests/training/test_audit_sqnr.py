@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mixprec
+import mixprec.__main__
 from mixprec.testing import sqnr
 
 Lost = Any
@@ -216,3 +220,59 @@ def test_in_fp32_nothing_is_lost() -> None:
     assert all(math.isinf(one.own or math.inf) for one in every)
     assert "no product rounds" in audit.sqnr_table()
     assert [line for line in audit.findings if "explains" in line] == []
+
+
+def test_the_page_and_the_command_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "made.py").write_text(
+        "import torch\ndef make():\n    torch.manual_seed(0)\n"
+        "    return torch.nn.Linear(64, 48).bfloat16(), torch.randn(8, 64).bfloat16(), torch.sum\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    page, saved = str(tmp_path / "a.html"), str(tmp_path / "a.json")
+    arguments = ["audit", "made:make", "--what-if", "mxfp8", "--html", page, "--json", saved]
+    assert mixprec.__main__.main(arguments) == 0
+    assert "in mxfp8" in capsys.readouterr().out
+    text = Path(page).read_text()
+    assert "What they lost" in text
+    assert re.search(r"grad_weight</td><td>bf16</td><td class=\"number\">\d\d\.\d", text)
+    rows = json.loads(Path(saved).read_text())["ops"]
+    (row,) = [op for op in rows if op["phase"] == "forward" and op["kind"] == "product"]
+    assert row["lost"]["y"]["own"] > 40
+    assert row["lost"]["y"]["what_if"].keys() == {"mxfp8"}
+
+
+def test_bytes_and_exceptions_leave_nothing_behind() -> None:
+    """FP8 codes that saturate are counted, and a block that fails ends like one that does not."""
+    layer = mixprec.convert(nn.Linear(32, 32), "fp8-delayed")
+    x = torch.randn(32, 32)
+    mixprec.audit(layer, x, loss=torch.sum, sqnr=True)
+    layer(x).sum().backward()
+    mixprec.update_scales(layer)
+    audit = mixprec.audit(layer, 64 * x, loss=torch.sum, sqnr=True)
+    operand = lost(audit, layer.__class__.__name__, "y").operands["x"]
+    assert 0.5 < operand.overflow / operand.elements < 1
+    assert operand.beyond < 2
+    failed = mixprec.audit(layer, sqnr=True)
+    with pytest.raises(RuntimeError, match="shapes cannot"), failed:
+        layer(x) @ x[:3]
+    assert len(failed._shadow.whole) == 0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+
+
+def test_the_gradients_that_a_program_gives() -> None:
+    """The root of a backward pass is a gradient: torch's, or the program's own."""
+    layer, x = nn.Linear(32, 32).bfloat16(), torch.randn(16, 32).bfloat16().requires_grad_()
+    g = torch.randn(16, 32).bfloat16()
+    for backward in (
+        lambda y: y.sum().backward(),
+        lambda y: y.backward(g),
+        lambda y: torch.autograd.backward(y, g),
+        lambda y: torch.autograd.grad(y, [x, *layer.parameters()], g),
+        lambda y: torch.autograd.grad(y, [x, *layer.parameters()], grad_outputs=g),
+    ):
+        with mixprec.audit(layer, sqnr=True) as audit:
+            backward(layer(x))
+        found = {name for op in audit.ops if op.kind == "product" for name in op.lost}
+        assert found == {"y", "grad_input", "grad_weight"}

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ... import _originals
@@ -67,6 +68,8 @@ class Calls(Passive):
         super().__init__()
         self.call = _Call(None, False, {})
         self.autocast_on: set[str] = set()
+        self.backward = 0  # the calls of backward() that run
+        self.gradients: list[Any] = []  # what the program has given to them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,10 +83,15 @@ class Calls(Passive):
                 return func(*args, **kwargs)
             self.call = before  # a checkpoint computes functions again, which are to be seen
             unasked = _backward if func is torch.Tensor.backward else without_dispatch(func)
+            self.backward += 1
+            self.gradients += tree_leaves((args[1:], kwargs))
             with self:
                 return unasked(*args, **kwargs)
         finally:
             self.call = before
+            if func in _originals.BACKWARD:
+                self.backward -= 1
+                self.gradients.clear()
 
 
 _lock, _blocks = threading.Lock(), [0]

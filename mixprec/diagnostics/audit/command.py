@@ -30,6 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
         default=[],
         help="exit with 1 if a smaller share of the FLOPs has this precision, as in fp8=0.9",
     )
+    parser.add_argument(
+        "--sqnr", action="store_true", help="compute each op in FP32 too, and show what it loses"
+    )
+    parser.add_argument(
+        "--what-if",
+        metavar="RECIPE",
+        action="append",
+        default=[],
+        help="what layers would lose with this recipe, as with --sqnr",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there is a finding")
     parser.add_argument("--html", metavar="PATH", help="write a page to look at")
     parser.add_argument("--json", metavar="PATH", help="write all that was found")
@@ -40,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if given.recipe:
         convert(model, given.recipe)
-    found = audit(model, rest[0], loss=rest[1] if len(rest) > 1 else None)
+    loss = rest[1] if len(rest) > 1 else None
+    found = audit(model, rest[0], loss=loss, sqnr=given.sqnr, what_if=given.what_if)
     print(found)
     if given.html:
         found.save_html(given.html)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..stats.measure import decibels
+from ...formats import E4M3, E5M2
+from ..stats.measure import decibels, largest_kept
 
 RESULT = "result"  # of an op that is none of a layer's products
 # Of a layer's products, by name, the roles of a and b in a @ b.
@@ -44,40 +45,44 @@ class Operand:
         """Of the cast, in dB."""
         return decibels(self.signal, self.noise)
 
-    def add(self, used: torch.Tensor, given: torch.Tensor, expected: float | None) -> None:
+    def add(
+        self,
+        used: torch.Tensor,
+        given: torch.Tensor,
+        expected: float | None,
+        codes: torch.Tensor | None,
+    ) -> None:
         """used: the values in the op's format; given: before the cast, or without one those of the
-        step in FP32; expected: the noise of a cast, None without one."""
+        step in FP32; expected: the noise of a cast, None without one; codes: FP8's."""
         kept, there = int(torch.count_nonzero(used)), int(torch.count_nonzero(given))
         self.elements += used.numel()
         self.zeros += used.numel() - kept
         self.underflow += max(there - kept, 0)
-        if expected is None:
-            self.overflow += len(_cut_off(used, given)) if not math.isfinite(power(used)) else 0
-            return
         signal, noise = power(given), power(given - used)
+        cut = _cut_off(used, given, codes) if codes is not None or not noise < math.inf else ()
+        self.overflow += len(cut)
+        if expected is None:
+            return
         self.signal += signal
         self.noise += noise
-        # More than half a step: not what rounding to nearest does to the largest code.
-        if not noise <= expected or bool(given.abs().amax() > used.abs().amax() * _HALF_STEP):
-            cut = _cut_off(used, given)
-            self.overflow += len(cut)
-            if len(cut):
-                left = (given - used).reshape(-1).index_fill(0, cut, 0.0)
-                noise = power(left)
+        if len(cut):
+            noise = power((given - used).reshape(-1).index_fill(0, torch.as_tensor(cut), 0.0))
         self.unsaturated += noise
         self.expected += expected
 
 
-_HALF_STEP = 1 + 2.0**-4  # of the widest of the small formats' spacings at their largest value
+_FP8 = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
-def _cut_off(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """The places of elements that have become Inf, or the largest of all in `used`."""
-    size, there = used.abs().reshape(-1), given.abs().reshape(-1)
-    finite = torch.isfinite(size)
-    largest = size[finite].amax() if bool(finite.any()) else size.new_zeros(())
-    cut = torch.isfinite(there) & ~(finite & ~((size == largest) & (there > size * _HALF_STEP)))
-    return cut.nonzero()[:, 0]
+def _cut_off(used: torch.Tensor, given: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
+    """The places of finite elements that have become Inf or NaN, or the largest of FP8, from
+    further away than rounding to nearest takes them."""
+    cut = ~torch.isfinite(used)
+    if codes is not None:
+        fmt = _FP8[codes.dtype]
+        further = given.abs() > used.abs() * (largest_kept(fmt) / fmt.max * (1 + 2.0**-20))
+        cut = cut | ((codes.float().abs() == fmt.max) & further)
+    return (cut & torch.isfinite(given)).reshape(-1).nonzero()[:, 0]
 
 
 def power(x: torch.Tensor) -> float:

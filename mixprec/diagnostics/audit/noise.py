@@ -122,7 +122,8 @@ def _operands(used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> 
         elif (fmt := shadow.formats.get(t)) is not None:
             expected = _cast_noise(before, fmt, along=-2 if name == "b" else -1)
         operand = found.setdefault(shadow.roles.get(t) or "x", Operand())
-        operand.add(used[name], used[name] if before is None else before, expected)
+        before = used[name] if before is None else before
+        operand.add(used[name], before, expected, t if t.dtype.itemsize == 1 else None)
     return found
 
 

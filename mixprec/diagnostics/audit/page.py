@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING
 import jinja2
 from torch import nn
 
+from ..stats.products import BARS
+from .lost import Lost
 from .op import PRODUCTS, SHORT, STEP, Op, bits, readable
+from .sqnr_table import decibels, product
 
 if TYPE_CHECKING:
     from .report import Audit
@@ -24,12 +28,14 @@ _NARROW = {8: "#238b45", 4: "#74c476"}
 @dataclass
 class Node:
     """A module, or code outside of the model: its FLOPs by precision, with those of what it
-    contains. place: its number among the modules of the model."""
+    contains. place: its number among the modules of the model; worst: the lowest SQNR of an op's
+    own, in dB."""
 
     name: str
     place: int
     flops: Counter[str] = field(default_factory=Counter)
     children: dict[str, Node] = field(default_factory=dict)
+    worst: float = math.inf
 
     @property
     def total(self) -> int:
@@ -55,7 +61,25 @@ def tree(ops: Iterable[Op], model: nn.Module) -> Node:
             place = len(places) if op.module is None else places.get(".".join(path[1 : i + 1]), 0)
             node = node.children.setdefault(part, Node(part, place))
             node.flops[op.precision] += op.flops
+            node.worst = min(node.worst, *(own for own in map(_own, op.lost.values())), math.inf)
     return root
+
+
+def _own(lost: Lost) -> float:
+    """In dB; -inf where it is not a number."""
+    if lost.own is None:
+        return math.inf
+    return -math.inf if math.isnan(lost.own) else lost.own
+
+
+def loss_color(own: float) -> str:
+    """Of an SQNR: red below the bars of FP8's products, orange within 6 dB of them."""
+    bar = max(BARS.values())
+    return "#b2182b" if own < bar else "#ef8a62" if own < bar + 6 else "#67a9cf"
+
+
+def shown(own: float) -> str:
+    return "not finite" if math.isinf(own) else f"{own:.1f} dB"
 
 
 def parts(flops: Mapping[str, int]) -> list[tuple[str, float, float, str]]:
@@ -81,6 +105,8 @@ def html(audit: Audit, model: nn.Module, title: str) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.globals.update(parts=parts, readable=readable, color=color, short=short)
+    environment.globals.update(loss_color=loss_color, shown=shown, inf=math.inf)
+    environment.globals.update(decibels=decibels, product=product)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     return template.render(
         title=title,

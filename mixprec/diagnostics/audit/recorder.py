@@ -208,6 +208,9 @@ class Recorder(dynamo.Asked):
         place = self._place()
         shadow = None if place.phase == STEP else self._shadow
         if shadow is not None:
+            for gradient in _tensors(self._calls.gradients):
+                if not gradient.requires_grad:  # the others are of inputs=
+                    shadow.roles.put(gradient, "g")
             shadow.prepare(func, args, kwargs, listed)
         inside = listed is not None and self._calls.call.autocast and ops.calls_others(func)
         with casts.autocast_inside() if inside else contextlib.nullcontext():
@@ -216,7 +219,9 @@ class Recorder(dynamo.Asked):
         ran = None
         if shadow is not None:
             ran = shadow.follow(func, args, kwargs, result, listed)
-            shadow.mark(func, args, kwargs, _tensors(result), place.phase == BACKWARD)
+            is_root = self._calls.backward > 0 and place.phase == FORWARD  # that of the loss
+            is_backward = place.phase == BACKWARD or is_root
+            shadow.mark(func, args, kwargs, _tensors(result), is_backward)
         decided = None
         if listed is not None:
             if place.phase == BACKWARD and place.origin is None:

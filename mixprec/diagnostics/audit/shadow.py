@@ -113,10 +113,10 @@ class Shadow:
     ) -> None:
         """After func has run: the roles of its results, and the formats of casts."""
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if func.is_view or not inputs or not results:
+        if func.is_view or not results or not (inputs or is_backward):
             return
-        is_cast = exact.is_cast(func)
-        source = inputs[1] if func is exact.COPY else inputs[0]
+        is_cast = exact.is_cast(func) and len(inputs) > 0
+        source = results[0] if not inputs else inputs[1] if func is exact.COPY else inputs[0]
         role = self.roles.get(source) if is_cast else "g" if is_backward else None
         fmt, before = None, self.formats.get(source)
         if is_cast:
