@@ -29,7 +29,7 @@ class Row:
     saved: what autograd kept for the first backward pass, each storage once, without parameters;
     peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
     is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr: measured by
-    compare(sqnr=True), by layer, see `mixprec.diagnostics.stats.products.model_sqnr`. reseeded: it
+    compare(sqnr=True), by layer, see `mixprec.diagnostics.audit.layers.model_sqnr`. reseeded: it
     is fp32 again, from another seed, which shows what chance changes.
     """
 

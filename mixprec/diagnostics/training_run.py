@@ -17,10 +17,10 @@ from torch import nn
 from ..functional import observed
 from ..memory.compress_saved import recorded
 from ..nn import Layer
+from .audit.layers import model_sqnr
 from .batches import call, map_tensors, scalar_loss, tensors
 from .memory_report import recorder
 from .report import Row
-from .stats.products import model_sqnr
 
 MAX_NOT_FINITE = 10  # losses in a row that are Inf or NaN before a run is ended as diverged
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

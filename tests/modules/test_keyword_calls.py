@@ -11,7 +11,8 @@ from layer_cases import Own
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.stats import Monitor, products
+from mixprec.diagnostics.audit.layers import model_sqnr
+from mixprec.diagnostics.stats import Monitor
 
 
 class Scaled(nn.Linear):
@@ -76,7 +77,7 @@ class Net(nn.Module):
 
 def test_what_measures_layers_sees_calls_by_keyword() -> None:
     net, x = mixprec.convert(Net(), "fp8", overrides={"last": None}), torch.randn(8, 16)
-    found = products.model_sqnr(net, lambda: net(x).backward())
+    found = model_sqnr(net, lambda: net(x).backward())
     assert {"y", "grad_weight"} <= found["first"].keys()
     with Monitor(net, every=1) as monitor:
         net(x).backward()

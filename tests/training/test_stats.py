@@ -13,7 +13,8 @@ from stats_models import by_hand, measured, of, one_linear, one_step
 from torch import nn
 
 import mixprec
-from mixprec.diagnostics.stats import Monitor, measure, products
+from mixprec.diagnostics.audit.layers import model_sqnr
+from mixprec.diagnostics.stats import Monitor, measure
 from mixprec.formats import E4M3, E5M2, FP16
 from mixprec.testing import sqnr
 
@@ -207,11 +208,12 @@ def test_products_by_hand() -> None:
         "grad_input": sqnr(g.double() @ w.double(), qg @ qw),
         "grad_weight": sqnr(g.double().t() @ plain.double(), qg.t() @ qx),
     }
-    found = products.product_sqnr(layer, x, g)
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert layer.weight.grad is None
+    found = model_sqnr(model, lambda: model(x).backward(g))["0"]
+    assert (found.pop("recipe"), found.pop("remedy")) == ("fp8", None)
+    assert found == pytest.approx(expected, abs=1e-3)
     layer.weight.requires_grad_(False)
-    assert products.product_sqnr(layer, plain, g).keys() == {"x", "w", "g", "y"}
+    found = model_sqnr(model, lambda: model(x).backward(g))["0"]
+    assert found.keys() == {"recipe", "x", "w", "g", "y", "grad_input", "remedy"}
 
 
 def test_a_model_is_as_before_after_it_was_measured() -> None:
@@ -221,7 +223,7 @@ def test_a_model_is_as_before_after_it_was_measured() -> None:
     x = torch.randn(2, 3, 8, 8)
     parts = [*model.parameters(), *model.buffers()]
     before = as_bytes([parts, model.state_dict(), torch.get_rng_state()])
-    found = products.model_sqnr(model, lambda: model(x).square().sum().backward())
+    found = model_sqnr(model, lambda: model(x).square().sum().backward())
     assert as_bytes([parts, model.state_dict(), torch.get_rng_state()]) == before
     assert not any(m._forward_hooks for m in model.modules())
     assert found.keys() == {"0", "3"}

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...formats import Format
 from ...ops._reference.block_formats import BlockFormat
+from ...recipes import Recipe
 from . import exact, what_if
 from .lost import RESULT, ROLES_OF, Lost, Operand, power, product
 from .ops import Arguments, Listed, arguments
@@ -70,6 +71,8 @@ def measured(
         _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
         if listed.kind == "product" and name != RESULT:
             lost.what_if = _what_if(listed, given, used, shadow)
+        elif listed.kind == "convolution":
+            lost.what_if = _what_if_convolved(given, ran, i, shadow)
         found[name] = lost
     return found
 
@@ -84,6 +87,25 @@ def _what_if(
     roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
     wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()
     return {name: what_if.product(recipe, roles, *wide) for name, recipe in shadow.what_if.items()}
+
+
+def _what_if_convolved(
+    given: Arguments, ran: Ran, i: int, shadow: Shadow
+) -> dict[str, tuple[float, float]]:
+    found, own = {}, ran.own[i]
+    assert own is not None
+    for name, recipe in shadow.what_if.items():
+
+        def value(t: torch.Tensor, known: Any = None, recipe: Recipe = recipe) -> torch.Tensor:
+            if t is given.get("bias") or t.dim() < 3:
+                return shadow.own(t)
+            role = shadow.roles.get(t) or "x"
+            return what_if.of_convolution(recipe, role, shadow.own(t), given["weight"])
+
+        got = ran.again(value)[i]
+        if got is not None:
+            found[name] = power(own), power(own - got)
+    return found
 
 
 class _Used(dict[str, torch.Tensor]):

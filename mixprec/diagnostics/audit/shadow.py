@@ -15,6 +15,7 @@ from .ops import Listed, arguments
 from .trace import Trace
 from .values import FLOATS, Marks, Values, is_float, shares, widened
 
+_OF_LAYERS = ("product", "convolution")
 _SWEEP = 32  # ops between two searches for storages that are no more
 
 
@@ -90,7 +91,7 @@ class Shadow:
         written, started = self._written, self._started
         affected = self._is_affected(inputs + results) or (
             exact.has_codes(func)
-            or (bool(self.what_if) and listed is not None and listed.kind == "product")
+            or (bool(self.what_if) and listed is not None and listed.kind in _OF_LAYERS)
         )
         if not exact.is_known(func) or not inputs or not affected:
             self._take(written)

@@ -43,3 +43,14 @@ def _cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> to
     if cast.scale_inv is None:
         return cast.data.float()
     return decoded(cast, rows, recipe.block_format(role))[0]
+
+
+def of_convolution(
+    recipe: Recipe, role: str, t: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """The values of an operand of a convolution, FP32, cast as mixprec.nn.Conv2d casts it: as
+    pixels if it combines only channels, else as [first dimension, all the rest]."""
+    if role != "w" and all(size == 1 for size in weight.shape[2:]):
+        pixels = t.movedim(1, -1)
+        return _cast(recipe, role, pixels.flatten(0, -2), False).view(pixels.shape).movedim(-1, 1)
+    return _cast(recipe, role, t.flatten(1), False).view(t.shape)
