@@ -230,3 +230,29 @@ def test_distances_of_sketches() -> None:
     assert sketch(x.t().contiguous().t()) == sketch(x)
     assert distance(sketch(x * 0), sketch(x * 0)) == 0
     assert math.isinf(distance(sketch(x), sketch(x / 0)))
+
+
+class Times(nn.Module):
+    """x @ w, of which torch computes x^T g; of a linear layer it computes g^T x."""
+
+    def __init__(self, is_linear: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        w = torch.randn(24, 16)
+        self.w, self.is_linear = nn.Parameter(w.t().contiguous() if is_linear else w), is_linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.w) if self.is_linear else x @ self.w
+
+
+def test_gradients_of_weights_have_one_orientation() -> None:
+    x, g = torch.randn(8, 24), torch.randn(8, 16)
+    steps = []
+    for is_linear in (False, True):
+        with mixprec.audit(times := Times(is_linear), sqnr=True) as audit:
+            times(x).backward(g)
+        steps.append(audit)
+    diff = steps[0].diff(steps[1])
+    (place,) = [place for place in diff.places if place.op == "grad_weight"]
+    assert max(*place.inputs.values(), place.result) < 1e-5
+    assert diff.first is None

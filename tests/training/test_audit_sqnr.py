@@ -276,3 +276,38 @@ def test_the_gradients_that_a_program_gives() -> None:
             backward(layer(x))
         found = {name for op in audit.ops if op.kind == "product" for name in op.lost}
         assert found == {"y", "grad_input", "grad_weight"}
+
+
+class Cast(nn.Module):
+    """A cast whose result is written to before a product reads it."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        low = x.bfloat16()
+        low[:, ::2] = 0
+        low.mul_(2.0)
+        return low @ w
+
+
+def test_what_is_written_to_after_the_cast() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 32), torch.randn(32, 8).bfloat16()
+    model = Cast()
+    audit = mixprec.audit(model, x, w, loss=torch.sum, sqnr=True)
+    (found,) = (one for op in audit.ops if op.kind == "product" for one in op.lost.values())
+    low = x.clone()
+    low[:, ::2] = 0
+    y = model(x, w).float()
+    assert found.own == pytest.approx(sqnr((low * 2).bfloat16().float() @ w.float(), y), abs=0.01)
+    assert found.total == pytest.approx(sqnr((low * 2) @ w.float(), y), abs=0.01)
+
+
+def test_native_dropout_has_the_mask_of_the_step() -> None:
+    """The op of GPUs."""
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 32).bfloat16(), torch.randn(32, 8).bfloat16()
+    with mixprec.audit(nn.Identity(), sqnr=True) as audit:
+        dropped, _ = torch.native_dropout(x, 0.3, True)
+        y = dropped @ w
+    (found,) = (one for op in audit.ops if op.kind == "product" for one in op.lost.values())
+    want = x.float() * (dropped != 0) / 0.7 @ w.float()
+    assert found.total == pytest.approx(sqnr(want, y.float()), abs=0.05)
