@@ -256,3 +256,22 @@ def test_gradients_of_weights_have_one_orientation() -> None:
     (place,) = [place for place in diff.places if place.op == "grad_weight"]
     assert max(*place.inputs.values(), place.result) < 1e-5
     assert diff.first is None
+
+
+def test_layers_that_torch_computes_in_other_ways() -> None:
+    """A bias that is added later, attention's projections in one product, gradients that cancel."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(32, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x.transpose(1, 2)))
+
+    encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    for m, x in ((Transposed(), torch.randn(2, 32, 6)), (encoder, torch.randn(2, 6, 32))):
+        for recipe in ("bf16", "fp8", "nvfp4"):
+            other = mixprec.convert(copy.deepcopy(m), recipe, fuse=True)
+            diff = mixprec.bisect(m, other, x, loss=lambda y: y.sin().mean())
+            assert diff.first is None, str(diff)

@@ -311,3 +311,76 @@ def test_native_dropout_has_the_mask_of_the_step() -> None:
     (found,) = (one for op in audit.ops if op.kind == "product" for one in op.lost.values())
     want = x.float() * (dropped != 0) / 0.7 @ w.float()
     assert found.total == pytest.approx(sqnr(want, y.float()), abs=0.05)
+
+
+def test_a_parametrized_weight_is_not_computed_by_audit() -> None:
+    """spectral_norm changes its buffers whenever the weight is read."""
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+    model = mixprec.convert(nn.Sequential(normed), "fp8")
+    before = [b.clone() for b in model.buffers()]
+    other = copy.deepcopy(model)
+    with mixprec.audit(model, sqnr=True):
+        model(torch.ones(4, 32))
+    other(torch.ones(4, 32))
+    for b, there, old in zip(model.buffers(), other.buffers(), before, strict=True):
+        assert_same_bits(b, there)
+        assert b.shape == old.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "bilinear", "conv", "lstm", "gru", "encoder"])
+def test_what_if_of_all_kinds_of_layers(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, shapes = {
+        "linear": (nn.Linear(32, 16), [(8, 32)]),
+        "bilinear": (nn.Bilinear(16, 16, 8), [(8, 16)] * 2),
+        "conv": (nn.Conv2d(32, 8, 1), [(2, 32, 4, 4)]),
+        "lstm": (nn.LSTM(16, 16), [(4, 8, 16)]),
+        "gru": (nn.GRU(16, 16), [(4, 8, 16)]),
+        "encoder": (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), [(2, 8, 16)]),
+    }[kind]
+    batch = [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+    def loss(y: Any) -> torch.Tensor:
+        return (y[0] if isinstance(y, tuple) else y).float().square().mean()
+
+    for _ in range(3):
+        audit = mixprec.audit(model.to(dtype).eval(), *batch, loss=loss, what_if=("fp8", "mxfp8"))
+    found = {name for op in audit.ops for one in op.lost.values() for name in one.what_if}
+    if kind in ("linear", "conv", "gru", "encoder"):
+        assert found == {"fp8", "mxfp8"}
+        assert all("y" not in op.lost or op.lost["y"].sqnr_if("fp8") > 20 for op in audit.ops)
+
+
+def test_what_is_not_followed_is_said() -> None:
+    """Complex numbers, and the backward pass of oneDNN's LSTM, which reads what it has packed."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.fft.rfft(self.a(x)).abs()[..., :8].repeat(1, 2))
+
+    model = mixprec.convert(Mixed(), "fp8")
+    audit = mixprec.audit(model, torch.randn(8, 16), loss=torch.sum, sqnr=True)
+    assert "Not computed again in FP32, and taken as they are: aten::_fft_r2c" in audit.notes[0]
+    diff = mixprec.bisect(Mixed(), model, torch.randn(8, 16), loss=torch.sum)
+    assert "what runs after aten::_fft_r2c is not compared" in diff.said
+
+
+def test_what_else_an_op_writes_is_written_once() -> None:
+    """out= of another dtype, a view in place, memory that is exchanged."""
+    x, y = torch.randn(4, 4).bfloat16(), torch.randn(4, 4).bfloat16()
+    smaller, count = torch.zeros(4, 4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    with mixprec.audit(nn.Identity(), sqnr=True) as audit:
+        z = x.float().bfloat16() * 1.001
+        torch.lt(z, y, out=smaller)
+        count.add_(smaller.sum(0))
+        z.transpose_(0, 1)
+        z.set_(y.clone())
+    assert torch.equal(smaller, (x.float().bfloat16() * 1.001) < y)
+    assert torch.equal(count, smaller.sum(0))
+    assert_same_bits(z, y)
+    assert not audit._shadow.not_followed

@@ -234,6 +234,12 @@ _TORCHS: dict[Any, Rule] = {
 _OF_A_DIMENSION = {aten.max.dim, aten.min.dim, aten.median.dim, aten.sort.stable, aten.sort.default}
 # Batch norm writes its running statistics, which its schema does not say.
 WRITES_MORE = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+_OPAQUE = {
+    getattr(aten, name)
+    for name in ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")
+    if hasattr(aten, name)
+}
+_MOVES = {aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_}
 COPY = aten.copy_.default
 TORCHS_CASTS = {aten._to_copy.default, COPY}
 
@@ -270,6 +276,16 @@ def is_known(func: Any) -> bool:
     if func.namespace == "aten":
         return True
     return func.name() in _CAST_NAMES or func.name() in _NAMES or func.name() in _SAME_NAMES
+
+
+def is_opaque(func: Any) -> bool:
+    """Whether it reads what a forward pass has left for it in a form of its own."""
+    return func.overloadpacket in _OPAQUE
+
+
+def moves(func: Any) -> bool:
+    """Whether it changes which elements of which memory a tensor has, as transpose_ and set_."""
+    return torch.Tag.inplace_view in func.tags or func.overloadpacket in _MOVES
 
 
 def is_random(func: Any, given: Arguments) -> bool:

@@ -180,7 +180,12 @@ def _frozen(audit: Audit, model: nn.Module) -> list[str]:
     run = {op.module for op in audit.ops}
     found: dict[str, list[str]] = defaultdict(list)
     for name, layer in model.named_modules():
-        if name not in run or not isinstance(layer, Layer) or layer.weight.requires_grad:
+        if name not in run or not isinstance(layer, Layer):
+            continue
+        weight = layer._parameters.get(
+            "weight"
+        )  # None of one that is computed, as by spectral_norm
+        if weight is None or weight.requires_grad:
             continue
         if layer.recipe.is_scaled:
             found[layer.recipe.name].append(name or type(model).__name__)

@@ -65,10 +65,16 @@ class Operand:
             return
         self.signal += signal
         self.noise += noise
-        if len(cut):
-            noise = power((given - used).reshape(-1).index_fill(0, torch.as_tensor(cut), 0.0))
-        self.unsaturated += noise
-        self.expected += expected
+        if len(cut) or not noise < math.inf:  # the cast has nothing to do with what was not finite
+            off = (
+                (given - used)
+                .reshape(-1)
+                .index_fill(0, torch.as_tensor(cut, dtype=torch.long), 0.0)
+            )
+            noise = power(off.nan_to_num_(0.0, 0.0, 0.0))
+        if math.isfinite(expected):  # else what was cast had Inf or NaN
+            self.unsaturated += noise
+            self.expected += expected
 
 
 _FP8 = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}

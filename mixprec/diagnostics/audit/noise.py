@@ -18,9 +18,9 @@ from .ops import Arguments, Listed, arguments
 from .shadow import Ran, Shadow
 from .values import FLOATS, is_float, widened
 
-# A rounding is off by up to half a unit in the last place, evenly: by 12^-1/2 of it in the mean.
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward
 _GRADIENTS = {0: "grad_input", 1: "grad_weight"}  # of a convolution's, by the place of the result
+# A rounding is off by up to half a unit in the last place, evenly: by 12^-1/2 of it in the mean.
 _VARIANCE = 1 / 12
 _ACCUMULATED = 2.0**-48  # of a sum in FP32, squared
 
@@ -80,9 +80,11 @@ def measured(
 def _what_if(
     listed: Listed, given: Arguments, used: _Used, shadow: Shadow
 ) -> dict[str, tuple[float, float]]:
+    if not shadow.what_if or len(listed.operands) != 2:
+        return {}
     first, second = listed.operands
     a, b = given[first], given[second]
-    if not shadow.what_if or not a.dim() == b.dim() == 2:
+    if not a.dim() == b.dim() == 2:
         return {}
     roles = shadow.roles.get(a) or "x", shadow.roles.get(b) or "x"
     wide = shadow.own(a, lambda: used[first]), shadow.own(b, lambda: used[second]).t()

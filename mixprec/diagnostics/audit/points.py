@@ -16,6 +16,7 @@ from .shadow import Ran, Shadow
 from .trace import sketch
 from .values import is_float, widened
 
+_BIASES = {torch.ops.aten.addmm: "self"}
 _WORDS = {"x": "input", "w": "weight", "g": "gradient"}
 
 
@@ -40,6 +41,9 @@ def record(
     values = [_value(shadow, func, given, name) for name in listed.operands]
     wholes = () if ran is None else (value for value in ran.whole if value is not None)
     result = next(iter(wholes), widened(results[0]))
+    bias = given.get(_BIASES.get(func.overloadpacket, "bias"))
+    if bias is not None and bias.dim() == 1 and listed.kind == "product":
+        result = result - shadow.of_step(bias)  # other code of the same layer adds it later
     name = product(roles) if listed.kind == "product" and len(operands) == 2 else None
     if name is not None and tuple(roles) != ROLES_OF[name] and result.dim() == 2:
         roles.reverse()
@@ -50,7 +54,7 @@ def record(
         point.inputs.setdefault(_WORDS[role], sketch(value))
     if not func._schema.is_mutable:  # else with what was there before
         point.result = sketch(result)
-    point.made = shadow.made
+    point.made, point.after = shadow.made, next(iter(shadow.not_followed), "")
     for one in lost.values():
         beyond, wrong = _wrong(one)
         if beyond >= point.beyond:

@@ -55,6 +55,7 @@ class Shadow:
         self.not_followed: Counter[str] = Counter()
         self._since_sweep = 0
         self._written: list[torch.Tensor] = []
+        self._ids: set[int] = set()  # of all that the op writes to
         self._started: list[torch.Tensor] = []
 
     def clear(self) -> None:
@@ -64,7 +65,9 @@ class Shadow:
 
     def prepare(self, func: Any, args: Any, kwargs: Any, listed: Listed | None) -> None:
         """Before func runs: keep what it is going to overwrite."""
-        self._written = [t for t in _written(func, args, kwargs) if is_float(t)]
+        written = [] if exact.moves(func) else _written(func, args, kwargs)
+        self._ids = {id(t) for t in written}
+        self._written = [t for t in written if is_float(t)]
         self._started = []
         if not self._written or not self._is_affected([*tree_leaves((args, kwargs))]):
             return
@@ -84,7 +87,7 @@ class Shadow:
             self.before.sweep()
             self.roles.sweep()
             self.formats.sweep()
-        if func.is_view:
+        if func.is_view or exact.moves(func):
             return None
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
@@ -100,6 +103,10 @@ class Shadow:
             return None  # a view whose schema does not say so
         if exact.is_random(func, arguments(func, args, kwargs)):
             self._take(written)
+            return None
+        if exact.is_opaque(func) or any(t.is_complex() for t in results):
+            self.not_followed[func.name()] += 1
+            self._take([*written, *results])
             return None
         try:
             with torch.no_grad():
@@ -157,14 +164,14 @@ class Shadow:
     ) -> Ran:
         written, is_cast = self._written, self._is_cast(func, args, result)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        protects = func.overloadpacket in exact.WRITES_MORE
+        protects, ids = func.overloadpacket in exact.WRITES_MORE, self._ids
         differs = any(self.whole.packed(t) is not None for t in inputs)
         before = {id(t): kept for t, kept in zip(written, started, strict=False)}
 
         def compute(value: exact.Value, packed: exact.Packed) -> exact.Results:
             def safe(t: torch.Tensor, known: Any = None) -> torch.Tensor:
                 found = value(t, known)
-                return found.clone() if protects else found
+                return found.clone() if protects or (found is t and id(t) in ids) else found
 
             return exact.results(func, args, kwargs, result, safe, packed)
 

@@ -23,7 +23,7 @@ class Point:
     inputs: sketches of its operands in a step in FP32, by role; result: that of the result; wrong:
     what rounding does not explain of the op itself, in a sentence; beyond: by which factor; own:
     the op's own error, as a part of its result; made: the spacing at 1 of the formats that weights
-    and inputs have so far, 0 for FP32.
+    and inputs have so far, 0 for FP32; after: an op before it that was not computed again.
     """
 
     module: str
@@ -37,6 +37,7 @@ class Point:
     beyond: float = 0.0
     own: float = 0.0
     made: float = 0.0
+    after: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:

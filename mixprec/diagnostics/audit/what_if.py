@@ -38,7 +38,8 @@ def product(
 
 
 def _cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> torch.Tensor:
-    rows = hadamard(rows.contiguous()) if is_rotated else rows.contiguous()
+    rows = rows.float().contiguous()
+    rows = hadamard(rows) if is_rotated else rows
     cast = operands.cast(rows, role, recipe, None, use_t=False, record=False)
     if cast.scale_inv is None:
         return cast.data.float()
