@@ -384,3 +384,35 @@ def test_what_else_an_op_writes_is_written_once() -> None:
     assert torch.equal(count, smaller.sum(0))
     assert_same_bits(z, y)
     assert not audit._shadow.not_followed
+
+
+class OwnCast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(torch.float8_e4m3fn).to(x.dtype))
+
+
+class Sparse(OwnCast):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(torch.eye(32).to_sparse(), self.layer(x).float())
+
+
+class Drawn(OwnCast):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(F.rrelu(self.layer(x), training=True))
+
+
+@pytest.mark.parametrize("kind", [OwnCast, Sparse, Drawn])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_formats_and_layouts_of_the_program(kind: type[nn.Module], recipe: str) -> None:
+    torch.manual_seed(0)
+    model = mixprec.convert(kind(), recipe)
+    audit = mixprec.audit(model, torch.randn(32, 32), loss=torch.sum, sqnr=True)
+    assert [line for line in audit.findings if "explains" in line] == []
+    assert any("Not computed again" in note for note in audit.notes) == (kind is not OwnCast)
+    back = "layer" if kind is OwnCast else None
+    said = [line for line in audit.findings if "from fp32 to float8_e4m3fn and back" in line]
+    assert len(said) == (back is not None)

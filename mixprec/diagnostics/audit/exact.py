@@ -239,6 +239,7 @@ _OPAQUE = {
     for name in ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")
     if hasattr(aten, name)
 }
+_DRAWN = {aten.rrelu_with_noise, aten.rrelu_with_noise_, aten._fused_dropout}
 _MOVES = {aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_}
 COPY = aten.copy_.default
 TORCHS_CASTS = {aten._to_copy.default, COPY}
@@ -293,6 +294,11 @@ def is_random(func: Any, given: Arguments) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags or func in _TORCHS:
         return False
     return func.overloadpacket not in _TORCHS and given.get("dropout_p") != 0.0
+
+
+def is_drawn_from(func: Any) -> bool:
+    """Of a random op: whether its results are computed of its arguments too."""
+    return func.overloadpacket in _DRAWN
 
 
 def results(

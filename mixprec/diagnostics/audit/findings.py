@@ -102,7 +102,7 @@ def _summed_gradients(model: nn.Module, recorder: Recorder) -> list[str]:
     found: dict[tuple[str, int], list[str]] = defaultdict(list)
     for p, (dtype, times) in recorder.summed.items():
         if dtype in ("bfloat16", "float16"):
-            found[SHORT[dtype], times + 1].append(names.get(id(p), "another parameter"))
+            found[SHORT.get(dtype, dtype), times + 1].append(names.get(id(p), "another parameter"))
     return [
         f"gradients are summed in {dtype} over {times} backward passes, of "
         f"{joined(reversed(params), 3)}: give the optimizer grad_dtype=torch.float32"
@@ -198,7 +198,7 @@ def _frozen(audit: Audit, model: nn.Module) -> list[str]:
 
 def _casts_back(recorder: Recorder) -> list[str]:
     return [
-        f"{where}: a tensor is cast from {SHORT[wide]} to {SHORT[narrow]} and back at once, "
-        f"{times}x"
+        f"{where}: a tensor is cast from {SHORT.get(wide, wide)} to "
+        f"{SHORT.get(narrow, narrow)} and back at once, {times}x"
         for (where, wide, narrow), times in recorder.cast_back.items()
     ]

@@ -183,6 +183,9 @@ def _arithmetic(
     lost.expected = _rounding(actual.dtype, total, want.numel())
     if listed.kind == "product":
         lost.expected += max(t.shape[-1] for t in inputs if t.dim()) * _ACCUMULATED * total
+    if len(listed.operands) > 2 and listed.kind == "product":
+        lost.noise = lost.expected = 0.0  # a sum of products of three: torch says not in what
+        return
     if listed.kind == "product" or lost.noise <= lost.expected:
         return
     generator = torch.Generator(want.device).manual_seed(0)

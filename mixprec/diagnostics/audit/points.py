@@ -39,8 +39,12 @@ def record(
         return
     roles = [shadow.roles.get(t) or "x" for t in operands]
     values = [_value(shadow, func, given, name) for name in listed.operands]
-    wholes = () if ran is None else (value for value in ran.whole if value is not None)
-    result = next(iter(wholes), widened(results[0]))
+    wholes = [] if ran is None else [value for value in ran.whole if value is not None]
+    if not wholes:
+        wholes = [widened(t) for t in results if is_float(t)]
+    result = wholes[0]
+    if listed.kind in ("attention", "rnn"):  # of some of its gradients nothing may be left
+        result = torch.cat([value.reshape(-1) for value in wholes])
     bias = given.get(_BIASES.get(func.overloadpacket, "bias"))
     if bias is not None and bias.dim() == 1 and listed.kind == "product":
         result = result - shadow.of_step(bias)  # other code of the same layer adds it later

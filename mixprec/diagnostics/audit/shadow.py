@@ -102,9 +102,12 @@ class Shadow:
         if not written and results and shares(results[0], inputs):
             return None  # a view whose schema does not say so
         if exact.is_random(func, arguments(func, args, kwargs)):
+            if listed is not None or exact.is_drawn_from(func):
+                self.not_followed[func.name()] += 1
             self._take(written)
             return None
-        if exact.is_opaque(func) or any(t.is_complex() for t in results):
+        strange = any(t.is_complex() or t.layout is not torch.strided for t in inputs + results)
+        if exact.is_opaque(func) or strange:
             self.not_followed[func.name()] += 1
             self._take([*written, *results])
             return None

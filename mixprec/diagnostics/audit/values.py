@@ -114,6 +114,8 @@ class Marks(Generic[Mark]):
         return None if held is None or held[0].expired() else held[1]
 
     def put(self, t: torch.Tensor, mark: Mark) -> None:
+        if _address(t) == _NONE:
+            return
         self._held[_address(t)] = StorageWeakRef(t.untyped_storage()), mark
 
     def sweep(self) -> None:
@@ -123,11 +125,15 @@ class Marks(Generic[Mark]):
 
 def shares(t: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
     """Whether t has the storage of another."""
-    return any(_address(t) == _address(other) for other in others)
+    address = _address(t)
+    return address != _NONE and any(address == _address(other) for other in others)
+
+
+_NONE = 0  # of a sparse tensor, which has several storages
 
 
 def _address(t: torch.Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
+    return int(t.untyped_storage()._cdata) if t.layout is torch.strided else _NONE
 
 
 def _elements(t: torch.Tensor) -> int:
