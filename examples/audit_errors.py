@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from needs import needs
 
 import mixprec
 from mixprec.bench.environment import environment
@@ -51,6 +51,8 @@ SIZES = {
 
 
 def make(name: str, seed: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    with needs("transformers"):
+        import transformers
     kind, more = MODELS[name]
     cls = getattr(transformers, name)
     torch.manual_seed(seed)
