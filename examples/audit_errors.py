@@ -22,7 +22,7 @@ from needs import needs
 
 import mixprec
 from mixprec.bench.environment import environment
-from mixprec.diagnostics.audit import exact
+from mixprec.diagnostics.audit import rules
 from mixprec.diagnostics.audit.ops import arguments
 from mixprec.diagnostics.audit.shadow import Shadow
 
@@ -87,7 +87,7 @@ class Wrong(Shadow):
         given = arguments(func, args, kwargs)
         ours = func.namespace == "mixprec"
         a, b = (
-            exact.decoded(given, name) if ours else given[name].float() for name in listed.operands
+            rules.decoded(given, name) if ours else given[name].float() for name in listed.operands
         )
         if self.error == "lost tail of K":
             k = a.shape[-1]

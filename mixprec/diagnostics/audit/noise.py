@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ...formats import Format
 from ...ops._reference.block_formats import BlockFormat
 from ...recipes import Recipe
-from . import exact, what_if
+from . import rules, what_if
 from .lost import RESULT, ROLES_OF, Lost, Operand, power, product
 from .ops import Arguments, Listed, arguments
 from .shadow import Ran, Shadow
@@ -119,7 +119,7 @@ class _Used(dict[str, torch.Tensor]):
 
     def __missing__(self, name: str) -> torch.Tensor:
         t = self._given[name]
-        self[name] = exact.decoded(self._given, name) if self._has_scales else widened(t)
+        self[name] = rules.decoded(self._given, name) if self._has_scales else widened(t)
         return self[name]
 
     def of(self, t: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import exact
+from . import rules
 from .lost import ROLES_OF, Lost, product
 from .op import PRODUCTS
 from .ops import Arguments, Listed
@@ -68,7 +68,7 @@ def record(
 
 def _value(shadow: Shadow, func: Any, given: Arguments, name: str) -> torch.Tensor:
     """Of an operand, in a step in FP32."""
-    known = (lambda: exact.decoded(given, name)) if func.namespace == "mixprec" else None
+    known = (lambda: rules.decoded(given, name)) if func.namespace == "mixprec" else None
     return shadow.of_step(given[name], known)
 
 
