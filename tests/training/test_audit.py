@@ -726,3 +726,8 @@ def test_bad_input() -> None:
     audit = mixprec.audit(model, X, loss=square)  # the modes are gone again
     with pytest.raises(RuntimeError, match="cannot be entered again"), audit:
         pass
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    audit = mixprec.audit(mlp(), X * torch.inf, loss=square)
+    assert audit.findings[0] == "the loss is nan"

@@ -258,6 +258,8 @@ def audit(
         value = scalar_loss("audit", output, "pass loss=, a function of the model's output")
         if value.requires_grad:
             value.backward()
+    if not torch.isfinite(value):
+        found.findings.insert(0, f"the loss is {float(value)}")
     if not value.requires_grad:
         found.notes.append("There was no backward pass: the loss needs no gradient.")
     return found
