@@ -275,3 +275,8 @@ def test_layers_that_torch_computes_in_other_ways() -> None:
             other = mixprec.convert(copy.deepcopy(m), recipe, fuse=True)
             diff = mixprec.bisect(m, other, x, loss=lambda y: y.sin().mean())
             assert diff.first is None, str(diff)
+
+
+def test_names_that_torch_compile_gives() -> None:
+    compiled = torch.compile(model(), backend="aot_eager")
+    assert mixprec.bisect(model(), compiled, TOKENS).first is None

@@ -416,3 +416,31 @@ def test_formats_and_layouts_of_the_program(kind: type[nn.Module], recipe: str) 
     back = "layer" if kind is OwnCast else None
     said = [line for line in audit.findings if "from fp32 to float8_e4m3fn and back" in line]
     assert len(said) == (back is not None)
+
+
+def test_tensors_without_values_and_memory_that_grows() -> None:
+    """Of meta tensors nothing is computed; an empty out= gets what the step computes."""
+    layer, x = mixprec.convert(nn.Linear(16, 16), "fp8"), torch.randn(4, 16)
+
+    def run() -> list[torch.Tensor]:
+        with torch.no_grad():
+            y, out = layer(x), torch.empty(0)
+            torch.add(y, 1.0, out=out)
+            nn.Linear(16, 16, device="meta", dtype=torch.bfloat16)(y.bfloat16().to("meta"))
+            torch.nested.nested_tensor([y, y[:2]]).bfloat16().float().to_padded_tensor(0.0)
+            return [y, out]
+
+    want = run()
+    with mixprec.audit(layer, sqnr=True):
+        got = run()
+    for one, other in zip(want, got, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_two_casts_in_a_row_are_as_coarse_as_the_coarser_one() -> None:
+    layer = nn.Linear(32, 32).half()
+    with mixprec.audit(layer, sqnr=True) as audit:
+        layer(torch.randn(64, 32).bfloat16().half())
+        layer(torch.randn(64, 32).to(torch.bfloat16).to(torch.float16))
+    assert audit.findings == []
+    assert 0.5 < lost(audit, "Linear", "y").operands["x"].beyond < 1.2

@@ -68,8 +68,8 @@ def cast_format(func: Any, given: Arguments, result: torch.Tensor) -> Cast | Non
     return fmt
 
 
-def bits(fmt: Cast) -> int:
-    return (fmt.element if isinstance(fmt, BlockFormat) else fmt).bits
+def eps(fmt: Cast) -> float:
+    return (fmt.element if isinstance(fmt, BlockFormat) else fmt).eps
 
 
 def is_known(func: Any) -> bool:

@@ -35,7 +35,7 @@ def record(
     if listed.kind not in PRODUCTS or not results or not is_float(results[0]):
         return
     operands = [given[name] for name in listed.operands]
-    if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in operands):
+    if not all(isinstance(t, torch.Tensor) and is_float(t) for t in operands):
         return
     roles = [shadow.roles.get(t) or "x" for t in operands]
     values = [_value(shadow, func, given, name) for name in listed.operands]

@@ -46,7 +46,7 @@ class Shadow:
         self.what_if = what_if or {}
         self.trace = Trace()
         self.made = 0.0  # the spacing at 1 of weights and inputs that were made in few bits
-        self.formats: Marks[exact.Cast] = Marks()  # of casts, the narrowest one
+        self.formats: Marks[exact.Cast] = Marks()  # of casts, the coarsest one
         self.roles: Marks[str] = Marks()  # "w" of parameters, "g" of what backward returns
         for p in params:
             self.roles.put(p, "w")
@@ -69,7 +69,8 @@ class Shadow:
         self._ids = {id(t) for t in written}
         self._written = [t for t in written if is_float(t)]
         self._started = []
-        if not self._written or not self._is_affected([*tree_leaves((args, kwargs))]):
+        leaves = tree_leaves((args, kwargs))
+        if not self._written or _is_strange(leaves) or not self._is_affected(leaves):
             return
         if listed is not None:  # its own error is that of the product and the sum
             self._started = [widened(t).clone() for t in self._written]
@@ -106,8 +107,7 @@ class Shadow:
                 self.not_followed[func.name()] += 1
             self._take(written)
             return None
-        strange = any(t.is_complex() or t.layout is not torch.strided for t in inputs + results)
-        if exact.is_opaque(func) or strange:
+        if exact.is_opaque(func) or _is_strange(inputs + results):
             self.not_followed[func.name()] += 1
             self._take([*written, *results])
             return None
@@ -132,7 +132,7 @@ class Shadow:
         fmt, before = None, self.formats.get(source)
         if is_cast:
             fmt = exact.cast_format(func, arguments(func, args, kwargs), results[0])
-            if before is not None and (fmt is None or exact.bits(before) < exact.bits(fmt)):
+            if before is not None and (fmt is None or exact.eps(before) > exact.eps(fmt)):
                 fmt = before
         for t in results:
             if role is not None and not shares(t, inputs):
@@ -231,7 +231,7 @@ class Shadow:
     def _is_affected(self, values: Iterable[Any]) -> bool:
         """Whether an op with these arguments and results has anything to do with rounding."""
         for t in values:
-            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_meta:
                 if t.dtype in FLOATS and t.dtype.itemsize < 4:
                     return True
                 if self.whole.packed(t) is not None or self.before.packed(t) is not None:
@@ -246,6 +246,15 @@ class Shadow:
             elif self.whole.packed(t) is not None:
                 self.whole.drop(t)
             self.before.drop(t)
+
+
+def _is_strange(values: Iterable[Any]) -> bool:
+    """Whether one of them is a tensor whose elements are not FP32's, or not in one memory."""
+    return any(
+        t.is_complex() or t.layout is not torch.strided or t.is_nested or t.is_meta
+        for t in values
+        if isinstance(t, torch.Tensor)
+    )
 
 
 def _put(values: Values, t: torch.Tensor, value: torch.Tensor) -> None:

@@ -41,7 +41,8 @@ class Point:
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
-        return self.module, self.phase, self.op, self.turn, self.size
+        module = self.module.replace("_orig_mod.", "")  # what torch.compile puts before it
+        return module, self.phase, self.op, self.turn, self.size
 
 
 @functools.cache

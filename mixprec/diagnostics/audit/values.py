@@ -15,7 +15,9 @@ Mark = TypeVar("Mark")
 
 
 def is_float(t: torch.Tensor) -> bool:
-    return t.dtype in FLOATS and t.layout is torch.strided and not t.is_neg()
+    """Whether t has values: floating-point numbers, in one memory that is there."""
+    is_plain = t.layout is torch.strided and not (t.is_neg() or t.is_nested or t.is_meta)
+    return is_plain and t.dtype in FLOATS
 
 
 def widened(t: torch.Tensor) -> torch.Tensor:
