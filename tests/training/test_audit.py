@@ -731,3 +731,9 @@ def test_bad_input() -> None:
 def test_a_loss_that_is_not_finite() -> None:
     audit = mixprec.audit(mlp(), X * torch.inf, loss=square)
     assert audit.findings[0] == "the loss is nan"
+
+
+def test_a_note_on_what_a_dispatch_mode_changes() -> None:
+    for pool, said in ((nn.MaxPool1d(2), True), (nn.MaxPool2d(2), False)):
+        audit = mixprec.audit(nn.Sequential(pool, nn.Linear(3, 2)), X[None], loss=square)
+        assert any("max_pool1d" in note for note in audit.notes) == said

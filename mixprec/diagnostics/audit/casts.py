@@ -69,6 +69,7 @@ class Calls(Passive):
         self.call = _Call(None, False, {})
         self.autocast_on: set[str] = set()
         self.backward = 0  # the calls of backward() that run
+        self.pools = False  # whether max_pool1d has run
         self.gradients: list[Any] = []  # what the program has given to them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,6 +77,7 @@ class Calls(Passive):
         if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor
             return func(*args, **kwargs)
         before = self.call
+        self.pools |= func is torch.max_pool1d
         self.call = _Call(func, kwargs.get("dtype") is not None, autocast := autocast_dtypes())
         self.autocast_on.update(autocast)
         try:

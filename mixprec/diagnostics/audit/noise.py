@@ -207,7 +207,9 @@ def _arithmetic(
 def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0) -> float:
     """The noise of numbers with this sum of squares that are rounded to dtype times scale."""
     info = torch.finfo(dtype)
-    step = float(info.smallest_normal) * float(info.eps) * scale
+    # A processor may flush what is below FP32's normal range.
+    flushes = info.smallest_normal == torch.finfo(torch.float32).smallest_normal
+    step = float(info.smallest_normal) * (1.0 if flushes else float(info.eps)) * scale
     return _VARIANCE * (float(info.eps) ** 2 * square + numel * step**2)
 
 

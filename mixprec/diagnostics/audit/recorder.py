@@ -134,6 +134,11 @@ class Recorder(dynamo.Asked):
         return self.owners.regions
 
     @property
+    def pools(self) -> bool:
+        """Whether torch.max_pool1d has run, which a dispatch mode leads to other code."""
+        return self._calls.pools
+
+    @property
     def autocast_on(self) -> set[str]:
         """The types of device that torch.autocast was on for."""
         return self._calls.autocast_on

@@ -71,6 +71,11 @@ class Audit:
         )
         self.findings = findings.collect(self, self._model, self._scaler, self._recorder)
         self.notes = findings.notes(self._model, self._recorder.compiled)
+        if self._recorder.pools:
+            self.notes.append(
+                "max_pool1d of what needs no gradient has other strides in an audit: a dropout "
+                "behind it draws its mask in another order."
+            )
         del self._recorder
         if self._shadow is not None:
             self.findings += lost_findings.collect(self.ops)
