@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -15,6 +16,7 @@ from ... import _originals
 from ...memory.running import without_dispatch
 from ...nn._region import Passive
 
+_POOLS = {torch.max_pool1d, functional.max_pool1d, getattr(functional, "_max_pool1d", None)}
 AS_MADE = "as made"  # the dtype of parameters, inputs and what is computed of them
 AUTOCAST = "torch.autocast"
 CAST = "cast"  # by the program: x.to(dtype), softmax(dtype=)
@@ -77,7 +79,7 @@ class Calls(Passive):
         if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor
             return func(*args, **kwargs)
         before = self.call
-        self.pools |= func is torch.max_pool1d
+        self.pools |= func in _POOLS
         self.call = _Call(func, kwargs.get("dtype") is not None, autocast := autocast_dtypes())
         self.autocast_on.update(autocast)
         try:

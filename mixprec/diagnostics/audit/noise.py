@@ -22,6 +22,7 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward
 _GRADIENTS = {0: "grad_input", 1: "grad_weight"}  # of a convolution's, by the place of the result
 # A rounding is off by up to half a unit in the last place, evenly: by 12^-1/2 of it in the mean.
 _VARIANCE = 1 / 12
+_FLUSHED = torch.finfo(torch.float32).smallest_normal
 _ACCUMULATED = 2.0**-48  # of a sum in FP32, squared
 
 
@@ -182,7 +183,8 @@ def _arithmetic(
         total, lost.noise = power(want), power(want - torch.where(finite, actual, 0.0))
     lost.expected = _rounding(actual.dtype, total, want.numel())
     if listed.kind == "product":
-        lost.expected += max(t.shape[-1] for t in inputs if t.dim()) * _ACCUMULATED * total
+        terms = max(t.shape[-1] for t in inputs if t.dim())
+        lost.expected += terms * (_ACCUMULATED * total + want.numel() * _FLUSHED**2)
     if len(listed.operands) > 2 and listed.kind == "product":
         lost.noise = lost.expected = 0.0  # a sum of products of three: torch says not in what
         return
@@ -208,7 +210,7 @@ def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0)
     """The noise of numbers with this sum of squares that are rounded to dtype times scale."""
     info = torch.finfo(dtype)
     # A processor may flush what is below FP32's normal range.
-    flushes = info.smallest_normal == torch.finfo(torch.float32).smallest_normal
+    flushes = info.smallest_normal == _FLUSHED
     step = float(info.smallest_normal) * (1.0 if flushes else float(info.eps)) * scale
     return _VARIANCE * (float(info.eps) ** 2 * square + numel * step**2)
 
