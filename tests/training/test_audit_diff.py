@@ -280,3 +280,29 @@ def test_layers_that_torch_computes_in_other_ways() -> None:
 def test_names_that_torch_compile_gives() -> None:
     compiled = torch.compile(model(), backend="aot_eager")
     assert mixprec.bisect(model(), compiled, TOKENS).first is None
+
+
+def test_what_amplifies_a_rounding_error() -> None:
+    """A difference of two numbers that are nearly the same."""
+
+    class Cancels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
+            with torch.no_grad():
+                self.b.weight[:, 8:] = -self.b.weight[:, :8] * 1.01
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            return self.c(self.b(torch.cat([y[:, :8], y[:, :8]], 1)))
+
+    torch.manual_seed(0)
+    cancels, x = Cancels(), torch.randn(8, 16)
+    before = copy.deepcopy(cancels.state_dict())
+    diff = mixprec.bisect(cancels, None, x, loss=torch.sum, perturb=True)
+    (place, factor), *_ = diff.amplifiers()
+    assert (place.module, place.op, place.phase) == ("b", "y", "forward")
+    assert factor > 20
+    assert all(torch.equal(value, before[name]) for name, value in cancels.state_dict().items())
+    with pytest.raises(TypeError, match="model_b must be None with perturb=True"):
+        mixprec.bisect(cancels, None, x)

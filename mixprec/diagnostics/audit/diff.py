@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -83,6 +84,16 @@ class Diff:
     def __str__(self) -> str:
         return f"{self.said}\n\n{self.table()}"
 
+    def amplifiers(self, most: int = 5) -> list[tuple[Place, float]]:
+        """The places whose results are further apart than their operands, in relative terms, with
+        the factor, the largest first; at most `most` of them."""
+        found = []
+        for place in self.places:
+            before = max(place.inputs.values(), default=0.0)
+            if 0 < before < place.result:
+                found.append((place, place.result / before))
+        return sorted(found, key=lambda one: -one[1])[:most]
+
     def table(self, around: int | None = 6) -> str:
         """The places around the first one, or all."""
         start = 0 if around is None else max(self._at - around, 0)
@@ -144,11 +155,23 @@ def _first_missing(common: list[tuple[Point, Point]], *steps: list[Point]) -> st
     return "none"
 
 
+@torch.no_grad()
+def _perturbed(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    for i, p in enumerate(other.parameters()):
+        if p.is_floating_point():
+            generator = torch.Generator(p.device).manual_seed(i)
+            away = torch.rand(p.shape, generator=generator, device=p.device) - 0.5
+            p.mul_(1 + 2.0**-7 * away)
+    return other
+
+
 def bisect(
     model_a: nn.Module,
-    model_b: nn.Module,
+    model_b: nn.Module | None,
     *batch: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    perturb: bool = False,
 ) -> Diff:
     """Find where two models part that should compute the same: before and after mixprec.convert,
     in FP32 and in bf16, of two versions of a program.
@@ -160,10 +183,17 @@ def bisect(
     with the same of the other, so that rounding does not count, and each op with what it would
     have returned in FP32, so that rounding that is too coarse does. See `Diff`.
 
+    perturb: with None for model_b, a copy of model_a stands for it, each weight of which is off by
+    up to 2^-8 of itself, at random: `Diff.amplifiers` has what makes more of a rounding error.
+
     batch, loss: as in `mixprec.audit`. Ops are compared by the module that owns them, so that both
     models need the same names. ValueError if they have no op in common.
     """
     from .report import audit
 
+    if (model_b is None) != perturb:
+        raise TypeError("bisect: model_b must be None with perturb=True, and a model without it")
+    if model_b is None:
+        model_b = _perturbed(model_a)
     first = audit(model_a, *batch, loss=loss, sqnr=True)
     return first.diff(audit(model_b, *batch, loss=loss, sqnr=True))
