@@ -268,7 +268,10 @@ def test_the_products_of_a_layer_are_counted_once_and_measured_as_those_of_a_lin
         for name in ("twice", "encoder.self_attn"):
             assert row.gemm_counts(name)["forward"] == {"e4m3 x e4m3": 1}
         assert row.sqnr.keys() == {"conv1d", "linear"} | encoder, "of the layers with one product"
-        assert row.sqnr["conv1d"] == row.sqnr["linear"]
+        ours, linear = (dict(row.sqnr[name]) for name in ("conv1d", "linear"))
+        assert ours.pop("recipe") == linear.pop("recipe")
+        assert ours.pop("remedy") is linear.pop("remedy") is None
+        assert ours == pytest.approx(linear, abs=1e-4)  # FP32 sums in other orders
 
 
 def every_kind() -> nn.Module:

@@ -103,7 +103,8 @@ def _what_if_convolved(
             if t is given.get("bias") or t.dim() < 3:
                 return shadow.own(t)
             role = shadow.roles.get(t) or "x"
-            return what_if.of_convolution(recipe, role, shadow.own(t), given["weight"])
+            wide = shadow.own(t)
+            return what_if.of_convolution(recipe, role, wide, given["weight"]).to(wide.dtype)
 
         got = ran.again(value)[i]
         if got is not None:
