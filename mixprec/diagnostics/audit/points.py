@@ -53,6 +53,9 @@ def record(
         roles.reverse()
         values = [t.transpose(-1, -2) for t in reversed(values)]
         result = result.t()
+    if name in ("y", "grad_weight"):  # [N, K] and [M, N], as they are in memory
+        at = 1 if name == "y" else 0
+        values[at] = values[at].transpose(-1, -2)
     point = shadow.trace.point(module, phase, name or listed.kind, result.numel())
     for role, value in zip(roles, values, strict=True):
         point.inputs.setdefault(_WORDS[role], sketch(value))

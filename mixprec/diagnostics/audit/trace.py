@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional
 
 _DRAWS, _COLUMNS, _ROWS = 4, 127, 4096  # a prime: no column of a matrix is a column of this one
 
@@ -55,10 +54,14 @@ def sketch(x: torch.Tensor) -> list[float]:
     """Of the values in the order of the elements."""
     flat = x.detach().reshape(-1)
     flat = flat.float() if flat.dtype != torch.float32 else flat
-    rows = functional.pad(flat, (0, -flat.numel() % _COLUMNS)).view(-1, _COLUMNS)
-    total = rows.new_zeros((_DRAWS, _COLUMNS))
+    whole = flat.numel() // _COLUMNS
+    total = flat.new_zeros((_DRAWS, _COLUMNS))
+    rows = flat[: whole * _COLUMNS].view(-1, _COLUMNS)
     for i, part in enumerate(rows.split(_ROWS)):
         total += _signs(i)[:, : part.shape[0]].to(part.device) @ part
+    rest = flat[whole * _COLUMNS :]
+    last = _signs(whole // _ROWS)[:, whole % _ROWS : whole % _ROWS + 1].to(flat.device)
+    total[:, : rest.numel()] += last * rest
     found: list[float] = total.flatten().tolist()
     return found
 
