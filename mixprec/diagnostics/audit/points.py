@@ -48,7 +48,8 @@ def record(
     bias = given.get(_BIASES.get(func.overloadpacket, "bias"))
     if bias is not None and bias.dim() == 1 and listed.kind == "product":
         result = result - shadow.of_step(bias)  # other code of the same layer adds it later
-    name = product(roles) if listed.kind == "product" and len(operands) == 2 else None
+    is_product = listed.kind == "product" and [t.dim() > 1 for t in operands] == [True, True]
+    name = product(roles) if is_product else None
     if name is not None and tuple(roles) != ROLES_OF[name] and result.dim() == 2:
         roles.reverse()
         values = [t.transpose(-1, -2) for t in reversed(values)]
