@@ -182,9 +182,7 @@ def _frozen(audit: Audit, model: nn.Module) -> list[str]:
     for name, layer in model.named_modules():
         if name not in run or not isinstance(layer, Layer):
             continue
-        weight = layer._parameters.get(
-            "weight"
-        )  # None of one that is computed, as by spectral_norm
+        weight = layer._parameters.get("weight")  # not of a parametrization, which computes it
         if weight is None or weight.requires_grad:
             continue
         if layer.recipe.is_scaled:

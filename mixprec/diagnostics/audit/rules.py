@@ -150,20 +150,14 @@ def _native_dropout(args: Arguments, value: Value, packed: Packed, result: Any) 
     return [value(args["input"]) * result[1] * (1.0 / kept if kept else 0.0), None]
 
 
-def _chosen(dim: str = "dim") -> Rule:
+def _chosen(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
     """Of ops that return values and where they were: values of the same places."""
-
-    def rule(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
-        x, (found, where) = value(args["self"]), result
-        at = args[dim] if x.dim() else 0
-        if x.dim() == 0:
-            return [x.clone(), None]
-        squeezed = found.dim() < x.dim()
-        places = where.unsqueeze(at) if squeezed else where
-        taken = x.gather(at, places)
-        return [taken.squeeze(at) if squeezed else taken, None]
-
-    return rule
+    x, (found, where), at = value(args["self"]), result, args["dim"]
+    if x.dim() == 0:
+        return [x.clone(), None]
+    squeezed = found.dim() < x.dim()
+    taken = x.gather(at, where.unsqueeze(at) if squeezed else where)
+    return [taken.squeeze(at) if squeezed else taken, None]
 
 
 def _max_pool(args: Arguments, value: Value, packed: Packed, result: Any) -> Results:
@@ -192,11 +186,11 @@ PRODUCTS: dict[Any, Rule] = {
 TORCHS: dict[Any, Rule] = {
     aten.native_dropout: _native_dropout,
     aten._scaled_mm: _scaled_mm,
-    aten.topk: _chosen(),
-    aten.sort: _chosen(),
-    aten.kthvalue: _chosen(),
-    aten.mode: _chosen(),
+    aten.topk: _chosen,
+    aten.sort: _chosen,
+    aten.kthvalue: _chosen,
+    aten.mode: _chosen,
     aten.max_pool2d_with_indices: _max_pool,
 }
 # Of one of their overloads.
-OVERLOADS: dict[Any, Rule] = dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim), _chosen())
+OVERLOADS: dict[Any, Rule] = dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim), _chosen)

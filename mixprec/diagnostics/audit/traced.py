@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from ...nn._region import Region
 from . import casts
 
-_CASTS = {function.__name__ for function in casts.CASTS}
+_METHODS = {function.__name__ for function in casts.CASTS}  # of tensors, as torch.fx has them
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
 
@@ -61,8 +61,8 @@ class Functions:
                 if isinstance(body, GraphModule):
                     self._read(body, autocast)
             if names := _names(node):
-                name = getattr(node.target, "__name__", node.target)
-                is_cast = name in _CASTS or node.kwargs.get("dtype") is not None
+                known: Any = _METHODS if node.op == "call_method" else casts.CASTS
+                is_cast = node.target in known or node.kwargs.get("dtype") is not None
                 call = Call(is_cast, autocast)
                 self._calls[names] = call if self._calls.get(names, call) == call else None
 

@@ -7,6 +7,7 @@ import torch
 from ...optim._checked import short
 
 _SAMPLE = 4096  # elements of each parameter
+_TORCHS = {c for c in vars(torch.optim).values() if isinstance(c, type)} - {torch.optim.LBFGS}
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -19,8 +20,7 @@ class Updates:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        self._is_known = is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
+        self._is_known = type(optimizer) in _TORCHS
         self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counts: list[torch.Tensor] = []
         self.dtype = ""
