@@ -49,28 +49,26 @@ class Operand:
         self,
         used: torch.Tensor,
         given: torch.Tensor,
+        signal: float,
         expected: float | None,
         codes: torch.Tensor | None,
     ) -> None:
         """used: the values in the op's format; given: before the cast, or without one those of the
-        step in FP32; expected: the noise of a cast, None without one; codes: FP8's."""
+        step in FP32; signal: the sum of squares of a cast's, and expected: its noise, None without
+        one; codes: FP8's."""
         kept, there = int(torch.count_nonzero(used)), int(torch.count_nonzero(given))
         self.elements += used.numel()
         self.zeros += used.numel() - kept
         self.underflow += max(there - kept, 0)
-        signal, noise = power(given), power(given - used)
-        cut = _cut_off(used, given, codes) if codes is not None or not noise < math.inf else ()
+        noise = power(given - used)
+        cut = _cut_off(used, given, codes, math.isfinite(noise))
         self.overflow += len(cut)
         if expected is None:
             return
         self.signal += signal
         self.noise += noise
         if len(cut) or not noise < math.inf:  # the cast has nothing to do with what was not finite
-            off = (
-                (given - used)
-                .reshape(-1)
-                .index_fill(0, torch.as_tensor(cut, dtype=torch.long), 0.0)
-            )
+            off = (given - used).reshape(-1).index_fill(0, cut, 0.0)
             noise = power(off.nan_to_num_(0.0, 0.0, 0.0))
         if math.isfinite(expected):  # else what was cast had Inf or NaN
             self.unsaturated += noise
@@ -80,15 +78,25 @@ class Operand:
 _FP8 = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
-def _cut_off(used: torch.Tensor, given: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
+def _cut_off(
+    used: torch.Tensor, given: torch.Tensor, codes: torch.Tensor | None, is_finite: bool
+) -> torch.Tensor:
     """The places of finite elements that have become Inf or NaN, or the largest of FP8, from
     further away than rounding to nearest takes them."""
-    cut = ~torch.isfinite(used)
+    found = [torch.empty(0, dtype=torch.long, device=used.device)]
+    if not is_finite:
+        cut = ~torch.isfinite(used) & torch.isfinite(given)
+        found.append(cut.reshape(-1).nonzero()[:, 0])
     if codes is not None:
         fmt = _FP8[codes.dtype]
-        further = given.abs() > used.abs() * (largest_kept(fmt) / fmt.max * (1 + 2.0**-20))
-        cut = cut | ((codes.float().abs() == fmt.max) & further)
-    return (cut & torch.isfinite(given)).reshape(-1).nonzero()[:, 0]
+        largest = int(torch.tensor(fmt.max, dtype=codes.dtype).view(torch.uint8))
+        at = ((codes.view(torch.uint8) & 0x7F) == largest).reshape(-1).nonzero()[:, 0]
+        was = given.reshape(-1)[at]
+        further = was.abs() > used.reshape(-1)[at].abs() * (
+            largest_kept(fmt) / fmt.max * (1 + 2.0**-20)
+        )
+        found.append(at[further & torch.isfinite(was)])
+    return torch.cat(found)
 
 
 def power(x: torch.Tensor) -> float:
@@ -96,7 +104,11 @@ def power(x: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(x))
     if 1e-12 < norm < 1e12:
         return norm**2
-    return float(x.double().square().sum())  # which would leave the range of FP32
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest**2
+    # Squares that would leave the range of FP32.
+    return (float(torch.linalg.vector_norm(x.double() / largest)) * largest) ** 2
 
 
 @dataclass

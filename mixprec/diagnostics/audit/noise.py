@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ...formats import Format
 from ...ops._reference.block_formats import BlockFormat
 from ...recipes import Recipe
-from . import rules, what_if
+from . import residual, rules, what_if
 from .lost import RESULT, ROLES_OF, Lost, Operand, power, product
 from .ops import Arguments, Listed, arguments
 from .shadow import Ran, Shadow
@@ -69,7 +69,8 @@ def measured(
             for role, operand in operands.items()
             if name == RESULT or role in ROLES_OF[name]
         }
-        _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
+        if not (has_casts and _is_estimated(lost, func, given, one, used)):
+            _arithmetic(lost, listed, inputs, one, ran, i, used if has_casts else None)
         if listed.kind == "product" and name != RESULT:
             lost.what_if = _what_if(listed, given, used, shadow)
         elif listed.kind == "convolution":
@@ -142,15 +143,40 @@ def _operands(used: _Used, listed: Listed, given: Arguments, shadow: Shadow) -> 
         t = given[name]
         if not isinstance(t, torch.Tensor) or t.dtype not in FLOATS or not t.numel():
             continue
-        before, expected = shadow.before.get(t), None
+        before, square, expected = shadow.before.get(t), 0.0, None
         if before is None:
             before = shadow.whole.get(t)
         elif (fmt := shadow.formats.get(t)) is not None:
-            expected = _cast_noise(before, fmt, along=-2 if name == "b" else -1)
+            square = power(before)
+            expected = _cast_noise(before, square, fmt, along=-2 if name == "b" else -1)
         operand = found.setdefault(shadow.roles.get(t) or "x", Operand())
         before = used[name] if before is None else before
-        operand.add(used[name], before, expected, t if t.dtype.itemsize == 1 else None)
+        operand.add(used[name], before, square, expected, t if t.dtype.itemsize == 1 else None)
     return found
+
+
+def _is_estimated(
+    lost: Lost, func: Any, given: Arguments, actual: torch.Tensor, used: _Used
+) -> bool:
+    """Of a large product of two matrices, the noise against FP32 of the operands as they are, by a
+    few sums over all of its elements; False: of another op, or where something is not finite."""
+    names = residual.operands(func, given)
+    if names is None:
+        return False
+    a, b = used[names[0]], used[names[1]]
+    bias = None if names[2] is None else used[names[2]]
+    total, noise = power(actual), residual.noise(actual, a, b, bias)
+    if not math.isfinite(noise):
+        return False
+    lost.noise = noise
+    lost.expected = _rounding(actual.dtype, total, actual.numel())
+    lost.expected += _summing(a.shape[1] + b.shape[1], total, actual.numel())
+    return True
+
+
+def _summing(terms: int, square: float, numel: int) -> float:
+    """The noise of sums of so many terms in FP32 with this sum of squares."""
+    return terms * (_ACCUMULATED * square + numel * _FLUSHED**2)
 
 
 def _arithmetic(
@@ -184,8 +210,7 @@ def _arithmetic(
         total, lost.noise = power(want), power(want - torch.where(finite, actual, 0.0))
     lost.expected = _rounding(actual.dtype, total, want.numel())
     if listed.kind == "product":
-        terms = max(t.shape[-1] for t in inputs if t.dim())
-        lost.expected += terms * (_ACCUMULATED * total + want.numel() * _FLUSHED**2)
+        lost.expected += _summing(max(t.shape[-1] for t in inputs if t.dim()), total, want.numel())
     if len(listed.operands) > 2 and listed.kind == "product":
         lost.noise = lost.expected = 0.0  # a sum of products of three: torch says not in what
         return
@@ -216,11 +241,10 @@ def _rounding(dtype: torch.dtype, square: float, numel: int, scale: float = 1.0)
     return _VARIANCE * (float(info.eps) ** 2 * square + numel * step**2)
 
 
-def _cast_noise(x: torch.Tensor, fmt: Format | BlockFormat, along: int) -> float:
-    """What a cast of x to a format may be off by; scales of block formats are those of blocks along
-    this dimension."""
+def _cast_noise(x: torch.Tensor, square: float, fmt: Format | BlockFormat, along: int) -> float:
+    """What a cast of x, whose sum of squares this is, to a format may be off by; scales of block
+    formats are those of blocks along this dimension."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    square = power(x)
     if isinstance(fmt, BlockFormat):
         blocks = x.abs().transpose(along, -1).flatten(0, -2)
         blocks = functional.pad(blocks, (0, -blocks.shape[-1] % fmt.block))
