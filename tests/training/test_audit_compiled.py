@@ -509,14 +509,21 @@ def test_functions_whose_ops_are_not_read() -> None:
 
 
 def test_graphs_that_were_not_seen() -> None:
-    """Of a backend that has the name of one that is read."""
+    """Of a backend that compiles in a way of its own, and of one with the name of another."""
+
+    class Own(torch._TorchCompileInductorWrapper):
+        def __call__(self, graph: Any, inputs: Any) -> Any:
+            return graph.forward
 
     def inductor(graph: Any, inputs: Any) -> Any:
         return graph.forward
 
     model = mlp()
-    audit = mixprec.audit(torch.compile(model, backend=inductor), X, loss=square)
+    own: Any = Own(None, None, None)
+    audit = mixprec.audit(torch.compile(model, backend=own), X, loss=square)
     assert any("1 compiled graphs were not seen" in note for note in audit.notes)
+    audit = mixprec.audit(torch.compile(model, backend=inductor), X, loss=square)
+    assert any("backend inductor are not read" in note for note in audit.notes)
 
 
 def test_sizes_that_depend_on_values() -> None:

@@ -216,6 +216,22 @@ def test_with_a_file_of_another_process(tmp_path: Path) -> None:
     assert diff.first.module == "layers.1.up"
 
 
+def test_a_file_of_what_is_not_finite(tmp_path: Path) -> None:
+    bad = model()
+    with torch.no_grad():
+        bad.get_submodule("layers.1.up").weight[0, 0] = math.inf
+    other = audited("fp32", bad)
+    other.save(tmp_path / "other.json")
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads((tmp_path / "other.json").read_text(), parse_constant=refuse)
+    there, read = (str(audited("fp32", model()).diff(o)) for o in (other, tmp_path / "other.json"))
+    assert there == read
+    assert "layers.1.up" in read
+
+
 def test_distances_of_sketches() -> None:
     """Of one element, a column, a constant, noise; of memory in another order the same."""
     torch.manual_seed(0)

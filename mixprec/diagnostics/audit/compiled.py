@@ -28,8 +28,20 @@ from .traced import Functions
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-_READ = ("inductor", "aot_eager")
+_INDUCTOR, _AOT_EAGER = "inductor", "aot_eager"
 _regions = itertools.count(2**40)  # of Dynamo's caches; torch.compile counts its own from 0
+
+
+def _known(backend: Any) -> tuple[str, bool]:
+    """The name of a backend of torch.compile, and whether its AOT graphs can be read."""
+    lookup = torch._dynamo.lookup_backend
+    function = getattr(backend, "compiler_fn", backend)
+    inductor = torch._TorchCompileInductorWrapper
+    if isinstance(function, inductor) or function is lookup(_INDUCTOR):
+        return _INDUCTOR, True
+    if function is lookup(_AOT_EAGER):
+        return _AOT_EAGER, True
+    return getattr(function, "__name__", type(function).__name__), False
 
 
 class Compiled:
@@ -75,17 +87,15 @@ class Compiled:
         self.called = True
         frames: Any = sys.modules["torch._dynamo.eval_frame"]
         backend = frames.innermost_backend(own)
-        name = getattr(
-            backend, "compiler_name", getattr(backend, "__name__", type(backend).__name__)
-        )
-        if name not in _READ:
+        name, is_read = _known(backend)
+        if not is_read:
             count = frames.set_fullgraph_compiled_frame_count
             if count(0) < 0:
                 count(-1)
                 self.unread[name] = "uncompiled"
                 return None
             self.unread[name] = "as aot_eager runs it"  # fullgraph=True: it has to be compiled
-            backend, name = torch._dynamo.lookup_backend("aot_eager"), "aot_eager"
+            backend, name = torch._dynamo.lookup_backend(_AOT_EAGER), _AOT_EAGER
         frames.set_eval_frame_isolate_recompiles_id(self._region)
         if id(given) not in self._callbacks:
             inner = own._clone_with_backend(self._backend(backend, name))
@@ -136,7 +146,7 @@ class _Backend:
     def __call__(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
         common: Any = sys.modules["torch._dynamo.backends.common"]
         simplified, compiled = common.aot_module_simplified, self._compiled
-        lossy = self.__name__ != "aot_eager"
+        lossy = self.__name__ != _AOT_EAGER
         seen = []
 
         def show(traced: Any, args: Any, **options: Any) -> Any:

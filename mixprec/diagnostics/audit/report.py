@@ -16,6 +16,7 @@ from torch import nn
 
 from ...recipes import Recipe
 from ..batches import call, scalar_loss, tensors
+from ..recorded import finite
 from ..report_table import aligned
 from ..unchanged import as_before
 from . import findings, lost_findings, page, sqnr_table
@@ -170,15 +171,16 @@ class Audit:
         Path(path).write_text(page.html(self, self._model, name), encoding="utf-8")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+        """Write a JSON file, with null for NaN and Inf."""
+        found = finite(self.to_dict())
+        Path(path).write_text(json.dumps(found, indent=1, allow_nan=False))
 
 
 def _points(audit: Audit | str | os.PathLike[str]) -> list[Point]:
     if isinstance(audit, Audit):
         found = audit.points
     else:
-        found = [Point(**row) for row in json.loads(Path(audit).read_text())["points"]]
+        found = [Point.of_json(row) for row in json.loads(Path(audit).read_text())["points"]]
     if not found:
         raise ValueError("diff: both audits must be made with sqnr=True, and have run a product")
     return found

@@ -7,8 +7,10 @@ of two sketches, over 4, estimates that of the tensors (Alon, Matias and Szegedy
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -37,6 +39,15 @@ class Point:
     own: float = 0.0
     made: float = 0.0
     after: str = ""
+
+    @classmethod
+    def of_json(cls, row: dict[str, Any]) -> Point:
+        """As `Audit.save` has written it, null for what is not finite."""
+        values: dict[str, Any] = {n: math.inf if v is None else v for n, v in row.items()}
+        point = cls(**values)
+        for numbers in (*point.inputs.values(), point.result):
+            numbers[:] = [math.inf if n is None else n for n in numbers]
+        return point
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
