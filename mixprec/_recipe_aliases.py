@@ -18,6 +18,7 @@ _ALIASES = {
     # torchao: Float8LinearConfig.from_recipe_name
     "tensorwise": "fp8",
     "rowwise": "fp8-rowwise",
+    "rowwise_with_gw_hp": "fp8-rowwise+gw-bf16",  # whose weight has one scale in grad_input there
     # Transformer Engine: common.recipe. Ours rounds scales to powers of two, and the delayed one
     # looks back 16 steps, not 1024.
     "float8currentscaling": "fp8",
@@ -58,10 +59,6 @@ _REFUSED = {
     "int8": 'it is not for training; mixprec.freeze(model, "int8") is for inference',
     "int4": _NO_INT4,
     "fp4": _WHICH_FP4,
-    "rowwise_with_gw_hp": (
-        "here no GEMM of an FP8 recipe runs in 16 bits, because what is saved for grad_weight is "
-        'FP8; "fp8-rowwise" is the nearest'
-    ),
 }
 
 # jmp.get_policy: "params=float32,compute=bfloat16,output=float32", or p=f32,c=bf16,o=f32

@@ -6,7 +6,7 @@ import torch
 
 from .ops._dispatch import library
 from .ops._dispatch.scaled_mm import CAPABILITIES, MXFP8, NVFP4
-from .recipes import ROLES, Recipe
+from .recipes import GEMMS, ROLES, Recipe
 
 # The first compute capability whose tensor cores support a format, and its name.
 _NEEDED = {"fp16": ((7, 0), "Volta"), "bf16": ((8, 0), "Ampere"), "fp8": ((8, 9), "Ada or Hopper")}
@@ -86,6 +86,9 @@ def why_not(recipe: Recipe | str, device: torch.device | str | int | None = None
     they are not supported. ValueError for an unknown recipe, RuntimeError for an invalid device.
     """
     recipe = Recipe.parse(recipe)
+    if recipe.products:  # the first reason of one of them
+        reasons = (why_not(recipe.product(name), device) for name in GEMMS)
+        return next(filter(None, reasons), None)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

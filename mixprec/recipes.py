@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+import torch
 
 from . import _recipe_aliases, formats
 from .formats import BF16, E2M1, E4M3, E5M2, FP16, Format
 from .ops._reference import block_formats
 
 __all__ = [
-    *("AMAX_OF", "BLOCKS", "GEMMS", "GRANULARITIES", "RECIPES", "ROLES", "SCALINGS"),
+    *("AMAX_OF", "BLOCKS", "GEMMS", "GRANULARITIES", "READ_BY", "RECIPES", "ROLES", "SCALINGS"),
     "Recipe",
 ]
 
@@ -21,6 +23,12 @@ GRANULARITIES = ("tensor", "row", "block1x128", "block128x128", *BLOCKS)
 SCALINGS = ("current", "delayed")
 AMAX_OF = ("max", "most_recent")
 ROLES = ("x", "w", "g")
+# The products that read an operand: the first as it is, the second its transpose.
+READ_BY = {
+    "x": ("forward", "grad_weight"),
+    "w": ("forward", "grad_input"),
+    "g": ("grad_input", "grad_weight"),
+}
 DELAYED_ROLES = ("x", "g")  # a weight is scaled by its current amax
 _OF_BLOCKS = ("scale_mode", "stochastic_rounding", "hadamard")
 _NOT_OF_BLOCKS = ("power_of_two_scale", "scaling", "fast_accum")
@@ -62,6 +70,12 @@ class Recipe:
     16 x 16 matrix (Hadamard's, with fixed random signs) along each 16 of the M that it sums over.
     The product is the same, but outliers are spread. Not for convolutions larger than 1 x 1.
 
+    products: recipes of the other two products, by their name above: {"grad_weight": "bf16"}
+    computes it in bf16, where forward and grad_input have the formats of this recipe. x, w and g
+    are cast once for each recipe that reads them, and what is saved for backward is what the
+    backward products read: with a grad_weight in bf16, x in bf16. Neither fp16, which needs loss
+    scaling, nor, in products, delayed scaling.
+
     clip_activations, for fp16 only: finite values of an fp16 output y that would overflow to Inf
     become +-65504, are counted in the layer's buffer `clipped`, and have gradient 0. By default
     they become Inf.
@@ -90,6 +104,7 @@ class Recipe:
     amax_of: str | None = None
     margin: int = 0
     fast_accum: tuple[str, ...] = ()
+    products: tuple[tuple[str, Recipe], ...] = ()
     clip_activations: bool = False
     scale_mode: str = "rceil"
     stochastic_rounding: tuple[str, ...] = ()
@@ -114,6 +129,7 @@ class Recipe:
         self._check_formats()
         self._check_blocks()
         self._check_delayed()
+        self._check_products()
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the way to normalise a field when frozen
@@ -134,21 +150,23 @@ class Recipe:
         self._set(field, tuple(name for name in names if name in given))
 
     def _check_formats(self) -> None:
-        if not self.is_scaled and not self.x == self.w == self.g:
+        is_scaled = all(fmt.bits <= 8 for fmt in (self.x, self.w, self.g))
+        if not is_scaled and not self.x == self.w == self.g:
             raise ValueError(
                 f"Recipe: x, w and g must be all FP8, all fp16 or all bf16, or all block formats, "
                 f"got x {self.x}, w {self.w}, g {self.g}"
             )
         no_clip = f"False: it is for outputs of fp16 operands, and x is {self.x}"
         self._is("clip_activations", self.x == FP16 or not self.clip_activations, no_clip)
-        if self.is_scaled:
+        if is_scaled:
             return
-        others = [field.name for field in fields(self)[4:] if field.name != "clip_activations"]
+        free = ("clip_activations", "products")
+        others = [field.name for field in fields(self)[4:] if field.name not in free]
         self._are_default(others, f"{self.x} operands have no scale (FP8 formats: e4m3, e5m2)")
 
     def _check_blocks(self) -> None:
         """Settings of block formats, all three or none."""
-        if not self.is_scaled:
+        if self.x.bits > 8:
             return
         granularities = {role: getattr(self, f"{role}_granularity") for role in ROLES}
         blocks = any(granularity in BLOCKS for granularity in granularities.values())
@@ -195,20 +213,72 @@ class Recipe:
         whole = isinstance(self.margin, int) and not isinstance(self.margin, bool)
         self._is("margin", whole and -64 <= self.margin <= 64, "an int between -64 and 64")
 
+    def _check_products(self) -> None:
+        """products, as a tuple in their order, without those that are as this recipe."""
+        given, names = self.products, GEMMS[1:]
+        valid = isinstance(given, (Mapping, tuple)) and {*dict(given)} <= {*names}
+        self._is("products", valid, f'recipes of some of {names}, as {{"grad_weight": "bf16"}}')
+        own = replace(self, products=()) if given else self
+        self._set("_own", own)
+        parsed = {name: Recipe.parse(recipe) for name, recipe in dict(given).items()}
+        for name, recipe in parsed.items():
+            what = f"Recipe {self.name}: products: {name}"
+            if recipe.products:
+                raise ValueError(f"{what} must be a recipe without products, got {recipe.name}")
+            if replace(recipe, name=self.name) == own:
+                continue
+            if FP16 in (self.x, recipe.x):
+                raise ValueError(
+                    f"{what} must not be {recipe.name} beside {self.x}: if one product is in fp16, "
+                    "which needs loss scaling, all three are"
+                )
+            if recipe.is_delayed:
+                raise ValueError(
+                    f"{what} must not have delayed scaling, whose state is that of a layer's own "
+                    f"recipe, got {recipe.name}"
+                )
+        kept = ((name, parsed[name]) for name in names if name in parsed)
+        others = ((n, recipe) for n, recipe in kept if replace(recipe, name=self.name) != own)
+        self._set("products", tuple(others))
+
+    def product(self, name: str) -> Recipe:
+        """How "forward", "grad_input" or "grad_weight" is computed: a recipe without `products`,
+        this one if it has none."""
+        if not self.products:
+            return self
+        own: Recipe = self._own  # type: ignore[attr-defined]
+        return dict(self.products).get(name, own)
+
+    def casts(self, role: str) -> tuple[Recipe, Recipe]:
+        """How the operand "x", "w" or "g" is cast: as it is, and its transpose, for the two
+        products of `READ_BY`."""
+        first, second = READ_BY[role]
+        return self.product(first), self.product(second)
+
+    @property
+    def _each(self) -> tuple[Recipe, ...]:
+        """Of all products."""
+        return self, *(recipe for _, recipe in self.products)
+
     @property
     def is_scaled(self) -> bool:
-        """Whether the operands have scales: FP8 and the block formats, not 16 bits."""
-        return all(f.bits <= 8 for f in (self.x, self.w, self.g))
+        """Whether there are operands with scales: FP8 and the block formats, not 16 bits."""
+        return any(recipe.x.bits <= 8 for recipe in self._each)
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the operands have 8 bits: FP8, in blocks or not, but not fewer bits."""
-        return all(f.bits == 8 for f in (self.x, self.w, self.g))
+        """Whether all operands have 8 bits: FP8, in blocks or not, but not fewer bits."""
+        return all(f.bits == 8 for r in self._each for f in (r.x, r.w, r.g))
 
     @property
     def is_block(self) -> bool:
-        """Whether the operands have block formats: granularity "mx" or "nvfp4"."""
-        return self.x_granularity in BLOCKS
+        """Whether there are operands in block formats: granularity "mx" or "nvfp4"."""
+        return any(recipe.x_granularity in BLOCKS for recipe in self._each)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The 16-bit dtype of values that are not cast, as between fused products."""
+        return torch.float16 if self.x == FP16 else torch.bfloat16
 
     def block_format(self, role: str) -> str | None:
         """The block format of "x", "w" or "g", as the ops name it; None if it has another."""
@@ -227,12 +297,14 @@ class Recipe:
     @property
     def grad_input(self) -> tuple[Format, Format]:
         """The operand formats (a, b) of g @ w."""
-        return self.g, self.w
+        recipe = self.product("grad_input")
+        return recipe.g, recipe.w
 
     @property
     def grad_weight(self) -> tuple[Format, Format]:
         """The operand formats (a, b) of g^T @ x."""
-        return self.g, self.x
+        recipe = self.product("grad_weight")
+        return recipe.g, recipe.x
 
     @property
     def needs_loss_scaling(self) -> bool:
@@ -240,7 +312,15 @@ class Recipe:
         range is short and which, unlike FP8 here, is cast without a scale."""
         return self.g == FP16
 
+    @property
+    def is_random(self) -> bool:
+        """Whether there are operands that are rounded stochastically."""
+        return any(recipe.stochastic_rounding for recipe in self._each)
+
     def __str__(self) -> str:
+        if self.products:
+            others = (f"{name} in {recipe}" for name, recipe in self.products)
+            return "; ".join([str(self.product("forward")), *others])
         if not self.is_scaled:
             parts = [self.name if self.name == self.x.name else f"{self.name}: {self.x}"]
             return ", ".join([*parts, *(["clip_activations"] if self.clip_activations else [])])
@@ -262,6 +342,7 @@ class Recipe:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {role: values[role].name for role in ROLES}
         values |= {name: list(values[name]) for name in ("fast_accum", "stochastic_rounding")}
+        values["products"] = {name: recipe.to_dict() for name, recipe in self.products}
         return {**values, "version": 1}
 
     @staticmethod
@@ -277,26 +358,49 @@ class Recipe:
                 f"Recipe.from_dict: settings must be some of {', '.join(known)}, with name, x, w "
                 f"and g; unknown: {sorted(unknown)}, missing: {sorted(missing)}"
             )
-        return Recipe(**given)
+        products = dict(given.pop("products", {})).items()
+        return Recipe(**given, products=tuple((n, Recipe.from_dict(r)) for n, r in products))
 
     @staticmethod
     def parse(recipe: Recipe | str) -> Recipe:
         """Return `recipe` itself, or the recipe of that name or alias.
 
-        Names: those of `RECIPES`. Aliases: the names used by Keras ("mixed_bfloat16"), of jmp
-        ("params=float32,compute=bfloat16,output=float32"), of torch's dtypes, of torchao, Megatron
-        and Transformer Engine ("hybrid"); all in `mixprec._recipe_aliases`, upper or lower case,
-        with "-" or "_". ValueError lists the names, or says what to use for a name that is no
-        recipe ("int8", "e4m3", "amp").
+        Names: those of `RECIPES`. With "+gi-" or "+gw-" and another name, the grad_input or the
+        grad_weight product is computed by that: "fp8-rowwise+gw-bf16". Aliases: the names used by
+        Keras ("mixed_bfloat16"), of jmp ("params=float32,compute=bfloat16,output=float32"), of
+        torch's dtypes, of torchao, Megatron and Transformer Engine ("hybrid"); all in
+        `mixprec._recipe_aliases`, upper or lower case, with "-" or "_". ValueError lists the names,
+        or says what to use for a name that is no recipe ("int8", "e4m3", "amp").
         """
         if isinstance(recipe, Recipe):
             return recipe
         if isinstance(recipe, str):
-            alias = recipe.strip().lower()
-            if found := RECIPES.get(_recipe_aliases.name_of(alias)):
+            name = _recipe_aliases.name_of(recipe.strip().lower())
+            if "+" in name:
+                return _mixed(recipe, *name.split("+"))
+            if found := RECIPES.get(name):
                 return found
         names = ", ".join(f'"{name}"' for name in RECIPES)
         raise ValueError(f"recipe must be {names} or a mixprec.Recipe, got {recipe!r}")
+
+
+_PREFIXES = {"grad_input": "gi-", "grad_weight": "gw-"}
+
+
+def _mixed(given: str, first: str, *others: str) -> Recipe:
+    """The recipe of a name like "fp8-rowwise+gw-bf16"."""
+    own, products = Recipe.parse(first), {}
+    for name, prefix in _PREFIXES.items():
+        found = [other.removeprefix(prefix) for other in others if other.startswith(prefix)]
+        if len(found) == 1:
+            products[name] = Recipe.parse(found[0])
+    if len(products) < len(others):
+        raise ValueError(
+            f'recipe must be NAME, NAME+gi-NAME, NAME+gw-NAME or both, such as "fp8+gw-bf16", got '
+            f"{given!r}"
+        )
+    suffixes = (f"+{_PREFIXES[n]}{r.name}" for n, r in products.items() if r != own)
+    return replace(own, name=own.name + "".join(suffixes), products=tuple(products.items()))
 
 
 def _all(granularity: str) -> Any:

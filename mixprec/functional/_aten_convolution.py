@@ -86,13 +86,29 @@ def _in_memory_order(t: torch.Tensor, granularity: str) -> bool:
 def encode(
     t: torch.Tensor, role: str, recipe: Recipe, delayed: Delayed | None, *, record: bool = True
 ) -> Operand:
-    """Cast t for role "x", "w" or "g"; in FP8 as a matrix [first dimension, all the rest]."""
+    """Cast t for role "x", "w" or "g"; in FP8 as a matrix [first dimension, all the rest].
+
+    `matrix` is for the first product that reads it, `matrix_t` for the other one, and the same
+    unless that has a recipe of its own.
+    """
+    first, second = recipe.casts(role)
+    plain = _encode(t, role, first, delayed, record)
+    other = plain if second == first else _encode(t, role, second, delayed, record)
+    return Operand(
+        plain.data, other.data, plain.scale_inv, other.scale_inv, plain.tensor_scale_inv,
+        other.tensor_scale_inv,
+    )  # fmt: skip
+
+
+def _encode(
+    t: torch.Tensor, role: str, recipe: Recipe, delayed: Delayed | None, record: bool
+) -> Matrix:
     fmt = getattr(recipe, role)
     if fmt.bits == 16:
-        return Operand(t.to(fmt.dtype), None, None, None)
+        return Matrix(t.to(fmt.dtype), None, None)
     if _in_memory_order(t, getattr(recipe, f"{role}_granularity")):
         t = t.permute(0, 2, 3, 1)
-    return operands.cast(t.flatten(1), role, recipe, delayed, use_t=False, record=record)
+    return operands.cast(t.flatten(1), role, recipe, delayed, use_t=False, record=record).matrix
 
 
 class Layout(NamedTuple):
@@ -104,10 +120,18 @@ class Layout(NamedTuple):
     block_format: str | None
 
     @staticmethod
-    def of(t: torch.Tensor, role: str, recipe: Recipe) -> Layout:
-        granularity = getattr(recipe, f"{role}_granularity")
-        in_order = _in_memory_order(t, granularity)
-        return Layout(tuple(t.shape), is_channels_last(t), in_order, recipe.block_format(role))
+    def both(t: torch.Tensor, role: str, recipe: Recipe) -> tuple[Layout, Layout]:
+        """Of `matrix` and `matrix_t`."""
+        first, second = (
+            Layout(
+                tuple(t.shape),
+                is_channels_last(t),
+                _in_memory_order(t, getattr(one, f"{role}_granularity")),
+                one.block_format(role),
+            )
+            for one in recipe.casts(role)
+        )
+        return first, second
 
     def decode(self, cast: Matrix) -> torch.Tensor:
         """16-bit values unchanged; others as bf16, exact for scales that are powers of two."""
@@ -137,7 +161,7 @@ def _second(ctx: Any, inputs: Any, grads: Tensors) -> Tensors:
     """The gradients of the inputs g, x and weight, for those of the gradients of x, weight and
     bias: by torch's second derivative of a convolution, in the recipe's 16-bit dtype."""
     (g, x, weight), (u, v, s) = inputs, grads
-    dtype = torch.bfloat16 if ctx.recipe.is_scaled else ctx.recipe.x.dtype
+    dtype = ctx.recipe.dtype
     if _in_fp32(x.new_empty(0, dtype=dtype)):
         dtype = torch.float32
     u, v, s, *operands_ = (None if t is None else t.to(dtype) for t in (u, v, s, g, weight, x))
@@ -169,7 +193,8 @@ class Convolution(torch.autograd.Function):
         main_grad, delayed, quantized_weight, name = product
         ctx.recipe, ctx.name, ctx.geometry = recipe, name, geometry
         ctx.backend = context.backend
-        ctx.x_layout, ctx.w_layout = Layout.of(x, "x", recipe), Layout.of(weight, "w", recipe)
+        x_layout, ctx.x_layout = Layout.both(x, "x", recipe)
+        w_layout, ctx.w_layout = Layout.both(weight, "w", recipe)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not saved with save_for_backward, because they are modified in place.
@@ -177,12 +202,12 @@ class Convolution(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         qx = encode(x, "x", recipe, delayed, record=grad_enabled)
         qw = quantized_weight or encode(weight, "w", recipe, delayed, record=grad_enabled)
-        saved_x = qx.matrix if need_w else NOTHING
-        saved_w = qw.matrix if need_x else NOTHING
+        saved_x = qx.matrix_t if need_w else NOTHING
+        saved_w = qw.matrix_t if need_x else NOTHING
         ctx.twice = is_twice_differentiable()
         keep_as_is(*saved_x[1:], *saved_w)
         ctx.save_for_backward(*saved_x, *saved_w, *((x, weight) if ctx.twice else ()))
-        a, b = ctx.x_layout.decode(qx.matrix), ctx.w_layout.decode(qw.matrix)
+        a, b = x_layout.decode(qx.matrix), w_layout.decode(qw.matrix)
         if recipe.clip_activations or _in_fp32(a) or _is_wrong(a, b, geometry):
             a, b = a.float(), b.float()
         observe("forward", recipe, name)
@@ -197,26 +222,38 @@ class Convolution(torch.autograd.Function):
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         if need_x or need_w:
-            g_layout = Layout.of(g, "g", ctx.recipe)
-            qg = encode(g, "g", ctx.recipe, ctx.delayed)
-            wide = g_layout.decode(qg.matrix)
-            x_layout, w_layout = ctx.x_layout, ctx.w_layout
-            x = x_layout.decode(x_saved) if need_w else x_layout.nothing(wide)
-            w = w_layout.decode(w_saved) if need_x else w_layout.nothing(wide)
-            if _in_fp32(wide):
-                wide, x, w = wide.float(), x.float(), w.float()
-            for kind, need in (("grad_input", need_x), ("grad_weight", need_w)):
-                if need:
-                    observe(kind, ctx.recipe, ctx.name)
-            mask = [need_x, need_w, False]
-            of_x, of_w, _ = _aten.convolution_backward.default(
-                wide, x, w, None, *ctx.geometry.for_aten(), mask
-            )
-            grad_x = of_x.to(ctx.x_dtype) if need_x else None
-            if need_w and ctx.main_grad is not None:
+            qg, layouts = encode(g, "g", ctx.recipe, ctx.delayed), Layout.both(g, "g", ctx.recipe)
+            first, second = ctx.recipe.casts("g")
+            if first == second:
+                wide = layouts[0].decode(qg.matrix)
+                of_x, of_w = _gradients(ctx, wide, x_saved, w_saved, need_x, need_w)
+            else:
+                wide, other = layouts[0].decode(qg.matrix), layouts[1].decode(qg.matrix_t)
+                of_x, _ = _gradients(ctx, wide, x_saved, w_saved, need_x, False)
+                _, of_w = _gradients(ctx, other, x_saved, w_saved, False, need_w)
+            grad_x = None if of_x is None else of_x.to(ctx.x_dtype)
+            if of_w is not None and ctx.main_grad is not None:
                 ctx.main_grad.add_(of_w)
-            elif need_w:
+            elif of_w is not None:
                 grad_w = of_w.to(ctx.w_dtype)
         if need_bias:
             grad_bias = g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_bias, *[None] * 5
+
+
+def _gradients(
+    ctx: Any, g: torch.Tensor, x_saved: Matrix, w_saved: Matrix, need_x: bool, need_w: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of x and weight that are needed, for the values g."""
+    if not need_x and not need_w:
+        return None, None
+    x = ctx.x_layout.decode(x_saved) if need_w else ctx.x_layout.nothing(g)
+    w = ctx.w_layout.decode(w_saved) if need_x else ctx.w_layout.nothing(g)
+    if _in_fp32(g):
+        g, x, w = g.float(), x.float(), w.float()
+    for kind, need in (("grad_input", need_x), ("grad_weight", need_w)):
+        if need:
+            observe(kind, ctx.recipe, ctx.name)
+    mask = [need_x, need_w, False]
+    grads = _aten.convolution_backward.default(g, x, w, None, *ctx.geometry.for_aten(), mask)
+    return (grads[0] if need_x else None), (grads[1] if need_w else None)

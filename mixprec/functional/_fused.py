@@ -217,10 +217,9 @@ def _through_activation(
     recipe, use_t = ctx.recipe, any(ctx.needs[1][: len(first)])
     up = hidden[1] if len(hidden) == 2 else None
     # The sum for a bias takes the values before the cast; a second delayed scale has no argument.
-    apart = recipe.is_scaled and (
-        any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed)
-    )
     how = OperandCast.make("g", recipe, first[0].delayed, g.device, use_t)
+    is_cast = how.cast.dtype != ctx.low
+    apart = is_cast and (any(ctx.needs[2][: len(first)]) or (up is not None and recipe.is_delayed))
     results = act_backward_op(g, hidden[0], up, ctx.act, *(Cast(ctx.low) if apart else how.cast))
     pieces: Any = (results[:5], results[5:])[: len(first)]
     if apart:
@@ -231,7 +230,7 @@ def _through_activation(
         ], plain
     return [
         how.operand(piece, p.delayed) for p, piece in zip(first, pieces, strict=True)
-    ], [] if recipe.is_scaled else [piece[0] for piece in pieces]
+    ], [] if is_cast else [piece[0] for piece in pieces]
 
 
 def _grad_of_x(
@@ -277,7 +276,6 @@ def run_fused(
     act: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`Fused`, for arguments that have been checked."""
-    low = torch.bfloat16 if recipe.is_scaled else recipe.x.dtype
     results: Any = apply(
         op,
         Fused,
@@ -289,7 +287,7 @@ def run_fused(
         act,
         tuple(products),
         recipe,
-        low,
+        recipe.dtype,
         out_dtype,
         torch.is_grad_enabled(),
         simulation.current(),

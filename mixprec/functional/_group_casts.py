@@ -57,9 +57,11 @@ def in_one_call(recipe: Recipe) -> bool:
     """Whether the products of all groups with this recipe are one call.
 
     Not where a scale is of all of a group and of its blocks ("nvfp4"), where rows of x or g share a
-    scale across groups, where groups are rotated, or where one of x and g has blocks along S and
-    the other not.
+    scale across groups, where groups are rotated, where one of x and g has blocks along S and the
+    other not, or where products have recipes of their own.
     """
+    if recipe.products:
+        return False
     rows = (recipe.x_granularity, recipe.g_granularity)
     if recipe.is_block:
         return {*rows, recipe.w_granularity} == {"mx"} and not recipe.hadamard

@@ -83,7 +83,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how, recipe, gemms, qx = ctx.how, ctx.recipe, ctx.gemms, Operand(*saved)
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         classes, k = weight.shape
-        g_dtype = recipe.g.dtype if recipe.g.bits == 16 else torch.float32
+        is_16_bits = all(one.g.bits == 16 for one in recipe.casts("g"))
+        g_dtype = recipe.dtype if is_16_bits else torch.float32
         g = g.reshape(-1).float() if how.reduction == "none" else g.float()
         row_grad = torch.where(factor == 0, 0.0, g * factor)  # of ignored rows, g may be NaN
         row_weight, scale = _normalized(row_grad, logsumexp, how.z_loss, g_dtype)
@@ -153,7 +154,7 @@ def _grad_weight(
 ) -> torch.Tensor | None:
     """g^T @ x * scale of a tile; or None where it is added to total."""
     # Block formats have no place for the scale, and cuBLAS takes none for operands of 16 bits.
-    if gemms.recipe.is_block or g_t.data.is_cuda:
+    if gemms.recipe.product("grad_weight").is_block or g_t.data.is_cuda:
         part = gemms.grad_weight(g_t, x_t, WeightLike(torch.float32, False), None)
         assert part is not None
         if total is None:

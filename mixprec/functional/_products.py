@@ -73,7 +73,8 @@ class Gemms(NamedTuple):
         """g^T @ x, from g_t [N, M] and x_t [K, M]; or None where it is added to main_grad."""
         if main_grad is None:
             # Scales that are not powers of two would multiply in the other order, and round.
-            exact = self.recipe.power_of_two_scale and not self.recipe.is_block
+            recipe = self.recipe.product("grad_weight")
+            exact = recipe.power_of_two_scale and not recipe.is_block
             by_columns = like.by_columns and exact
             return self._run("grad_weight", g_t, x_t, None, like.dtype, by_columns)
         self._add("grad_weight", main_grad, g_t, x_t)
@@ -90,8 +91,9 @@ class Gemms(NamedTuple):
     ) -> torch.Tensor:
         """a @ b^T + bias. by_columns: as (b @ a^T)^T, which has the same sums; without a bias."""
         observe(kind, self.recipe, self.name)
-        fast = kind in self.recipe.fast_accum
-        if self.recipe.is_block:
+        recipe = self.recipe.product(kind)
+        fast = kind in recipe.fast_accum
+        if recipe.is_block:
             return run_blocks(*self._blocks(kind, a, b), bias, dtype, fast, self.simulated)
         if by_columns:
             return gemm(_operands(b, a), None, dtype, fast, self.simulated).t()
@@ -100,13 +102,14 @@ class Gemms(NamedTuple):
     def _add(self, kind: str, total: torch.Tensor, a: Matrix, b: Matrix) -> None:
         """total += a @ b^T"""
         observe(kind, self.recipe, self.name)
-        if self.recipe.is_block:
+        if self.recipe.product(kind).is_block:
             accumulate_blocks(total, *self._blocks(kind, a, b), self.simulated)
         else:
             accumulate(total, _operands(a, b), self.simulated)
 
     def _blocks(self, kind: str, a: Matrix, b: Matrix) -> tuple[Blocks, Blocks]:
-        formats = [self.recipe.block_format(role) or "" for role in ROLES[kind]]
+        recipe = self.recipe.product(kind)
+        formats = [recipe.block_format(role) or "" for role in ROLES[kind]]
         # Rows of an odd length end with half a byte of zeros, in both operands or in one.
         columns = min(unpacked(m.data, fmt) for m, fmt in zip((a, b), formats, strict=True))
         return _with(a, formats[0], columns), _with(b, formats[1], columns)

@@ -99,7 +99,7 @@ class _Call:
         self.positions = [n if isinstance(a, torch.Tensor) else None for a, n in pairs]
         self.needs = [n is not None and _requires_grad(self.tensors[n]) for n in self.positions]
         recipe = next((a for a in args if isinstance(a, Recipe)), None)
-        self.is_random = recipe is not None and bool(recipe.stochastic_rounding)
+        self.is_random = recipe is not None and recipe.is_random
         self.outputs, self.has_tuple = 0, False
         self.attributes: dict[str, Any] = {}
         self.saved: list[int | None] = []  # positions in (*tensors, *results of _Forward)

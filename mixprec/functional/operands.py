@@ -99,6 +99,24 @@ def cast(
     """
     if x.dim() == 1:
         x = x.unsqueeze(0)
+    first, second = recipe.casts(role)
+    if not use_t or second == first:
+        return _cast(x, role, first, delayed, use_t, record)
+    plain = _cast(x, role, first, delayed, False, record)
+    other = _cast(x, role, second, delayed, True, record)
+    _, data_t, _, inv_t, _, tensor_inv_t = other
+    return Operand(plain.data, data_t, plain.scale_inv, inv_t, plain.tensor_scale_inv, tensor_inv_t)
+
+
+def _cast(
+    x: torch.Tensor,
+    role: str,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    use_t: bool,
+    record: bool,
+) -> Operand:
+    """x [..., C] with a recipe that is the same for both products that read it."""
     fmt = getattr(recipe, role)
     if fmt.bits == 16:
         data = x.to(fmt.dtype).flatten(0, -2)  # no copy if x has this dtype
@@ -106,25 +124,30 @@ def cast(
     if recipe.is_block:
         return _in_blocks(x, role, recipe, use_t)
     how = OperandCast.make(role, recipe, delayed, x.device, use_t)
-    return how.operand(quantize_op(x, *how.cast), delayed if record else None)
+    return how.operand(quantize_op(x, *how.cast), delayed if record and recipe.is_delayed else None)
 
 
 class OperandCast(NamedTuple):
     """How `quantize`, or an op that computes x and casts it in one pass, is to cast an operand.
 
     Of the block formats, ops that compute x have granularity "mx" for FP8 with the default
-    settings; for the others they leave x in FP32, which `operand` then casts.
+    settings; for the others, and for two recipes, they leave x in FP32, which `operand` then casts.
     """
 
     role: str
     recipe: Recipe
     use_t: bool
     cast: Cast
+    delayed: Delayed | None = None
 
     @staticmethod
     def make(
         role: str, recipe: Recipe, delayed: Delayed | None, device: torch.device, use_t: bool
     ) -> OperandCast:
+        first, second = recipe.casts(role)
+        if use_t and second != first:
+            return OperandCast(role, recipe, use_t, _UNCAST, delayed)
+        recipe = first
         fmt, granularity = getattr(recipe, role), getattr(recipe, f"{role}_granularity")
         if fmt.bits == 16:
             return OperandCast(role, recipe, use_t, Cast(fmt.dtype))
@@ -138,7 +161,7 @@ class OperandCast(NamedTuple):
             )
             mx = Cast(fmt.dtype, None, use_t, "mx")
             return OperandCast(role, recipe, use_t, mx if fused else _UNCAST)
-        scaled = delayed is not None and role in DELAYED_ROLES
+        scaled = delayed is not None and recipe.is_delayed and role in DELAYED_ROLES
         scale = delayed.scale[DELAYED_ROLES.index(role)] if scaled else None  # type: ignore[union-attr]
         transpose = use_t and (granularity in _APART or _wants_k_major(device, granularity))
         how = Cast(fmt.dtype, scale, transpose, granularity, recipe.power_of_two_scale)
@@ -147,7 +170,8 @@ class OperandCast(NamedTuple):
     def operand(self, results: Sequence[torch.Tensor], *record: Delayed | None) -> Operand:
         """The operand of quantize's results; its amax is recorded in the given states."""
         if self.cast.dtype == torch.float32:  # _UNCAST
-            return _in_blocks(results[0], self.role, self.recipe, self.use_t)
+            x, role, recipe, use_t, _, delayed = results[0], *self
+            return cast(x, role, recipe, delayed, use_t=use_t, record=record != (None,))
         data, data_t, scale_inv, scale_inv_t, amax = results[:5]
         dtype, _, transpose, granularity, _ = self.cast
         data = data.flatten(0, -2)
@@ -259,7 +283,7 @@ def _shareable(x: torch.Tensor, recipe: Recipe, delayed: Delayed | None) -> bool
     """Whether the cast of x depends on its values alone, and a write to x can be seen."""
     if torch.compiler.is_compiling() or not context.casts:
         return False
-    if delayed is not None or "x" in recipe.stochastic_rounding:
+    if delayed is not None or any("x" in one.stochastic_rounding for one in recipe.casts("x")):
         return False
     return (
         (recipe.is_scaled or x.dtype != recipe.x.dtype)  # else there is nothing to cast

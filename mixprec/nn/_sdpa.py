@@ -49,7 +49,7 @@ class AttentionMode(_region.SeesRegions):
         if recipe is None or operands is None:
             return _region.traceable(func)(*args, **kwargs)
         query, key, value, is_causal, scale = operands
-        low = torch.bfloat16 if recipe.is_scaled else recipe.x.dtype
+        low = recipe.dtype
         device = query.device.type
         with _region.without_modes():
             if autocast.is_on(device):

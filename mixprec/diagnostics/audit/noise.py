@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...formats import Format
 from ...ops._reference.block_formats import BlockFormat
-from ...recipes import Recipe
+from ...recipes import GEMMS, Recipe
 from . import residual, rules, what_if
 from .lost import RESULT, ROLES_OF, Lost, Operand, power, product
 from .ops import Arguments, Listed, arguments
@@ -98,7 +98,9 @@ def _what_if_convolved(
 ) -> dict[str, tuple[float, float]]:
     found, own = {}, ran.own[i]
     assert own is not None
-    for name, recipe in shadow.what_if.items():
+    kind = "forward" if "grad_output" not in given else GEMMS[1 + i]
+    for name, whole in shadow.what_if.items():
+        recipe = whole.product(kind)
 
         def value(t: torch.Tensor, known: Any = None, recipe: Recipe = recipe) -> torch.Tensor:
             if t is given.get("bias") or t.dim() < 3:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...functional._products import ROLES
 from ...optim._checked import short
+from ...recipes import Recipe
 from .lost import Lost
 
 FORWARD, BACKWARD, AGAIN, STEP = "forward", "backward", "recomputation", "optimizer"
@@ -15,6 +17,13 @@ PRODUCTS = ("product", "convolution", "attention", "rnn")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _FP8 = {"e4m3", "e5m2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 _BITS = {"fp64": 64, "fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "mxfp8": 8}
+
+
+def operand_formats(recipe: Recipe, kind: str) -> tuple[str, ...]:
+    """The names of the formats of a and b in one of a recipe's products."""
+    formats = zip(ROLES[kind], getattr(recipe, kind), strict=True)
+    one = recipe.product(kind)
+    return tuple(one.block_format(role) or format.name for role, format in formats)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...functional import _observed
-from ...functional._products import ROLES
 from ...nn._layer import Layer
 from ...optim._base import Optimizer
 from ...optim._checked import short
 from ...recipes import Recipe
 from . import casts, compiled, dynamo, noise, ops, points
 from .lost import Lost
-from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation
+from .op import AGAIN, BACKWARD, FORWARD, STEP, Op, Total, accumulation, operand_formats
 from .owners import Owner, Owners
 from .shadow import Ran, Shadow
 from .sums import Sums
@@ -74,9 +73,7 @@ class _Gemm:
         return casts.AUTOCAST if has_autocast else casts.AS_MADE
 
     def __post_init__(self) -> None:
-        formats = zip(ROLES[self.kind], getattr(self.recipe, self.kind), strict=True)
-        named = (self.recipe.block_format(role) or format.name for role, format in formats)
-        self.formats = tuple(named)
+        self.formats = operand_formats(self.recipe, self.kind)
 
 
 class Recorder(dynamo.Asked):

@@ -18,7 +18,7 @@ from ...optim._checked import short
 from ...recipes import Recipe
 from . import casts
 from .graphs import Graph, Step
-from .op import FORWARD, SHORT, STEP
+from .op import FORWARD, SHORT, STEP, operand_formats
 from .owners import Owner
 from .traced import Functions
 
@@ -108,13 +108,24 @@ class Run:
         assert step.listed is not None
         places = self._graph.operands(step)
         owner, decided = self._owner(step), self._decided(step, places)
-        formats = [short(self._graph.steps[i].tensors[0].dtype) for i in places]
+        is_part = step.func is torch.ops.aten.mul.Tensor
+        formats = [
+            self._graph.stored(i, is_part=True)
+            if is_part
+            else short(self._graph.steps[i].tensors[0].dtype)
+            for i in places
+        ]
         if step.listed.kind in _PRODUCTS:
             formats = [
                 self._graph.block_format(i) or f for i, f in zip(places, formats, strict=True)
             ]
             formats = [_FP8.get(f, f) for f in formats]
-            decided = self._by_recipe(step, owner, formats) or decided
+            by_recipe, formats = self._by_recipe(step, places, owner, formats)
+            decided = by_recipe or decided
+        elif step.func.namespace == "mixprec":
+            decided = casts.RECIPE
+        if step.phase == FORWARD and self._forward is not None:
+            self._forward.decided.setdefault(step.number, decided)
         phase = self._phase if step.phase == FORWARD or self._phase == STEP else step.phase
         args, value = self._sized(step.arguments), self._sized(step.value)
         operands = [self._sized(self._graph.steps[i].tensors[0]) for i in places]
@@ -141,10 +152,8 @@ class Run:
         if step.phase != FORWARD:
             return forward.decided.get(step.number, casts.UNKNOWN) if forward else casts.UNKNOWN
         decided = self._graph.of_operands(places, self.found)
-        assert forward is not None
         if self._lossy and self._graph.may_lose_cast(step, places, decided):
             decided = casts.UNKNOWN
-        forward.decided.setdefault(step.number, decided)
         return decided
 
     def _recipe(self, layer: Layer) -> Recipe | None:
@@ -153,16 +162,33 @@ class Run:
             return None
         return recipe_here(layer.recipe, self._forward.region)
 
-    def _by_recipe(self, step: Step, owner: Owner, formats: list[str]) -> str | None:
-        """Who decided a product of a layer of mixprec, if the operands are those of its recipe."""
+    def _by_recipe(
+        self, step: Step, places: list[int], owner: Owner, formats: list[str]
+    ) -> tuple[str | None, list[str]]:
+        """Who decided a product of a layer of mixprec, if the operands are those of its recipe, and
+        their formats."""
         layer = self._recorder.owners.module(owner)
         is_ours = step.func.namespace == "mixprec"
         if not isinstance(layer, Layer):
-            return casts.RECIPE if is_ours else None
+            return (casts.RECIPE if is_ours else None), formats
         recipe = self._recipe(layer)
-        if recipe is not None and [SHORT.get(f, f) for f in formats] in _formats(recipe):
-            return f"{self._recorder.source(owner, recipe)} {recipe.name}"
-        return casts.UNKNOWN if is_ours else None
+        if recipe is None:
+            return (casts.UNKNOWN if is_ours else None), formats
+        is_convolution = step.listed is not None and step.listed.kind == "convolution"
+        pairs = self._convolved(step, places) if is_convolution else [formats]
+        known = _formats(recipe)
+        if all([SHORT.get(f, f) for f in pair] in known for pair in pairs):
+            return f"{self._recorder.source(owner, recipe)} {recipe.name}", pairs[-1]
+        return (casts.RECIPE if is_ours else None), formats  # as the sum for a bias is
+
+    def _convolved(self, step: Step, places: list[int]) -> list[list[str]]:
+        """The formats of the operands of each product that a convolution's op computes."""
+        stored = [_FP8.get(f, f) for f in map(self._graph.stored, places)]
+        if step.func.overloadpacket is not torch.ops.aten.convolution_backward:
+            return [stored]
+        g, x, w = stored
+        mask = step.arguments["output_mask"]
+        return [pair for pair, need in zip(([g, w], [g, x]), mask, strict=False) if need]
 
     def _sized(self, value: Any) -> Any:
         """With tensors that have sizes and no values, for the formulas of FLOPs."""
@@ -189,11 +215,7 @@ class Run:
 
 def _formats(recipe: Recipe) -> list[list[str]]:
     """Of the operands of a layer's three products."""
-    return [
-        [recipe.block_format(role) or SHORT.get(f.name, f.name)
-         for role, f in zip(ROLES[kind], getattr(recipe, kind), strict=True)]
-        for kind in ROLES
-    ]  # fmt: skip
+    return [[SHORT.get(name, name) for name in operand_formats(recipe, kind)] for kind in ROLES]
 
 
 def _symbols(graph: Graph, args: Sequence[Any]) -> dict[Any, int]:

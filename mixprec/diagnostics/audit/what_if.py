@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ...functional import operands
+from ...functional._products import ROLES
 from ...ops._reference.hadamard import hadamard
 from ...recipes import Recipe
 from ..stats.measure import decoded, squares
@@ -23,7 +24,8 @@ def parse(names: Iterable[Recipe | str]) -> dict[str, Recipe]:
                 "audit: what_if must be a recipe with scales of the tensors that it casts, got "
                 f"{recipe.name}, whose scales are of earlier steps"
             )
-        found[recipe.name] = replace(recipe, stochastic_rounding=())
+        products = tuple((n, replace(r, stochastic_rounding=())) for n, r in recipe.products)
+        found[recipe.name] = replace(recipe, stochastic_rounding=(), products=products)
     return found
 
 
@@ -31,6 +33,7 @@ def product(
     recipe: Recipe, roles: tuple[str, str], a: torch.Tensor, b_t: torch.Tensor
 ) -> tuple[float, float]:
     """The two halves of the SQNR of a [M, K] @ b_t [N, K]^T, both FP32, cast as these roles."""
+    recipe = recipe.product(next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward"))
     is_rotated = recipe.hadamard and set(roles) == {"g", "x"}
     used = [_cast(recipe, role, t, is_rotated) for role, t in zip(roles, (a, b_t), strict=True)]
     signal, noise = squares(a @ b_t.t(), used[0] @ used[1].t())
@@ -50,7 +53,8 @@ def of_convolution(
     recipe: Recipe, role: str, t: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
     """The values of an operand of a convolution, FP32, cast as mixprec.nn.Conv2d casts it: as
-    pixels if it combines only channels, else as [first dimension, all the rest]."""
+    pixels if it combines only channels, else as [first dimension, all the rest]. recipe: that of
+    the product."""
     if role != "w" and all(size == 1 for size in weight.shape[2:]):
         pixels = t.movedim(1, -1)
         return _cast(recipe, role, pixels.flatten(0, -2), False).view(pixels.shape).movedim(-1, 1)

@@ -66,7 +66,8 @@ def largest_kept(fmt: Format) -> float:
 def cast_sums(
     x: torch.Tensor, role: str, recipe: Recipe, delayed: Delayed | None, *, sqnr: bool
 ) -> torch.Tensor:
-    """FIELDS of the cast that `recipe` makes of x [..., C] as `role`: "x", "w" or "g".
+    """FIELDS of the cast that `recipe` makes of x [..., C] as `role`: "x", "w" or "g"; of that for
+    forward, or of g for grad_input.
 
     The cast is repeated by the same op with the same scale; delayed state is not modified, and
     rounding is to nearest also where the recipe's is stochastic, to leave torch's generator alone.
@@ -75,6 +76,7 @@ def cast_sums(
     noise: see `squares`, of x and q(x) / scale; NaN unless sqnr.
     """
     x = x.detach()
+    recipe = recipe.casts(role)[0]
     fmt: Format = getattr(recipe, role)
     if recipe.stochastic_rounding:
         recipe = dataclasses.replace(recipe, stochastic_rounding=())

@@ -171,8 +171,8 @@ class Monitor(Recorded):
         def note(role: str, t: torch.Tensor) -> None:
             t = as_operand(layer, role, t.detach())
             sums = measure.cast_sums(t, role, recipe, delayed, sqnr=self.sqnr)
-            granularity = getattr(recipe, f"{role}_granularity")
-            fmt = getattr(recipe, role).name
+            one = recipe.casts(role)[0]
+            granularity, fmt = getattr(one, f"{role}_granularity"), getattr(one, role).name
             self._samples.append(((step, name, role, fmt, granularity), sums))
 
         def after_backward(g: torch.Tensor) -> None:

@@ -1,0 +1,227 @@
+"""Recipes whose grad_input and grad_weight products have recipes of their own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import for_each
+from independent import assert_same_bits
+from layer_cases import leaf, saved_tensors
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mixprec
+from mixprec import functional
+from mixprec.recipes import GEMMS, RECIPES, Recipe
+
+# Of the products forward, grad_input and grad_weight, rounded to nearest. Each recipe is at each
+# place, and beside each other one.
+NAMES = ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8")
+MIXES = [
+    (NAMES[i], NAMES[(i + step) % 5], NAMES[(i + 2 * step) % 5])
+    for i in range(5)
+    for step in range(1, 5)
+]
+OFFS = torch.tensor([20, 20, 48], dtype=torch.int32)
+Grads = tuple[torch.Tensor, ...]
+
+
+def joined(forward: str, grad_input: str, grad_weight: str) -> str:
+    return f"{forward}+gi-{grad_input}+gw-{grad_weight}"
+
+
+def linear(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, weight, recipe=recipe)
+
+
+def pointwise(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    image = x.view(2, 6, 4, 160).permute(0, 3, 1, 2)
+    return functional.conv2d(image, weight[:, :, None, None], recipe=recipe)
+
+
+def convolution(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    image, kernel = x.view(4, 30, 8, 8), weight[:, :120].view(48, 30, 2, 2)
+    return functional.conv2d(image, kernel, padding=1, recipe=recipe)
+
+
+def experts(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    three = weight.view(3, 16, 160)
+    return functional.grouped_linear(x, three, OFFS, recipe=recipe)
+
+
+def normed(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.norm_linear(x, weight, recipe=recipe)[0]
+
+
+def head(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    target = torch.arange(48) % 48
+    return functional.linear_cross_entropy(x, weight, target, reduction="none", recipe=recipe)
+
+
+def results(op: Callable[..., torch.Tensor], recipe: str, g_of: int) -> Grads:
+    generator = torch.Generator().manual_seed(0)
+    x = leaf(torch.randn(48, 160, generator=generator))
+    weight = leaf(torch.randn(48, 160, generator=generator))
+    y = op(recipe, x, weight)
+    g = torch.randn(y.shape, generator=generator.manual_seed(g_of))
+    return y.detach(), *torch.autograd.grad(y, (x, weight), g)
+
+
+@for_each("op", [linear, pointwise, convolution, experts])
+@for_each("mix", MIXES)
+def test_each_product_is_that_of_its_recipe(
+    op: Callable[..., torch.Tensor], mix: tuple[str, str, str]
+) -> None:
+    mixed = results(op, joined(*mix), 1)
+    for i, name in enumerate(mix):
+        if op is pointwise and name == "bf16":
+            continue  # the vendor's convolution, which rounds its results to bf16
+        assert_same_bits(mixed[i], results(op, name, 1)[i])
+
+
+@for_each("mix", [("fp8", "bf16", "fp8"), ("bf16", "fp8-rowwise", "bf16"), ("fp8", "fp8", "bf16")])
+def test_gradients_of_fused_ops(mix: tuple[str, str, str]) -> None:
+    """The gradient of a norm follows grad_input; g of a head, whose logits are forward's, is cast
+    for each product."""
+    y, dx, dw = results(normed, joined(*mix), 1)
+    assert_same_bits(y, results(normed, mix[0], 1)[0])
+    assert_same_bits(dx, results(normed, mix[1], 1)[1])
+    assert_same_bits(dw, results(normed, mix[2], 1)[2])
+    assert_same_bits(results(head, joined(*mix), 1)[0], results(head, mix[0], 1)[0])
+    exact = results(head, "bf16", 1)
+    for got, want in zip(results(head, joined(*mix), 1), exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < 0.1
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> Grads:
+    x = leaf(x)
+    torch.manual_seed(1)
+    y = model(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)
+
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
+NAMED = ("fp8-rowwise+gw-bf16", "bf16+gi-fp8+gw-mxfp4", "nvfp4+gi-mxfp8+gw-bf16",
+         "fp8-delayed+gw-bf16", "fp8-delayed+gi-bf16+gw-mxfp8")  # fmt: skip
+
+
+@for_each("fuse", [False, True])
+@for_each("name", NAMED)
+def test_modules(name: str, fuse: bool) -> None:
+    """Fused and not; a weight that is cast once; checkpointed; copied; and near FP32."""
+    exact = step(mlp(), X)
+    model = mixprec.convert(mlp(), name, fuse=fuse)
+    plain = step(copy.deepcopy(model), X)
+    limit = 0.35 if "fp4" in name else 0.12
+    for got, want in zip(plain, exact, strict=True):
+        assert float((got - want).norm() / want.norm()) < limit
+    with mixprec.reuse_weights(reused := copy.deepcopy(model)):
+        for got, want in zip(step(reused, X), plain, strict=True):
+            assert_same_bits(got, want)
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = copy.deepcopy(model)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    for got, want in zip(step(Again(), X), plain, strict=True):
+        assert_same_bits(got, want)
+
+
+@for_each("name", ["fp8-delayed+gi-bf16+gw-bf16", "fp8-delayed+gw-bf16"])
+def test_delayed_scales_of_roles_that_are_not_cast(name: str) -> None:
+    model = mixprec.convert(mlp(), name)
+    for _ in range(3):
+        found = step(model, X)
+        mixprec.update_scales(model)
+        assert all(torch.isfinite(t).all() for t in found)
+        model.zero_grad()
+    layer = model[1]
+    assert float(layer.scale[0]) > 0
+    assert torch.isfinite(layer.scale).all()
+
+
+def test_what_is_saved_for_backward() -> None:
+    """x in the format of grad_weight, the weight in that of grad_input."""
+    for name, x_bytes, w_bytes in (("fp8+gw-bf16", 2, 1), ("bf16+gi-fp8", 2, 1),
+                                   ("bf16+gw-fp8", 1, 2), ("fp8", 1, 1)):  # fmt: skip
+        x, weight = leaf(torch.randn(48, 160)), leaf(torch.randn(32, 160))
+        with saved_tensors() as saved:
+            functional.linear(x, weight, recipe=name)
+        sizes = {t.numel(): t.element_size() for t in saved if t.dim() == 2}
+        assert sizes == {48 * 160: x_bytes, 32 * 160: w_bytes}, name
+
+
+def test_compiled_and_observed() -> None:
+    model = mixprec.convert(mlp(), "fp8+gi-mxfp8+gw-bf16")
+    seen = []
+    with functional.observed(lambda kind, name, *formats: seen.append((kind, *formats))):
+        plain = step(copy.deepcopy(model), X)
+    assert {*seen} == {
+        ("forward", "e4m3", "e4m3"), ("grad_input", "e4m3", "e4m3"),
+        ("grad_weight", "bf16", "bf16"),
+    }  # fmt: skip
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for got, want in zip(step(compiled, X), plain, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_audit_names_the_format_of_each_product() -> None:
+    model = mixprec.convert(nn.Sequential(nn.Linear(64, 96)), "fp8+gw-mxfp4")
+    audit = mixprec.audit(model, leaf(X), loss=lambda y: y.square().sum(), sqnr=True)
+    found = {name: op.precision for op in audit.ops for name in op.lost if op.kind == "product"}
+    assert found == {"y": "fp8", "grad_input": "fp8", "grad_weight": "mxfp4"}
+    assert set(audit.decided) == {"recipe fp8+gw-mxfp4"}
+    own = {name: lost.own for op in audit.ops for name, lost in op.lost.items()}
+    assert own["grad_weight"] < 20 < own["y"]
+
+
+def test_words_and_values() -> None:
+    recipe = Recipe.parse("rowwise_with_gw_hp")
+    assert recipe == replace(
+        RECIPES["fp8-rowwise"], name="fp8-rowwise+gw-bf16", products={"grad_weight": "bf16"}
+    )
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert str(recipe) == (
+        "fp8-rowwise+gw-bf16: x e4m3/row, w e4m3/row, g e4m3/row; grad_weight in bf16"
+    )
+    assert [recipe.product(name).x.bits for name in GEMMS] == [8, 8, 16]
+    assert Recipe.parse("FP8 + gw-fp8".replace(" ", "")) == RECIPES["fp8"]
+    assert Recipe.parse("fp8+gw-mxfp8+gi-bf16").name == "fp8+gi-bf16+gw-mxfp8"
+    assert (mixprec.why_not("fp8+gw-bf16") or "").startswith("no CPU multiplies in fp8")
+
+
+@for_each(
+    "wrong, match",
+    [
+        ("fp8+gw-fp16", "grad_weight must not be fp16 beside e4m3"),
+        ("fp16+gi-bf16", "grad_input must not be bf16 beside fp16"),
+        ("fp8+gw-fp8-delayed", "must not have delayed scaling"),
+        ("fp8+wg-bf16", r'NAME\+gw-NAME or both, such as "fp8\+gw-bf16"'),
+        ("fp8+gw-bf16+gw-fp8", r"NAME\+gw-NAME or both"),
+        ("fp8+gw-int8", '"int8" is not supported'),
+    ],
+)
+def test_contradictions(wrong: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Recipe.parse(wrong)
+    with pytest.raises(ValueError, match="products must be recipes of some of"):
+        replace(RECIPES["fp8"], products={"forward": "bf16"})
+    nested = replace(RECIPES["fp8"], name="nested", products={"grad_input": "bf16"})
+    with pytest.raises(ValueError, match="must be a recipe without products, got nested"):
+        replace(RECIPES["fp8"], products={"grad_weight": nested})
