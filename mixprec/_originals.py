@@ -29,6 +29,19 @@ BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _KINDS: tuple[type[nn.Module], ...] = (nn.Sequential, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU)
 METHODS = {kind: methods_of(kind) for kind in _KINDS}
 CALL = nn.Module.__call__  # what torch.fx and others replace while they trace
+
+
+class Codes:
+    """Code objects by identity. What torch.compile makes of code may have no hash."""
+
+    def __init__(self, *codes: CodeType) -> None:
+        self._codes = {id(code): code for code in codes}
+
+    def __contains__(self, code: CodeType) -> bool:
+        return id(code) in self._codes
+
+
 # The code of torch that calls the `forward` of `self`.
-CALLERS = {nn.Module._call_impl.__code__, nn.Module._slow_forward.__code__}
-CALLERS |= {c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, CodeType)}
+_CALL = nn.Module._call_impl.__code__
+_INNER = (code for code in _CALL.co_consts if isinstance(code, CodeType))
+CALLERS = Codes(_CALL, nn.Module._slow_forward.__code__, *_INNER)

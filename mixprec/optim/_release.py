@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .. import _scaled_losses
 from .._local_gradients import LOW_PRECISION
+from .._originals import Codes
 from ..grad_report import is_set
 from . import _grad_norms
 from ._batches import Batches
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 # Code of torch that is on the stack: of a backward pass the first, but nothing in the thread of a
 # device; and of a pass within another one, both once more.
-_ENTERS = {torch.autograd.graph._engine_run_backward.__code__, BackwardCFunction.apply.__code__}
+_ENTERS = Codes(
+    torch.autograd.graph._engine_run_backward.__code__, BackwardCFunction.apply.__code__
+)
 _NO_SCALER = "gradients are applied before it could unscale them; train in bf16 without it"
 PREVIOUS = "previous_sum_sq"  # in a group: the squared norm of its gradients at the step before
 

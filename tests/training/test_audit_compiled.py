@@ -140,6 +140,10 @@ SETTINGS: dict[str, Callable[[nn.Module], Any]] = {
     "bf16": lambda model: mixprec.convert(model, "bf16") and nullcontext(),
     "fp8": lambda model: mixprec.convert(model, "fp8") and nullcontext(),
     "mxfp8": lambda model: mixprec.convert(model, "mxfp8") and nullcontext(),
+    "fp16": lambda model: mixprec.convert(model, "fp16") and nullcontext(),
+    "fp8 in autocast": lambda model: (
+        mixprec.convert(model, "fp8") and torch.autocast("cpu", torch.bfloat16)
+    ),
     "region": lambda model: mixprec.convert(model, "bf16") and mixprec.autocast("fp8"),
 }
 
@@ -197,11 +201,77 @@ def test_as_in_eager_mode(name: str, setting: str, backend: str) -> None:
     compare(name, setting, backend)
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-@pytest.mark.parametrize("setting", ["bf16", "fp8", "mxfp8", "region"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "conv"])
+@pytest.mark.parametrize("setting", ["bf16", "fp8", "mxfp8", "fp16", "fp8 in autocast", "region"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_converted_models(name: str, setting: str, backend: str) -> None:
     compare(name, setting, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fused_attention(backend: str) -> None:
+    """Its casts are those of the recipe, not of the program."""
+    model = mixprec.convert(Attention(32), "fp8", fuse=True)
+    x = torch.randn(2, 8, 32)
+    compiled = torch.compile(model, backend=backend)
+    square(compiled(x)).backward()
+    found = [mixprec.audit(m, x, loss=square) for m in (model, compiled)]
+    eager, audit = ([op for op in a.ops if op.kind == "attention"] for a in found)
+    assert [(op.phase, op.precision, op.decided) for op in audit] == [
+        (op.phase, op.precision, op.decided) for op in eager
+    ]
+    assert found[1].findings == found[0].findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["bf16", "autocast"])
+def test_products_that_inductor_makes_elementwise(way: str) -> None:
+    """In FP32, of the operands that the product had."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1)), torch.randn(12, 16)
+    if way == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        eager, audit = (mixprec.audit(m, x, loss=square) for m in (model, torch.compile(model)))
+    assert any(op.op == "mul" for op in audit.ops)
+    assert (audit.findings, audit.flops) == (eager.findings, eager.flops)
+
+
+class Local(nn.Module):
+    """Dynamo makes code of it that has no hash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def twice(t: torch.Tensor) -> torch.Tensor:
+            return t * 2
+
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(twice(y))
+
+
+def test_code_without_a_hash() -> None:
+    model = Local()
+    compiled = torch.compile(model, backend="aot_eager")
+    with mixprec.audit(model) as audit:
+        square(compiled(X)).backward()
+    assert sum(rows(audit).values()) == 5
+
+
+def test_gradients_inside_of_compiled_code() -> None:
+    model = mlp()
+    params = dict(model.named_parameters())
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return square(torch.func.functional_call(model, params, (x,)))
+
+    compiled = torch.compile(torch.func.grad(loss), backend="aot_eager")
+    with mixprec.audit(model) as audit:
+        compiled(params, X)
+    assert any("gradients of its own, as torch.func.grad does" in note for note in audit.notes)
 
 
 def test_each_run_counts() -> None:

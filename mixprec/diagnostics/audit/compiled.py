@@ -50,18 +50,19 @@ class Compiled:
     runs: how often graphs ran; called: whether compiled functions were; unread: the backends that
     are not read, and how their functions ran; missed: graphs that were not seen; hidden: functions
     in graphs whose ops were not; is_older: code that was compiled for the program ran its backward
-    pass; has_unsized: only values of tensors tell some sizes.
+    pass; has_unsized: only values of tensors tell some sizes; has_gradients: of torch.func.grad or
+    torch.autograd.grad, in graphs of a forward pass.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.runs, self.missed, self.called = 0, 0, False
-        self.is_older, self.has_unsized = False, False
+        self.is_older, self.has_unsized, self.has_gradients = False, False, False
         self.unread: dict[str, str] = {}
         self.hidden: set[str] = set()
         self._callbacks: dict[int, tuple[Any, Any]] = {}
         self._backends: list[_Backend] = []
-        self._codes: set[CodeType] = set()
+        self._codes: list[CodeType] = []  # some have constants that have no hash
         self._region, self._is_over = next(_regions), False
 
     @contextlib.contextmanager
@@ -152,6 +153,7 @@ class _Backend:
         def show(traced: Any, args: Any, **options: Any) -> Any:
             functions = Functions(traced)
             compiled.recorder.autocast_on.update(functions.autocast_on)
+            compiled.has_gradients |= functions.has_gradients
             runs = Runs(compiled.recorder, functions, lossy)
             seen.append(runs)
             for role in ("fw_compiler", "inference_compiler", "bw_compiler"):

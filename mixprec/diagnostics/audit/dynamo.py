@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -116,7 +116,7 @@ def skip_frames() -> None:
         frames.set_code_exec_strategy(function.__code__, skip)
 
 
-def free(codes: set[CodeType], region: int) -> None:
+def free(codes: Iterable[CodeType], region: int) -> None:
     """What was compiled of these for the caches of `region`."""
     guards: Any = sys.modules["torch._dynamo.guards"]
     for code in codes:
@@ -127,13 +127,14 @@ def free(codes: set[CodeType], region: int) -> None:
                 manager.extra_state.invalidate(entry, deleted)
 
 
-def compiling(hooks: Any, inner: Any, codes: set[CodeType]) -> Any:
+def compiling(hooks: Any, inner: Any, codes: list[CodeType]) -> Any:
     """Compiles frames as Dynamo does, and notes their code."""
     frames: Any = sys.modules["torch._dynamo.convert_frame"]
     wrapped = frames.catch_errors_wrapper(inner, hooks)
 
     def compile(frame: Any, *args: Any) -> Any:
-        codes.add(frame.f_code)
+        if not any(code is frame.f_code for code in codes):
+            codes.append(frame.f_code)
         return wrapped(frame, *args)
 
     asked: Any = compile

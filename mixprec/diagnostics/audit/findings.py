@@ -62,6 +62,11 @@ def notes(model: nn.Module, compiled: Compiled) -> list[str]:
         found.append(f"{said}kernels of the compiler are missing, and the others have no module.")
     if compiled.has_unsized:
         found.append("Sizes that depend on values are not in compiled code: they count as 0.")
+    if compiled.has_gradients:
+        found.append(
+            "Compiled code computes gradients of its own, as torch.func.grad does: their products "
+            "count as forward."
+        )
     if compiled.is_older:
         found.append(
             "Code compiled before the block ran a backward pass in it: only what it calls of torch "

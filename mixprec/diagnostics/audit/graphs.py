@@ -14,11 +14,12 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ... import recipes
+from ...optim._checked import short
 from . import casts, ops
 from .op import AGAIN, BACKWARD, FORWARD
 from .traced import Functions
 
-_COPY = "aten::_to_copy"
+_COPY, _CLONE = "aten::_to_copy", torch.ops.aten.clone.default
 _CONVERTS = (_COPY, "prims::convert_element_type")
 _LIBRARIES = tuple(map(os.path.dirname, (torch.__file__, recipes.__file__)))
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
@@ -71,7 +72,9 @@ class Graph:
     its arguments; outputs: of what it returns; hidden: functions whose ops are not read."""
 
     def __init__(self, graph: GraphModule, functions: Functions, forward: Graph | None) -> None:
-        self._forward = None if forward is None else {step.name for step in forward.steps}
+        self._is_backward, self._forward = forward is not None, dict[str, tuple[Graph, int]]()
+        if forward is not None:
+            self._forward = {step.name: (forward, i) for i, step in enumerate(forward.steps)}
         self._functions, self.places = functions, dict[Node, int]()
         self.steps: list[Step] = []
         self.hidden: set[str] = set()
@@ -115,15 +118,18 @@ class Graph:
             before, after = self.steps[step.inputs[0]].tensors[0], step.tensors[0]
             if casts.is_cast(before, after):
                 step.cast = casts.UNKNOWN if call is None else call.reason(before, after)
-        if call is not None and step.tensors:
+        if call is None or not step.tensors:
+            return step
+        if call.autocast is not None:
             step.low = call.autocast.get(step.tensors[0].device.type)
-        if func.namespace == "mixprec" and step.tensors:
+        if func.namespace == "mixprec":
             is_low = step.tensors[0].dtype == step.low
             step.result = casts.AUTOCAST if is_low else casts.AS_MADE
+            step.result = casts.UNKNOWN if call.autocast is None else step.result
         return step
 
     def _phase(self, name: str, tag: str | None) -> str:
-        if self._forward is None:
+        if not self._is_backward:
             return BACKWARD if tag == "is_backward" else FORWARD
         return AGAIN if tag == "is_forward" or name in self._forward else BACKWARD
 
@@ -147,6 +153,30 @@ class Graph:
         is_decoded = getattr(step.func, "namespace", "") == "mixprec" and "fmt" in step.arguments
         return str(step.arguments["fmt"]) if is_decoded and step.inputs else ""
 
+    def stored(self, place: int, *, is_part: bool = False) -> str:
+        """The format of an operand of a convolution as a layer has cast it, before it was decoded
+        or widened for a kernel of the vendor; is_part: or by the compiler, for a part of the op."""
+        step = self._before(place, is_part)
+        if not step.inputs and step.name in self._forward:  # kept for backward
+            forward, place = self._forward[step.name]
+            return forward.stored(place)
+        if not step.inputs or getattr(step.func, "namespace", "") != "mixprec":
+            return short(step.tensors[0].dtype)
+        given, data = step.arguments, self.steps[step.inputs[0]]
+        return str(given["fmt"]) if "fmt" in given else short(data.tensors[0].dtype)
+
+    def _before(self, place: int, is_part: bool) -> Step:
+        """The step that an operand is of, but for views, copies and casts to more bits; is_part:
+        only those of the compiler."""
+        step = self._source(place)
+        while step.inputs and (_is_convert(step.func) or step.func is _CLONE):
+            source = self._source(step.inputs[0])
+            narrows = source.tensors[0].dtype.itemsize > step.tensors[0].dtype.itemsize
+            if narrows or (is_part and not step.is_inside):
+                break
+            step = source
+        return step
+
     def may_lose_cast(self, step: Step, places: Sequence[int], found: str) -> bool:
         """Whether a compiler that fuses may leave out a cast of operands: sums and elementwise ops
         are fused with it; one that autocast makes takes back one before it."""
@@ -155,7 +185,7 @@ class Graph:
         if dtype.itemsize < 4:
             return found != casts.AUTOCAST and (is_sum or dtype == step.low)
         is_fused = step.func is torch.ops.aten.mul.Tensor
-        return is_fused and any(_is_convert(self._source(i).func) for i in places)
+        return is_fused and any(_is_convert(self._before(i, is_part=True).func) for i in places)
 
     def decided(self, reasons: Iterable[str], params: Iterable[bool]) -> Decided:
         """From the reason of each input, and whether it is a parameter."""

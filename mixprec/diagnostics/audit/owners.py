@@ -54,7 +54,7 @@ class Owners:
         codes = (f.__code__ for f in unwrapped if isinstance(f, FunctionType))
         self._forwards = {_key(code): code.co_varnames[0] for code in codes if code.co_argcount}
         self._paths: dict[tuple[str, str], str | None] = {}
-        self._watched: dict[Any, str] = {}
+        self._watched: dict[int, str] = {}  # by id: code that Dynamo makes may have no hash
         self.called: dict[str, None] = {}  # in the order of the first calls
         self.regions: set[str] = set()
 
@@ -62,9 +62,9 @@ class Owners:
         """Note in `called` which methods of a GradScaler run ops, and "clip" for what clips."""
         for name in ("scale", "step", "get_scale", "unscale_", "update"):
             # Methods with one decorator share the code around them.
-            self._watched[inspect.unwrap(getattr(type(scaler), name)).__code__] = name
+            self._watched[id(inspect.unwrap(getattr(type(scaler), name)).__code__)] = name
         for clip in (utils.clip_grad_norm_, utils.clip_grad_value_):
-            self._watched[inspect.unwrap(clip).__code__] = "clip"
+            self._watched[id(inspect.unwrap(clip).__code__)] = "clip"
 
     def find(self) -> Owner:
         """During a backward pass, only of what a checkpoint computes again and of hooks."""
@@ -78,8 +78,8 @@ class Owners:
                 name = self._names.get(id(module))
                 if name is not None:
                     return Owner(name, type(module).__name__, line)
-            elif code in self._watched:
-                self.called.setdefault(self._watched[code])
+            elif id(code) in self._watched:
+                self.called.setdefault(self._watched[id(code)])
             elif code is _REGION:
                 inside = frame.f_locals["self"].inside
                 if isinstance(inside, Recipe):
