@@ -431,6 +431,56 @@ def test_parts_share_their_code() -> None:
     assert rows(audit) == rows(eager)
 
 
+class Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.mT @ x
+
+
+class Around(nn.Module):
+    """Three blocks, each with a layer that all have, a layer, and a product without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(6, 6)
+        parts = (nn.Sequential(shared, nn.Linear(6, 6), Squared()) for _ in range(3))
+        self.blocks = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("audited", ["", "blocks.1"])
+@pytest.mark.parametrize("wraps", [False, True])
+def test_modules_of_code_that_others_share(audited: str, wraps: bool) -> None:
+    """Also where it was traced with modules that are not of the audited model."""
+    torch.manual_seed(0)
+    model = Around()
+    with mixprec.audit(model.get_submodule(audited)) as eager:
+        square(model(X)).backward()
+    for i, block in enumerate(model.blocks):
+        if wraps:
+            model.blocks[i] = torch.compile(block, backend="aot_eager")
+        else:
+            block.compile(backend="aot_eager")
+    with mixprec.audit(model.get_submodule(audited)) as audit:
+        square(model(X)).backward()
+    found = Counter((str(r[0]).replace("._orig_mod", ""), *r[1:]) for r in rows(audit).elements())
+    assert found == Counter((str(r[0]), *r[1:]) for r in rows(eager).elements())
+
+
+def test_sizes_of_the_block_are_not_those_of_the_program() -> None:
+    frames = torch._dynamo.utils.counters["frames"]
+    for is_audited in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(mlp(), backend="aot_eager")
+        if is_audited:
+            mixprec.audit(compiled, X[:3], loss=square)
+        compiled(X)
+        before = frames["total"]
+        compiled(X[:2])
+        assert frames["total"] == before + 1  # the code for X is of that size
+
+
 def test_functions_and_code_around() -> None:
     """forward and a whole step, compiled; the eager part knows what the compiled one has cast."""
 

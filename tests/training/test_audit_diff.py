@@ -202,6 +202,18 @@ def test_models_without_a_common_op() -> None:
     assert diff.first.module == "head"
 
 
+def test_inside_of_a_region_that_has_cast_the_weights() -> None:
+    changed = model()
+    CHANGES["epsilon"][0](changed)
+    with torch.autocast("cpu", torch.bfloat16):
+        one = model()
+        one(TOKENS)
+        diff = mixprec.bisect(one, changed, TOKENS)
+    assert diff.first is not None
+    assert (diff.first.module, diff.first.op) == ("layers.1.up", "y")
+    assert "in one of them only" not in diff.said
+
+
 def test_with_a_file_of_another_process(tmp_path: Path) -> None:
     program = (
         "import sys, torch, mixprec; sys.path.insert(0, sys.argv[1]); import test_audit_diff as t\n"

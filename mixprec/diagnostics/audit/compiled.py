@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from . import dynamo
+from .roots import Root
 from .runs import Runs
 from .traced import Functions
 
@@ -63,12 +64,13 @@ class Compiled:
         self._callbacks: dict[int, tuple[Any, Any]] = {}
         self._backends: list[_Backend] = []
         self._codes: list[CodeType] = []  # some have constants that have no hash
+        self.frames: list[Any] = []  # that are being traced
         self._region, self._is_over = next(_regions), False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         dynamo.skip_frames()
-        with dynamo.asking():
+        with dynamo.asking(), dynamo.keeping_sizes():
             try:
                 yield
             finally:
@@ -100,8 +102,18 @@ class Compiled:
         frames.set_eval_frame_isolate_recompiles_id(self._region)
         if id(given) not in self._callbacks:
             inner = own._clone_with_backend(self._backend(backend, name))
-            self._callbacks[id(given)] = given, dynamo.compiling(given.hooks, inner, self._codes)
+            self._callbacks[id(given)] = given, dynamo.compiling(given.hooks, inner, self._tracing)
         return self._callbacks[id(given)][1]
+
+    @contextlib.contextmanager
+    def _tracing(self, frame: Any) -> Iterator[None]:
+        if not any(code is frame.f_code for code in self._codes):
+            self._codes.append(frame.f_code)
+        self.frames.append(frame)
+        try:
+            yield
+        finally:
+            self.frames.pop()
 
     def _backend(self, backend: Any, name: str) -> _Backend:
         """One for equal backends, whose functions share compiled code."""
@@ -151,10 +163,10 @@ class _Backend:
         seen = []
 
         def show(traced: Any, args: Any, **options: Any) -> Any:
-            functions = Functions(traced)
+            functions, root = Functions(traced), Root(compiled.frames[-1])
             compiled.recorder.autocast_on.update(functions.autocast_on)
             compiled.has_gradients |= functions.has_gradients
-            runs = Runs(compiled.recorder, functions, lossy)
+            runs = Runs(compiled.recorder, functions, root, lossy)
             seen.append(runs)
             for role in ("fw_compiler", "inference_compiler", "bw_compiler"):
                 options[role] = compiled.read(options[role], runs, role == "bw_compiler")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -108,6 +110,20 @@ def _untraced() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def keeping_sizes() -> Iterator[None]:
+    """The sizes that Dynamo sees inside make no size of the program's own code dynamic."""
+    pgo: Any = sys.modules.get("torch._dynamo.pgo")
+    known = None if pgo is None else pgo.get_code_state()
+    before = copy.deepcopy(known)
+    try:
+        yield
+    finally:
+        if known is not None:
+            known.clear()
+            known.update(before)
+
+
 def skip_frames() -> None:
     """Dynamo does not compile our code between the graphs."""
     frames = torch._C._dynamo.eval_frame
@@ -127,15 +143,16 @@ def free(codes: Iterable[CodeType], region: int) -> None:
                 manager.extra_state.invalidate(entry, deleted)
 
 
-def compiling(hooks: Any, inner: Any, codes: list[CodeType]) -> Any:
-    """Compiles frames as Dynamo does, and notes their code."""
+def compiling(
+    hooks: Any, inner: Any, tracing: Callable[[Any], AbstractContextManager[None]]
+) -> Any:
+    """Compiles frames as Dynamo does, inside of tracing(frame)."""
     frames: Any = sys.modules["torch._dynamo.convert_frame"]
     wrapped = frames.catch_errors_wrapper(inner, hooks)
 
     def compile(frame: Any, *args: Any) -> Any:
-        if not any(code is frame.f_code for code in codes):
-            codes.append(frame.f_code)
-        return wrapped(frame, *args)
+        with tracing(frame):
+            return wrapped(frame, *args)
 
     asked: Any = compile
     asked._torchdynamo_orig_backend, asked.hooks = inner, hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import utils
 from ... import _originals
 from ...nn._region import Region
 from ...recipes import Recipe
+from .roots import key
 
 _REGION = Region.__torch_function__.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -45,14 +46,13 @@ class Owners:
     def __init__(self, model: nn.Module) -> None:
         # A module under several names has the first.
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._parameters = {id(p): name for name, p in model.named_parameters()}
         self._model, self._modules = model, dict(model.named_modules())
         # A forward may be called without torch's code.
         kinds = {type(module) for module in model.modules()}
         forwards = (inspect.getattr_static(kind, "forward", None) for kind in kinds)
         unwrapped = (inspect.unwrap(f) for f in forwards if isinstance(f, FunctionType))
         codes = (f.__code__ for f in unwrapped if isinstance(f, FunctionType))
-        self._forwards = {_key(code): code.co_varnames[0] for code in codes if code.co_argcount}
+        self._forwards = {key(code): code.co_varnames[0] for code in codes if code.co_argcount}
         self._paths: dict[tuple[str, str], str | None] = {}
         self._watched: dict[int, str] = {}  # by id: code that Dynamo makes may have no hash
         self.called: dict[str, None] = {}  # in the order of the first calls
@@ -72,8 +72,8 @@ class Owners:
         line = ""
         while frame is not None and frame.f_code is not _ENGINE:
             code = frame.f_code
-            if code in _originals.CALLERS or _key(code) in self._forwards:
-                argument = "self" if code in _originals.CALLERS else self._forwards[_key(code)]
+            if code in _originals.CALLERS or key(code) in self._forwards:
+                argument = "self" if code in _originals.CALLERS else self._forwards[key(code)]
                 module = frame.f_locals.get(argument)
                 name = self._names.get(id(module))
                 if name is not None:
@@ -96,15 +96,8 @@ class Owners:
         """Of the module with this id."""
         return self._names.get(module)
 
-    def named(self, name: str) -> Owner | None:
-        """The module with this name, if there is one."""
-        if name not in self._names.values():
-            return None
-        return Owner(name, type(self._model.get_submodule(name)).__name__, "")
-
-    def parameter(self, value: object) -> str | None:
-        """The name of a parameter of the model."""
-        return self._parameters.get(id(value))
+    def named(self, name: str) -> Owner:
+        return Owner(name, type(self._modules[name]).__name__, "")
 
     def module(self, owner: Owner) -> nn.Module | None:
         return None if owner.name is None else self._modules[owner.name]
@@ -113,12 +106,12 @@ class Owners:
         """The layer of mixprec with this `name`, which `owner` runs as a part of itself."""
         if not path or owner.name is None:
             return owner
-        key = owner.name, path
-        if key not in self._paths:
+        inside = owner.name, path
+        if inside not in self._paths:
             module = self._model.get_submodule(owner.name)
             found = (n for n, m in module.named_modules() if vars(m).get("_path") == path)
-            self._paths[key] = next(found, None)
-        inner = self._paths[key]
+            self._paths[inside] = next(found, None)
+        inner = self._paths[inside]
         if not inner:
             return owner
         name = f"{owner.name}.{inner}" if owner.name else inner
@@ -128,8 +121,3 @@ class Owners:
 def _is_library(frame: FrameType) -> bool:
     name = f"{frame.f_globals.get('__name__', '')}."
     return name.startswith(_LIBRARIES)
-
-
-def _key(code: CodeType) -> tuple[str, int, str]:
-    """The same for what torch.compile makes of it."""
-    return code.co_filename, code.co_firstlineno, code.co_name

@@ -60,6 +60,8 @@ class Audit:
             raise RuntimeError("audit: a block that has begun cannot be entered again")
         self._recorder = Recorder(self._model, self._optimizer, self._scaler, self._shadow)
         self._stack = contextlib.ExitStack()
+        # Inside of a region of torch.autocast: what it has cast before has no known origin.
+        torch.clear_autocast_cache()
         self._stack.enter_context(self._recorder.recording())
         return self
 

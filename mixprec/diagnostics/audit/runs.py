@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
@@ -20,6 +21,7 @@ from . import casts
 from .graphs import Graph, Step
 from .op import FORWARD, SHORT, STEP, operand_formats
 from .owners import Owner
+from .roots import Root
 from .traced import Functions
 
 if TYPE_CHECKING:
@@ -29,20 +31,12 @@ _PRODUCTS = ("product", "convolution")
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
-class Renamed(NamedTuple):
-    """The same code runs for other modules than those that it was traced with: their names then
-    begin with `now` in place of `traced`."""
-
-    traced: str
-    now: str
-
-
 @dataclass
 class _Forward:
     """A run of a forward graph. decided: by the number of the autograd node."""
 
     owner: Owner
-    renamed: list[Renamed]
+    root: nn.Module | None
     region: Region | None
     decided: dict[int | None, str] = field(default_factory=dict)
 
@@ -50,11 +44,12 @@ class _Forward:
 class Runs:
     """Of one graph that Dynamo has traced: of the forward and the backward graph made of it."""
 
-    def __init__(self, recorder: Recorder, functions: Functions, lossy: bool) -> None:
-        """lossy: the compiler may leave out casts between ops that it fuses."""
+    def __init__(self, recorder: Recorder, functions: Functions, root: Root, lossy: bool) -> None:
+        """root: of what was traced; lossy: the compiler may leave out casts between ops that it
+        fuses."""
         self.recorder, self.functions, self.lossy = recorder, functions, lossy
+        self.root = root
         self._forward: Graph | None = None
-        self._traced: list[str | None] | None = None  # the names of the first run's parameters
         self._known: dict[int, _Forward] = {}  # by the number of the node of autograd
 
     def graph(self, graph: torch.fx.GraphModule, is_backward: bool) -> Graph:
@@ -70,11 +65,8 @@ class Runs:
         number, phase = self.recorder.phase_of_graph(is_backward)
         if is_backward:
             return Run(self, graph, self._known.get(number), phase, args)
-        names = [owners.parameter(arg) for arg in args]
-        if self._traced is None:
-            self._traced = names
         known = [provenance.reason(arg) for arg in args]
-        forward = _Forward(owners.find(), _renamed(self._traced, names), current_region())
+        forward = _Forward(owners.find(), self.root.now(), current_region())
         self._known[number] = forward
         run = Run(self, graph, forward, phase, args)
         run.found = graph.decided(known, [provenance.is_parameter(arg) for arg in args])
@@ -87,7 +79,7 @@ class Run:
     def __init__(
         self, runs: Runs, graph: Graph, forward: _Forward | None, phase: str, args: Sequence[Any]
     ) -> None:
-        self._recorder, self._graph = runs.recorder, graph
+        self._recorder, self._graph, self._root = runs.recorder, graph, runs.root
         self._forward, self._phase = forward, phase
         self._lossy, self._has_regions = runs.lossy, runs.functions.has_regions
         self._symbols = _symbols(graph, args)
@@ -136,13 +128,11 @@ class Run:
         )  # fmt: skip
 
     def _owner(self, step: Step) -> Owner:
-        owners = self._recorder.owners
-        forward = self._forward
+        owners, forward = self._recorder.owners, self._forward
         for module in step.modules:
-            name = owners.name(module)
-            if name is not None:
-                now = owners.named(_rename(name, forward.renamed if forward else []))
-                return now or Owner(None, "", step.line)
+            now = self._root.module(module, None if forward is None else forward.root)
+            if (name := owners.name(now)) is not None:
+                return owners.named(name)
         if forward is not None and forward.owner.name is not None:
             return forward.owner
         return Owner(None, "", step.line)
@@ -229,22 +219,3 @@ def _symbols(graph: Graph, args: Sequence[Any]) -> dict[Any, int]:
             if isinstance(symbol, torch.SymInt) and isinstance(n, int):
                 found[symbol.node.expr] = n
     return found
-
-
-def _renamed(traced: list[str | None], now: list[str | None]) -> list[Renamed]:
-    found = {}
-    for before, after in zip(traced, now, strict=False):
-        if before is not None and after is not None and before != after:
-            a, b = before.split("."), after.split(".")
-            while a and b and a[-1] == b[-1]:
-                a.pop()
-                b.pop()
-            found[".".join(a)] = ".".join(b)
-    return [Renamed(a, found[a]) for a in sorted(found, key=len, reverse=True)]
-
-
-def _rename(name: str, renamed: list[Renamed]) -> str:
-    for traced, now in renamed:
-        if name == traced or name.startswith(f"{traced}.") or not traced:
-            return now + name[len(traced) :] if traced else f"{now}.{name}".rstrip(".")
-    return name
