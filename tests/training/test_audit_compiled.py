@@ -261,6 +261,16 @@ def test_code_without_a_hash() -> None:
     assert sum(rows(audit).values()) == 5
 
 
+def test_a_region_that_no_product_uses() -> None:
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager")
+    with mixprec.audit(model) as audit:
+        with mixprec.autocast("fp8"):
+            y = compiled(X)
+        square(y).backward()
+    assert "mixprec.autocast fp8 is on, and no product uses it" in audit.findings[0]
+
+
 def test_gradients_inside_of_compiled_code() -> None:
     model = mlp()
     params = dict(model.named_parameters())

@@ -66,7 +66,10 @@ class Runs:
         if is_backward:
             return Run(self, graph, self._known.get(number), phase, args)
         known = [provenance.reason(arg) for arg in args]
-        forward = _Forward(owners.find(), self.root.now(), current_region())
+        region = current_region()
+        if region is not None and isinstance(region.inside, Recipe):
+            owners.regions.add(region.inside.name)
+        forward = _Forward(owners.find(), self.root.now(), region)
         self._known[number] = forward
         run = Run(self, graph, forward, phase, args)
         run.found = graph.decided(known, [provenance.is_parameter(arg) for arg in args])
