@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what `__getattr__` imports
     from .diagnostics.audit.report import Audit, audit
     from .diagnostics.compare import compare
     from .diagnostics.memory_report import MemoryReport, memory_report
+    from .diagnostics.plan.plan import Plan, plan
     from .diagnostics.report import Report
     from .frozen import freeze
     from .lean_training import lean
@@ -52,6 +53,7 @@ __all__ = [
     "Format",
     "GradScaler",
     "MemoryReport",
+    "Plan",
     "Quantized",
     "Recipe",
     "Report",
@@ -79,6 +81,7 @@ __all__ = [
     "nn",
     "norm_quantize",
     "optim",
+    "plan",
     "quantize",
     "reuse_weights",
     "save_checkpoint",
@@ -107,6 +110,7 @@ _DEFINED_IN = {
     "Diff": "diagnostics.audit.diff",
     "GradScaler": "amp.grad_scaler",
     "MemoryReport": "diagnostics.memory_report",
+    "Plan": "diagnostics.plan.plan",
     "Recipe": "recipes",
     "Report": "diagnostics.report",
     "audit": "diagnostics.audit.report",
@@ -122,6 +126,7 @@ _DEFINED_IN = {
     "lean": "lean_training",
     "load_checkpoint": "checkpoint",
     "memory_report": "diagnostics.memory_report",
+    "plan": "diagnostics.plan.plan",
     "reuse_weights": "nn.reuse_weights",
     "save_checkpoint": "checkpoint",
     "unconvert": "nn.unconvert",

@@ -8,6 +8,7 @@ from importlib import import_module
 COMMANDS = {
     "audit": ("diagnostics.audit.command", "which precision each product of a model really has"),
     "bench": ("bench.__main__", "measure every op against its baselines"),
+    "plan": ("diagnostics.plan.command", "the format of every product of a model, by measurement"),
     "env": ("diagnostics.env", "versions, machine, what each op runs on"),
 }
 

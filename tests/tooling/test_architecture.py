@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_recipe_aliases", "_local_gradients"),
     ("_unrounded",),
     ("recipes",),
-    ("functional.operands", "scaling", "grad_report", "distributed", "memory"),
+    ("functional.operands", "scaling", "grad_report", "distributed", "memory", "availability"),
     ("functional",),
     ("nn", "optim", "amp"),
     ("_checkpoint_file", "_random_state"),
@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mixprec",),  # the package itself, __init__.py
 )
 # Leaves use anything and are used by nothing but __init__.
-LEAVES = ("testing", "env", "diagnostics.env", "frozen", "lean_training", "availability")
+LEAVES = ("testing", "env", "diagnostics.env", "frozen", "lean_training")
 # Between ops, only these: helpers of the reference, a list of dtypes, what runs the block formats.
 SIDEWAYS = {
     "quantize": "amax.amax_reference scale.scale_from_amax quantize_mx.quantize_mx_op "

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from typing import Any
-
-from torch import nn
 
 from ...nn.convert import convert
+from ..made import made
 from .report import Audit, audit
 
 _EPILOG = (
@@ -45,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", help="write all that was found")
     given = parser.parse_args(arguments)
     try:
-        model, *rest = _made(given.make)
+        model, *rest = made(given.make)
     except ValueError as error:
         parser.error(str(error))
     if given.recipe:
@@ -74,23 +71,3 @@ def _missed(found: Audit, name: str, share: float) -> list[str]:
     total = sum(found.flops.values())
     has = found.flops.get(name, 0) / total if total else 0.0
     return [] if has >= share else [f"required: {name} {share:.1%} of the FLOPs, got {has:.1%}"]
-
-
-def _made(place: str) -> tuple[Any, ...]:
-    """What the function returns."""
-    module, _, name = place.partition(":")
-    if not module or not name:
-        raise ValueError(f"expected MODULE:FUNCTION, as in train:make_model, got {place!r}")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if getattr(error, "name", "") not in (module, name):
-            raise
-        raise ValueError(str(error)) from None
-    made = make()
-    is_pair = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)
-    if not is_pair:
-        got = type(made).__name__
-        raise ValueError(f"{place} must return (model, batch) or (model, batch, loss), got {got}")
-    result: tuple[Any, ...] = made
-    return result

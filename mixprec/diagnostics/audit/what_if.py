@@ -35,18 +35,19 @@ def product(
     """The two halves of the SQNR of a [M, K] @ b_t [N, K]^T, both FP32, cast as these roles."""
     recipe = recipe.product(next((n for n, of in ROLES.items() if {*of} == {*roles}), "forward"))
     is_rotated = recipe.hadamard and set(roles) == {"g", "x"}
-    used = [_cast(recipe, role, t, is_rotated) for role, t in zip(roles, (a, b_t), strict=True)]
+    used = [cast(recipe, role, t, is_rotated) for role, t in zip(roles, (a, b_t), strict=True)]
     signal, noise = squares(a @ b_t.t(), used[0] @ used[1].t())
     return float(signal), float(noise)
 
 
-def _cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> torch.Tensor:
+def cast(recipe: Recipe, role: str, rows: torch.Tensor, is_rotated: bool) -> torch.Tensor:
+    """The values of rows [R, C], which a product sums along C, cast as this role: FP32."""
     rows = rows.float().contiguous()
     rows = hadamard(rows) if is_rotated else rows
-    cast = operands.cast(rows, role, recipe, None, use_t=False, record=False)
-    if cast.scale_inv is None:
-        return cast.data.float()
-    return decoded(cast, rows, recipe.block_format(role))[0]
+    operand = operands.cast(rows, role, recipe, None, use_t=False, record=False)
+    if operand.scale_inv is None:
+        return operand.data.float()
+    return decoded(operand, rows, recipe.block_format(role))[0]
 
 
 def of_convolution(
@@ -57,5 +58,5 @@ def of_convolution(
     the product."""
     if role != "w" and all(size == 1 for size in weight.shape[2:]):
         pixels = t.movedim(1, -1)
-        return _cast(recipe, role, pixels.flatten(0, -2), False).view(pixels.shape).movedim(-1, 1)
-    return _cast(recipe, role, t.flatten(1), False).view(t.shape)
+        return cast(recipe, role, pixels.flatten(0, -2), False).view(pixels.shape).movedim(-1, 1)
+    return cast(recipe, role, t.flatten(1), False).view(t.shape)

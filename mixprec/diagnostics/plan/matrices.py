@@ -1,0 +1,80 @@
+"""The three products of a layer with operands in the format of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...functional import is_pointwise
+from ...nn.conv import Conv2d
+from ...nn.conv1d import Conv1D
+from ...nn.kinds import layer_for
+from ...nn.linear import Linear
+from ...recipes import GEMMS, Recipe
+from ..audit.what_if import cast
+from ..stats.layers import as_operand
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why the products of a layer that `convert` takes are not planned; None: they are."""
+    kind = type(module) if isinstance(module, (Linear, Conv1D, Conv2d)) else layer_for(module)
+    if kind is None:
+        return "it is no layer"
+    if issubclass(kind, (Linear, Conv1D)):
+        return None
+    if not issubclass(kind, Conv2d):
+        return "it computes several products"
+    pointwise = is_pointwise(module.kernel_size, module.padding, module.groups)  # type: ignore[arg-type]
+    return None if pointwise else "a convolution that is not 1 x 1"
+
+
+@dataclass
+class Matrices:
+    """x [M, K], w [N, K] and g [M, N] of a call of a layer, in FP32."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    g: torch.Tensor
+
+    @staticmethod
+    def of_layer(layer: nn.Module, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Matrices:
+        parts = zip("xwg", (x, w, g), strict=True)
+        found = (as_operand(layer, role, t.detach()).float() for role, t in parts)
+        return Matrices(*(t.reshape(-1, t.shape[-1]) for t in found))
+
+    @staticmethod
+    def shaped(y: torch.Tensor, like: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        """An output [M, N] in the shape of the layer's."""
+        if not isinstance(layer, nn.Conv2d):
+            return y.view(like.shape)
+        b, n, h, w = like.shape
+        return y.view(b, h, w, n).permute(0, 3, 1, 2)
+
+    @property
+    def flops(self) -> int:
+        """Of each of the three products."""
+        return 2 * self.x.shape[0] * self.x.shape[1] * self.w.shape[0]
+
+    def product(self, name: str, recipe: Recipe | None) -> torch.Tensor:
+        """y [M, N], grad_input [M, K] or grad_weight [N, K]; None: in FP32."""
+        roles, (a, b_t) = _ROLES[name], self._operands(name)
+        if recipe is None:
+            return a @ b_t.t()
+        is_rotated = recipe.hadamard and name == "grad_weight"
+        a, b_t = (
+            cast(recipe, role, rows, is_rotated) for role, rows in zip(roles, (a, b_t), strict=True)
+        )
+        return a @ b_t.t()
+
+    def _operands(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As rows along which is summed."""
+        if name == "forward":
+            return self.x, self.w
+        if name == "grad_input":
+            return self.g, self.w.t()
+        return self.g.t(), self.x.t()
+
+
+_ROLES = dict(zip(GEMMS, (("x", "w"), ("g", "w"), ("g", "x")), strict=True))

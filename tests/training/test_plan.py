@@ -1,0 +1,400 @@
+"""plan: what products are predicted to do to the loss, the integer program, plans of models."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from independent import assert_same_bits
+from torch import nn
+from torch.nn import functional as F
+
+import mixprec
+import mixprec.__main__
+from mixprec.diagnostics.plan import hardware
+from mixprec.diagnostics.plan.assignment import Program
+from mixprec.diagnostics.plan.cost import Costs, costs
+from mixprec.diagnostics.plan.matrices import Matrices
+from mixprec.diagnostics.plan.sensitivity import Layer, Training
+from mixprec.recipes import GEMMS, READ_BY, Recipe
+
+FORMATS = ("mxfp4", "fp8", "bf16")
+
+
+class Model(nn.Module):
+    """An MLP with dropout behind a 1 x 1 convolution, and layers that no plan has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.wide = nn.Conv2d(3, 32, 1), nn.Conv2d(3, 3, 3, padding=1)
+        self.up, self.down, self.head = nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 8)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.unused, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
+
+    def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        x = self.conv(self.wide(image)).flatten(2).transpose(1, 2)
+        x = x + self.down(self.dropout(F.gelu(self.up(x))))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return F.cross_entropy(self.head(x.mean(1)), label)
+
+
+PLANNED = {"conv": ("forward", "grad_input", "grad_weight")} | dict.fromkeys(
+    ("up", "down", "head"), GEMMS
+)
+LEFT = ("wide", "attention", "unused")
+
+
+def batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(16, 3, 4, 4), torch.randint(8, (16,))) for _ in range(count)]
+
+
+def model() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+def planned(**options: Any) -> mixprec.Plan:
+    options = {"budget": {"time": 0.6}, "formats": FORMATS, **options}
+    return mixprec.plan(model(), batches(), **options)
+
+
+# The integer program
+
+
+def tables(draws: random.Random, layers: int) -> tuple[dict[str, Any], dict[str, Costs]]:
+    harm, prices = {}, {}
+    for i in range(layers):
+        products = GEMMS if i else (GEMMS[0], GEMMS[2])
+        harm[str(i)] = {p: {r: draws.random() ** 3 for r in FORMATS} for p in products}
+        prices[str(i)] = Costs(
+            {p: {r: draws.random() for r in FORMATS} for p in products},
+            {role: {r: draws.random() * (r != "bf16") for r in FORMATS} for role in "xwg"},
+            {p: {r: draws.random() for r in FORMATS} for p in products},
+        )
+    return harm, prices
+
+
+def by_hand(harm: Any, prices: Any, chosen: Any) -> dict[str, float]:
+    found = {"loss": 0.0, "time": 0.0, "memory": 0.0}
+    for name, products in chosen.items():
+        for product, recipe in products.items():
+            found["loss"] += harm[name][product][recipe]
+            found["time"] += prices[name].product[product][recipe]
+            found["memory"] += prices[name].kept[product][recipe]
+        for role, readers in READ_BY.items():
+            for recipe in {products[p] for p in readers if p in products}:
+                found["time"] += prices[name].cast[role][recipe]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_all_assignments(seed: int) -> None:
+    """Of two layers, five products and three recipes: 243 assignments, three budgets each."""
+    draws = random.Random(seed)
+    harm, prices = tables(draws, 2)
+    program = Program(harm, prices)
+    places = [(name, p) for name, products in harm.items() for p in products]
+    every = []
+    for recipes in itertools.product(FORMATS, repeat=len(places)):
+        chosen: dict[str, dict[str, str]] = {name: {} for name in harm}
+        for (name, product), recipe in zip(places, recipes, strict=True):
+            chosen[name][product] = recipe
+        values = by_hand(harm, prices, chosen)
+        every.append((chosen, values))
+        assert program.value("time", chosen) == pytest.approx(values["time"])
+    for limited, best, share in (
+        ("time", "loss", 0.3),
+        ("memory", "loss", 0.2),
+        ("loss", "time", 0.4),
+    ):
+        values = sorted(values[limited] for _, values in every)
+        limit = values[int(share * len(values))]
+        least = min(v[best] for _, v in every if v[limited] <= limit)
+        found = program.solve([best], {limited: limit})
+        assert found is not None
+        assert program.value(best, found) == pytest.approx(least, rel=1e-6)
+        assert program.value(limited, found) <= limit * (1 + 1e-6)
+    assert program.solve(["loss"], {"time": 0.0}) is None
+
+
+def test_of_equal_ones_the_cheaper() -> None:
+    harm = {"a": {"forward": {"mxfp4": 0.5, "fp8": 0.5, "bf16": 0.5}}}
+    product = {"forward": {"mxfp4": 2.0, "fp8": 1.0, "bf16": 3.0}}
+    program = Program(harm, {"a": Costs(product, {}, {"forward": dict.fromkeys(FORMATS, 0.0)})})
+    assert program.solve(["loss", "time"], {}) == {"a": {"forward": "fp8"}}
+
+
+# Sensitivities
+
+
+def test_products_are_those_of_the_layers() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96, bias=False)
+    x, g = torch.randn(32, 64, requires_grad=True), torch.randn(32, 96)
+    matrices = Matrices.of_layer(layer, x, layer.weight, g)
+    for name in ("bf16", "fp8", "fp8-block", "mxfp8"):
+        y = mixprec.functional.linear(x, layer.weight, recipe=name)
+        wants = (y, *torch.autograd.grad(y, (x, layer.weight), g))
+        for product, want in zip(GEMMS, wants, strict=True):
+            got = matrices.product(product, Recipe.parse(name))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+def test_predicted_is_what_the_loss_grows_by(loss: Any) -> None:
+    """With the forward product of one layer in a format, on the batches that were measured."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)
+    )
+    data = []
+    for _ in range(8):
+        x = torch.randn(128, 64)
+        target = x[:, :8].argmax(-1) if loss is F.cross_entropy else x[:, :8].tanh()
+        data.append((x, target))
+
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return loss(self.net(x), target)
+
+    task = Task()
+    optimizer = torch.optim.AdamW(task.parameters(), 3e-3)
+    for _ in range(30):
+        for batch in data:
+            optimizer.zero_grad()
+            task(*batch).backward()
+            optimizer.step()
+    plan = mixprec.plan(task, data, budget={"time": 1.0}, formats=("mxfp4", "nvfp4"))
+
+    def total(assignment: Any) -> float:
+        converted = plan.replaced(assignment).apply(copy.deepcopy(task))
+        with torch.no_grad():
+            return sum(float(converted(*batch)) for batch in data) / len(data)
+
+    bf16 = {name: dict.fromkeys(p["harm"], "bf16") for name, p in plan.measured.items()}
+    exact = total(bf16)
+    for name in plan.measured:
+        for recipe in ("mxfp4", "nvfp4-1x16"):
+            changed = copy.deepcopy(bf16)
+            changed[name]["forward"] = recipe
+            grown, predicted = (
+                total(changed) - exact,
+                plan.measured[name]["harm"]["forward"][recipe],
+            )
+            assert predicted / 6 < grown < predicted * 6, (name, recipe)
+
+
+def test_errors_of_gradients() -> None:
+    """Of Adam and of SGD, by their formulas; grad_input's by the weights before it."""
+    adam, sgd = Training(100, 1e-2, True), Training(100, 1e-2, False)
+    error, grad = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 0.5])
+    assert adam.harm(error, grad, 7) == pytest.approx(0.5 * 100 * 1e-4 * 7 * 5.0)
+    assert sgd.harm(error, grad, 7) == pytest.approx(0.5 * 100 * 1e-4 * 7 * 10.0)
+    plan = planned(budget={"time": 1.0})
+    harm = {name: row["harm"] for name, row in plan.measured.items()}
+    for products in harm.values():
+        for values in products.values():
+            assert values["bf16"] < min(values["fp8"], values["mxfp4"]) / 10
+    ratios = [
+        math.sqrt(harm[name]["grad_input"]["mxfp4"] / harm[name]["grad_input"]["fp8"])
+        for name in ("up", "down", "head")
+    ]
+    assert all(2 < ratio < 20 for ratio in ratios)
+
+
+def test_as_many_passes_as_were_allowed() -> None:
+    calls = []
+
+    class Counted(Model):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            calls.append(torch.is_grad_enabled())
+            return super().forward(*args)
+
+    done: list[tuple[int, int]] = []
+    for passes in (60, 12, 7, 4):
+        calls.clear()
+        found = mixprec.plan(
+            Counted(), batches(9), budget={"time": 0.6}, passes=passes,
+            progress=lambda *args: done.append(args),
+        )  # fmt: skip
+        assert sum(calls) + (len(calls) - sum(calls)) / 2 <= passes  # those without backward
+        assert {*found.recipes} == {*PLANNED}
+        assert done[-1][0] == done[-1][1]
+        harm = [row["harm"]["grad_input"]["fp8"] for row in found.measured.values()]
+        assert min(harm) > 0
+    with pytest.raises(ValueError, match="passes must be an int of 4 or more, got 3"):
+        planned(passes=3)
+
+
+# Plans
+
+
+def test_of_a_model() -> None:
+    plan = planned()
+    assert {name: tuple(row["harm"]) for name, row in plan.measured.items()} == PLANNED
+    assert {*LEFT} <= {*plan.left_out}
+    assert plan.predicted["time"] <= 0.6
+    assert plan.predicted["loss"] == pytest.approx(
+        sum(
+            plan.measured[name]["harm"][product][recipe]
+            for name, products in plan.assignment().items()
+            for product, recipe in products.items()
+        )
+    )
+    text = str(plan)
+    assert text.startswith("plan for time <= 0.6: loss +")
+    assert "left out: attention: it computes several products" in text
+    assert "forward in " in plan.why("down")
+    assert plan.why("wide") == "wide is left out: a convolution that is not 1 x 1"
+    for limits in ({"loss": plan.predicted["loss"]}, {"memory": 0.4}, {"time": 0.7, "memory": 0.5}):
+        other = planned(budget=limits)
+        for name, limit in limits.items():
+            assert other.predicted[name] <= limit * (1 + 1e-6)
+    assert planned(budget={"time": 0.5}).predicted["loss"] >= plan.predicted["loss"]
+
+
+def test_nothing_is_left_of_it() -> None:
+    net, data = model(), batches()
+    net(*data[0]).backward()
+    before = copy.deepcopy(net.state_dict())
+    grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    state = torch.get_rng_state()
+    mixprec.plan(net, data, budget={"time": 0.6})
+    with pytest.raises(ValueError, match=r"the least is time 0\.25"):
+        mixprec.plan(net, data, budget={"time": 0.1})
+    assert torch.equal(state, torch.get_rng_state())
+    for name, value in net.state_dict().items():
+        assert_same_bits(value, before[name])
+    for p, grad in zip(net.parameters(), grads, strict=True):
+        assert (p.grad is None) == (grad is None)
+        assert grad is None or torch.equal(p.grad, grad)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in net.modules())
+
+
+def test_applied_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    net, data = mixprec.convert(model(), "fp8"), batches()
+    optimizer = mixprec.optim.AdamW(net.parameters(), lr=1e-3)
+    for batch in data:
+        net(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = mixprec.plan(net, data, budget={"time": 0.5}, formats=FORMATS, optimizer=optimizer)
+    assert net.up.recipe.name == "fp8"
+    plan.save(tmp_path / "plan.json")
+    loaded = mixprec.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    loaded.apply(net)
+    assert {name: net.get_submodule(name).recipe.name for name in plan.recipes} == plan.recipes
+    assert net.attention.recipe.name == "bf16"
+    with mixprec.audit(net) as audit:
+        net(*data[0]).backward()
+    ran = {(op.module, op.decided.split()[-1]) for op in audit.ops if op.module in plan.recipes}
+    assert {name for name, _ in ran} == {*plan.recipes}
+    assert {recipe for _, recipe in ran} <= {*plan.recipes.values(), "recipe"}
+    # Edited by hand.
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    saved["recipes"]["up"] = "fp8+gw-bf16"
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    edited = mixprec.Plan.load(tmp_path / "plan.json")
+    assert edited.assignment()["up"] == {
+        "forward": "fp8", "grad_input": "fp8", "grad_weight": "bf16"
+    }  # fmt: skip
+    assert edited.predicted != plan.predicted
+
+
+def test_models_that_were_not_planned() -> None:
+    plan, other = planned(), model()
+    other.down = nn.Linear(90, 32)
+    with pytest.raises(ValueError, match=r"'down' with a weight of shape \[32, 96\].*\[32, 90\]"):
+        plan.apply(other)
+    assert type(other.up) is nn.Linear
+    more = model()
+    more.added = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="has a layer 'added' that was not planned"):
+        plan.apply(more)
+    with pytest.raises(ValueError, match=r"must have a layer 'conv'.* got none of that name"):
+        plan.apply(nn.Sequential(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"budget": {"speed": 1}}, "budget must be limits of some of"),
+        ({"budget": {}}, "budget must be limits"),
+        ({"hardware": "abacus"}, "hardware must be 'a100'"),
+        ({"formats": ("fp16",)}, "without loss scaling, got fp16"),
+        ({"formats": ("fp8-delayed",)}, "without state"),
+        ({"loss": lambda y: y * math.nan}, "must be a finite number, got nan of batch 0"),
+        ({"budget": {"loss": 0.0, "time": 0.5}}, "no assignment keeps loss <= 0, time <= 0.5"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        planned(**options)
+
+
+def test_no_layers_and_no_batches() -> None:
+    with pytest.raises(ValueError, match="there is no layer to plan"):
+        mixprec.plan(nn.ReLU(), batches(), budget={"time": 1})
+    with pytest.raises(ValueError, match="batches must have at least one"):
+        mixprec.plan(model(), [], budget={"time": 1})
+    frozen = model().requires_grad_(False)
+    with pytest.raises(ValueError, match="the loss has no gradient"):
+        mixprec.plan(frozen, batches(), budget={"time": 1})
+
+
+# Costs
+
+
+def test_costs_of_hardware() -> None:
+    chosen, left = hardware.choose(FORMATS, hardware.parse("h200"))
+    assert [*chosen] == ["bf16", "fp8"]
+    assert "decoded to bf16" in left["mxfp4"]
+    assert [*hardware.choose(("nvfp4", "mxfp8"), hardware.parse("B200"))[0]][1:] == [
+        "nvfp4-1x16", "mxfp8"
+    ]  # fmt: skip
+    layer = Layer("a", nn.Linear(4096, 4096), flops=2 * 8192 * 4096**2)
+    layer.x = layer.y = 8192 * 4096
+    layer.w = 4096**2
+    layer.harm = {product: dict.fromkeys(chosen, 0.0) for product in GEMMS}
+    found = costs(layer, chosen, hardware.parse("h200"))
+    assert found.product["forward"]["bf16"] == pytest.approx(2 * 8192 * 4096**2 / 989e12)
+    assert found.product["forward"]["fp8"] == pytest.approx(2 * 8192 * 4096**2 / 1979e12)
+    assert found.cast["x"] == {"bf16": 0.0, "fp8": pytest.approx(8192 * 4096 * 4 / 4.8e12)}
+    assert found.kept["grad_weight"] == {"bf16": 2 * layer.x, "fp8": layer.x}
+    assert found.kept["grad_input"] == {"bf16": 0.0, "fp8": layer.w}
+    assert set(found.kept["forward"].values()) == {0.0}
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    x = torch.randn(64, 32)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)), [x], (\n"
+        "        lambda y: y.square().mean())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = str(tmp_path / "plan.json")
+    options = ["--time", "0.5", "--formats", "fp8", "mxfp4", "--json", path]
+    assert mixprec.__main__.main(["plan", "mine:make", *options]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan for time <= 0.5: loss +")
+    assert {*mixprec.Plan.load(path).recipes} == {"0", "1"}
+    with pytest.raises(SystemExit):
+        mixprec.__main__.main(["plan", "mine:make", "--time", "0.01"])
+    assert "the least is time" in capsys.readouterr().err
