@@ -22,6 +22,7 @@ from ..ops._dispatch import simulation
 from ..ops.block_operands import check_not_simulated
 from ..optim import AdamW
 from ..recipes import Recipe
+from .plan.plan import Plan
 from .report import KINDS, Report, Row
 from .training_run import TrainingRun, torch_formats
 
@@ -31,7 +32,7 @@ Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 def compare(
     make_model: Callable[[], nn.Module],
     batches: Batches,
-    recipes: Sequence[Recipe | str] | Recipe | str = ("fp32", "bf16", "fp16", "fp8"),
+    recipes: Sequence[Recipe | str | Plan] | Recipe | str | Plan = ("fp32", "bf16", "fp16", "fp8"),
     *,
     validation: Batches | None = None,
     steps: int | None = None,
@@ -68,6 +69,7 @@ def compare(
         "bf16", "fp16"   mixprec.convert, parameters of that dtype, FP32 masters in the optimizer
         "fp8"            mixprec.convert, bf16 parameters, FP32 masters
         a Recipe         as the one above with the same formats
+        a Plan           Plan.apply, parameters and masters as with "fp8"
 
     fp16 trains with a mixprec.GradScaler, or with the scaler that make_scaler() returns.
     module_filter_fn(module, fqn) excludes layers from the conversion, and fuse fuses what it can,
@@ -113,19 +115,19 @@ def compare(
                 f"compare: {name} must be readable once per recipe (a list, a DataLoader, or a "
                 f"function that returns an iterable), got {type(value).__name__}"
             )
-    if isinstance(recipes, (str, Recipe)):
+    if isinstance(recipes, (str, Recipe, Plan)):
         recipes = (recipes,)
-    chosen = [None if r == "fp32" else Recipe.parse(r) for r in recipes]
+    chosen = [_parsed(r) for r in recipes]
     block: AbstractContextManager[Any] = nullcontext()
     if simulate is not None:
         block = ops.simulate(simulate)
         simulate = block.arch
-        for one in filter(None, chosen):
+        for one in (r for row in chosen for r in _recipes(row)):
             if one.is_block:
                 check_not_simulated(simulate)
             simulation.check(simulate, one.x.dtype)  # those of w and g are of its kind
     report = Report(unit, loss_name, loss_factor)
-    report.rows = [Row("fp32" if r is None else r.name) for r in chosen]
+    report.rows = [Row("fp32" if r is None else r.name) for r in chosen]  # a plan has one, too
     names = [row.recipe for row in report.rows]
     if len(set(names)) != len(names):
         raise ValueError(f"compare: recipes must have different names, got {names}")
@@ -147,7 +149,7 @@ def compare(
 
     made: WeakSet[nn.Module] = WeakSet()
 
-    def prepare(row: Row, recipe: Recipe | None) -> TrainingRun:
+    def prepare(row: Row, recipe: Recipe | Plan | None) -> TrainingRun:
         model, scaler = make_model(), None
         if not isinstance(model, nn.Module) or model in made:
             got = "the model of the recipe before" if model in made else type(model).__name__
@@ -159,8 +161,13 @@ def compare(
         model = model.to(device)
         if recipe is None:
             row.expected = dict.fromkeys(KINDS, torch_formats(torch.float32))
+        elif isinstance(recipe, Plan):
+            row.expected = _formats(Recipe.parse("bf16"))
+            named = recipe.recipes.items()
+            row.expected_in = {name: _formats(Recipe.parse(own)) for name, own in named}
+            cast_parameters(recipe.apply(model), torch.bfloat16)
         else:
-            row.expected = {k: " x ".join(f.name for f in getattr(recipe, k)) for k in KINDS}
+            row.expected = _formats(recipe)
             model = convert(model, recipe, module_filter_fn, fuse=fuse)
             cast_parameters(model, torch.float16 if recipe.needs_loss_scaling else torch.bfloat16)
             if recipe.needs_loss_scaling:
@@ -198,6 +205,25 @@ def compare(
     except KeyboardInterrupt:
         report.interrupted = True
     return report
+
+
+def _parsed(recipe: Recipe | str | Plan) -> Recipe | Plan | None:
+    if isinstance(recipe, Plan):
+        return recipe
+    return None if recipe == "fp32" else Recipe.parse(recipe)
+
+
+def _recipes(one: Recipe | Plan | None) -> list[Recipe]:
+    """Of all products of all layers."""
+    if one is None:
+        return []
+    whole = [one] if isinstance(one, Recipe) else [Recipe.parse(r) for r in one.recipes.values()]
+    return [recipe.product(name) for recipe in whole for name in KINDS]
+
+
+def _formats(recipe: Recipe) -> dict[str, str]:
+    """Of the operands of each product."""
+    return {k: " x ".join(f.name for f in getattr(recipe, k)) for k in KINDS}
 
 
 def _read(batches: Batches, steps: int | None) -> tuple[Iterable[Any], int | None]:

@@ -111,6 +111,25 @@ def _explain_differences(ax: Any, report: Report) -> None:
     ax.legend(fontsize=9)
 
 
+def plot_plan(
+    front: Sequence[tuple[float, float]], points: Mapping[str, tuple[float, float]], unit: str
+) -> Any:
+    """The smallest loss for each time, as parts of bf16's time, with what uniform recipes and the
+    plan have. ImportError without matplotlib."""
+    figure = _figure(7, 5, "Plan.plot")
+    ax = figure.subplots()
+    ax.plot(*zip(*front, strict=True), color=BLUE, marker=".", label="the best for each time")
+    for (name, (time, loss)), color in zip(points.items(), cycle(COLORS[2:])):
+        ax.plot([time], [loss], "o", color="#000000" if name == "plan" else color, label=name)
+    ax.set_yscale("log")
+    ax.set_xlabel(f"time, as a part of bf16's{unit}")
+    ax.set_ylabel("growth of the loss, predicted")
+    ax.set_title("What a plan can have")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    return figure
+
+
 def plot_records(records: Sequence[Record]) -> Any:
     """amax, scale and lost shares over the steps: a column for each of x, w and g, a line for each
     layer. The three that lose most have a color and a name. ImportError without matplotlib."""

@@ -28,9 +28,10 @@ class Row:
     "scaler". Bytes: parameters, gradients and optimizer state (FP32 masters included) after a step;
     saved: what autograd kept for the first backward pass, each storage once, without parameters;
     peak: the largest allocation on a GPU. gemms[module, kind, formats] counts calls; expected[kind]
-    is the recipe's formats. data: one CRC-32 per step of the batches so far. sqnr: measured by
-    compare(sqnr=True), by layer, see `mixprec.diagnostics.audit.layers.model_sqnr`. reseeded: it
-    is fp32 again, from another seed, which shows what chance changes.
+    is the recipe's formats, expected_in[module][kind] those of a plan. data: one CRC-32 per step of
+    the batches so far. sqnr: measured by compare(sqnr=True), by layer, see
+    `mixprec.diagnostics.audit.layers.model_sqnr`. reseeded: it is fp32 again, from another seed,
+    which shows what chance changes.
     """
 
     recipe: str
@@ -49,6 +50,7 @@ class Row:
     loss_scale: float | None = None
     gemms: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     expected: dict[str, str] = field(default_factory=dict)
+    expected_in: dict[str, dict[str, str]] = field(default_factory=dict)
     data: list[int] = field(default_factory=list)
     sqnr: dict[str, dict[str, Any]] = field(default_factory=dict)
     reseeded: bool = False
@@ -131,11 +133,12 @@ class Report:
         for row in self.rows:
             for name in names:
                 for kind, got in row.gemm_counts(name).items():
-                    if set(got) != {row.expected[kind]} or sum(got.values()) < row.steps:
+                    want = row.expected_in.get(name, row.expected)[kind]
+                    if set(got) != {want} or sum(got.values()) < row.steps:
                         seen = ", ".join(f"{n} x ({f})" for f, n in got.items()) or "nothing"
                         wrong.append(
                             f"{row.recipe}: {kind} of {name} should have run as "
-                            f"{row.expected[kind]} in each of {row.steps} steps, but ran {seen}"
+                            f"{want} in each of {row.steps} steps, but ran {seen}"
                         )
         return wrong
 

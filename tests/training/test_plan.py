@@ -328,6 +328,35 @@ def test_models_that_were_not_planned() -> None:
         plan.apply(nn.Sequential(nn.Linear(4, 4)))
 
 
+def test_the_front_and_its_plot(tmp_path: Path) -> None:
+    plan = planned()
+    front = plan.front(9)
+    times, losses = zip(*front, strict=True)
+    assert list(losses) == sorted(losses, reverse=True)
+    assert times[0] == pytest.approx(0.25)
+    assert times[-1] <= 1.0
+    program = plan.program()
+    for recipe in FORMATS:
+        uniform = program.uniform(recipe)
+        time = program.value("time", uniform) / plan.bf16["time"]
+        within = [loss for t, loss in front if t <= time * (1 + 1e-6)]
+        assert min(within) <= program.value("loss", uniform) * (1 + 1e-6)
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compared_with_other_recipes() -> None:
+    plan = planned()
+    report = mixprec.compare(model, batches(4), ["fp32", "bf16", plan], lr=1e-3)
+    assert [row.recipe for row in report.rows] == ["fp32", "bf16", "plan, time <= 0.6"]
+    assert all(row.status == "complete" for row in report.rows)
+    assert report.wrong_gemms([name for name in plan.recipes if name != "conv"]) == []
+    (other,) = mixprec.compare(model, batches(4), plan).rows
+    assert other.losses == report.rows[2].losses
+    report.rows[2].expected_in["up"]["forward"] = "fp16 x fp16"
+    assert "forward of up should have run as fp16 x fp16" in report.wrong_gemms(["up"])[0]
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

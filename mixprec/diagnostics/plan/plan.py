@@ -21,6 +21,7 @@ from ...nn.kinds import adapters, layer_for
 from ...ops._dispatch import checks
 from ...optim import SGD
 from ...recipes import GEMMS, Recipe
+from .. import plotting
 from ..batches import call, scalar_loss
 from ..unchanged import as_before
 from . import hardware as processors
@@ -54,6 +55,11 @@ class Plan:
     hardware: str
     left_out: dict[str, str] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What `mixprec.compare` calls it."""
+        return f"plan, {text.limits(self.budget)}"
 
     def apply(self, model: nn.Module) -> nn.Module:
         """`mixprec.convert` the model, in place, with the recipe of each layer; what the plan has
@@ -103,6 +109,33 @@ class Plan:
 
     def __str__(self) -> str:
         return f"{text.summary(self)}\n\n{self.table()}"
+
+    def front(self, points: int = 16) -> list[tuple[float, float]]:
+        """(time, loss): the smallest loss that is predicted for each time, from the shortest to
+        that of bf16, without other limits."""
+        program, total = self.program(), self.bf16["time"]
+        fastest = program.solve(["time", "loss"], {})
+        assert fastest is not None, "without limits"
+        least, found = program.value("time", fastest), dict[float, float]()
+        for i in range(points):
+            limit = least + (total - least) * i / (points - 1)
+            best = program.solve(["loss", "time"], {"time": limit * (1 + 1e-9)})
+            if best is not None:
+                found[program.value("time", best) / total] = program.value("loss", best)
+        return sorted(found.items())
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw `front`, with this plan and the recipes that all products can have, to a PNG, SVG or
+        PDF file. ImportError without matplotlib."""
+        program, total = self.program(), self.bf16["time"]
+        names = next(iter(next(iter(self.measured.values()))["harm"].values()))
+        points = {}
+        for name in names:
+            uniform = program.uniform(name)
+            points[name] = program.value("time", uniform) / total, program.value("loss", uniform)
+        points["plan"] = self.predicted["time"], self.predicted["loss"]
+        unit = f" on {self.hardware}" if self.hardware else ""
+        plotting.save(plotting.plot_plan(self.front(), points, unit), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON. `recipes` may be edited."""
