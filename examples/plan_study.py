@@ -12,137 +12,21 @@ data, in the formats of the assignment, against the run in FP32.
 from __future__ import annotations
 
 import argparse
-import copy
-import itertools
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from gpt_data import Batches, load
-from gpt_model import GPT, GPTConfig
-from image_data import digit_images
-from image_models import ViT
 from needs import needs
+from plan_tasks import BEFORE, MODELS, Task
 
-import mixprec
 from mixprec.bench.environment import environment
 
 # Written before the first run.
-BEFORE, STEPS, SEEDS, LR = 300, 100, 5, 1e-3
-MIXED, EQUAL = 50, 50
+SEEDS, MIXED, EQUAL = 5, 50, 50
 FOUR, MORE = ("mxfp4", "nvfp4-1x16"), ("mxfp8", "fp8", "bf16")
 SHARE = 0.5  # of the FLOPs in 4 bits, of the second half
-
-Batch = tuple[torch.Tensor, ...]
-
-
-class WithLoss(torch.nn.Module):
-    """A model of images, which returns the loss."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model(images), labels)
-
-
-class Teacher(torch.nn.Module):
-    """An MLP that learns the outputs of another one, of inputs with outliers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (64, 128, 128, 128, 16)
-        layers: list[torch.nn.Module] = []
-        for a, b in itertools.pairwise(sizes):
-            layers += [torch.nn.Linear(a, b), torch.nn.GELU()]
-        self.layers = torch.nn.Sequential(*layers[:-1])
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.layers(x), y)
-
-
-def gpt() -> tuple[torch.nn.Module, list[Batch], list[Batch]]:
-    text = load(None, 64)
-    train = Batches(text.train, 8, 64, BEFORE + STEPS, seed=0)
-    model = GPT(GPTConfig(layers=2, width=96, heads=4, context=64))
-    return model, list(train), list(Batches(text.validation, 32, 64, 8, seed=None))
-
-
-def images() -> tuple[torch.nn.Module, list[Batch], list[Batch]]:
-    data = digit_images()
-    x, y = data.train
-    order = torch.Generator().manual_seed(0)
-    places = [torch.randint(len(y), (32,), generator=order) for _ in range(BEFORE + STEPS)]
-    model = WithLoss(ViT(len(data.classes), data.side, width=64))
-    return model, [(x[i], y[i]) for i in places], [data.held_out]
-
-
-def teacher() -> tuple[torch.nn.Module, list[Batch], list[Batch]]:
-    torch.manual_seed(1)
-    right = Teacher().layers
-    with torch.no_grad():
-        right[0].weight.mul_(3.0)
-        scale = torch.ones(64).index_fill(0, torch.tensor([3, 40]), 10.0)
-
-        def make(rows: int) -> Batch:
-            x = torch.randn(rows, 64) * scale
-            return x, right(x) + 0.01 * torch.randn(rows, 16)
-
-        batches = [make(64) for _ in range(BEFORE + STEPS)]
-        held_out = [make(2048)]
-    torch.manual_seed(0)
-    return Teacher(), batches, held_out
-
-
-MODELS: dict[str, Callable[[], Any]] = {"gpt": gpt, "vit": images, "mlp": teacher}
-
-
-class Task:
-    """A model at the checkpoint, and its data."""
-
-    def __init__(self, name: str, before: int = BEFORE) -> None:
-        torch.manual_seed(0)
-        self.model, batches, self.held_out = MODELS[name]()
-        self.after = batches[before : before + STEPS]
-        optimizer = self._optimizer(self.model)
-        for batch in batches[:before]:
-            self._step(self.model, optimizer, batch)
-        self.state = copy.deepcopy(optimizer.state_dict())
-        self.optimizer = optimizer
-
-    def _optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return mixprec.optim.AdamW(model.parameters(), lr=LR)
-
-    def _step(self, model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def plan(self, budget: dict[str, float], formats: tuple[str, ...] = FOUR + MORE) -> Any:
-        return mixprec.plan(
-            self.model, self.after[:8], budget=budget, formats=formats, optimizer=self.optimizer,
-            steps=len(self.after),
-        )  # fmt: skip
-
-    def run(self, plan: Any, seed: int = 0) -> float:
-        """The validation loss after the steps; None: in FP32."""
-        model = copy.deepcopy(self.model)
-        if plan is not None:
-            plan.apply(model)
-        optimizer = self._optimizer(model)
-        optimizer.load_state_dict(copy.deepcopy(self.state))
-        torch.manual_seed(seed)
-        for batch in self.after:
-            self._step(model, optimizer, batch)
-        with torch.no_grad():
-            losses = [float(model(*batch)) for batch in self.held_out]
-        return sum(losses) / len(losses)
 
 
 def assignments(plan: Any, draws: random.Random, mixed: int, equal: int) -> list[dict[str, Any]]:
@@ -165,7 +49,7 @@ def assignments(plan: Any, draws: random.Random, mixed: int, equal: int) -> list
 
 def study(name: str, mixed: int, equal: int, seeds: int, before: int = BEFORE) -> dict[str, Any]:
     task = Task(name, before)
-    plan = task.plan({"loss": 1e9})
+    plan = task.plan({"loss": 1e9}, FOUR + MORE)
     program = plan.program()
     exact = task.run(None)
     rows = assignments(plan, random.Random(0), mixed, equal)
