@@ -22,6 +22,7 @@ from . import (
     head,
     pages,
     peak,
+    plan,
     profile,
     results,
     table,
@@ -234,6 +235,8 @@ OF_BENCH: dict[str, Block] = {
 OF_A_FILE: dict[str, Block] = {
     "audit-cost": audit.cost,
     "audit-errors": audit.errors,
+    "plan-study": plan.study,
+    "plan-choice": plan.choice,
     "lean": lean,
     "footprint": footprint.block,
     "profile": profile.block,

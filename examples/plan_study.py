@@ -26,6 +26,8 @@ from mixprec.bench.environment import environment
 # Written before the first run.
 SEEDS, MIXED, EQUAL = 5, 50, 50
 FOUR, MORE = ("mxfp4", "nvfp4-1x16"), ("mxfp8", "fp8", "bf16")
+# What may be in the order of the measured losses: "low", the FLOPs weighted by the bits saved.
+KEYS = ("predicted", "first order", "low")
 SHARE = 0.5  # of the FLOPs in 4 bits, of the second half
 
 
@@ -56,6 +58,8 @@ def study(name: str, mixed: int, equal: int, seeds: int, before: int = BEFORE) -
     for row in rows:
         chosen = row["recipes"]
         row["predicted"] = program.value("loss", chosen)
+        forward = ((name, products["forward"]) for name, products in chosen.items())
+        row["first order"] = abs(sum(plan.measured[name]["first"][r] for name, r in forward))
         row["measured"] = task.run(plan.replaced(chosen)) - exact
     # What another seed of stochastic rounding changes, of the first assignments of both kinds.
     again = [*rows[:2], *rows[mixed : mixed + 2]]
@@ -88,12 +92,13 @@ def main() -> None:
     for name in given.models:
         start = time.perf_counter()
         found = report["models"][name] = study(name, MIXED, EQUAL, SEEDS)
+        found["spearman"] = {}
         for kind in ("mixed", "equal"):
             rows = [row for row in found["rows"] if row["kind"] == kind]
             spread = sorted(row["measured"] for row in rows)
             print(f"{name:5} {kind:6} loss {spread[0]:+.4f} to {spread[-1]:+.4f}", end="")
-            for key in ("predicted", "low"):
-                value, low, high = spearman(rows, key)
+            found["spearman"][kind] = {key: spearman(rows, key) for key in KEYS}
+            for key, (value, low, high) in found["spearman"][kind].items():
                 print(f"  {key} {value:.2f} ({low:.2f} to {high:.2f})", end="")
             print(f"  {time.perf_counter() - start:.0f} s", flush=True)
         print("      noise", [f"{min(n):+.4f} to {max(n):+.4f}" for n in found["noise"]])
