@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from needs import needs
-from plan_tasks import BEFORE, MODELS, Task
+from plan_tasks import MODELS, Task
 
 from mixprec.bench.environment import environment
 
@@ -49,8 +49,8 @@ def assignments(plan: Any, draws: random.Random, mixed: int, equal: int) -> list
     return found
 
 
-def study(name: str, mixed: int, equal: int, seeds: int, before: int = BEFORE) -> dict[str, Any]:
-    task = Task(name, before)
+def study(name: str, mixed: int, equal: int, seeds: int) -> dict[str, Any]:
+    task = Task(name)
     plan = task.plan({"loss": 1e9}, FOUR + MORE)
     program = plan.program()
     exact = task.run(None)

@@ -139,13 +139,13 @@ SMALL: dict[str, Callable[[], Any]] = {"text": text, "digits": digits, "regressi
 class Task:
     """A model at the checkpoint, and its data."""
 
-    def __init__(self, name: str, before: int = BEFORE, seed: int = 0) -> None:
+    def __init__(self, name: str, seed: int = 0) -> None:
         """seed: of the order of the data."""
         torch.manual_seed(0)
         self.model, batches, self.held_out = (MODELS | SMALL)[name](seed)
-        self.after = batches[before : before + STEPS]
+        self.after = batches[BEFORE : BEFORE + STEPS]
         optimizer = self._optimizer(self.model)
-        for batch in batches[:before]:
+        for batch in batches[:BEFORE]:
             self._step(self.model, optimizer, batch)
         self.state = copy.deepcopy(optimizer.state_dict())
         self.optimizer = optimizer

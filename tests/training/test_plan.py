@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from independent import assert_same_bits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mixprec
 import mixprec.__main__
@@ -263,6 +265,32 @@ def test_of_a_model() -> None:
         for name, limit in limits.items():
             assert other.predicted[name] <= limit * (1 + 1e-6)
     assert planned(budget={"time": 0.5}).predicted["loss"] >= plan.predicted["loss"]
+
+
+def test_frozen_layers_and_checkpoints() -> None:
+    """Only products that run are planned; once each."""
+    net = model()
+    net.up.weight.requires_grad_(False)
+    net.conv.requires_grad_(False)
+    plan = mixprec.plan(net, batches(), budget={"time": 0.6}, formats=FORMATS)
+    products = {name: tuple(row["harm"]) for name, row in plan.measured.items()}
+    assert products == PLANNED | {"up": GEMMS[:2], "conv": GEMMS[:2]}
+    assert _reloaded(plan).assignment() == plan.assignment()
+
+    class Again(Model):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, *args, use_reentrant=False)
+
+    torch.manual_seed(1)
+    other = mixprec.plan(Again(), batches(), budget={"time": 0.6}, formats=FORMATS)
+    assert other.measured["up"]["flops"] == planned().measured["up"]["flops"]
+    assert other.recipes == planned().recipes
+
+
+def _reloaded(plan: mixprec.Plan) -> mixprec.Plan:
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(f"{folder}/plan.json")
+        return mixprec.Plan.load(f"{folder}/plan.json")
 
 
 def test_nothing_is_left_of_it() -> None:

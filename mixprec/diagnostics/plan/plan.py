@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...memory.compress_saved import Bits
 from ...nn._layer import Layer as Converted
 from ...nn.autocast import autocast
 from ...nn.convert import convert
@@ -61,10 +62,12 @@ class Plan:
         """What `mixprec.compare` calls it."""
         return f"plan, {text.limits(self.budget)}"
 
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(
+        self, model: nn.Module, *, saved: Bits | None = None, fuse: bool = False
+    ) -> nn.Module:
         """`mixprec.convert` the model, in place, with the recipe of each layer; what the plan has
-        left out gets bf16. At any step of a training run. ValueError names the first layer that
-        this model does not have as the planned one has it."""
+        left out gets bf16. At any step of a training run. saved, fuse: as in `convert`. ValueError
+        names the first layer that this model does not have as the planned one has it."""
         found = _layers(model)
         for name, shape in self.shapes.items():
             weight: Any = getattr(found.get(name), "weight", None)
@@ -77,7 +80,7 @@ class Plan:
         if more := [name for name in found if name not in {*self.shapes, *self.left_out}]:
             raise ValueError(f"plan: this model has a layer {more[0]!r} that was not planned")
         overrides = {_escaped(name): recipe for name, recipe in self.recipes.items()}
-        return convert(model, "bf16", overrides=overrides)
+        return convert(model, "bf16", overrides=overrides, saved=saved, fuse=fuse)
 
     def assignment(self) -> Assignment:
         """The name of the recipe of each product, by layer."""

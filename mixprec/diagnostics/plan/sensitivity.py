@@ -92,11 +92,11 @@ def measure(
     probes = min(len(layers), passes - batches - checked - 1)
     total = batches + checked + 1 + probes
 
-    def note(name: str, matrices: Matrices, needs_input: bool) -> None:
+    def note(name: str, matrices: Matrices, products: list[str]) -> None:
         nonlocal terms
         terms = training.terms or terms or matrices.g.shape[0]  # of the product that ran last
         order[name] = None
-        _measure(found[name], matrices, needs_input, recipes, training, terms, batches)
+        _measure(found[name], matrices, products, recipes, training, terms, batches)
 
     for i in range(batches):
         with _watching(layers, note):
@@ -156,7 +156,7 @@ def _curvature(
 def _measure(
     layer: Layer,
     m: Matrices,
-    needs_input: bool,
+    products: list[str],
     recipes: Mapping[str, Recipe],
     training: Training,
     terms: int,
@@ -166,8 +166,7 @@ def _measure(
     layer.x += m.x.numel() // batches
     layer.y += m.g.numel() // batches
     layer.w = m.w.numel()
-    needs = {FORWARD: True, GRAD_INPUT: needs_input, GRAD_WEIGHT: True}
-    for product in (name for name in GEMMS if needs[name]):
+    for product in products:
         exact = m.product(product, None)
         for name, recipe in recipes.items():
             error = m.product(product, recipe) - exact
@@ -230,20 +229,22 @@ def _gradients(params: Sequence[torch.Tensor], run: Run, i: int) -> list[torch.T
 
 @contextmanager
 def _watching(
-    layers: Mapping[str, nn.Module], note: Callable[[str, Matrices, bool], None]
+    layers: Mapping[str, nn.Module], note: Callable[[str, Matrices, list[str]], None]
 ) -> Iterator[None]:
-    """Call note(name, what the layer computes with, whether its input has a gradient) of each call
-    of a layer, in the order of the backward pass."""
+    """Call note(name, what the layer computes with, the products that it computes) of each call of
+    a layer, in the order of the backward pass."""
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, y: torch.Tensor) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
-            value, weight, needs_input = x.detach(), module.weight, x.requires_grad
+            value, weight = x.detach(), module.weight
             assert isinstance(weight, torch.Tensor)
+            needs = {FORWARD: True, GRAD_INPUT: x.requires_grad, GRAD_WEIGHT: weight.requires_grad}
+            products = [name for name, needed in needs.items() if needed]
 
             def after(g: torch.Tensor) -> None:
                 with torch.no_grad(), autocast.disabled(g.device.type):
-                    note(name, Matrices.of_layer(module, value, weight, g), needs_input)
+                    note(name, Matrices.of_layer(module, value, weight, g), products)
 
             if y.requires_grad:
                 y.register_hook(after)
