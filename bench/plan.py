@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -16,18 +17,22 @@ def study(content: dict[str, Any]) -> str:
     """Rank correlations of what was predicted with what was measured."""
     body = []
     for name, found in content["models"].items():
-        noise = max(max(runs) - min(runs) for runs in found["noise"])
+        noise = math.sqrt(statistics.fmean(map(statistics.variance, found["noise"])))
         for kind, words in _KINDS.items():
             measured = [row["measured"] for row in found["rows"] if row["kind"] == kind]
             spread = max(measured) - min(measured)
             cells = (f"{v:.2f} ({a:.2f} to {b:.2f})" for v, a, b in _each(found, kind))
-            ratio = f"{spread / noise:.0f}x" if noise else "-"
-            body.append((name, words, str(len(measured)), f"{spread:.4f}", ratio, *cells))
-    header = ("model", "assignments", "runs", "spread of the loss", "of seeds'", *_KEYS.values())
+            needed = math.ceil((10 * noise / spread) ** 2)
+            sizes = (f"{spread:.4f}", f"{noise:.4f}", str(needed))
+            body.append((name, words, str(len(measured)), *sizes, *cells))
+    sizes = ("spread", "of seeds", "seeds needed")
+    header = ("model", "assignments", "runs", *sizes, *_KEYS.values())
     return (
         f"{markdown(header, body)}\n\nSpearman's rank correlation with the growth of the "
-        "validation loss, with 95% intervals (bootstrap). The spread is that of the assignments; "
-        "of seeds': as a multiple of what other seeds of stochastic rounding change. "
+        "validation loss, with 95% intervals (bootstrap). spread: of that growth, between the best "
+        "and the worst assignment; of seeds: its standard deviation with other seeds of stochastic "
+        "rounding; seeds needed: runs of each assignment, where it was one, with which the spread "
+        "is 10 times as large as the deviation of their mean. "
         f"{pages.machine(content['environment'])}"
     )
 

@@ -52,7 +52,7 @@ def regret(name: str) -> dict[str, Any]:
     program, total = plan.program(), plan.bf16["time"]
     rows = [
         {
-            "assignment": chosen,
+            "recipes": plan.replaced(chosen).recipes,
             "time": program.value("time", chosen) / total,
             "predicted": program.value("loss", chosen),
             "loss": statistics.fmean(task.run(plan.replaced(chosen), seed) for seed in range(2)),
@@ -63,7 +63,8 @@ def regret(name: str) -> dict[str, Any]:
     for limit in TIMES:
         chosen = program.solve(["loss", "time"], {"time": limit * total * (1 + 1e-9)})
         feasible = [row for row in rows if row["time"] <= limit * (1 + 1e-6)]
-        (own,) = (row["loss"] for row in feasible if row["assignment"] == chosen)
+        recipes = plan.replaced(chosen).recipes
+        (own,) = (row["loss"] for row in feasible if row["recipes"] == recipes)
         losses = [row["loss"] for row in feasible]
         best, median = min(losses), statistics.median(losses)
         found["regret"][str(limit)] = (own - best) / (median - best)
@@ -127,7 +128,7 @@ def main() -> None:
         for row in found["kept"]:
             print(name, {k: f"{v:.4f}" for k, v in row.items()}, flush=True)
     if given.out:
-        given.out.write_text(json.dumps(report, indent=1))
+        given.out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

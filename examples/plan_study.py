@@ -55,18 +55,16 @@ def study(name: str, mixed: int, equal: int, seeds: int) -> dict[str, Any]:
     program = plan.program()
     exact = task.run(None)
     rows = assignments(plan, random.Random(0), mixed, equal)
+    again = [plan.replaced(row["recipes"]) for row in (*rows[:2], *rows[mixed : mixed + 2])]
     for row in rows:
         chosen = row["recipes"]
         row["predicted"] = program.value("loss", chosen)
         forward = ((name, products["forward"]) for name, products in chosen.items())
         row["first order"] = abs(sum(plan.measured[name]["first"][r] for name, r in forward))
-        row["measured"] = task.run(plan.replaced(chosen)) - exact
+        replaced = plan.replaced(chosen)
+        row["measured"], row["recipes"] = task.run(replaced) - exact, replaced.recipes
     # What another seed of stochastic rounding changes, of the first assignments of both kinds.
-    again = [*rows[:2], *rows[mixed : mixed + 2]]
-    noise = [
-        [task.run(plan.replaced(row["recipes"]), seed) - exact for seed in range(seeds)]
-        for row in again
-    ]
+    noise = [[task.run(other, seed) - exact for seed in range(seeds)] for other in again]
     return {"fp32": exact, "rows": rows, "noise": noise, "measured": plan.measured}
 
 
@@ -103,7 +101,7 @@ def main() -> None:
             print(f"  {time.perf_counter() - start:.0f} s", flush=True)
         print("      noise", [f"{min(n):+.4f} to {max(n):+.4f}" for n in found["noise"]])
     if given.out:
-        given.out.write_text(json.dumps(report, indent=1))
+        given.out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
