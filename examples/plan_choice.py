@@ -105,10 +105,9 @@ def rules(name: str) -> dict[str, Any]:
         losses = {way: task.run(plan.replaced(chosen)) - exact for way, chosen in ways.items()}
         found["losses"].append({"time": limit, **losses})
         most = LIMIT * program.value("loss", low)
-        bounded = program.solve(["time", "loss"], {"loss": most})
-        grown = task.run(plan.replaced(bounded)) - exact
-        time = program.value("time", bounded) / total
-        found["kept"].append({"limit": most, "grown": grown, "time": time})
+        bounded = task.plan({"loss": most}, FORMATS)
+        grown = task.run(bounded) - exact
+        found["kept"].append({"limit": most, "grown": grown, "time": bounded.predicted["time"]})
     return found
 
 

@@ -260,6 +260,9 @@ def test_of_a_model() -> None:
     assert "left out: attention: it computes several products" in text
     assert "forward in " in plan.why("down")
     assert plan.why("wide") == "wide is left out: a convolution that is not 1 x 1"
+    half = planned(budget={"loss": 2 * plan.predicted["loss"]})
+    assert half.predicted["loss"] <= plan.predicted["loss"] * (1 + 1e-6)
+    assert half.predicted["time"] <= plan.predicted["time"] * (1 + 1e-6)
     for limits in ({"loss": plan.predicted["loss"]}, {"memory": 0.4}, {"time": 0.7, "memory": 0.5}):
         other = planned(budget=limits)
         for name, limit in limits.items():
