@@ -257,7 +257,7 @@ def test_of_a_model() -> None:
     )
     text = str(plan)
     assert text.startswith("plan for time <= 0.6: loss +")
-    assert "left out: attention: it computes several products" in text
+    assert "left out: attention: its products are not one of an input and its weight" in text
     assert "forward in " in plan.why("down")
     assert plan.why("wide") == "wide is left out: a convolution that is not 1 x 1"
     half = planned(budget={"loss": 2 * plan.predicted["loss"]})

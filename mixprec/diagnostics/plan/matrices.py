@@ -19,15 +19,20 @@ from ..stats.layers import as_operand
 
 def why_not(module: nn.Module) -> str | None:
     """Why the products of a layer that `convert` takes are not planned; None: they are."""
-    kind = type(module) if isinstance(module, (Linear, Conv1D, Conv2d)) else layer_for(module)
-    if kind is None:
-        return "it is no layer"
+    kind = _kind(module)
     if issubclass(kind, (Linear, Conv1D)):
         return None
     if not issubclass(kind, Conv2d):
-        return "it computes several products"
+        return "its products are not one of an input and its weight"
     pointwise = is_pointwise(module.kernel_size, module.padding, module.groups)  # type: ignore[arg-type]
     return None if pointwise else "a convolution that is not 1 x 1"
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The layer of mixprec that a module is, or becomes."""
+    if isinstance(module, (Linear, Conv1D, Conv2d)):
+        return type(module)
+    return layer_for(module) or type(module)
 
 
 @dataclass
@@ -40,6 +45,8 @@ class Matrices:
 
     @staticmethod
     def of_layer(layer: nn.Module, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Matrices:
+        if issubclass(_kind(layer), Conv1D) and not isinstance(layer, Conv1D):
+            w = w.t()  # of transformers, [K, N]
         parts = zip("xwg", (x, w, g), strict=True)
         found = (as_operand(layer, role, t.detach()).float() for role, t in parts)
         return Matrices(*(t.reshape(-1, t.shape[-1]) for t in found))
@@ -49,8 +56,8 @@ class Matrices:
         """An output [M, N] in the shape of the layer's."""
         if not isinstance(layer, nn.Conv2d):
             return y.view(like.shape)
-        b, n, h, w = like.shape
-        return y.view(b, h, w, n).permute(0, 3, 1, 2)
+        n, h, w = like.shape[-3:]
+        return y.view(-1, h, w, n).permute(0, 3, 1, 2).reshape(like.shape)
 
     @property
     def flops(self) -> int:
