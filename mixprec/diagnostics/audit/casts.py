@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ... import _originals
 from ...memory.running import without_dispatch
 from ...nn._region import Passive
+from .patches import Patch
 
 _POOLS = {torch.max_pool1d, functional.max_pool1d, getattr(functional, "_max_pool1d", None)}
 AS_MADE = "as made"  # the dtype of parameters, inputs and what is computed of them
@@ -98,7 +99,6 @@ class Calls(Passive):
                 self.gradients.clear()
 
 
-_lock, _blocks = threading.Lock(), [0]
 _HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 
 
@@ -118,20 +118,11 @@ def _has_torch_function(args: Any) -> bool:
 NOT_COMPILED = (Calls.__torch_function__, _has_torch_function)  # by Dynamo, as frames
 
 
-@contextlib.contextmanager
-def not_asked() -> Iterator[None]:
-    """`Calls` does not keep torch's modules from their fast paths. In threads without one of these
-    modes nothing changes."""
-    with _lock:
-        _blocks[0] += 1
-        torch.overrides.has_torch_function = _has_torch_function
-    try:
-        yield
-    finally:
-        with _lock:
-            _blocks[0] -= 1
-            if _blocks[0] == 0:
-                torch.overrides.has_torch_function = _HAS_TORCH_FUNCTION
+# `Calls` does not keep torch's modules from their fast paths. In threads without one of these modes
+# nothing changes.
+NOT_ASKED = Patch(
+    lambda: mock.patch.object(torch.overrides, "has_torch_function", _has_torch_function)
+)
 
 
 def _backward(

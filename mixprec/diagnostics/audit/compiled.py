@@ -70,7 +70,7 @@ class Compiled:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         dynamo.skip_frames()
-        with dynamo.asking(), dynamo.keeping_sizes():
+        with dynamo.ASKING.held(), dynamo.keeping_sizes():
             try:
                 yield
             finally:

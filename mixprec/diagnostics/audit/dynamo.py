@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -21,10 +20,10 @@ from torch.utils._python_dispatch import (
 )
 
 from . import casts
+from .patches import Patch
 
 _OWN = "_torchdynamo_orig_backend"
 _STATE = "SymbolicTorchFunctionState"
-_lock, _blocks, _patched = threading.Lock(), [0], contextlib.ExitStack()
 
 
 def is_supported() -> bool:
@@ -56,32 +55,25 @@ class Asked(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[None]:
+def _asked() -> Iterator[None]:
     """Dynamo asks the modes of its thread."""
     frames: Any = sys.modules["torch._dynamo.eval_frame"]
-    with _lock:
-        _blocks[0] += 1
-        if _blocks[0] == 1:
-            original = frames._callback_from_stance
+    original = frames._callback_from_stance
 
-            def callback(given: Any) -> Any:
-                found = original(given)
-                modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, Asked)]
-                if modes and found is not None and not hasattr(found, _OWN):
-                    found = given  # by torch.compiler.set_stance: code that is there may run
-                for mode in modes:
-                    found = mode.callback(found)
-                return found
+    def callback(given: Any) -> Any:
+        found = original(given)
+        modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, Asked)]
+        if modes and found is not None and not hasattr(found, _OWN):
+            found = given  # by torch.compiler.set_stance: code that is there may run
+        for mode in modes:
+            found = mode.callback(found)
+        return found
 
-            _patched.enter_context(mock.patch.object(frames, "_callback_from_stance", callback))
-            _patched.enter_context(_untraced())
-    try:
+    with mock.patch.object(frames, "_callback_from_stance", callback), _untraced():
         yield
-    finally:
-        with _lock:
-            _blocks[0] -= 1
-            if _blocks[0] == 0:
-                _patched.close()
+
+
+ASKING = Patch(_asked)
 
 
 @contextlib.contextmanager

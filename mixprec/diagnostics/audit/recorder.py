@@ -187,7 +187,7 @@ class Recorder(dynamo.Asked):
                 stack.enter_context(self.compiled.watching())
             stack.enter_context(self)
             stack.enter_context(self._calls)
-            stack.enter_context(casts.not_asked())
+            stack.enter_context(casts.NOT_ASKED.held())
             yield
 
     def _product(self, kind: str, recipe: Recipe, name: str) -> None:
