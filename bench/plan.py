@@ -57,15 +57,15 @@ def choice(content: dict[str, Any]) -> str:
             better = sum(own < other for own, other in pairs)
             means = (statistics.fmean(side) for side in zip(*pairs, strict=True))
             body.append(
-                (name, way, *(f"{mean:+.4f}" for mean in means), f"{better} of {len(pairs)}")
+                (name, way, *(f"{mean:+.2g}" for mean in means), f"{better} of {len(pairs)}")
             )
     header = ("model", "against", "loss of the plan", "loss of the other", "better")
     second = markdown(header, body)
     kept = [
         (
             name,
-            f"{statistics.fmean(row['limit'] for row in found['kept']):.4f}",
-            f"{max(row['grown'] for row in found['kept']):+.4f}",
+            f"{statistics.fmean(row['limit'] for row in found['kept']):.2g}",
+            f"{max(row['grown'] for row in found['kept']):+.2g}",
             f"{sum(row['grown'] <= row['limit'] for row in found['kept'])} of {len(found['kept'])}",
         )
         for name, found in content["rules"].items()
