@@ -478,6 +478,25 @@ def test_modules_of_code_that_others_share(audited: str, wraps: bool) -> None:
     assert found == Counter((str(r[0]), *r[1:]) for r in rows(eager).elements())
 
 
+def test_a_function_of_two_modules() -> None:
+    """Which runs others than those that it was traced with."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def function(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return b(a(x).relu())
+
+    def step(run: Any) -> None:
+        for a, b in ((0, 1), (0, 2), (3, 2)):
+            square(run(model[a], model[b], X)).backward()
+
+    with mixprec.audit(model) as eager:
+        step(function)
+    with mixprec.audit(model) as audit:
+        step(torch.compile(function, backend="aot_eager"))
+    assert rows(audit) == rows(eager)
+
+
 def test_sizes_of_the_block_are_not_those_of_the_program() -> None:
     frames = torch._dynamo.utils.counters["frames"]
     for is_audited in (False, True):

@@ -343,6 +343,16 @@ def test_applied_in_the_middle_of_a_run(tmp_path: Path) -> None:
         "forward": "fp8", "grad_input": "fp8", "grad_weight": "bf16"
     }  # fmt: skip
     assert edited.predicted != plan.predicted
+    # By another name; and to what was not measured, which has no prediction.
+    saved["recipes"]["up"] = "BF16+gw-tensorwise"
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    renamed = mixprec.Plan.load(tmp_path / "plan.json")
+    assert renamed.recipes["up"] == "bf16+gw-fp8"
+    for recipe, got in (("fp8-block", "fp8-block"), ("fp8+gi-nvfp4", "nvfp4-1x16")):
+        saved["recipes"]["up"] = recipe
+        (tmp_path / "plan.json").write_text(json.dumps(saved))
+        with pytest.raises(ValueError, match=f"layer 'up' must be one of .* got '{got}'"):
+            mixprec.Plan.load(tmp_path / "plan.json")
 
 
 def test_models_that_were_not_planned() -> None:

@@ -36,7 +36,7 @@ class _Forward:
     """A run of a forward graph. decided: by the number of the autograd node."""
 
     owner: Owner
-    root: nn.Module | None
+    roots: list[nn.Module]
     region: Region | None
     decided: dict[int | None, str] = field(default_factory=dict)
 
@@ -133,7 +133,7 @@ class Run:
     def _owner(self, step: Step) -> Owner:
         owners, forward = self._recorder.owners, self._forward
         for module in step.modules:
-            now = self._root.module(module, None if forward is None else forward.root)
+            now = self._root.module(module, [] if forward is None else forward.roots)
             if (name := owners.name(now)) is not None:
                 return owners.named(name)
         if forward is not None and forward.owner.name is not None:

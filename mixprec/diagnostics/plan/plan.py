@@ -34,7 +34,7 @@ from .matrices import why_not
 from .sensitivity import Training, measure
 
 _BATCHES = 8
-# Measured growths of the loss were up to about twice of what was predicted (docs/plan.md).
+# Of a limit of the loss: it may grow by more than predicted, also by more than this (docs/plan.md).
 _MARGIN = 2.0
 _FORMATS = ("fp8", "mxfp8", "mxfp4", "nvfp4", "bf16")
 _PREFIX = {"grad_input": "+gi-", "grad_weight": "+gw-"}
@@ -89,10 +89,19 @@ class Plan:
         return {
             name: {p: _named(recipe, p) for p in self.measured[name]["harm"]}
             for name, recipe in self.recipes.items()
+            if name in self.measured
         }
 
     def replaced(self, assignment: Assignment) -> Plan:
-        """The plan with this assignment, and what it predicts for it."""
+        """The plan with this assignment, and what it predicts for it. ValueError for a layer or a
+        recipe that was not measured."""
+        for name, row in self.measured.items():
+            for product, measured in row["harm"].items():
+                if (got := assignment.get(name, {}).get(product)) not in measured:
+                    raise ValueError(
+                        f"plan: the recipe of {product} of layer {name!r} must be one of those "
+                        f"that were measured, {', '.join(map(repr, measured))}, got {got!r}"
+                    )
         recipes = {name: _joined(products) for name, products in assignment.items()}
         predicted = _predicted(self.program(), assignment, self.bf16)
         return replace(self, recipes=recipes, predicted=predicted)
@@ -160,9 +169,10 @@ class Plan:
 
 def _named(recipe: str, product: str) -> str:
     """The recipe of a product, of a name like "fp8+gi-bf16"."""
-    own, *others = recipe.split("+")
+    own, *others = Recipe.parse(recipe).name.split("+")
     prefix = _PREFIX.get(product, "+")[1:]
-    return next((o.removeprefix(prefix) for o in others if prefix and o.startswith(prefix)), own)
+    mine = (o.removeprefix(prefix) for o in others if prefix and o.startswith(prefix))
+    return Recipe.parse(next(mine, own)).name
 
 
 def _escaped(name: str) -> str:
@@ -197,7 +207,7 @@ def _predicted(
 
 def plan(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Callable[[], Iterable[Any]],
     *,
     budget: Mapping[str, float],
     formats: Iterable[Recipe | str] = _FORMATS,
@@ -241,7 +251,8 @@ def plan(
     if not isinstance(passes, int) or passes < 4:
         raise ValueError(f"plan: passes must be an int of 4 or more, got {passes!r}")
     # A third of the passes or more are for gradients of inputs.
-    taken = list(itertools.islice(iter(batches), min(_BATCHES, max((passes - 2) // 3, 1))))
+    data = batches() if callable(batches) else batches
+    taken = list(itertools.islice(data, min(_BATCHES, max((passes - 2) // 3, 1))))
     if not taken:
         raise ValueError("plan: batches must have at least one")
     layers = _layers(model)
